@@ -12,7 +12,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -34,6 +36,25 @@ def pytest_collection_finish() -> None:
     """Exempts the test modules and their imports from garbage collection: a full collection would visit all of them."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def rl_fork_server() -> Iterator[None]:
+    """Engines and trainers of all tests of a worker are forked from one server, which imports PyTorch once."""
+    from tests.fork_servers import shared
+
+    with shared():
+        yield
+
+
+@pytest.fixture(scope="session")
+def fork_server_pool() -> Iterator[Any]:
+    """Fork servers of model services, which `pooled_for_models` hands out."""
+    from tests.fork_servers import Pool
+
+    pool = Pool()
+    yield pool
+    pool.end()
 
 
 DOCKER_TESTS = ("tests/contracts", "tests/managers/sandboxes/docker")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,35 +11,36 @@ import pytest
 
 from tangram.managers.models import manager as model_manager
 from tangram.processes import child
-from tangram.processes.fork_server import Nursery
+from tangram.processes.fork_server import ForkServer
 from tangram.rl.config.rollout_settings import RolloutSettings
 from tangram.rl.inference.engines.process import PROGRAM
 from tangram.rl.rollout import assembly
 from tangram.rl.train import pipeline
 
 
-class Lasting(Nursery):
+class Lasting(ForkServer):
     """A run closes its nursery. This one outlives it."""
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         pass
 
     def end(self) -> None:
-        super().close()
+        asyncio.run(super().aclose())
 
 
 @contextmanager
 def shared() -> Iterator[None]:
     """Warm before anybody looks what processes there are. A process that a test executes has its own, as any run."""
-    lasting, own = Lasting(PROGRAM), assembly.nursery_of
+    # The first optimizer of a process imports torch._dynamo, which takes a second of CPU time in each trainer.
+    lasting, own = Lasting(PROGRAM, "torch._dynamo"), assembly.fork_server_of
 
-    def nursery_of(settings: RolloutSettings) -> Nursery:
+    def fork_server_of(settings: RolloutSettings) -> ForkServer:
         return lasting if any(engine.kind == "process" for engine in settings.engines) else own(settings)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(child, "EXECUTED", lasting)
-        patch.setattr(assembly, "nursery_of", nursery_of)
-        patch.setattr(pipeline, "nursery_of", nursery_of)
+        patch.setattr(child, "NO_FORK_SERVER", lasting)
+        patch.setattr(assembly, "fork_server_of", fork_server_of)
+        patch.setattr(pipeline, "fork_server_of", fork_server_of)
         lasting.warm()
         try:
             yield
@@ -49,9 +51,7 @@ def shared() -> Iterator[None]:
 class Pool:
     """Fork servers by what they import and by their environment, in the place of those that managers start."""
 
-    def __init__(self, *also: str) -> None:
-        """`also`: modules that children would import themselves."""
-        self._also = also
+    def __init__(self) -> None:
         self._servers: dict[object, Lasting] = {}
 
     def get(self, *modules: str, env: Mapping[str, str]) -> Lasting:
@@ -59,7 +59,7 @@ class Pool:
         key = modules, os.getcwd(), tuple(sorted(environment.items()))
         server = self._servers.get(key)
         if server is None:
-            server = self._servers[key] = Lasting(*modules, *self._also, env=environment)
+            server = self._servers[key] = Lasting(*modules, env=environment)
         server.warm()  # before a test counts its descriptors
         return server
 
@@ -69,12 +69,13 @@ class Pool:
 
 
 @contextmanager
-def pooled_for_models(*also: str) -> Iterator[None]:
-    """Managers of model services take their fork server from a pool."""
-    pool = Pool(*also)
+def pooled_for_models(pool: Pool, *also: str) -> Iterator[None]:
+    """Managers of model services take their fork server from a pool. `also`: modules that children would import
+    themselves."""
+
+    def get(*modules: str, env: Mapping[str, str]) -> Lasting:
+        return pool.get(*modules, *also, env=env)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_manager, "Nursery", pool.get)
-        try:
-            yield
-        finally:
-            pool.end()
+        patch.setattr(model_manager, "ForkServer", get)
+        yield

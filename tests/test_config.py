@@ -20,14 +20,14 @@ from tangram.config import (
     RateConfig,
     RunLimits,
     ServiceConfig,
+    add_error_location,
     admin_token,
     load,
     parse,
-    placed,
     require_files,
 )
-from tangram.config.reading import CONFIG_BYTES_MAX
-from tangram.config.tables import kinds
+from tangram.config.loader import CONFIG_BYTES_MAX
+from tangram.config.tables import field_types
 from tangram.core.limits import Limits
 from tangram.errors import InvalidConfig
 from tangram.managers.models import Service
@@ -323,7 +323,7 @@ def test_changing_the_address_of_a_config_does_not_open_it_to_all() -> None:
 
 
 def test_a_service_that_nobody_may_use_is_refused() -> None:
-    assert "nobody may do anything" in refusal("[service]\nopen_on_loopback = false")
+    assert "open_on_loopback = false requires one" in refusal("[service]\nopen_on_loopback = false")
     assert not parse("[service]\nopen_on_loopback = false\nadmin_token_file = 'a'", "t.toml").is_open
 
 
@@ -448,12 +448,12 @@ def test_what_is_found_later_is_said_with_its_file_and_line(tmp_path: Path) -> N
     path.write_text("[service]\n# none\nadmin_token_file = 'none'\n[[services]]\nname = 'a'\nengine = 'm:E'\n")
 
     def message(field: str, overridden: tuple[str, ...] = ()) -> str:
-        with pytest.raises(InvalidConfig) as caught, placed(path, overridden):
+        with pytest.raises(InvalidConfig) as caught, add_error_location(path, overridden):
             raise InvalidConfig(field, "x", "y")
         assert (caught.value.value, caught.value.expected) == ("x", "y")
         return caught.value.field
 
-    with pytest.raises(InvalidConfig) as caught, placed(path):
+    with pytest.raises(InvalidConfig) as caught, add_error_location(path):
         require_files(load(path))
     assert str(caught.value).startswith(f"{path}:3: service.admin_token_file: expected a file that can be read")
     assert message("services[0].engine") == f"{path}:6: services[0].engine"
@@ -485,5 +485,5 @@ def records() -> list[Any]:
 
 @pytest.mark.parametrize("record", records(), ids=lambda record: record.__name__)
 def test_every_key_has_a_sentence(record: type[msgspec.Struct]) -> None:
-    assert list(sentences(record)) == list(record.__struct_fields__) == list(kinds(record))
+    assert list(sentences(record)) == list(record.__struct_fields__) == list(field_types(record))
     assert all(words.endswith(".") for words in sentences(record).values())

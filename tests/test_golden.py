@@ -37,24 +37,24 @@ from tests.golden.records import ACTION, SPEC, example
 
 from tangram.core.messages import Effect, Event
 from tangram.core.trace import EVENTS
-from tangram.managers.functions.work import Failure, answer_of
+from tangram.managers.functions.work import Failure, decode_result
 from tangram.managers.sandboxes.bwrap.images.store import ImageStore
-from tangram.managers.sandboxes.bwrap.records import Records
+from tangram.managers.sandboxes.bwrap.owner import SandboxRecords
 from tangram.managers.work import SandboxSpec
-from tangram.rl.observe.timeline import logged
+from tangram.rl.observe.timeline import timeline_of_log
 from tangram.rl.runs.checkpoints import read_checkpoint
 from tangram.rl.runs.metrics_log import read_metrics
 from tangram.rl.runs.run_folder import open_run, read_modules, read_settings
-from tangram.rl.runs.sample_log import Lost, Put, needed
-from tangram.rl.runs.trajectory_log import EngineEvent, GroupClosing, Statistics, read
-from tangram.runtime.trace_recorder import opened
+from tangram.rl.runs.sample_log import GroupLost, GroupPut, strip_for_training
+from tangram.rl.runs.trajectory_log import EngineEvent, GroupClosing, StatisticsRecord, read
+from tangram.runtime.trace_recorder import open_trace
 from tangram.runtime.wire import AnyWork, Submission
-from tangram.server.actions.images import OwnedImages
-from tangram.server.http.auth import Record as RunRecord
-from tangram.server.http.auth import Runs
+from tangram.server.actions.tenant_images import TenantImages
+from tangram.server.http.auth import RunRecord as RunRecord
+from tangram.server.http.auth import RunRegistry
 from tangram.server.http.routes import ROUTES
 from tangram.server.journal.adapter import decode_action, decode_settled, decode_work
-from tangram.server.journal.journal import Journal, Phase, Recovered
+from tangram.server.journal.journal import Journal, JournalPhase, RecoveredState
 
 GOLDEN = Path(__file__).parent / "golden"
 PATHS = (
@@ -93,11 +93,11 @@ def test_golden_files_name_no_place_of_a_machine() -> None:
 # ---- read as it was meant -------------------------------------------------------------------------------------------
 
 
-def recovered(folder: Path) -> Recovered:
+def recovered(folder: Path) -> RecoveredState:
     path = folder / "journal.sqlite"
     formats.restored(path, (GOLDEN / formats.JOURNAL).read_bytes())
 
-    async def found() -> Recovered:
+    async def found() -> RecoveredState:
         async with Journal(path) as journal:
             return journal.recovered
 
@@ -107,11 +107,11 @@ def recovered(folder: Path) -> Recovered:
 def test_the_journal_gives_back_actions_in_every_phase(tmp_path: Path) -> None:
     found = {known.id: known for known in recovered(tmp_path).actions}
     assert {id: known.phase for id, known in found.items()} == {
-        "run-a:queued": Phase.QUEUED,
-        "run-a:called": Phase.QUEUED,
-        "run-a:running": Phase.RUNNING,
-        "run-a:settled": Phase.SETTLED,
-        "run-a:fetched": Phase.SETTLED,
+        "run-a:queued": JournalPhase.QUEUED,
+        "run-a:called": JournalPhase.QUEUED,
+        "run-a:running": JournalPhase.RUNNING,
+        "run-a:settled": JournalPhase.SETTLED,
+        "run-a:fetched": JournalPhase.SETTLED,
     }
     for id in ("run-a:queued", "run-a:called", "run-a:running"):
         assert decode_action(found[id].action) == msgspec.structs.replace(ACTION, id=id)
@@ -130,19 +130,19 @@ def test_the_journal_gives_back_sandboxes_tokens_and_images(tmp_path: Path) -> N
     (sandbox,) = found.sandboxes
     assert (sandbox.name, sandbox.run, sandbox.node) == ("run-a:box", "run-a", "local")
     assert msgspec.msgpack.decode(sandbox.spec, type=SandboxSpec) == SPEC
-    runs: Any = Runs(None, found.runs)  # type: ignore[arg-type]  # it writes nothing here
-    caller = runs.caller(TOKEN)
-    assert caller is not None
-    assert caller.run == "run-a"
-    assert caller.caps == RUN_RECORD.caps
+    runs: Any = RunRegistry(None, found.runs)  # type: ignore[arg-type]  # it writes nothing here
+    principal = runs.authenticate(TOKEN)
+    assert principal is not None
+    assert principal.run == "run-a"
+    assert principal.caps == RUN_RECORD.caps
     assert runs.ending == ["run-b"]
     assert msgspec.msgpack.decode(found.runs[0].record, type=RunRecord) == RUN_RECORD
-    images = OwnedImages(None, None, found.notes)  # type: ignore[arg-type]
+    images = TenantImages(None, None, found.notes)  # type: ignore[arg-type]
     assert images.by_name == {"run-a:fixed": "run-a:fixed"}
 
 
 def test_the_trace_gives_back_every_event_and_effect() -> None:
-    with opened(GOLDEN / formats.TRACE) as (header, lines):
+    with open_trace(GOLDEN / formats.TRACE) as (header, lines):
         read_back = list(lines)
     assert (header.policy, header.note, header.limits.queue_max) == ("adaptive", "golden", 1000)
     assert header.pools == formats.POOLS
@@ -153,11 +153,11 @@ def test_the_trace_gives_back_every_event_and_effect() -> None:
 
 def test_requests_and_responses_are_read_as_the_records_of_their_routes() -> None:
     kept = msgspec.json.decode((GOLDEN / "http.json").read_bytes(), type=dict[str, dict[str, msgspec.Raw]])
-    assert kept.keys() == {route.operation for route in ROUTES}
+    assert kept.keys() == {route.operation_id for route in ROUTES}
     for route in ROUTES:
         for record, content in (
-            (route.takes, kept[route.operation]["request"]),
-            (route.gives, kept[route.operation]["response"]),
+            (route.request_type, kept[route.operation_id]["request"]),
+            (route.response_type, kept[route.operation_id]["response"]),
         ):
             if record is Submission:
                 sent = msgspec.json.decode(content, type=list[Submission])
@@ -168,7 +168,7 @@ def test_requests_and_responses_are_read_as_the_records_of_their_routes() -> Non
 
 def test_the_state_directory_gives_back_a_sandbox_and_images(tmp_path: Path) -> None:
     owner = GOLDEN / "state" / "owners" / "golden.00000000"
-    assert Records(owner / "kept").read() == ({SANDBOX.name: SANDBOX}, {})
+    assert SandboxRecords(owner / "kept").read() == ({SANDBOX.name: SANDBOX}, {})
     with formats.state_directory() as (folder, image):
         for kind in ("images", "cache"):
             target = folder / "images" / kind
@@ -187,15 +187,17 @@ def test_the_folder_of_a_run_can_be_resumed(tmp_path: Path) -> None:
     assert read_modules(path) == ("environments",)
     assert read_metrics(path / "metrics.jsonl") == list(LINES)
     with open_run(path, SETTINGS, resume=True) as run:
-        assert run.changed == ()
-        found = run.latest()
+        assert run.setting_changes == ()
+        found = run.latest_checkpoint()
         assert found is not None
         assert found.step == STEP
-        waiting = tuple(msgspec.structs.replace(each, group=needed(each.group)) for each in RUN_STATE.buffer.waiting)
+        waiting = tuple(
+            msgspec.structs.replace(each, group=strip_for_training(each.group)) for each in RUN_STATE.buffer.waiting
+        )
         buffer = msgspec.structs.replace(RUN_STATE.buffer, waiting=waiting)
         assert found.state == msgspec.structs.replace(RUN_STATE, buffer=buffer)
         logs = run.samples_after(STEP)
-        assert list(logs) == [Put(group=needed(GROUP)), Lost(id="lake/8", cause="stale")]
+        assert list(logs) == [GroupPut(group=strip_for_training(GROUP)), GroupLost(id="lake/8", cause="stale")]
         assert not logs.torn
     assert read_checkpoint(GOLDEN / "run" / "checkpoints" / "00000040").step == STEP
 
@@ -210,16 +212,16 @@ def test_the_log_of_a_rollout_gives_back_its_records_and_a_timeline() -> None:
     assert closing == GroupClosing.of(GROUP, at_s=3.0)
     assert isinstance(event, EngineEvent)
     assert event.name == "EngineLost"
-    assert isinstance(statistics, Statistics)
+    assert isinstance(statistics, StatisticsRecord)
     assert statistics.values == {"buffered": float("inf")}
     assert list(log.groups()) == [GROUP]
-    assert logged(log)
+    assert timeline_of_log(log)
 
 
 def test_answers_of_functions_are_read() -> None:
     kept = msgspec.json.decode((GOLDEN / "messages" / "answers.json").read_bytes())
-    assert answer_of(bytes.fromhex(kept["returned"])) == (None, 1)
-    assert answer_of(bytes.fromhex(kept["failed"])) == (Failure(kind="raised", message="no", traceback="at"), None)
+    assert decode_result(bytes.fromhex(kept["returned"])) == (None, 1)
+    assert decode_result(bytes.fromhex(kept["failed"])) == (Failure(kind="raised", message="no", traceback="at"), None)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -1,15 +1,15 @@
 """Two teachers, one student: a policy that is distilled from models that each know another task.
 
-The teachers are made first, each by imitating an expert: `counter` of chain, `walker` of frozenlake. The student
-has seen, for a moment, agents that know the form of an answer and not the goal. Then it plays both tasks, and the
-teacher of the task says of each token that the student wrote how likely it is. That is all it learns by: no reward, and
-no demonstration. Teachers are model services: they share a device, and one that is not asked for makes room for the
+The teachers are trained first, each by imitating an expert: `counter` of chain, `walker` of frozenlake. The student has
+a short warm start on agents that know the form of an answer but not the goal. Then it plays both tasks, and the teacher
+of the task returns the log-probability of each token that the student wrote. That is its only training signal: no
+reward, and no demonstration. Teachers are model services: they share a device, and an idle one is evicted for the
 other.
 
     .venv/bin/python examples/distill/distill.py
     .venv/bin/python examples/distill/distill.py --quick --json
 
-Owns the command and the settings; all else is Tangram's.
+Owns the command and the settings; everything else is Tangram's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Beside other programs the threads of numpy and PyTorch mostly wait for each other.
+# In parallel with other programs the threads of numpy and PyTorch mostly wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import msgspec
@@ -47,12 +47,12 @@ from tangram.rl.config.training_settings import (
     TrainSettings,
 )
 from tangram.rl.rollout.records import Group, Stage, Trajectory
-from tangram.rl.train.behaviour_cloning import imitated
+from tangram.rl.train.behaviour_cloning import clone_behaviour
 from tangram.rl.train.pipeline import train
-from tangram.rl.train.records import AnyLine, Evaluated, Noticed, Trained
+from tangram.rl.train.records import AnyMetricsLine, Evaluated, Noticed, Trained
 
 TEACHERS = {"chain": "counter", "frozenlake": "walker"}
-"""By task."""
+"""Teacher agents by task."""
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
 
 
@@ -62,13 +62,13 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     turns: int = 8
     """Of frozenlake."""
     episodes: int = 512
-    """Of the expert of each task, that its teacher imitates ..."""
+    """Episodes of the expert that each teacher imitates ..."""
     imitations: int = 150
-    """... in so many steps."""
+    """... and training steps on them."""
     glimpses: int = 60
-    """Steps in which the student imitates agents that know the form alone."""
+    """Warm-start steps, in which the student imitates agents that know only the form."""
     steps: int = 60
-    """Of distillation."""
+    """Distillation steps."""
     groups: int = 16
     members: int = 8
     evaluated: int = 48
@@ -80,7 +80,7 @@ QUICK = Sizes(length=4, turns=6, episodes=192, imitations=60, glimpses=40, steps
 
 
 def settings_of(sizes: Sizes, folder: Path, seed: int, student: str = "") -> TrainSettings:
-    """`student`: its checkpoint."""
+    """Return the settings. `student` is the path of its checkpoint."""
     options: dict[str, dict[str, Any]] = {"chain": {"length": sizes.length}, "frozenlake": {"turns": sizes.turns}}
     return TrainSettings(
         seed=seed,
@@ -100,33 +100,33 @@ def settings_of(sizes: Sizes, folder: Path, seed: int, student: str = "") -> Tra
 
 
 class Distance:
-    """How far student and teacher are apart, of every trajectory that was trained on, by task."""
+    """The distance between student and teacher over all trajectories trained on, by task."""
 
     def __init__(self) -> None:
         self.by_task: dict[str, list[float]] = {task: [] for task in TEACHERS}
 
-    def began(self, trajectory: str, task: str) -> None: ...
+    def on_begin(self, trajectory: str, task: str) -> None: ...
 
-    def stage(self, trajectory: str, stage: Stage) -> None: ...
+    def on_stage(self, trajectory: str, stage: Stage) -> None: ...
 
-    def ended(self, trajectory: Trajectory) -> None: ...
+    def on_end(self, trajectory: Trajectory) -> None: ...
 
-    def group(self, group: Group) -> None:
+    def on_group(self, group: Group) -> None:
         self.by_task[group.task] += [each.metrics["teacher_kl"] for each in group.members]
 
 
 async def main(sizes: Sizes, folder: Path, seed: int, say: Any) -> dict[str, Any]:
     settings, student = settings_of(sizes, folder, seed), folder / "student"
-    lines, distance = list[AnyLine](), Distance()
+    lines, distance = list[AnyMetricsLine](), Distance()
     began_s = time.monotonic()
     for task, name in TEACHERS.items():
-        loss = await imitated(
+        loss = await clone_behaviour(
             settings, folder / name, agent="expert", episodes=sizes.episodes, steps=sizes.imitations, tasks=(task,)
         )
         say(f"teacher {name} imitates the expert of {task}: loss {loss:.3f}, {time.monotonic() - began_s:.0f} s")
-    await imitated(settings, student, agent="teacher", episodes=sizes.episodes, steps=sizes.glimpses)
+    await clone_behaviour(settings, student, agent="teacher", episodes=sizes.episodes, steps=sizes.glimpses)
 
-    def tell(line: AnyLine) -> None:
+    def tell(line: AnyMetricsLine) -> None:
         lines.append(line)
         if isinstance(line, Evaluated):
             scores = ", ".join(f"{task} {score:.2f}" for task, score in line.scores.items())
@@ -134,27 +134,27 @@ async def main(sizes: Sizes, folder: Path, seed: int, say: Any) -> dict[str, Any
         elif isinstance(line, Noticed):
             say(line.text)
         elif isinstance(line, Trained) and line.step % 10 == 0:
-            apart = ", ".join(f"{task} {_last(found):.3f}" for task, found in distance.by_task.items())
+            apart = ", ".join(f"{task} {_last(values):.3f}" for task, values in distance.by_task.items())
             say(f"step {line.step}: nats from its teacher, for each token: {apart}")
 
-    over = await train(settings_of(sizes, folder, seed, str(student)), folder / "run", tell=tell, watch=distance)
+    over = await train(settings_of(sizes, folder, seed, str(student)), folder / "run", on_line=tell, observer=distance)
     evaluated = [line for line in lines if isinstance(line, Evaluated)]
     return {
         "seconds": time.monotonic() - began_s,
         "steps": over.step,
-        "apart_first": {task: statistics.fmean(found[:SHOWN]) for task, found in distance.by_task.items()},
-        "apart_last": {task: _last(found) for task, found in distance.by_task.items()},
+        "apart_first": {task: statistics.fmean(values[:SHOWN]) for task, values in distance.by_task.items()},
+        "apart_last": {task: _last(values) for task, values in distance.by_task.items()},
         "score_first": evaluated[0].scores,
         "score_last": evaluated[-1].scores,
     }
 
 
 SHOWN = 32
-"""Trajectories of a task, of which a mean is shown."""
+"""Trajectories of a task in the displayed mean."""
 
 
-def _last(found: list[float]) -> float:
-    return statistics.fmean(found[-SHOWN:]) if found else float("nan")
+def _last(values: list[float]) -> float:
+    return statistics.fmean(values[-SHOWN:]) if values else float("nan")
 
 
 def command() -> int:
@@ -168,19 +168,19 @@ def command() -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="tangram-distill-") as temporary:
             folder = given.folder or Path(temporary)
-            found = asyncio.run(main(QUICK if given.quick else FULL, folder, given.seed, say))
+            result = asyncio.run(main(QUICK if given.quick else FULL, folder, given.seed, say))
     except TangramError as error:
         print(f"distill: {error}", file=sys.stderr)
         return EXIT_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     if given.json:
-        print(json.dumps(found))
+        print(json.dumps(result))
         return 0
     for task, name in TEACHERS.items():
-        nats = f"{found['apart_first'][task]:.3f} to {found['apart_last'][task]:.3f} nats a token from {name}"
-        print(f"{task}: {nats}, score {found['score_first'][task]:.2f} to {found['score_last'][task]:.2f}")
-    print(f"{found['steps']} steps, {found['seconds']:.0f} s with the teachers")
+        nats = f"{result['apart_first'][task]:.3f} to {result['apart_last'][task]:.3f} nats a token from {name}"
+        print(f"{task}: {nats}, score {result['score_first'][task]:.2f} to {result['score_last'][task]:.2f}")
+    print(f"{result['steps']} steps, {result['seconds']:.0f} s with the teachers")
     return 0
 
 

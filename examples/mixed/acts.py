@@ -1,8 +1,8 @@
-"""Acts: what every call of an agent took, as the agent saw it.
+"""Measured calls of agents: the time of every call, as seen by the agent.
 
-Owns the times of one side. ACT counts from the call to its answer. Waiting is what passed before the last attempt was
-let begin: the turn in a queue, or the pauses between refusals. Overhead is what had to be done first, such as copying a
-model to its device. The rest is execution. Opening and closing a sandbox are not counted.
+Owns the times of one side. ACT counts from the call to its answer. Waiting is the time before the last attempt started:
+in a queue, or between retries. Overhead is preparation, such as copying a model to its device. The rest is execution.
+Opening and closing a sandbox are not counted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Act(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     trajectory: str
     began_s: float
-    """Since the step began."""
+    """From the start of the step."""
     act_s: float
     waiting_s: float
     overhead_s: float
@@ -37,13 +37,13 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: int
     actions: int
     lost: int
-    """Calls that were given up."""
+    """Calls that ran out of retries."""
     act_mean_s: float
     act_p95_s: float
     waiting_share: float
     overhead_share: float
     executing_share: float
-    """Of the time of all its actions."""
+    """Share of the time of all its actions."""
     reward_mean: float
 
 
@@ -55,11 +55,11 @@ class Acts:
         self._began = time.monotonic()
 
     def begin(self) -> None:
-        """The step begins now."""
+        """Start the step."""
         self._began = time.monotonic()
 
     def add(self, run: str, kind: str, trajectory: str, began: float, timing: Timing, lost: bool = False) -> None:
-        """A call that began then, by the monotonic clock, and has just ended."""
+        """Add a call that started at `began`, by the monotonic clock, and ended now."""
         act_s = time.monotonic() - began
         waiting_s = min(timing.waiting_s, act_s)
         row = Act(

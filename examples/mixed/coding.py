@@ -1,8 +1,8 @@
-"""The coding run: agents write a checksum, see its tests fail, look its manual up, repair it, and are rewarded.
+"""The coding run: agents write a checksum, see its tests fail, look up its manual, repair it, and are rewarded.
 
-Owns what each agent does, drawn from a seed, and the programs that run in its sandbox. The manual is looked up by a
-program inside the sandbox: an action that needs cores and a part of the search quota at once. The reward is the whole
-test suite, on one core or two, as the scheduler sees fit.
+Owns the behaviour of each agent, drawn from a seed, and the programs that run in its sandbox. A program inside the
+sandbox looks up the manual: an action that needs cores and a part of the search quota at once. The reward is the whole
+test suite, on one core or two, as the scheduler decides.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from sides import BACKOFF_S, START_S, TRIES, Side
 
 RUN = "coding"
 PYTHON = ("/usr/bin/python3", "-I", "-S")
-"""The machine's own, which every sandbox sees; alone, without anybody's packages."""
+"""The interpreter of the machine, which every sandbox sees, without site packages."""
 ROUNDS = 20_000
-"""Of a checksum: about a millisecond and a half of one core."""
+"""Iterations of a checksum: about one and a half milliseconds of a core."""
 CASES, CASES_TRIED = 240, 40
-"""Of the whole suite, and of what an agent runs itself."""
+"""Cases of the whole suite, and of an agent's own test run."""
 THINK_S = (0.1, 0.5)
 TIMEOUT_S = 60.0
 ACTIONS = 5
-"""Of a trajectory: look, tests, lookup, tests, reward."""
+"""Actions of a trajectory: look, tests, lookup, tests, reward."""
 EXIT_REFUSED = 3
-"""Of the lookup: the API refused it to the end."""
+"""Exit code of the lookup when the API rejects all attempts."""
 
 CHECK = """\
 import json, os, sys
@@ -48,7 +48,7 @@ for number in range(width):
 os.close(write)
 print(sum(map(int, os.read(read, 4096).split())), "of", len(cases))
 """
-"""The test suite: as many processes as it is told, each with its part of the cases."""
+"""The test suite: runs its cases in the given number of processes."""
 
 LOOKUP = f"""\
 import http.client, sys, time
@@ -73,7 +73,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     start_s: float
     digest: Digest
     thinks_s: tuple[float, ...]
-    """Before each action."""
+    """Think time before each action."""
 
     @property
     def actions(self) -> int:
@@ -98,7 +98,7 @@ def solution(factor: int, summand: int, modulus: int) -> str:
 
 
 def expected(digest: Digest, value: int) -> int:
-    """The same without going round: a step done twice is a step again, so it is doubled."""
+    """Compute the same without iteration: a step done twice is again a step, so doubling suffices."""
     factor, summand = 1, 0
     step_factor, step_summand = digest.factor, digest.summand
     for bit in range(ROUNDS.bit_length()):
@@ -109,7 +109,7 @@ def expected(digest: Digest, value: int) -> int:
 
 
 async def play(side: Side, script: Script) -> float:
-    """The reward: the share of the tests that pass."""
+    """Play the trajectory and return the reward: the share of passed tests."""
     digest = script.digest
     think = iter(script.thinks_s)
     await asyncio.sleep(script.start_s)
@@ -126,11 +126,11 @@ async def play(side: Side, script: Script) -> float:
             return await side.execute(box, command, RUN, script.name, key=key, timeout_s=TIMEOUT_S, **options)
 
         await act(("/bin/cat", "task.md", "check.py"), "look", cpus=0.5)
-        await box.write("solution.py", solution(digest.factor, 0, digest.modulus))  # a guess that leaves a term out
+        await box.write("solution.py", solution(digest.factor, 0, digest.modulus))  # a guess that omits a term
         await act(tests, "tests", cpus=1)
 
         path = f"/search?q={quote(f'the {digest.name} digest')}"
-        tries = 1 if side.quotas else TRIES  # one request was granted, or nobody counts them
+        tries = 1 if side.quotas else TRIES  # with a quota one granted request suffices
         lookup = (*PYTHON, "lookup.py", str(side.server.port), path, str(tries), str(BACKOFF_S))
         manual = await act(lookup, "lookup", cpus=0.5, quotas=side.quotas, lost_code=EXIT_REFUSED)
         if manual:

@@ -1,6 +1,6 @@
-"""Devices: which teacher lay on which device and when it was called there, read from the recording of a side.
+"""Devices: which teacher was on which device, and its calls, from the recording of a side.
 
-Owns the reading. Times count from the beginning of the step. Never looks at anything but the recording.
+Reads the recording and nothing else. Times count from the start of the step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import msgspec
 from acts import RUNS, Act
 
 from tangram.core.messages import Evicted, Finished, Grant, Resident, Settle, Start, Submit
-from tangram.runtime.trace_recorder import opened
+from tangram.runtime.trace_recorder import open_trace
 
 GPU_POOL = "gpu@"
 
@@ -34,7 +34,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     since_s: float
     until_s: float
     restore_s: float
-    """What it took to have the teacher there; nothing if it was there."""
+    """Time to restore the teacher; 0 if it was resident."""
 
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,11 +49,14 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read(recording: Path, acts: list[Act], *, devices: int, step_s: float) -> Timeline:
-    """`acts`: all of that side. Its first call of a teacher is the first that is recorded, which sets the clocks."""
-    with opened(recording) as (_, lines):
-        told = [(line.t, line.message) for line in lines]
+    """Read the recording. `acts` are all acts of that side. Its first teacher call is the first one recorded, which
+    aligns the clocks."""
+    with open_trace(recording) as (_, lines):
+        messages = [(line.t, line.message) for line in lines]
     submitted = next(
-        t for t, said in told if isinstance(said, Submit) and said.action.kind == "infer" and said.action.run in RUNS
+        t
+        for t, message in messages
+        if isinstance(message, Submit) and message.action.kind == "infer" and message.action.run in RUNS
     )
     begin = submitted - min(act.began_s for act in acts if act.kind == "teacher")
     stays: list[Stay] = []
@@ -62,20 +65,20 @@ def read(recording: Path, acts: list[Act], *, devices: int, step_s: float) -> Ti
     running: dict[str, tuple[float, Start]] = {}
     restores = 0
     ended: dict[str, float] = {}
-    for t, said in told:
+    for t, message in messages:
         now = t - begin
-        if isinstance(said, Resident):
-            there[said.devices[0]] = said.service, now
+        if isinstance(message, Resident):
+            there[message.devices[0]] = message.service, now
             restores += now >= 0.0
-        elif isinstance(said, Evicted):
-            teacher, since = there.pop(said.devices[0])
-            stays.append(Stay(device=said.devices[0], teacher=teacher, since_s=since, until_s=now))
-        elif isinstance(said, Start) and said.action.kind == "infer":
-            running[said.action.id] = now, said
-        elif isinstance(said, Finished):
-            ended[said.action] = now
-        elif isinstance(said, Settle) and said.outcome.action in running:
-            since, start = running.pop(said.outcome.action)
+        elif isinstance(message, Evicted):
+            teacher, since = there.pop(message.devices[0])
+            stays.append(Stay(device=message.devices[0], teacher=teacher, since_s=since, until_s=now))
+        elif isinstance(message, Start) and message.action.kind == "infer":
+            running[message.action.id] = now, message
+        elif isinstance(message, Finished):
+            ended[message.action] = now
+        elif isinstance(message, Settle) and message.outcome.action in running:
+            since, start = running.pop(message.outcome.action)
             if start.action.run in RUNS:
                 calls.append(
                     Call(
@@ -83,8 +86,8 @@ def read(recording: Path, acts: list[Act], *, devices: int, step_s: float) -> Ti
                         teacher=start.action.service,
                         run=start.action.run,
                         since_s=since,
-                        until_s=ended.get(said.outcome.action, now),
-                        restore_s=said.outcome.overhead_s,
+                        until_s=ended.get(message.outcome.action, now),
+                        restore_s=message.outcome.overhead_s,
                     )
                 )
     stays += [

@@ -1,7 +1,7 @@
-"""The distillation run: students write tokens, and the teacher of their domain says how likely it finds each of them.
+"""The distillation run: students write tokens, and the teacher of their domain returns the log-probability of each.
 
-Owns what each student does, drawn from a seed. The answers are real forward passes; those of all runs are checked
-against the reference when the step is over.
+Owns the behaviour of each student, drawn from a seed. The answers are real forward passes; those of all runs are
+checked against the reference after the step.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from teachers import VOCABULARY
 
 RUN = "distillation"
 TOKENS = 256
-"""Of one rollout: a forward pass of some ten milliseconds on one core."""
+"""Per rollout: a forward pass of about ten milliseconds on one core."""
 WRITE_S = (0.2, 1.0)
-"""That a student takes for a rollout."""
+"""Time of a student for one rollout: minimum and maximum."""
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +29,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     start_s: float
     teacher: str
     rollouts: tuple[tuple[float, tuple[int, ...]], ...]
-    """Seconds of writing, and what was written."""
+    """Generation seconds and tokens of each rollout."""
 
     @property
     def actions(self) -> int:
@@ -49,7 +49,8 @@ def draw(number: int, seed: int, *, rollouts: int, teachers: tuple[str, ...]) ->
 
 
 async def play(side: Side, script: Script) -> float:
-    """The reward: nats per token by which the teacher finds the rollouts likelier than a student that knows nothing."""
+    """Play the trajectory and return the reward: nats per token by which the teacher's log-probability of the rollouts
+    exceeds that of a uniform distribution."""
     await asyncio.sleep(script.start_s)
     better: list[float] = []
     for write_s, tokens in script.rollouts:

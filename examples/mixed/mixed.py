@@ -2,9 +2,9 @@
 
     .venv/bin/python examples/mixed/mixed.py --report build/mixed.html
 
-The same agents are played on two sides, one after the other. *Shared*: one connection with all pools, every use an
-action. *As today*: a device for each teacher, and calls of the search API that nobody counts. Owns the command and the
-order of things; the modules beside it own the rest.
+The same agents run on two sides, one after the other. *Shared*: one connection with all pools, every use an action. *As
+today*: a device for each teacher, and uncoordinated calls of the search API. This module owns the command and the order
+of events; the other modules in this folder own the parts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-# Before numpy is imported. Beside other programs its threads mostly wait for each other.
+# Must precede the import of numpy. In parallel with other programs its threads mostly wait for each other.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import aiohttp
@@ -35,16 +35,17 @@ from server import library
 from sides import SHARED, TODAY, Setting, Side, as_today, shared
 from teachers import DOMAINS, TOLERANCE, Asked, Reference, make
 
-from tangram.bench.reservation import usual_backend
+from tangram.bench.base import default_backend
 from tangram.cli import show
 from tangram.errors import TangramError
 from tangram.files.atomic_file import check_writable
+from tangram.reports import live, terminal
 from tangram.reports.formatting import percent, seconds
 
 EXIT_WRONG, EXIT_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 INSTALL = ".venv/bin/pip install -c constraints.txt '.[transformers]'"
 SETUP_SHARE = 0.5
-"""Of the whole time, about: PyTorch is imported once in every process of a device."""
+"""Approximate share of the total time: PyTorch is imported once on each side, by the fork server of its devices."""
 EXAMPLES = f"""\
 examples:
   .venv/bin/python examples/mixed/mixed.py --report build/mixed.html
@@ -57,47 +58,47 @@ needs root (sandboxes) and the extra `transformers`: {INSTALL}
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     teachers: int = 6
     devices: int = 2
-    """That the teachers share; as today there are as many as teachers."""
+    """Shared by the teachers; as today there is one per teacher."""
     coding: int = 6
     searching: int = 8
     distilling: int = 12
-    """Trajectories of each run."""
+    """Trajectories of this run; the same for the next fields."""
     turns: int = 3
-    """Of a search trajectory."""
+    """Per search trajectory."""
     rollouts: int = 5
-    """Of a distillation trajectory."""
+    """Per distillation trajectory."""
     units: int = 10
     window_s: float = 1.0
-    """The quota of the API."""
+    """Window of the API quota."""
 
 
 FULL = Sizes()
 QUICK = Sizes(teachers=2, devices=1, coding=2, searching=3, distilling=4, turns=2, rollouts=2)
-"""Two teachers: every process of a device has to import PyTorch, which takes most of the time."""
+"""Two teachers: importing PyTorch takes most of the time."""
 
 
 class SideNumbers(msgspec.Struct, frozen=True, kw_only=True):
-    """What one side came to."""
+    """Results of one side."""
 
     runs: dict[str, RunNumbers]
     step_s: float
     """From the start of the first trajectory to the end of the last."""
     served: int
     rejected: int
-    """Requests that the API answered, and with 429."""
+    """Requests that the API answered, and those with a 429."""
     devices: int
     device_use: float
-    """The share of their time in which a call held them."""
+    """Share of their time in which a call held them."""
     restores: int
-    """Times that a teacher was copied to a device."""
+    """Copies of a teacher to a device."""
     answers: int
     answers_wrong: int
-    """Of teachers: all of them, and those that differ from the reference."""
+    """Answers of teachers: all, and those that differ from the reference."""
     answer_error_max: float
 
 
 class Played(msgspec.Struct, frozen=True, kw_only=True):
-    """One side, with all that the report shows."""
+    """One side, with all data for the report."""
 
     numbers: SideNumbers
     acts: list[Act]
@@ -115,7 +116,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scripts:
-    """What all agents do, drawn from the seed: the same for both sides."""
+    """The behaviour of all agents, drawn from the seed: the same for both sides."""
 
     def __init__(self, sizes: Sizes, seed: int) -> None:
         books, names = library(seed), DOMAINS[: sizes.teachers]
@@ -135,7 +136,7 @@ class Scripts:
         return sum(counts)
 
     def play(self, side: Side) -> dict[str, list[Awaitable[float]]]:
-        """Trajectories that are about to begin, by run."""
+        """Return trajectories that have not started, by run."""
         return {
             coding.RUN: [coding.play(side, script) for script in self.coding],
             search.RUN: [search.play(side, script) for script in self.search],
@@ -144,7 +145,7 @@ class Scripts:
 
 
 class Raw(msgspec.Struct, frozen=True, kw_only=True):
-    """What was seen of a side before it was closed."""
+    """Data of a side, collected before it was closed."""
 
     acts: list[Act]
     asked: list[Asked]
@@ -156,7 +157,7 @@ class Raw(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def play(side: Side, scripts: Scripts) -> Raw:
-    """All three runs at once."""
+    """Run all three runs concurrently."""
     side.acts.begin()
     began = time.monotonic()
     by_run = scripts.play(side)
@@ -175,11 +176,11 @@ async def play(side: Side, scripts: Scripts) -> Raw:
 
 
 async def play_both(setting: Setting, scripts: Scripts, progress: Progress) -> dict[str, Raw]:
-    """Both are opened at the same time, because that takes long, and played one after the other."""
+    """Open both sides concurrently, because that takes long, and play them one after the other."""
     open_by_side = {SHARED: shared, TODAY: as_today}
     opened = asyncio.Barrier(len(open_by_side))
     ended = {name: asyncio.Event() for name in open_by_side}
-    found: dict[str, Raw] = {}
+    raw: dict[str, Raw] = {}
 
     async def one(name: str, before: asyncio.Event | None) -> None:
         async with open_by_side[name](setting, lambda: progress.acted(name)) as side:
@@ -187,7 +188,7 @@ async def play_both(setting: Setting, scripts: Scripts, progress: Progress) -> d
             await opened.wait()
             if before is not None:
                 await before.wait()
-            found[name] = await play(side, scripts)
+            raw[name] = await play(side, scripts)
         ended[name].set()
 
     try:
@@ -196,11 +197,11 @@ async def play_both(setting: Setting, scripts: Scripts, progress: Progress) -> d
             group.create_task(one(TODAY, ended[SHARED]))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    return found
+    return raw
 
 
 class Progress:
-    def __init__(self, tell: show.Tell | None, scripts: Scripts) -> None:
+    def __init__(self, tell: live.ProgressCallback | None, scripts: Scripts) -> None:
         self._tell = tell
         self._done = 0
         self._each = scripts.actions
@@ -218,14 +219,15 @@ class Progress:
 # ---- what comes of it -------------------------------------------------------------------------------------------
 
 
-def measure(sizes: Sizes, seed: int, tell: show.Tell | None) -> dict[str, Played]:
+def measure(sizes: Sizes, seed: int, tell: live.ProgressCallback | None) -> dict[str, Played]:
     scripts = Scripts(sizes, seed)
     progress = Progress(tell, scripts)
     with tempfile.TemporaryDirectory(prefix="tangram-mixed-") as name:
         folder = Path(name)
-        folder.chmod(0o711)  # programs in sandboxes run as somebody else
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "torch")  # PyTorch makes it in any case, and leaves it
-        progress.say(0.0, f"PyTorch is being imported by {sizes.teachers + sizes.devices + 2} processes")
+        folder.chmod(0o711)  # programs in sandboxes run as another user
+        # PyTorch creates this folder in any case and does not remove it.
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "torch")
+        progress.say(0.0, "PyTorch is being imported")
         checkpoints = [make(domain, seed, folder) for domain in DOMAINS[: sizes.teachers]]
         setting = Setting(
             seed=seed,
@@ -260,19 +262,19 @@ def _played(raw: Raw, recording: Path, reference: Reference) -> Played:
 
 
 def print_tables(outcome: Outcome) -> None:
-    console = show.console()
-    table = show.table("Every run on both sides")
+    console = terminal.stdout_console()
+    table = terminal.table("Every run on both sides")
     table.add_column("run")
     table.add_column("side")
     for head in ("actions", "mean ACT", "p95", "waiting", "overhead", "executing", "lost", "reward"):
         table.add_column(head, justify="right")
     for run in RUNS:
         for side, numbers in outcome.sides.items():
-            found = numbers.runs[run]
-            shares = (found.waiting_share, found.overhead_share, found.executing_share)
+            own = numbers.runs[run]
+            shares = (own.waiting_share, own.overhead_share, own.executing_share)
             table.add_row(
-                run, side, str(found.actions), seconds(found.act_mean_s), seconds(found.act_p95_s),
-                *map(percent, shares), str(found.lost), f"{found.reward_mean:.3f}",
+                run, side, str(own.actions), seconds(own.act_mean_s), seconds(own.act_p95_s),
+                *map(percent, shares), str(own.lost), f"{own.reward_mean:.3f}",
                 end_section=side == TODAY,
             )  # fmt: skip
     console.print(table)
@@ -285,21 +287,23 @@ def print_tables(outcome: Outcome) -> None:
 
 
 def _whole(outcome: Outcome) -> Any:
-    table = show.table("All three together")
+    table = terminal.table("All three together")
     table.add_column("")
     for side in outcome.sides:
         table.add_column(side, justify="right")
     rows: dict[str, Callable[[SideNumbers], str]] = {
-        "step": lambda found: seconds(found.step_s),
-        "429s of the search API": lambda found: str(found.rejected),
-        "calls lost": lambda found: str(sum(run.lost for run in found.runs.values())),
-        "devices": lambda found: str(found.devices),
-        "of their time, in use": lambda found: percent(found.device_use),
-        "teachers copied to a device": lambda found: str(found.restores),
-        "answers of teachers verified": lambda found: f"{found.answers - found.answers_wrong} of {found.answers}",
+        "step": lambda numbers: seconds(numbers.step_s),
+        "429s of the search API": lambda numbers: str(numbers.rejected),
+        "calls lost": lambda numbers: str(sum(run.lost for run in numbers.runs.values())),
+        "devices": lambda numbers: str(numbers.devices),
+        "of their time, in use": lambda numbers: percent(numbers.device_use),
+        "teachers copied to a device": lambda numbers: str(numbers.restores),
+        "answers of teachers verified": lambda numbers: (
+            f"{numbers.answers - numbers.answers_wrong} of {numbers.answers}"
+        ),
     }
-    for words, told in rows.items():
-        table.add_row(words, *(told(found) for found in outcome.sides.values()))
+    for label, show_number in rows.items():
+        table.add_row(label, *(show_number(numbers) for numbers in outcome.sides.values()))
     return table
 
 
@@ -307,11 +311,11 @@ def _whole(outcome: Outcome) -> Any:
 
 
 def missing() -> str:
-    """What keeps it from running here, and what to do; empty: nothing."""
+    """Return what prevents the example from running here, and what to do; empty if nothing."""
     absent = [name for name in ("torch", "transformers") if not _is_there(name)]
     if absent:
         return f"{' and '.join(absent)} cannot be imported; install what the teachers need: {INSTALL}"
-    _, why = usual_backend()
+    _, why = default_backend()
     return f"{why}; `tangram doctor` says what works on this machine and what to install" if why else ""
 
 
@@ -333,28 +337,28 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the agents, the library and the weights (default: 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write a page to open in a browser")
-    found = parser.parse_args(words)
-    if found.seed < 0:
+    given = parser.parse_args(words)
+    if given.seed < 0:
         parser.error("--seed: expected a whole number, at least 0")
-    return found
+    return given
 
 
 def run(options: argparse.Namespace) -> int:
     if options.report is not None:
         check_writable("report", options.report)
     sizes = QUICK if options.quick else FULL
-    with show.progress("mixed", unit="") as tell:
+    with live.progress("mixed", unit="") as tell:
         played = measure(sizes, options.seed, tell)
     numbers = {side: each.numbers for side, each in played.items()}
     outcome = Outcome(seed=options.seed, quick=options.quick, sizes=sizes, sides=numbers)
     if options.report is not None:
         write(options.report, outcome, played)
     if options.json:
-        show.as_json(outcome)
+        show.print_json(outcome)
     else:
         print_tables(outcome)
         if options.report is not None:
-            show.where_to_look(options.report)
+            show.print_report_path(options.report)
     return EXIT_WRONG if any(side.answers_wrong for side in numbers.values()) else 0
 
 

@@ -1,6 +1,7 @@
-"""The search run: agents ask the API one to five things a turn, have a teacher judge their notes, and are rewarded.
+"""The search run: agents send one to five queries a turn, a teacher judges their notes, and a function rewards them.
 
-Owns what each agent does, drawn from a seed. A trajectory uses the API quota, then a device, then a part of a core.
+Owns the behaviour of each agent, drawn from a seed. A trajectory uses the API quota, then a device, then a part of a
+core.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from teachers import VOCABULARY
 
 RUN = "search"
 QUERIES = (1, 5)
-"""Of one turn, at once: least and most."""
+"""Concurrent queries per turn: minimum and maximum."""
 THINK_S = (0.1, 0.5)
 NOTES_TOKENS = (2, 256)
-"""That a judge reads: least and most."""
+"""Tokens that a judge reads: minimum and maximum."""
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,9 +31,9 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     start_s: float
     judge: str
     turns: tuple[tuple[float, tuple[str, ...]], ...]
-    """Seconds of thinking, and the places that are asked for then."""
+    """Think seconds of each turn, and the places that it queries."""
     lengths: dict[str, int]
-    """What is right, by place."""
+    """The right answers, by place."""
 
     @property
     def actions(self) -> int:
@@ -54,7 +55,7 @@ def draw(number: int, seed: int, library: Library, *, turns: int, judges: tuple[
 
 
 def tokens_of(text: str) -> tuple[int, ...]:
-    """A token for each word. The teachers have no tokenizer: their weights are random, any numbering will do."""
+    """Return one token per word. The teachers have no tokenizer: their weights are random, so any numbering works."""
     least, most = NOTES_TOKENS
     tokens = [zlib.crc32(word.encode()) % VOCABULARY for word in text.split()][:most]
     return tuple(tokens + [0] * (least - len(tokens)))
@@ -66,7 +67,7 @@ async def play(side: Side, script: Script) -> float:
     for think_s, places in script.turns:
         await asyncio.sleep(think_s)
         queries = [f"how long is the {place}" for place in places]
-        found = await side.client.gather(*(side.search(query, RUN, script.name) for query in queries))
-        notes += [text for text in found if text is not None]
+        answers = await side.client.gather(*(side.search(query, RUN, script.name) for query in queries))
+        notes += [text for text in answers if text is not None]
     judged = await side.ask(script.judge, tokens_of(" ".join(notes)), RUN, script.name)
     return await side.call(share_found, (notes, script.lengths, judged), RUN, script.name)

@@ -1,12 +1,11 @@
-"""The search API: a process of its own that answers queries from a small library, and refuses what exceeds its quota.
+"""The search API: a separate process that answers queries from a small library and enforces a quota.
 
-Owns the library. Requests are counted in fixed windows of time, as in the benchmark `quota`, and what is too much is
-answered with 429. A refused request does not count. Everything is drawn from a seed, so agents that were scripted from
-the same seed know what a right answer is.
+Owns the library. Requests are counted in fixed time windows, as in the benchmark `quota`; excess requests get a 429 and
+do not count. Everything is drawn from a seed, so agents with scripts from the same seed have the right answers.
 
-    python server.py UNITS SECONDS SEED     listens on a free port of this machine, prints it, ends with its input
+    python server.py UNITS SECONDS SEED     listens on a free local port, prints it, exits at the end of its input
     GET /search?q=...                       the sentence that fits best; counts against the quota
-    GET /served                             how many were served and refused; does not count
+    GET /served                             served and rejected requests; does not count
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from typing import NamedTuple, Self
 
 import msgspec
 
-from tangram.bench.quota_server import FIXED, Gate, Served
+from tangram.bench.quota_server import FIXED, QuotaServerStats, RequestLimiter
 from tangram.errors import ManagerError
 
 LATENCY_S = 0.02
-"""Of one answer."""
+"""Latency of an answer."""
 COLOURS = ("amber", "black", "blue", "copper", "golden", "green", "grey", "ivory", "red", "silver", "violet", "white")
 PLACES = (
     "bridge",
@@ -47,7 +46,7 @@ DIGESTS = ("cedar", "dahlia", "elder", "fennel", "ginger", "hazel", "juniper", "
 
 
 class Digest(NamedTuple):
-    """`value = (value * factor + summand) % modulus`, so many times."""
+    """`value = (value * factor + summand) % modulus`, repeated."""
 
     name: str
     factor: int
@@ -56,7 +55,7 @@ class Digest(NamedTuple):
 
 
 class Library(NamedTuple):
-    """What can be found."""
+    """The searchable content."""
 
     lengths: dict[str, int]
     """In metres, by place."""
@@ -86,16 +85,16 @@ def words_of(text: str) -> frozenset[str]:
 
 
 def best(query: str, shelves: list[tuple[str, frozenset[str]]]) -> str:
-    """The sentence that shares the most words with the query."""
-    asked = words_of(query)
-    return max(shelves, key=lambda shelf: len(asked & shelf[1]))[0]
+    """Return the sentence that shares the most words with the query."""
+    words = words_of(query)
+    return max(shelves, key=lambda shelf: len(words & shelf[1]))[0]
 
 
 # ---- seen from the command --------------------------------------------------------------------------------------
 
 
 class SearchServer:
-    """A server, from start to end."""
+    """A server process."""
 
     def __init__(self, units: int, seconds: float, seed: int) -> None:
         self._words = [__file__, str(units), str(seconds), str(seed)]
@@ -113,10 +112,10 @@ class SearchServer:
         )
         assert process.stdout is not None
         try:
-            said = await process.stdout.readline()
-            if not said:
-                raise ManagerError("the search server ended before it listened; what it said is above", retry=False)
-            self.port = int(said)
+            line = await process.stdout.readline()
+            if not line:
+                raise ManagerError("the search server exited before it listened; its output is above", retry=False)
+            self.port = int(line)
         except BaseException:
             await self._end()
             raise
@@ -132,11 +131,11 @@ class SearchServer:
         self._process.stdin.close()
         await asyncio.shield(self._process.wait())
 
-    async def served(self) -> Served:
+    async def served(self) -> QuotaServerStats:
         import aiohttp
 
         async with aiohttp.ClientSession() as session, session.get(f"{self.url}/served") as response:
-            return msgspec.json.decode(await response.read(), type=Served)
+            return msgspec.json.decode(await response.read(), type=QuotaServerStats)
 
 
 # ---- the process ------------------------------------------------------------------------------------------------
@@ -146,12 +145,12 @@ async def serve(units: int, seconds: float, seed: int) -> None:
     from aiohttp import web
 
     shelves = [(sentence, words_of(sentence)) for sentence in library(seed).sentences()]
-    served = Served()
-    gate = Gate(units, seconds, FIXED, time.monotonic())
+    served = QuotaServerStats()
+    gate = RequestLimiter(units, seconds, FIXED, time.monotonic())
 
     async def search(request: web.Request) -> web.Response:
         now = time.monotonic()
-        wait_s = gate.enter(now)
+        wait_s = gate.try_acquire(now)
         if wait_s > 0.0:
             served.rejected += 1
             return web.Response(text="too many", status=429, headers={"Retry-After": f"{wait_s:.3f}"})
@@ -173,5 +172,5 @@ async def serve(units: int, seconds: float, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; whoever started it ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent ends this process
     asyncio.run(serve(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])))

@@ -1,14 +1,14 @@
-"""The two sides: the same agents, once on pools that all runs share, once on what each would have to itself today.
+"""The two sides: the same agents on shared pools, and on the separate resources of today.
 
-Owns the connections, and with them all that differs:
+Owns the connections and everything that differs:
 
                      shared                                  as today
-    search API       every call waits for its quota          calls go out at once; what is refused is tried again
-    teachers         all on a few devices, by action         a device for each, which nobody else uses
+    search API       every call waits for its quota          calls are sent at once; rejected ones are retried
+    teachers         all on a few devices, by action         a dedicated device for each
     sandboxes        scheduled by action                     the same: another connection, the same scheduler
 
-Promises that agents cannot tell the sides apart: they call `search`, `ask`, `execute` and `call`, and every call is
-measured the same way.
+Agents cannot distinguish the sides: they call `search`, `ask`, `execute` and `call`, and every call is measured the
+same way.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from teachers import Asked, Checkpoint
 import tangram
 from tangram import Client, Emulated, Pool, Quota, Rate, Sandbox, Service, Status
 from tangram.client.functions import Function
-from tangram.client.quota import QuotaUse
+from tangram.client.quota_use import QuotaUse
 from tangram.client.result import Timing
 from tangram.core.demand import GPU
 from tangram.managers.models.transformers_engine import Teacher
@@ -41,36 +41,36 @@ from tangram.sim.episode import ServiceModel
 SHARED, TODAY = "shared", "as today"
 API = "search"
 TRIES = 4
-"""Of one search: the first, and three more after a refusal."""
+"""Attempts of one search."""
 BACKOFF_S = 0.5
-"""Before the second try, doubled before each that follows, less a part by chance."""
+"""Before the second attempt, doubled for each that follows, with random jitter."""
 CORES_MAX = 2.0
 """For sandboxes and functions, on a machine that has more."""
 MEMORY = "1GiB"
 """Of all sandboxes together: more than they reserve."""
 SPARE_BYTES = 1 << 20
-"""On a device beside the weights of one teacher: there is no room for a second one."""
+"""Device memory in addition to the weights of one teacher: a second one does not fit."""
 START_S = 0.4
-"""Within which all trajectories of a run begin."""
+"""All trajectories of a run start within this time."""
 TIMEOUT_S = 60.0
 TOO_MANY = 429
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """What both sides are made of."""
+    """The settings of both sides."""
 
     seed: int
     checkpoints: list[Checkpoint]
     devices: int
-    """That the teachers share."""
+    """Shared by the teachers."""
     units: int
     window_s: float
-    """The quota of the API: so many requests in so many seconds."""
+    """Window of the API quota."""
     folder: Path
 
     @property
     def services(self) -> list[Service]:
-        # One call at a time: a static service would not profit from batches by others.
+        # One call at a time: a static service would not benefit from batching across runs.
         return [Service(name=each.name, engine=Teacher(each.path, batch_max=1)) for each in self.checkpoints]
 
     @property
@@ -87,7 +87,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Side:
-    """What agents call."""
+    """The interface of agents."""
 
     def __init__(
         self,
@@ -99,39 +99,39 @@ class Side:
         http: aiohttp.ClientSession,
         devices: int,
         quotas: dict[str, int],
-        told: Callable[[], None],
+        on_action: Callable[[], None],
         seed: int,
     ) -> None:
         self.name = name
         self.client = client
-        """Of sandboxes and functions."""
+        """For sandboxes and functions."""
         self.server = server
         self.devices = devices
         self.quotas = quotas
-        """What a command that searches asks for besides its cores."""
+        """Quota units of a searching command, in addition to its cores."""
         self.acts = Acts()
         self.asked: list[Asked] = []
         self._teachers = teachers
         self._http = http
-        self._told = told
+        self._on_action = on_action
         self._chance = random.Random(seed)
 
     # ---- searching ----
 
     async def search(self, query: str, run: str, trajectory: str) -> str | None:
-        """What the API finds; None if it refused to the end."""
+        """Return the search result; None if all attempts are rejected."""
         began = time.monotonic()
         for attempt in range(TRIES):
             if attempt:
                 await asyncio.sleep(BACKOFF_S * 2.0 ** (attempt - 1) * self._chance.uniform(0.5, 1.0))
             async with self._turn(run, trajectory) as use:
                 sent = time.monotonic()
-                status, found = await self._get(query, use)
+                status, text = await self._get(query, use)
             if status != TOO_MANY:
                 break
         timing = Timing(waiting_s=sent - began, overhead_s=0.0, execution_s=0.0)
         self._add(run, "search", trajectory, began, timing, lost=status == TOO_MANY)
-        return None if status == TOO_MANY else found
+        return None if status == TOO_MANY else text
 
     def _turn(self, run: str, trajectory: str) -> AbstractAsyncContextManager[QuotaUse | None]:
         if not self.quotas:
@@ -140,17 +140,17 @@ class Side:
 
     async def _get(self, query: str, use: QuotaUse | None) -> tuple[int, str]:
         async with self._http.get(f"{self.server.url}/search", params={"q": query}) as response:
-            found = await response.text()
+            text = await response.text()
             if use is not None:
-                use.heard(response.status, response.headers)
+                use.report_response(response.status, response.headers)
             if response.status != TOO_MANY:
                 response.raise_for_status()
-            return response.status, found
+            return response.status, text
 
     # ---- the rest ----
 
     async def ask(self, teacher: str, tokens: tuple[int, ...], run: str, trajectory: str) -> list[float]:
-        """Log-probabilities of the tokens, each given all before it."""
+        """Return log-probabilities of the tokens, each given all before it."""
         began = time.monotonic()
         answer = await self._teachers.infer(
             teacher, {"token_ids": tokens}, run=run, trajectory=trajectory, timeout_s=TIMEOUT_S
@@ -163,7 +163,7 @@ class Side:
     async def execute(
         self, box: Sandbox, command: tuple[str, ...], run: str, trajectory: str, *, lost_code: int = 0, **options: Any
     ) -> str:
-        """What a command wrote; empty if it ended with `lost_code`, which says that something refused it."""
+        """Return the output of a command; empty if it exits with `lost_code`, which reports a rejection."""
         began = time.monotonic()
         result = await box.exec(command, **options)
         lost = result.status is not Status.SUCCEEDED or bool(lost_code and result.exit_code == lost_code)
@@ -179,10 +179,10 @@ class Side:
 
     def _add(self, run: str, kind: str, trajectory: str, began: float, timing: Timing, *, lost: bool) -> None:
         self.acts.add(run, kind, trajectory, began, timing, lost)
-        self._told()
+        self._on_action()
 
     async def warm(self, teachers: list[str]) -> None:
-        """Each teacher once, so that no side pays for what happens only the first time."""
+        """Call each teacher once, so that no side pays for first-time costs."""
         for teacher in teachers:
             (await self._teachers.infer(teacher, {"token_ids": [1, 2]}, run="warm", timeout_s=TIMEOUT_S)).check()
 
@@ -195,7 +195,7 @@ def cores() -> float:
 
 
 @asynccontextmanager
-async def shared(setting: Setting, told: Callable[[], None]) -> AsyncIterator[Side]:
+async def shared(setting: Setting, on_action: Callable[[], None]) -> AsyncIterator[Side]:
     """One connection with all pools: cores, the quota of the API, and a few devices for all teachers."""
     quota = Quota(API, requests=Rate(setting.units, setting.window_s))
     connection = tangram.connect(
@@ -211,13 +211,13 @@ async def shared(setting: Setting, told: Callable[[], None]) -> AsyncIterator[Si
     async with server, aiohttp.ClientSession() as http, connection as t:
         yield Side(
             SHARED, client=t, teachers=t, server=server, http=http, devices=setting.devices, quotas={API: 1},
-            told=told, seed=setting.seed,
+            on_action=on_action, seed=setting.seed,
         )  # fmt: skip
 
 
 @asynccontextmanager
-async def as_today(setting: Setting, told: Callable[[], None]) -> AsyncIterator[Side]:
-    """Sandboxes here, a device for each teacher there, and nobody who counts the calls of the API."""
+async def as_today(setting: Setting, on_action: Callable[[], None]) -> AsyncIterator[Side]:
+    """Sandboxes on one connection, a device for each teacher, and an API without client-side quota."""
     count = len(setting.checkpoints)
     boxes = tangram.connect(cores=cores(), memory=MEMORY, state=setting.state(TODAY))
     fixed = tangram.connect(
@@ -231,12 +231,12 @@ async def as_today(setting: Setting, told: Callable[[], None]) -> AsyncIterator[
     async with server, aiohttp.ClientSession() as http, boxes as t, fixed as teachers:
         yield Side(
             TODAY, client=t, teachers=teachers, server=server, http=http, devices=count, quotas={},
-            told=told, seed=setting.seed,
+            on_action=on_action, seed=setting.seed,
         )  # fmt: skip
 
 
 def _static(checkpoints: list[Checkpoint]) -> Baseline:
-    """Every service keeps a device of its own; calls take their turn there, in order of arrival."""
+    """Every service has a dedicated device; calls queue there in order of arrival."""
     services = tuple(
         ServiceModel(name=each.name, memory_gib=each.size_bytes / (1 << 30), restore_s=0.0) for each in checkpoints
     )

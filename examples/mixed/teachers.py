@@ -1,8 +1,8 @@
 """The teachers: small Llama models with weights drawn from a seed, as checkpoints that `transformers` reads.
 
 Owns the weights and the reference: `logprobs` is the forward pass in numpy, written from the definition of the model.
-It shares no code with PyTorch or `transformers`, so an answer that agrees with it came from the right weights, all of
-them, put together in the right way. Nothing is fetched from anywhere, and PyTorch is not imported here.
+It shares no code with PyTorch or `transformers`, so a matching answer shows that all weights are right and correctly
+combined. Nothing is downloaded, and PyTorch is not imported here.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ VOCABULARY, HIDDEN, LAYERS, HEADS, KEY_HEADS, INNER = 1024, 192, 3, 6, 2, 512
 HEAD = HIDDEN // HEADS
 THETA, EPSILON = 10_000.0, 1e-6
 SCALE = 0.08
-"""Of the weights: enough for probabilities that differ from token to token."""
+"""Scale of the weights: enough for probabilities that differ from token to token."""
 TOLERANCE = 1e-3
-"""Between two ways to add the same float32 numbers, as log-probabilities."""
+"""Maximum difference of log-probabilities between two summation orders of the same float32 numbers."""
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -51,7 +51,7 @@ CONFIG = {
 
 
 class Asked(NamedTuple):
-    """A question to a teacher, and what it answered."""
+    """A request to a teacher, and its answer."""
 
     teacher: str
     tokens: tuple[int, ...]
@@ -108,7 +108,7 @@ def _drawn(rng: np.random.Generator) -> dict[str, Array]:
 
 
 def logprobs(weights: dict[str, Array], tokens: tuple[int, ...]) -> Array:
-    """Of the tokens from the second on, each given all before it."""
+    """Return log-probabilities of the tokens from the second on, each given all before it."""
     x = weights["model.embed_tokens.weight"][list(tokens)]
     for layer in range(LAYERS):
         part = {name: weights[f"model.layers.{layer}.{name}.weight"] for name in _PARTS}
@@ -117,8 +117,8 @@ def logprobs(weights: dict[str, Array], tokens: tuple[int, ...]) -> Array:
     logits = _normal(x, weights["model.norm.weight"])[:-1] @ weights["lm_head.weight"].T
     top = logits.max(axis=1, keepdims=True)
     total = top[:, 0] + np.log(np.exp(logits - top).sum(axis=1))
-    found: Array = logits[np.arange(len(tokens) - 1), list(tokens[1:])] - total
-    return found
+    chosen: Array = logits[np.arange(len(tokens) - 1), list(tokens[1:])] - total
+    return chosen
 
 
 _PARTS = (
@@ -153,7 +153,7 @@ def _attention(x: Array, part: dict[str, Array]) -> Array:
 
 
 def _turned(x: Array) -> Array:
-    """Rotary positions: the halves of each head are turned against each other, further with every position."""
+    """Rotary positions: rotate the halves of each head by an angle that grows with the position."""
     angles = np.arange(x.shape[1])[:, None] * THETA ** (-np.arange(0, HEAD, 2) / HEAD)
     cosine, sine = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
     first, second = x[..., : HEAD // 2], x[..., HEAD // 2 :]
@@ -161,14 +161,14 @@ def _turned(x: Array) -> Array:
 
 
 class Reference:
-    """Checks answers. The same question is worked out once."""
+    """Checks answers. Repeated requests are computed once."""
 
     def __init__(self, checkpoints: Iterable[Checkpoint]) -> None:
         self._weights = {checkpoint.name: checkpoint.weights for checkpoint in checkpoints}
         self._known: dict[tuple[str, tuple[int, ...]], Array] = {}
 
     def error(self, asked: Asked) -> float:
-        """How far the answer is from the reference, at its worst token; infinite if it has another length."""
+        """Return the largest deviation of the answer from the reference; infinite if the length differs."""
         key = asked.teacher, asked.tokens
         if key not in self._known:
             self._known[key] = logprobs(self._weights[asked.teacher], asked.tokens)

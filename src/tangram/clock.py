@@ -1,6 +1,6 @@
-"""Clocks: where the time comes from.
+"""Clocks: the source of time.
 
-Owns every reading of time. Promises that no clock ever goes backwards. `VirtualLoop` is an asyncio loop on a SimClock,
+Owns every reading of time. Promises that no clock goes backwards. `VirtualLoop` is an asyncio event loop on a SimClock,
 for tests: an hour of waiting takes no time in it.
 """
 
@@ -20,47 +20,47 @@ Ts = TypeVarTuple("Ts")
 
 
 class Clock(Protocol):
-    """What everything outside `core` asks for the time; `core` gets it as an argument."""
+    """Gives the time to everything outside `core`, which gets it as an argument."""
 
     def now(self) -> float:
-        """Seconds since some start. Only the difference of two readings of one clock means anything."""
+        """Seconds since an arbitrary start. Only differences of readings of one clock have a meaning."""
         ...
 
 
 class WallClock:
-    """Real time. Monotonic, so that an adjusted system time never makes an action end before it started."""
+    """Real time. Monotonic, so that an adjustment of the system time never makes an action end before it started."""
 
     def now(self) -> float:
         return time.monotonic()
 
 
 class SimClock:
-    """Virtual time: stands still until it is set."""
+    """Virtual time, which changes only when it is set."""
 
     def __init__(self, start_s: float = 0.0) -> None:
-        self._now_s = _checked_finite(start_s)
+        self._now_s = _require_finite(start_s)
 
     def now(self) -> float:
         return self._now_s
 
     def set(self, now_s: float) -> None:
-        """Move to `now_s`. The same time again is fine: many events may share one moment."""
-        if _checked_finite(now_s) < self._now_s:
+        """Move to `now_s`. Setting the same time again is allowed: many events may share one moment."""
+        if _require_finite(now_s) < self._now_s:
             raise InvariantError(f"virtual time cannot go back from {self._now_s!r} s to {now_s!r} s")
         self._now_s = now_s
 
 
 TICK_S = 1e-6
-"""The shortest wait of a VirtualLoop: more than asyncio is early, and than sums of seconds are rounded by."""
+"""The shortest wait of a VirtualLoop: longer than the resolution of asyncio's timers and rounding errors of sums."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Where nothing is ready, time jumps to the next timer. For tasks that wait for each other and for time alone: a
-    thread, a process or a socket would be too slow for it."""
+    """An event loop that jumps to the next timer when no task is ready. Only for tasks that wait for each other and for
+    time: threads, processes and sockets make progress in real time."""
 
     def __init__(self) -> None:
         self.clock = SimClock()
-        super().__init__(_Jumping(self.clock))
+        super().__init__(_VirtualSelector(self.clock))
 
     def time(self) -> float:
         return self.clock.now()
@@ -68,12 +68,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """Never at the same moment: where time stands still, what rings too early would ring again for ever."""
+        """Schedules at least TICK_S ahead: a timer that fires early would fire again forever while time stands
+        still."""
         later = max(when, self.time() + TICK_S)
         return super().call_at(later, callback, *args, context=context)
 
 
-class _Jumping(selectors.BaseSelector):
+class _VirtualSelector(selectors.BaseSelector):
     def __init__(self, clock: SimClock) -> None:
         self._clock = clock
         self._real = selectors.DefaultSelector()
@@ -99,8 +100,8 @@ class _Jumping(selectors.BaseSelector):
         self._real.close()
 
 
-def _checked_finite(time_s: float) -> float:
-    # NaN compares false with everything: let in once, no later order check would ever fail.
+def _require_finite(time_s: float) -> float:
+    # NaN compares false with everything, so no later check of the order would fail.
     if not math.isfinite(time_s):
         raise InvariantError(f"virtual time must be a finite number of seconds, got {time_s!r}")
     return time_s

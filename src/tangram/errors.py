@@ -6,11 +6,11 @@ TangramError
 │   ├── InvalidConfig     ... in a config, a pool or a command-line option
 │   └── InvalidTrace      ... in a trace file; names the line
 ├── AdmissionRefused      a limit: names it, its value and what to do
-├── ManagerError          the world: a machine, a process, a network
+├── ManagerError          the infrastructure: a machine, a process, a network
 ├── FileFailed            a file inside a sandbox: it is not there, not allowed, too large, or the disk is full
 ├── SessionEnded          the caller: a held shell is gone; names the command that ended it
 ├── ActionFailed          an action, raised by `Result.check()` only; carries the Result
-│   ├── CommandFailed     ... the agent: it ended with another exit code than 0
+│   ├── CommandFailed     ... the agent: its exit code was not 0
 │   ├── FunctionFailed    ... the function: it raised, ended its process or used up its memory
 │   ├── ActionTimedOut    ... the agent: it took longer than its time limit
 │   ├── ActionCancelled   ... the caller: it was cancelled
@@ -22,11 +22,11 @@ from __future__ import annotations
 
 
 class TangramError(Exception):
-    """Root of the tree: `except TangramError` catches all that Tangram raises on purpose."""
+    """Root of the tree: `except TangramError` catches everything that Tangram raises deliberately."""
 
 
 class InvalidInput(TangramError):
-    """The caller gave something that cannot be meant. Nothing was changed."""
+    """An argument of the caller is invalid. Nothing was changed."""
 
     def __init__(self, field: str, value: object, expected: str) -> None:
         self.field = field
@@ -48,7 +48,7 @@ class InvalidTrace(InvalidInput):
 
 
 class AdmissionRefused(TangramError):
-    """A named limit kept an action out."""
+    """A named limit refuses the action."""
 
     def __init__(self, limit: str, reason: str) -> None:
         self.limit = limit
@@ -57,16 +57,16 @@ class AdmissionRefused(TangramError):
 
 
 class ManagerError(TangramError):
-    """The world failed: a process, a machine or a network."""
+    """A process, a machine or a network failed."""
 
     def __init__(self, reason: str, *, retry: bool = True) -> None:
         self.retry = retry
-        """False: a second try cannot help."""
+        """False if a second try cannot help."""
         super().__init__(reason)
 
 
 class FileFailed(TangramError):
-    """A file inside a sandbox cannot be read or written as asked."""
+    """A file inside a sandbox cannot be read or written as requested."""
 
     def __init__(self, path: str, reason: str) -> None:
         self.path = path
@@ -79,7 +79,7 @@ class SessionEnded(TangramError):
 
 
 class ActionFailed(TangramError):
-    """An action did not bring what was wanted of it."""
+    """An action did not succeed."""
 
     def __init__(self, message: str, result: object) -> None:
         self.result = result
@@ -91,7 +91,7 @@ class CommandFailed(ActionFailed):
 
 
 class FunctionFailed(ActionFailed):
-    """The function brought no value, by its own doing: it raised, ended its process, or used up its memory."""
+    """The function raised, ended its process, or used up its memory."""
 
 
 class ActionTimedOut(ActionFailed):
@@ -99,11 +99,11 @@ class ActionTimedOut(ActionFailed):
 
 
 class ActionCancelled(ActionFailed):
-    """The caller cancelled it."""
+    """The caller cancelled the action."""
 
 
 class ActionLost(ActionFailed):
-    """Our side failed: a machine, a sandbox, a start."""
+    """A machine, a sandbox or a start failed; never the agent's fault."""
 
 
 class InvariantError(TangramError):

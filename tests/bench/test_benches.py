@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from tangram.bench import BENCHES, BenchResult, Goal, coding, elastic, scheduler_cost, sizing, teachers
-from tangram.bench.base import PRINTED, at_least, at_most
+from tangram.bench.base import PRINTED, BenchRun, at_least, at_most, run_module
 from tangram.core.messages import cpu_node
 from tangram.sim.simulate import simulate
 from tangram.sim.workloads import build
 
 pytestmark = pytest.mark.slow
 
-CODING = coding.Sizes(batch=36, cores=(16, 64), trace_cores=(16,), learning_cores=16, seeds=2)
-ELASTIC = elastic.Sizes(
+CODING = coding.CodingSizes(batch=36, cores=(16, 64), trace_cores=(16,), learning_cores=16, seeds=2)
+ELASTIC = elastic.ElasticSizes(
     loads=(0.7, 0.9),
     actions=60,
     seeds=2,
@@ -28,9 +28,9 @@ ELASTIC = elastic.Sizes(
         elastic.Ablation("paper_vs_fixed16", "fixed:16", 8, 32, Goal("about", 3.0)),
     ),
 )
-SIZING = sizing.Sizes(batch=16, cores_step=1, teachers_batch=48, seeds=2)
-TEACHERS = teachers.Sizes(batches=(48, 96), services=3, nodes=2, targets=(1, 8), seeds=2)
-COST = scheduler_cost.Sizes(
+SIZING = sizing.SizingSizes(batch=16, cores_step=1, teachers_batch=48, seeds=2)
+TEACHERS = teachers.TeachersSizes(batches=(48, 96), services=3, nodes=2, targets=(1, 8), seeds=2)
+COST = scheduler_cost.SchedulerCostSizes(
     cores=8,
     sandboxes=16,
     depth=40,
@@ -80,15 +80,14 @@ def _silent(share: float) -> None:
 @cache
 def small(name: str) -> BenchResult:
     """One run of each serves all tests that only read it."""
-    measure, sizes = {
-        "coding": (coding.measure, CODING),
-        "elastic": (elastic.measure, ELASTIC),
-        "sizing": (sizing.measure, SIZING),
-        "teachers": (teachers.measure, TEACHERS),
-        "scheduler-cost": (scheduler_cost.measure, COST),
+    module, sizes = {
+        "coding": (coding, CODING),
+        "elastic": (elastic, ELASTIC),
+        "sizing": (sizing, SIZING),
+        "teachers": (teachers, TEACHERS),
+        "scheduler-cost": (scheduler_cost, COST),
     }[name]
-    result: BenchResult = measure(sizes, trace=None, processes=1, progress=_silent)  # type: ignore[operator]
-    return result
+    return run_module(module, sizes, processes=1)
 
 
 @pytest.fixture(scope="module", params=GOALS)
@@ -127,7 +126,7 @@ def test_all_core_counts_of_the_goals_are_played() -> None:
 
 
 def test_the_same_seeds_give_the_same_result_in_any_number_of_processes() -> None:
-    assert elastic.measure(ELASTIC, trace=None, processes=2, progress=_silent) == small("elastic")
+    assert run_module(elastic, ELASTIC, processes=2) == small("elastic")
 
 
 # ---- coding ---------------------------------------------------------------------------------------------------
@@ -137,8 +136,8 @@ def test_a_trace_is_played_beside_the_generated_work(tmp_path: Path) -> None:
     lines = ["trajectory,seq,tool,category,think_s,duration_s,cpu_seconds,cpu_cores_max,mem_mb_max"]
     lines += [f"t{t},{seq},Bash,test,1.0,{2 + t},{1 + t},2,200" for t in range(3) for seq in range(4)]
     (tmp_path / coding.TRACE_FILE).write_text("\n".join(lines))
-    sizes = coding.Sizes(batch=36, cores=(16,), trace_cores=(16,), learning_cores=16, seeds=2)
-    result = coding.measure(sizes, trace=tmp_path, processes=1, progress=_silent)
+    sizes = coding.CodingSizes(batch=36, cores=(16,), trace_cores=(16,), learning_cores=16, seeds=2)
+    result = run_module(coding, sizes, trace=tmp_path, processes=1)
     generated = [name for name in result.metrics if "_trace" not in name]
     assert {f"{name}_trace" for name in generated} == result.metrics.keys() - set(generated)
     assert all(result.metrics[name] == small("coding").metrics[name] for name in generated)
@@ -156,7 +155,7 @@ def test_nothing_is_faster_than_alone() -> None:
 @pytest.mark.parametrize("exponent", [0.45, 0.75])
 @pytest.mark.parametrize("name", ["fcfs", "paper", "adaptive"])
 def test_no_policy_beats_the_bounds(name: str, exponent: float) -> None:
-    sizes = elastic.Sizes(cores=8, cores_max=4)
+    sizes = elastic.ElasticSizes(cores=8, cores_max=4)
     workload = build("elastic", batch=100, seed=3, exponent=exponent, load=0.7, units=8, cores_max=4)
     result = simulate(workload, name, cpu_node("n0", 8), knowledge="perfect")
     mean_s = result.acts().mean()
@@ -165,7 +164,7 @@ def test_no_policy_beats_the_bounds(name: str, exponent: float) -> None:
 
 
 def test_an_action_alone_on_all_that_it_can_use_meets_both_bounds() -> None:
-    sizes = elastic.Sizes(cores=32, cores_max=16)
+    sizes = elastic.ElasticSizes(cores=32, cores_max=16)
     workload = build("elastic", batch=1, seed=0, exponent=0.5, units=32, cores_max=16)
     seconds = workload.episodes[0].turns[0].steps[0].work_s / 4.0
     assert elastic.lower_bound(workload, 32, 16) == pytest.approx(seconds)
@@ -204,9 +203,9 @@ def test_all_published_ratios_are_printed_and_the_benchmark_is_listed() -> None:
 
 
 def test_a_published_ratio_has_no_goal_but_is_compared_in_a_note() -> None:
-    sizes = teachers.Sizes(batches=(1024,), services=10, targets=(8,), seeds=1)
+    sizes = teachers.TeachersSizes(batches=(1024,), services=10, targets=(8,), seeds=1)
     seed = [dict.fromkeys((*teachers.SHOWN, "late_share", "busiest_share", "peak_load"), 2.0)]
-    found = teachers.Findings()
+    found = BenchRun()
     teachers.compare_batch(found, sizes, dict.fromkeys(teachers.sides_of(sizes), seed), 1024)
     teachers.add_notes(found, sizes)
     assert found.goals == {"act_vs_static_1024": PRINTED, "act_vs_on_demand_1024": PRINTED}
@@ -239,8 +238,8 @@ def test_every_side_of_teachers_shows_the_same_numbers() -> None:
 
 
 def test_the_same_calls_are_played_by_all_sides_and_shapes_differ_as_they_say() -> None:
-    plain, even, half = (teachers.shaped(TEACHERS, 96, shape, 1) for shape in ("", "even", "half"))
-    assert plain == teachers.shaped(TEACHERS, 96, "", 1)
+    plain, even, half = (teachers.shape_workload(TEACHERS, 96, shape, 1) for shape in ("", "even", "half"))
+    assert plain == teachers.shape_workload(TEACHERS, 96, "", 1)
     asked = [sum(each.task == f"domain-{k}" for each in even.episodes) for k in range(3)]
     assert asked == [32, 32, 32]
     for before, after in zip(plain.episodes, half.episodes, strict=True):
@@ -265,7 +264,7 @@ def test_metrics_are_named_after_the_depth_at_which_they_were_measured() -> None
 
 
 def test_the_queue_keeps_its_depth_while_it_turns_over() -> None:
-    bed = scheduler_cost.Bed(COST)
+    bed = scheduler_cost.SchedulerTestbed(COST)
     bed.warm_up(40)
     bed.turn_over(200)
     assert bed.waiting == bed.scheduler.statistics().waiting == 40
@@ -274,7 +273,7 @@ def test_the_queue_keeps_its_depth_while_it_turns_over() -> None:
 
 def test_the_same_work_is_repeated() -> None:
     def turned_over() -> tuple[float, dict[str, int]]:
-        bed = scheduler_cost.Bed(COST)
+        bed = scheduler_cost.SchedulerTestbed(COST)
         bed.warm_up(40)
         return bed.now, bed.scheduler.statistics().settled
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from tangram.bench import reservation
-from tangram.bench.base import BenchResult, at_least, at_most
-from tangram.bench.reservation import Sizes, agents, measured, project, usual_backend
+from tangram.bench.base import BenchResult, at_least, at_most, default_backend, run_module
+from tangram.bench.reservation import ReservationSizes, agents, measured, project
 from tangram.bench.reservation.agents import Edit
-from tangram.bench.reservation.neighbours import disturbed
+from tangram.bench.reservation.neighbours import disturbance_warning
 from tangram.bench.reservation.sides import BY_ACTION, RESERVED, SIDES
 from tangram.core.action import Action, Outcome, Status, Usage
 from tangram.core.demand import CPU, Demand, cores
@@ -26,16 +26,16 @@ from tangram.core.trace import Header, Recorder
 from tangram.errors import InvalidConfig
 from tangram.sim.compare import Setup, Source, compare
 from tangram.sim.recordings import recorded_size
-from tangram.sim.trace_summary import replay, survey
+from tangram.sim.trace_summary import replay, summarize
 
 pytestmark = pytest.mark.slow
 
-SMALL = Sizes(groups=1, siblings=3, think_faster=150.0, seeds=1)
+SMALL = ReservationSizes(groups=1, siblings=3, think_faster=150.0, seeds=1)
 """Numbers of so small a run mean nothing; everything else about them is as it should be."""
 
 
 def needs_sandboxes() -> None:
-    backend, why = usual_backend()
+    backend, why = default_backend()
     if backend == "sandbox":
         return
     if os.environ.get("CI") == "true":
@@ -96,24 +96,24 @@ def test_counts_of_tests_are_read_whatever_the_order_of_the_processes() -> None:
 
 def test_the_same_seed_draws_the_same_agents_and_another_one_others() -> None:
     given = dict(groups=3, siblings=4, think_faster=15.0)
-    assert agents.draw(3, **given) == agents.draw(3, **given) != agents.draw(4, **given)
+    assert agents.draw_scripts(3, **given) == agents.draw_scripts(3, **given) != agents.draw_scripts(4, **given)
 
 
 def test_siblings_share_the_bug_and_each_goes_its_own_way() -> None:
-    scripts = agents.draw(0, groups=3, siblings=4, think_faster=15.0)
+    scripts = agents.draw_scripts(0, groups=3, siblings=4, think_faster=15.0)
     bugs = [script.bug.name for script in scripts]
     assert [bugs[k : k + 4] for k in (0, 4, 8)] == [[name] * 4 for name in dict.fromkeys(bugs)]
     assert len({script.turns for script in scripts}) == len(scripts)
 
 
 def test_agents_think_as_real_ones_did_by_the_stated_factor_faster() -> None:
-    scripts = agents.draw(0, groups=40, siblings=4, think_faster=15.0)
+    scripts = agents.draw_scripts(0, groups=40, siblings=4, think_faster=15.0)
     thinks = sorted(turn.think_s for script in scripts for turn in script.turns)
     assert thinks[len(thinks) // 2] == pytest.approx(3.1 / 15.0, rel=0.1)
 
 
 def test_every_agent_ends_with_the_whole_suite_as_its_reward() -> None:
-    for script in agents.draw(1, groups=2, siblings=4, think_faster=15.0):
+    for script in agents.draw_scripts(1, groups=2, siblings=4, think_faster=15.0):
         assert [turn.reward for turn in script.turns] == [False] * (len(script.turns) - 1) + [True]
         assert script.turns[-1].does == project.SUITE
         assert script.actions == 2 + sum(not isinstance(turn.does, Edit) for turn in script.turns)
@@ -140,7 +140,7 @@ def test_the_core_time_of_a_step_is_divided_without_a_rest(tmp_path: Path) -> No
     ]
     header = recorder.header(Header(policy="pods:1", pools=cpu_node("n", 2)))
     path.write_bytes(header + b"".join(recorder.lines(*line) for line in lines))
-    found = measured.read(path, "ab", name="some", keeps_cores=1.0)
+    found = measured.read_recording(path, "ab", name="some", keeps_cores=1.0)
     shares = found.core_time
     assert (shares.used, shares.held) == (pytest.approx(3 / 12), pytest.approx(1 / 12))
     assert shares.thinking == pytest.approx(4 / 12), "a is kept from 2 s to 6 s"
@@ -160,8 +160,8 @@ def _settled(action: str, waiting_s: float, execution_s: float, cpu_s: float) ->
 
 
 def test_a_result_says_when_other_programs_took_much_of_the_cores() -> None:
-    assert disturbed([0.02, 0.09]) == ""
-    assert "up to 31.0 % of the cores" in disturbed([0.02, 0.31])
+    assert disturbance_warning([0.02, 0.09]) == ""
+    assert "up to 31.0 % of the cores" in disturbance_warning([0.02, 0.31])
 
 
 # ---- both sides for real ----------------------------------------------------------------------------------------
@@ -176,9 +176,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_run(folder: Path) -> tuple[BenchResult, list[tuple[float, str]]]:
     """One run serves all tests that only read it."""
     told: list[tuple[float, str]] = []
-    result = reservation.measure(
+    result = run_module(
+        reservation,
         SMALL,
-        trace=None,
         processes=1,
         progress=lambda share, words="": told.append((share, words)),
         report=folder / "report.html",
@@ -208,9 +208,9 @@ def test_both_sides_earn_the_same_rewards_of_which_not_all_are_the_highest(run) 
 
 
 def test_every_action_of_both_sides_settles(run, folder: Path) -> None:
-    expected = sum(script.actions for script in agents.draw(0, groups=1, siblings=3, think_faster=150.0))
+    expected = sum(script.actions for script in agents.draw_scripts(0, groups=1, siblings=3, think_faster=150.0))
     for side in SIDES:
-        found = survey(folder / reservation.RECORDINGS[side])
+        found = summarize(folder / reservation.RECORDINGS[side])
         assert found.unsettled == 0
         assert sum(run.actions for run in found.runs) == expected
 
@@ -287,4 +287,4 @@ def _is_recording(folder: Path) -> bool:
 
 def test_a_backend_that_does_not_exist_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="one of sandbox"):
-        reservation.measure(SMALL, trace=None, processes=1, progress=lambda share, words="": None, backend="pod")
+        run_module(reservation, SMALL, processes=1, backend="pod")

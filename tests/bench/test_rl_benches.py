@@ -10,17 +10,18 @@ import msgspec
 import pytest
 
 from tangram.bench import BenchResult, affinity, redundancy, rollout, serverless
+from tangram.bench.base import run_module
 from tangram.rl.inference.affinity import BANDWIDTH, COMPUTE
 from tangram.sim.serving_model import QWEN3_8B
 
 pytestmark = pytest.mark.slow
 
-ROLLOUT = rollout.Sizes(
+ROLLOUT = rollout.RolloutSizes(
     environments=4, turns=3, latency_s=0.01, spreads=(0.5,), seeds=1, heavy_seeds=1, failures=0.5, layers=1, width=16
 )
-REDUNDANCY = redundancy.Sizes(groups=2, members=2, extra=(0, 1), turns=3, latency_s=0.005, seeds=2)
-SERVERLESS = serverless.Sizes(rollouts=2, groups=3, members=2, turns=2, latency_s=0.01, pause_s=0.05)
-AFFINITY = affinity.Sizes(
+REDUNDANCY = redundancy.RedundancySizes(groups=2, members=2, extra=(0, 1), turns=3, latency_s=0.005, seeds=2)
+SERVERLESS = serverless.ServerlessSizes(rollouts=2, groups=3, members=2, turns=2, latency_s=0.01, pause_s=0.05)
+AFFINITY = affinity.AffinitySizes(
     seeds=1, sessions=2, turns=2, observation=6, writers=2, answer=3, slots=4, chunk=16, prefill_s_per_token=0.0001,
     decode_s_per_step=0.002, simulated=(QWEN3_8B.name,), simulated_ended=48,
 )  # fmt: skip
@@ -35,7 +36,7 @@ def measured(module: Any, sizes: Any) -> BenchResult:
     def progress(share: float, words: str = "", /) -> None:
         told.append(share)
 
-    result: BenchResult = module.measure(sizes, trace=None, processes=1, progress=progress)
+    result: BenchResult = run_module(module, sizes, processes=1, progress=progress)
     assert result.settings == msgspec.to_builtins(sizes) and result.metrics
     assert [name for name, number in result.metrics.items() if not math.isfinite(number)] == []
     assert set(result.goals) <= set(result.metrics) and set(result.spread) <= set(result.metrics)
@@ -47,7 +48,7 @@ def test_a_rollout_is_played_with_and_without_a_barrier() -> None:
     found = measured(rollout, ROLLOUT).metrics
     assert found["speedup_s05"] > 0.0 and found["ideal_s05"] >= 1.0 and found["speedup_heavy"] > 0.0
     assert found["share_of_ideal_min"] == found["share_of_ideal_s05"]
-    assert 1 <= found["tokens_per_turn"] <= rollout.TOKENS_MAX and found["prefilled_per_turn"] >= rollout.SEEN
+    assert 1 <= found["tokens_per_turn"] <= rollout.TOKENS_MAX and found["prefilled_per_turn"] >= rollout.OBSERVED_WORDS
 
 
 def test_groups_and_members_besides_are_played_and_counted_as_waste() -> None:

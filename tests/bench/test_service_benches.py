@@ -17,22 +17,22 @@ import msgspec
 import pytest
 
 from tangram.bench import BENCHES, BenchResult, dashboard, durability, http, options_of, soak
-from tangram.bench.base import PRINTED, at_least, at_most
-from tangram.bench.callers import Caller
-from tangram.bench.noop import NotHere, embedded_rate
+from tangram.bench.base import PRINTED, BenchRun, at_least, at_most, run_module
+from tangram.bench.noop import SystemUnavailable, embedded_rate
 from tangram.bench.service_process import ServiceProcess, config_text
+from tangram.bench.shared_http_client import SharedHttpClient
 from tangram.config import Config, parse
 from tangram.core.action import Outcome, Status
 from tangram.errors import InvalidConfig, ManagerError
 from tangram.managers.fake import CALLS_MAX, FakeManager
 from tangram.managers.work import Exec
-from tangram.runtime.wire import AnyWork, Reply
+from tangram.runtime.wire import ActionReply, AnyWork
 
 pytestmark = pytest.mark.slow
 
-HTTP = http.Sizes(clients=4, round_s=0.2, rounds=2, singles=10, waiting=30, embedded=200, others=4)
-DURABILITY = durability.Sizes(actions=40, kills=1, clients=2, at_once=4)
-SOAK = soak.Sizes(seconds=1.0, warm_s=0.3, remembered=20, clients=1)
+HTTP = http.HttpSizes(clients=4, round_s=0.2, rounds=2, singles=10, waiting=30, embedded=200, others=4)
+DURABILITY = durability.DurabilitySizes(actions=40, kills=1, clients=2, at_once=4)
+SOAK = soak.SoakSizes(seconds=1.0, warm_s=0.3, remembered=20, clients=1)
 FAKE = {"node": {"backend": "fake", "cores": 8.0}}
 
 GOALS = {
@@ -53,19 +53,18 @@ GOALS = {
 }
 
 
-def _silent(share: float, words: str = "", /) -> None:
+def _silent(share: float, text: str = "", /) -> None:
     pass
 
 
 @cache
 def small(name: str) -> BenchResult:
     """One run of each serves all tests that only read it."""
-    common: dict[str, object] = {"trace": None, "processes": 1, "progress": _silent}
     if name == "http":
-        return http.measure(HTTP, **common)  # type: ignore[arg-type]
+        return run_module(http, HTTP, processes=1)
     if name == "durability":
-        return durability.measure(DURABILITY, **common, backend="process")  # type: ignore[arg-type]
-    return soak.measure(SOAK, **common, backend="process")  # type: ignore[arg-type]
+        return run_module(durability, DURABILITY, processes=1, backend="process")
+    return run_module(soak, SOAK, processes=1, backend="process")
 
 
 @pytest.mark.parametrize("name", GOALS)
@@ -94,39 +93,39 @@ def test_all_who_wait_are_answered_when_their_actions_end() -> None:
 
 
 def test_one_answer_that_fails_makes_the_number_of_waiting_clients_zero(tmp_path: Path) -> None:
-    asked = itertools.count(1)
+    requests = itertools.count(1)
 
-    class OneWrong(Caller):
-        """Takes the answer to its third program for a wrong one."""
+    class OneWrong(SharedHttpClient):
+        """Treats the response to its third program as wrong."""
 
-        async def do(self, work: AnyWork, sandbox: str, **options: Any) -> Reply:
-            number = next(asked) if isinstance(work, Exec) else 0
-            reply = await super().do(work, sandbox, **options)
+        async def run_action(self, work: AnyWork, sandbox: str, **options: Any) -> ActionReply:
+            number = next(requests) if isinstance(work, Exec) else 0
+            reply = await super().run_action(work, sandbox, **options)
             if number == 3:
-                raise ManagerError("this is not what was asked for")
+                raise ManagerError("this is not the requested action")
             return reply
 
     async def main() -> tuple[int, list[str]]:
         async with ServiceProcess(tmp_path, {"node": {"backend": "fake", "cores": http.CORES}}) as service:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(http, "Caller", OneWrong)
+                patch.setattr(http, "SharedHttpClient", OneWrong)
                 return await http.clients_waiting(service.url, 8)
 
     waiting, problems = asyncio.run(main())
     assert waiting == 0
-    assert "1 of 8 went wrong" in problems[0] and "not what was asked for" in problems[0]
+    assert "1 of 8 went wrong" in problems[0] and "not the requested action" in problems[0]
 
 
 def test_what_is_not_installed_is_left_out_with_the_reason() -> None:
-    found = http.Findings()
+    found = BenchRun(processes=1)
 
     def missing(count: int, at_once: int) -> float:
-        raise NotHere("it is not installed")
+        raise SystemUnavailable("it is not installed")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(http, "ray_rate", missing)
         patch.setattr(http, "dask_rate", lambda count, at_once: 7.0)
-        http.add_other_systems(HTTP, 1, found)
+        http.add_other_systems(HTTP, found)
     assert found.metrics == {"dask_tasks_per_s": 7.0}
     assert found.notes == ["ray_tasks_per_s is not measured: it is not installed."]
 
@@ -154,7 +153,7 @@ def outcome(id: str, status: Status = Status.SUCCEEDED, reason: str = "") -> Out
 
 
 def told(clients: durability.Clients, forgotten: int = 0) -> dict[str, float]:
-    found = durability.Findings()
+    found = BenchRun()
     durability.add_metrics(found, clients, forgotten, [0.5, 0.7])
     return found.metrics
 
@@ -166,7 +165,7 @@ def clients(tmp_path: Path) -> durability.Clients:
     made.acknowledged |= {"a1", "a2"}
     made.idempotent.add("a2")
     made.outcome_by_id |= {"a1": outcome("a1"), "a2": outcome("a2")}
-    made.ran += ["a1", "a2"]
+    made.executed_ids += ["a1", "a2"]
     return made
 
 
@@ -178,37 +177,31 @@ def test_an_acknowledged_action_without_a_result_is_lost(clients: durability.Cli
 
 
 def test_only_what_is_idempotent_may_run_twice(clients: durability.Clients) -> None:
-    clients.ran.append("a2")
+    clients.executed_ids.append("a2")
     assert (told(clients)["run_twice"], told(clients)["run_again"]) == (0.0, 1.0)
-    clients.ran.append("a1")
+    clients.executed_ids.append("a1")
     assert told(clients)["run_twice"] == 1.0
 
 
 def test_a_success_that_never_ran_is_a_false_one(clients: durability.Clients) -> None:
-    clients.ran.remove("a1")
+    clients.executed_ids.remove("a1")
     assert told(clients)["false_success"] == 1.0
-    clients.unseen.add("a1")
+    clients.unobservable.add("a1")
     assert told(clients)["false_success"] == 0.0, "its sandbox is gone with the file that would tell"
 
 
 def test_what_ran_at_a_kill_is_counted_apart(clients: durability.Clients) -> None:
-    clients.outcome_by_id["a3"] = outcome("a3", Status.LOST, durability.RESTARTED)
+    clients.outcome_by_id["a3"] = outcome("a3", Status.LOST, durability.RESTARTED_REASON)
     clients.outcome_by_id["a4"] = outcome("a4", Status.LOST, "sandbox box-7 is gone")
     metrics = told(clients)
     assert (metrics["lost"], metrics["lost_while_running"], metrics["settled_otherwise"]) == (0.0, 1.0, 1.0)
-    assert clients.shown(clients.outcome_by_id["a4"]) == "lost (sandbox … is gone)"
+    assert clients.describe_outcome(clients.outcome_by_id["a4"]) == "lost (sandbox … is gone)"
 
 
 @pytest.mark.parametrize("module", [durability, soak])
 def test_a_backend_that_carries_out_nothing_is_refused(module: object) -> None:
     with pytest.raises(InvalidConfig, match="sandbox, process"):
-        module.measure(  # type: ignore[attr-defined]
-            module.QUICK,  # type: ignore[attr-defined]
-            trace=None,
-            processes=1,
-            progress=_silent,
-            backend="fake",
-        )
+        run_module(module, module.QUICK, processes=1, backend="fake")  # type: ignore[attr-defined]
 
 
 # ---- soak -----------------------------------------------------------------------------------------------------
@@ -228,7 +221,7 @@ def test_growth_is_that_of_the_last_quarter_over_the_second() -> None:
 
 
 def test_whatever_is_more_than_before_is_a_leak_and_less_does_not_make_up_for_it() -> None:
-    found = soak.Findings()
+    found = BenchRun()
     soak.add_metrics(
         found, [100] * 8, {"descriptors": 10, "tasks": 3, "mounts": 0}, {"descriptors": 7, "tasks": 4, "mounts": 2}
     )
@@ -263,18 +256,18 @@ def test_a_spawner_that_is_nobodys_child_is_found_by_its_lock(tmp_path: Path) ->
 
 def test_without_a_browser_nothing_is_measured_and_the_reason_is_told() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dashboard, "browser", lambda: ("", "there is no Chromium (apt-get install chromium)"))
-        result = dashboard.measure(dashboard.QUICK, trace=None, processes=1, progress=_silent)
+        patch.setattr(dashboard, "find_browser", lambda: ("", "there is no Chromium (apt-get install chromium)"))
+        result = run_module(dashboard, dashboard.QUICK, processes=1)
     assert result.metrics == {}
     assert result.notes == ["Nothing is measured: there is no Chromium (apt-get install chromium)."]
 
 
 def test_the_dashboard_is_filled_with_so_many_actions_of_all_runs(tmp_path: Path) -> None:
     async def main() -> tuple[int, set[str]]:
-        sizes = dashboard.Sizes(actions=60, clients=5, runs=3)
-        async with ServiceProcess(tmp_path, FAKE) as service, Caller(service.url) as caller:
-            await dashboard.fill(service.url, sizes, _silent)
-            timeline = msgspec.json.decode(await caller.ask("GET", "/v1/timeline"))
+        sizes = dashboard.DashboardSizes(actions=60, clients=5, runs=3)
+        async with ServiceProcess(tmp_path, FAKE) as service, SharedHttpClient(service.url) as caller:
+            await dashboard.fill_history(service.url, sizes, _silent)
+            timeline = msgspec.json.decode(await caller.request("GET", "/v1/timeline"))
             return timeline["last"], {row[2] for row in timeline["rows"]}
 
     last, runs = asyncio.run(main())
@@ -288,16 +281,18 @@ def test_the_dashboard_is_filled_with_so_many_actions_of_all_runs(tmp_path: Path
 def test_a_service_that_is_killed_comes_back_on_its_port_with_its_journal(tmp_path: Path) -> None:
     async def main() -> None:
         async with ServiceProcess(tmp_path, FAKE) as service:
-            async with Caller(service.url) as caller:
+            async with SharedHttpClient(service.url) as caller:
                 body = {"id": "kept", "sandbox": "nowhere", "work": {"type": "Close"}}  # it is never acknowledged
-                assert b'"succeeded"' in await caller.ask("POST", "/v1/actions?wait_s=30", msgspec.json.encode(body))
+                assert b'"succeeded"' in await caller.request(
+                    "POST", "/v1/actions?wait_s=30", msgspec.json.encode(body)
+                )
             url, pid = service.url, service.pid
             service.kill()
             await service.start_and_kill(0.0)
             await service.start()
             assert service.url == url and service.pid != pid
-            async with Caller(service.url) as caller:
-                assert b'"succeeded"' in await caller.ask("GET", "/v1/actions/kept?wait_s=0")
+            async with SharedHttpClient(service.url) as caller:
+                assert b'"succeeded"' in await caller.request("GET", "/v1/actions/kept?wait_s=0")
 
     asyncio.run(main())
 
@@ -323,7 +318,7 @@ def test_the_fake_manager_remembers_no_more_than_its_limit() -> None:
     async def main() -> None:
         manager = FakeManager()
         for number in range(CALLS_MAX + 5):
-            manager.note("read", str(number))
+            manager.record_call("read", str(number))
         assert len(manager.calls) == CALLS_MAX
         assert (manager.calls[0].subject, manager.calls[-1].subject) == ("5", str(CALLS_MAX + 4))
 

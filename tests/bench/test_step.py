@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from tangram.bench import step
+from tangram.bench.base import run_module
 from tangram.rl.rollout.records import Ending, Span, Stage, Trajectory
 
 pytestmark = pytest.mark.slow
@@ -19,10 +20,8 @@ TINY = msgspec.structs.replace(step.QUICK, groups=1, members=3, turns=2, shown=2
 
 
 def test_both_sides_do_the_same_and_are_compared() -> None:
-    told: list[float] = []
-    result = step.measure(
-        TINY, trace=None, processes=None, progress=lambda share, words="": told.append(share), backend="process"
-    )
+    shares: list[float] = []
+    result = run_module(step, TINY, progress=lambda share, text="": shares.append(share), backend="process")
     assert (result.name, result.label) == ("step", "emulated")
     assert result.metrics["step_ratio"] == pytest.approx(
         result.metrics["step_s_reserved"] / result.metrics["step_s_by_action"]
@@ -30,7 +29,7 @@ def test_both_sides_do_the_same_and_are_compared() -> None:
     assert result.metrics["same_actions_share"] == 1.0
     assert 0.0 < result.metrics["acting_share"] < 1.0
     assert result.goals["step_ratio"].value == 1.5
-    assert told == sorted(told) and told[-1] == 1.0
+    assert shares == sorted(shares) and shares[-1] == 1.0
 
 
 def test_the_sides_differ_in_how_many_trajectories_are_open_and_in_nothing_else() -> None:

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from tangram.bench import ladder, learning
-from tangram.bench.base import Findings
+from tangram.bench.base import BenchRun
 from tangram.rl.train.records import Evaluated, TaskStep, Trained
 
 pytestmark = pytest.mark.slow
 
-TINY = ladder.Sizes(seeds=1, groups=2, members=2, steps=3, latency_s=0.001, epochs=1, score=0.0)
+TINY = ladder.LadderSizes(seeds=1, groups=2, members=2, steps=3, latency_s=0.001, epochs=1, score=0.0)
 
 
 def line(step: int, step_s: float, staleness: tuple[int, ...]) -> Trained:
@@ -31,24 +31,24 @@ def test_throughput_counts_the_steps_in_which_pipelines_are_full() -> None:
 
 
 def test_modes_are_compared_seed_by_seed() -> None:
-    seconds = {"sync": 8.0, "sync_plus": 4.0, "one_off": 2.0, "start_bound": 0.9, "rollart": 1.0}
+    seconds = {"sync": 8.0, "sync_plus": 4.0, "one_off": 2.0, "start_bound": 0.9, "async": 1.0}
     fixed = {
         mode: [[line(step, scale * each, (64,)) for step in range(1, 5)] for scale in (1.0, 3.0)]
         for mode, each in seconds.items()
     }
     fixed["start_bound"][0][3] = line(4, 0.9, (0, 0, 64))
-    found = Findings()
+    found = BenchRun()
     ladder.add_throughput(found, fixed, ladder.FULL)
-    assert found.metrics["rollart_vs_sync"] == pytest.approx(8.0)
-    assert found.metrics["rollart_vs_one_off"] == pytest.approx(2.0)
-    assert found.metrics["rollart_vs_start_bound"] == pytest.approx(0.9)
+    assert found.metrics["async_vs_sync"] == pytest.approx(8.0)
+    assert found.metrics["async_vs_one_off"] == pytest.approx(2.0)
+    assert found.metrics["async_vs_start_bound"] == pytest.approx(0.9)
     assert found.metrics["staleness_max_start_bound"] == 2.0
-    assert found.goals["rollart_vs_one_off"].value == 1.2
+    assert found.goals["async_vs_one_off"].value == 1.2
 
 
 def test_a_rung_of_the_ladder_is_climbed_for_real(tmp_path: Path) -> None:
     async def climbed() -> list[Trained]:
-        settings = ladder.settings_of(TINY, "rollart", 0, None, rate=ladder.NEARLY_NOTHING, steps=TINY.steps)
+        settings = ladder.settings_of(TINY, "async", 0, None, rate=ladder.NEARLY_NOTHING, steps=TINY.steps)
         unwarmed = msgspec.structs.replace(
             settings, tasks=(msgspec.structs.replace(settings.tasks[0], warm_until=0.0),)
         )
@@ -60,7 +60,7 @@ def test_a_rung_of_the_ladder_is_climbed_for_real(tmp_path: Path) -> None:
 
 
 def test_a_run_of_learning_is_looked_at_and_drawn(tmp_path: Path) -> None:
-    async def ran() -> learning.Run:
+    async def ran() -> learning.LearningRun:
         sizes = msgspec.structs.replace(learning.QUICK, batch=2, batch_dear=2, members=2, episodes=2, every=1)
         settings = learning.settings_of(sizes, ("chain",), 0, steps=2)
         unwarmed = msgspec.structs.replace(
@@ -71,13 +71,13 @@ def test_a_run_of_learning_is_looked_at_and_drawn(tmp_path: Path) -> None:
     run = asyncio.run(ran())
     assert [each.step for each in run.evaluated][-1] == 2 and run.trajectories[-1] == 8
     assert 0.0 <= run.final("chain") <= 1.0
-    page = learning.page_of({"chain": [run]}, [], {0: [run]})
-    assert "chain alone" in page and page.count("<polyline") == 2
+    page = learning.report_page({"chain": [run]}, [], {0: [run]})
+    assert "chain alone" in page and page.count("<figure>") == 2
 
 
 def test_the_end_of_a_run_is_its_last_five_evaluations() -> None:
     lines = [Evaluated(at_s=float(n), step=n, seconds=0.1, scores={"chain": n / 10}) for n in range(10)]
-    assert learning.Run(evaluated=lines).final("chain") == pytest.approx(0.7)
+    assert learning.LearningRun(evaluated=lines).final("chain") == pytest.approx(0.7)
 
 
 def test_an_agent_that_plays_blindly_is_worth_little() -> None:

@@ -104,7 +104,7 @@ def is_exiting(pid: int) -> bool:
 
 def owners_of(process: int) -> list[str]:
     """Names of the owners that a process was, of which control groups are left."""
-    return [name for name in groups.owners() if name.startswith(f"{process}-")]
+    return [name for name in groups.owner_names() if name.startswith(f"{process}-")]
 
 
 def processes_of(state: Path, owning: set[int]) -> dict[int, str]:
@@ -243,7 +243,7 @@ def owners(tmp_path: Path, _images: Path, capfd: pytest.CaptureFixture[str]) -> 
                 found.close()
     finally:  # a test that has failed leaves nothing either
         for name in [name for process in found.pids for name in owners_of(process)]:
-            groups.remove_owner(name)
+            groups.remove_owner_cgroup(name)
     said = capfd.readouterr().err
     assert "spawner.py" not in said, f"the spawner broke down: {said}"
 
@@ -331,7 +331,7 @@ def cpu_used(state: Path, box: int = 1) -> float:
     version = find_hierarchies().version
     place = group(state, "cpu" if version == 2 else "cpuacct", box)
     if version == 2:
-        return cgroupfs.field(place / "cpu.stat", "usage_usec") / 1e6
+        return cgroupfs.read_field(place / "cpu.stat", "usage_usec") / 1e6
     return int(cgroupfs.read(place / "cpuacct.usage")) / 1e9
 
 

@@ -49,12 +49,12 @@ from tangram.core.messages import Grant, Share
 from tangram.errors import FileFailed, InvalidConfig, ManagerError
 from tangram.managers.base import Lease
 from tangram.managers.sandboxes.bwrap.images.store import SANDBOX_UID
-from tangram.managers.sandboxes.bwrap.manager import NO_RECORD, SandboxManager
-from tangram.managers.sandboxes.bwrap.records import Records
-from tangram.managers.sandboxes.bwrap.spawner import client, spawner
+from tangram.managers.sandboxes.bwrap.manager import NO_RECORD, BwrapManager
+from tangram.managers.sandboxes.bwrap.owner import SandboxRecords
+from tangram.managers.sandboxes.bwrap.spawner import client, protocol
 from tangram.managers.sandboxes.cgroups import groups as cgroups
-from tangram.managers.work import Close, Commit, Ended, Exec, Executed, Open, Prepare, SandboxSpec, Work
-from tangram.processes.streams import HELD_SHELL
+from tangram.managers.work import Close, Commit, Exec, ExecResult, LeaseResult, Open, Prepare, SandboxSpec, Work
+from tangram.processes.streams import SESSION_SHELL_SCRIPT
 
 MIB = 1 << 20
 SPEC = SandboxSpec(memory_bytes=64 * MIB, disk_bytes=16 * MIB, processes_max=64)
@@ -66,7 +66,7 @@ class Keeper:
     """A manager of an owner with a name, as the service has one."""
 
     def __init__(self, state: Path | str, name: str, *, cores: float = 2, **options: Any) -> None:
-        self.manager = SandboxManager(state=Path(state), owner=name, cores=cores, memory_bytes=1024 * MIB, **options)
+        self.manager = BwrapManager(state=Path(state), owner=name, cores=cores, memory_bytes=1024 * MIB, **options)
         self._numbers = itertools.count(1)
 
     async def __aenter__(self) -> Self:
@@ -82,7 +82,7 @@ class Keeper:
         grant = Grant(action.id, pool.node, (Share(pool.name, reserved, reserved),), reserved)
         return await self.manager.start(action, grant, work)
 
-    async def do(self, sandbox: str, work: Work, reserved: int = 500) -> Ended:
+    async def do(self, sandbox: str, work: Work, reserved: int = 500) -> LeaseResult:
         ended = await (await self.start(sandbox, work, reserved)).wait()
         if ended.lost:
             raise ManagerError(ended.lost)
@@ -91,7 +91,7 @@ class Keeper:
     async def open(self, name: str, image: str = "host") -> None:
         await self.do(name, Open(spec=msgspec.structs.replace(SPEC, image=image)))
 
-    async def run(self, name: str, command: str, session: str = "", reserved: int = 500) -> Executed:
+    async def run(self, name: str, command: str, session: str = "", reserved: int = 500) -> ExecResult:
         executed = (await self.do(name, Exec(command=command, session=session), reserved)).executed
         assert executed is not None
         return executed
@@ -172,7 +172,7 @@ class Service:
         return found[0] if "spawner.py" in words or not words else 0
 
     def groups(self) -> list[str]:
-        return [name for name in cgroups.owners() if name.startswith(f"{self.name}.")]
+        return [name for name in cgroups.owner_names() if name.startswith(f"{self.name}.")]
 
     def close(self) -> None:
         for process in self.started:
@@ -190,7 +190,7 @@ class Service:
         if self.spawner:
             os.kill(self.spawner, signal.SIGKILL)
         for name in self.groups():
-            cgroups.remove_owner(name)
+            cgroups.remove_owner_cgroup(name)
         shutil.rmtree(self.state / "owners", ignore_errors=True)
 
 
@@ -369,7 +369,7 @@ await asyncio.sleep(1000)
 """)
     heard(process)
     os.kill(process.pid, signal.SIGSTOP)
-    (shell,) = set(found_by(HELD_SHELL)) & inside(service.state)
+    (shell,) = set(found_by(SESSION_SHELL_SCRIPT)) & inside(service.state)
     os.kill(shell, signal.SIGKILL)
     eventually(lambda: not os.path.exists(f"/proc/{shell}"), "the spawner has noticed its end")
     process.kill()
@@ -538,13 +538,13 @@ def test_a_sandbox_that_was_half_made_or_half_closed_is_neither_back_nor_left(se
     process = service.start(
         """
 await k.open("whole")
-Records.{method} = die
+SandboxRecords.{method} = die
 ready()
 await k.open("half")
 await k.do("half", Close())
 """.replace("{method}", method),
         before="""
-remove = Records.remove
+remove = SandboxRecords.remove
 def die(self, it):
     if isinstance(it, str):
         remove(self, it)
@@ -574,7 +574,7 @@ def test_a_sandbox_of_which_no_record_can_be_written_is_lost_at_once(
     async def story() -> None:
         async with service.comes() as k:
             with monkeypatch.context() as patch:
-                patch.setattr(Records, "write", full)
+                patch.setattr(SandboxRecords, "write", full)
                 with pytest.raises(ManagerError, match=r"its record cannot be written: .* No space left on device"):
                     await k.open("one")
             assert list((service.directory / "boxes").iterdir()) == []
@@ -650,7 +650,7 @@ def test_others_sweep_neither_an_owner_that_lives_nor_one_whose_spawner_does(ser
 def test_a_name_must_be_one(tmp_path: Path) -> None:
     for name in ("A", "-a", "a.b", "a/b", "..", "a" * 42, "ä"):
         with pytest.raises(InvalidConfig, match="owner"):
-            SandboxManager(state=tmp_path, owner=name)
+            BwrapManager(state=tmp_path, owner=name)
 
 
 def test_warm_sandboxes_are_not_left_behind(service: Service) -> None:
@@ -823,7 +823,7 @@ def test_after_a_restart_of_the_machine_all_is_missing_and_nothing_is_in_the_way
     os.kill(service.spawner, signal.SIGKILL)
     eventually(lambda: not service.spawner, "it is dead")
     for name in service.groups():
-        cgroups.remove_owner(name)
+        cgroups.remove_owner_cgroup(name)
     assert len(list((service.directory / "kept").glob("*.json"))) == 2, "what is on disk stays"
 
     async def story() -> None:
@@ -896,11 +896,12 @@ def test_a_foreign_file_among_the_owners_is_left_alone(service: Service) -> None
 
 
 def test_a_spawner_of_another_version_is_ended_and_not_spoken_to(service: Service, tmp_path: Path) -> None:
-    older = tmp_path / "older"
-    older.mkdir()
-    for name in ("spawner.py", "file_worker.py", "child.py", "orphan_cleanup.py"):
-        text = Path(spawner.__file__).with_name(name).read_text()
-        (older / name).write_text(text.replace(f"\nPROTOCOL = {spawner.PROTOCOL}\n", "\nPROTOCOL = 0\n"))
+    source = Path(protocol.__file__).parents[4]
+    older = tmp_path / "older" / "managers" / "sandboxes" / "bwrap" / "spawner"
+    shutil.copytree(Path(protocol.__file__).parent, older)
+    shutil.copytree(source / "processes", tmp_path / "older" / "processes")
+    text = (older / "protocol.py").read_text()
+    (older / "protocol.py").write_text(text.replace(f"\nPROTOCOL = {protocol.PROTOCOL}\n", "\nPROTOCOL = 0\n"))
     service.killed(
         f'await k.open("one")\nawait k.run("one", {COUNTS!r})\nready()',
         before="from tangram.managers.sandboxes.bwrap.spawner import client; "
@@ -910,7 +911,7 @@ def test_a_spawner_of_another_version_is_ended_and_not_spoken_to(service: Servic
 
     async def story() -> None:
         async with service.comes() as k:
-            reason = f"the spawner that held it is of another version of Tangram: protocol 0, not {spawner.PROTOCOL}"
+            reason = f"the spawner that held it is of another version of Tangram: protocol 0, not {protocol.PROTOCOL}"
             assert (k.manager.adopted, k.manager.missing) == ({}, {"one": reason})
             assert service.spawner not in (0, old) and not seen(old, "cmdline")
             await k.open("one")

@@ -37,7 +37,7 @@ from tangram import Status
 from tangram.client.sandbox import Session
 from tangram.errors import ActionFailed, InvalidAction, ManagerError
 from tangram.managers.sandboxes.bwrap import manager
-from tangram.managers.sandboxes.bwrap.spawner.client import Spawning
+from tangram.managers.sandboxes.bwrap.spawner.client import SpawnerClient
 
 Play = Callable[..., Any]
 
@@ -111,15 +111,15 @@ def test_every_operation_fails_once_the_first_process_exits(
     shell of the session cannot die: the first process waits for it, and the holder keeps the mounts."""
     delayed = contextlib.ExitStack()
 
-    def spawning(on_gone: Callable[[str, int], None], *rest: Any, **options: Any) -> Spawning:
+    def spawning(on_gone: Callable[[str, int], None], *rest: Any, **options: Any) -> SpawnerClient:
         def notify(box: str, code: int) -> None:
             delayed.callback(on_gone, box, code)
             if is_over:
                 delayed.close()
 
-        return Spawning(notify, *rest, **options)
+        return SpawnerClient(notify, *rest, **options)
 
-    monkeypatch.setattr(manager, "Spawning", spawning)
+    monkeypatch.setattr(manager, "SpawnerClient", spawning)
     is_over = False
 
     async def story(t: tangram.Client) -> None:
@@ -141,15 +141,15 @@ def test_every_operation_fails_once_the_first_process_exits(
 
 
 def test_a_commit_fails_if_the_sandbox_dies_while_it_is_copied(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    request = Spawning.request
+    request = SpawnerClient.request
 
-    async def request_and_kill(self: Spawning, do: str, **fields: Any) -> Any:
+    async def request_and_kill(self: SpawnerClient, do: str, **fields: Any) -> Any:
         reply = await request(self, do, **fields)
         if do == "copy":
             await kill_first_process()
         return reply
 
-    monkeypatch.setattr(Spawning, "request", request_and_kill)
+    monkeypatch.setattr(SpawnerClient, "request", request_and_kill)
 
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="64MiB") as box:

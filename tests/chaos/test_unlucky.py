@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chaos.conftest import Owners, inside, until
+from tests.chaos.conftest import Owners, inside, is_zombie, parent, pids, run, spawner, until
+from tests.chaos.test_leaks import is_group
 from tests.contracts.conftest import Bench, sandbox
 
 import tangram
 from tangram import Status
 from tangram.errors import ActionFailed, AdmissionRefused, FileFailed, InvalidAction, ManagerError, TangramError
+from tangram.managers.sandboxes.bwrap.manager import BwrapManager
+from tangram.managers.sandboxes.bwrap.spawner.client import SpawnerClient
+from tangram.managers.work import Open, SandboxSpec
 
 Play = Callable[..., Any]
 MIB = 1 << 20
@@ -129,6 +133,96 @@ def test_limits_that_no_kernel_takes_are_refused_when_a_sandbox_is_asked_for(pla
                     pass
 
     play(story)
+
+
+@pytest.mark.parametrize("owner", ["", "named"])
+def test_a_manager_that_is_cancelled_while_its_spawner_starts_leaves_nothing(
+    state: Path, monkeypatch: pytest.MonkeyPatch, owner: str
+) -> None:
+    async def main() -> None:
+        requested = asyncio.Event()
+
+        async def hang(*_: object, **fields: object) -> None:
+            requested.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(SpawnerClient, "request", hang)
+        entering = asyncio.create_task(BwrapManager(state=state, owner=owner).__aenter__())
+        await requested.wait()
+        entering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await entering
+
+    run(main())
+
+
+def test_a_spawner_without_free_descriptors_replies_leaks_nothing_and_goes_on(play: Play) -> None:
+    async def story(t: tangram.Client) -> None:
+        async with t.sandbox(memory="64MiB") as box:
+            assert (await box.exec("echo ok")).ok
+            pid = spawner()
+
+            def highest_free() -> int:
+                return max(int(name) for name in os.listdir(f"/proc/{pid}/fd")) + 1
+
+            def descriptors() -> int:
+                return len([1 for name in os.listdir(f"/proc/{pid}/fd") if not is_group(pid, name)])
+
+            before, limits = descriptors(), resource.prlimit(pid, resource.RLIMIT_NOFILE)
+            failures = 0
+            for free in range(12):
+                resource.prlimit(pid, resource.RLIMIT_NOFILE, (highest_free() + free, limits[1]))
+                try:
+                    async with t.sandbox(memory="64MiB"):
+                        pass
+                except TangramError:
+                    failures += 1
+                await box.exec("true")
+                resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+                assert await works_again(box), "the sandbox lives on"
+            assert failures
+            await until(lambda: descriptors() <= before, "no descriptor is left")
+
+    play(story)
+
+
+def test_a_runner_that_cannot_join_its_groups_is_killed(play: Play) -> None:
+    async def story(t: tangram.Client) -> None:
+        async with t.sandbox(memory="64MiB") as box:
+            assert (await box.exec("echo ok")).ok
+            root, before = spawner(), len(runners(spawner()))
+            limits = resource.prlimit(root, resource.RLIMIT_NOFILE)
+            for _ in range(5):
+                resource.prlimit(root, resource.RLIMIT_NOFILE, (16, limits[1]))
+                await asyncio.gather(*[box.exec("true") for _ in range(4)])
+                resource.prlimit(root, resource.RLIMIT_NOFILE, limits)
+            assert await works_again(box)
+            await until(lambda: len(runners(root)) <= before, "no runner is left")
+
+    play(story)
+
+
+async def works_again(box: tangram.Sandbox) -> bool:
+    """The waiting runner was forked under the limit and inherits it, so the first program may be lost."""
+    await box.exec("true")
+    return (await box.exec("echo ok")).ok
+
+
+def runners(spawner: int) -> list[int]:
+    return [pid for pid in pids() if parent(pid) == spawner and not is_zombie(pid)]
+
+
+def test_an_error_of_the_disk_while_a_sandbox_opens_is_a_lost_lease(state: Path) -> None:
+    async def main() -> None:
+        bench = Bench(sandbox, state)
+        async with bench:
+            boxes = next((state / "owners").glob("*/boxes"))
+            boxes.rmdir()
+            lost = (await (await bench.start("box", Open(spec=SandboxSpec(image="host")))).wait()).lost
+            assert "sandbox box could not be made" in lost and "No such file" in lost
+            boxes.mkdir(mode=0o711)
+
+    run(main())
 
 
 def test_a_name_that_is_committed_twice_leaves_no_image(play: Play) -> None:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from tests.fork_servers import shared
 from typer.testing import CliRunner
 
 from tangram.cli import app
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _nursery() -> Iterator[None]:
-    """Of what verbs start that are called in this process."""
-    with shared():
-        yield
+def _fork_server(rl_fork_server: None) -> None:
+    pass
 
 
 class Answer(NamedTuple):

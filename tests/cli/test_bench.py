@@ -100,7 +100,7 @@ def test_the_sides_of_a_comparison_stand_beside_each_other(cli, asked: list[dict
         (["coding", "--trace", "/none"], "a folder that exists"),
         (["reservation", "--report", "/proc/no/report.html"], "a file that can be written"),
         (["reservation", "--backend", "podman"], "one of sandbox, process"),
-        (["coding", "--report", "/tmp/none.html"], "no such option, as coding has no use for it"),
+        (["coding", "--report", "/tmp/none.html"], "no such option: coding does not use it"),
     ],
 )
 def test_bad_input_is_one_clear_line_and_exit_code_2(cli, words: list[str], complaint: str) -> None:

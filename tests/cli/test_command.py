@@ -71,7 +71,7 @@ def test_a_bug_of_ours_is_called_one_and_brings_its_story(cli, monkeypatch: pyte
     def broken(path: Path) -> None:
         raise InvariantError("pool cpu is oversold", ["1.0 s Submit", "2.0 s Start"])
 
-    monkeypatch.setattr(trace_summary, "survey", broken)
+    monkeypatch.setattr(trace_summary, "summarize", broken)
     done = cli("trace", "show", "x.jsonl")
     assert done.code == 2
     assert "this is a bug in Tangram" in done.err and "2.0 s Start" in done.err
@@ -192,7 +192,7 @@ def test_a_signal_ends_a_rollout_which_says_what_was_played(number: int, code: i
     words = ("rl", "rollout", "play.toml", "--groups", "1", "--quiet", "--out", "log.jsonl")
     ended, out, err = signalled(tmp_path, number, *words)
     assert (ended, out) == (code, "")
-    said = "interrupted: 1 trajectory ended (1 cancelled); what was played is in log.jsonl: tangram rl show log.jsonl"
+    said = "interrupted: 1 trajectory ended (1 cancelled); the trajectories are in log.jsonl: tangram rl show log.jsonl"
     assert said in err and "Traceback" not in err and "Task was destroyed" not in err
     assert run("rl", "show", tmp_path / "log.jsonl").returncode == 0
 

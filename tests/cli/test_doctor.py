@@ -26,7 +26,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def left_by_us() -> list[str]:
-    return [name for name in groups.owners() if name.startswith(f"{os.getpid()}-")]
+    return [name for name in groups.owner_names() if name.startswith(f"{os.getpid()}-")]
 
 
 def places(own: Path) -> list[str]:

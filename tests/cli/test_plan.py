@@ -79,7 +79,7 @@ def test_a_target_out_of_reach_is_an_answer_too(cli) -> None:
     assert done.code == 0
     assert "adaptive does not reach a mean ACT of" in done.out
     told = " ".join(done.out.split())
-    assert "more of them change nothing" in told and "something else than cores" in told
+    assert "more of them change nothing" in told and "another resource than cores" in told
 
 
 @pytest.mark.parametrize(

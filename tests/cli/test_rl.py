@@ -18,10 +18,10 @@ from tests.rl.rollout.test_tokenizer import folder_of
 
 from tangram.client.client import connect
 from tangram.rl.config.rollout_settings import PolicySettings, RolloutSettings, TaskSettings
-from tangram.rl.environments.agents import Episode, play
-from tangram.rl.environments.protocol import Outside
+from tangram.rl.environments.agents import AgentEpisode, play
+from tangram.rl.environments.protocol import ExternalResources
 from tangram.rl.environments.registry import words_of
-from tangram.rl.rollout.codec import Words
+from tangram.rl.rollout.codec import WordCodec
 from tangram.rl.rollout.records import Ending, Group, Stage, Trajectory, Turn
 from tangram.rl.rollout.tokenizer import TextCodec
 from tangram.rl.runs.trajectory_log import EngineEvent, GroupClosing, TrajectoryLog, read
@@ -30,7 +30,7 @@ from tangram.rl.runs.trajectory_log import EngineEvent, GroupClosing, Trajectory
 @pytest.fixture
 def rollout(tmp_path: Path) -> Path:
     """Two groups of frozenlake and one of chain, as they were really played, and one that failed."""
-    words = Words(words_of(["frozenlake", "chain"])).words
+    words = WordCodec(words_of(["frozenlake", "chain"])).words
     settings = RolloutSettings(tasks=(TaskSettings(name="frozenlake"), TaskSettings(name="chain")))
     path = tmp_path / "run.jsonl"
     with TrajectoryLog(path, settings=settings, words=words, note="a first try") as log:
@@ -116,7 +116,7 @@ def test_show_reads_tokens_with_the_tokenizer_of_the_checkpoint_as_long_as_it_is
     folder = folder_of(tmp_path / "checkpoint", chats=False)
     settings = RolloutSettings(policy=PolicySettings(checkpoint=str(folder)), tasks=(TaskSettings(name="maze"),))
     path = tmp_path / "run.jsonl"
-    tokens = TextCodec(folder).written("go left")
+    tokens = TextCodec(folder).encode_action("go left")
     turn = Turn(
         observation="wall", observation_tokens=(8,), action="go left", tokens=tokens, logprobs=(-0.5,) * 3,
         versions=(0,) * 3,
@@ -152,7 +152,7 @@ def test_timeline_says_why_engines_stood_idle_and_it_adds_up(cli, rollout: Path)
     done = cli("rl", "timeline", rollout)
     assert done.code == 0
     for words in (
-        "No engine was writing for",
+        "No engine was decoding for",
         "% busy",
         "environment: step",
         "longest under way",
@@ -247,9 +247,9 @@ def test_replay_of_an_unknown_id_or_task_is_told(cli, rollout: Path) -> None:
 def codefix() -> Trajectory:
     """One that was really played, in processes."""
 
-    async def one() -> Episode:
+    async def one() -> AgentEpisode:
         async with connect(backend="process") as client:
-            return await play("codefix", "expert", 5, outside=Outside(client=client))
+            return await play("codefix", "expert", 5, outside=ExternalResources(client=client))
 
     episode = asyncio.run(one())
     assert episode.done
@@ -339,9 +339,9 @@ def test_a_torn_line_is_told_once_and_the_rest_is_shown(cli, rollout: Path) -> N
     rollout.write_bytes(rollout.read_bytes()[:-10])
     done = cli("rl", "show", rollout)
     assert done.code == 0 and "7 trajectories" in done.out
-    assert done.err.count("left out") == 1 and "run.jsonl:12" in done.err
+    assert done.err.count("skipped") == 1 and "run.jsonl:12" in done.err
     for verb in ("timeline", "replay"):
-        assert "left out" in cli("rl", verb, rollout).err
+        assert "skipped" in cli("rl", verb, rollout).err
 
 
 def test_a_compressed_log_is_read_by_its_name(cli, rollout: Path) -> None:

@@ -30,7 +30,7 @@ from tangram.rl.environments.registry import resolve, words_of
 from tangram.rl.rollout.rollout import Rollout, tickets
 from tangram.rl.runs.checkpoints import RunState, folder_name, seal, write_state
 from tangram.rl.runs.run_folder import CHECKPOINTS, open_run
-from tangram.rl.train.evaluator import SEED_FIRST, evaluate, held_out
+from tangram.rl.train.evaluator import SEED_FIRST, evaluate, held_out_tickets
 
 Cli = Callable[..., Any]
 
@@ -47,12 +47,12 @@ SETTINGS = TrainSettings(
 def saved(folder: Path, seed: int) -> None:
     """A checkpoint of a policy that has learned nothing."""
     from tangram.rl.model.model_folder import save
-    from tangram.rl.model.transformer import Transformer, small
+    from tangram.rl.model.transformer import Transformer, small_config
     from tangram.rl.rollout.assembly import WORDS
-    from tangram.rl.rollout.codec import Words
+    from tangram.rl.rollout.codec import WordCodec
 
-    words = Words(words_of([resolve("frozenlake"), resolve("chain")])).words
-    save(Transformer.new(small(len(words), layers=1, width=16, heads=2, context_max=256), seed), folder)
+    words = WordCodec(words_of([resolve("frozenlake"), resolve("chain")])).words
+    save(Transformer.new(small_config(len(words), layers=1, width=16, heads=2, context_max=256), seed), folder)
     (folder / WORDS).write_bytes(msgspec.json.encode(words))
 
 
@@ -239,21 +239,21 @@ def test_held_out_seeds_are_never_trained_on_and_always_the_same() -> None:
     settings = RolloutSettings(tasks=(TaskSettings(name="a"), TaskSettings(name="b", weight=9.0)))
     upcoming = tickets(settings)
     assert all(next(upcoming).seed < SEED_FIRST for _ in range(1000))
-    first, second = (held_out(settings, 5, temperature=0.5, number=number) for number in (0, 1))
+    first, second = (held_out_tickets(settings, 5, temperature=0.5, number=number) for number in (0, 1))
     assert [each.seed for each in first] == [each.seed for each in second] and min(each.seed for each in first) >= 2**31
     assert not {each.group for each in first} & {each.group for each in second}
     assert {each.task for each in first[:2]} == {"a", "b"}, "evenly mixed, whatever their weights"
     assert {(each.size, each.temperature) for each in first} == {(1, 0.5)}
-    other = held_out(msgspec.structs.replace(settings, seed=99), 5, temperature=0.5)
+    other = held_out_tickets(msgspec.structs.replace(settings, seed=99), 5, temperature=0.5)
     assert other == first
 
 
 @pytest.mark.parametrize("name", ["frozenlake", "chain"])
 def test_built_in_tasks_take_held_out_seeds(name: str) -> None:
-    from tangram.rl.environments.protocol import Outside
+    from tangram.rl.environments.protocol import ExternalResources
 
     async def observed() -> list[str]:
-        environment = resolve(name)(Outside())
+        environment = resolve(name)(ExternalResources())
         try:
             return [await environment.reset(SEED_FIRST + index) for index in (0, 0, 1)]
         finally:
@@ -282,7 +282,7 @@ def scored(plan: Callable[[str, int], Plan], episodes: int, **groups: Any) -> An
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         async with Rollout(settings, talker, CODEC, on_end=world.ended.append, clock=loop.clock) as rollout:
-            found = await evaluate(rollout, held_out(settings, episodes, temperature=1.0))
+            found = await evaluate(rollout, held_out_tickets(settings, episodes, temperature=1.0))
         world.check(rollout)
         return found
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tangram.cli.rl_rollout import Happened
+from tangram.cli.rl_rollout import EngineEventSummary
 from tangram.rl.inference.router_records import EngineLost, EngineRemoved, RequestDropped, RequestResumed
 
 Cli = Callable[..., Any]
@@ -118,7 +118,7 @@ TASK = '[[tasks]]\nname = "chain"\n'
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (TASK * 2, "tasks.name: expected a name of its own for each table [[tasks]]"),
+        (TASK * 2, "tasks.name: expected each table [[tasks]] to have its own name"),
         (f'[policy]\ncheckpoint = "nowhere"\n{TASK}', "policy.checkpoint: expected a folder with words.json"),
         (f"[[engines]]\ncontext_max = 4\n{TASK}", "engines.context_max: expected more than tokens_max of task chain"),
         (f"{TASK}[tasks.options]\nfoo = 1\n", "options of task chain: expected options that"),
@@ -147,7 +147,7 @@ def test_what_is_wrong_is_said_of_the_file_before_anything_is_played(
 
 
 def test_of_what_happens_again_and_again_the_first_is_said_and_how_often() -> None:
-    happened = Happened()
+    happened = EngineEventSummary()
     for number in range(260):
         happened.add(EngineLost(at_s=0.0, engine="a", reason=f"bad token {number}", requests=0, deaths=1))
         happened.add(RequestResumed(at_s=0.0, request="r", session="", task="t", engine="a", written=3))
@@ -155,10 +155,10 @@ def test_of_what_happens_again_and_again_the_first_is_said_and_how_often() -> No
     happened.add(EngineLost(at_s=0.0, engine="b", reason="killed", requests=0, deaths=1))
     happened.add(EngineRemoved(at_s=0.0, engine="a", reason="died 3 times"))
     assert happened.lines() == [
-        "engine a was lost and is started again (death 1): bad token 0. And 259 more like it.",
+        "engine a was lost and is restarted (death 1): bad token 0. And 259 more like it.",
         "request r0 is given up. And 259 more like it.",
-        "engine b was lost and is started again (death 1): killed.",
-        "engine a is given up: died 3 times.",
+        "engine b was lost and is restarted (death 1): killed.",
+        "engine a is removed: died 3 times.",
     ]
 
 

@@ -287,7 +287,7 @@ def start(state: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        assert [name for name in groups.owners() if name.startswith(f"{process.pid}-")] == []
+        assert [name for name in groups.owner_names() if name.startswith(f"{process.pid}-")] == []
     assert os.listdir(state / "owners") == []
 
 

@@ -29,8 +29,8 @@ from tests.server.shared import serving
 
 import tangram
 from tangram.managers.quotas.manager import Quota
-from tangram.runtime.views import Part, PoolView, View
-from tangram.server.serve import Up
+from tangram.runtime.views import PoolPart, PoolView, View
+from tangram.server.serve import RunningService
 
 COMMAND = str(Path(sys.executable).with_name("tangram"))
 ADMIN = "the-token-of-the-admin-in-these-tests"
@@ -48,7 +48,7 @@ def _no_service_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
 class Served:
     """A service in a thread, and what a test wants of it."""
 
-    def __init__(self, up: Up, loop: asyncio.AbstractEventLoop, cli: Cli, admin: Path) -> None:
+    def __init__(self, up: RunningService, loop: asyncio.AbstractEventLoop, cli: Cli, admin: Path) -> None:
         self.url = up.address
         self.up = up
         self._loop = loop
@@ -85,7 +85,7 @@ def served(folder: Path, cli: Cli, **options: Any) -> Iterator[Served]:
     admin.write_text(ADMIN + "\n")
     admin.chmod(0o600)
     options = dict(backend="process", cores=2.0, admin_token_file=str(admin)) | options
-    ready: list[tuple[Up, asyncio.AbstractEventLoop]] = []
+    ready: list[tuple[RunningService, asyncio.AbstractEventLoop]] = []
     failed: list[BaseException] = []
     told = threading.Event()
 
@@ -194,9 +194,9 @@ def test_status_shows_pools_queue_runs_and_sandboxes(service: Served) -> None:
 
 def test_status_shows_cores_by_numa_node_and_the_models_on_devices(service: Served, cli: Cli) -> None:
     view = service.view()
-    halves = (Part(index=0, total=32_000, held=32_000), Part(index=1, total=32_000, held=8_000))
+    halves = (PoolPart(index=0, total=32_000, held=32_000), PoolPart(index=1, total=32_000, held=8_000))
     cpu = msgspec.structs.replace(view.pools[0], total=64_000, held=40_000, free=24_000, parts=halves)
-    devices = [Part(index=at, total=1, held=int(at < 2), service="reward" if at < 3 else "") for at in range(4)]
+    devices = [PoolPart(index=at, total=1, held=int(at < 2), service="reward" if at < 3 else "") for at in range(4)]
     gpu = PoolView(
         name="gpu@local", kind="gpu", node="local", unit="devices", total=4, held=2, spent=0, free=2, waiting=0,
         parts=tuple(devices),
@@ -295,7 +295,7 @@ def _timeline(service: Served, token: str) -> list[list[Any]]:
 def test_create_prints_the_token_alone_and_it_is_that_of_the_run(service: Served) -> None:
     done = service("token", "create", "math", "--weight", 2, "--sandboxes", 3, "--no-network")
     assert done.code == 0 and re.fullmatch(r"tgr_[\w-]{43}\n", done.out)
-    assert "run math is made" in done.err and done.out.strip() not in done.err
+    assert "run math is created" in done.err and done.out.strip() not in done.err
     assert service.as_run(done.out.strip(), "status").code == 0
     listed = service("token", "list", "--json").json
     assert [run["name"] for run in listed] == ["math"] and "token" not in listed[0]
@@ -306,7 +306,7 @@ def test_create_prints_the_token_alone_and_it_is_that_of_the_run(service: Served
     assert again.code == 2 and "tangram token renew math" in again.err and again.out == ""
 
 
-def test_change_changes_only_what_is_said(service: Served) -> None:
+def test_change_changes_only_what_is_given(service: Served) -> None:
     token = service.token(
         "math", "--weight", 2, "--sandboxes", 3, "--waiting", 50, "--requests-per-s", 200, "--network"
     )
@@ -332,10 +332,10 @@ def test_change_changes_only_what_is_said(service: Served) -> None:
         (("create", "a", "--weight", 0), "weight: expected a number above 0"),
         (("create", "a", "--weight", "nan"), "weight: expected a number above 0"),
         (("create", "a", "--sandboxes", -1), "sandboxes: expected"),
-        (("change", "math"), "at least one thing to change"),
+        (("change", "math"), "at least one change"),
         (("change", "none", "--weight", 2), "run: expected a run that has a token"),
         (("revoke", "none", "--yes"), "run: expected the name of a run that has a token"),
-        (("revoke", "math"), "say --yes"),
+        (("revoke", "math"), "--yes"),
     ],
 )
 def test_a_token_verb_that_cannot_be_meant_is_one_line(service: Served, words: tuple, complaint: str) -> None:
@@ -353,7 +353,7 @@ def test_a_revoked_token_is_no_longer_taken(service: Served) -> None:
         assert service("token", "revoke", "math", "--yes").code == 0
         assert service.view().sandboxes_total == 0
     done = service.as_run(token, "status")
-    assert done.code == 2 and "does not know this token" in done.err
+    assert done.code == 2 and "rejects this token" in done.err
     assert "no run has a token" in service("token", "list").out
 
 
@@ -373,7 +373,7 @@ def test_on_a_terminal_revoke_asks_first(service: Served) -> None:
         terminal.until("Revoke math?")
         terminal.type("n\n")
         assert terminal.ended() == 1
-    assert "It has nothing under way." in terminal.text
+    assert "It has no actions or sandboxes." in terminal.text
     assert service.as_run(token, "status").code == 0
     with Terminal(*words) as terminal:
         terminal.until("Revoke math?")
@@ -482,8 +482,8 @@ def test_help_of_each_verb_has_an_example(cli: Cli, words: tuple[str, ...]) -> N
 def test_who_may_not_do_something_is_told_so_in_one_line(service: Served, cli: Cli, tmp_path: Path) -> None:
     token = service.token("math")
     cases = (
-        (cli("status", "--url", service.url), "wants a token"),
-        (service.as_run("tgr_wrong", "status"), "does not know this token"),
+        (cli("status", "--url", service.url), "requires a token"),
+        (service.as_run("tgr_wrong", "status"), "rejects this token"),
         (service.as_run(token, "token", "list"), "only the admin may do this, and the token is that of a run"),
         (service.as_run(token, "pool", "drain", "local"), "only the admin may do this"),
         (service.as_run(token, "trace", "export", tmp_path / "x.jsonl"), "only the admin may do this"),
@@ -517,10 +517,10 @@ def test_the_address_and_the_token_come_from_the_environment(
         (("--url", "localhost:7433"), "url: expected an address such as"),
         (("--url", "http://user:pass@localhost"), "url: expected an address such as"),
         (("--url", "http://"), "url: expected an address such as"),
-        (("--token", "two words"), "--token holds no token"),
-        (("--token", "a\nb"), "--token holds no token"),
-        (("--token", ""), "--token holds no token"),
-        (("--token", "a", "--token-file", "b"), "no --token beside it"),
+        (("--token", "two words"), "--token is not a token"),
+        (("--token", "a\nb"), "--token is not a token"),
+        (("--token", ""), "--token is not a token"),
+        (("--token", "a", "--token-file", "b"), "either --token or --token-file"),
         (("--token-file", "/none/there"), "a file that can be read"),
         (("--ca", "/none/there", "--url", "https://127.0.0.1:1"), "ca: expected a file of certificates"),
     ],
@@ -559,7 +559,7 @@ def test_a_certificate_that_nobody_knows_is_refused_unless_ca_names_it(
         assert done.err.count("\n") == 1
         assert service("status", "--ca", made).code == 0
         plain = cli("status", "--url", service.url.replace("https", "http"), "--token", ADMIN)
-        assert plain.code == 2 and "if it speaks TLS, its address begins with https://" in plain.err
+        assert plain.code == 2 and "if it speaks TLS, use an address with https://" in plain.err
 
 
 def test_https_to_a_service_without_tls_says_so(service: Served, cli: Cli) -> None:
@@ -596,8 +596,8 @@ def answering(answer: bytes) -> Iterator[str]:
         (b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\n<html>", "is no service of this version of Tangram"),
         (b"HTTP/1.1 302 Found\r\nlocation: http://127.0.0.1:1/\r\ncontent-length: 0\r\n\r\n", "is no service of"),
         (b"HTTP/1.1 503 Busy\r\ncontent-length: 0\r\n\r\n", "answered 503"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n{", "broke off its answer"),
-        (b"SSH-2.0-OpenSSH\r\n", "broke off its answer"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n{", "broke off its response"),
+        (b"SSH-2.0-OpenSSH\r\n", "broke off its response"),
         (b'HTTP/1.1 422 No\r\ncontent-length: 52\r\n\r\n{"error":{"code":"failed","message":"\\u001b[31mred"}}', "red"),
     ],
 )  # fmt: skip
@@ -663,7 +663,7 @@ def test_a_trace_that_breaks_off_leaves_what_was_there(cli: Cli, tmp_path: Path)
     file.write_text("before")
     with answering(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n" + b"x" * 500) as url:
         done = cli("trace", "export", file, "--url", url)
-    assert (done.code, done.out) == (2, "") and "broke off its answer" in done.err
+    assert (done.code, done.out) == (2, "") and "broke off its response" in done.err
     assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]
 
 
@@ -745,7 +745,7 @@ def test_top_waits_for_a_service_that_restarts_and_ends_cleanly_on_ctrl_c(tmp_pa
         with Terminal("top", "--every", "0.1", "--url", service.url) as terminal:
             terminal.until_frame(lambda frame: "sandboxes: 0 open" in frame and "waiting for" not in frame)
             service.kill()
-            terminal.until_frame(lambda frame: "waiting for the service" in frame and "as it was:" in frame)
+            terminal.until_frame(lambda frame: "waiting for the service" in frame and "last state:" in frame)
             service.start()
             terminal.until_frame(lambda frame: "sandboxes: 0 open" in frame and "waiting for" not in frame)
             terminal.process.send_signal(signal.SIGINT)
@@ -768,7 +768,7 @@ def test_top_starts_before_its_service_and_gives_the_screen_back_on_sigterm() ->
 def test_top_ends_with_one_line_when_it_is_not_let_in(service: Served) -> None:
     with Terminal("top", "--url", service.url, "--token", "tgr_wrong") as terminal:
         assert terminal.ended() == 2
-    assert "does not know this token" in terminal.text.rpartition(LEAVE_SCREEN)[2]
+    assert "rejects this token" in terminal.text.rpartition(LEAVE_SCREEN)[2]
 
 
 def test_without_a_terminal_or_with_once_top_prints_one_frame(service: Served) -> None:

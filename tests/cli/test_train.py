@@ -15,13 +15,22 @@ from typing import Any
 
 import pytest
 
-from tangram.cli.training_config import load_with
+from tangram.cli.training_config import load_config
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.runs.checkpoints import NoCheckpoint
 from tangram.rl.runs.metrics_log import MetricsLog
 from tangram.rl.runs.run_folder import open_run
-from tangram.rl.train.records import AnyLine, Began, Evaluated, Noticed, Over, TaskStep, Trained, Warmed
+from tangram.rl.train.records import (
+    AnyMetricsLine,
+    Evaluated,
+    Noticed,
+    RunBegan,
+    RunEnded,
+    TaskStep,
+    Trained,
+    WarmStartChecked,
+)
 
 Cli = Callable[..., Any]
 
@@ -92,18 +101,18 @@ class Scripted:
         *,
         resume: bool = False,
         modules: tuple[str, ...] = (),
-        tell: Callable[[AnyLine], None] | None = None,
+        on_line: Callable[[AnyMetricsLine], None] | None = None,
         client: object = None,
         progress: Callable[[float, str], None] | None = None,
-        watch: object = None,
-    ) -> Over:
+        observer: object = None,
+    ) -> RunEnded:
         self.settings, self.resumed = settings, resume
         with open_run(folder, settings, resume=resume), MetricsLog(folder, resume=resume) as log:
 
-            def both(line: AnyLine) -> None:
-                log.tell(line)
-                assert tell is not None
-                tell(line)
+            def both(line: AnyMetricsLine) -> None:
+                log.append(line)
+                assert on_line is not None
+                on_line(line)
 
             assert progress is not None
             progress(0.5, "starting")
@@ -112,21 +121,21 @@ class Scripted:
             first = 2 if resume else 0
             came = "00000002" if resume else ""
             both(
-                Began(
+                RunBegan(
                     at_s=0.0,
                     began_at=0.0,
                     step=first,
-                    mode="rollart",
+                    mode="async",
                     alpha=1,
                     resumed_from=came,
                     left=LEFT if resume else "",
                 )
             )
             if self.refuse_begun is not None:
-                both(Over(at_s=1.0, step=0, cause=str(self.refuse_begun)))
+                both(RunEnded(at_s=1.0, step=0, cause=str(self.refuse_begun)))
                 raise self.refuse_begun
             if not resume:
-                both(Warmed(at_s=5.0, step=30, loss=0.2, scores={"frozenlake": 0.4}, over=True))
+                both(WarmStartChecked(at_s=5.0, step=30, loss=0.2, scores={"frozenlake": 0.4}, over=True))
                 both(Evaluated(at_s=6.0, step=0, seconds=1.0, scores={"frozenlake": 0.4, "chain": 0.1}))
             for number in range(first + 1, settings.training.steps + 1):
                 both(step(number, number / 10))
@@ -135,7 +144,7 @@ class Scripted:
                 raise self.fail
             both(Noticed(at_s=15.0, kind="engine", text="engine-0 was lost and is back"))
             both(Evaluated(at_s=16.0, step=4, seconds=1.0, scores={"frozenlake": 0.9, "chain": 0.75}))
-            over = Over(
+            over = RunEnded(
                 at_s=17.0, step=4, cause=self.cause, checkpoint=checkpoint_of(folder), dropped_so_far={"stale": 1}
             )
             both(over)
@@ -158,7 +167,7 @@ def test_a_run_ends_with_what_was_reached_and_where_everything_is(cli: Cli, conf
     rows = [line.split() for line in done.out.splitlines()]
     assert ["frozenlake", "0.400", "0.400", "0.900", "0.400", "8"] in rows
     assert ["chain", "0.100", "0.750", "0.400", "8"] in rows
-    assert "rollart, α 1: 4 steps in 17 s" in done.out
+    assert "async, α 1: 4 steps in 17 s" in done.out
     assert "16 samples, at most 1 version old; groups that were dropped: 1 stale" in done.out
     assert "noticed: engine: engine-0 was lost and is back" in done.out
     assert "report:      build/runs/small/report.html" in done.out and Path("build/runs/small/report.html").is_file()
@@ -178,7 +187,7 @@ def test_what_a_resumption_did_is_said(cli: Cli, config: Path, pipeline: Scripte
 
 def test_one_is_not_several(cli: Cli, config: Path, pipeline: Scripted) -> None:
     pipeline.fail = ManagerError("no more")
-    assert "rollart, α 1: 1 step in 11 s" in cli("train", config, "--steps", 1).out
+    assert "async, α 1: 1 step in 11 s" in cli("train", config, "--steps", 1).out
 
 
 def test_json_prints_the_summary_alone(cli: Cli, config: Path, pipeline: Scripted) -> None:
@@ -268,9 +277,9 @@ def test_folders_of_others_that_bear_our_names_are_left_alone(cli: Cli, config: 
 
 def test_a_run_that_somebody_trains_is_not_deleted(cli: Cli, config: Path, pipeline: Scripted) -> None:
     assert cli("train", config).code == 0
-    with open_run(Path("build/runs/small"), load_with(TrainSettings, config), resume=True):
+    with open_run(Path("build/runs/small"), load_config(TrainSettings, config), resume=True):
         wrong = cli("train", config, "--fresh")
-    assert wrong.code == 2 and "nobody trains in" in wrong.err
+    assert wrong.code == 2 and "no other process trains in" in wrong.err
     assert Path("build/runs/small/metrics.jsonl").exists()
 
 
@@ -297,7 +306,7 @@ def test_a_run_without_a_whole_checkpoint_is_not_to_be_gone_on_with(cli: Cli, co
     pipeline.fail = NoCheckpoint(["checkpoint 00000004 is damaged"])
     failed = cli("train", config)
     assert failed.code == 1 and "go on with it" not in failed.err
-    assert "there is no other: begin anew with --fresh, or with other weights by policy.checkpoint" in failed.err
+    assert "there is no other: start again with --fresh, or with other weights by policy.checkpoint" in failed.err
 
 
 def test_an_end_that_was_not_meant_is_a_failure(cli: Cli, config: Path, pipeline: Scripted) -> None:
@@ -338,16 +347,17 @@ def test_settings_that_cannot_be_trained_with_end_with_2_and_leave_nothing(
 
 WAITS = """
 import asyncio, sys
+sys.modules["torch"] = None  # tensorboardX imports it if it is there, and nothing here uses it
 import tangram.rl.train.pipeline as pipeline
 from tangram.rl.runs.metrics_log import MetricsLog
 from tangram.rl.runs.run_folder import open_run
-from tangram.rl.train.records import Began, Over
+from tangram.rl.train.records import RunBegan, RunEnded
 
-async def train(settings, folder, *, resume=False, modules=(), tell=None, client=None, progress=None, watch=None):
+async def train(settings, folder, *, resume=False, modules=(), on_line=None, client=None, progress=None, observer=None):
     with open_run(folder, settings, resume=resume), MetricsLog(folder, resume=resume) as log:
-        began = Began(at_s=0.0, began_at=0.0, mode="rollart", alpha=1, resumed_from={resumed_from!r})
-        log.tell(began)
-        tell(began)
+        began = RunBegan(at_s=0.0, began_at=0.0, mode="async", alpha=1, resumed_from={resumed_from!r})
+        log.append(began)
+        on_line(began)
         print("ready", flush=True)
         try:
             await asyncio.Event().wait()
@@ -355,7 +365,7 @@ async def train(settings, folder, *, resume=False, modules=(), tell=None, client
             if {patient}:
                 print("saving", flush=True)
                 await asyncio.Event().wait()
-            log.tell(Over(at_s=1.0, step=0, cause="interrupted", checkpoint="there"))
+            log.append(RunEnded(at_s=1.0, step=0, cause="interrupted", checkpoint="there"))
             raise
 
 pipeline.train = train
@@ -416,13 +426,13 @@ def test_explain_says_what_would_be_run_and_starts_nothing(cli: Cli, config: Pat
     assert "4; each of 2 groups of 2, 4 trajectories; at most 4 groups" in said.out
     assert "until frozenlake has 0.5" in said.out
     assert "nothing: all tasks are played and rewarded inside this process" in said.out
-    assert "no preference: the engine with the least to do" in said.out
+    assert "no preference: the least loaded engine" in said.out
     told = cli("train", config, "--explain", "--json").json
-    assert told["mode"] == "rollart" and told["binding"]["tasks"][0]["task"] == "frozenlake"
+    assert told["mode"] == "async" and told["binding"]["tasks"][0]["task"] == "frozenlake"
 
 
 def test_explain_says_that_alpha_0_plays_and_trains_in_turn(cli: Cli, config: Path) -> None:
-    for mode in ("start-bound", "rollart"):
+    for mode in ("start-bound", "async"):
         told = cli("train", config, "--explain", "--set", f"training.mode={mode}", "--set", "training.staleness=0").out
         assert f"{mode}, α 0: a batch is played, each trajectory at its own pace, then trained on" in told
 
@@ -502,7 +512,7 @@ def test_a_loss_that_is_not_there_is_refused_before_anything_starts(cli: Cli, co
         ("objective.kind=distill", "tasks[0].reward.kind"),
         ("tasks.chain.wieght=2", "did you mean weight?"),
         ("tasks=3", "tasks.NAME.KEY=VALUE"),
-        ("objective.correction=none", "in mode rollart samples are older"),
+        ("objective.correction=none", "in mode async samples are older"),
         ("training.batch_min=2", "both batch_min and batch_wait_s"),
         ("policy.width=63", "policy.heads: expected a divisor of width, which is 63"),
         ("policy.heads=64", "an even part of width, which is 64"),
@@ -556,7 +566,7 @@ def test_changes_are_values_of_toml_or_plain_words(config: Path) -> None:
         "training.batch_min=1",
         "training.batch_wait_s=2",
     ]
-    settings = load_with(TrainSettings, config, changes)
+    settings = load_config(TrainSettings, config, changes)
     assert (settings.training.mode, settings.run, settings.training.seconds_max) == ("start-bound", "two words", 1000.0)
     assert settings.task("frozenlake").options == {"size": 4}
     assert settings.task("chain").options == {"names": ["a", "b", 1.5, True]}
@@ -566,13 +576,13 @@ def test_changes_are_values_of_toml_or_plain_words(config: Path) -> None:
 
 def test_a_change_may_give_what_the_file_lacks(config: Path) -> None:
     config.write_text(CONFIG.replace("batch = 2", "batch = 2\nbatch_min = 1"))
-    assert load_with(TrainSettings, config, ["training.batch_wait_s=5"]).training.batch_min == 1
+    assert load_config(TrainSettings, config, ["training.batch_wait_s=5"]).training.batch_min == 1
 
 
 def test_the_paths_of_teachers_start_at_the_folder_of_the_file(config: Path) -> None:
     asked = 'reward = { kind = "teacher", service = "wise" }\n'
     config.write_text(CONFIG + asked + '[[teachers]]\nname = "wise"\ncheckpoint = "wise/weights"\n')
-    assert load_with(TrainSettings, config).teachers[0].checkpoint == str(config.parent / "wise" / "weights")
+    assert load_config(TrainSettings, config).teachers[0].checkpoint == str(config.parent / "wise" / "weights")
 
 
 ASKS = 'reward = { kind = "teacher", service = "wise" }\n'
@@ -604,7 +614,7 @@ def test_who_teaches_whom_is_asked_for_before_anything_starts(
 @pytest.mark.parametrize("text", [DISTILL + WISE, LAKE + WISE, DISTILL + '[outside]\nurl = "http://a"\n'])
 def test_teachers_of_some_tasks_of_all_or_of_others_are_taken(config: Path, text: str) -> None:
     config.write_text(text)
-    assert load_with(TrainSettings, config).task("frozenlake").reward.kind == "teacher"
+    assert load_config(TrainSettings, config).task("frozenlake").reward.kind == "teacher"
 
 
 def test_a_rollout_takes_the_config_of_a_training_run(cli: Cli, config: Path) -> None:

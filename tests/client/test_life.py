@@ -181,7 +181,7 @@ def test_a_call_from_a_listener_without_await_is_refused_instead_of_waiting_for_
     assert len(said) == 3
 
 
-def test_a_bug_that_ends_the_connection_without_await_is_told_and_not_waited_for(
+def test_a_bug_that_ends_the_connection_without_await_is_reported_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def divide(scheduler: Scheduler, event: Event, now: float) -> list[Effect]:
@@ -218,7 +218,7 @@ def test_commands_of_one_session_run_one_at_a_time_in_one_shell(plain: Connected
     plain(test)
 
 
-def test_who_gives_up_waiting_for_a_session_leaves_it_as_it_is(plain: Connected) -> None:
+def test_cancelling_the_wait_for_a_session_leaves_it_unchanged(plain: Connected) -> None:
     async def test(t: Client) -> None:
         async with t.sandbox() as box, box.session() as shell:
             await box.exec("mkfifo go")

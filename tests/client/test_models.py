@@ -110,7 +110,7 @@ def test_a_service_that_keeps_failing_is_refused_with_the_reason(tmp_path: Path)
     play(tmp_path, test)
 
 
-def test_what_cannot_be_meant_is_said_before_anything_runs(tmp_path: Path) -> None:
+def test_invalid_arguments_are_rejected_before_anything_runs(tmp_path: Path) -> None:
     async def test(t: Client) -> None:
         with pytest.raises(InvalidAction, match="one of 'judge', 'teacher'"):
             await t.infer("jugde", "x")

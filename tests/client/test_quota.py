@@ -13,10 +13,10 @@ import pytest
 from aiohttp import web
 
 from tangram import Client, Limits, Quota, Rate, Status, connect, connect_sync
-from tangram.bench.quota_server import BUCKET, FIXED, Gate, ServerProcess
+from tangram.bench.quota_server import BUCKET, FIXED, QuotaServerProcess, RequestLimiter
 from tangram.client import api as api_module
 from tangram.client import transport as transport_module
-from tangram.client.api import Answer, Api
+from tangram.client.api import Api, HttpResponse
 from tangram.client.transport import LocalTransport
 from tangram.core.action import State
 from tangram.core.scheduler import Scheduler, Statistics
@@ -140,7 +140,7 @@ def test_an_error_or_a_cancellation_inside_gives_the_quota_back(tmp_path: Path) 
     play(tmp_path, test)
 
 
-def test_whoever_is_cancelled_in_any_moment_of_entering_leaves_nothing_held(tmp_path: Path) -> None:
+def test_cancelling_the_entry_at_any_moment_leaves_nothing_held(tmp_path: Path) -> None:
     async def test(t: Client) -> None:
         async def enter() -> None:
             async with t.quota("search", requests=4, deadline_s=30.0):
@@ -158,7 +158,7 @@ def test_whoever_is_cancelled_in_any_moment_of_entering_leaves_nothing_held(tmp_
     play(tmp_path, test)
 
 
-def test_a_deadline_bounds_the_waiting_and_whoever_is_inside_stays_there(tmp_path: Path) -> None:
+def test_a_deadline_bounds_the_wait_and_not_the_block(tmp_path: Path) -> None:
     async def test(t: Client) -> None:
         async with t.quota("search", requests=4, deadline_s=0.5):
             with pytest.raises(ActionTimedOut, match=r"deadline of 0\.05 s passed while it waited"):
@@ -174,7 +174,7 @@ def test_a_deadline_bounds_the_waiting_and_whoever_is_inside_stays_there(tmp_pat
     play(tmp_path, test)
 
 
-def test_a_connection_that_is_closed_waits_for_nobody_who_holds_a_quota(tmp_path: Path) -> None:
+def test_closing_a_connection_does_not_wait_for_holders_of_quotas(tmp_path: Path) -> None:
     async def main() -> None:
         inside, closed = asyncio.Event(), asyncio.Event()
 
@@ -196,7 +196,7 @@ def test_a_connection_that_is_closed_waits_for_nobody_who_holds_a_quota(tmp_path
     asyncio.run(main())
 
 
-def test_several_quotas_are_granted_together_so_that_nobody_waits_for_whoever_waits_for_him(tmp_path: Path) -> None:
+def test_several_quotas_are_granted_together_without_deadlock(tmp_path: Path) -> None:
     async def test(t: Client) -> None:
         async def both(first: str, second: str) -> None:
             for _ in range(20):
@@ -208,9 +208,9 @@ def test_several_quotas_are_granted_together_so_that_nobody_waits_for_whoever_wa
         async with t.quota({"search": 1, "judge": {"tokens": 600}}) as use:
             assert statistics(t).pools["judge/tokens"]["spent"] == 600
             use.spent(tokens=100)
-            use.heard(200, {}, "search")
+            use.report_response(200, {}, "search")
             with pytest.raises(InvalidAction, match="'search' or 'judge'"):
-                use.heard(200, {})
+                use.report_response(200, {})
             with pytest.raises(InvalidAction, match="the quota that is meant"):
                 use.spent(tokens=100, name="search")
         assert statistics(t).pools["judge/tokens"]["spent"] == 100
@@ -304,7 +304,7 @@ def test_tokens_are_estimated_and_then_corrected(tmp_path: Path) -> None:
     play(tmp_path, test, Quota("judge", tokens=Rate(1000, 3600.0)))
 
 
-def test_what_cannot_be_asked_of_a_quota_is_said_at_once(tmp_path: Path) -> None:
+def test_invalid_requests_of_a_quota_are_rejected_at_once(tmp_path: Path) -> None:
     async def test(t: Client) -> None:
         for wrong in (
             lambda: t.quota("serach"),
@@ -343,12 +343,12 @@ def test_what_cannot_be_asked_of_a_quota_is_said_at_once(tmp_path: Path) -> None
                 (429, [("Retry-After", "1")]), (429, {b"Retry-After": b"1"}), (429, dict),
             ):  # fmt: skip
                 with pytest.raises(InvalidAction, match=r"(status|headers): expected"):
-                    use.heard(status, headers)  # type: ignore[arg-type]
+                    use.report_response(status, headers)  # type: ignore[arg-type]
             with pytest.raises(InvalidAction, match="of a quota that counts tokens"):
                 use.spent(tokens=5)
             message = email.message.Message()
             message["Retry-After"] = "1"
-            use.heard(200, message)  # type: ignore[arg-type]  # as urllib has it
+            use.report_response(200, message)  # type: ignore[arg-type]  # as urllib has it
         async with t.quota("search", deadline_s=DEADLINE_S):
             pass
         with pytest.raises(InvalidConfig):
@@ -632,7 +632,7 @@ def test_a_server_that_complains_is_left_alone_for_as_long_as_it_asks(tmp_path: 
             answers = await t.gather(api.get("first"), *(after(api) for _ in range(3)))
             assert all(answer.ok for answer in answers)
 
-    async def after(api: Api) -> Answer:
+    async def after(api: Api) -> HttpResponse:
         await refused.wait()
         await asyncio.sleep(0.05)
         return await api.get("later")
@@ -644,21 +644,21 @@ def test_a_server_that_complains_is_left_alone_for_as_long_as_it_asks(tmp_path: 
 @pytest.mark.parametrize("bucket", [False, True])
 def test_a_server_that_counts_never_has_to_refuse(tmp_path: Path, bucket: bool) -> None:
     async def test(t: Client) -> None:
-        async with ServerProcess(60, 0.6, bucket=bucket) as server:
+        async with QuotaServerProcess(60, 0.6, bucket=bucket) as server:
             await t.add_quota(Quota("counted", requests=Rate(60, 0.6)))
             apis = [t.api("counted", server.url, run=f"run-{number}", retries=0) for number in range(3)]
             await t.gather(*(api.get("call") for api in apis for _ in range(80)))
-            served = await server.served()
+            served = await server.stats()
             assert (len(served.arrivals), served.rejected) == (240, 0)
 
     play(tmp_path, test)
 
 
 def test_a_gate_counts_as_it_says() -> None:
-    fixed = Gate(2, 10.0, FIXED, 0.0)
-    assert [fixed.enter(at) for at in (8.0, 9.0, 9.5, 10.0, 10.0, 10.0)] == [0.0, 0.0, 0.5, 0.0, 0.0, 10.0]
-    bucket = Gate(2, 10.0, BUCKET, 0.0)
-    assert [bucket.enter(at) for at in (0.0, 0.0, 2.5, 5.0, 8.75)] == [0.0, 0.0, 2.5, 0.0, 1.25]
+    fixed = RequestLimiter(2, 10.0, FIXED, 0.0)
+    assert [fixed.try_acquire(at) for at in (8.0, 9.0, 9.5, 10.0, 10.0, 10.0)] == [0.0, 0.0, 0.5, 0.0, 0.0, 10.0]
+    bucket = RequestLimiter(2, 10.0, BUCKET, 0.0)
+    assert [bucket.try_acquire(at) for at in (0.0, 0.0, 2.5, 5.0, 8.75)] == [0.0, 0.0, 2.5, 0.0, 1.25]
 
 
 def test_a_clock_of_the_calendar_that_jumps_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -666,10 +666,10 @@ def test_a_clock_of_the_calendar_that_jumps_changes_nothing(tmp_path: Path, monk
     monkeypatch.setattr(transport_module.time, "time", lambda: next(jumps))
 
     async def test(t: Client) -> None:
-        async with ServerProcess(60, 0.6, bucket=False) as server:
+        async with QuotaServerProcess(60, 0.6, bucket=False) as server:
             api = t.api("search", server.url, retries=0)
             await t.gather(*(api.get("call") for _ in range(120)))
-            assert (await server.served()).rejected == 0
+            assert (await server.stats()).rejected == 0
 
     play(tmp_path, test, Quota("search", requests=Rate(60, 0.6)))
 
@@ -677,7 +677,7 @@ def test_a_clock_of_the_calendar_that_jumps_changes_nothing(tmp_path: Path, monk
 def test_the_same_without_await(tmp_path: Path) -> None:
     with connect_sync(backend="process", state=tmp_path / "state", quotas=[SEARCH]) as t:
         with t.quota("search", requests=2) as use:
-            use.heard(200, {})
+            use.report_response(200, {})
         t.add_quota(Quota("judge", tokens=Rate(10, 1.0)))
         with t.quota("judge", tokens=3) as use:
             use.spent(tokens=2)

@@ -7,11 +7,11 @@ import pytest
 from tangram.client.result import Result, result_of
 from tangram.core.action import Outcome, Status
 from tangram.errors import ActionCancelled, ActionLost, ActionTimedOut, AdmissionRefused, CommandFailed
-from tangram.managers.work import Executed
+from tangram.managers.work import ExecResult
 
 
 def result(status: Status, exit_code: int | None = None, reason: str = "", **fields: object) -> Result:
-    executed = Executed(exit_code=exit_code, **fields)  # type: ignore[arg-type]
+    executed = ExecResult(exit_code=exit_code, **fields)  # type: ignore[arg-type]
     return result_of(
         "make", Outcome(action="a", status=status, reason=reason, waiting_s=1.0, execution_s=2.0), executed
     )

@@ -42,7 +42,7 @@ def test_a_command_runs_and_says_where_its_time_went(connected: Connected) -> No
     connected(test)
 
 
-def test_every_kind_of_end_is_told_apart(connected: Connected) -> None:
+def test_every_kind_of_end_is_distinguished(connected: Connected) -> None:
     async def test(t: Client) -> None:
         async with t.sandbox(memory="128MiB") as box:
             assert (await box.exec("exit 3")).exit_code == 3
@@ -303,7 +303,7 @@ def test_warm_sandboxes_are_made_ahead_as_actions(connected: Connected, tmp_path
     assert submitted.count("prepare") == 3 and submitted.count("open") == 3 and submitted.count("close") == 3
 
 
-def test_root_inside_is_nobody_outside(connected: Connected) -> None:
+def test_root_inside_is_unprivileged_outside(connected: Connected) -> None:
     async def test(t: Client) -> None:
         async with t.sandbox(memory="128MiB", user="root") as box:
             shown = (
@@ -346,7 +346,7 @@ def test_the_same_without_await(tmp_path: Path, connected: Connected) -> None:
         assert [entry.name for entry in box.list(".")] == ["a"]
 
 
-def test_closing_ends_what_still_runs_and_does_not_wait_for_those_who_hold_all_cores(connected: Connected) -> None:
+def test_closing_ends_running_commands_and_does_not_wait_for_cores(connected: Connected) -> None:
     async def test(t: Client) -> None:
         async with t.sandbox(memory="128MiB") as other:
             async with t.sandbox(memory="128MiB") as box:

@@ -27,9 +27,9 @@ from tangram.core.messages import Grant, Share
 from tangram.errors import ManagerError
 from tangram.managers.base import Lease, Manager
 from tangram.managers.fake import FakeManager
-from tangram.managers.sandboxes.bwrap.manager import PROGRAMS, SandboxManager
+from tangram.managers.sandboxes.bwrap.manager import PROGRAMS, BwrapManager
 from tangram.managers.sandboxes.process import ProcessManager
-from tangram.managers.work import Close, Commit, Ended, Exec, Executed, Open, SandboxSpec, Work
+from tangram.managers.work import Close, Commit, Exec, ExecResult, LeaseResult, Open, SandboxSpec, Work
 from tangram.processes.streams import Output
 
 DEADLINE_S = 60.0
@@ -63,7 +63,7 @@ async def sandbox(root: Path) -> Manager:
         pytest.fail(reason)
     if reason:
         pytest.skip(reason)
-    return SandboxManager(state=root)
+    return BwrapManager(state=root)
 
 
 def why_no_sandboxes() -> str:
@@ -171,7 +171,7 @@ class Bench:
         share = Share(pool.name, reserved, limit or reserved)
         return await self.manager.start(action, Grant(action.id, pool.node, (share,), width or reserved), work, output)
 
-    async def do(self, sandbox: str, work: Work) -> Ended:
+    async def do(self, sandbox: str, work: Work) -> LeaseResult:
         """To its end, which must be a good one."""
         ended = await (await self.start(sandbox, work)).wait()
         if ended.lost:
@@ -198,10 +198,10 @@ class Box:
         work = Exec(command=command, **fields)
         return await self._bench.start(self.name, work, reserved=reserved, limit=limit, width=width, output=output)
 
-    async def end(self, command: str | tuple[str, ...], **fields: Any) -> Ended:
+    async def end(self, command: str | tuple[str, ...], **fields: Any) -> LeaseResult:
         return await (await self.start(command, **fields)).wait()
 
-    async def run(self, command: str | tuple[str, ...], **fields: Any) -> Executed:
+    async def run(self, command: str | tuple[str, ...], **fields: Any) -> ExecResult:
         """What a program left behind, of which our side lost nothing."""
         ended = await self.end(command, **fields)
         assert ended.lost == ""

@@ -11,7 +11,7 @@ import pytest
 from tests.contracts.conftest import Bench, Box
 
 from tangram.errors import FileFailed, InvalidAction
-from tangram.managers.work import Entry
+from tangram.managers.work import FileEntry
 
 needs_programs = pytest.mark.needs_programs
 
@@ -22,7 +22,7 @@ async def test_a_file_that_was_written_is_read_and_its_directories_are_made(benc
     await box.write("a/b/c.bin", content, mode=0o750)
     assert await box.read("/work/a/b/c.bin") == await box.read("a/./b/../b/c.bin") == content
     (entry,) = await bench.manager.list(box.name, "a/b")
-    assert entry == Entry(name="c.bin", kind="file", bytes=len(content), mode=0o750)
+    assert entry == FileEntry(name="c.bin", kind="file", bytes=len(content), mode=0o750)
 
 
 async def test_a_file_is_replaced_as_a_whole(bench: Bench) -> None:

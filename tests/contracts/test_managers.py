@@ -157,11 +157,24 @@ async def test_what_was_used_is_told(bench: Bench) -> None:
 async def test_what_a_running_action_has_used_so_far_is_told_or_not_known(bench: Bench) -> None:
     box = await bench.open()
     lease = await box.start("while :; do :; done")
-    if lease.used() is not None:
-        await until(lambda: (lease.used() or 0.0) > 0.0)
+    if lease.cpu_seconds() is not None:
+        await until(lambda: (lease.cpu_seconds() or 0.0) > 0.0)
     await lease.stop()
     assert (await lease.wait()).usage.cpu_s >= 0.0
-    assert lease.used() is None or lease.used() >= 0.0
+    assert lease.cpu_seconds() is None or lease.cpu_seconds() >= 0.0
+
+
+@needs_programs
+async def test_a_resize_after_the_end_changes_nothing(bench: Bench) -> None:
+    """The scheduler may resize an action whose end is on its way to it."""
+    box = await bench.open()
+    ended = await box.start("true")
+    await ended.wait()
+    other = await box.start("sleep 60")
+    ended.resize(reserved=100, limit=100)
+    assert ended.cpu_seconds() is None or ended.cpu_seconds() >= 0.0
+    await other.stop()
+    await other.wait()
 
 
 # ---- what they write ----------------------------------------------------------------------------------------------
@@ -312,6 +325,21 @@ async def test_stopping_twice_or_after_the_end_is_fine(bench: Bench) -> None:
     await done.stop()
     assert ended.executed is not None
     assert ended.executed.exit_code == 4
+
+
+async def test_cancelling_a_wait_does_not_cancel_the_work(bench: Bench) -> None:
+    spec = SandboxSpec(image="host")
+    opening = await bench.start("box", Open(spec=spec))
+    waiting = asyncio.create_task(opening.wait())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert [(await opening.wait()).lost for _ in range(2)] == ["", ""]
+    assert bench.manager.sandboxes() == ("box",)
+    closing = await bench.start("box", Close())
+    await closing.stop()  # without a waiter
+    assert (await closing.wait()).lost == ""
+    assert bench.manager.sandboxes() == ()
 
 
 @needs_programs

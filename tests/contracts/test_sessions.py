@@ -113,3 +113,19 @@ async def test_a_session_stands_still_between_its_commands_and_goes_on(bench: Be
     assert await box.says("echo $x; kill $!; wait", session="s") == "kept"
     ticks = [float(line) for line in (await box.read("ticks")).split()]
     assert [tick for tick in ticks if stopped_at < tick < started_at] == []
+
+
+@needs_programs
+async def test_concurrent_first_commands_of_a_session_start_one_shell(bench: Bench) -> None:
+    box = await bench.open()
+    marker = bench.marker()
+    command = f"shell=$$; sleep {marker}"
+    started = await asyncio.gather(*[box.start(command, session="s") for _ in range(3)], return_exceptions=True)
+    (lease,) = [each for each in started if not isinstance(each, BaseException)]
+    assert all("runs a command already" in str(each) for each in started if isinstance(each, BaseException))
+    await until(lambda: alive(marker))
+    await lease.stop()
+    result = (await lease.wait()).executed
+    assert result is not None and result.session_ended
+    assert await box.says("echo $shell$(( $$ > 0 ))", session="s") == "1"
+    assert await box.says("echo next", session="s") == "next"

@@ -29,7 +29,8 @@ from tangram.core.messages import (
 )
 from tangram.core.policies import policy as by_name
 from tangram.core.policies.base import SchedulingPolicy
-from tangram.core.scheduler import STORY_EVENTS, Scheduler
+from tangram.core.scheduler import Scheduler
+from tangram.core.stories import STORY_EVENTS
 
 
 class Cluster:

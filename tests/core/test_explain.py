@@ -30,7 +30,8 @@ def test_what_is_stopping_says_why_and_that_it_holds_its_units(cluster: Make) ->
     c.submit("a", FOUR)
     c.cancel("a")
     assert (
-        c.explain("a") == "a is stopping (cancelled by the caller) and holds its units until its manager says Finished"
+        c.explain("a")
+        == "a is stopping (cancelled by the caller) and holds its units until its manager reports Finished"
     )
 
 
@@ -242,11 +243,11 @@ def test_explaining_changes_nothing(cluster: Make) -> None:
     c.submit("a", {"cpu": learned()})
     c.scheduler.handle(Tick(), 100.0)
     entry = c.scheduler.entries["a"]
-    before = (entry.estimate, entry.estimated_at, entry.wanted)
+    before = (entry.estimate, entry.estimated_at, entry.learned_reserve)
     assert c.explain("a") == "a waits for 0.95 cores of cpu@n0, where 0 cores of 4 cores are free"
-    assert (entry.estimate, entry.estimated_at, entry.wanted) == before
+    assert (entry.estimate, entry.estimated_at, entry.learned_reserve) == before
 
 
 def test_what_is_not_live_says_so(cluster: Make) -> None:
     c = cluster(*NODE)
-    assert c.explain("x") == "x is not live: it settled or never came"
+    assert c.explain("x") == "x is not live: it has settled or was never submitted"

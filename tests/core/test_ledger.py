@@ -231,7 +231,7 @@ def test_a_dead_node_takes_its_pools_along_and_nobody_is_charged_for_them() -> N
     assert run.share == 0.5
     assert ledger.change_node("n0", NodeState.DOWN) == [cpu]
     assert ledger.total_by_kind == {CPU: 4000}
-    with pytest.raises(InvariantError, match="units of cpu@n0 are held, which is gone"):
+    with pytest.raises(InvariantError, match="units of cpu@n0 are held, but that pool was removed"):
         ledger.check([holding])
     assert not ledger.give_back(holding)
     assert run.share == 0.0
@@ -272,12 +272,12 @@ def test_what_was_possible_once_may_be_possible_again() -> None:
     ledger.change_pool(a_pool(GPU, 4, node="n1"), 1.0)
     ledger.change_pool(a_pool("api", 3), 1.0)
     ledger.change_node("n0", NodeState.DOWN)
-    assert ledger.once_held([(CPU, 8000), ("api", 3)], "", 0)
-    assert not ledger.once_held([(CPU, 8001)], "", 0)
-    assert not ledger.once_held([("api", 4)], "", 0)
-    assert not ledger.once_held([(CPU, 8000)], "n1", 0), "its sandbox stands on another node"
-    assert not ledger.once_held([(CPU, 8000), (GPU, 1)], "", 0), "never on one node"
-    assert not ledger.once_held([(CPU, 1000)], "", 1)
+    assert ledger.could_once_hold([(CPU, 8000), ("api", 3)], "", 0)
+    assert not ledger.could_once_hold([(CPU, 8001)], "", 0)
+    assert not ledger.could_once_hold([("api", 4)], "", 0)
+    assert not ledger.could_once_hold([(CPU, 8000)], "n1", 0), "its sandbox stands on another node"
+    assert not ledger.could_once_hold([(CPU, 8000), (GPU, 1)], "", 0), "never on one node"
+    assert not ledger.could_once_hold([(CPU, 1000)], "", 1)
 
 
 # ---- spent units ------------------------------------------------------------------------------------------------
@@ -508,7 +508,7 @@ def test_the_share_of_a_run_is_that_of_its_dominant_kind_over_its_weight() -> No
     assert run.share == 0.25, "over all pools of a kind"
     ledger.hold(memory, 75, run)
     assert run.share == 0.75
-    ledger.reweigh(run, 3.0)
+    ledger.set_weight(run, 3.0)
     assert run.share == 0.25
 
 
@@ -522,7 +522,7 @@ def test_the_standing_of_a_run_is_the_average_of_its_share_and_what_it_holds_cou
     assert run.standing(RECENT_S) == pytest.approx(held + 0.5 * (1 - math.exp(-1)))
     ledger.give_back(holding)
     assert run.standing(RECENT_S) == pytest.approx(0.5 * (1 - math.exp(-1)))
-    ledger.reweigh(run, 2.0)
+    ledger.set_weight(run, 2.0)
     assert run.standing(RECENT_S) == pytest.approx(0.25 * (1 - math.exp(-1))), "what it had counts by its weight too"
     assert run.standing(1000 * RECENT_S) == pytest.approx(0.0), "and is forgotten"
 

@@ -63,7 +63,7 @@ def test_an_error_of_the_policy_itself_stays_what_it_is(cluster: Make) -> None:
 
 def test_what_is_no_decision_is_named(cluster: Make) -> None:
     c = cluster(*NODE, policy=Told(lambda snapshot: [42]))
-    with pytest.raises(InvariantError, match="policy told decided 42, expected Begin, Hold, Adjust or Preload"):
+    with pytest.raises(InvariantError, match="policy told decided 42, expected Begin, Hold, Adjust, Preload or Retry"):
         c.submit("a", ONE)
 
 
@@ -90,7 +90,7 @@ def test_an_action_that_the_policy_could_not_order_never_came_in(cluster: Make) 
     with pytest.raises(InvariantError, match="not by a number"):
         c.submit("a", ONE, sandbox="box", deadline_s=5.0)
     c.scheduler.check()
-    assert c.explain("a") == "a is not live: it settled or never came"
+    assert c.explain("a") == "a is not live: it has settled or was never submitted"
     assert c.cancel("a") == c.pass_time(10.0) == []
     policy.key = 0.0
     c.submit("a", ONE, sandbox="box")
@@ -112,7 +112,9 @@ def test_a_plan_that_starts_an_action_away_from_its_sandbox_stops(cluster: Make)
 
     c = cluster(*NODE, *cpu_node("n1", 4), policy=Elsewhere())
     c.send(Reserve(sandbox="b", memory=0, node="n0"))
-    with pytest.raises(InvariantError, match="plan starts an action of sandbox b on n1, but it stands on n0") as caught:
+    with pytest.raises(
+        InvariantError, match="plan starts an action of sandbox b on n1, but the sandbox is on n0"
+    ) as caught:
         c.submit("a", ONE, sandbox="b")
     assert len(caught.value.story) == 1
 
@@ -121,9 +123,9 @@ def test_a_plan_that_starts_an_action_away_from_its_sandbox_stops(cluster: Make)
 @pytest.mark.parametrize(
     ("node", "message"),
     [
-        ("n9", "plan starts a on 'n9', expected a node that is known"),
-        (None, "plan starts a on None, expected a node that is known"),
-        (["n0"], r"plan starts a on \['n0'\], expected a node that is known"),
+        ("n9", "plan starts a on 'n9', expected a known node"),
+        (None, "plan starts a on None, expected a known node"),
+        (["n0"], r"plan starts a on \['n0'\], expected a known node"),
         ("", "plan starts a on '', which has no cpu"),
         ("g0", "plan starts a on 'g0', which has no cpu"),
         ("draining", "plan starts a on draining, which is draining"),

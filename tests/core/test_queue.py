@@ -33,6 +33,7 @@ from tangram.core.messages import (
     Window,
     cpu_node,
 )
+from tangram.core.offers import Offers
 from tangram.core.policies import policy
 from tangram.core.policies.base import Begin, Decision
 from tangram.core.policies.fixed import Fixed
@@ -481,7 +482,7 @@ def test_check_finds_an_idle_pool_that_is_withheld(cluster: Make) -> None:
     c.started("all")
     c.scheduler.queue.wake = lambda pool, **_: None
     with pytest.raises(
-        InvariantError, match="a waits though cpu@n0 could hold it, idle and closed by nobody"
+        InvariantError, match="a waits although cpu@n0 is idle, could hold it and is not closed"
     ) as caught:
         c.finished("all")
     assert caught.value.story
@@ -514,7 +515,7 @@ def test_a_policy_that_does_not_take_the_idle_node_either_stops(cluster: Make) -
 
     c = cluster(*cpu_node("n0", 4), *cpu_node("n1", 0.5), policy=OnlyOn(2))
     c.submit("most", THREE)
-    with pytest.raises(InvariantError, match="policy fixed:2 passed over a though nobody uses cpu@n1"):
+    with pytest.raises(InvariantError, match="policy fixed:2 passed over a although cpu@n1 is unused"):
         c.submit("a", {"cpu": cores(0.5, 4)})
 
 
@@ -734,8 +735,8 @@ def test_one_look_is_enough_for_all_that_are_stopped_by_the_same(
     for number in range(120):
         c.submit(f"a{number}", {"gpu": fixed(1)}, **{many: f"{many}{number}"})
     looks = []
-    fit = Snapshot.fit
-    monkeypatch.setattr(Snapshot, "fit", lambda snapshot, entry: looks.append(entry.id) or fit(snapshot, entry))
+    fit = Offers.fit
+    monkeypatch.setattr(Offers, "fit", lambda offers, entry: looks.append(entry.id) or fit(offers, entry))
     c.run("a0")
     assert len(c.starts()) == 1
     assert len(looks) <= 4

@@ -111,26 +111,26 @@ def test_a_service_is_worth_the_restores_that_it_saves_and_less_with_every_minut
     residents = Residents()
     assert residents.worth("judge", 0.0) == 0.0
     residents.learn_restore("judge", 2.0)
-    residents.called("judge", 0.0)
+    residents.record_call("judge", 0.0)
     once = residents.worth("judge", 0.0)
-    residents.called("judge", 0.0)
+    residents.record_call("judge", 0.0)
     assert residents.worth("judge", 0.0) == pytest.approx(2 * once)
     assert residents.worth("judge", CALLS_MEMORY_S) == pytest.approx(2 * once / math.e)
 
 
 def test_what_one_call_proves_is_nothing_and_of_many_nearly_all() -> None:
     residents = Residents()
-    residents.called("judge", 0.0)
+    residents.record_call("judge", 0.0)
     assert residents.sure_worth("judge", 0.0) == residents.sure_worth("nobody", 0.0) == 0.0
     for _ in range(99):
-        residents.called("judge", 0.0)
+        residents.record_call("judge", 0.0)
     assert residents.sure_worth("judge", 0.0) == pytest.approx(0.9 * residents.worth("judge", 0.0))
 
 
 def test_a_place_is_worth_what_lies_on_any_of_its_devices_and_a_second_copy_less() -> None:
     residents = Residents()
     for service in ("judge", "teacher"):
-        residents.called(service, 0.0)
+        residents.record_call(service, 0.0)
     residents.add("judge", "g0", (0, 1))
     residents.add("teacher", "g0", (2,))
     worth = residents.worth("judge", 0.0)

@@ -40,8 +40,9 @@ from tangram.core.messages import (
 )
 from tangram.core.policies import policy
 from tangram.core.policies.base import Adjust, ArrivalOrder, Begin, Decision
-from tangram.core.scheduler import STORY_EVENTS, Scheduler
+from tangram.core.scheduler import Scheduler
 from tangram.core.snapshot import Snapshot
+from tangram.core.stories import STORY_EVENTS
 from tangram.errors import InvalidConfig, InvalidInput, InvariantError
 
 Make = Callable[..., Any]
@@ -625,7 +626,7 @@ def test_a_policy_that_withholds_an_idle_pool_stops(cluster: Make) -> None:
 
     for plan in (look_but_do_not_start, do_not_even_look):
         c = cluster(*NODE, policy=Planned(plan))
-        with pytest.raises(InvariantError, match=r"policy planned passed over a though nobody uses cpu@n0") as caught:
+        with pytest.raises(InvariantError, match=r"policy planned passed over a although cpu@n0 is unused") as caught:
             c.submit("a", ONE)
         assert caught.value.story
 
@@ -726,7 +727,7 @@ def test_an_action_that_ended_elsewhere_is_counted_once_and_asks_for_nothing(clu
     assert (statistics.settled["lost"], statistics.waiting, statistics.holding) == (1, 0, 0)
     assert "before" in statistics.runs and c.scheduler.story("a")
     c.submit("a", {"search": fixed(1)})
-    with pytest.raises(InvariantError, match="a is starting, and is said to have ended elsewhere"):
+    with pytest.raises(InvariantError, match="a is starting, but was reported as ended elsewhere"):
         c.send(lost)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tangram.core.demand import Amounts, cores, learned
-from tangram.core.sizes import amounts, in_bytes
+from tangram.core.sizes import amounts, parse_size
 from tangram.errors import InvalidAction
 
 
@@ -23,22 +23,22 @@ from tangram.errors import InvalidAction
     ],
 )
 def test_a_size_is_read_as_it_is_written(written: int | str, size: int) -> None:
-    assert in_bytes("memory", written) == size
+    assert parse_size("memory", written) == size
 
 
 @pytest.mark.parametrize("written", ["", "GiB", "-1", "1 XB", "1 GiB GiB", 0, -5, True, 1.5, None, "9" * 400])
 def test_what_is_no_size_is_refused_with_the_field_and_an_example(written: object) -> None:
     with pytest.raises(InvalidAction, match='memory: expected a size such as "1GiB"'):
-        in_bytes("memory", written)  # type: ignore[arg-type]
+        parse_size("memory", written)  # type: ignore[arg-type]
 
 
 def test_what_is_too_little_or_too_much_is_told_in_units_of_people() -> None:
     with pytest.raises(InvalidAction, match=r"memory: .*, at least 4 MiB, at most 1\.5 GiB, got '1MiB'"):
-        in_bytes("memory", "1MiB", least=4 << 20, most=3 << 29)
+        parse_size("memory", "1MiB", least=4 << 20, most=3 << 29)
     with pytest.raises(InvalidAction, match="at least 64 KiB, got 5"):
-        in_bytes("disk", 5, least=64 << 10)
-    assert in_bytes("capture", 0, least=0) == 0
-    assert in_bytes("memory", "1.5GiB", most=3 << 29) == 3 << 29
+        parse_size("disk", 5, least=64 << 10)
+    assert parse_size("capture", 0, least=0) == 0
+    assert parse_size("memory", "1.5GiB", most=3 << 29) == 3 << 29
 
 
 @pytest.mark.parametrize(

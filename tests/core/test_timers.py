@@ -17,7 +17,8 @@ from tangram.core.ledger import Ledger
 from tangram.core.messages import Cancel, Finished, Started, Submit, cpu_node
 from tangram.core.policies import policy
 from tangram.core.queue import Queue
-from tangram.core.scheduler import STORY_EVENTS, Scheduler
+from tangram.core.scheduler import Scheduler
+from tangram.core.stories import STORY_EVENTS
 from tangram.core.timers import EARLY_S, STALE_SPARE, Timers
 
 RUN = Queue(Ledger(), 600.0).run("default")

@@ -313,7 +313,7 @@ def test_giving_back_what_nobody_held_is_an_error() -> None:
     cells = Cells((1000, 1000))
     parts = cells.take(600)
     cells.give(parts)
-    with pytest.raises(InvariantError, match="nobody held"):
+    with pytest.raises(InvariantError, match="were not held"):
         cells.give(parts)
 
 

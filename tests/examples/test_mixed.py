@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tangram.bench.reservation import usual_backend
+from tangram.bench.base import default_backend
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +49,7 @@ def everything() -> None:
     for name in ("torch", "transformers"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is an extra, which is not installed")
-    backend, why = usual_backend()
+    backend, why = default_backend()
     if backend != "sandbox":
         skipped(why)
 

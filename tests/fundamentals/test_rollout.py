@@ -1,8 +1,8 @@
 """A rollout in eight short steps. Read from top to bottom; `test_server.py` comes before.
 
-An environment is one episode in text. An engine continues tokens. A rollout plays groups of episodes between the two,
-each at its own pace, and returns trajectories with rewards. The engine here follows a script, so nothing is sampled
-and every number is known.
+An environment is one episode in text. An engine continues tokens. A rollout connects the two: it plays groups of
+episodes, each at its own pace, and returns trajectories with rewards. The engine here follows a script, so nothing is
+sampled and every number is known.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 
 from tangram.clock import VirtualLoop
 from tangram.rl.config.rollout_settings import GroupSettings, RolloutSettings, TaskSettings
-from tangram.rl.environments.protocol import MakeAgent, Outside, Step
-from tangram.rl.inference.engines.fake import FakeEngine, spoken
-from tangram.rl.inference.engines.protocol import Noise, Request, Sampling, Weights
-from tangram.rl.rollout.codec import Words
-from tangram.rl.rollout.records import Ending, Ticket
+from tangram.rl.environments.protocol import ExternalResources, MakeAgent, Step
+from tangram.rl.inference.engines.fake import FakeEngine, text_script
+from tangram.rl.inference.engines.protocol import GenerationRequest, PolicyWeights, Sampling, SamplingSeed
+from tangram.rl.rollout.codec import WordCodec
+from tangram.rl.rollout.records import Ending, GroupTicket
 from tangram.rl.rollout.replay import as_generator, replay
 from tangram.rl.rollout.rollout import Rollout, tickets
 from tangram.rl.runs.trajectory_log import GroupClosing, TrajectoryLog, groups, read
@@ -35,7 +35,7 @@ class Guess:
     tokens_max: ClassVar[int] = 2
     agents: ClassVar[Mapping[str, MakeAgent]] = {}
 
-    def __init__(self, outside: Outside, *, first: str = "which", broken: bool = False) -> None:
+    def __init__(self, outside: ExternalResources, *, first: str = "which", broken: bool = False) -> None:
         self.first, self.broken = first, broken
 
     async def reset(self, seed: int) -> str:
@@ -60,7 +60,7 @@ class Slow(Guess):
         return await super().reset(seed)
 
 
-CODEC = Words(Guess.words)
+CODEC = WordCodec(Guess.words)
 
 
 def settings_of(environment: type[Guess] = Guess, *, on_loss: str = "refill", **options: Any) -> RolloutSettings:
@@ -72,13 +72,13 @@ def settings_of(environment: type[Guess] = Guess, *, on_loss: str = "refill", **
 
 async def started_engine(version: int = 0) -> FakeEngine:
     """The first member of every group writes red, the second writes blue."""
-    engine = FakeEngine(spoken(CODEC, lambda request: COLOURS[request.noise.member % 2]))
-    await engine.start(Weights(version=version, folder=""))
+    engine = FakeEngine(text_script(CODEC, lambda request: COLOURS[request.noise.member % 2]))
+    await engine.start(PolicyWeights(version=version, folder=""))
     return engine
 
 
 def on_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """An hour of sleep costs nothing."""
+    """Runs a test in virtual time: an hour of sleep takes no time."""
 
     @functools.wraps(test)
     def run(**fixtures: Any) -> None:
@@ -92,7 +92,7 @@ def on_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[
 async def test_1_an_environment_is_one_episode_in_text() -> None:
     """`reset` makes the episode of a seed, `step` answers an action, `close` releases what the episode holds. The same
     seed makes the same episode, so members of a group and replays see the same task."""
-    episode = Guess(Outside())
+    episode = Guess(ExternalResources())
     assert await episode.reset(seed=1) == "which"
     assert await episode.step("red") == Step(observation="wrong")
     assert await episode.step("blue") == Step(observation="right", reward=1.0, done=True)
@@ -100,15 +100,15 @@ async def test_1_an_environment_is_one_episode_in_text() -> None:
 
 
 @on_virtual_time
-async def test_2_a_codec_makes_tokens_of_text_and_an_engine_continues_them() -> None:
-    """Engines know tokens only. A generation has a log-probability and a weight version for each token, which is all
+async def test_2_a_codec_encodes_text_and_an_engine_continues_the_tokens() -> None:
+    """Engines process only tokens. A generation has a log-probability and a weight version for each token, which is all
     that training needs to correct for samples of older weights."""
     engine = await started_engine(version=7)
-    prompt = CODEC.observation("which", first=True)
+    prompt = CODEC.encode_observation("which", first=True)
     sampling = Sampling(tokens_max=2, stop=CODEC.stop)
-    request = Request(id="a", tokens=prompt, sampling=sampling, noise=Noise(seed=0, member=1))
+    request = GenerationRequest(id="a", tokens=prompt, sampling=sampling, noise=SamplingSeed(seed=0, member=1))
     generation = await engine.generate(request)
-    assert CODEC.action(generation.tokens) == "blue"
+    assert CODEC.decode_action(generation.tokens) == "blue"
     assert generation.finish == "stop"  # the last token is one that ends an action
     assert len(generation.logprobs) == len(generation.tokens) == 2
     assert generation.versions == (7, 7)
@@ -116,9 +116,9 @@ async def test_2_a_codec_makes_tokens_of_text_and_an_engine_continues_them() -> 
 
 @on_virtual_time
 async def test_3_members_of_a_group_play_the_same_seed_and_earn_different_rewards() -> None:
-    """A ticket names a task and a seed. The differences between the rewards of one group are what GRPO learns from."""
+    """A ticket names a task and a seed. GRPO learns from the differences between the rewards of one group."""
     async with Rollout(settings_of(), await started_engine(), CODEC) as rollout:
-        group = await rollout.play(Ticket(task="guess", number=0, seed=4))
+        group = await rollout.play(GroupTicket(task="guess", number=0, seed=4))
     right, wrong = sorted(group.members, key=lambda member: member.member)
     assert (right.seed, wrong.seed) == (4, 4)
     assert (right.reward, right.ending) == (1.0, Ending.FINISHED)
@@ -129,23 +129,24 @@ async def test_3_members_of_a_group_play_the_same_seed_and_earn_different_reward
 @on_virtual_time
 async def test_4_a_trajectory_keeps_the_tokens_as_they_were_sampled() -> None:
     """Text is never tokenized a second time: the trainer gets the sampled tokens, and a mask that separates them from
-    what the environment wrote."""
+    the tokens of observations."""
     async with Rollout(settings_of(), await started_engine(), CODEC) as rollout:
-        group = await rollout.play(Ticket(task="guess", number=0, seed=4))
+        group = await rollout.play(GroupTicket(task="guess", number=0, seed=4))
     trajectory = next(member for member in group.members if member.member == 1)
     assert [(turn.observation, turn.action) for turn in trajectory.turns] == [("which", "blue"), ("wrong", "blue")]
     assert [CODEC.words[token] for token in trajectory.tokens[:4]] == ["which", "<act>", "blue", "<end>"]
-    assert trajectory.is_action[:4] == (False, False, True, True)
-    assert len(trajectory.logprobs) == len(trajectory.versions) == sum(trajectory.is_action)
+    assert trajectory.action_mask[:4] == (False, False, True, True)
+    assert len(trajectory.logprobs) == len(trajectory.versions) == sum(trajectory.action_mask)
 
 
 @on_virtual_time
 async def test_5_an_environment_that_fails_is_never_a_reward_of_zero() -> None:
-    """What an environment raises is a failure of the infrastructure, and such a trajectory has no reward at all.
-    `on_loss` decides about its group: play another attempt, close the group with fewer members, or drop it."""
+    """An exception of an environment is a failure of the infrastructure, and the trajectory has no reward at all.
+    `on_loss` determines what happens to its group: play another attempt, close the group with fewer members, or drop
+    it."""
     settings = settings_of(on_loss="close", broken=True)
     async with Rollout(settings, await started_engine(), CODEC) as rollout:
-        group = await rollout.play(Ticket(task="guess", number=0, seed=4))
+        group = await rollout.play(GroupTicket(task="guess", number=0, seed=4))
     assert group.members == ()
     assert [lost.ending for lost in group.left_out] == [Ending.ENV_FAILED] * 2
     assert all(lost.reward is None and "the game server is gone" in lost.cause for lost in group.left_out)
@@ -153,20 +154,20 @@ async def test_5_an_environment_that_fails_is_never_a_reward_of_zero() -> None:
 
 @on_virtual_time
 async def test_6_no_episode_waits_for_a_slower_one() -> None:
-    """`extra` groups are played beside those that are needed. The first groups that end are kept, and the rest is
-    cancelled: the batch does not wait for the slowest environment."""
-    slow, fast = (Ticket(task="guess", number=number, seed=seed) for number, seed in enumerate((1, 2)))
+    """`extra` groups are played in addition to those that are needed. The first groups that end are kept, and the
+    others are cancelled: the batch does not wait for the slowest environment."""
+    slow, fast = (GroupTicket(task="guess", number=number, seed=seed) for number, seed in enumerate((1, 2)))
     async with Rollout(settings_of(Slow), await started_engine(), CODEC) as rollout:
         batch = await rollout.collect([slow, fast], groups=1, extra=1)
     assert [group.id for group in batch.groups] == [fast.group]
     assert batch.ended_s < 100.0
-    assert {each.ending for group in batch.left_out for each in group.all()} == {Ending.CANCELLED}
+    assert {each.ending for group in batch.left_out for each in group.all_trajectories()} == {Ending.CANCELLED}
 
 
 @on_virtual_time
-async def test_7_the_log_of_a_rollout_returns_what_was_written(tmp_path: Path) -> None:
-    """Every trajectory is one line of JSON in the file as soon as it ends, so a crash costs at most what was still in
-    play. A line for each group says which members were kept."""
+async def test_7_the_log_of_a_rollout_contains_every_trajectory(tmp_path: Path) -> None:
+    """Every trajectory is written as one line of JSON as soon as it ends, so a crash loses at most the unfinished ones.
+    A line for each group lists the members that were kept."""
     settings = settings_of()
     with TrajectoryLog(tmp_path / "rollout.jsonl", settings=settings, words=CODEC.words) as log:
         async with Rollout(settings, await started_engine(), CODEC, on_end=log.append) as rollout:
@@ -181,12 +182,12 @@ async def test_7_the_log_of_a_rollout_returns_what_was_written(tmp_path: Path) -
 
 @on_virtual_time
 async def test_8_a_recorded_trajectory_replays_without_a_model() -> None:
-    """Replay plays the recorded actions in a new environment and reports every difference. The record also stands in
-    for an engine, and then the whole rollout repeats."""
-    settings, ticket = settings_of(), Ticket(task="guess", number=0, seed=4)
+    """Replay plays the recorded actions in a new environment and reports every difference. The record can also replace
+    the engine: then the whole rollout repeats."""
+    settings, ticket = settings_of(), GroupTicket(task="guess", number=0, seed=4)
     async with Rollout(settings, await started_engine(), CODEC) as rollout:
         recorded = await rollout.play(ticket)
-    assert (await replay(recorded.members[0], settings.tasks[0])).same
+    assert (await replay(recorded.members[0], settings.tasks[0])).is_same
     changed = settings_of(first="wrong").tasks[0]
     [difference] = (await replay(recorded.members[0], changed)).differences
     assert (difference.turn, difference.recorded, difference.replayed) == (0, "which", "wrong")

@@ -1,8 +1,8 @@
 """The shared service in eight short steps. Read from top to bottom; `test_core.py` comes before.
 
-`tangram serve` puts the pools of a machine behind HTTP, so that several training runs share them. Each run has a token
-and sees only what it owns. The service writes a journal, so what it accepted survives a crash. The service of this
-file is a real process; the SDK and the command line talk to it as they would from another machine.
+`tangram serve` offers the pools of a machine over HTTP, so that several training runs share them. Each run has a token
+and sees only what it owns. The service writes a journal, so accepted actions survive a crash. The service of this file
+is a real process; the SDK and the command line use it as they would from another machine.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import tangram
 from tangram.cli import app
 from tangram.errors import AdmissionRefused, InvalidAction, ManagerError
 
-ADMIN_TOKEN = "an-admin-token-that-only-these-tests-know"
+ADMIN_TOKEN = "an-admin-token-that-only-these-tests-use"
 DEADLINE_S = 120.0
-"""A hang is a failure."""
+"""Time limit of a test, so that a hang fails."""
 
 
 class Service(Process):
@@ -39,7 +39,7 @@ class Service(Process):
         self.backend = backend
 
     def tangram(self, *words: str, token: str = ADMIN_TOKEN) -> str:
-        """The output of one command of the command line."""
+        """Runs one command of the command line and returns its output."""
         result = CliRunner().invoke(app, [*words, "--url", self.url, "--token", token], catch_exceptions=False)
         if result.exit_code:
             raise RuntimeError(result.stderr)
@@ -54,7 +54,7 @@ class Service(Process):
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """One service for all tests; each makes runs of its own. Without root its sandboxes are plain processes."""
+    """One service for all tests; each test creates its own runs. Without root, sandboxes are plain processes."""
     reason = why_not()
     if reason and os.environ.get("CI") == "true":
         pytest.fail(reason)
@@ -68,8 +68,8 @@ def require_adoption(service: Service) -> None:
 
 
 def test_1_a_run_is_a_tenant_with_a_token(service: Service) -> None:
-    """The admin creates a run, and its token is printed once. Every request names its run by this token; a token that
-    the service does not know opens nothing."""
+    """The admin creates a run, and its token is printed once. The token of a request determines its run; an unknown
+    token is refused."""
     token = service.make_run("alice", "--weight", "2")  # twice the share of a run of weight 1
     assert "alice" in [run["name"] for run in json.loads(service.tangram("token", "list", "--json"))]
     with tangram.connect_sync(service.url, token=token):
@@ -79,8 +79,8 @@ def test_1_a_run_is_a_tenant_with_a_token(service: Service) -> None:
 
 
 def test_2_a_sandbox_of_the_service_works_like_a_local_one(service: Service) -> None:
-    """The address and the token are all that changes against an orchestrator inside the process. A failed command is a
-    result with an exit code, not an exception."""
+    """Only the address and the token differ from an orchestrator inside the process. A failed command is a result with
+    an exit code, not an exception."""
     token = service.make_run("bob")
     with tangram.connect_sync(service.url, token=token) as client, client.sandbox(memory="64MiB") as box:
         box.write("answer.py", "print(6 * 7)")
@@ -105,8 +105,8 @@ def test_3_status_shows_that_an_idle_sandbox_holds_memory_and_no_core(service: S
 
 
 def test_4_the_story_of_an_action_has_every_decision_about_it(service: Service) -> None:
-    """From submission to the end, with what was granted and where the time went: the first place to look when an action
-    was slow."""
+    """A story covers an action from submission to its end, with its grants and times. Read it first when an action was
+    slow."""
     token = service.make_run("dave")
     with tangram.connect_sync(service.url, token=token) as client, client.sandbox(memory="64MiB") as box:
         result = box.exec("true", cpus=1)
@@ -119,8 +119,8 @@ def test_4_the_story_of_an_action_has_every_decision_about_it(service: Service) 
 
 
 def test_5_a_run_learns_nothing_about_another_run(service: Service) -> None:
-    """Names of other runs do not exist for a token: an action of another run and one that never was get the same
-    answer. Only the units that others hold are visible, because they explain waiting."""
+    """Names of other runs do not exist for a token: the response is the same for an action of another run and for one
+    that never existed. Only the units that others hold are visible, because they explain waiting."""
     erin, frank = service.make_run("erin"), service.make_run("frank")
     with tangram.connect_sync(service.url, token=erin) as client, client.sandbox(memory="64MiB") as box:
         action = box.exec("true").action
@@ -134,9 +134,9 @@ def test_5_a_run_learns_nothing_about_another_run(service: Service) -> None:
         client.sandbox(run="erin").__enter__()
 
 
-def test_6_a_limit_refuses_at_once_and_names_itself(service: Service) -> None:
-    """Every run has caps on sandboxes, actions and requests. What exceeds one is refused with the name of the limit;
-    nothing waits for something that may never come."""
+def test_6_a_request_above_a_limit_is_refused_at_once_with_its_name(service: Service) -> None:
+    """Every run has caps on sandboxes, actions and requests. A request above one is refused with the name of the limit
+    instead of waiting for a release that may never come."""
     token = service.make_run("grace", "--sandboxes", "1")
     with tangram.connect_sync(service.url, token=token) as client, client.sandbox(memory="64MiB"):
         with pytest.raises(AdmissionRefused) as refused:
@@ -145,8 +145,8 @@ def test_6_a_limit_refuses_at_once_and_names_itself(service: Service) -> None:
 
 
 def test_7_a_restarted_service_adopts_its_sandboxes(service: Service) -> None:
-    """Sandboxes are processes beside the service. After `kill -9` the next service reads the journal and takes them
-    over with their files; the client reconnects by itself."""
+    """Sandboxes are processes outside the service. After `kill -9` the next service reads the journal and adopts them
+    with their files; the client reconnects automatically."""
     require_adoption(service)
     token = service.make_run("heidi")
     with tangram.connect_sync(service.url, token=token) as client, client.sandbox(memory="64MiB") as box:
@@ -159,7 +159,7 @@ def test_7_a_restarted_service_adopts_its_sandboxes(service: Service) -> None:
 
 
 def test_8_an_action_that_was_interrupted_is_lost_unless_it_may_run_twice(service: Service) -> None:
-    """After a crash it is unknown how much of a running command happened. It ends as LOST, which is the fault of the
+    """After a crash it is unknown how much of a running command was executed. It ends as LOST, a failure of the
     infrastructure and never a reward of 0; an action declared idempotent runs again."""
     require_adoption(service)
 

@@ -27,38 +27,38 @@ from tangram.core.limits import Limits
 from tangram.core.messages import Effect, Event, Pool, Window, cpu_node
 from tangram.core.trace import EVENTS
 from tangram.errors import InvalidAction
-from tangram.managers.functions.work import Call, Post, failed, returned
+from tangram.managers.functions.work import Call, Post, encode_failure, encode_value
 from tangram.managers.models import messages as device_messages
 from tangram.managers.sandboxes.bwrap.images import base_layers
-from tangram.managers.sandboxes.bwrap.images.store import Image, ImageStore
-from tangram.managers.sandboxes.bwrap.owner import Owner
-from tangram.managers.sandboxes.bwrap.records import Record as SandboxRecord
+from tangram.managers.sandboxes.bwrap.images.store import ImageStore, StoredImage
+from tangram.managers.sandboxes.bwrap.owner import SandboxOwner
+from tangram.managers.sandboxes.bwrap.owner import SandboxRecord as SandboxRecord
 from tangram.managers.sandboxes.bwrap.spawner.client import Greeting
 from tangram.managers.sandboxes.cgroups import groups
-from tangram.managers.work import Close, Exec, Executed, Open
-from tangram.rl.buffer.records import BufferState, Waiting
+from tangram.managers.work import Close, Exec, ExecResult, Open
+from tangram.rl.buffer.records import BufferState, WaitingGroup
 from tangram.rl.config.rollout_settings import RewardSettings, TaskSettings
 from tangram.rl.config.training_settings import TeacherSettings, TrainSettings
 from tangram.rl.environments.lookup_judge import JudgeSettings
 from tangram.rl.inference.engines import messages as engine_messages
 from tangram.rl.inference.engines.protocol import EngineStatistics
 from tangram.rl.inference.router_records import EngineLost
-from tangram.rl.rollout.records import Ending, Group, Span, Stage, Ticket, Trajectory, Turn
+from tangram.rl.rollout.records import Ending, Group, GroupTicket, Span, Stage, Trajectory, Turn
 from tangram.rl.runs.checkpoints import RunState, write_state
 from tangram.rl.runs.metrics_log import MetricsLog
 from tangram.rl.runs.run_folder import OWNER, TENSORBOARD, open_run
 from tangram.rl.runs.sample_log import SampleLog
-from tangram.rl.runs.trajectory_log import GroupClosing, Statistics, TrajectoryLog, engine_event
+from tangram.rl.runs.trajectory_log import GroupClosing, StatisticsRecord, TrajectoryLog, engine_event
 from tangram.rl.train import trainer_messages
-from tangram.rl.train.records import AnyLine, Began, Evaluated, Noticed, Over, Trained, Warmed
-from tangram.runtime.error_records import fault_of
-from tangram.runtime.orchestrator import Settled
-from tangram.runtime.trace_recorder import recording
-from tangram.runtime.wire import AnyWork, Caps, Problem, Submission
-from tangram.server.actions.images import NOTE
-from tangram.server.http.auth import Record as RunRecord
-from tangram.server.http.auth import hash_of
-from tangram.server.http.openapi import document
+from tangram.rl.train.records import AnyMetricsLine, Evaluated, Noticed, RunBegan, RunEnded, Trained, WarmStartChecked
+from tangram.runtime.error_records import error_record_of
+from tangram.runtime.orchestrator import SettledAction
+from tangram.runtime.trace_recorder import record_trace
+from tangram.runtime.wire import AnyWork, Caps, ErrorResponse, Submission
+from tangram.server.actions.tenant_images import NOTE_KEY_PREFIX
+from tangram.server.http.auth import RunRecord as RunRecord
+from tangram.server.http.auth import hash_token
+from tangram.server.http.openapi import openapi_document
 from tangram.server.http.routes import ROUTES
 from tangram.server.journal.adapter import encode
 from tangram.server.journal.journal import Journal
@@ -84,12 +84,12 @@ def in_folder(folder: Path) -> Files:
 
 JOURNAL = "journal.sql"
 RUN_RECORD = RunRecord(weight=2.0, caps=example(Caps), made_at=BEGAN_AT)
-SETTLED = Settled(
+SETTLED = SettledAction(
     outcome=OUTCOME,
-    executed=Executed(exit_code=1, stdout=b"out", stderr=b"err", stdout_bytes=3, stderr_bytes=3, out_of_memory=True,
+    executed=ExecResult(exit_code=1, stdout=b"out", stderr=b"err", stdout_bytes=3, stderr_bytes=3, out_of_memory=True,
                       cpus=2, session_ended=True),
     answer=b"",
-    fault=fault_of(InvalidAction("cwd", "x", "y")),
+    fault=error_record_of(InvalidAction("cwd", "x", "y")),
 )  # fmt: skip
 WORKS: dict[str, AnyWork] = {
     "run-a:queued": Exec(command="make test", cwd="src", env={"A": "b"}, session="shell"),
@@ -112,18 +112,18 @@ async def _write_journal(path: Path) -> None:
     async with Journal(path, clock=SimClock()) as kept:
         for id, work in WORKS.items():
             action = msgspec.structs.replace(ACTION, id=id)
-            await kept.submitted(id, action.run, encode(action), encode(work))
+            await kept.record_submission(id, action.run, encode(action), encode(work))
         for id in ("run-a:running", "run-a:settled"):
-            await kept.starting(id, 2)
+            await kept.record_start(id, 2)
         for id in ("run-a:settled", "run-a:fetched"):
             settled = msgspec.structs.replace(SETTLED, outcome=msgspec.structs.replace(OUTCOME, action=id))
-            await kept.settled(id, encode(settled))
-        kept.fetched("run-a:fetched")
-        await kept.sandbox_opened("run-a:box", "run-a", "local", encode(SPEC))
-        await kept.run_changed("run-a", hash_of(TOKEN), msgspec.msgpack.encode(RUN_RECORD))
-        await kept.run_ending("run-b", msgspec.msgpack.encode(RUN_RECORD))
-        await kept.note(f"{NOTE}run-a:fixed", b"run-a:fixed")
-        await kept.written()
+            await kept.record_settled(id, encode(settled))
+        kept.record_fetched("run-a:fetched")
+        await kept.record_sandbox_opened("run-a:box", "run-a", "local", encode(SPEC))
+        await kept.record_run("run-a", hash_token(TOKEN), msgspec.msgpack.encode(RUN_RECORD))
+        await kept.record_run_ending("run-b", msgspec.msgpack.encode(RUN_RECORD))
+        await kept.put_note(f"{NOTE_KEY_PREFIX}run-a:fixed", b"run-a:fixed")
+        await kept.flush()
 
 
 def dump(path: Path) -> bytes:
@@ -157,7 +157,9 @@ def trace() -> Files:
     """Every event once; the first is answered by every effect."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.jsonl"
-        with recording(path, policy="adaptive", pools=POOLS, limits=Limits(queue_max=1000), note="golden") as observe:
+        with record_trace(
+            path, policy="adaptive", pools=POOLS, limits=Limits(queue_max=1000), note="golden"
+        ) as observe:
             assert observe is not None
             for number, event in enumerate(EVENTS):
                 observe(0.5 * number, example(event), [] if number else messages_of(Effect))
@@ -168,27 +170,28 @@ def http() -> Files:
     """A request and a response of each route, and what the OpenAPI document calls them."""
     found = {}
     for route in ROUTES:
-        if route.takes is Submission:
+        if route.request_type is Submission:
             request: Any = [
                 msgspec.structs.replace(example(Submission), work=example(work)) for work in get_args(AnyWork)
             ]
         else:
-            request = example(route.takes) if _is_record(route.takes) else _raw(route.takes)
-        found[route.operation] = {
+            request = example(route.request_type) if _is_record(route.request_type) else _raw(route.request_type)
+        found[route.operation_id] = {
             "route": f"{route.method} {route.path}",
             "query": [query.name for query in route.query],
-            "status": [route.status, *route.also],
+            "status": [route.status, *route.other_statuses],
             "request": request,
-            "response": example(route.gives) if _is_record(route.gives) else _raw(route.gives),
+            "response": example(route.response_type) if _is_record(route.response_type) else _raw(route.response_type),
         }
-    described = msgspec.json.decode(document())
+    described = msgspec.json.decode(openapi_document())
     return {
         "http.json": pretty(found),
         "http-shapes.json": pretty(
             {
-                "problem": shape(Problem),
+                "problem": shape(ErrorResponse),
                 **{
-                    route.operation: {"request": shape(route.takes), "response": shape(route.gives)} for route in ROUTES
+                    route.operation_id: {"request": shape(route.request_type), "response": shape(route.response_type)}
+                    for route in ROUTES
                 },
             }
         ),
@@ -219,7 +222,7 @@ def metrics() -> Files:
 
 # ---- sandboxes and images -------------------------------------------------------------------------------------------
 
-IMAGE = Image(
+IMAGE = StoredImage(
     name="run-a:fixed", layers=(f"{STATE}/images/layers/{'a' * 32}", f"{STATE}/images/layers/{'b' * 32}"),
     binds_usr=True, shell="/bin/bash", env={"LANG": "C"}, cwd="/src",
 )  # fmt: skip
@@ -227,7 +230,7 @@ SANDBOX = SandboxRecord(name="run-a:box", box="7", init=4242, spec=SPEC, image=I
 
 
 @contextlib.contextmanager
-def state_directory(image: Image = IMAGE) -> Iterator[tuple[Path, Image]]:
+def state_directory(image: StoredImage = IMAGE) -> Iterator[tuple[Path, StoredImage]]:
     """An empty one that has the layers of an image, and the image with its layers there."""
     with tempfile.TemporaryDirectory() as folder:
         layers = tuple(layer.replace(STATE, folder) for layer in image.layers)
@@ -241,14 +244,14 @@ def state() -> Files:
     with state_directory() as (folder, image):
         owner = _owner(folder)
         owner.records.write(SANDBOX)
-        owner.keep_with("run-a:fixed")
+        owner.tie_image("run-a:fixed")
         store = ImageStore(folder / "images")
         store.register(image)
         store.remember("codefix-1", image)
         shutil.rmtree(folder / "images" / "locks")
         found = in_folder(folder)
         layout = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
-        owner.let_go()
+        owner.release()
         here = str(folder).encode()
     files = {
         f"state/{name}": content.replace(here, STATE.encode())
@@ -262,12 +265,12 @@ def state() -> Files:
     return files | {"state.json": pretty(names | {"greeting of the spawner": shape(Greeting)})}
 
 
-def _owner(folder: Path) -> Owner:
+def _owner(folder: Path) -> SandboxOwner:
     with (
         mock.patch.object(secrets, "token_hex", lambda count: "0" * 2 * count),
-        mock.patch.object(groups, "owner_root", return_value=None),
+        mock.patch.object(groups, "create_owner_cgroup", return_value=None),
     ):
-        return Owner(folder, "golden")
+        return SandboxOwner(folder, "golden")
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
@@ -305,17 +308,17 @@ GROUP = Group(
 RUN_STATE = RunState(
     version=STEP, step=STEP, ticket_next=9,
     buffer=BufferState(
-        version=STEP, waiting=(Waiting(group=GROUP, version=39, since=1.0),),
-        in_flight=(Ticket(task="lake", number=8, seed=12, series="eval-", size=4, temperature=0.5),),
+        version=STEP, waiting=(WaitingGroup(group=GROUP, version=39, since=1.0),),
+        in_flight=(GroupTicket(task="lake", number=8, seed=12, series="eval-", size=4, temperature=0.5),),
         trained=((0, 5),), dropped=((6, 6),), dropped_by_cause={"stale": 1}, trajectories_discarded=2,
         tokens_discarded=64, bytes_mean=512.0, puts=7,
     ),
-    at_s=99.5, warm=example(Warmed), evaluations=3, random=b"state of chance", note="golden",
+    at_s=99.5, warm=example(WarmStartChecked), evaluations=3, random=b"state of chance", note="golden",
 )  # fmt: skip
-LINES: tuple[AnyLine, ...] = (
-    msgspec.structs.replace(example(Began), began_at=BEGAN_AT, step=0, resumed_from="", settings={"seed": 7}),
-    example(Warmed), example(Trained), example(Evaluated), msgspec.structs.replace(example(Noticed), step=None),
-    example(Over),
+LINES: tuple[AnyMetricsLine, ...] = (
+    msgspec.structs.replace(example(RunBegan), began_at=BEGAN_AT, step=0, resumed_from="", settings={"seed": 7}),
+    example(WarmStartChecked), example(Trained), example(Evaluated),
+    msgspec.structs.replace(example(Noticed), step=None), example(RunEnded),
 )  # fmt: skip
 
 
@@ -333,7 +336,7 @@ async def _write_run(path: Path) -> None:
     with open_run(path, SETTINGS, resume=False, modules=("environments",)) as run:
         with MetricsLog(path, resume=False) as log:
             for line in LINES:
-                log.tell(line)
+                log.append(line)
         async with run.checkpoint(STEP) as unfinished:
             (unfinished / "words.json").write_bytes(msgspec.json.encode(("go", "look")))
             write_state(unfinished, RUN_STATE)
@@ -352,28 +355,30 @@ def rollout() -> Files:
             for record in (TRAJECTORY, FAILED, GroupClosing.of(GROUP, at_s=3.0)):
                 log.append(record)
             log.append(engine_event(example(EngineLost)))
-            log.append(Statistics(at_s=4.0, engines=(example(EngineStatistics),), values={"buffered": float("inf")}))
+            log.append(
+                StatisticsRecord(at_s=4.0, engines=(example(EngineStatistics),), values={"buffered": float("inf")})
+            )
         return {"rollout.jsonl": path.read_bytes()}
 
 
 def models() -> Files:
     """Names of tensors and keys of files that are kept: published weights, checkpoints, the cached judge."""
-    from tangram.rl.model.judge import Judge
-    from tangram.rl.model.model_folder import describe, parts_by_name
-    from tangram.rl.model.transformer import ModelConfig, Stretched, Transformer
+    from tangram.rl.model.judge import NameJudge
+    from tangram.rl.model.model_folder import parts_by_name, to_huggingface_config
+    from tangram.rl.model.transformer import RopeScaling, Transformer, TransformerConfig
     from tangram.rl.model.weight_store import Manifest
 
-    config = ModelConfig(
+    config = TransformerConfig(
         vocabulary=8, width=8, layers=1, heads=2, kv_heads=1, head_width=4, inner=16, qkv_bias=True, output_bias=True,
-        rope_stretched=Stretched(factor=8.0, low=1.0, high=4.0, context=64),
+        rope_stretched=RopeScaling(factor=8.0, low=1.0, high=4.0, context=64),
     )  # fmt: skip
     judge = JudgeSettings(groups=(("a", "b"), ("c",)), layers=1, width=8, heads=2)
     found = {
         "tensors": list(Transformer(config).state_dict()),
         "tensors of checkpoints": [part.name for parts in parts_by_name(config).values() for part in parts],
-        "config.json": describe(config, "float32"),
+        "config.json": to_huggingface_config(config, "float32"),
         "manifest.json": shape(Manifest),
-        "judge": {"file": judge.digest, "tensors": list(Judge(judge).state_dict())},
+        "judge": {"file": judge.digest, "tensors": list(NameJudge(judge).state_dict())},
     }
     return {"models.json": pretty(found)}
 
@@ -386,16 +391,16 @@ def messages() -> Files:
     return {
         "messages/scheduler.json": pretty({"events": shape(Event), "effects": shape(Effect)}),
         "messages/devices.json": pretty(
-            {"requests": shape(device_messages.AnyRequest), "replies": shape(device_messages.AnyWord)}
+            {"requests": shape(device_messages.AnyDeviceRequest), "replies": shape(device_messages.AnyDeviceReply)}
         ),
         "messages/engines.json": pretty(
-            {"commands": shape(engine_messages.AnyCommand), "answers": shape(engine_messages.AnyAnswer)}
+            {"commands": shape(engine_messages.AnyEngineCommand), "answers": shape(engine_messages.AnyEngineReply)}
         ),
         "messages/trainer.json": pretty(
-            {"commands": shape(trainer_messages.AnyCommand), "answers": shape(trainer_messages.AnyAnswer)}
+            {"commands": shape(trainer_messages.AnyTrainerCommand), "answers": shape(trainer_messages.AnyTrainerReply)}
         ),
         "messages/answers.json": pretty(
-            {"returned": returned(b"\x01").hex(), "failed": failed("raised", "no", "at").hex()}
+            {"returned": encode_value(b"\x01").hex(), "failed": encode_failure("raised", "no", "at").hex()}
         ),
     }
 

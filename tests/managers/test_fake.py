@@ -14,8 +14,8 @@ from tangram.core.demand import CORE, Demand, cores
 from tangram.core.messages import Grant, Share
 from tangram.errors import ManagerError
 from tangram.managers.base import Lease
-from tangram.managers.fake import FakeManager, Script
-from tangram.managers.work import Close, Ended, Exec, Executed, Open, SandboxSpec, Work
+from tangram.managers.fake import FakeManager, FakeScript
+from tangram.managers.work import Close, Exec, ExecResult, LeaseResult, Open, SandboxSpec, Work
 
 
 def on_virtual_time(scenario: Coroutine[Any, Any, None]) -> None:
@@ -30,7 +30,7 @@ async def start(
     return await manager.start(action, Grant(id, "fake", (Share("cpu@fake", width, width),), width), work)
 
 
-async def opened(scripts: dict[str, Script]) -> FakeManager:
+async def opened(scripts: dict[str, FakeScript]) -> FakeManager:
     manager = await FakeManager(scripts).__aenter__()
     await (await start(manager, Open(spec=SandboxSpec()), id="open")).wait()
     return manager
@@ -42,7 +42,7 @@ def now() -> float:
 
 def test_an_action_takes_as_long_as_its_script_says_for_its_grant() -> None:
     async def scenario() -> None:
-        manager = await opened({"tests": Script(duration_s=lambda action, grant: 8.0 * CORE / grant.width)})
+        manager = await opened({"tests": FakeScript(duration_s=lambda action, grant: 8.0 * CORE / grant.width)})
         for width, seconds in ((CORE, 8.0), (4 * CORE, 2.0)):
             began = now()
             await (await start(manager, Exec(command="true"), key="tests", width=width)).wait()
@@ -57,7 +57,7 @@ def test_without_a_script_a_command_takes_as_long_as_it_sleeps_and_says_what_it_
         began = now()
         ended = await (await start(manager, Exec(command="sleep 30; echo done > f && sleep 0.5\ncat f; exit 2"))).wait()
         assert now() - began == pytest.approx(30.5)
-        assert ended.executed == Executed(exit_code=2, stdout=b"done\n", stdout_bytes=5, cpus=1)
+        assert ended.executed == ExecResult(exit_code=2, stdout=b"done\n", stdout_bytes=5, cpus=1)
         assert await manager.read("box", "f", bytes_max=10) == b"done\n"
 
     on_virtual_time(scenario())
@@ -65,22 +65,24 @@ def test_without_a_script_a_command_takes_as_long_as_it_sleeps_and_says_what_it_
 
 def test_a_scripted_result_is_returned_as_it_is() -> None:
     async def scenario() -> None:
-        script = Script(duration_s=1.0, executed=Executed(exit_code=1, stdout=b"2 failed"), usage=Usage(cpu_s=4.0))
-        manager = await opened({"tests": script, "": Script(executed=Executed(exit_code=9))})
+        script = FakeScript(
+            duration_s=1.0, executed=ExecResult(exit_code=1, stdout=b"2 failed"), usage=Usage(cpu_s=4.0)
+        )
+        manager = await opened({"tests": script, "": FakeScript(executed=ExecResult(exit_code=9))})
         lease = await start(manager, Exec(command="pytest"), key="tests")
         await asyncio.sleep(0.25)
-        assert lease.used() == pytest.approx(1.0)
-        assert await lease.wait() == Ended(usage=script.usage, executed=script.executed)
-        assert lease.used() is None
+        assert lease.cpu_seconds() == pytest.approx(1.0)
+        assert await lease.wait() == LeaseResult(usage=script.usage, executed=script.executed)
+        assert lease.cpu_seconds() is None
         other = await (await start(manager, Exec(command="pytest"), key="unknown")).wait()
-        assert other.executed == Executed(exit_code=9)
+        assert other.executed == ExecResult(exit_code=9)
 
     on_virtual_time(scenario())
 
 
 def test_a_start_fails_as_often_as_the_script_says() -> None:
     async def scenario() -> None:
-        manager = await opened({"flaky": Script(start_failures=2)})
+        manager = await opened({"flaky": FakeScript(start_failures=2)})
         for _ in range(2):
             with pytest.raises(ManagerError, match="the script says so") as caught:
                 await start(manager, Exec(command="true"), key="flaky")
@@ -95,7 +97,7 @@ def test_a_start_fails_as_often_as_the_script_says() -> None:
 
 def test_an_action_is_lost_after_the_time_that_the_script_says() -> None:
     async def scenario() -> None:
-        manager = await opened({"bad": Script(duration_s=10.0, lost_after_s=3.0)})
+        manager = await opened({"bad": FakeScript(duration_s=10.0, lost_after_s=3.0)})
         began = now()
         ended = await (await start(manager, Exec(command="true"), key="bad")).wait()
         assert (ended.lost, ended.executed) == ("the script says so", None)
@@ -106,28 +108,28 @@ def test_an_action_is_lost_after_the_time_that_the_script_says() -> None:
 
 def test_an_action_that_never_ends_is_stopped_in_the_time_that_the_script_says() -> None:
     async def scenario() -> None:
-        manager = await opened({"server": Script(ends=False, stop_s=1.5)})
+        manager = await opened({"server": FakeScript(ends=False, stop_s=1.5)})
         lease = await start(manager, Exec(command="true"), key="server")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(lease.wait(), 1e6)
         began = now()
         await asyncio.gather(lease.stop(), lease.stop())
         assert now() - began == pytest.approx(1.5)
-        assert await lease.wait() == Ended(executed=Executed())
+        assert await lease.wait() == LeaseResult(executed=ExecResult())
 
     on_virtual_time(scenario())
 
 
 def test_all_that_was_asked_is_remembered_in_order_with_its_time() -> None:
     async def scenario() -> None:
-        manager = await opened({"slow": Script(duration_s=5.0)})
+        manager = await opened({"slow": FakeScript(duration_s=5.0)})
         work = Exec(command="true")
         lease = await start(manager, work, id="x", key="slow")
         lease.resize(reserved=500, limit=2000)
         ended = await lease.wait()
         await manager.write("box", "f", b"", mode=0o644)
         await manager.__aexit__(None, None, None)
-        assert [(call.what, call.subject) for call in manager.calls] == [
+        assert [(call.method, call.subject) for call in manager.calls] == [
             ("enter", ""), ("start", "open"), ("ended", "open"), ("start", "x"), ("resize", "x"), ("ended", "x"),
             ("write", "box"), ("exit", ""),
         ]  # fmt: skip

@@ -28,7 +28,15 @@ def main(fd: int) -> None:
             line.send(b"{}")
         elif word == "raise":
             raise ValueError("it went wrong")
+        elif word == "exit like killed":
+            os._exit(137)
         elif word == "exit":
             sys.exit(7)
         elif word == "die":
             os.kill(os.getpid(), signal.SIGKILL)
+        elif word == "leave a daemon" and os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                line.send(json.dumps(os.getpid()).encode())
+                signal.pause()
+            os._exit(0)

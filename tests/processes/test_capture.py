@@ -26,6 +26,18 @@ def test_of_more_the_beginning_and_the_end_are_kept_with_a_line_between() -> Non
     assert fed(b"abcdefghij" * 10).content() == b"abcde\n[... 90 bytes of 100 are not shown ...]\nfghij"
 
 
+def test_a_stream_of_tiny_chunks_costs_no_more_than_the_bound() -> None:
+    tracemalloc.start()
+    capture = Capture(1 << 16)
+    for number in range(1 << 17):
+        capture.feed(b"%02x" % (number & 0xFF))
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 2 * (1 << 16)
+    assert capture.content().endswith(b"fdfeff")
+    assert capture.total_bytes == 1 << 18
+
+
 def test_a_stream_that_never_ends_costs_no_more_than_the_bound() -> None:
     tracemalloc.start()
     capture = Capture(1000)

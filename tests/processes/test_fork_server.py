@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from tests.rl.processes import DEADLINE_S, gone, leaving_nothing, until
 
-from tangram.processes.fork_server import Born, Nursery
-from tangram.processes.process_tree import Child, Watched
+from tangram.processes.fork_server import ForkedChild, ForkServer
+from tangram.processes.process_tree import SpawnedChild, WatchedProcess
 
 PROGRAM = "tests.processes.fork_server_children"
 THREADS = "tests.processes.fork_server_threads"
@@ -31,12 +31,12 @@ class Told:
         self.line.settimeout(DEADLINE_S)
         self.number = self.its.fileno()
         self.out, self.writer = os.pipe()
-        self.process: Watched | None = None
+        self.process: WatchedProcess | None = None
 
-    async def born(self, nursery: Nursery, program: str = PROGRAM, **env: str) -> Watched:
+    async def born(self, nursery: ForkServer, program: str = PROGRAM, **env: str) -> WatchedProcess:
         null = os.open(os.devnull, os.O_RDONLY)
         try:
-            self.process = await nursery.bear(
+            self.process = await nursery.spawn(
                 program, [self.its.fileno()], name="a child", env={"PATH": os.environ["PATH"]} | env,
                 streams=(null, self.writer, self.writer),
             )  # fmt: skip
@@ -60,7 +60,7 @@ class Told:
         assert self.process is not None
         async with asyncio.timeout(DEADLINE_S):
             await self.process.exited
-        return self.process.reap()[0]
+        return (await self.process.collect_exit())[0]
 
     def close(self) -> None:
         self.line.close()
@@ -78,16 +78,18 @@ def children_of(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
-def play(test: Callable[[Nursery, Callable[[], Told]], Awaitable[None]], *programs: str) -> None:
+def play(
+    test: Callable[[ForkServer, Callable[[], Told]], Awaitable[None]], *programs: str, supervise: bool = False
+) -> None:
     """Nothing is left behind. The test is given a nursery, and what makes children-to-be."""
-    nursery, made = Nursery(*(programs or (PROGRAM,))), list[Told]()
+    nursery, made = ForkServer(*(programs or (PROGRAM,)), supervise=supervise), list[Told]()
 
     def told() -> Told:
         made.append(Told())
         return made[-1]
 
     async def close() -> None:
-        nursery.close()
+        await nursery.aclose()
         for each in made:
             each.close()
 
@@ -97,12 +99,12 @@ def play(test: Callable[[Nursery, Callable[[], Told]], Awaitable[None]], *progra
 def test_children_share_what_was_imported_and_have_all_else_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test(nursery: Nursery, told: Callable[[], Told]) -> None:
+    async def test(nursery: ForkServer, told: Callable[[], Told]) -> None:
         monkeypatch.chdir(tmp_path)
         monkeypatch.syspath_prepend(tmp_path / "mine")
         first, second = told(), told()
         born = [await first.born(nursery, MINE="1"), await second.born(nursery, MINE="2")]
-        assert all(isinstance(each, Born) for each in born)
+        assert all(isinstance(each, ForkedChild) for each in born)
         one, two = first.ask("who"), second.ask("who")
         assert one["by"] == two["by"] == nursery.pid == one["parent"]
         assert [one["pid"], two["pid"]] == [each.pid for each in born] == [one["session"], two["session"]]
@@ -121,9 +123,9 @@ def test_children_share_what_was_imported_and_have_all_else_of_their_own(
     play(test)
 
 
-@pytest.mark.parametrize(("word", "code"), [("exit", 7), ("raise", 1), ("die", 137)])
+@pytest.mark.parametrize(("word", "code"), [("exit", 7), ("exit like killed", 137), ("raise", 1), ("die", 137)])
 def test_how_a_child_ended_is_told_and_so_is_what_it_said(word: str, code: int) -> None:
-    async def test(nursery: Nursery, told: Callable[[], Told]) -> None:
+    async def test(nursery: ForkServer, told: Callable[[], Told]) -> None:
         child = told()
         process = await child.born(nursery)
         assert not process.has_ended
@@ -133,14 +135,15 @@ def test_how_a_child_ended_is_told_and_so_is_what_it_said(word: str, code: int) 
         assert process.has_ended
         process.signal(signal.SIGKILL)  # which harms nobody
         assert shown(process.pid), "its number is its own until it is reaped"
-        assert process.reap()[0] == code and not shown(process.pid)
+        assert (await process.collect_exit())[0] == code and not shown(process.pid)
+        assert process.exit_signal == (signal.SIGKILL if word == "die" else 0)
         assert ("it went wrong" in child.said()) == (word == "raise")
 
     play(test)
 
 
 def test_children_die_with_the_nursery_whoever_ends_it_and_the_next_one_is_born_all_the_same() -> None:
-    async def test(nursery: Nursery, told: Callable[[], Told]) -> None:
+    async def test(nursery: ForkServer, told: Callable[[], Told]) -> None:
         before = told()
         await before.born(nursery)
         os.kill(nursery.pid, signal.SIGKILL)
@@ -148,18 +151,18 @@ def test_children_die_with_the_nursery_whoever_ends_it_and_the_next_one_is_born_
         await until(lambda: gone(nursery.pid))
         meanwhile, after = told(), told()
         assert await meanwhile.born(nursery)
-        assert isinstance(await after.born(nursery), Born)
+        assert isinstance(await after.born(nursery), ForkedChild)
         assert after.ask("who")["by"] == nursery.pid
         meanwhile.line.close()
         assert await meanwhile.ended() == 0
-        nursery.close()
+        await nursery.aclose()
         assert await after.ended() is None
 
     play(test)
 
 
 def test_a_child_that_nobody_waits_for_any_more_is_ended() -> None:
-    async def test(nursery: Nursery, told: Callable[[], Told]) -> None:
+    async def test(nursery: ForkServer, told: Callable[[], Told]) -> None:
         nursery.warm()
         os.kill(nursery.pid, signal.SIGSTOP)
         child = told()
@@ -171,7 +174,7 @@ def test_a_child_that_nobody_waits_for_any_more_is_ended() -> None:
         os.kill(nursery.pid, signal.SIGCONT)
         assert child.line.recv(1) == b"", "its end of the line is closed"
         next_one = told()
-        assert isinstance(await next_one.born(nursery), Born)
+        assert isinstance(await next_one.born(nursery), ForkedChild)
         await until(lambda: len(children_of(nursery.pid)) == 1)
         next_one.line.close()
         assert await next_one.ended() == 0
@@ -179,12 +182,33 @@ def test_a_child_that_nobody_waits_for_any_more_is_ended() -> None:
     play(test)
 
 
+@pytest.mark.parametrize("end", ["child", "server"])
+def test_what_a_supervised_child_leaves_running_ends_with_it_and_with_the_server(end: str) -> None:
+    async def test(fork_server: ForkServer, told: Callable[[], Told]) -> None:
+        child, other = told(), told()
+        await child.born(fork_server)
+        await other.born(fork_server)
+        daemon: Any = child.ask("leave a daemon")
+        assert not gone(daemon)
+        if end == "server":
+            await fork_server.aclose()
+            assert gone(daemon) and [await child.ended(), await other.ended()] == [None, None]
+            return
+        child.line.send(b"exit")
+        assert await child.ended() == 7 and gone(daemon)
+        assert other.ask("who")["by"] == fork_server.pid, "other children are left alone"
+        other.line.close()
+        await other.ended()
+
+    play(test, supervise=True)
+
+
 @pytest.mark.parametrize("program", [THREADS, "tests.managers.there_is_none"])
 def test_where_nothing_can_be_forked_children_are_executed_anew(program: str) -> None:
-    async def test(nursery: Nursery, told: Callable[[], Told]) -> None:
+    async def test(nursery: ForkServer, told: Callable[[], Told]) -> None:
         for _ in range(2):
             child = told()
-            assert isinstance(await child.born(nursery, THREADS), Child)
+            assert isinstance(await child.born(nursery, THREADS), SpawnedChild)
             who = child.ask("who")
             assert who["by"] == who["pid"] and who["parent"] == os.getpid()
             child.line.close()
@@ -195,23 +219,74 @@ def test_where_nothing_can_be_forked_children_are_executed_anew(program: str) ->
 
 
 def test_a_request_that_is_too_long_to_be_sent_is_executed_anew() -> None:
-    async def test(nursery: Nursery, told: Callable[[], Told]) -> None:
+    async def test(nursery: ForkServer, told: Callable[[], Told]) -> None:
         child = told()
         long = {f"LONG{number}": "x" * 100_000 for number in range(4)}
-        assert isinstance(await child.born(nursery, THREADS, **long), Child)
+        assert isinstance(await child.born(nursery, THREADS, **long), SpawnedChild)
         child.line.close()
         assert await child.ended() == 0
+        # Above the send buffer of a socket (208 KiB by default), below the limit of a packet.
+        long = {f"LONG{number}": "x" * 58_000 for number in range(4)}
+        next_one = told()
+        await next_one.born(nursery, **long)
+        forked = told()
+        assert isinstance(await forked.born(nursery), ForkedChild), "only the request that is too long is not forked"
+        for each in (next_one, forked):
+            each.line.close()
+            assert await each.ended() == 0
 
     play(test)
+
+
+def test_requests_that_do_not_fit_into_the_socket_at_once_are_all_forked() -> None:
+    async def test(nursery: ForkServer, told: Callable[[], Told]) -> None:
+        nursery.warm()
+        os.kill(nursery.pid, signal.SIGSTOP)
+        children = [told() for _ in range(8)]
+        asking = [asyncio.create_task(child.born(nursery, LONG="x" * 60_000)) for child in children]
+        await asyncio.sleep(0.05)
+        os.kill(nursery.pid, signal.SIGCONT)
+        assert all(isinstance(child, ForkedChild) for child in await asyncio.gather(*asking))
+        for each in children:
+            each.line.close()
+            assert await each.ended() == 0
+
+    play(test)
+
+
+def test_the_event_loop_runs_on_while_a_server_is_closed_or_reports_an_exit_code() -> None:
+    async def test(nursery: ForkServer, told: Callable[[], Told]) -> None:
+        child, other = told(), told()
+        process = await child.born(nursery)
+        await other.born(nursery)
+        child.line.send(b"exit")
+        async with asyncio.timeout(DEADLINE_S):
+            await process.exited
+        os.kill(nursery.pid, signal.SIGSTOP)
+        exit_code = asyncio.create_task(process.collect_exit())
+        await asyncio.sleep(0.05)
+        assert not exit_code.done(), "the server is stopped"
+        os.kill(nursery.pid, signal.SIGCONT)
+        assert (await exit_code)[0] == 7
+        os.kill(nursery.pid, signal.SIGSTOP)
+        pid = nursery.pid
+        closing = asyncio.create_task(nursery.aclose())
+        await asyncio.sleep(0.05)
+        assert not closing.done() and nursery.pid == 0
+        os.kill(pid, signal.SIGCONT)
+        await closing
+        assert gone(pid) and await other.ended() is None
+
+    play(test, supervise=True)
 
 
 OWNER = """
 import asyncio, os, sys
 from tests.processes.test_fork_server import *
 async def main():
-    nursery, child = Nursery(PROGRAM), Told()
-    await child.born(nursery)
-    print(nursery.pid, child.ask("who")["pid"], flush=True)
+    fork_server, child = ForkServer(PROGRAM, supervise=True), Told()
+    await child.born(fork_server)
+    print(fork_server.pid, child.ask("who")["pid"], child.ask("leave a daemon"), flush=True)
     await asyncio.sleep(1000)
 asyncio.run(main())
 """
@@ -224,5 +299,5 @@ def test_all_of_it_dies_with_its_owner() -> None:
         assert owner.stdout is not None
         pids = [int(word) for word in owner.stdout.readline().split()]
         owner.kill()
-    assert len(pids) == 2
+    assert len(pids) == 3
     asyncio.run(until(lambda: all(gone(pid) for pid in pids)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tangram.processes.width import COUNTS, filled_in, told, whole_cores
+from tangram.processes.width import COUNT_VARIABLES, substitute_width, whole_cores, with_width
 
 
 @pytest.mark.parametrize(("milli_cores", "cores"), [(4, 1), (999, 1), (1000, 1), (1999, 2), (2000, 2), (16_000, 16)])
@@ -13,18 +13,18 @@ def test_whoever_may_use_a_part_of_a_core_sees_the_whole_of_it(milli_cores: int,
 
 
 def test_every_usual_variable_says_the_width() -> None:
-    environment = told(3000, {})
-    assert {environment[name] for name in COUNTS} == {"3"}
+    environment = with_width(3000, {})
+    assert {environment[name] for name in COUNT_VARIABLES} == {"3"}
     assert environment["MAKEFLAGS"] == "-j3"
     for name in ("OMP_NUM_THREADS", "GOMAXPROCS", "PYTEST_XDIST_AUTO_NUM_WORKERS", "TANGRAM_CPUS"):
         assert environment[name] == "3"
 
 
 def test_what_the_caller_has_set_stays_but_for_our_own() -> None:
-    environment = told(3000, {"OMP_NUM_THREADS": "1", "TANGRAM_CPUS": "64", "PATH": "/bin"})
+    environment = with_width(3000, {"OMP_NUM_THREADS": "1", "TANGRAM_CPUS": "64", "PATH": "/bin"})
     assert (environment["OMP_NUM_THREADS"], environment["TANGRAM_CPUS"], environment["PATH"]) == ("1", "3", "/bin")
 
 
 def test_a_command_may_name_the_width() -> None:
-    assert filled_in("pytest -n {cpus} {other}", 4000) == "pytest -n 4 {other}"
-    assert filled_in(("make", "-j{cpus}"), 500) == ("make", "-j1")
+    assert substitute_width("pytest -n {cpus} {other}", 4000) == "pytest -n 4 {other}"
+    assert substitute_width(("make", "-j{cpus}"), 500) == ("make", "-j1")

@@ -1,14 +1,10 @@
-"""Engines and trainers of these tests are born in one nursery."""
+"""Engines and trainers of these tests are forked from one server."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from tests.fork_servers import shared
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _nursery() -> Iterator[None]:
-    with shared():
-        yield
+def _fork_server(rl_fork_server: None) -> None:
+    pass

@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from tangram.managers.models.torch_engine import Placed
+from tangram.managers.models.torch_engine import PlacedModule
 from tangram.rl.model.teacher import TeacherEngine
 
 
@@ -16,7 +16,7 @@ class Dying(TeacherEngine):
         super().__init__(checkpoint)
         self._lives = Path(lives)
 
-    def answer(self, placed: Placed, payloads: list[bytes]) -> list[bytes]:
+    def answer(self, placed: PlacedModule, payloads: list[bytes]) -> list[bytes]:
         left = self._lives.read_text().splitlines()
         if left:
             self._lives.write_text("\n".join(left[1:]))

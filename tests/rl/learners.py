@@ -15,7 +15,7 @@ from tangram.errors import InvalidInput, ManagerError
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.model import weight_store
 from tangram.rl.model.policy import Policy
-from tangram.rl.train.records import Batch, Demonstration
+from tangram.rl.train.records import Demonstration, TrainingBatch
 
 STATE = "state.pt"
 HALF = "half.pt"
@@ -38,7 +38,7 @@ class Adder:
         self._add(0.5)
         return float(sum(len(each.tokens) for each in demonstrations))
 
-    def step(self, batch: Batch) -> dict[str, float]:
+    def step(self, batch: TrainingBatch) -> dict[str, float]:
         for group in batch.groups:
             for member in group.members:
                 assert not member.spans and not member.observation

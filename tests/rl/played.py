@@ -9,7 +9,7 @@ import numpy as np
 
 from tangram.rl.config.training_settings import ObjectiveSettings, TrainingSettings, TrainSettings
 from tangram.rl.rollout.records import Ending, Group, Trajectory, Turn
-from tangram.rl.train.records import Batch
+from tangram.rl.train.records import TrainingBatch
 
 TASK = "toy"
 
@@ -55,8 +55,8 @@ def group(*members: Trajectory, number: int = 0, task: str = TASK) -> Group:
     return Group(id=f"{task}/{number}", task=task, seed=0, members=members, wanted=len(members))
 
 
-def batch(*groups: Group, version: int = 0) -> Batch:
-    return Batch(version=version, groups=groups)
+def batch(*groups: Group, version: int = 0) -> TrainingBatch:
+    return TrainingBatch(version=version, groups=groups)
 
 
 def settings(
@@ -77,7 +77,7 @@ def played(
     longest: int = 8,
     version: int = 0,
     taught: bool = False,
-) -> Batch:
+) -> TrainingBatch:
     """By nobody: any tokens with any log-probabilities and rewards."""
     chance = np.random.default_rng(seed)
 

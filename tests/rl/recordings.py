@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tangram.rl.environments.agents import play
 from tangram.rl.environments.registry import resolve
 from tangram.rl.inference.engines.protocol import EngineStatistics
-from tangram.rl.rollout.codec import Words
+from tangram.rl.rollout.codec import WordCodec
 from tangram.rl.rollout.records import Ending, Group, Span, Stage, Trajectory, Turn
-from tangram.rl.runs.trajectory_log import EngineEvent, GroupClosing, Statistics
+from tangram.rl.runs.trajectory_log import EngineEvent, GroupClosing, StatisticsRecord
 
 HOSTILE = (
     "\x1b[2J\x1b]0;owned\x07",
@@ -95,7 +95,7 @@ def trajectories(draw: st.DrawFn, id: str | None = None, *, bare: bool = False) 
         observation=draw(texts),
         ending=ending,
         cause=draw(texts),
-        reward=draw(floats) if ending.rewarded else None,
+        reward=draw(floats) if ending.is_rewarded else None,
         metrics=draw(st.dictionaries(names, floats, max_size=2)),
         spans=tuple(draw(st.lists(spans, max_size=5))),
         began_s=began_s,
@@ -106,9 +106,10 @@ def trajectories(draw: st.DrawFn, id: str | None = None, *, bare: bool = False) 
 @st.composite
 def groups(draw: st.DrawFn, number: int = 0) -> Group:
     count = draw(st.integers(0, 4))
-    played = [draw(trajectories(id=f"t/{number}/{member}.0")) for member in range(count)]
-    kept = tuple(each for each in played if each.ending.rewarded)
-    left_out = tuple(each for each in played if not each.ending.rewarded)
+    # One member with turns: each takes long to draw, and what turns hold is not what groups differ in.
+    played = [draw(trajectories(id=f"t/{number}/{member}.0", bare=member > 0)) for member in range(count)]
+    kept = tuple(each for each in played if each.ending.is_rewarded)
+    left_out = tuple(each for each in played if not each.ending.is_rewarded)
     return Group(
         id=f"t/{number}",
         task="t",
@@ -139,7 +140,7 @@ closings = st.builds(
 )
 engine_statistics = st.builds(EngineStatistics, name=texts, decode_tokens=counts, idle_s=floats)
 statistics = st.builds(
-    Statistics,
+    StatisticsRecord,
     at_s=floats,
     engines=st.lists(engine_statistics, max_size=2).map(tuple),
     values=st.dictionaries(names, floats, max_size=2),
@@ -153,15 +154,15 @@ records = trajectories() | closings | events | statistics
 def played(task: str, agent: str, seed: int, *, number: int = 0, member: int = 0, turns_max: int = 30) -> Trajectory:
     """An episode of a built-in task, as a rollout would record it."""
     episode = asyncio.run(play(task, agent, seed, turns_max=turns_max))
-    codec = Words(resolve(task).words)
+    codec = WordCodec(resolve(task).words)
     chance = random.Random(seed)
     found = []
     for place, (observation, action) in enumerate(zip(episode.observations, episode.actions, strict=False)):
-        tokens = codec.written(action)
+        tokens = codec.encode_action(action)
         found.append(
             Turn(
                 observation=observation,
-                observation_tokens=codec.observation(observation, first=not place),
+                observation_tokens=codec.encode_observation(observation, first=not place),
                 action=action,
                 tokens=tokens,
                 logprobs=tuple(-chance.random() for _ in tokens),

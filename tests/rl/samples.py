@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tangram.rl.buffer.records import BufferState, Waiting
-from tangram.rl.rollout.records import Ending, Group, Span, Stage, Ticket, Trajectory, Turn
+from tangram.rl.buffer.records import BufferState, WaitingGroup
+from tangram.rl.rollout.records import Ending, Group, GroupTicket, Span, Stage, Trajectory, Turn
 from tangram.rl.runs.checkpoints import RunState
 
 
-def ticket(number: int) -> Ticket:
-    return Ticket(task="lake", number=number, seed=number)
+def ticket(number: int) -> GroupTicket:
+    return GroupTicket(task="lake", number=number, seed=number)
 
 
 def group(number: int, *versions: int, size: int = 2, tokens: int = 1) -> Group:
@@ -18,7 +18,7 @@ def group(number: int, *versions: int, size: int = 2, tokens: int = 1) -> Group:
     own = ticket(number)
     members = tuple(
         Trajectory(
-            id=own.trajectory(member, 0),
+            id=own.trajectory_id(member, 0),
             task=own.task,
             group=own.group,
             member=member,
@@ -46,14 +46,14 @@ def turn(version: int, tokens: int = 1) -> Turn:
     )
 
 
-def waiting(number: int, *versions: int) -> Waiting:
-    return Waiting(group=group(number, *versions), version=min(versions, default=0), since=1.0)
+def waiting(number: int, *versions: int) -> WaitingGroup:
+    return WaitingGroup(group=group(number, *versions), version=min(versions, default=0), since=1.0)
 
 
 def run_state(
     step: int,
     *,
-    waiting: Sequence[Waiting] = (),
+    waiting: Sequence[WaitingGroup] = (),
     in_flight: Sequence[int] = (),
     trained: Sequence[tuple[int, int]] = (),
     dropped: Sequence[tuple[int, int]] = (),

@@ -7,7 +7,7 @@ from pathlib import Path
 from tangram.rl.config.rollout_settings import EngineSettings, PolicySettings, TaskSettings
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.rollout.records import Ending, Group, Span, Stage, Trajectory, Turn
-from tangram.rl.train.records import Batch, Demonstration
+from tangram.rl.train.records import Demonstration, TrainingBatch
 from tangram.rl.train.trainer_process import ProcessTrainer
 
 SIZE = 29
@@ -40,5 +40,5 @@ def group(task: str = "chain", rewards: tuple[float, ...] = (0.0, 1.0), cause: s
     )
 
 
-def batch(version: int, *groups: Group) -> Batch:
-    return Batch(version=version, groups=groups or (group(),))
+def batch(version: int, *groups: Group) -> TrainingBatch:
+    return TrainingBatch(version=version, groups=groups or (group(),))

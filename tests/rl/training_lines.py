@@ -18,16 +18,16 @@ import msgspec
 
 from tangram.rl.train.records import (
     METRICS,
-    AnyLine,
-    Began,
+    AnyMetricsLine,
     EngineUse,
     Evaluated,
     Noticed,
-    Over,
     PoolUse,
+    RunBegan,
+    RunEnded,
     TaskStep,
     Trained,
-    Warmed,
+    WarmStartChecked,
 )
 
 TASKS = ("frozenlake", "codefix", "lookup")
@@ -36,7 +36,7 @@ BATCH, MEMBERS = 16, 8
 BEGAN_AT = 1_790_000_000.0
 SETTINGS: dict[str, object] = {
     "seed": 7,
-    "training": {"mode": "rollart", "staleness": 1, "steps": 120, "batch": BATCH},
+    "training": {"mode": "async", "staleness": 1, "steps": 120, "batch": BATCH},
     "objective": {"kind": "grpo", "learning_rate": 7e-4, "clip_low": 0.2, "clip_high": 0.28},
     "tasks": [{"name": name, "weight": 1.0} for name in TASKS],
 }
@@ -52,17 +52,17 @@ def run_lines(
     steps: int = 120,
     tasks: Sequence[str] = TASKS,
     alpha: int = 1,
-    mode: str = "rollart",
+    mode: str = "async",
     evaluate_every: int = 10,
     warm_steps: int = 60,
     engines: int = 2,
     cause: str = "steps",
     notices: bool = True,
     seed: int = 0,
-) -> list[AnyLine]:
+) -> list[AnyMetricsLine]:
     """A run that began, warmed up, trained and was over; `cause` "": as if it still went on."""
     random_ = random.Random(seed)
-    lines: list[AnyLine] = [Began(at_s=0.0, began_at=BEGAN_AT, mode=mode, alpha=alpha, settings=SETTINGS)]
+    lines: list[AnyMetricsLine] = [RunBegan(at_s=0.0, began_at=BEGAN_AT, mode=mode, alpha=alpha, settings=SETTINGS)]
     lines += warm_lines(tasks, warm_steps, random_)
     at_s = lines[-1].at_s
     if evaluate_every:
@@ -79,25 +79,25 @@ def run_lines(
             lines.append(evaluated(step, at_s + 0.4, tasks, random_))
     if cause:
         dropped = {"stale": steps // 7} if steps >= 7 else {}
-        over = Over(at_s=at_s + 1.0, step=steps, cause=cause, checkpoint=f"checkpoints/{steps:08}",
+        over = RunEnded(at_s=at_s + 1.0, step=steps, cause=cause, checkpoint=f"checkpoints/{steps:08}",
                     dropped_so_far=dropped)  # fmt: skip
         lines.append(over)
     return lines
 
 
-def warm_lines(tasks: Sequence[str], steps: int, random_: random.Random) -> list[AnyLine]:
-    found: list[AnyLine] = []
+def warm_lines(tasks: Sequence[str], steps: int, random_: random.Random) -> list[AnyMetricsLine]:
+    found: list[AnyMetricsLine] = []
     for step in range(10, steps + 1, 10):
         over = step + 10 > steps
         scores = {task: 0.22 * step / steps + random_.uniform(0.0, 0.03) for task in tasks}
         greedy = {task: score / 2.0 for task, score in scores.items()} if over else {}
         found.append(
-            Warmed(
+            WarmStartChecked(
                 at_s=2.0 + 0.2 * step, step=step, loss=3.0 * math.exp(-step / 30.0), scores=scores, greedy=greedy,
                 over=over, cause="every task has its score" if over else "",
             )
         )  # fmt: skip
-    return found or [Warmed(at_s=2.0, step=0, loss=0.0, scores={}, over=True, cause="no warm start")]
+    return found or [WarmStartChecked(at_s=2.0, step=0, loss=0.0, scores={}, over=True, cause="no warm start")]
 
 
 def trained(step: int, at_s: float, tasks: Sequence[str], alpha: int, engines: int, random_: random.Random) -> Trained:
@@ -178,7 +178,7 @@ def evaluated(step: int, at_s: float, tasks: Sequence[str], random_: random.Rand
     )  # fmt: skip
 
 
-def resumed_lines(*, checkpoints: Sequence[int] = (20, 40), lost: int = 7, steps: int = 60) -> list[AnyLine]:
+def resumed_lines(*, checkpoints: Sequence[int] = (20, 40), lost: int = 7, steps: int = 60) -> list[AnyMetricsLine]:
     """As it is in the file: each process goes on from a checkpoint, `lost` steps before where the last one was
     killed."""
     random_ = random.Random(1)
@@ -188,8 +188,8 @@ def resumed_lines(*, checkpoints: Sequence[int] = (20, 40), lost: int = 7, steps
     for step, end in zip(checkpoints, ends, strict=True):
         at_s += 3.0
         lines.append(
-            Began(
-                at_s=at_s, began_at=BEGAN_AT, step=step, mode="rollart", alpha=1, settings=SETTINGS,
+            RunBegan(
+                at_s=at_s, began_at=BEGAN_AT, step=step, mode="async", alpha=1, settings=SETTINGS,
                 resumed_from=f"checkpoints/{step:08}", left="4 samples went back to the buffer, 12 were started anew",
             )
         )  # fmt: skip
@@ -199,16 +199,16 @@ def resumed_lines(*, checkpoints: Sequence[int] = (20, 40), lost: int = 7, steps
             lines.append(line)
             if number % 10 == 0:
                 lines.append(evaluated(number, at_s, TASKS, random_))
-    return [*lines, Over(at_s=at_s, step=steps, cause="steps")]
+    return [*lines, RunEnded(at_s=at_s, step=steps, cause="steps")]
 
 
-def failed_warm_start(cause: str = "OSError: no space left on device") -> list[AnyLine]:
+def failed_warm_start(cause: str = "OSError: no space left on device") -> list[AnyMetricsLine]:
     """It never came to its first step."""
     lines = run_lines(steps=0, evaluate_every=0, cause="")
-    return [*lines[:3], Over(at_s=9.0, step=0, cause=cause)]
+    return [*lines[:3], RunEnded(at_s=9.0, step=0, cause=cause)]
 
 
-def write_lines(folder: Path, lines: Iterable[AnyLine], *, torn: str = "") -> Path:
+def write_lines(folder: Path, lines: Iterable[AnyMetricsLine], *, torn: str = "") -> Path:
     """As `metrics.jsonl`. `torn`: what a killed process left of a line."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "metrics.jsonl"

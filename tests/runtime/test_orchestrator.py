@@ -16,10 +16,10 @@ from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.errors import AdmissionRefused, InvariantError, ManagerError
 from tangram.managers.base import Lease
-from tangram.managers.fake import FakeManager, Script
-from tangram.managers.work import Close, Exec, Hold, Open, SandboxSpec, Work
+from tangram.managers.fake import FakeManager, FakeScript
+from tangram.managers.work import Close, Exec, HoldGrant, Open, SandboxSpec, Work
 from tangram.processes.streams import Output
-from tangram.runtime.orchestrator import LOOK_FIRST_S, Orchestrator, Settled, Ticket
+from tangram.runtime.orchestrator import MEASURE_FIRST_S, ActionTicket, Orchestrator, SettledAction
 
 DEADLINE_S = 60.0
 
@@ -28,14 +28,14 @@ class Rig:
     """An orchestrator with one node of two cores, and a sandbox that is open."""
 
     def __init__(
-        self, scripts: dict[str, Script] | None = None, *, manager: type[FakeManager] = FakeManager, **limits: Any
+        self, scripts: dict[str, FakeScript] | None = None, *, manager: type[FakeManager] = FakeManager, **limits: Any
     ) -> None:
         self.manager = manager(scripts or {}, cores=2)
         pools = self.manager.pools()
         self.node = pools[0].node
         self.scheduler = Scheduler(policy("adaptive"), pools, limits=Limits(**limits))
         self.seen: list[tuple[Event, list[Effect]]] = []
-        self.orchestrator = Orchestrator(self.scheduler, {self.node: self.manager}, observer=self._observe)
+        self.orchestrator = Orchestrator(self.scheduler, {self.node: self.manager}, observers=[self._observe])
         self._number = 0
 
     def _observe(self, now: float, event: Event, effects: list[Effect]) -> None:
@@ -43,17 +43,17 @@ class Rig:
 
     async def open(self) -> None:
         action = Action(id="open", demand=Demand({CPU: cores(1)}), sandbox="box", kind="open")
-        settled = await self.orchestrator.settle(self.orchestrator.submit(action, Open(spec=SandboxSpec())))
+        settled = await self.orchestrator.wait_settled(self.orchestrator.submit(action, Open(spec=SandboxSpec())))
         assert settled.outcome.status is Status.SUCCEEDED
 
-    def submit(self, key: str = "", *, cpus: float | None = 1, command: str = "echo hi", **fields: Any) -> Ticket:
+    def submit(self, key: str = "", *, cpus: float | None = 1, command: str = "echo hi", **fields: Any) -> ActionTicket:
         self._number += 1
         demand = Demand({CPU: learned() if cpus is None else cores(cpus)})
         action = Action(id=f"a{self._number}", demand=demand, sandbox="box", key=key, **fields)
         return self.orchestrator.submit(action, Exec(command=command))
 
-    async def run(self, key: str = "", **fields: Any) -> Settled:
-        return await self.orchestrator.settle(self.submit(key, **fields))
+    async def run(self, key: str = "", **fields: Any) -> SettledAction:
+        return await self.orchestrator.wait_settled(self.submit(key, **fields))
 
     def events(self, kind: type) -> list[Any]:
         return [event for event, _ in self.seen if isinstance(event, kind)]
@@ -111,19 +111,19 @@ def test_actions_that_do_not_fit_wait_their_turn() -> None:
         assert not tickets[2].started.done()
         assert not tickets[2].settled.done()
         rig.orchestrator.cancel("a1")
-        assert (await rig.orchestrator.settle(tickets[0])).outcome.status is Status.CANCELLED
+        assert (await rig.orchestrator.wait_settled(tickets[0])).outcome.status is Status.CANCELLED
         await tickets[2].started
 
-    with_rig(test, lambda: Rig({"held": Script(ends=False)}))
+    with_rig(test, lambda: Rig({"held": FakeScript(ends=False)}))
 
 
 def test_a_timeout_stops_the_action_and_is_told_as_one() -> None:
     async def test(rig: Rig) -> None:
         settled = await rig.run("held", timeout_s=0.01)
         assert settled.outcome.status is Status.TIMED_OUT
-        assert [call.what for call in rig.manager.calls if call.subject == "a1"] == ["start", "stop", "ended"]
+        assert [call.method for call in rig.manager.calls if call.subject == "a1"] == ["start", "stop", "ended"]
 
-    with_rig(test, lambda: Rig({"held": Script(ends=False)}))
+    with_rig(test, lambda: Rig({"held": FakeScript(ends=False)}))
 
 
 def test_what_is_stopping_holds_its_units_until_nothing_is_left() -> None:
@@ -132,11 +132,11 @@ def test_what_is_stopping_holds_its_units_until_nothing_is_left() -> None:
         await slow.started
         rig.orchestrator.cancel("a1")
         following = rig.submit(cpus=2)
-        await rig.orchestrator.settle(following)
-        order = [call.what for call in rig.manager.calls if call.subject in ("a1", "a2")]
+        await rig.orchestrator.wait_settled(following)
+        order = [call.method for call in rig.manager.calls if call.subject in ("a1", "a2")]
         assert order.index("ended") < order.index("start", 1)
 
-    with_rig(test, lambda: Rig({"slow": Script(ends=False, stop_s=0.05)}))
+    with_rig(test, lambda: Rig({"slow": FakeScript(ends=False, stop_s=0.05)}))
 
 
 def test_a_start_that_fails_is_tried_again_and_then_given_up() -> None:
@@ -145,7 +145,7 @@ def test_a_start_that_fails_is_tried_again_and_then_given_up() -> None:
         given_up = (await rig.run("broken")).outcome
         assert given_up.status is Status.LOST and "start failed 3 times" in given_up.reason
 
-    with_rig(test, lambda: Rig({"flaky": Script(start_failures=2), "broken": Script(start_failures=9)}))
+    with_rig(test, lambda: Rig({"flaky": FakeScript(start_failures=2), "broken": FakeScript(start_failures=9)}))
 
 
 def test_what_our_side_lost_runs_again_only_if_it_may() -> None:
@@ -155,7 +155,7 @@ def test_what_our_side_lost_runs_again_only_if_it_may() -> None:
         again = (await rig.run("lost", idempotent=True)).outcome
         assert (again.status, again.attempts) == (Status.LOST, 3)
 
-    with_rig(test, lambda: Rig({"lost": Script(ends=False, lost_after_s=0.001)}))
+    with_rig(test, lambda: Rig({"lost": FakeScript(ends=False, lost_after_s=0.001)}))
 
 
 def test_a_caller_that_is_cancelled_cancels_the_action_and_waits_for_its_end() -> None:
@@ -169,17 +169,17 @@ def test_a_caller_that_is_cancelled_cancels_the_action_and_waits_for_its_end() -
             await task
         assert rig.scheduler.statistics().settled["cancelled"] == 1
 
-    with_rig(test, lambda: Rig({"slow": Script(ends=False, stop_s=0.05)}))
+    with_rig(test, lambda: Rig({"slow": FakeScript(ends=False, stop_s=0.05)}))
 
 
 def test_leaving_ends_all_that_is_under_way() -> None:
-    tickets: list[Ticket] = []
+    tickets: list[ActionTicket] = []
 
     async def test(rig: Rig) -> None:
         tickets.extend(rig.submit("held") for _ in range(5))
         await tickets[0].started
 
-    with_rig(test, lambda: Rig({"held": Script(ends=False)}))
+    with_rig(test, lambda: Rig({"held": FakeScript(ends=False)}))
     assert {ticket.settled.result().outcome.status for ticket in tickets} == {Status.CANCELLED}
 
 
@@ -192,7 +192,7 @@ def test_nothing_is_taken_in_while_it_closes() -> None:
     async def late() -> None:
         rig.submit()
 
-    with pytest.raises(AdmissionRefused, match="closed"):
+    with pytest.raises(AdmissionRefused, match="closing"):
         asyncio.run(late())
 
 
@@ -213,7 +213,7 @@ def test_an_id_that_is_live_is_not_taken_twice() -> None:
         with pytest.raises(AdmissionRefused, match="already live"):
             rig.orchestrator.submit(ticket.action, Exec(command="true"))
 
-    with_rig(test, lambda: Rig({"held": Script(ends=False)}))
+    with_rig(test, lambda: Rig({"held": FakeScript(ends=False)}))
 
 
 def test_what_nobody_declared_is_measured_while_it_runs() -> None:
@@ -221,7 +221,7 @@ def test_what_nobody_declared_is_measured_while_it_runs() -> None:
         await rig.run("idle", cpus=None)
         await rig.run("idle", cpus=1)
 
-    script = Script(duration_s=LOOK_FIRST_S * 1.5, usage=Usage(cpu_s=0.003))
+    script = FakeScript(duration_s=MEASURE_FIRST_S * 1.5, usage=Usage(cpu_s=0.003))
     rig = with_rig(test, lambda: Rig({"idle": script}))
     assert [event.action for event in rig.events(Used)] == ["a1"]
     assert rig.events(Used)[0].cpu_s == pytest.approx(0.002, abs=0.001)
@@ -233,7 +233,7 @@ def test_files_are_those_of_the_node_where_the_sandbox_is() -> None:
         with pytest.raises(ManagerError, match="no sandbox other"):
             rig.orchestrator.manager_of("other")
         action = Action(id="close", demand=Demand({CPU: cores(1)}), sandbox="box", kind="close")
-        await rig.orchestrator.settle(rig.orchestrator.submit(action, Close()))
+        await rig.orchestrator.wait_settled(rig.orchestrator.submit(action, Close()))
         with pytest.raises(ManagerError, match="no sandbox box"):
             rig.orchestrator.manager_of("box")
 
@@ -241,10 +241,10 @@ def test_files_are_those_of_the_node_where_the_sandbox_is() -> None:
 
 
 def test_a_bug_in_the_scheduler_reaches_whoever_waits_and_whoever_entered() -> None:
-    heard: list[asyncio.Task[Settled]] = []
+    heard: list[asyncio.Task[SettledAction]] = []
 
     async def main() -> None:
-        rig = Rig({"held": Script(ends=False)})
+        rig = Rig({"held": FakeScript(ends=False)})
         async with rig.orchestrator:
             await rig.open()
             waiting = asyncio.create_task(rig.run("held"))
@@ -270,7 +270,7 @@ def test_what_the_caller_raises_comes_out_as_it_is() -> None:
         raise LookupError("mine")
 
     with pytest.raises(LookupError, match="mine"):
-        with_rig(test, lambda: Rig({"held": Script(ends=False)}))
+        with_rig(test, lambda: Rig({"held": FakeScript(ends=False)}))
 
 
 def test_every_start_is_answered_by_one_end() -> None:
@@ -279,9 +279,9 @@ def test_every_start_is_answered_by_one_end() -> None:
         for ticket in tickets[::7]:
             rig.orchestrator.cancel(ticket.action.id)
         for ticket in tickets:
-            await rig.orchestrator.settle(ticket)
+            await rig.orchestrator.wait_settled(ticket)
 
-    scripts = {"flaky": Script(start_failures=1), "lost": Script(duration_s=0.01, lost_after_s=0.001)}
+    scripts = {"flaky": FakeScript(start_failures=1), "lost": FakeScript(duration_s=0.01, lost_after_s=0.001)}
     rig = with_rig(test, lambda: Rig(scripts))
     started = [effect.action.id for _, effects in rig.seen for effect in effects if isinstance(effect, Start)]
     settled = [effect.outcome.action for _, effects in rig.seen for effect in effects if isinstance(effect, Settle)]
@@ -324,17 +324,17 @@ def test_an_action_that_is_stopped_while_its_executor_starts_it_does_not_wait_fo
     async def main() -> None:
         slow = SlowToStart()
         scheduler = Scheduler(policy("adaptive"), slow.pools())
-        orchestrator = Orchestrator(scheduler, {}, {Hold: slow})
+        orchestrator = Orchestrator(scheduler, {}, {HoldGrant: slow})
         demand = Demand({"slow": fixed(1)})
         async with asyncio.timeout(DEADLINE_S), orchestrator:
-            ticket = orchestrator.submit(Action(id="a", demand=demand), Hold())
+            ticket = orchestrator.submit(Action(id="a", demand=demand), HoldGrant())
             await slow.begun.wait()
             orchestrator.cancel("a")
-            assert (await orchestrator.settle(ticket)).outcome.status is Status.CANCELLED
-            late = orchestrator.submit(Action(id="b", demand=demand, deadline_s=0.05), Hold())
-            assert (await orchestrator.settle(late)).outcome.status is Status.TIMED_OUT
+            assert (await orchestrator.wait_settled(ticket)).outcome.status is Status.CANCELLED
+            late = orchestrator.submit(Action(id="b", demand=demand, deadline_s=0.05), HoldGrant())
+            assert (await orchestrator.wait_settled(late)).outcome.status is Status.TIMED_OUT
             slow.begun.clear()
-            orchestrator.submit(Action(id="c", demand=demand), Hold())
+            orchestrator.submit(Action(id="c", demand=demand), HoldGrant())
             await slow.begun.wait()
         assert slow.given_up == slow.starts, "leaving ends what has not started as well"
         scheduler.check()
@@ -356,9 +356,9 @@ def test_a_bug_in_a_manager_costs_the_action_that_found_it_and_no_other(caplog: 
         other = rig.submit("held")
         lost = await rig.run("found")
         assert lost.outcome.status is Status.LOST and "bug" in lost.outcome.reason
-        assert (await rig.orchestrator.settle(other)).outcome.status is Status.SUCCEEDED
+        assert (await rig.orchestrator.wait_settled(other)).outcome.status is Status.SUCCEEDED
 
-    with_rig(test, lambda: Rig({"held": Script(duration_s=0.02)}, manager=Buggy))
+    with_rig(test, lambda: Rig({"held": FakeScript(duration_s=0.02)}, manager=Buggy))
     assert "a digit too many" in caplog.text
 
 
@@ -390,7 +390,7 @@ def test_a_closing_comes_after_the_opening_that_is_under_way_and_leaves_nothing(
         assert not closed.settled.done()
         go_on.set()
         for ticket in (opened, closed):
-            assert (await rig.orchestrator.settle(ticket)).outcome.status is Status.SUCCEEDED
+            assert (await rig.orchestrator.wait_settled(ticket)).outcome.status is Status.SUCCEEDED
         with pytest.raises(ManagerError, match="no sandbox late"):
             await rig.manager.list("late", ".")
         assert list(rig.scheduler.places.by_sandbox) == ["box"]
@@ -409,9 +409,9 @@ def test_a_closing_comes_after_an_opening_that_waits_for_its_turn() -> None:
         closed = rig.orchestrator.submit(Action(id="c", demand=demand, sandbox="late", kind="close"), Close())
         rig.orchestrator.cancel("a1")
         for ticket in (opened, closed):
-            assert (await rig.orchestrator.settle(ticket)).outcome.status is Status.SUCCEEDED
+            assert (await rig.orchestrator.wait_settled(ticket)).outcome.status is Status.SUCCEEDED
         with pytest.raises(ManagerError, match="no sandbox late"):
             await rig.manager.list("late", ".")
         assert list(rig.scheduler.places.by_sandbox) == ["box"]
 
-    with_rig(test, lambda: Rig({"held": Script(ends=False)}))
+    with_rig(test, lambda: Rig({"held": FakeScript(ends=False)}))

@@ -17,8 +17,8 @@ import pytest
 from tests.server.shared import serving
 from yarl import URL
 
-from tangram.server.http.listener import Patience
-from tangram.server.serve import Up
+from tangram.server.http.listener import TimeoutHttpProtocol
+from tangram.server.serve import RunningService
 
 ADMIN_TOKEN = "0123456789abcdef" * 4
 DEADLINE_S = 60.0
@@ -117,7 +117,7 @@ async def asked(folder: Path, **options: Any) -> AsyncIterator[Caller]:
 
 
 class Tenants(NamedTuple):
-    up: Up
+    up: RunningService
     admin: Caller
     a: Caller
     b: Caller
@@ -201,18 +201,18 @@ async def line(address: str, **options: Any) -> AsyncIterator[Line]:
 def open_ports(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """The ports of clients to whom a service of this process is connected, now."""
     ports: set[int] = set()
-    made, lost = Patience.connection_made, Patience.connection_lost
+    made, lost = TimeoutHttpProtocol.connection_made, TimeoutHttpProtocol.connection_lost
 
-    def connection_made(self: Patience, transport: asyncio.Transport) -> None:
+    def connection_made(self: TimeoutHttpProtocol, transport: asyncio.Transport) -> None:
         made(self, transport)
         ports.add(transport.get_extra_info("peername")[1])
 
-    def connection_lost(self: Patience, error: Exception | None) -> None:
+    def connection_lost(self: TimeoutHttpProtocol, error: Exception | None) -> None:
         ports.discard(self.transport.get_extra_info("peername")[1])
         lost(self, error)
 
-    monkeypatch.setattr(Patience, "connection_made", connection_made)
-    monkeypatch.setattr(Patience, "connection_lost", connection_lost)
+    monkeypatch.setattr(TimeoutHttpProtocol, "connection_made", connection_made)
+    monkeypatch.setattr(TimeoutHttpProtocol, "connection_lost", connection_lost)
     return ports
 
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from tangram.client.client import Client, connect
-from tangram.client.remote import RemoteTransport, Wire
+from tangram.client.remote_transport import RemoteConnection, RemoteTransport
 from tangram.clock import Clock
 from tangram.config import (
     Config,
@@ -32,10 +32,10 @@ from tangram.managers.fake import FakeManager
 from tangram.managers.quotas.manager import Quota, Rate
 from tangram.managers.work import Close, Exec, Open, SandboxSpec, Work
 from tangram.processes.streams import Output
-from tangram.server.actions.tenants import space_of
+from tangram.server.actions.tenants import tenant_of
 from tangram.server.journal.adapter import encode
 from tangram.server.journal.journal import Journal
-from tangram.server.serve import Up, running
+from tangram.server.serve import RunningService, running_service
 
 
 def config_of(
@@ -90,15 +90,15 @@ async def shared(folder: Path, **options: Any) -> AsyncIterator[Client]:
         yield client
 
 
-def wire_of(client: Client) -> Wire:
+def wire_of(client: Client) -> RemoteConnection:
     """The HTTP connection of a client to its service."""
     assert isinstance(client.transport, RemoteTransport)
-    return client.transport.wire
+    return client.transport.connection
 
 
 @asynccontextmanager
-async def serving(folder: Path, *, clock: Clock | None = None, **options: Any) -> AsyncIterator[Up]:
-    async with running(config_of(folder, **options), clock) as up:
+async def serving(folder: Path, *, clock: Clock | None = None, **options: Any) -> AsyncIterator[RunningService]:
+    async with running_service(config_of(folder, **options), clock) as up:
         yield up
 
 
@@ -132,14 +132,14 @@ async def note_exec(
     journal: Journal, id: str, *, sandbox: str, started: bool = False, idempotent: bool = False
 ) -> None:
     """A program of whoever has the space before its id, as one that waits or runs."""
-    space = space_of(id)
+    space = tenant_of(id)
     action = Action(
         id=id, demand=Demand({CPU: cores(1)}), run=space, sandbox=f"{space}/{sandbox}", idempotent=idempotent
     )
-    await journal.submitted(id, space, encode(action), encode(Exec(command="echo hidden")))
+    await journal.record_submission(id, space, encode(action), encode(Exec(command="echo hidden")))
     if started:
-        await journal.starting(id, 1)
+        await journal.record_start(id, 1)
 
 
 async def note_box(journal: Journal, name: str) -> None:
-    await journal.sandbox_opened(name, space_of(name), "local", encode(SandboxSpec()))
+    await journal.record_sandbox_opened(name, tenant_of(name), "local", encode(SandboxSpec()))

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tangram.cli import app
 from tangram.config import Config, DeviceConfig, ModelConfig, NodeConfig
 from tangram.errors import InvalidConfig
-from tangram.server.serve import require_usable, running
+from tangram.server.serve import require_usable, running_service
 
 ENGINE = "tests.managers.models.bytes_engine:BytesEngine"
 
@@ -37,7 +37,7 @@ def started(*words: object) -> subprocess.CompletedProcess[str]:
     [
         ("[node]\nbackend = 'sandbox'\ncores = 1000", "t.toml:3: node.cores: expected more than 0 and at most"),
         ("[node]\nbackend = 'sandbox'\n\nmemory = '900TiB'", "t.toml:4: node.memory: expected at least 1 and at most"),
-        ("[node]\ncores = 0.0001", "t.toml:2: node.cores: expected at least 0.5: less opens no sandbox"),
+        ("[node]\ncores = 0.0001", "t.toml:2: node.cores: expected at least 0.5: fewer cannot open or copy a sandbox"),
         ("[node]\nbackend = 'fake'\nmemory = '1KiB'", "t.toml:3: node.memory: expected at least 4 MiB"),
         ("[service]\n\ntls_key = 'k'\ntls_certificate = 'none'", "t.toml:4: service.tls_certificate: expected a file"),
         ("[service]\nadmin_token_file = 'short'", "t.toml:2: service.admin_token_file: expected a file of one line"),
@@ -45,7 +45,7 @@ def started(*words: object) -> subprocess.CompletedProcess[str]:
         ("[service]\njournal = '/proc/x/journal.db'", "t.toml:2: service.journal: expected a file in a folder that"),
         (
             "[node]\nbackend = 'fake'\n[[services]]\nname = 'a'\nengine = 'm:E'",
-            "t.toml:3: services: expected at least one [[devices]] beside them",
+            "t.toml:3: services: expected at least one [[devices]]: this machine has no CUDA device",
         ),
         (
             "[node]\nbackend = 'fake'\n[[devices]]\nkind = 'emulated'\nmemory_bytes = '1GiB'\n"
@@ -63,7 +63,7 @@ def started(*words: object) -> subprocess.CompletedProcess[str]:
 def test_what_is_wrong_is_said_with_the_file_the_line_and_the_key(
     tmp_path: Path, text: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tangram.server.serve.discover", lambda: ())
+    monkeypatch.setattr("tangram.server.components.discover", lambda: ())
     (tmp_path / "short").write_text("short")
     (tmp_path / "short").chmod(0o600)
     (tmp_path / "open").write_text("0123456789abcdef" * 4)
@@ -120,7 +120,7 @@ def test_what_a_manager_finds_wrong_is_said_of_its_key(tmp_path: Path) -> None:
         node = NodeConfig(backend="sandbox", cores=1000.0, state=str(tmp_path / "state"))
         service = Config().service
         config = Config(node=node, service=type(service)(listen="127.0.0.1:0", journal=str(tmp_path / "journal.db")))
-        async with running(config):
+        async with running_service(config):
             pass
 
     with pytest.raises(InvalidConfig, match=r"^node\.cores: expected more than 0"):

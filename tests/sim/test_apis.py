@@ -16,11 +16,12 @@ from tangram.core.messages import Effect, Event, Finished, Pool, Start, Started
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.managers.quotas.manager import ARRIVAL_S, Quota, QuotaManager, Rate
-from tangram.managers.work import Hold
+from tangram.managers.work import HoldGrant
+from tangram.runtime.event_inbox import EventInbox
 from tangram.runtime.orchestrator import Orchestrator
-from tangram.sim.apis import Apis
-from tangram.sim.episode import ApiModel, Counting, Episode, Step, Turn, Workload, api_model
-from tangram.sim.faults import Fault, draw
+from tangram.sim.apis import SimulatedApis
+from tangram.sim.episode import ApiModel, Counting, SimEpisode, SimStep, SimTurn, Workload, api_model
+from tangram.sim.faults import InjectedFault, draw_faults
 from tangram.sim.simulate import simulate
 from tangram.sim.size import Size
 from tangram.sim.workloads import build
@@ -37,18 +38,18 @@ class Desk:
     """One API, asked by hand."""
 
     def __init__(self, quota: Quota, **ways: object) -> None:
-        self.apis = Apis((api_model(quota, **ways),))  # type: ignore[arg-type]
+        self.apis = SimulatedApis((api_model(quota, **ways),))  # type: ignore[arg-type]
         self._quota = quota
         self._number = 0
 
     def ask(self, now: float, count: int = 1, *, tokens: int = 0, really: int | None = None) -> int:
         """How many of so many requests get in."""
         spent = None if really is None else {f"{self._quota.name}/tokens": really}
-        step = Step(kind="ask", demand=Demand(self._quota.demand(tokens=tokens)), work_s=1.0, spent=spent)
+        step = SimStep(kind="ask", demand=Demand(self._quota.demand(tokens=tokens)), work_s=1.0, spent=spent)
         got = 0
         for _ in range(count):
             self._number += 1
-            got += self.apis.enter(f"a{self._number}", step, now)
+            got += self.apis.admit(f"a{self._number}", step, now)
         return got
 
 
@@ -56,8 +57,8 @@ def test_requests_under_way_count_until_they_leave() -> None:
     desk = Desk(Quota("search", concurrent=2))
     assert desk.ask(0.0, 3) == 2
     assert desk.ask(1e6) == 0
-    desk.apis.leave("a1")
-    desk.apis.leave("a3")
+    desk.apis.release("a1")
+    desk.apis.release("a3")
     assert desk.ask(1e6, 2) == 1, "the third never got in"
 
 
@@ -99,7 +100,7 @@ def test_what_one_limit_refuses_counts_in_no_other() -> None:
     assert desk.ask(0.0, 4, tokens=600) == 1
     assert desk.ask(0.0, 9, tokens=10) == 4, "five under way"
     for number in range(1, 14):
-        desk.apis.leave(f"a{number}")
+        desk.apis.release(f"a{number}")
     assert desk.ask(0.0, 9, tokens=10) == 4, "nine in all"
 
 
@@ -108,12 +109,12 @@ def test_a_quota_that_is_cut_allows_less_at_once_and_more_when_it_is_whole_again
     quota = Quota("search", requests=Rate(10, 10.0))
     desk = Desk(quota, requests=counting)
     assert desk.ask(0.0, 6) == 6
-    desk.apis.change(quota.pools(0.5)[0], 0.0)
+    desk.apis.set_quota(quota.pools(0.5)[0], 0.0)
     assert desk.ask(0.0, 9) == (2 if counting is Counting.BUCKET else 0)
     assert desk.ask(50.0, 9) == 5
-    desk.apis.change(quota.pools()[0], 50.0)
+    desk.apis.set_quota(quota.pools()[0], 50.0)
     assert desk.ask(50.0, 9) == 5
-    desk.apis.change(Pool(kind="other", total=1), 50.0)
+    desk.apis.set_quota(Pool(kind="other", total=1), 50.0)
 
 
 # ---- what a scheduler makes of it -------------------------------------------------------------------------------
@@ -148,15 +149,15 @@ def saturating(seed: int, quota: Quota, tokens: tuple[int, ...], *, windows: int
     episodes = []
     for k in range(windows * quota.requests.units):
         asked = rng.choice(tokens)
-        step = Step(
+        step = SimStep(
             kind="judge",
             demand=Demand(quota.demand(tokens=asked)),
             work_s=rng.choice((0.01, 0.3, 3.0)) * rng.uniform(0.5, 1.5),
             overhead_s=rng.uniform(0.0, 0.99 * ARRIVAL_S),
             spent={f"{quota.name}/tokens": rng.randint(1, asked)} if rng.random() < 0.3 else None,
         )
-        turn = Turn(think_s=0.0, steps=(step,))
-        episodes.append(Episode(id=f"e{k}", run=f"r{k % 3}", task="", start_s=rng.uniform(0.0, 2.0), turns=(turn,)))
+        turn = SimTurn(think_s=0.0, steps=(step,))
+        episodes.append(SimEpisode(id=f"e{k}", run=f"r{k % 3}", task="", start_s=rng.uniform(0.0, 2.0), turns=(turn,)))
     return Workload(name="saturating", seed=seed, episodes=tuple(episodes))
 
 
@@ -165,7 +166,7 @@ def at_once(work: Workload) -> Workload:
     episodes = []
     for episode in work.episodes:
         (step,) = episode.turns[0].steps
-        turn = Turn(think_s=0.0, steps=(msgspec.structs.replace(step, overhead_s=0.0),))
+        turn = SimTurn(think_s=0.0, steps=(msgspec.structs.replace(step, overhead_s=0.0),))
         episodes.append(msgspec.structs.replace(episode, turns=(turn,)))
     return msgspec.structs.replace(work, episodes=tuple(episodes))
 
@@ -225,19 +226,19 @@ def test_an_api_that_cuts_its_quota_refuses_nobody_who_is_not_on_the_way(name: s
         work = at_once(saturating(seed, QUOTA, TOKENS_BY_SCARCE["requests"], windows=3))
         work = msgspec.structs.replace(work, apis=(api,))
         calls = Calls()
-        cuts = draw(seed, until_s=60.0, count=5, kinds=("quota_cut",))
+        cuts = draw_faults(seed, until_s=60.0, count=5, kinds=("quota_cut",))
         simulate(work, name, Size().pools(work), observer=calls, faults=cuts)
         assert calls.refused == 0, f"seed {seed}"
 
 
 def test_an_api_that_cuts_its_quota_refuses_what_it_allowed_before() -> None:
     quota = Quota("search", concurrent=10)
-    ask = Step(kind="search", demand=Demand(quota.demand()), work_s=5.0)
-    turn = Turn(think_s=10.0, steps=(ask,) * 8)
+    ask = SimStep(kind="search", demand=Demand(quota.demand()), work_s=5.0)
+    turn = SimTurn(think_s=10.0, steps=(ask,) * 8)
     work = Workload(
-        name="burst", seed=0, episodes=(Episode(id="e", run="r", task="", turns=(turn,)),), apis=(api_model(quota),)
+        name="burst", seed=0, episodes=(SimEpisode(id="e", run="r", task="", turns=(turn,)),), apis=(api_model(quota),)
     )
-    cut = Fault(at=5.0, kind="quota_cut", lasts_s=100.0, amount=0.5)
+    cut = InjectedFault(at=5.0, kind="quota_cut", lasts_s=100.0, amount=0.5)
     whole, less = Calls(), Calls()
     simulate(work, "pods:0.5", quota.pools(), observer=whole)
     simulate(work, "pods:0.5", quota.pools(), observer=less, faults=(cut,))
@@ -269,12 +270,12 @@ def _counted(api: ApiModel, counting: Counting) -> ApiModel:
 def test_a_scheduler_that_counts_in_fixed_windows_is_refused_at_the_edges_of_those_of_the_api() -> None:
     """Why the pools of a quota slide."""
     quota = Quota("search", requests=Rate(20, 20.0))
-    ask = Step(kind="search", demand=Demand(quota.demand()), work_s=0.1)
-    turns = tuple(Turn(think_s=think_s, steps=(ask,) * 20) for think_s in (15.0, 10.0))
+    ask = SimStep(kind="search", demand=Demand(quota.demand()), work_s=0.1)
+    turns = tuple(SimTurn(think_s=think_s, steps=(ask,) * 20) for think_s in (15.0, 10.0))
     work = Workload(
         name="edges",
         seed=0,
-        episodes=(Episode(id="e", run="r", task="", turns=turns),),
+        episodes=(SimEpisode(id="e", run="r", task="", turns=turns),),
         apis=(api_model(quota, phase_s=10.0),),
     )
     (pool,) = quota.pools()
@@ -310,11 +311,14 @@ def live_starts(work: Workload, name: str, quota: Quota) -> list[tuple[str, floa
     async def main() -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        quotas = QuotaManager([quota], lambda event: orchestrator.tell(event))
+        inbox = EventInbox()
+        quotas = QuotaManager([quota], inbox.send)
         scheduler = Scheduler(policy(name), quotas.pools())
-        orchestrator = Orchestrator(scheduler, {}, {Hold: quotas}, clock=loop.clock, observer=observe)
+        orchestrator = Orchestrator(
+            scheduler, {}, {HoldGrant: quotas}, clock=loop.clock, observers=[observe], inbox=inbox
+        )
 
-        async def one(episode: Episode) -> None:
+        async def one(episode: SimEpisode) -> None:
             step = episode.turns[0].steps[0]
             await asyncio.sleep(episode.start_s)
             action = Action(
@@ -325,11 +329,11 @@ def live_starts(work: Workload, name: str, quota: Quota) -> list[tuple[str, floa
                 trajectory=episode.id,
                 kind=step.kind,
             )
-            ticket = orchestrator.submit(action, Hold())
+            ticket = orchestrator.submit(action, HoldGrant())
             await ticket.started
             await asyncio.sleep(step.work_s)
-            quotas.let_go(action.id, step.spent)
-            await orchestrator.settle(ticket)
+            quotas.release(action.id, step.spent)
+            await orchestrator.wait_settled(ticket)
 
         async with orchestrator:
             await asyncio.gather(*(one(episode) for episode in work.episodes))

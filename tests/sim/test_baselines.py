@@ -26,10 +26,10 @@ from tangram.core.speedup import LINEAR
 from tangram.errors import InvalidConfig
 from tangram.managers.quotas.manager import Quota
 from tangram.sim.baselines import API_BACKOFF_S, API_RETRIES_MAX, ATTEMPTS_MAX, Baseline, PodsConfig
-from tangram.sim.engine import Engine
-from tangram.sim.episode import Episode, ServiceModel, Step, Turn, Workload, api_model
-from tangram.sim.faults import Fault, draw
-from tangram.sim.result import Result
+from tangram.sim.engine import Simulator
+from tangram.sim.episode import ServiceModel, SimEpisode, SimStep, SimTurn, Workload, api_model
+from tangram.sim.faults import InjectedFault, draw_faults
+from tangram.sim.result import SimulationResult
 from tangram.sim.simulate import simulate
 from tangram.sim.size import Size
 from tangram.sim.workloads import build
@@ -37,23 +37,23 @@ from tangram.sim.workloads import build
 LEARNED = Demand({CPU: learned()})
 
 
-def call(work_s: float = 10.0, demand: Demand = LEARNED, **fields: Any) -> Step:
-    return Step(kind="exec", demand=demand, work_s=work_s, **fields)
+def call(work_s: float = 10.0, demand: Demand = LEARNED, **fields: Any) -> SimStep:
+    return SimStep(kind="exec", demand=demand, work_s=work_s, **fields)
 
 
-def turn(*steps: Step, think_s: float = 0.0) -> Turn:
-    return Turn(think_s=think_s, steps=steps)
+def turn(*steps: SimStep, think_s: float = 0.0) -> SimTurn:
+    return SimTurn(think_s=think_s, steps=steps)
 
 
-def episode(name: str, *turns: Turn, **fields: Any) -> Episode:
-    return Episode(id=name, run="r", task="", turns=turns, memory=fields.pop("memory", 100), **fields)
+def episode(name: str, *turns: SimTurn, **fields: Any) -> SimEpisode:
+    return SimEpisode(id=name, run="r", task="", turns=turns, memory=fields.pop("memory", 100), **fields)
 
 
-def workload(*episodes: Episode, **fields: Any) -> Workload:
+def workload(*episodes: SimEpisode, **fields: Any) -> Workload:
     return Workload(name="test", seed=0, episodes=episodes, **fields)
 
 
-def spans(result: Result) -> dict[str, tuple[float, float]]:
+def spans(result: SimulationResult) -> dict[str, tuple[float, float]]:
     return {row.id: (row.submitted_at, row.ended_at) for row in result.rows}
 
 
@@ -252,13 +252,13 @@ def test_a_call_that_is_refused_too_often_is_lost_with_its_trajectory() -> None:
 TWO_NODES = (*cpu_node("n0", 1, 1.0), *cpu_node("n1", 1, 1.0))
 
 
-def statuses(result: Result) -> dict[str, str]:
+def statuses(result: SimulationResult) -> dict[str, str]:
     return {row.id: row.status for row in result.rows}
 
 
 def test_a_lost_node_loses_the_pods_on_it_and_no_others() -> None:
     work = workload(episode("a", turn(call())), episode("b", turn(call())))
-    result = simulate(work, "pods:1", TWO_NODES, faults=(Fault(at=4.0, kind="node_loss", pick=0.0),))
+    result = simulate(work, "pods:1", TWO_NODES, faults=(InjectedFault(at=4.0, kind="node_loss", pick=0.0),))
     assert statuses(result) == {"a.0.0": "lost", "b.0.0": "succeeded"}
     assert spans(result)["a.0.0"] == (0.0, 4.0)
     assert result.episodes_failed == 1
@@ -266,21 +266,25 @@ def test_a_lost_node_loses_the_pods_on_it_and_no_others() -> None:
 
 def test_a_pod_that_is_lost_while_its_trajectory_thinks_fails_the_next_action() -> None:
     work = workload(episode("a", turn(call(1.0)), turn(call(1.0), think_s=20.0)))
-    result = simulate(work, "pods:1", cpu_node("n0", 1, 1.0), faults=(Fault(at=5.0, kind="node_loss", lasts_s=1.0),))
+    result = simulate(
+        work, "pods:1", cpu_node("n0", 1, 1.0), faults=(InjectedFault(at=5.0, kind="node_loss", lasts_s=1.0),)
+    )
     assert statuses(result) == {"a.0.0": "succeeded", "a.1.0": "lost"}
 
 
 def test_pods_that_wait_are_admitted_when_the_node_is_back() -> None:
     work = workload(episode("a", turn(call())), episode("b", turn(call())))
-    result = simulate(work, "pods:1", cpu_node("n0", 1, 1.0), faults=(Fault(at=4.0, kind="node_loss", lasts_s=50.0),))
+    result = simulate(
+        work, "pods:1", cpu_node("n0", 1, 1.0), faults=(InjectedFault(at=4.0, kind="node_loss", lasts_s=50.0),)
+    )
     assert statuses(result) == {"a.0.0": "lost", "b.0.0": "succeeded"}
     assert spans(result)["b.0.0"] == (0.0, 64.0)
 
 
 def test_a_failed_start_is_tried_again_in_its_pod_and_given_up_in_the_end() -> None:
-    def play(failures: int) -> Result:
+    def play(failures: int) -> SimulationResult:
         pools = cpu_node("n0", 1, 1.0)
-        engine = Engine(workload(episode("a", turn(call()))), Baseline(pools, (), PodsConfig(request=1.0)), pools)
+        engine = Simulator(workload(episode("a", turn(call()))), Baseline(pools, (), PodsConfig(request=1.0)), pools)
         engine.fail_start = lambda action, attempt: "no such image" if attempt <= failures else ""
         return engine.run()
 
@@ -290,7 +294,7 @@ def test_a_failed_start_is_tried_again_in_its_pod_and_given_up_in_the_end() -> N
 
 def test_a_node_that_shrinks_takes_no_new_pods_until_there_is_room() -> None:
     work = workload(episode("a", turn(call(30.0))), episode("b", turn(call()), start_s=5.0))
-    shrink = Fault(at=1.0, kind="shrink", pick=0.0, lasts_s=9.0, amount=0.5)
+    shrink = InjectedFault(at=1.0, kind="shrink", pick=0.0, lasts_s=9.0, amount=0.5)
     result = simulate(work, "pods:1", cpu_node("n0", 2, 1.0), faults=(shrink,))
     assert spans(result)["b.0.0"] == (5.0, 20.0)
     assert set(statuses(result).values()) == {"succeeded"}
@@ -301,7 +305,7 @@ def test_the_replicas_of_a_lost_node_lose_their_calls_and_come_back_with_it() ->
     ask = call(8.0, Demand({GPU: fixed(4)}), service="x")
     work = workload(*[episode(f"e{n}", turn(ask), memory=0) for n in range(4)], services=(service,))
     pools = tuple(Pool(kind=GPU, node=f"g{n}", total=4) for n in range(2))
-    result = simulate(work, "pods:0.5", pools, faults=(Fault(at=4.0, kind="node_loss", pick=0.0, lasts_s=6.0),))
+    result = simulate(work, "pods:0.5", pools, faults=(InjectedFault(at=4.0, kind="node_loss", pick=0.0, lasts_s=6.0),))
     assert sorted(statuses(result).values()) == ["lost", "succeeded", "succeeded", "succeeded"]
     assert sorted(row.ended_at for row in result.rows) == [4.0, 8.0, 16.0, 18.0]
 
@@ -311,5 +315,5 @@ def test_whatever_fails_every_trajectory_ends(name: str) -> None:
     for seed in range(10):
         work = build(name, batch=4, seed=seed)
         pools = Size(cores=6, nodes=2, devices=48).pools(work)
-        result = simulate(work, "pods:0.5", pools, faults=draw(seed, until_s=300.0, count=10))
+        result = simulate(work, "pods:0.5", pools, faults=draw_faults(seed, until_s=300.0, count=10))
         assert len(result.episode_ends) == len(work.episodes)

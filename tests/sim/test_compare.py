@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import random
 import statistics
 from pathlib import Path
@@ -11,11 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tangram.errors import InvalidConfig, InvalidTrace, InvariantError, ManagerError
-from tangram.processes.process_pool import Workers
+from tangram.errors import InvalidConfig
 from tangram.reports.statistics import mean_of, ratio_of, student_t95
 from tangram.sim.compare import METRICS, Comparison, Setup, Source, check_policy, compare
-from tangram.sim.size import Size, default_size, load, pods_can_run, span
+from tangram.sim.size import Size, default_size, estimate_load, pods_can_run, span
 
 CODING = Source(workload="coding", batch=12)
 
@@ -47,7 +45,7 @@ def test_all_policies_meet_the_same_work(comparison: Comparison) -> None:
 
 def test_whole_results_are_kept_for_the_first_seed_alone(comparison: Comparison) -> None:
     assert [row.result is not None for row in comparison.rows] == [True] * 3 + [False] * 3
-    assert comparison.kept("fcfs") is comparison.rows[1].result
+    assert comparison.kept_result("fcfs") is comparison.rows[1].result
 
 
 def test_ratios_say_how_many_times_less_than_the_base(comparison: Comparison) -> None:
@@ -193,7 +191,7 @@ def test_the_default_size_serves_its_workload(workload: str) -> None:
 
 def test_load_is_work_over_what_the_pools_give() -> None:
     work = Source(workload="elastic", batch=400, options=(("load", 0.5), ("units", 16))).build(0)
-    found = load(work, Size(cores=16))
+    found = estimate_load(work, Size(cores=16))
     assert found.cpu == pytest.approx(0.5, rel=0.35)
     assert found.core_s == pytest.approx(found.cpu * 16 * span(work))
 
@@ -227,73 +225,6 @@ def test_ratios_are_paired_and_averaged_as_logarithms() -> None:
 
 def test_a_ratio_with_a_zero_is_none() -> None:
     assert ratio_of([0.0, 1.0], [1.0, 1.0]) is None
-
-
-# ---- processes ------------------------------------------------------------------------------------------------
-
-
-def _square(task: int, report) -> int:
-    report(1, 1)
-    return task * task
-
-
-def _fail(task: int, report) -> None:
-    raise InvariantError("oversold", ["submitted", "started"])
-
-
-def _die(task: int, report) -> None:
-    import os
-
-    os._exit(9)
-
-
-def test_results_come_in_the_order_of_the_tasks_and_workers_serve_again() -> None:
-    with Workers(2) as workers:
-        assert workers.map(_square, list(range(20))) == [k * k for k in range(20)]
-        assert workers.map(_square, [7, 8, 9]) == [49, 64, 81]
-
-
-def test_an_error_in_a_worker_is_raised_here_as_what_it_was() -> None:
-    with Workers(2) as workers, pytest.raises(InvariantError, match="oversold") as caught:
-        workers.map(_fail, [1, 2])
-    assert caught.value.story == ["submitted", "started"]
-
-
-ERRORS = [
-    InvalidConfig("cores", 0, "at least 1"),
-    InvalidTrace("x.csv:2", "?", "a number"),
-    ManagerError("gone"),
-    KeyError("x"),
-]
-
-
-def _raise(number: int, report) -> None:
-    raise ERRORS[number]
-
-
-@pytest.mark.parametrize("error", ERRORS)
-def test_every_error_survives_the_way_from_a_worker(error: Exception) -> None:
-    with Workers(2) as workers, pytest.raises(type(error)) as caught:
-        workers.map(_raise, [ERRORS.index(error)] * 2)
-    arrived = caught.value
-    assert (type(arrived), str(arrived), arrived.__dict__.keys() - {"__notes__"}) == (
-        type(error),
-        str(error),
-        error.__dict__.keys(),
-    )
-
-
-def test_a_worker_that_dies_is_an_error_and_no_hang() -> None:
-    with Workers(2) as workers, pytest.raises(ManagerError, match="died without a word"):
-        workers.map(_die, [1, 2, 3])
-
-
-def test_no_worker_outlives_the_block() -> None:
-    before = set(multiprocessing.active_children())
-    with Workers(2) as workers:
-        workers.map(_square, [1, 2])
-        assert len(set(multiprocessing.active_children()) - before) == 2
-    assert set(multiprocessing.active_children()) <= before
 
 
 def test_an_unreadable_trace_is_said_in_the_words_of_the_loader(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tangram.core.speedup import LINEAR, RIGID, Amdahl, PowerLaw, Speedup
 from tangram.errors import InvariantError
 from tangram.sim import cpushare
-from tangram.sim.cpushare import CpuShare, Usage, core_seconds, full_speed, shape
+from tangram.sim.cpushare import CpuShare, CpuUsage, core_seconds, full_speed, shape
 
 CLOSE = 1e-6
 NEAR = 1e-4
@@ -146,7 +146,7 @@ class Pair:
         assert self.settle(key).remaining_core_s == 0.0
         self.compare()
 
-    def settle(self, key: str) -> Usage:
+    def settle(self, key: str) -> CpuUsage:
         usage, flow = self.share.remove(key, self.fluid.now), self.fluid.flows.pop(key)
         assert usage.remaining_core_s == close(flow.work, flow.used)
         assert usage.used_core_s == close(flow.used)
@@ -298,7 +298,7 @@ def test_alone_an_action_takes_exactly_its_work_over_its_demand() -> None:
     share = CpuShare(4.0)
     share.add("a", 0.3, 0.1, 0.7, 5.0)
     assert share.next_completion() == (5.0 + 0.3 / 0.1, "a")
-    assert share.remove("a", 5.0 + 0.3 / 0.1) == Usage(0.0, close(0.3), 0.0, 0.0)
+    assert share.remove("a", 5.0 + 0.3 / 0.1) == CpuUsage(0.0, close(0.3), 0.0, 0.0)
     assert share.next_completion() is None
     assert share.busy == 0.0
 
@@ -310,7 +310,7 @@ def test_two_that_want_more_than_there_is_share_by_weight() -> None:
     assert share.next_completion() == (5.0, "heavy")
     assert share.used("light", 5.0) == close(5.0)
     assert share.slowed_s("light", 5.0) == close(5.0 * 2 / 3)
-    assert share.remove("heavy", 5.0) == Usage(0.0, close(10.0), close(5.0 / 3), 0.0)
+    assert share.remove("heavy", 5.0) == CpuUsage(0.0, close(10.0), close(5.0 / 3), 0.0)
     # The light one has the node to itself now: 5 core-seconds left on 3 cores.
     at, key = share.next_completion() or (0.0, "")
     assert (at, key) == (close(5.0 + 5.0 / 3), "light")

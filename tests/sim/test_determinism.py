@@ -11,7 +11,7 @@ import pytest
 
 from tangram.core.messages import Effect, Event
 from tangram.core.trace import Header, Recorder
-from tangram.sim.faults import draw
+from tangram.sim.faults import draw_faults
 from tangram.sim.simulate import simulate
 from tangram.sim.size import Size
 from tangram.sim.workloads import build
@@ -47,7 +47,7 @@ def recorded(workload_name: str, name: str, seed: int) -> bytes:
     def observe(now: float, event: Event, effects: list[Effect]) -> None:
         trace.extend(recorder.lines(now, event, effects))
 
-    simulate(workload, name, pools, faults=draw(seed, until_s=200.0), observer=observe)
+    simulate(workload, name, pools, faults=draw_faults(seed, until_s=200.0), observer=observe)
     return bytes(trace)
 
 

@@ -31,32 +31,32 @@ from tangram.core.snapshot import Snapshot
 from tangram.core.speedup import LINEAR, PowerLaw
 from tangram.errors import InvalidConfig, InvariantError
 from tangram.managers.quotas.manager import Quota, Rate
-from tangram.sim.engine import Engine
-from tangram.sim.episode import Episode, ServiceModel, Step, Turn, Workload, api_model
-from tangram.sim.faults import Fault
-from tangram.sim.result import Result
+from tangram.sim.engine import Simulator
+from tangram.sim.episode import ServiceModel, SimEpisode, SimStep, SimTurn, Workload, api_model
+from tangram.sim.faults import InjectedFault
+from tangram.sim.result import SimulationResult
 from tangram.sim.simulate import simulate
 
 ONE_CORE = Demand({CPU: cores(1)})
 
 
-def call(work_s: float = 10.0, demand: Demand = ONE_CORE, **fields: Any) -> Step:
-    return Step(kind=fields.pop("kind", "exec"), demand=demand, work_s=work_s, **fields)
+def call(work_s: float = 10.0, demand: Demand = ONE_CORE, **fields: Any) -> SimStep:
+    return SimStep(kind=fields.pop("kind", "exec"), demand=demand, work_s=work_s, **fields)
 
 
-def turn(*steps: Step, think_s: float = 0.0) -> Turn:
-    return Turn(think_s=think_s, steps=steps)
+def turn(*steps: SimStep, think_s: float = 0.0) -> SimTurn:
+    return SimTurn(think_s=think_s, steps=steps)
 
 
-def episode(name: str, *turns: Turn, **fields: Any) -> Episode:
-    return Episode(id=name, run=fields.pop("run", "r"), task="", turns=turns, **fields)
+def episode(name: str, *turns: SimTurn, **fields: Any) -> SimEpisode:
+    return SimEpisode(id=name, run=fields.pop("run", "r"), task="", turns=turns, **fields)
 
 
-def workload(*episodes: Episode, **fields: Any) -> Workload:
+def workload(*episodes: SimEpisode, **fields: Any) -> Workload:
     return Workload(name="test", seed=3, episodes=episodes, **fields)
 
 
-def times(result: Result) -> dict[str, tuple[float, float]]:
+def times(result: SimulationResult) -> dict[str, tuple[float, float]]:
     return {row.id: (row.submitted_at, row.ended_at) for row in result.rows}
 
 
@@ -139,8 +139,8 @@ def test_only_a_timeout_without_its_reserved_cpu_is_our_fault(cores_later: float
     """Eight that reserve two cores and want eight: slowed all of them, but short only where the node has shrunk."""
     pools = cpu_node("n0", 2)
     work = workload(*(episode(f"t{k}", turn(call(demand=Demand({CPU: learned(4)})))) for k in range(8)))
-    engine = Engine(work, Scheduler(Thin(), pools), pools, timeout_s=15.0)
-    engine.at(1.0, engine.change_pool, cpu_node("n0", cores_later)[0])
+    engine = Simulator(work, Scheduler(Thin(), pools), pools, timeout_s=15.0)
+    engine.call_at(1.0, engine.change_pool, cpu_node("n0", cores_later)[0])
     assert {row.status for row in engine.run().rows} == {ends}
 
 
@@ -273,7 +273,7 @@ def test_what_was_on_a_node_that_went_down_is_no_longer_under_way_at_the_api() -
     work = workload(
         episode("a", turn(ask)), episode("b", turn(ask), start_s=20.0), apis=(api_model(quota, phase_s=1.0),)
     )
-    down = Fault(at=5.0, kind="node_loss", lasts_s=1.0)
+    down = InjectedFault(at=5.0, kind="node_loss", lasts_s=1.0)
     result = simulate(work, "fcfs", (*cpu_node("n0", 4), *quota.pools()), faults=(down,))
     assert [row.status for row in result.rows] == ["lost", "succeeded"]
 
@@ -303,7 +303,7 @@ def test_a_simulation_in_which_actions_never_settle_says_so_with_its_seed() -> N
     with pytest.raises(
         InvariantError, match=r"simulation deaf of test seed 3 is stuck at 0\.000 s: 1 actions never settle"
     ):
-        Engine(work, Deaf(), cpu_node("n0", 1), name="deaf").run()
+        Simulator(work, Deaf(), cpu_node("n0", 1), name="deaf").run()
 
 
 def test_a_workload_without_episodes_is_over_at_once() -> None:
@@ -365,7 +365,7 @@ def test_nobody_waits_or_shares_when_everybody_is_alone() -> None:
 def test_the_engine_carries_out_what_an_observer_may_see() -> None:
     seen = Seen()
     scheduler = Scheduler(policy("fcfs"), cpu_node("n0", 2), limits=Limits())
-    Engine(three(), scheduler, cpu_node("n0", 2), observer=seen).run()
+    Simulator(three(), scheduler, cpu_node("n0", 2), observer=seen).run()
     starts = [message.action for message in seen.of(Start)]
     assert len(starts) == 5
     assert all(isinstance(action, Action) for action in starts)

@@ -30,9 +30,9 @@ from tangram.core.messages import (
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.errors import InvariantError
-from tangram.sim.engine import Engine
-from tangram.sim.episode import Episode, Step, Turn, Workload
-from tangram.sim.faults import KINDS, Fault, draw, inject
+from tangram.sim.engine import Simulator
+from tangram.sim.episode import SimEpisode, SimStep, SimTurn, Workload
+from tangram.sim.faults import KINDS, InjectedFault, draw_faults, inject
 from tangram.sim.size import Size
 from tangram.sim.workloads import build
 
@@ -116,8 +116,8 @@ def play(seed: int, name: str) -> Judge:
     pools = Size(cores=6, nodes=2, devices=8).pools(workload)
     scheduler = Scheduler(policy(name), pools, limits=Limits(ageing_s=60.0, stranded_s=100.0))
     judge = Judge(scheduler, seed)
-    engine = Engine(workload, judge, pools, name=name, timeout_s=120.0)
-    inject(engine, draw(seed, until_s=300.0, count=10))
+    engine = Simulator(workload, judge, pools, name=name, timeout_s=120.0)
+    inject(engine, draw_faults(seed, until_s=300.0, count=10))
     engine.run()
     return judge
 
@@ -154,12 +154,12 @@ def test_a_lost_action_that_may_run_again_does_and_another_one_does_not() -> Non
 
 
 def test_what_goes_wrong_is_drawn_from_the_seed_alone() -> None:
-    assert draw(3, until_s=100.0) == draw(3, until_s=100.0)
-    assert draw(3, until_s=100.0) != draw(4, until_s=100.0)
-    faults = draw(5, until_s=100.0, count=50)
+    assert draw_faults(3, until_s=100.0) == draw_faults(3, until_s=100.0)
+    assert draw_faults(3, until_s=100.0) != draw_faults(4, until_s=100.0)
+    faults = draw_faults(5, until_s=100.0, count=50)
     assert [fault.at for fault in faults] == sorted(fault.at for fault in faults)
     assert {fault.kind for fault in faults} == set(KINDS)
-    assert {fault.kind for fault in draw(5, until_s=9.0, kinds=("crash",))} == {"crash"}
+    assert {fault.kind for fault in draw_faults(5, until_s=9.0, kinds=("crash",))} == {"crash"}
 
 
 # ---- each fault by itself, on one trajectory that works ten seconds at a time ------------------------------------
@@ -169,13 +169,13 @@ class Log:
     """A small simulation and all that happened in it."""
 
     def __init__(
-        self, *faults: Fault, nodes: int = 1, turns: int = 3, api: bool = False, second_at: float | None = None
+        self, *faults: InjectedFault, nodes: int = 1, turns: int = 3, api: bool = False, second_at: float | None = None
     ) -> None:
         demand = Demand({"api": fixed(1)}) if api else Demand({CPU: cores(2)})
-        step = Step(kind="exec", demand=demand, work_s=10.0)
-        turn = Turn(think_s=0.0, steps=(step,))
+        step = SimStep(kind="exec", demand=demand, work_s=10.0)
+        turn = SimTurn(think_s=0.0, steps=(step,))
         memory = 0 if api else 100
-        episodes = [Episode(id="t", run="r", task="", memory=memory, turns=(turn,) * turns)]
+        episodes = [SimEpisode(id="t", run="r", task="", memory=memory, turns=(turn,) * turns)]
         if second_at is not None:
             episodes.append(msgspec.structs.replace(episodes[0], id="u", start_s=second_at))
         workload = Workload(name="one", seed=0, episodes=tuple(episodes))
@@ -184,7 +184,7 @@ class Log:
             pools = tuple(pool for node in range(nodes) for pool in cpu_node(f"n{node}", 4, 1.0, numa_nodes=2))
         self.scheduler = Scheduler(policy("fcfs"), pools)
         self.seen: list[tuple[float, Event | Effect]] = []
-        engine = Engine(workload, self.scheduler, pools, observer=self._see)
+        engine = Simulator(workload, self.scheduler, pools, observer=self._see)
         inject(engine, faults)
         self.result = engine.run()
 
@@ -209,7 +209,7 @@ def test_without_faults_it_takes_thirty_seconds() -> None:
 
 
 def test_a_lost_node_loses_its_trajectory_and_comes_back_with_its_pools() -> None:
-    log = Log(Fault(at=15.0, kind="node_loss", lasts_s=5.0))
+    log = Log(InjectedFault(at=15.0, kind="node_loss", lasts_s=5.0))
     assert log.statuses() == ["succeeded", "lost"]
     assert log.result.episodes_failed == 1
     states = [(now, m.state) for now, m in log.seen if isinstance(m, NodeChanged)]
@@ -217,7 +217,7 @@ def test_a_lost_node_loses_its_trajectory_and_comes_back_with_its_pools() -> Non
 
 
 def test_a_slow_start_delays_the_start_while_it_lasts() -> None:
-    log = Log(Fault(at=5.0, kind="slow_start", lasts_s=10.0, amount=0.3))
+    log = Log(InjectedFault(at=5.0, kind="slow_start", lasts_s=10.0, amount=0.3))
     assert log.times(Start) == [0.0, 10.0, 23.0]
     assert log.times(Started) == [0.0, 13.0, 23.0]
     assert [row.overhead_s for row in log.result.rows] == [0.0, 3.0, 0.0]
@@ -225,29 +225,29 @@ def test_a_slow_start_delays_the_start_while_it_lasts() -> None:
 
 def test_of_two_slow_starts_the_slower_counts_and_each_ends_by_itself() -> None:
     log = Log(
-        Fault(at=1.0, kind="slow_start", lasts_s=100.0, amount=0.1),
-        Fault(at=2.0, kind="slow_start", lasts_s=10.0, amount=0.4),
+        InjectedFault(at=1.0, kind="slow_start", lasts_s=100.0, amount=0.1),
+        InjectedFault(at=2.0, kind="slow_start", lasts_s=10.0, amount=0.4),
     )
     assert log.times(Started) == [0.0, 14.0, 25.0]
 
 
 def test_a_crash_loses_one_running_action() -> None:
-    log = Log(Fault(at=4.0, kind="crash"))
+    log = Log(InjectedFault(at=4.0, kind="crash"))
     assert log.statuses() == ["lost"]
     assert log.result.makespan_s == 4.0
 
 
 def test_starts_that_fail_are_tried_again_and_given_up_in_the_end() -> None:
-    log = Log(Fault(at=5.0, kind="start_failure", lasts_s=10.0, amount=1.0))
+    log = Log(InjectedFault(at=5.0, kind="start_failure", lasts_s=10.0, amount=1.0))
     assert log.statuses() == ["succeeded", "lost"]
     assert len(log.times(StartFailed)) == 3
 
 
 def test_a_shrunken_pool_keeps_its_numa_cells_and_is_whole_again_after_all_cuts() -> None:
     log = Log(
-        Fault(at=1.0, kind="shrink", pick=0.0, lasts_s=10.0, amount=0.5),
-        Fault(at=2.0, kind="shrink", pick=0.0, lasts_s=20.0, amount=0.75),
-        Fault(at=3.0, kind="shrink", pick=0.0, lasts_s=2.0, amount=0.01),
+        InjectedFault(at=1.0, kind="shrink", pick=0.0, lasts_s=10.0, amount=0.5),
+        InjectedFault(at=2.0, kind="shrink", pick=0.0, lasts_s=20.0, amount=0.75),
+        InjectedFault(at=3.0, kind="shrink", pick=0.0, lasts_s=2.0, amount=0.01),
     )
     assert log.totals("cpu@n0") == [
         (1.0, 2000), (2.0, 2000), (3.0, 400), (5.0, 2000), (11.0, 3000), (22.0, 4000)
@@ -259,8 +259,8 @@ def test_a_shrunken_pool_keeps_its_numa_cells_and_is_whole_again_after_all_cuts(
 
 def test_a_pool_that_is_cut_while_its_node_is_down_has_its_size_when_the_node_is_back() -> None:
     log = Log(
-        Fault(at=1.0, kind="node_loss", pick=0.0, lasts_s=10.0),
-        Fault(at=2.0, kind="shrink", pick=0.0, lasts_s=20.0, amount=0.5),
+        InjectedFault(at=1.0, kind="node_loss", pick=0.0, lasts_s=10.0),
+        InjectedFault(at=2.0, kind="shrink", pick=0.0, lasts_s=20.0, amount=0.5),
         nodes=2,
         second_at=5.0,
     )
@@ -272,26 +272,26 @@ def test_a_pool_that_is_cut_while_its_node_is_down_has_its_size_when_the_node_is
 
 
 def test_a_quota_cut_is_told_and_taken_back() -> None:
-    log = Log(Fault(at=1.0, kind="quota_cut", lasts_s=12.0, amount=0.3), api=True)
+    log = Log(InjectedFault(at=1.0, kind="quota_cut", lasts_s=12.0, amount=0.3), api=True)
     assert log.totals("api") == [(1.0, 1), (13.0, 4)]
     assert log.statuses() == ["succeeded"] * 3
 
 
 def test_a_fault_that_finds_nothing_to_strike_strikes_nothing() -> None:
-    log = Log(*[Fault(at=1.0, kind=kind) for kind in ("node_loss", "shrink")], api=True)
+    log = Log(*[InjectedFault(at=1.0, kind=kind) for kind in ("node_loss", "shrink")], api=True)
     assert log.statuses() == ["succeeded"] * 3
-    log = Log(Fault(at=1.0, kind="quota_cut"))
+    log = Log(InjectedFault(at=1.0, kind="quota_cut"))
     assert log.statuses() == ["succeeded"] * 3
 
 
 def test_learned_actions_survive_a_shrunken_node_too() -> None:
-    step = Step(kind="exec", demand=Demand({CPU: learned()}), work_s=5.0)
-    turn = Turn(think_s=0.0, steps=(step,) * 4)
-    workload = Workload(name="four", seed=0, episodes=(Episode(id="t", run="r", task="", turns=(turn,) * 3),))
+    step = SimStep(kind="exec", demand=Demand({CPU: learned()}), work_s=5.0)
+    turn = SimTurn(think_s=0.0, steps=(step,) * 4)
+    workload = Workload(name="four", seed=0, episodes=(SimEpisode(id="t", run="r", task="", turns=(turn,) * 3),))
     pools = cpu_node("n0", 4)
     scheduler = Scheduler(policy("adaptive"), pools)
-    engine = Engine(workload, scheduler, pools, observer=Judge(scheduler).see)
-    inject(engine, (Fault(at=2.0, kind="shrink", lasts_s=20.0, amount=0.1),))
+    engine = Simulator(workload, scheduler, pools, observer=Judge(scheduler).see)
+    inject(engine, (InjectedFault(at=2.0, kind="shrink", lasts_s=20.0, amount=0.1),))
     result = engine.run()
     assert [row.status for row in result.rows] == ["succeeded"] * 12
     assert result.makespan_s > 20.0

@@ -31,8 +31,8 @@ from tangram.core.messages import (
 )
 from tangram.errors import InvalidConfig
 from tangram.sim.baselines import ATTEMPTS_MAX
-from tangram.sim.episode import Episode, ServiceModel, Step, Turn, Workload
-from tangram.sim.faults import Fault, draw
+from tangram.sim.episode import ServiceModel, SimEpisode, SimStep, SimTurn, Workload
+from tangram.sim.faults import InjectedFault, draw_faults
 from tangram.sim.on_demand import OnDemand, OnDemandConfig
 from tangram.sim.simulate import simulate
 from tangram.sim.workloads import build
@@ -324,7 +324,7 @@ def test_no_device_ever_has_two_calls_or_two_models_and_every_call_settles_once(
                     assert device not in held, f"{device} has {held[device]} and {effect.action.id}"
                     held[device] = effect.action.id
 
-    faults = draw(seed, until_s=500.0, count=12, kinds=("node_loss", "crash", "start_failure", "slow_start"))
+    faults = draw_faults(seed, until_s=500.0, count=12, kinds=("node_loss", "crash", "start_failure", "slow_start"))
     result = simulate(work, "on-demand", nodes(8, 8), faults=faults, observer=observe)
     assert len(result.episode_ends) == len(work.episodes)
     assert set(settled.values()) == {1} and len(settled) == len(result.rows)
@@ -444,14 +444,14 @@ def test_devices_that_go_take_no_calls_and_devices_that_come_do() -> None:
 # ---- in the engine ----------------------------------------------------------------------------------------------
 
 
-def call(service: str, work_s: float) -> Turn:
-    step = Step(kind="teacher", demand=Demand({GPU: one_of(1, 2, 4)}), service=service, work_s=work_s)
-    return Turn(think_s=0.0, steps=(step,))
+def call(service: str, work_s: float) -> SimTurn:
+    step = SimStep(kind="teacher", demand=Demand({GPU: one_of(1, 2, 4)}), service=service, work_s=work_s)
+    return SimTurn(think_s=0.0, steps=(step,))
 
 
 def test_the_engine_adds_no_restore_to_a_load() -> None:
     episodes = tuple(
-        Episode(id=f"{name}{number}", run="r", task="", start_s=20.0 * number, turns=(call(name, 4.0),))
+        SimEpisode(id=f"{name}{number}", run="r", task="", start_s=20.0 * number, turns=(call(name, 4.0),))
         for number, name in enumerate("xyx")
     )
     work = Workload(name="test", seed=0, episodes=episodes, services=services("xy"))
@@ -471,9 +471,9 @@ def test_the_engine_adds_no_restore_to_a_load() -> None:
 
 
 def test_a_lost_node_in_the_engine_loses_the_call_on_it_alone() -> None:
-    episodes = tuple(Episode(id=f"e{n}", run="r", task="", turns=(call("x", 8.0),)) for n in range(3))
+    episodes = tuple(SimEpisode(id=f"e{n}", run="r", task="", turns=(call("x", 8.0),)) for n in range(3))
     work = Workload(name="test", seed=0, episodes=episodes, services=services("x"))
-    fault = Fault(at=12.0, kind="node_loss", pick=0.0, lasts_s=6.0)
+    fault = InjectedFault(at=12.0, kind="node_loss", pick=0.0, lasts_s=6.0)
     result = simulate(work, "on-demand", nodes(4, 4), on_demand=CONFIG, faults=(fault,))
     assert {row.id: (row.status, row.ended_at) for row in result.rows} == {
         "e0.0.0": ("lost", 12.0),

@@ -6,14 +6,14 @@ import pytest
 
 from tangram.errors import InvalidConfig
 from tangram.sim.compare import Setup, Source, compare
-from tangram.sim.plan import Plan, Point, Question, plan, reserved_today
+from tangram.sim.plan import Plan, PlanRequest, Point, plan, reserved_today
 from tangram.sim.size import Size, default_size
 
 
-def question(workload: str = "coding", batch: int = 16, **changes) -> Question:
+def question(workload: str = "coding", batch: int = 16, **changes) -> PlanRequest:
     source = Source(workload=workload, batch=batch)
     given = {"source": source, "size": default_size(source.build(0)), "seeds": (0, 1)}
-    return Question(**(given | changes))
+    return PlanRequest(**(given | changes))
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,10 @@ def answered(*points: Point, smallest: int | None, reference: Point, target: str
 def test_a_size_that_just_misses_looks_different_from_the_target() -> None:
     found = answered(point(4, 1.7806), point(8, 1.5), smallest=8, reference=point(16, 1.7784))
     assert not found.reaches(found.points[0])
-    assert (found.told(found.points[0])[0], found.told(found.reference)[0]) == ("1.781 s", "1.778 s")
+    assert (found.describe_point(found.points[0])[0], found.describe_point(found.reference)[0]) == (
+        "1.781 s",
+        "1.778 s",
+    )
     assert "a mean ACT of 1.778 s" in found.sentence()
 
 

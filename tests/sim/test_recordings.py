@@ -29,14 +29,14 @@ from tangram.core.speedup import PowerLaw
 from tangram.core.trace import Header, Recorder
 from tangram.errors import InvalidConfig, InvalidTrace
 from tangram.managers.quotas.manager import Quota, Rate
-from tangram.runtime.trace_recorder import recording
+from tangram.runtime.trace_recorder import record_trace
 from tangram.sim import traces
 from tangram.sim.compare import Setup, Source, compare
-from tangram.sim.episode import Counting, Episode, ServiceModel, Step, Turn, Workload, api_model
+from tangram.sim.episode import Counting, ServiceModel, SimEpisode, SimStep, SimTurn, Workload, api_model
 from tangram.sim.recordings import load_recording, recorded_size
 from tangram.sim.simulate import simulate
 from tangram.sim.size import Size, default_size
-from tangram.sim.trace_summary import replay, survey
+from tangram.sim.trace_summary import replay, summarize
 from tangram.sim.workloads import build
 
 
@@ -285,13 +285,13 @@ def test_a_program_that_asks_an_api_whenever_it_likes_counts_from_its_end_again(
 
 def test_calls_recorded_with_a_live_quota_start_at_the_same_times_again(tmp_path: Path) -> None:
     path, quota = tmp_path / "run.jsonl", Quota("search", concurrent=3, requests=Rate(5, 10.0))
-    ask = Step(kind="search", demand=Demand(quota.demand()), work_s=0.7)
+    ask = SimStep(kind="search", demand=Demand(quota.demand()), work_s=0.7)
     episodes = tuple(
-        Episode(id=f"e{k}", run="r", task="", start_s=0.1 * k, turns=(Turn(think_s=0.0, steps=(ask,)),))
+        SimEpisode(id=f"e{k}", run="r", task="", start_s=0.1 * k, turns=(SimTurn(think_s=0.0, steps=(ask,)),))
         for k in range(40)
     )
     work = Workload(name="calls", seed=0, episodes=episodes, apis=(api_model(quota, phase_s=3.0),))
-    with recording(path, policy="adaptive", pools=quota.pools(), limits=Limits()) as observer:
+    with record_trace(path, policy="adaptive", pools=quota.pools(), limits=Limits()) as observer:
         before = simulate(work, "adaptive", quota.pools(), observer=observer)
     again = load_recording(path)
     after = simulate(again, "adaptive", Size().pools(again))
@@ -315,7 +315,7 @@ def test_a_recording_appears_only_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
 
     def interrupted() -> None:
-        with recording(path, policy="fcfs", pools=(), limits=Limits()) as observer:
+        with record_trace(path, policy="fcfs", pools=(), limits=Limits()) as observer:
             observer(0.0, Submit(action=tool(1)), [])
             raise KeyboardInterrupt
 
@@ -345,7 +345,7 @@ def test_a_replay_brings_the_same_effects(policy: str, faults: int, tmp_path: Pa
     recorded(path, "mixed", policy, 18, faults=faults)
     found = replay(path)
     assert found.difference is None
-    assert found.events + found.effects == sum(survey(path).messages.values())
+    assert found.events + found.effects == sum(summarize(path).messages.values())
 
 
 def test_hints_are_part_of_a_recording_and_of_its_replay(tmp_path: Path) -> None:
@@ -357,9 +357,9 @@ def test_hints_are_part_of_a_recording_and_of_its_replay(tmp_path: Path) -> None
 @pytest.mark.parametrize("limits", [Limits(queue_max=3), Limits(sandboxes_max=5), Limits(run_queue_max=2)])
 def test_a_replay_is_under_the_limits_of_the_recording(limits: Limits, tmp_path: Path) -> None:
     path, pools = tmp_path / "run.jsonl", cpu_node("n0", 1, 9.4)
-    with recording(path, policy="adaptive", pools=pools, limits=limits) as observer:
+    with record_trace(path, policy="adaptive", pools=pools, limits=limits) as observer:
         simulate(build("coding", batch=8, seed=0), "adaptive", pools, limits=limits, observer=observer)
-    assert survey(path).messages["Refuse"], "otherwise it would show nothing"
+    assert summarize(path).messages["Refuse"], "otherwise it would show nothing"
     assert replay(path).difference is None
 
 
@@ -388,7 +388,7 @@ def test_a_recording_of_a_baseline_cannot_be_replayed(tmp_path: Path) -> None:
 def test_a_survey_says_where_the_time_went(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     summary = recorded(path, "mixed", "adaptive", 18)
-    found = survey(path)
+    found = summarize(path)
     assert sorted(run.run for run in found.runs) == ["coding", "search", "teachers"]
     assert sum(run.actions for run in found.runs) == summary["actions"]
     assert sum(run.execution_s for run in found.runs) == pytest.approx(summary["execution_mean_s"] * summary["actions"])
@@ -399,21 +399,21 @@ def test_a_survey_says_where_the_time_went(tmp_path: Path) -> None:
 
 def test_thinking_is_counted_between_turns(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", in_order(life(tool(1), 0.0, 0.5, 2.0), life(tool(2), 5.0, 5.0, 6.0)))
-    (run,) = survey(path).runs
+    (run,) = summarize(path).runs
     assert (run.thinking_s, run.execution_s, run.waiting_s) == (3.0, 2.5, {"cpu": 0.5})
 
 
 def test_batches_played_again_take_as_long(tmp_path: Path) -> None:
-    ask = Step(kind="ask", demand=Demand({GPU: fixed(1)}), service="judge", work_s=1.0)
+    ask = SimStep(kind="ask", demand=Demand({GPU: fixed(1)}), service="judge", work_s=1.0)
     episodes = tuple(
-        Episode(id=f"e{n}", run="r", task="", start_s=0.01 * n, turns=(Turn(think_s=0.0, steps=(ask,)),))
+        SimEpisode(id=f"e{n}", run="r", task="", start_s=0.01 * n, turns=(SimTurn(think_s=0.0, steps=(ask,)),))
         for n in range(9)
     )
     judge = ServiceModel(name="judge", memory_gib=60.0, restore_s=0.5, batch_max=4)
     work = Workload(name="test", seed=0, episodes=episodes, services=(judge,))
     pools = (Pool(kind=GPU, node="g0", total=1),)
     path = tmp_path / "run.jsonl"
-    with recording(path, policy="adaptive", pools=pools, limits=Limits()) as observer:
+    with record_trace(path, policy="adaptive", pools=pools, limits=Limits()) as observer:
         first = simulate(work, "adaptive", pools, observer=observer)
     loaded = load_recording(path)
     assert loaded.services[0].batch_max == 4

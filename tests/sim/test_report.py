@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from tangram.errors import InvalidConfig
-from tangram.reports.formatting import seconds
-from tangram.reports.svg import Linear, Log, duration, nice_step
+from tangram.reports.formatting import seconds, tick_seconds
+from tangram.reports.svg import LinearScale, LogScale, nice_step
 from tangram.sim import charts, report
 from tangram.sim.compare import Comparison, Setup, Source, compare
-from tangram.sim.plan import Plan, Question, plan
-from tangram.sim.result import ActionRow, Result
+from tangram.sim.plan import Plan, PlanRequest, plan
+from tangram.sim.result import ActionRow, SimulationResult
 from tangram.sim.size import Size, default_size
 
 COMMAND = "tangram sim coding --batch 12 --cores 2"
@@ -38,7 +38,7 @@ def text(comparison: Comparison) -> str:
 @pytest.fixture(scope="module")
 def answer() -> Plan:
     source = Source(workload="coding", batch=8)
-    return plan(Question(source=source, size=default_size(source.build(0)), seeds=(0,)), workers=1)
+    return plan(PlanRequest(source=source, size=default_size(source.build(0)), seeds=(0,)), workers=1)
 
 
 class Page(html.parser.HTMLParser):
@@ -95,7 +95,7 @@ def test_the_report_says_what_was_found(comparison: Comparison, text: str) -> No
     assert f"{ratio.mean:.1f} times sooner with adaptive than with pods:0.5" in words
     assert "simulated" in words
     assert COMMAND in words
-    for heading in ("How long actions take", "What that time is made of", "Cores in use", "A closer look"):
+    for heading in ("How long actions take", "Where that time goes", "Cores in use", "A closer look"):
         assert heading in words
 
 
@@ -212,9 +212,9 @@ def row(number: int, submitted: float, waiting: float, execution: float, **chang
     return ActionRow(**(given | changes))
 
 
-def result(rows: list[ActionRow], busy: list[tuple[float, float]] | None = None) -> Result:
+def result(rows: list[ActionRow], busy: list[tuple[float, float]] | None = None) -> SimulationResult:
     ends = [row.ended_at for row in rows]
-    return Result(
+    return SimulationResult(
         name="fcfs",
         workload="w",
         seed=0,
@@ -229,20 +229,20 @@ def result(rows: list[ActionRow], busy: list[tuple[float, float]] | None = None)
 
 
 def test_devices_in_use_are_averaged_exactly() -> None:
-    pool = charts.Pooled(title="Devices", unit="devices", total=8.0, nodes=("gpu-0",))
+    pool = charts.PoolChart(title="Devices", unit="devices", total=8.0, nodes=("gpu-0",))
     found = result([row(1, 0.0, 1.0, 2.0), row(2, 2.0, 0.0, 2.0), row(3, 0.0, 0.0, 4.0, node="cpu-0")])
-    assert pool.over_time(found, np.array([0.0, 1.0, 2.0, 3.0, 4.0])).tolist() == [0.0, 2.0, 4.0, 2.0]
+    assert pool.mean_usage(found, np.array([0.0, 1.0, 2.0, 3.0, 4.0])).tolist() == [0.0, 2.0, 4.0, 2.0]
 
 
 def test_cores_in_use_keep_their_value_until_the_next_sample() -> None:
-    pool = charts.Pooled(title="Cores", unit="cores", total=4.0)
+    pool = charts.PoolChart(title="Cores", unit="cores", total=4.0)
     found = result([row(1, 0.0, 0.0, 4.0)], busy=[(1.0, 2.0), (1.5, 4.0), (3.0, 0.0)])
-    assert pool.over_time(found, np.array([0.0, 1.0, 2.0, 3.0, 4.0])).tolist() == [0.0, 3.0, 4.0, 0.0]
+    assert pool.mean_usage(found, np.array([0.0, 1.0, 2.0, 3.0, 4.0])).tolist() == [0.0, 3.0, 4.0, 0.0]
 
 
 def test_the_window_lies_where_most_is_waiting() -> None:
     rows = [row(k, 10.0 * k, 0.0, 1.0) for k in range(100)] + [row(200 + k, 600.0, 15.0, 1.0) for k in range(30)]
-    window = charts.window(result(rows))
+    window = charts.busiest_window(result(rows))
     assert window.start_s <= 600.0 < window.end_s
     assert len(window.trajectories) == charts.TIMELINE_ROWS
 
@@ -254,16 +254,16 @@ def test_actions_of_one_turn_share_their_row() -> None:
 
 
 def test_splits_add_up_to_the_completion_time(comparison: Comparison) -> None:
-    line = charts.Line(name="fcfs", css="p0", result=comparison.kept("fcfs"))
-    for kind, (found,) in charts.splits([line]).items():
+    line = charts.ChartSeries(name="fcfs", css="p0", result=comparison.kept_result("fcfs"))
+    for kind, (found,) in charts.time_splits([line]).items():
         acts = line.result.acts(kind)
         assert found.waiting_s + found.overhead_s + found.execution_s == pytest.approx(float(acts.mean()), rel=1e-6)
 
 
 def test_scales_have_round_ticks() -> None:
-    assert Linear(0.0, 1180.0, 0.0, 100.0).ticks(8) == [0.0, 300.0, 600.0, 900.0]
-    assert Linear(0.0, 120.0, 0.0, 100.0).ticks(5) == [0.0, 30.0, 60.0, 90.0, 120.0]
-    assert Log(0.02, 300.0, 0.0, 100.0).ticks(6) == [0.1, 1.0, 10.0, 100.0]
+    assert LinearScale(0.0, 1180.0, 0.0, 100.0).ticks(8) == [0.0, 300.0, 600.0, 900.0]
+    assert LinearScale(0.0, 120.0, 0.0, 100.0).ticks(5) == [0.0, 30.0, 60.0, 90.0, 120.0]
+    assert LogScale(0.02, 300.0, 0.0, 100.0).ticks(6) == [0.1, 1.0, 10.0, 100.0]
     assert [nice_step(rough) for rough in (0.03, 1.0, 1.5, 7.0)] == [0.05, 1.0, 2.0, 10.0]
 
 
@@ -272,7 +272,7 @@ def test_scales_have_round_ticks() -> None:
     [(0.0, "0"), (0.02, "20 ms"), (5.0, "5 s"), (90.0, "90 s"), (200.0, "200 s"), (300.0, "5 min"), (7200.0, "2 h")],
 )
 def test_times_on_an_axis_are_short(value: float, words: str) -> None:
-    assert duration(value) == words
+    assert tick_seconds(value) == words
 
 
 @pytest.mark.parametrize(

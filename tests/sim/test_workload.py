@@ -18,9 +18,9 @@ from tangram.core.demand import CPU, GPU, one_of
 from tangram.core.speedup import PowerLaw
 from tangram.errors import InvalidConfig
 from tangram.managers.quotas.manager import Quota, Rate
-from tangram.sim.episode import Step, Workload
+from tangram.sim.episode import SimStep, Workload
 from tangram.sim.workloads import WORKLOADS, build, coding, elastic, search, teachers
-from tangram.sim.workloads.fit import Mixture, Part, lognormal_by_mean, stream
+from tangram.sim.workloads.fit import LognormalPart, Mixture, lognormal_by_mean, random_stream
 
 SEEDS = range(4)
 BATCH = 512
@@ -30,7 +30,7 @@ def digest(workload: Workload) -> str:
     return hashlib.sha256(msgspec.json.encode(workload)).hexdigest()
 
 
-def all_steps(workload: Workload, kind: str) -> list[Step]:
+def all_steps(workload: Workload, kind: str) -> list[SimStep]:
     return [step for e in workload.episodes for turn in e.turns for step in turn.steps if step.kind == kind]
 
 
@@ -156,8 +156,8 @@ def test_an_option_that_cannot_be_meant_is_refused_by_name(name, chosen, field):
 
 
 def test_a_mixture_knows_the_moments_and_quantiles_of_what_it_draws():
-    mixture = Mixture((Part(0.7, 1.0, 0.5), Part(0.3, 20.0, 0.8, 60.0)))
-    drawn = mixture.draw(stream("test"), 200_000)
+    mixture = Mixture((LognormalPart(0.7, 1.0, 0.5), LognormalPart(0.3, 20.0, 0.8, 60.0)))
+    drawn = mixture.draw(random_stream("test"), 200_000)
     assert drawn.mean() == pytest.approx(mixture.mean(), rel=0.02)
     assert drawn.std() / drawn.mean() == pytest.approx(mixture.cv(), rel=0.02)
     for share in (0.1, 0.5, 0.9):
@@ -180,7 +180,7 @@ def coding_batches() -> list[Workload]:
 
 
 @pytest.fixture(scope="module")
-def coding_calls(coding_batches) -> list[list[tuple[float, Step]]]:
+def coding_calls(coding_batches) -> list[list[tuple[float, SimStep]]]:
     """Per trajectory of all seeds: the think seconds and the step of each tool call."""
     return [
         [(turn.think_s, turn.steps[0]) for turn in episode.turns[1:-1]]

@@ -15,38 +15,38 @@ from typing import Any, get_args, get_origin
 import msgspec
 
 from tangram.config import Config, RateConfig
-from tangram.config.tables import kinds
-from tangram.config.valid import SIZE, SIZE_OR_0, Valid
+from tangram.config.tables import field_types
+from tangram.config.validators import SIZE, SIZE_OR_0, Validator
 from tools.reference.sentences import cell, sentences, wrapped
 
 HEAD = """# The config file
 
-`tangram serve --config FILE` reads a file of TOML. All of it is checked before anything starts, and what is wrong is
-said with the file, the line, the key, what came and what is valid; a key or a table that is not on this page is an
-error. What is not said has its default: an empty file serves this machine to whoever is on it.
+`tangram serve --config FILE` reads a TOML file and validates all of it before anything starts. An error names the file,
+the line, the key, the value and the valid values; a key or a table that is not on this page is an error. Omitted keys
+have their defaults: an empty file serves this machine to its local users.
 
 - **Paths** are relative to the folder of the file.
 - **Sizes** are numbers of bytes, or written as "512MB" (powers of 1000) or "512MiB" (powers of 1024).
-- **Seconds** may have a point.
-- Runs and their tokens are not in the file: the admin makes them while the service runs.
+- **Seconds** may have a fraction.
+- Runs and their tokens are not in the file: the admin creates them while the service runs.
 """
 
-SCHEDULER = "Limits of the scheduler, over all runs. [Limits](limits.md) says more of them."
+SCHEDULER = "Limits of the scheduler, over all runs. [Limits](limits.md) describes them."
 
 MORE = {
     "quotas": """`requests` and `tokens` are tables themselves:
 {rates}
-[Stay under an API quota](../guides/stay-under-an-api-quota.md) says how they are used.""",
-    "services": """Engines that are there: `tangram.managers.models.torch_engine:TorchEngine`; `RewardModel`, `Teacher`
+[Stay under an API quota](../guides/stay-under-an-api-quota.md) describes their use.""",
+    "services": """Built-in engines: `tangram.managers.models.torch_engine:TorchEngine`; `RewardModel`, `Teacher`
 and `Judge` of `tangram.managers.models.transformers_engine`; and
 `tangram.managers.models.server_engine:ServerEngine`. [Bring your own
-engine](../guides/bring-your-own-engine.md#engines-that-are-there) says what they are made of.""",
+engine](../guides/bring-your-own-engine.md#engines-that-are-there) describes them.""",
 }
 
 EXAMPLE_HEAD = """## An example with every key
 
-Lines without `#` say the defaults, so the file as it stands is the same as an empty one. Lines with `#` directly before
-a key or a table are there to be changed and used.
+Lines without `#` contain the defaults, so the file is equivalent to an empty one. Uncomment and change lines with `#`
+directly before a key or a table.
 """
 
 EXAMPLES: dict[str, Any] = {
@@ -67,7 +67,7 @@ EXAMPLES: dict[str, Any] = {
 
 def config_page(note: str) -> str:
     parts = [note, HEAD]
-    for name, kind in kinds(Config).items():
+    for name, kind in field_types(Config).items():
         several, record = record_of(kind)
         parts.append(f"## `{head_of(name, several)}`\n")
         parts.append(wrapped(SCHEDULER if name == "scheduler" else inspect.cleandoc(record.__doc__ or "")))
@@ -81,7 +81,7 @@ def config_page(note: str) -> str:
 def example() -> str:
     """A file with every key, at its default where it has one."""
     lines = []
-    for name, kind in kinds(Config).items():
+    for name, kind in field_types(Config).items():
         several, record = record_of(kind)
         off = "#" if several else ""
         lines += [f"{off}{head_of(name, several)}"]
@@ -89,7 +89,7 @@ def example() -> str:
             lines += [f"# {line}" for line in textwrap.wrap(sentences(record)[field.name], 110)]
             value = EXAMPLES.get(f"{name}.{field.name}", _default(field))
             mark = "#" if several or not _has_value(field) else ""
-            lines.append(f"{mark}{field.name} = {_toml(value, kinds(record)[field.name])}")
+            lines.append(f"{mark}{field.name} = {_toml(value, field_types(record)[field.name])}")
         lines.append("")
     return "\n".join(lines)
 
@@ -109,10 +109,10 @@ def table_of(record: type[msgspec.Struct]) -> str:
 
 def _rows(record: type[msgspec.Struct]) -> Iterator[str]:
     for field in msgspec.structs.fields(record):
-        kind = kinds(record)[field.name]
-        takes = kind.words if isinstance(kind, Valid) else "a table, see below"
+        kind = field_types(record)[field.name]
+        takes = kind.expected if isinstance(kind, Validator) else "a table, see below"
         if field.required:
-            default = "must be said"
+            default = "required"
         elif not _has_value(field) or isinstance(_default(field), msgspec.Struct):
             default = ""
         else:

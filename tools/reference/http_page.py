@@ -17,23 +17,22 @@ from tools.reference.sentences import cell, sentences, wrapped
 
 HEAD = """# The HTTP API
 
-`tangram serve` answers at the addresses below; the [client](../guides/from-embedded-to-shared.md) uses nothing else.
-The same as an OpenAPI document: `GET /openapi.json`.
+`tangram serve` serves the routes below; the [client](../guides/from-embedded-to-shared.md) uses nothing else. `GET
+/openapi.json` returns them as an OpenAPI document.
 
-**Who calls.** Every request but those marked *public* needs `Authorization: Bearer TOKEN`: the token of a run, or the
-admin's. A service on loopback without an admin token takes requests without one, as the admin's. All names are those
-of the caller's run: no other run can say them.
+**Authentication.** Every request except those marked *public* needs `Authorization: Bearer TOKEN`: the token of a run
+or of the admin. A service on loopback without an admin token treats requests without a token as the admin's. All
+names are relative to the caller's run and cannot be used by another run.
 
-**Records** are JSON; bytes in them are base64. Fields that are not listed are refused. Fields without a default must
-be there.
+**Records** are JSON; bytes in them are base64. Unknown fields are rejected. Fields without a default are required.
 
-**Once.** The `id` of a submission is the caller's choice and its idempotency key: the same submission, however often it
-is sent, is one action, and is answered with what became of it. The same id with other content is a `conflict`. A result
-is kept until `POST /v1/acknowledge` says that it arrived, or `service.results_keep_s` have passed. Whoever leaves more
-than `limits.results_bytes_max` of them gets nothing more in until some are acknowledged.
+**Idempotency.** The caller chooses the `id` of a submission, which is its idempotency key: a submission that is sent
+again is the same action, and the response is its state or result. The same id with other content is a `conflict`. A
+result is kept until `POST /v1/acknowledge` confirms it, or for `service.results_keep_s`. A run whose unacknowledged
+results exceed `limits.results_bytes_max` can submit nothing more until it acknowledges some.
 
-**Waiting.** `wait_s` makes a request wait until the action has settled, at most 60 seconds; answered sooner means
-settled. Whoever was cut off asks again.
+**Waiting.** With `wait_s` a request returns when the action has settled, or after that time, at most 60 seconds. A
+client that was disconnected repeats the request.
 
 ```sh
 curl -s $TANGRAM_URL/v1/actions -H "Authorization: Bearer $TANGRAM_TOKEN" \\
@@ -44,7 +43,8 @@ curl -s $TANGRAM_URL/v1/actions -H "Authorization: Bearer $TANGRAM_TOKEN" \\
 
 ## Errors
 
-An answer of 400 or more is `{"error": {...}}`, a [Fault](#fault). Its `code` stays the same over versions:
+A response with status 400 or above is `{"error": {...}}`, an [ErrorRecord](#errorrecord). Its `code` is stable across
+versions:
 
 | code | status |
 |---|---|
@@ -54,28 +54,31 @@ OWN = "tangram."
 
 
 def http_page(note: str) -> str:
-    from tangram.runtime.error_records import Fault
+    from tangram.runtime.error_records import ErrorRecord
     from tangram.server.http.middleware import STATUS_BY_CODE
     from tangram.server.http.routes import ROUTES
 
     parts = [note, HEAD + "\n".join(f"| `{code}` | {status} |" for code, status in STATUS_BY_CODE.items()) + "\n"]
-    parts.append("## Addresses\n")
+    parts.append("## Routes\n")
     rows = ["| | takes | gives | |", "|---|---|---|---|"]
     for route in ROUTES:
         query = f"?{'&'.join(each.name for each in route.query)}" if route.query else ""
         path = re.sub(r":path", "", route.path) + query
-        about = route.about + (" *(public)*" if route.public else "")
-        rows.append(f"| `{route.method} {path}` | {_shown(route.takes)} | {_shown(route.gives)} | {cell(about)} |")
+        about = route.summary + (" *(public)*" if route.is_public else "")
+        request, response = _shown(route.request_type), _shown(route.response_type)
+        rows.append(f"| `{route.method} {path}` | {request} | {response} | {cell(about)} |")
     parts.append("\n".join(rows) + "\n")
     parts.append("### In the query\n")
     queries = {each.name: each for route in ROUTES for each in route.query}
     rows = ["| | default | |", "|---|---|---|"]
-    rows += [f"| `{name}` | {_default(each.kind)} | {cell(each.about)} |" for name, each in sorted(queries.items())]
+    rows += [
+        f"| `{name}` | {_default(each.schema)} | {cell(each.description)} |" for name, each in sorted(queries.items())
+    ]
     rows.append("| `run` | | of the admin: in the name of which run it asks, so that names are that run's |")
     parts.append("\n".join(rows) + "\n")
     parts.append("## Records\n")
-    roots = [each for route in ROUTES for each in (route.takes, route.gives) if _is_record(each)]
-    parts += [_record(each) for each in _reached([Fault, *roots])]
+    roots = [each for route in ROUTES for each in (route.request_type, route.response_type) if _is_record(each)]
+    parts += [_record(each) for each in _reached([ErrorRecord, *roots])]
     return "\n".join(parts)
 
 

@@ -8,20 +8,20 @@ from __future__ import annotations
 from prometheus_client import ProcessCollector
 
 from tangram.server.observe.accounts import CLASSES_MAX, RUNS_MAX
-from tangram.server.observe.metrics import FAMILIES, HISTOGRAM, SERIES_MAX, Family
+from tangram.server.observe.metrics import FAMILIES, HISTOGRAM, SERIES_MAX, MetricFamily
 from tangram.server.observe.time_breakdown import OTHER
 
 HEAD = f"""# Metrics
 
-`GET /metrics` of the shared service, with the admin's token, answers in the text format of Prometheus, version 0.0.4.
-`deploy/grafana-dashboard.json` is a dashboard for Grafana made of these: import it and choose the data source.
+`GET /metrics` of the shared service, with the admin token, returns the text format of Prometheus, version 0.0.4.
+`deploy/grafana-dashboard.json` is a Grafana dashboard of these metrics: import it and choose the data source.
 
-Times are seconds, sizes bytes. A counter goes up until the service starts anew; a histogram has `_bucket`, `_sum` and
-`_count`. What happens with the labels `run` and `class`, which callers choose: {RUNS_MAX} runs and {CLASSES_MAX}
-classes have series of their own, the rest are counted together as `{OTHER}`. A class is `task/kind/key`; where a run
-has many tasks it is `*/kind/key`. Whoever was not seen for an hour may lose its series to another. Other labels have at
-most {SERIES_MAX} series together. [Where does the time go](../guides/where-does-the-time-go.md) explains the parts of
-`tangram_time_seconds_total`.
+Times are seconds, sizes bytes. Counters restart at 0 with the service; a histogram has `_bucket`, `_sum` and
+`_count`. Callers choose the labels `run` and `class`, so their number is limited: {RUNS_MAX} runs and {CLASSES_MAX}
+classes have their own series, the rest are counted together as `{OTHER}`. A class is `task/kind/key`; for a run with
+many tasks it is `*/kind/key`. A run or class that was not active for an hour may lose its series to another. Other
+labels have at most {SERIES_MAX} series together. [Where does the time go](../guides/where-does-the-time-go.md)
+explains the parts of `tangram_time_seconds_total`.
 """
 
 GROUPS = {
@@ -35,7 +35,7 @@ GROUPS = {
 def metrics_page(note: str) -> str:
     parts = [note, HEAD]
     known = (*FAMILIES, *_process_families())
-    shown: list[Family] = []
+    shown: list[MetricFamily] = []
     for title, starts in GROUPS.items():
         families = [family for family in known if family.name.startswith(starts)]
         shown += families
@@ -53,12 +53,14 @@ def metrics_page(note: str) -> str:
     return "\n".join(parts)
 
 
-def _process_families() -> list[Family]:
+def _process_families() -> list[MetricFamily]:
     """Those that `prometheus_client` adds where the kernel has /proc."""
     metrics = ProcessCollector(registry=None).collect()
-    return [Family(f"{m.name}_total" if m.type == "counter" else m.name, m.type, m.documentation) for m in metrics]
+    return [
+        MetricFamily(f"{m.name}_total" if m.type == "counter" else m.name, m.type, m.documentation) for m in metrics
+    ]
 
 
-def _row(family: Family) -> str:
+def _row(family: MetricFamily) -> str:
     labels = ", ".join(f"`{label}`" for label in family.labels)
     return f"| `{family.name}` | {family.kind} | {labels} | {family.help} |"

@@ -1,4 +1,4 @@
-"""The generated pages of the documentation: `python -m tools.reference.pages` writes them anew.
+"""The generated pages of the documentation: `python -m tools.reference.pages` regenerates them.
 
 Owns docs/reference/cli.md, made of the app itself, docs/reference/config.md, made of the records of the config,
 docs/reference/http.md, made of the routes of the service, docs/reference/metrics.md, made of the families of metrics,
@@ -46,9 +46,8 @@ def cli_page() -> str:
     group: Any = get_command(app)
     parts = [NOTE, "# The command line\n", f"{group.help}\n"]
     parts.append(
-        "Every verb prints tables for people, and with `--json` JSON alone. What is wrong with the input is said on"
-        " stderr with exit code 2, of a misspelt command line with its usage; Ctrl-C ends all processes and exits with"
-        " 130, SIGTERM likewise with 143.\n"
+        "Every verb prints tables, or with `--json` only JSON. Invalid input is reported on stderr with exit code 2, a"
+        " misspelt command line with its usage. Ctrl-C ends all processes and exits with 130, SIGTERM with 143.\n"
     )
     parts.extend(_verb(("tangram", name), command) for name, command in _verbs(group))
     return "\n".join(parts)

@@ -40,7 +40,7 @@ HEADLINES = (
     Headline("sizing", "Cores and devices saved at the same mean ACT", "{} and {}", ("cores_saved", "devices_saved")),
     Headline(
         "ladder", "Training throughput, asynchronous against synchronous and one-off", "{} and {}",
-        ("rollart_vs_sync", "rollart_vs_one_off"),
+        ("async_vs_sync", "async_vs_one_off"),
     ),
     Headline(
         "learning", "Held-out reward of three tasks after {} s of training together", "{}, {} and {}",
@@ -149,7 +149,7 @@ def _row(result: BenchResult, name: str) -> str:
     told, wanted = number(value), "printed"
     if goal.value is not None:
         wanted = f"{goal.op} {number(goal.value)}"
-        if goal.met(value) is False:
+        if goal.is_met(value) is False:
             digits = _digits_apart(value, goal.value)
             told = number(value, digits)
             wanted += f" (missed{_best(result, name, digits)})"

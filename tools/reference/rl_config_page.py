@@ -6,8 +6,8 @@ import inspect
 
 import msgspec
 
-from tangram.config.tables import kinds
-from tangram.config.valid import Valid
+from tangram.config.tables import field_types
+from tangram.config.validators import Validator
 from tangram.rl.config.rollout_settings import RewardSettings, RolloutSettings, TaskSettings
 from tangram.rl.config.training_settings import TrainSettings
 from tools.reference.config_page import head_of, record_of, table_of
@@ -15,15 +15,15 @@ from tools.reference.sentences import cell, sentences, wrapped
 
 HEAD = """# The config of rollouts and training runs
 
-`tangram train CONFIG` and `tangram rl rollout CONFIG` read the same file of TOML; a rollout takes no notice of how the
-policy learns. All of it is checked before anything is played, and what is wrong is said with the file, the key, what
-came and what is valid, and the line where one key alone is wrong; a key or table that is not on this page is an error.
-What is not said has its default. Paths are relative to the folder of the file, and `module:name` is also looked for
-there; seconds may have a point. [Play a rollout](../guides/play-a-rollout.md) uses it.
+`tangram train CONFIG` and `tangram rl rollout CONFIG` read the same TOML file; a rollout ignores the keys of training.
+The whole file is validated before anything is played: an error names the file, the key, the value and the valid values,
+and the line if a single key is invalid; a key or table that is not on this page is an error. Omitted keys have their
+defaults. Paths are relative to the folder of the file, where `module:name` is also looked up; seconds may have a
+fraction. [Play a rollout](../guides/play-a-rollout.md) uses it.
 
-`tangram train CONFIG --set KEY=VALUE` changes a key without changing the file: `training.staleness=2`; of several
-tables the one with a name, `tasks.frozenlake.weight=2`, or with a number, `engines.0.count=2`. Values are those of
-TOML, and a plain word is text.
+`tangram train CONFIG --set KEY=VALUE` changes a key without changing the file: `training.staleness=2`. For an array of
+tables, KEY contains the name, `tasks.frozenlake.weight=2`, or the index, `engines.0.count=2`. Values are TOML, and a
+plain word is text.
 """
 
 
@@ -32,16 +32,16 @@ def rl_config_page(note: str) -> str:
     fields = {field.name: field for field in msgspec.structs.fields(TrainSettings)}
     said = sentences(RolloutSettings) | sentences(TrainSettings)
     tables = []
-    for name, kind in kinds(TrainSettings).items():
-        if isinstance(kind, Valid):
+    for name, kind in field_types(TrainSettings).items():
+        if isinstance(kind, Validator):
             default = msgspec.json.encode(fields[name].default).decode()
-            parts.append("| " + " | ".join(map(cell, (f"`{name}`", kind.words, f"`{default}`", said[name]))) + " |")
+            parts.append("| " + " | ".join(map(cell, (f"`{name}`", kind.expected, f"`{default}`", said[name]))) + " |")
         else:
             tables.append((name, kind))
     parts.append("")
     for name, kind in tables:
         several, record = record_of(kind)
-        parts += _section(head_of(name, several), record, training=name not in kinds(RolloutSettings))
+        parts += _section(head_of(name, several), record, training=name not in field_types(RolloutSettings))
         if record is TaskSettings:
             parts += _section("[tasks.reward]", RewardSettings)
     return "\n".join(parts)

@@ -10,7 +10,7 @@ import msgspec
 
 
 def sentences(record: type[msgspec.Struct]) -> dict[str, str]:
-    """What stands below each field of a record."""
+    """The docstring below each field of a record."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(record))).body
     assert isinstance(body, ast.ClassDef)
     found: dict[str, str] = {}

@@ -1,17 +1,18 @@
-"""Tasks on the class of hardware that suits them, against fleets of one class at equal cost. Emulated.
+"""Hardware affinity: tasks on the class of hardware that suits them, against fleets of one class at equal cost.
+Emulated.
 
-Two tasks are played together: `reader` has several turns, in each of which it reads a long observation and writes a
-word; `writer` reads a line and writes a long answer. Its prefix stays with a session, so a turn reads only what is new.
-Engines, gateway and routing are real; each engine is a process whose reading and writing take at least as long as
-emulated hardware would. The classes differ as published: compute 989.5 : 148, bandwidth 3.35 : 4.0, cost 2.85 : 1. What
-reading a token takes against a step of writing is a choice of this benchmark, stated in its settings; slots, the
-requests that an engine serves at once, are the same for both classes.
+Two tasks run together. `reader` has several turns and in each reads a long observation and writes a word; `writer`
+reads a line and writes a long answer. The prefix of a session stays in the KV cache, so a turn prefills only new
+tokens. Engines, router and routing are real; each engine is a process whose prefill and decoding take at least as long
+as on the emulated hardware. The classes differ as published: compute 989.5 : 148, bandwidth 3.35 : 4.0, cost 2.85 : 1.
+The ratio of prefill time to decode time is a choice of this benchmark, stated in its settings. Slots (concurrent
+requests per engine) are the same for both classes.
 
 Fleets cost about the same: `compute` alone, `bandwidth` alone, and a mix in which readers go to compute and writers to
-bandwidth. As many requests are under way as a fleet has places. `gain_vs_*` is the time of a fleet of one class over
-that of the mix, seed by seed; `emulated_gain_min` the smaller of both.
+bandwidth. As many requests are in flight as a fleet has slots. `gain_vs_*` is the time of a fleet of one class over
+that of the mix, paired by seed; `emulated_gain_min` is the smaller of both.
 
-Beside it stand the simulated gains on the published fleets, tasks and models: see sim/serving.py.
+The result also contains the simulated gains on the published fleets, tasks and models; see sim/serving.py.
 """
 
 from __future__ import annotations
@@ -23,17 +24,16 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from itertools import pairwise
-from pathlib import Path
 
 import msgspec
 
-from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_least, paired_values, part
+from tangram.bench.base import PRINTED, BenchRun, Progress, at_least, paired_ratio_of_values, subprogress
 from tangram.rl.config.rollout_settings import EngineSettings
-from tangram.rl.inference.affinity import BANDWIDTH, COMPUTE, PUBLISHED
+from tangram.rl.inference.affinity import BANDWIDTH, COMPUTE, HARDWARE_BY_CLASS
 from tangram.rl.inference.engines.process import ProcessEngine
-from tangram.rl.inference.engines.protocol import Generation, Noise, Request, Sampling, Weights
+from tangram.rl.inference.engines.protocol import Generation, GenerationRequest, PolicyWeights, Sampling, SamplingSeed
 from tangram.rl.inference.profiler import Profiler
-from tangram.rl.inference.router import Gateway
+from tangram.rl.inference.router import Router
 from tangram.sim.serving import PUBLISHED_VS_BANDWIDTH, PUBLISHED_VS_COMPUTE, AffinityGains, affinity_gains
 from tangram.sim.serving_model import MODELS, QWEN3_8B, QWEN3_14B, QWEN3_32B
 
@@ -44,42 +44,43 @@ FLEETS: Mapping[str, Mapping[str, int]] = {
     BANDWIDTH: {BANDWIDTH: 6},
     MIX: {COMPUTE: 1, BANDWIDTH: 3},
 }
-"""Engines by class. They cost 5.7, 6 and 5.85."""
+"""Engines by class. The fleets cost 5.7, 6 and 5.85."""
 AFFINITY = {READER: COMPUTE, WRITER: BANDWIDTH}
 WORDS = 64
-"""In the vocabulary; what they are does not matter."""
+"""Vocabulary size; the tokens themselves do not matter."""
 
 
-class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+class AffinitySizes(msgspec.Struct, frozen=True, kw_only=True):
     seeds: int = 3
     sessions: int = 12
-    """Of readers, all under way at once."""
+    """Readers, all in flight at once."""
     turns: int = 3
     observation: int = 40
-    """Tokens that a reader reads in a turn, on average."""
+    """Mean tokens that a reader reads in a turn."""
     word: int = 3
-    """Tokens that it writes."""
+    """Tokens that a reader writes in a turn."""
     writers: int = 72
     question: int = 4
     answer: int = 20
-    """Tokens that a writer writes, on average."""
+    """Mean tokens that a writer writes."""
     varied: float = 0.2
-    """Observations and answers are by up to this share longer or shorter, by chance."""
+    """Lengths vary uniformly by up to this share."""
     slots: int = 13
     chunk: int = 480
-    """What all sessions of readers read at once: between two chunks there is a step of writing."""
+    """Prompt tokens that all readers of an engine prefill between two decode steps."""
     prefill_s_per_token: float = 0.0015
-    """On compute."""
+    """On the compute class."""
     decode_s_per_step: float = 0.06
-    """On compute. A step of writing takes as long as reading 40 tokens."""
+    """On the compute class. A decode step takes as long as the prefill of 40 tokens."""
     simulated: tuple[str, ...] = (QWEN3_8B.name, QWEN3_14B.name, QWEN3_32B.name)
     """Models."""
     simulated_ended: int = 3072
     """Trajectories."""
 
 
-FULL = Sizes()
-QUICK = Sizes(seeds=1, writers=36, turns=2, simulated=(QWEN3_8B.name,), simulated_ended=1024)
+LABEL = "emulated"
+FULL = AffinitySizes()
+QUICK = AffinitySizes(seeds=1, writers=36, turns=2, simulated=(QWEN3_8B.name,), simulated_ended=1024)
 
 
 # ---- the work -----------------------------------------------------------------------------------------------------
@@ -88,7 +89,7 @@ QUICK = Sizes(seeds=1, writers=36, turns=2, simulated=(QWEN3_8B.name,), simulate
 class Reader(msgspec.Struct, frozen=True):
     name: str
     observations: tuple[int, ...]
-    """Tokens of each."""
+    """Tokens of each observation."""
 
 
 class Writer(msgspec.Struct, frozen=True):
@@ -97,8 +98,8 @@ class Writer(msgspec.Struct, frozen=True):
     answer: int
 
 
-def drawn(sizes: Sizes, seed: int) -> tuple[list[Reader], list[Writer]]:
-    """The same for all fleets."""
+def draw_work(sizes: AffinitySizes, seed: int) -> tuple[list[Reader], list[Writer]]:
+    """Draw the work of a seed, the same for all fleets."""
     chance = random.Random(f"affinity {seed}")
 
     def about(mean: int) -> int:
@@ -114,26 +115,26 @@ def drawn(sizes: Sizes, seed: int) -> tuple[list[Reader], list[Writer]]:
     return readers, writers
 
 
-class Player:
-    """Plays the work on one fleet. Whoever is under way has one of as many places as its engines have slots, less one
-    of each: then no engine queues anybody, to whom a session could lose its prefix between two turns. A session has
-    its place for all of its turns."""
+class FleetDriver:
+    """Plays the work on one fleet. The requests in flight are limited to one less than the slots of each engine: then
+    no request queues, and no session loses its prefix between two turns. A session keeps its place for all of its
+    turns."""
 
-    def __init__(self, gateway: Gateway, fleet: str, sizes: Sizes, profiler: Profiler) -> None:
-        self._gateway = gateway
+    def __init__(self, router: Router, fleet: str, sizes: AffinitySizes, profiler: Profiler) -> None:
+        self._router = router
         self._fleet = fleet
         self._sizes = sizes
         self._profiler = profiler
         counts = FLEETS[fleet]
         shared = asyncio.Semaphore(sum(counts.values()) * (sizes.slots - 1))
         apart = {name: asyncio.Semaphore(count * (sizes.slots - 1)) for name, count in counts.items()}
-        self._places = {task: apart[AFFINITY[task]] if fleet == MIX else shared for task in AFFINITY}
+        self._slots = {task: apart[AFFINITY[task]] if fleet == MIX else shared for task in AFFINITY}
 
     async def play(self, seed: int) -> float:
-        """The seconds that it took."""
-        readers, writers = drawn(self._sizes, seed)
+        """Play a seed and return the seconds."""
+        readers, writers = draw_work(self._sizes, seed)
         began = time.perf_counter()
-        # Readers come first: they are the same number everywhere, and take a place for all of their turns.
+        # Readers start first: every fleet has the same number of them, and each keeps a place for all of its turns.
         async with asyncio.TaskGroup() as group:
             for reader in readers:
                 group.create_task(self._read(reader, seed))
@@ -143,35 +144,35 @@ class Player:
 
     async def _read(self, reader: Reader, seed: int) -> None:
         tokens: tuple[int, ...] = ()
-        async with self._places[READER]:
+        async with self._slots[READER]:
             for turn, length in enumerate(reader.observations):
                 tokens = (*tokens, *_words(length, turn))
-                request = Request(
+                request = GenerationRequest(
                     id=f"{reader.name}-{turn}",
-                    session=f"{self._fleet}-{reader.name}",  # what another fleet has read is not to be had
+                    session=f"{self._fleet}-{reader.name}",  # the prefixes cached for another fleet must not match
                     task=READER,
                     tokens=tokens,
                     sampling=Sampling(tokens_max=self._sizes.word),
-                    noise=Noise(seed=seed),
+                    noise=SamplingSeed(seed=seed),
                 )
-                tokens = (*tokens, *(await self._asked(request)).tokens)
+                tokens = (*tokens, *(await self._generate(request)).tokens)
 
     async def _write(self, writer: Writer, seed: int) -> None:
-        async with self._places[WRITER]:
-            request = Request(
+        async with self._slots[WRITER]:
+            request = GenerationRequest(
                 id=writer.name,
                 task=WRITER,
                 tokens=_words(writer.question, 0),
                 sampling=Sampling(tokens_max=writer.answer),
-                noise=Noise(seed=seed),
+                noise=SamplingSeed(seed=seed),
             )
-            await self._asked(request)
+            await self._generate(request)
 
-    async def _asked(self, request: Request) -> Generation:
-        found = await self._gateway.generate(request)
-        assert len(found.tokens) == request.sampling.tokens_max
-        self._profiler.add_generation(request.task, found, context=len(request.tokens))
-        return found
+    async def _generate(self, request: GenerationRequest) -> Generation:
+        generation = await self._router.generate(request)
+        assert len(generation.tokens) == request.sampling.tokens_max
+        self._profiler.add_generation(request.task, generation, context=len(request.tokens))
+        return generation
 
 
 def _words(count: int, turn: int) -> tuple[int, ...]:
@@ -181,9 +182,9 @@ def _words(count: int, turn: int) -> tuple[int, ...]:
 # ---- fleets -------------------------------------------------------------------------------------------------------
 
 
-def engine_settings(sizes: Sizes, hardware: str, count: int) -> EngineSettings:
-    """Speeds of a class, by the published ratios to `compute`."""
-    own, base = PUBLISHED[hardware], PUBLISHED[COMPUTE]
+def engine_settings(sizes: AffinitySizes, hardware: str, count: int) -> EngineSettings:
+    """Return the settings of a class, with speeds relative to `compute` as published."""
+    own, base = HARDWARE_BY_CLASS[hardware], HARDWARE_BY_CLASS[COMPUTE]
     longest = sizes.turns * (sizes.observation * (1.0 + sizes.varied) + sizes.word) + 2
     return EngineSettings(
         name=hardware,
@@ -198,18 +199,18 @@ def engine_settings(sizes: Sizes, hardware: str, count: int) -> EngineSettings:
 
 
 def cost(fleet: str) -> float:
-    return sum(PUBLISHED[name].cost * count for name, count in FLEETS[fleet].items())
+    return sum(HARDWARE_BY_CLASS[name].cost * count for name, count in FLEETS[fleet].items())
 
 
-class Lent:
-    """An engine that runs already: fleets are made of the same processes, one after the other."""
+class BorrowedEngine:
+    """Wraps a running engine, so that fleets reuse the same processes one after the other."""
 
     def __init__(self, engine: ProcessEngine) -> None:
-        self.name, self.hardware, self.trains = engine.name, engine.hardware, engine.trains
+        self.name, self.hardware, self.output_is_trainable = engine.name, engine.hardware, engine.output_is_trainable
         self.generate, self.statistics = engine.generate, engine.statistics
         self.fetch, self.suspend, self.update, self.resume = engine.fetch, engine.suspend, engine.update, engine.resume
 
-    async def start(self, weights: Weights) -> None:
+    async def start(self, weights: PolicyWeights) -> None:
         pass
 
     async def close(self) -> None:
@@ -217,16 +218,16 @@ class Lent:
 
 
 @asynccontextmanager
-async def running(sizes: Sizes) -> AsyncIterator[list[ProcessEngine]]:
-    """As many engines of each class as a fleet has at most."""
-    counts = {name: max(fleet.get(name, 0) for fleet in FLEETS.values()) for name in PUBLISHED}
+async def running_engines(sizes: AffinitySizes) -> AsyncIterator[list[ProcessEngine]]:
+    """Start the largest number of engines of each class that a fleet has."""
+    counts = {name: max(fleet.get(name, 0) for fleet in FLEETS.values()) for name in HARDWARE_BY_CLASS}
     engines = [
         ProcessEngine(engine_settings(sizes, name, count), number, record_steps=True)
         for name, count in counts.items()
         for number in range(count)
     ]
     with tempfile.TemporaryDirectory(prefix="tangram-bench-") as folder:
-        weights = _published(sizes, folder)
+        weights = _publish_weights(sizes, folder)
         try:
             await asyncio.gather(*(engine.start(weights) for engine in engines))
             await asyncio.gather(*(_warm(engine, sizes) for engine in engines))
@@ -235,76 +236,76 @@ async def running(sizes: Sizes) -> AsyncIterator[list[ProcessEngine]]:
             await asyncio.gather(*(engine.close() for engine in engines))
 
 
-async def _warm(engine: ProcessEngine, sizes: Sizes) -> None:
-    """The first steps of a process are slow."""
-    sampling, noise = Sampling(tokens_max=3), Noise(seed=0)
+async def _warm(engine: ProcessEngine, sizes: AffinitySizes) -> None:
+    """Warm up: the first steps of a process are slow."""
+    sampling, noise = Sampling(tokens_max=3), SamplingSeed(seed=0)
     requests = [
-        Request(id=f"warm-{slot}", tokens=_words(8, 0), sampling=sampling, noise=noise) for slot in range(sizes.slots)
+        GenerationRequest(id=f"warm-{slot}", tokens=_words(8, 0), sampling=sampling, noise=noise)
+        for slot in range(sizes.slots)
     ]
     await asyncio.gather(*(engine.generate(request) for request in requests))
 
 
-def fleet_of(name: str, engines: Sequence[ProcessEngine]) -> Gateway:
+def make_router(name: str, engines: Sequence[ProcessEngine]) -> Router:
     chosen = [
-        Lent(engine)
+        BorrowedEngine(engine)
         for hardware, count in FLEETS[name].items()
         for engine in [each for each in engines if each.hardware == hardware][:count]
     ]
-    return Gateway(chosen, affinity=AFFINITY if name == MIX else {})
+    return Router(chosen, affinity=AFFINITY if name == MIX else {})
 
 
-def _published(sizes: Sizes, folder: str) -> Weights:
-    from tangram.rl.model.transformer import Transformer, small
+def _publish_weights(sizes: AffinitySizes, folder: str) -> PolicyWeights:
+    from tangram.rl.model.transformer import Transformer, small_config
     from tangram.rl.model.weight_store import publish
 
-    config = small(WORDS, layers=1, width=32, heads=2, context_max=engine_settings(sizes, COMPUTE, 1).context_max)
+    config = small_config(
+        WORDS, layers=1, width=32, heads=2, context_max=engine_settings(sizes, COMPUTE, 1).context_max
+    )
     return publish(Transformer.new(config, 0), config, folder, 0)
 
 
 # ---- the benchmark ------------------------------------------------------------------------------------------------
 
 
-class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """One fleet."""
+class FleetResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one fleet."""
 
     seconds: tuple[float, ...]
     """By seed."""
     prefilled: int
-    """Tokens that readers had read."""
+    """Tokens prefilled for readers."""
     recommended: tuple[str, ...]
-    """What the profiler says of it."""
+    """Recommendations of the profiler."""
 
 
-def measure(sizes: Sizes, *, trace: Path | None, processes: int | None, progress: Progress) -> BenchResult:
-    found = Findings()
-    sides, slower = asyncio.run(_played(sizes, part(progress, 0.0, 0.8)))
-    _compare(found, sides)
-    found.add("slower_than_emulated", slower, PRINTED)
-    progress(0.8, "simulating")
+def measure(sizes: AffinitySizes, run: BenchRun) -> None:
+    sides, slower = asyncio.run(_run_fleets(sizes, subprogress(run.progress, 0.0, 0.8)))
+    _compare(run, sides)
+    run.add("slower_than_emulated", slower, PRINTED)
+    run.progress(0.8, "simulating")
     gains = affinity_gains(
         models=[MODELS[name] for name in sizes.simulated],
         warm_up=sizes.simulated_ended // 3,
         ended=sizes.simulated_ended,
     )
-    _add_simulated(found, gains)
-    progress(1.0)
-    return found.result("affinity", "emulated", sizes)
+    _add_simulated(run, gains)
 
 
-async def _played(sizes: Sizes, progress: Progress) -> tuple[dict[str, Side], float]:
-    """Of each fleet, and what steps took over what was emulated."""
+async def _run_fleets(sizes: AffinitySizes, progress: Progress) -> tuple[dict[str, FleetResult], float]:
+    """Return the results of each fleet, and the time of steps relative to the emulated time."""
     sides = {}
     progress(0.0, "starting engines")
-    async with running(sizes) as engines:
+    async with running_engines(sizes) as engines:
         for number, fleet in enumerate(FLEETS):
             progress((1 + number) / (1 + len(FLEETS)), fleet)
-            sides[fleet] = await _side(fleet_of(fleet, engines), fleet, sizes)
-    return sides, _slower(engines, sizes)
+            sides[fleet] = await _fleet_result(make_router(fleet, engines), fleet, sizes)
+    return sides, _slowdown(engines, sizes)
 
 
-def _slower(engines: Sequence[ProcessEngine], sizes: Sizes) -> float:
-    """What steps took over what they should take. Only those before which nothing was said to an engine: before others
-    it may have had nothing to do."""
+def _slowdown(engines: Sequence[ProcessEngine], sizes: AffinitySizes) -> float:
+    """Return the time of steps relative to the emulated time. Counts only steps without a preceding command, before
+    which the engine cannot have been idle."""
     took_s = emulated_s = 0.0
     for engine in engines:
         speed = engine_settings(sizes, engine.hardware, 1)
@@ -316,56 +317,56 @@ def _slower(engines: Sequence[ProcessEngine], sizes: Sizes) -> float:
     return took_s / emulated_s
 
 
-async def _side(gateway: Gateway, fleet: str, sizes: Sizes) -> Side:
-    await gateway.start(Weights(version=0, folder=""))
+async def _fleet_result(gateway: Router, fleet: str, sizes: AffinitySizes) -> FleetResult:
+    await gateway.start(PolicyWeights(version=0, folder=""))
     profiler = Profiler()
-    player = Player(gateway, fleet, sizes, profiler)
+    player = FleetDriver(gateway, fleet, sizes, profiler)
     seconds = [await player.play(seed) for seed in range(sizes.seeds)]
     statistics = gateway.statistics()
     assert not statistics.resumed and not statistics.fallbacks, "no engine died"
     await gateway.close()
-    return Side(
+    return FleetResult(
         seconds=tuple(seconds),
         prefilled=profiler.work(READER).prefilled,
         recommended=tuple(profiler.lines()),
     )
 
 
-def _compare(found: Findings, sides: Mapping[str, Side]) -> None:
+def _compare(run: BenchRun, sides: Mapping[str, FleetResult]) -> None:
     mapped = sides[MIX].seconds
-    gains = {name: paired_values(sides[name].seconds, mapped) for name in (COMPUTE, BANDWIDTH)}
+    gains = {name: paired_ratio_of_values(sides[name].seconds, mapped) for name in (COMPUTE, BANDWIDTH)}
     least = min(gains, key=lambda name: gains[name].mean)
-    found.add("emulated_gain_min", gains[least], at_least(1.2))
+    run.add("emulated_gain_min", gains[least], at_least(1.2))
     for name, gain in gains.items():
-        found.add(f"gain_vs_{name}", gain, PRINTED)
+        run.add(f"gain_vs_{name}", gain, PRINTED)
     for name, side in sides.items():
-        found.sides[name] = {
+        run.sides[name] = {
             "seconds": sum(side.seconds) / len(side.seconds),
             "cost": cost(name),
             "prefilled": side.prefilled / len(side.seconds),
         }
-    found.notes += [
+    run.notes += [
         f"emulated_gain_min is that against {least} alone; fleets cost "
         + ", ".join(f"{cost(name):g} ({name})" for name in FLEETS)
         + ".",
-        "Emulated: gateway, engines and routing are real, speeds are waits by the published ratios of the classes.",
-        "There is as much to read and to write as keeps both classes of the mix busy for about as long: there the gain "
-        "is greatest. Of work that is all of one kind, a part of the mix would have nothing to do.",
-        "slower_than_emulated: what steps took over what was emulated; 1 means that this machine was no limit.",
-        *(f"Profiler, told of what the {MIX} played: {line}" for line in sides[MIX].recommended),
+        "Emulated: router and engines are real; speeds are delays with the published ratios of the classes.",
+        "Prefill and decoding keep both classes of the mix busy equally long, where the gain is largest. "
+        "With only one kind of work, a part of the mix would be idle.",
+        "slower_than_emulated: time of steps / emulated time; 1 means that this machine was not a bottleneck.",
+        *(f"Profiler, on the work of the {MIX}: {line}" for line in sides[MIX].recommended),
     ]
 
 
-def _add_simulated(found: Findings, gains: AffinityGains) -> None:
+def _add_simulated(run: BenchRun, gains: AffinityGains) -> None:
     for name, spread, published in (
         ("simulated_vs_compute", gains.simulated_vs_compute, PUBLISHED_VS_COMPUTE),
         ("simulated_vs_bandwidth", gains.simulated_vs_bandwidth, PUBLISHED_VS_BANDWIDTH),
     ):
-        found.add(name, spread.mean, PRINTED)
-        found.add(f"{name}_low", spread.low, PRINTED)
-        found.add(f"{name}_high", spread.high, PRINTED)
-        found.notes.append(f"{name}: published {published[0]:.2f}-{published[1]:.2f}; low and high over the models.")
-    found.notes.append(
+        run.add(name, spread.mean, PRINTED)
+        run.add(f"{name}_low", spread.low, PRINTED)
+        run.add(f"{name}_high", spread.high, PRINTED)
+        run.notes.append(f"{name}: published {published[0]:.2f}-{published[1]:.2f}; low and high over the models.")
+    run.notes.append(
         "Simulated: a roofline of the published devices times efficiencies that were fitted to another figure of the "
         "same publication (each task alone on 2 H800 or 6 H20); rate of tokens in the steady state of the published "
         "fleets and tasks, divided by two."

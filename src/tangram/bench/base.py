@@ -1,50 +1,59 @@
-"""What all benchmarks share: the record of a result, ratios over seeds, the processes that play them.
+"""The framework of all benchmarks: one run and its result, ratios over seeds, worker processes.
 
-A comparison plays all its sides on the same work under each seed, so its ratio is taken seed by seed, and a 95 %
-interval over the seeds stands beside it.
+A benchmark module has `LABEL`, `FULL`, `QUICK` and `measure(sizes, run)`; `run_module` calls it. A comparison runs all
+its sides on the same work under each seed, so ratios are paired by seed and have a 95 % interval over the seeds.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
 import multiprocessing
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
-from tangram.processes.process_pool import Workers
+from tangram.errors import InvalidConfig
+from tangram.processes.process_pool import ProcessPool
 from tangram.reports.statistics import Interval, ratio_of
 
 T = TypeVar("T")
+Label = Literal["measured", "emulated", "simulated"]
+BACKENDS = ("sandbox", "process")
 
 
 class Progress(Protocol):
-    """Is told the share that is done, from 0 to 1, and by some what is being done."""
+    """Called with the completed share, from 0 to 1, and optionally with what is being done."""
 
     def __call__(self, share: float, words: str = "", /) -> None: ...
 
 
-ABOUT = 0.2
-"""A number that should be about another one is met within this share of it."""
+ABOUT_TOLERANCE = 0.2
+"""Relative tolerance of an `about` goal."""
 
 
 # ---- results ----------------------------------------------------------------------------------------------------
 
 
 class Goal(msgspec.Struct, frozen=True):
-    """What a metric should be. `printed`: nothing; it is there to judge others by."""
+    """The goal of a metric. `printed`: no goal; the metric is context for others."""
 
     op: Literal[">=", "<=", "about", "printed"]
     value: float | None = None
 
-    def met(self, measured: float) -> bool | None:
-        """None where there is nothing to meet."""
+    def is_met(self, measured: float) -> bool | None:
+        """Return None if there is no goal."""
         if self.value is None or self.op == "printed":
             return None
         if self.op == "about":
-            return abs(measured - self.value) <= ABOUT * self.value
+            return abs(measured - self.value) <= ABOUT_TOLERANCE * self.value
         return measured >= self.value if self.op == ">=" else measured <= self.value
 
 
@@ -60,46 +69,75 @@ def at_most(value: float) -> Goal:
 
 
 class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One benchmark, run once."""
+    """The result of one run of a benchmark."""
 
     name: str
-    label: Literal["measured", "emulated", "simulated"]
+    label: Label
     settings: dict[str, Any]
-    """Everything that the numbers depend on, the load included."""
+    """Everything that the numbers depend on, including the load."""
     metrics: dict[str, float]
     spread: dict[str, tuple[float, float]]
-    """Of metrics that are means over seeds: their 95 % interval."""
+    """95 % intervals of metrics that are means over seeds."""
     goals: dict[str, Goal]
     notes: list[str]
-    """Sentences on what was found and why."""
+    """Findings and explanations, as sentences."""
     sides: dict[str, dict[str, float]] = {}
-    """Of a comparison that shows them: the numbers of each side, means over seeds."""
+    """For comparisons: the numbers of each side, means over seeds."""
 
 
-class Findings:
-    """A result in the making."""
+class BenchRun:
+    """One run of a benchmark: its options, and the metrics, notes and sides so far."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        name: str = "",
+        *,
+        label: Label = "measured",
+        settings: Any = None,
+        progress: Progress | None = None,
+        processes: int | None = None,
+        folder: Path = Path(),
+        trace: Path | None = None,
+        report: Path | None = None,
+        perfetto: Path | None = None,
+        backend: str = "",
+    ) -> None:
+        self.name = name
+        self.label = label
+        self.settings: dict[str, Any] = msgspec.to_builtins(settings or {})
+        self.progress = progress or _ignore_progress
+        self.processes = processes
+        """Maximum of concurrent processes; None: one per core."""
+        self.folder = folder
+        """An empty directory that is removed after the run."""
+        self.trace = trace
+        """A recorded trace, or the folder that holds it."""
+        self.report = report
+        """The page to write."""
+        self.perfetto = perfetto
+        """The Chrome trace to write."""
+        self.backend = backend
+        """The sandbox backend."""
         self.metrics: dict[str, float] = {}
         self.spread: dict[str, tuple[float, float]] = {}
         self.goals: dict[str, Goal] = {}
         self.notes: list[str] = []
         self.sides: dict[str, dict[str, float]] = {}
 
-    def add(self, name: str, found: float | Interval, goal: Goal | None = None) -> None:
-        value = found.mean if isinstance(found, Interval) else float(found)
+    def add(self, name: str, measured: float | Interval, goal: Goal | None = None) -> None:
+        value = measured.mean if isinstance(measured, Interval) else float(measured)
         assert math.isfinite(value), f"{name} is {value}"
         self.metrics[name] = value
-        if isinstance(found, Interval) and found.low is not None and found.high is not None:
-            self.spread[name] = (found.low, found.high)
+        if isinstance(measured, Interval) and measured.low is not None and measured.high is not None:
+            self.spread[name] = (measured.low, measured.high)
         if goal is not None:
             self.goals[name] = goal
 
-    def result(self, name: str, label: Literal["measured", "emulated", "simulated"], sizes: Any) -> BenchResult:
+    def result(self) -> BenchResult:
         return BenchResult(
-            name=name,
-            label=label,
-            settings=msgspec.to_builtins(sizes),
+            name=self.name,
+            label=self.label,
+            settings=self.settings,
             metrics=self.metrics,
             spread=self.spread,
             goals=self.goals,
@@ -108,48 +146,112 @@ class Findings:
         )
 
 
+def run_module(
+    module: Any,
+    sizes: Any,
+    *,
+    trace: Path | None = None,
+    processes: int | None = None,
+    progress: Progress | None = None,
+    report: Path | None = None,
+    perfetto: Path | None = None,
+    backend: str = "",
+) -> BenchResult:
+    """Run `module.measure(sizes, run)`, which may be async, in a temporary folder, and return its result."""
+    name = module.__name__.rpartition(".")[2].replace("_", "-")
+    reason = ""
+    if "backend" in options_of_module(module):
+        usual, reason = default_backend()
+        backend, reason = (backend, "") if backend else (usual, reason)
+        if backend not in BACKENDS:
+            raise InvalidConfig("backend", backend, f"one of {', '.join(BACKENDS)}")
+    with tempfile.TemporaryDirectory(prefix="tangram-bench-") as folder:
+        Path(folder).chmod(0o711)  # programs in sandboxes run as another user; secret files have modes of their own
+        run = BenchRun(
+            name,
+            label=module.LABEL,
+            settings=sizes,
+            progress=progress,
+            processes=processes,
+            folder=Path(folder),
+            trace=trace,
+            report=report,
+            perfetto=perfetto,
+            backend=backend,
+        )
+        if inspect.iscoroutinefunction(module.measure):
+            asyncio.run(module.measure(sizes, run))
+        else:
+            module.measure(sizes, run)
+    if reason:
+        run.notes.append(f"Programs ran as plain processes: {reason}.")
+    run.progress(1.0)
+    return run.result()
+
+
+def options_of_module(module: Any) -> tuple[str, ...]:
+    options: tuple[str, ...] = getattr(module, "OPTIONS", ())
+    return options
+
+
+def default_backend() -> tuple[str, str]:
+    """Return `sandbox` if sandboxes work here; otherwise `process` and the reason."""
+    from tangram.managers.sandboxes.bwrap.manager import PROGRAMS
+
+    missing = [package for name, package in PROGRAMS.items() if not shutil.which(name)]
+    if os.geteuid() != 0:
+        return "process", "sandboxes need root"
+    if missing:
+        return "process", f"sandboxes need {' and '.join(missing)} (apt-get install {' '.join(missing)})"
+    return "sandbox", ""
+
+
+def _ignore_progress(share: float, text: str = "", /) -> None:
+    pass
+
+
 # ---- statistics and processes -----------------------------------------------------------------------------------
 
 
-def paired(above: Sequence[dict[str, float]], below: Sequence[dict[str, float]], name: str) -> Interval:
-    """The geometric mean of above / below of one number, paired by seed."""
-    return paired_values([row[name] for row in above], [row[name] for row in below])
+def paired_ratio(above: Sequence[dict[str, float]], below: Sequence[dict[str, float]], name: str) -> Interval:
+    """Return the geometric mean of above / below of one number, paired by seed."""
+    return paired_ratio_of_values([row[name] for row in above], [row[name] for row in below])
 
 
-def paired_values(above: Sequence[float], below: Sequence[float]) -> Interval:
+def paired_ratio_of_values(above: Sequence[float], below: Sequence[float]) -> Interval:
     ratio = ratio_of(above, below)
     assert ratio is not None, f"no ratio of numbers that are zero or less: {above} / {below}"
     return ratio
 
 
-def geometric(values: Iterable[float]) -> float:
+def geometric_mean(values: Iterable[float]) -> float:
     logs = [math.log(value) for value in values]
     return math.exp(math.fsum(logs) / len(logs))
 
 
-def play(
+def run_jobs(
     job: Callable[..., T], arguments: Sequence[tuple[Any, ...]], processes: int | None, progress: Progress
 ) -> list[T]:
-    """`job(*arguments)` for each of them, side by side; the results in the order of the arguments."""
-    with Workers(processes) as workers:
-        return workers.map(_call, [(job, each) for each in arguments], lambda done, total: progress(done / total))
+    """Run `job(*arguments)` for each of `arguments` in worker processes; results are in the same order."""
+    with ProcessPool(processes) as workers:
+        return workers.map(_run_job, [(job, each) for each in arguments], lambda done, total: progress(done / total))
 
 
-def _call(task: tuple[Callable[..., T], tuple[Any, ...]], report: object) -> T:
+def _run_job(task: tuple[Callable[..., T], tuple[Any, ...]], report: object) -> T:
     job, arguments = task
     return job(*arguments)
 
 
-def by_itself(job: Callable[..., T], arguments: tuple[Any, ...], processes: int | None) -> T:
-    """`job(*arguments)` in a process that has done nothing else; in this one if `processes` is 1."""
+def run_in_fresh_process(job: Callable[..., T], arguments: tuple[Any, ...], processes: int | None) -> T:
+    """Run `job(*arguments)` in a new process, or in this one if `processes` is 1."""
     if processes == 1:
         return job(*arguments)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(job, *arguments).result()
 
 
-def part(progress: Progress, begin: float, end: float) -> Progress:
-    """The progress of one part of a benchmark, as a share of the whole."""
+def subprogress(progress: Progress, begin: float, end: float) -> Progress:
+    """Return the progress callback of one part of a benchmark, which covers the given share of the whole."""
 
     def tell(share: float, words: str = "", /) -> None:
         whole = begin + share * (end - begin)

@@ -1,11 +1,11 @@
 """Coding agents: a pod per trajectory, as most frameworks reserve today, against sharing one node by action.
 
 A rollout batch of 512 trajectories starts at once on one node of 16, 32, 64 or 256 cores with 9.4 GiB per core, each
-with a sandbox of 0.25 GiB. A pod requests 0.5 cores (and, beside it, 1 core) and may use 4; it is admitted when its
-request fits and kept until its trajectory ends. ACT counts from submission, so it includes waiting for admission.
-`adaptive` is told nothing beforehand: no durations, no CPU use, no speed-ups.
+with a sandbox of 0.25 GiB. A pod requests 0.5 cores (and, in a second baseline, 1 core) and may use 4; it is admitted
+when its request fits and kept until its trajectory ends. ACT counts from submission, so it includes waiting for
+admission. `adaptive` gets no prior information: no durations, no CPU use, no speed-ups.
 
-With a trace the same is done on trajectories drawn from it.
+With a trace, the same comparison runs on trajectories drawn from it as well.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ import numpy as np
 
 from tangram.bench.base import (
     PRINTED,
-    BenchResult,
-    Findings,
+    BenchRun,
     Progress,
     at_least,
-    paired,
-    part,
-    play,
+    paired_ratio,
+    run_jobs,
+    subprogress,
 )
 from tangram.core.messages import cpu_node
 from tangram.reports.statistics import mean_of
@@ -33,99 +32,104 @@ from tangram.sim.simulate import simulate
 from tangram.sim.traces import load_coding
 from tangram.sim.workloads import build
 
-PODS, PODS_LARGE, OURS, OURS_TOLD, ALONE = "pods:0.5", "pods:1", "adaptive", "adaptive told everything", "alone"
+PODS, PODS_LARGE, OURS, OURS_PERFECT, ALONE = "pods:0.5", "pods:1", "adaptive", "adaptive told everything", "alone"
 TRACE_FILE = "coding_actions.csv"
 
 ACT_GOALS = {16: at_least(6.0), 32: at_least(6.0), 64: at_least(4.0), 256: at_least(0.98)}
 STEP_GOALS = {16: at_least(2.2), 32: at_least(1.8), 64: at_least(1.4)}
 
-Side = tuple[str, int]
-"""What orchestrates, and on how many cores."""
-Row = dict[str, float]
+CodingSide = tuple[str, int]
+"""Policy or baseline, and its number of cores."""
+MetricRow = dict[str, float]
 
 
-class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+class CodingSizes(msgspec.Struct, frozen=True, kw_only=True):
     batch: int = 512
     cores: tuple[int, ...] = (16, 32, 64, 256)
-    """From deep overload to a pod's request for everybody."""
+    """From deep overload to a pod's request for every trajectory."""
     learning_cores: int = 32
-    """Where learning is compared with perfect knowledge."""
+    """Number of cores at which learning is compared with perfect knowledge."""
     gib_per_core: float = 9.4
     sandbox_mib: int = 256
     seeds: int = 10
     trace_cores: tuple[int, ...] = (16, 32, 64, 256)
 
 
-FULL = Sizes()
-QUICK = Sizes(seeds=3, trace_cores=(32,))
+LABEL = "simulated"
+FULL = CodingSizes()
+QUICK = CodingSizes(seeds=3, trace_cores=(32,))
 
 
-def measure(sizes: Sizes, *, trace: Path | None, processes: int | None, progress: Progress) -> BenchResult:
-    found = Findings()
-    if trace is None:
-        _compare(found, sizes, None, processes, progress)
+def measure(sizes: CodingSizes, run: BenchRun) -> None:
+    if run.trace is None:
+        _compare(run, sizes, None, run.processes, run.progress)
     else:
-        path = trace / TRACE_FILE if trace.is_dir() else trace
-        _compare(found, sizes, None, processes, part(progress, 0.0, 0.5))
-        _compare(found, sizes, path, processes, part(progress, 0.5, 1.0))
-    found.notes.append(
+        path = run.trace / TRACE_FILE if run.trace.is_dir() else run.trace
+        _compare(run, sizes, None, run.processes, subprogress(run.progress, 0.0, 0.5))
+        _compare(run, sizes, path, run.processes, subprogress(run.progress, 0.5, 1.0))
+    run.notes.append(
         "load is the CPU time that all actions need, each on one core, over the cores times the mean length of a"
         " trajectory of which no action waits or shares: above 1 the cores cannot keep up with the whole batch at once."
         " ceiling_ratio is against such actions: the most that any scheduler could reach."
     )
-    found.notes.append(
+    run.notes.append(
         "weighted_act_ratio counts every action by its own length, because the mean is made by calls of 50 ms;"
         " a value below 1 means that long actions pay for short ones."
     )
-    return found.result("coding", "simulated", sizes)
 
 
-def _compare(found: Findings, sizes: Sizes, path: Path | None, processes: int | None, progress: Progress) -> None:
-    """All sides on the same work, every side of a seed a job of its own."""
+def _compare(run: BenchRun, sizes: CodingSizes, path: Path | None, processes: int | None, progress: Progress) -> None:
+    """Compare all sides on the same work; every side of a seed is a separate job."""
     suffix, all_cores = ("", sizes.cores) if path is None else ("_trace", sizes.trace_cores)
-    sides: list[Side] = [(ALONE, max(all_cores)), (OURS_TOLD, sizes.learning_cores)]
-    sides += [(name, cores) for name in (OURS, PODS, PODS_LARGE) for cores in all_cores]  # the longest first
+    sides: list[CodingSide] = [(ALONE, max(all_cores)), (OURS_PERFECT, sizes.learning_cores)]
+    sides += [(name, cores) for name in (OURS, PODS, PODS_LARGE) for cores in all_cores]  # longest first
     jobs = [(sizes, path, side, seed) for side in sides for seed in range(sizes.seeds)]
-    played = play(play_side, jobs, processes, progress)
+    played = run_jobs(simulate_side, jobs, processes, progress)
     rows = {side: played[i * sizes.seeds : (i + 1) * sizes.seeds] for i, side in enumerate(sides)}
     alone = rows[ALONE, max(all_cores)]
     for cores in all_cores:
-        _at(found, rows, alone, cores, f"{cores}{suffix}", goals=not suffix)
-    pods, learned, told = (rows[name, sizes.learning_cores] for name in (PODS, OURS, OURS_TOLD))
-    gains = zip(_gains(pods, learned), _gains(pods, told), strict=True)
+        _add_metrics_at(run, rows, alone, cores, f"{cores}{suffix}", goals=not suffix)
+    pods, learned, perfect = (rows[name, sizes.learning_cores] for name in (PODS, OURS, OURS_PERFECT))
+    gains = zip(_gains(pods, learned), _gains(pods, perfect), strict=True)
     share = mean_of([gain / possible for gain, possible in gains])
-    found.add(f"learned_share{suffix}", share, None if suffix else at_least(0.8))
-    found.add(f"act_ratio_told_{sizes.learning_cores}{suffix}", paired(pods, told, "mean"))
+    run.add(f"learned_share{suffix}", share, None if suffix else at_least(0.8))
+    run.add(f"act_ratio_told_{sizes.learning_cores}{suffix}", paired_ratio(pods, perfect, "mean"))
 
 
-def _gains(pods: list[Row], ours: list[Row]) -> list[float]:
+def _gains(pods: list[MetricRow], ours: list[MetricRow]) -> list[float]:
     return [p["mean"] / o["mean"] - 1.0 for p, o in zip(pods, ours, strict=True)]
 
 
-def _at(
-    found: Findings, rows: dict[Side, list[Row]], alone: list[Row], cores: int, suffix: str, *, goals: bool
+def _add_metrics_at(
+    run: BenchRun,
+    rows: dict[CodingSide, list[MetricRow]],
+    alone: list[MetricRow],
+    cores: int,
+    suffix: str,
+    *,
+    goals: bool,
 ) -> None:
-    """The metrics at one number of cores."""
+    """Add the metrics at one number of cores."""
     pods, ours = rows[PODS, cores], rows[OURS, cores]
-    found.add(f"act_ratio_{suffix}", paired(pods, ours, "mean"), ACT_GOALS.get(cores) if goals else None)
-    found.add(f"ceiling_ratio_{suffix}", paired(pods, alone, "mean"), PRINTED if goals else None)
-    found.add(f"step_ratio_{suffix}", paired(pods, ours, "step"), STEP_GOALS.get(cores) if goals else None)
-    found.add(f"step_ceiling_ratio_{suffix}", paired(pods, alone, "step"))
-    found.add(f"p99_ratio_{suffix}", paired(pods, ours, "p99"))
-    found.add(f"weighted_act_ratio_{suffix}", paired(pods, ours, "weighted"))
-    found.add(f"act_ratio_pods1_{suffix}", paired(rows[PODS_LARGE, cores], ours, "mean"))
-    found.add(f"load_{suffix}", mean_of([row["need_s"] / (cores * row["span"]) for row in alone]))
+    run.add(f"act_ratio_{suffix}", paired_ratio(pods, ours, "mean"), ACT_GOALS.get(cores) if goals else None)
+    run.add(f"ceiling_ratio_{suffix}", paired_ratio(pods, alone, "mean"), PRINTED if goals else None)
+    run.add(f"step_ratio_{suffix}", paired_ratio(pods, ours, "step"), STEP_GOALS.get(cores) if goals else None)
+    run.add(f"step_ceiling_ratio_{suffix}", paired_ratio(pods, alone, "step"))
+    run.add(f"p99_ratio_{suffix}", paired_ratio(pods, ours, "p99"))
+    run.add(f"weighted_act_ratio_{suffix}", paired_ratio(pods, ours, "weighted"))
+    run.add(f"act_ratio_pods1_{suffix}", paired_ratio(rows[PODS_LARGE, cores], ours, "mean"))
+    run.add(f"load_{suffix}", mean_of([row["need_s"] / (cores * row["span"]) for row in alone]))
     for name, side in (("pods", pods), ("adaptive", ours)):
         for number in ("mean", "p99"):
-            found.add(f"act_{number}_s_{name}_{suffix}", mean_of([row[number] for row in side]))
+            run.add(f"act_{number}_s_{name}_{suffix}", mean_of([row[number] for row in side]))
 
 
-def play_side(sizes: Sizes, path: Path | None, side: Side, seed: int) -> Row:
+def simulate_side(sizes: CodingSizes, path: Path | None, side: CodingSide, seed: int) -> MetricRow:
     name, cores = side
     workload = _workload(sizes, path, seed)
-    knowledge = "perfect" if name == OURS_TOLD else "learned"
+    knowledge = "perfect" if name == OURS_PERFECT else "learned"
     pools = cpu_node("n0", cores, sizes.gib_per_core * cores)
-    result = simulate(workload, OURS if name == OURS_TOLD else name, pools, knowledge=knowledge)
+    result = simulate(workload, OURS if name == OURS_PERFECT else name, pools, knowledge=knowledge)
     steps = {
         f"{episode.id}.{t}.{i}": step
         for episode in workload.episodes
@@ -145,7 +149,7 @@ def play_side(sizes: Sizes, path: Path | None, side: Side, seed: int) -> Row:
     }
 
 
-def _workload(sizes: Sizes, path: Path | None, seed: int) -> Workload:
+def _workload(sizes: CodingSizes, path: Path | None, seed: int) -> Workload:
     if path is None:
         return build("coding", batch=sizes.batch, seed=seed, memory=sizes.sandbox_mib)
     return load_coding(path, batch=sizes.batch, seed=seed, memory=sizes.sandbox_mib)

@@ -1,50 +1,41 @@
 """Whether an action gets the CPU that it was granted: no less, and no more.
 
-A program that wants all it can get runs with 0.25, 0.5, 1 and 1.5 cores granted, each alone and then beside others that
-want as much, with the cores of the machine given out. What it used is what its control group counted. `error_max` is
-the largest |used / granted - 1|. `oversold` counts the moments of the trace at which grants had reserved more than
-there is; the trace is read anew for that, the scheduler's own books are not asked.
+A CPU-bound program runs with 0.25, 0.5, 1 and 1.5 cores granted, first alone and then next to other such programs with
+all cores of the machine granted. Its use is read from its control group. `error_max` is the largest |used / granted -
+1|. `oversold` counts the moments at which grants had reserved more than the pool has, computed from the trace, not from
+the scheduler's own ledger.
 """
 
 from __future__ import annotations
 
-import asyncio
-import tempfile
 from pathlib import Path
 
 import msgspec
 
-from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_most
+from tangram.bench.base import PRINTED, BenchRun, at_most
 from tangram.client.client import Client, connect
 from tangram.core.demand import CPU
 from tangram.core.messages import Finished, Resize, Start, StartFailed
-from tangram.runtime.trace_recorder import opened
+from tangram.runtime.trace_recorder import open_trace
 
 BUSY = "i=0; while [ $i -lt {cpus} ]; do (while :; do :; done) & i=$((i + 1)); done; wait"
-"""As many busy loops as it has cores, until the time limit."""
+"""One busy loop per core, until the time limit."""
 
 
-class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+class CpuSizes(msgspec.Struct, frozen=True, kw_only=True):
     cores: tuple[float, ...] = (0.25, 0.5, 1.0, 1.5)
     seconds: float = 4.0
     together: tuple[tuple[float, ...], ...] = ((1.0, 1.0), (1.5, 0.5), (0.25, 0.25, 0.5, 1.0), (0.5, 0.5, 0.5, 0.5))
-    """Grants that fill two cores, side by side."""
+    """Concurrent grants that fill two cores."""
 
 
-FULL = Sizes()
-QUICK = Sizes(seconds=1.5, together=((1.5, 0.5), (0.25, 0.25, 0.5, 1.0)))
+LABEL = "measured"
+FULL = CpuSizes()
+QUICK = CpuSizes(seconds=1.5, together=((1.5, 0.5), (0.25, 0.25, 0.5, 1.0)))
 
 
-def measure(sizes: Sizes, *, trace: Path | None, processes: int | None, progress: Progress) -> BenchResult:
-    with tempfile.TemporaryDirectory(prefix="tangram-bench-") as folder:
-        recorded = Path(folder) / "cpu.jsonl"
-        found = asyncio.run(_measure(sizes, recorded, progress))
-        found.add("oversold", float(_oversold(recorded)), at_most(0.0))
-    return found.result("cpu", "measured", sizes)
-
-
-async def _measure(sizes: Sizes, recorded: Path, progress: Progress) -> Findings:
-    found = Findings()
+async def measure(sizes: CpuSizes, run: BenchRun) -> None:
+    recorded = run.folder / "cpu.jsonl"
     errors: list[float] = []
     rounds = [(each,) for each in sizes.cores] + list(sizes.together)
     async with connect(cores=2, record=recorded) as t:
@@ -53,24 +44,24 @@ async def _measure(sizes: Sizes, recorded: Path, progress: Progress) -> Findings
             for cores, got in zip(granted, used, strict=True):
                 errors.append(abs(got / cores - 1.0))
             if len(granted) == 1:
-                found.add(f"used_at_{granted[0]:g}", used[0], PRINTED)
-            progress((number + 1) / len(rounds))
-    found.add("error_max", max(errors), at_most(0.10))
-    found.add("error_mean", sum(errors) / len(errors), PRINTED)
-    return found
+                run.add(f"used_at_{granted[0]:g}", used[0], PRINTED)
+            run.progress((number + 1) / len(rounds))
+    run.add("error_max", max(errors), at_most(0.10))
+    run.add("error_mean", sum(errors) / len(errors), PRINTED)
+    run.add("oversold", float(_oversubscribed_moments(recorded)), at_most(0.0))
 
 
 async def _burn(t: Client, cores: float, seconds: float) -> float:
-    """Cores that it used on average."""
+    """Return the mean number of cores used."""
     async with t.sandbox(memory="64MiB") as box:
         result = await box.exec(BUSY, cpus=cores, timeout_s=seconds)
     return result.usage.cpu_s / result.timing.execution_s
 
 
-def _oversold(recorded: Path) -> int:
-    """Moments at which the reserves of all that ran were above what the pool has."""
+def _oversubscribed_moments(recorded: Path) -> int:
+    """Return the number of moments at which the running grants had reserved more than the pool has."""
     count = 0
-    with opened(recorded) as (header, lines):
+    with open_trace(recorded) as (header, lines):
         total = {pool.name: pool.total for pool in header.pools if pool.kind == CPU}
         held: dict[str, dict[str, int]] = {name: {} for name in total}
         for line in lines:

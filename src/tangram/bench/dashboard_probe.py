@@ -1,9 +1,9 @@
-"""How long the dashboard takes from an input to the frame that shows its effect, in Chromium.
+"""Latency of the dashboard from an input to the frame that shows its effect, in Chromium.
 
-Owns the list of interactions and the clock. The time runs from the moment at which the browser got the input, as the
-event itself tells, to the first frame after the page shows what was asked for: long tasks of the page count wherever
-they fall. Each interaction is repeated, and its worst time is told. Whoever calls brings a service with as many actions
-as it wants to have in view, and playwright, which is imported only when it is used.
+Owns the list of interactions and the clock. A latency is from the time at which the browser got the input, taken from
+the event itself, to the first frame after the page shows the effect: long tasks of the page count wherever they occur.
+Each interaction is repeated, and the worst latency counts. The caller provides a service with the actions to show.
+Playwright is imported only when used.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ CHROMIUM_ARGS = (
 WIDTH, HEIGHT = 1366, 768
 REPEATS = 5
 HOVER_TRIES = 5
-PATIENCE_S = 20.0
-LOOK_EVERY_S = 0.05
+TIMEOUT_S = 20.0
+POLL_S = 0.05
 LONG_TASK_MS = 50.0
-"""What the browser calls a long task; shorter ones are not told."""
+"""The browser's definition of a long task; shorter ones are not reported."""
 
 PLOT = "canvas.plot"
 
@@ -62,27 +62,28 @@ ARM = """([type, selector, attribute]) => {
   });
 }"""
 """Waits for an input of that type, then for a change of that attribute, then for the frame that shows it: a message
-that is sent while a frame is being made arrives after it."""
+sent while a frame is rendered arrives after it."""
 
 
 async def measure(url: str, token: str, chromium: str) -> dict[str, float]:
-    """Milliseconds by interaction, the worst of several. `token` may be empty; `chromium` is the path of the browser.
+    """Return milliseconds by interaction, the worst of several. `token` may be empty; `chromium` is the path of the
+    browser.
 
-    `longest_task` is the longest stretch in which the page could not have answered at all, over all interactions.
+    `longest_task` is the longest time for which the page was unresponsive, over all interactions.
     """
-    async with _opened(url, token, chromium) as page:
+    async with _open_page(url, token, chromium) as page:
         probe = _Probe(page)
         await probe.show_everything()
         await probe.zoom_and_pan()
         await probe.point_and_open()
         await probe.filter_and_find()
-        await probe.look_elsewhere()
-        probe.took["longest_task"] = max(LONG_TASK_MS, await page.evaluate("() => window.probe.longest"))
-        return probe.took
+        await probe.switch_views()
+        probe.ms_by_interaction["longest_task"] = max(LONG_TASK_MS, await page.evaluate("() => window.probe.longest"))
+        return probe.ms_by_interaction
 
 
 @contextlib.asynccontextmanager
-async def _opened(url: str, token: str, chromium: str) -> AsyncIterator[Page]:
+async def _open_page(url: str, token: str, chromium: str) -> AsyncIterator[Page]:
     from playwright.async_api import async_playwright
 
     async with async_playwright() as playwright:
@@ -100,20 +101,20 @@ async def _opened(url: str, token: str, chromium: str) -> AsyncIterator[Page]:
 class _Probe:
     def __init__(self, page: Page) -> None:
         self._page = page
-        self.took: dict[str, float] = {}
+        self.ms_by_interaction: dict[str, float] = {}
 
     async def show_everything(self) -> None:
-        """All rows have come and are in view; nothing of that is timed."""
-        await self._until(
+        """Wait until all rows are loaded and in view; not timed."""
+        await self._wait_until(
             f"document.body.dataset.complete === 'true' && document.querySelector('{PLOT}')?.dataset.frame"
         )
         await self._page.evaluate(WATCH)
         await self._page.click("text=Everything")
-        await self._until(f"document.querySelector('{PLOT}').dataset.mode === 'all'")
+        await self._wait_until(f"document.querySelector('{PLOT}').dataset.mode === 'all'")
 
     async def zoom_and_pan(self) -> None:
         page = self._page
-        x, y = await self._middle()
+        x, y = await self._plot_center()
         await page.mouse.move(x, y)
         await self._time("zoom_in", "wheel", PLOT, "data-from", lambda: page.mouse.wheel(0, -120))
         await self._time_pan(x, y)
@@ -128,7 +129,7 @@ class _Probe:
         page = self._page
         await self._time("walk", "keydown", PLOT, "data-hovered", lambda: page.keyboard.press("n"))
         await page.keyboard.press("0")
-        await self._until(f"document.querySelector('{PLOT}').dataset.mode === 'all'")
+        await self._wait_until(f"document.querySelector('{PLOT}').dataset.mode === 'all'")
         await self._time_hover()
         for _ in range(REPEATS):
             await self._time("open_story", "keydown", "#story", "data-lines", self._open, repeats=1)
@@ -143,7 +144,7 @@ class _Probe:
         await page.fill(".search", "")
         await self._time("lanes", "click", PLOT, "data-lane-total", self._other_lanes, repeats=2)
 
-    async def look_elsewhere(self) -> None:
+    async def switch_views(self) -> None:
         page = self._page
         theme = self._page.locator("button[data-theme]")
         await self._time("switch_theme", "click", "html", "data-theme", theme.click)
@@ -153,13 +154,13 @@ class _Probe:
 
     # Inputs.
 
-    async def _middle(self) -> tuple[float, float]:
+    async def _plot_center(self) -> tuple[float, float]:
         box = await self._page.locator(PLOT).bounding_box()
         assert box is not None
         return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
 
     async def _time_pan(self, x: float, y: float) -> None:
-        """Drags to and fro, with the button held down."""
+        """Drag to and fro, with the button held down."""
         mouse = self._page.mouse
         await mouse.down()
         places = iter([x - 60, x + 60] * REPEATS)
@@ -167,7 +168,7 @@ class _Probe:
         await mouse.up()
 
     async def _time_hover(self) -> None:
-        """Moves from where nothing is to an action. The page is live: the action may have moved away in between."""
+        """Move from an empty place to an action. The page is live: the action may have moved away in between."""
         mouse = self._page.mouse
         box = await self._page.locator(PLOT).bounding_box()
         assert box is not None
@@ -175,16 +176,16 @@ class _Probe:
             for _ in range(HOVER_TRIES):
                 point = await self._find_action()
                 await mouse.move(box["x"] + 5, box["y"] + 5)
-                await self._until(f"!document.querySelector('{PLOT}').dataset.hovered")
+                await self._wait_until(f"!document.querySelector('{PLOT}').dataset.hovered")
                 with contextlib.suppress(ManagerError):
                     act = functools.partial(mouse.move, *point)
-                    await self._time("hover", "pointermove", PLOT, "data-hovered", act, repeats=1, patience_s=1.0)
+                    await self._time("hover", "pointermove", PLOT, "data-hovered", act, repeats=1, timeout_s=1.0)
                     break
             else:
                 raise ManagerError(f"expected to hit an action with the pointer within {HOVER_TRIES} tries")
 
     async def _find_action(self) -> tuple[float, float]:
-        """Wherever one is: what was recorded in a minute lies further to the left the longer the page is looked at."""
+        """Find an action on the screen. The timeline is live, so recorded actions move to the left."""
         box = await self._page.locator(PLOT).bounding_box()
         assert box is not None
         for row, column in itertools.product((0.5, 0.3, 0.7, 0.2, 0.8), range(1, 100)):
@@ -199,7 +200,7 @@ class _Probe:
         await self._page.keyboard.press("Enter")
 
     def _keys(self, *keys: str) -> Callable[[], Awaitable[Any]]:
-        """Each time the next one of the keys."""
+        """Return an input that presses the keys in turn."""
         turn = iter(keys * 2 * REPEATS)
         return lambda: self._page.keyboard.press(next(turn))
 
@@ -216,22 +217,22 @@ class _Probe:
         attribute: str,
         act: Callable[[], Awaitable[Any]],
         repeats: int = REPEATS,
-        patience_s: float = PATIENCE_S,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         for _ in range(repeats):
             await self._page.evaluate(ARM, [event, selector, attribute])
             await act()
             try:
-                took = await asyncio.wait_for(self._page.evaluate("() => window.probe.took"), patience_s)
+                took = await asyncio.wait_for(self._page.evaluate("() => window.probe.took"), timeout_s)
             except TimeoutError:
                 raise ManagerError(
-                    f"expected that {name} changes {attribute} of {selector} within {patience_s:g} s: it did not"
+                    f"expected {name} to change {attribute} of {selector} within {timeout_s:g} s: it did not"
                 ) from None
-            self.took[name] = max(self.took.get(name, 0.0), took)
+            self.ms_by_interaction[name] = max(self.ms_by_interaction.get(name, 0.0), took)
 
-    async def _until(self, condition: str) -> None:
-        deadline = asyncio.get_running_loop().time() + PATIENCE_S
+    async def _wait_until(self, condition: str) -> None:
+        deadline = asyncio.get_running_loop().time() + TIMEOUT_S
         while not await self._page.evaluate(f"() => Boolean({condition})"):
             if asyncio.get_running_loop().time() > deadline:
-                raise ManagerError(f"expected within {PATIENCE_S:g} s that {condition}")
-            await asyncio.sleep(LOOK_EVERY_S)
+                raise ManagerError(f"expected within {TIMEOUT_S:g} s that {condition}")
+            await asyncio.sleep(POLL_S)

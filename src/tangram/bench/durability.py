@@ -1,19 +1,18 @@
-"""What is left of acknowledged actions when the service is killed with SIGKILL, again and again.
+"""Durability of acknowledged actions when the service is killed with SIGKILL again and again.
 
-`tangram serve` runs in a process of its own. Clients keep actions under way in it, over the SDK's connection, which
-waits for a service that is down and asks again under the same id. Every action writes its id to a file when it runs,
-which is read at the end: what really ran is counted outside of the service. Some actions are declared idempotent. The
-service is killed at moments drawn from the seed, some of them while it is still starting, and each time is started
-anew on the same journal and port.
+`tangram serve` runs in a separate process. Clients keep actions in flight over the SDK's connection, which waits for a
+service that is down and retries under the same id. Every action appends its id to a file when it runs; the file is read
+at the end, so executions are counted outside of the service. Some actions are declared idempotent. The service is
+killed at times drawn from the seed, sometimes during start-up, and is restarted on the same journal and port.
 
-On the backend "sandbox" the sandboxes outlive the service, and what waited in them goes on. On "process" they do not:
-an action that waited for a sandbox that is gone has a result which says so, and its client opens another one.
+On the backend "sandbox", sandboxes survive the service, and actions waiting in them continue. On "process" they do not:
+an action that waited for a lost sandbox settles with a result that reports it, and its client opens another sandbox.
 
-`lost` counts actions that were acknowledged and of which no result came, or of which a result that had come was another
-one or none when it was asked for at the end. `run_twice` counts actions that were not declared idempotent and ran more
-than once; `false_success` those that are said to have succeeded and never ran. `lost_while_running` is no failure: they
-ran when the service was killed, and say so. `recovery_s_max` is the longest time from the start of a process to its
-answer that it is ready, when all is recovered.
+`lost` counts acknowledged actions without a result, and those whose result was missing or different when it was read
+again at the end. `run_twice` counts actions that were not declared idempotent and ran more than once; `false_success`
+those reported as succeeded that never ran. `lost_while_running` is not a failure: they were running when the service
+was killed, and their result reports it. `recovery_s_max` is the longest time from the start of a process to its
+readiness, with everything recovered.
 """
 
 from __future__ import annotations
@@ -28,90 +27,82 @@ from pathlib import Path
 
 import msgspec
 
-from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_most
-from tangram.bench.service_process import ServiceProcess, a_folder
-from tangram.client.remote import Wire
+from tangram.bench.base import PRINTED, BenchRun, Progress, at_most
+from tangram.bench.service_process import ServiceProcess
+from tangram.client.remote_transport import RemoteConnection
 from tangram.core.action import Outcome, Status
 from tangram.core.demand import CPU, Demand, cores
 from tangram.errors import FileFailed, ManagerError, TangramError
 from tangram.managers.work import MIB, Close, Exec, Open, SandboxSpec
-from tangram.runtime.wire import Acknowledged, AnyWork, Reply, Submission
-from tangram.server.journal.recovery import RESTARTED
+from tangram.runtime.wire import Acknowledgement, ActionReply, AnyWork, Submission
+from tangram.server.journal.recovery import RESTARTED_REASON
 
 OPTIONS = ("backend",)
 
 CORES = 2.0
-"""Of the service: fewer than there are actions under way, so that most of them wait when it is killed."""
+"""Fewer than the actions in flight, so that most of them wait when the service is killed."""
 DEMAND = Demand({CPU: cores(0.5)})
 SPEC = SandboxSpec(memory_bytes=32 * MIB)
 WAIT_S = 20.0
-"""Of one long poll."""
+"""Timeout of one long poll."""
 RECONNECT_S = 60.0
-"""A service that is not back by then makes all its actions lost."""
+"""If the service is not back by then, all its actions are lost."""
 AFTER_S_MAX = 0.1
-"""The service is killed up to so long after the number of results was reached that was drawn for it."""
+"""Maximum delay between the drawn number of results and the kill."""
 EARLY_EVERY, EARLY_S_MAX = 5, 0.6
-"""One kill of so many is followed by another one while the next process is starting, up to so long after its start."""
+"""Every n-th kill is followed by another one during the next start-up, at most this long after it began."""
 IDEMPOTENT_EVERY = 5
 ACKNOWLEDGED_EVERY = 2
-"""Of the results that arrived, so many are acknowledged; all others must still be there at the end."""
+"""Every n-th result is acknowledged; all others must still be available at the end."""
 OPEN_TRIES = 20
 
-_reply = msgspec.json.Decoder(Reply).decode
+_reply = msgspec.json.Decoder(ActionReply).decode
 
 
-class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+class DurabilitySizes(msgspec.Struct, frozen=True, kw_only=True):
     actions: int = 5000
     kills: int = 50
     clients: int = 8
     """Each with a sandbox of its own."""
     at_once: int = 6
-    """Actions under way of each."""
+    """Actions in flight of each."""
     seed: int = 0
 
 
-FULL = Sizes()
-QUICK = Sizes(actions=1000, kills=10)
+LABEL = "measured"
+FULL = DurabilitySizes()
+QUICK = DurabilitySizes(actions=1000, kills=10)
 
 
-def measure(
-    sizes: Sizes, *, trace: Path | None, processes: int | None, progress: Progress, backend: str = ""
-) -> BenchResult:
-    with a_folder(backend) as (folder, chosen):
-        return asyncio.run(_measure(sizes, folder, chosen, progress))
-
-
-async def _measure(sizes: Sizes, folder: Path, backend: str, progress: Progress) -> BenchResult:
-    found = Findings()
-    (folder / "state").mkdir(mode=0o711)
-    tables = {"node": {"backend": backend, "cores": CORES, "state": str(folder / "state")}}
-    async with ServiceProcess(folder, tables) as service:
-        wire = Wire(service.url, "", "", RECONNECT_S)
+async def measure(sizes: DurabilitySizes, run: BenchRun) -> None:
+    (run.folder / "state").mkdir(mode=0o711)
+    tables = {"node": {"backend": run.backend, "cores": CORES, "state": str(run.folder / "state")}}
+    async with ServiceProcess(run.folder, tables) as service:
+        wire = RemoteConnection(service.url, "", "", RECONNECT_S)
         await wire.open()
         try:
-            clients = Clients(sizes, wire, folder, backend)
-            recoveries, early = await _killed_again_and_again(sizes, service, clients, progress)
+            clients = Clients(sizes, wire, run.folder, run.backend)
+            recoveries, early = await _kill_repeatedly(sizes, service, clients, run.progress)
             await clients.close()
-            forgotten = await clients.forgotten()
+            forgotten = await clients.count_forgotten()
         finally:
             await wire.close()
-    add_metrics(found, clients, forgotten, recoveries)
-    found.notes.append(
-        f"Backend {backend}; {sizes.kills} kills under load, and {early} more while the next process was starting."
+    add_metrics(run, clients, forgotten, recoveries)
+    run.notes.append(
+        f"Backend {run.backend}; {sizes.kills} kills under load, and {early} more while the next process was starting."
     )
-    return found.result("durability", "measured", sizes)
 
 
-async def _killed_again_and_again(
-    sizes: Sizes, service: ServiceProcess, clients: Clients, progress: Progress
+async def _kill_repeatedly(
+    sizes: DurabilitySizes, service: ServiceProcess, clients: Clients, progress: Progress
 ) -> tuple[list[float], int]:
-    """The seconds of each recovery, and how often a process was killed that was not up yet."""
+    """Return the seconds of each recovery, and the number of processes killed during start-up."""
     draw = random.Random(sizes.seed)
     recoveries, early = [], 0
     async with asyncio.TaskGroup() as group:
         running = group.create_task(clients.run())
         for number, results in enumerate(sorted(draw.sample(range(sizes.actions), sizes.kills))):
-            await clients.until(results)
+            await clients.wait_for_results(results)
             await asyncio.sleep(draw.uniform(0.0, AFTER_S_MAX))
             service.kill()
             if number % EARLY_EVERY == EARLY_EVERY - 1:
@@ -123,68 +114,69 @@ async def _killed_again_and_again(
     return recoveries, early
 
 
-def add_metrics(found: Findings, clients: Clients, forgotten: int, recoveries: list[float]) -> None:
-    """All metrics; `forgotten` results the service no longer has, `recoveries` in seconds."""
+def add_metrics(run: BenchRun, clients: Clients, forgotten: int, recoveries: list[float]) -> None:
+    """Add all metrics; `forgotten` is the number of results that the service no longer has, `recoveries` is in
+    seconds."""
     outcomes = clients.outcome_by_id
-    runs = collections.Counter(clients.ran)
+    runs = collections.Counter(clients.executed_ids)
     never = len(clients.acknowledged - outcomes.keys())
     succeeded = [id for id, outcome in outcomes.items() if outcome.status is Status.SUCCEEDED]
-    unseen = sum(not runs[id] for id in succeeded if id not in clients.unseen)
-    restarted = sum(outcome.reason == RESTARTED for outcome in outcomes.values())
-    found.add("lost", float(never + forgotten), at_most(0.0))
-    found.add("run_twice", float(sum(runs[id] > 1 for id in runs if id not in clients.idempotent)), at_most(0.0))
-    found.add("false_success", float(unseen), at_most(0.0))
-    found.add("recovery_s_max", max(recoveries), at_most(2.0))
-    found.add("recovery_s_p50", statistics.median(recoveries), PRINTED)
-    found.add("lost_while_running", float(restarted), PRINTED)
-    found.add("run_again", float(sum(runs[id] > 1 for id in clients.idempotent)), PRINTED)
-    found.add("sandboxes_lost", float(sum(box.is_gone for box in clients.boxes)), PRINTED)
+    unseen = sum(not runs[id] for id in succeeded if id not in clients.unobservable)
+    restarted = sum(outcome.reason == RESTARTED_REASON for outcome in outcomes.values())
+    run.add("lost", float(never + forgotten), at_most(0.0))
+    run.add("run_twice", float(sum(runs[id] > 1 for id in runs if id not in clients.idempotent)), at_most(0.0))
+    run.add("false_success", float(unseen), at_most(0.0))
+    run.add("recovery_s_max", max(recoveries), at_most(2.0))
+    run.add("recovery_s_p50", statistics.median(recoveries), PRINTED)
+    run.add("lost_while_running", float(restarted), PRINTED)
+    run.add("run_again", float(sum(runs[id] > 1 for id in clients.idempotent)), PRINTED)
+    run.add("sandboxes_lost", float(sum(box.is_gone for box in clients.sandboxes)), PRINTED)
     other = len(outcomes) - len(succeeded) - restarted
-    found.add("settled_otherwise", float(other), PRINTED)
+    run.add("settled_otherwise", float(other), PRINTED)
     reasons = collections.Counter(
-        clients.shown(outcome) for outcome in outcomes.values() if outcome.status is not Status.SUCCEEDED
+        clients.describe_outcome(outcome) for outcome in outcomes.values() if outcome.status is not Status.SUCCEEDED
     )
-    found.notes.append(
+    run.notes.append(
         f"{len(outcomes)} results, {len(succeeded)} of them succeeded"
         + "".join(f"; {count} {reason}" for reason, count in reasons.most_common(4))
         + "."
     )
 
 
-class _Box:
-    """A sandbox of a client, which may be gone after any restart."""
+class _ClientSandbox:
+    """A sandbox of a client; it may be lost in any restart."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.is_gone = False
-        self.ids: list[str] = []
-        """Actions that were submitted in it."""
+        self.action_ids: list[str] = []
+        """Actions submitted in it."""
 
 
 class Clients:
-    """All who ask for actions, and what they know."""
+    """All clients and the outcomes that they have received."""
 
-    def __init__(self, sizes: Sizes, wire: Wire, folder: Path, backend: str) -> None:
+    def __init__(self, sizes: DurabilitySizes, wire: RemoteConnection, folder: Path, backend: str) -> None:
         self._sizes = sizes
         self._wire = wire
-        self._inside = backend == "sandbox"
-        self._trace = "trace" if self._inside else str(folder / "trace")
-        """Where actions write their ids: in a sandbox, or in a folder that all of them see."""
+        self._trace_is_in_sandbox = backend == "sandbox"
+        self._trace = "trace" if self._trace_is_in_sandbox else str(folder / "trace")
+        """Where actions append their ids: in a sandbox, or in a shared folder."""
         self._shared_trace = folder / "trace"
         self._names = itertools.count(1)
-        self._news = asyncio.Condition()
+        self._results_changed = asyncio.Condition()
         self._to_acknowledge: list[str] = []
-        self._kept: list[str] = []
-        """Actions of which the result was not acknowledged."""
+        self._unacknowledged: list[str] = []
+        """Actions whose result was not acknowledged."""
         self.acknowledged: set[str] = set()
-        """By the service: these it must not lose."""
+        """Acknowledged by the service, which must not lose them."""
         self.outcome_by_id: dict[str, Outcome] = {}
         self.idempotent: set[str] = set()
-        self.ran: list[str] = []
+        self.executed_ids: list[str] = []
         """Ids in the order in which they were written."""
-        self.unseen: set[str] = set()
-        """Actions of sandboxes that are gone with their files."""
-        self.boxes: list[_Box] = []
+        self.unobservable: set[str] = set()
+        """Actions of sandboxes that were lost with their files."""
+        self.sandboxes: list[_ClientSandbox] = []
 
     # ---- what they do ----
 
@@ -194,119 +186,119 @@ class Clients:
             for _ in range(self._sizes.clients):
                 group.create_task(self._client(left))
 
-    async def until(self, results: int) -> None:
-        """So many results have come."""
-        async with self._news:
-            await self._news.wait_for(lambda: len(self.outcome_by_id) >= results)
+    async def wait_for_results(self, results: int) -> None:
+        """Wait until this many results have arrived."""
+        async with self._results_changed:
+            await self._results_changed.wait_for(lambda: len(self.outcome_by_id) >= results)
 
     async def close(self) -> None:
-        """Read what was written, and end all sandboxes."""
-        for box in self.boxes:
-            await self._leave(box)
-        if not self._inside and self._shared_trace.exists():
-            self.ran += self._shared_trace.read_text().split()
+        """Read the files and close all sandboxes."""
+        for box in self.sandboxes:
+            await self._close_sandbox(box)
+        if not self._trace_is_in_sandbox and self._shared_trace.exists():
+            self.executed_ids += self._shared_trace.read_text().split()
 
     async def _client(self, left: Iterator[int]) -> None:
-        box, opening = await self._open(), asyncio.Lock()
+        box, opening = await self._open_sandbox(), asyncio.Lock()
 
         async def one_by_one() -> None:
             nonlocal box
             for number in left:  # shared by all clients
                 async with opening:
                     if box.is_gone:
-                        box = await self._open()
-                await self._act(box, f"a{number}", idempotent=number % IDEMPOTENT_EVERY == 0)
+                        box = await self._open_sandbox()
+                await self._run_action(box, f"a{number}", idempotent=number % IDEMPOTENT_EVERY == 0)
 
         await asyncio.gather(*(one_by_one() for _ in range(self._sizes.at_once)))
 
-    async def _open(self) -> _Box:
+    async def _open_sandbox(self) -> _ClientSandbox:
         for _ in range(OPEN_TRIES):
-            box = _Box(f"box-{next(self._names)}")
+            box = _ClientSandbox(f"box-{next(self._names)}")
             submission = Submission(id=f"open-{box.name}", work=Open(spec=SPEC), sandbox=box.name, idempotent=True)
-            reply = await self._settled(submission)
+            reply = await self._submit_and_wait(submission)
             if reply.settled is not None and reply.settled.outcome.status is Status.SUCCEEDED:
-                self.boxes.append(box)
+                self.sandboxes.append(box)
                 return box
         raise ManagerError(f"expected a sandbox within {OPEN_TRIES} tries; the last answer was {reply}", retry=False)
 
-    async def _act(self, box: _Box, id: str, *, idempotent: bool) -> None:
+    async def _run_action(self, box: _ClientSandbox, id: str, *, idempotent: bool) -> None:
         if idempotent:
             self.idempotent.add(id)
-        box.ids.append(id)
+        box.action_ids.append(id)
         command = f"echo {id} >> {self._trace}"
         submission = self._submission(id, Exec(command=command), box.name, idempotent)
         try:
-            await self._wire.ask("POST", "/v1/actions", submission, wait_s=0.0)
+            await self._wire.call("POST", "/v1/actions", submission, wait_s=0.0)
             self.acknowledged.add(id)
         except ManagerError:
-            box.is_gone = True  # it may have been taken in by a service that was killed before it could say so
+            box.is_gone = True  # a service may have accepted it and been killed before it answered
         try:
-            reply = await self._looked(id)
+            reply = await self._poll_until_settled(id)
         except ManagerError:
             if id in self.acknowledged:
-                return  # it is lost, and counted as such
+                return  # counted as lost
             outcome = Outcome(action=id, status=Status.REFUSED, reason="its sandbox is gone")
         else:
             assert reply.settled is not None
             outcome = reply.settled.outcome
-        await self._arrived(id, outcome)
-        if outcome.status not in (Status.SUCCEEDED, Status.REFUSED) and outcome.reason != RESTARTED:
+        await self._record_outcome(id, outcome)
+        if outcome.status not in (Status.SUCCEEDED, Status.REFUSED) and outcome.reason != RESTARTED_REASON:
             box.is_gone = True
 
     def _submission(self, id: str, work: AnyWork, sandbox: str, idempotent: bool) -> Submission:
         demand = DEMAND if isinstance(work, Exec) else None
         return Submission(id=id, work=work, sandbox=sandbox, idempotent=idempotent, demand=demand)
 
-    async def _settled(self, submission: Submission) -> Reply:
-        reply = _reply(await self._wire.ask("POST", "/v1/actions", submission, wait_s=WAIT_S))
-        return reply if reply.settled is not None else await self._looked(submission.id)
+    async def _submit_and_wait(self, submission: Submission) -> ActionReply:
+        reply = _reply(await self._wire.call("POST", "/v1/actions", submission, wait_s=WAIT_S))
+        return reply if reply.settled is not None else await self._poll_until_settled(submission.id)
 
-    async def _looked(self, id: str) -> Reply:
-        """When it has settled. Raises ManagerError if nothing is known of it."""
+    async def _poll_until_settled(self, id: str) -> ActionReply:
+        """Poll until the action has settled. Raises ManagerError if the service does not have it."""
         while True:
-            reply = _reply(await self._wire.ask("GET", f"/v1/actions/{id}", wait_s=WAIT_S))
+            reply = _reply(await self._wire.call("GET", f"/v1/actions/{id}", wait_s=WAIT_S))
             if reply.settled is not None:
                 return reply
 
-    async def _arrived(self, id: str, outcome: Outcome) -> None:
+    async def _record_outcome(self, id: str, outcome: Outcome) -> None:
         self.outcome_by_id[id] = outcome
         if len(self.outcome_by_id) % ACKNOWLEDGED_EVERY == 0:
             self._to_acknowledge.append(id)
         elif id in self.acknowledged:
-            self._kept.append(id)
-        async with self._news:
-            self._news.notify_all()
+            self._unacknowledged.append(id)
+        async with self._results_changed:
+            self._results_changed.notify_all()
         if len(self._to_acknowledge) >= 50:
             ids, self._to_acknowledge = self._to_acknowledge, []
-            await self._wire.ask("POST", "/v1/acknowledge", Acknowledged(actions=ids))
+            await self._wire.call("POST", "/v1/acknowledge", Acknowledgement(actions=ids))
 
-    async def _leave(self, box: _Box) -> None:
+    async def _close_sandbox(self, box: _ClientSandbox) -> None:
         try:
-            if self._inside:
-                content = await self._wire.ask("GET", f"/v1/sandboxes/{box.name}/files", path=self._trace)
-                self.ran += content.decode().split()
-            await self._settled(self._submission(f"close-{box.name}", Close(), box.name, True))
+            if self._trace_is_in_sandbox:
+                content = await self._wire.call("GET", f"/v1/sandboxes/{box.name}/files", path=self._trace)
+                self.executed_ids += content.decode().split()
+            await self._submit_and_wait(self._submission(f"close-{box.name}", Close(), box.name, True))
         except FileFailed:
-            await self._settled(self._submission(f"close-{box.name}", Close(), box.name, True))
+            await self._submit_and_wait(self._submission(f"close-{box.name}", Close(), box.name, True))
         except TangramError:
             box.is_gone = True
-            if self._inside:
-                self.unseen.update(box.ids)
+            if self._trace_is_in_sandbox:
+                self.unobservable.update(box.action_ids)
 
     # ---- what they know ----
 
-    async def forgotten(self) -> int:
-        """Results that were not acknowledged, and are not what they were."""
+    async def count_forgotten(self) -> int:
+        """Return how many unacknowledged results are missing or different."""
         count = 0
-        for id in self._kept:
+        for id in self._unacknowledged:
             try:
-                reply = _reply(await self._wire.ask("GET", f"/v1/actions/{id}", wait_s=0.0))
+                reply = _reply(await self._wire.call("GET", f"/v1/actions/{id}", wait_s=0.0))
                 count += reply.settled is None or reply.settled.outcome != self.outcome_by_id[id]
             except ManagerError:
                 count += 1
         return count
 
-    def shown(self, outcome: Outcome) -> str:
-        """Without the names of sandboxes, so that alike ones can be counted."""
+    def describe_outcome(self, outcome: Outcome) -> str:
+        """Describe an outcome without names of sandboxes, so that equal ones can be counted."""
         words = ["…" if word.strip(":;,.").startswith("box-") else word for word in outcome.reason.split()]
         return f"{outcome.status.value} ({' '.join(words)})"

@@ -2,8 +2,8 @@
 
 Independent actions arrive as a Poisson process on 32 cores; all are elastic from 1 to 16 with one speed-up exponent,
 and both policies know durations and speed-ups exactly. A point is one source of durations, one exponent and one load;
-its number is the mean over seeds. The goals are for the durations of test suites, smallest and mean number over their
-points; those of model requests, which vary less, are printed beside. A load of 1 is what the cores just carry if no
+its number is the mean over seeds. The goals apply to the durations of test suites, as minimum and mean over their
+points; those of model requests, which vary less, are printed as well. At a load of 1 the cores just suffice if no
 action is ever sped up.
 
 The second part repeats the ablation of the publication, the elastic algorithm against a fixed degree of parallelism,
@@ -15,24 +15,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from itertools import product
-from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from tangram.bench.base import (
     PRINTED,
-    BenchResult,
-    Findings,
+    BenchRun,
     Goal,
     Progress,
     at_least,
     at_most,
-    geometric,
-    paired,
-    paired_values,
-    part,
-    play,
+    geometric_mean,
+    paired_ratio,
+    paired_ratio_of_values,
+    run_jobs,
+    subprogress,
 )
 from tangram.core.arrange import srpt_lower_bound
 from tangram.core.messages import cpu_node
@@ -43,15 +41,15 @@ from tangram.sim.workloads import build
 
 POLICIES = ("paper", "adaptive", "adaptive:no-resize")
 MAIN_SOURCE = "reward"
-"""Whose durations the goals are for."""
+"""The goals apply to its durations."""
 BOUND_LOAD = 0.7
 GIB_PER_CORE = 9.4
 PAPER_REWARD_SHARE = 0.49
-"""Of the time of all actions in the publication's baseline: x / 2.8 + (1 - x) / 9.0 = 1 / 4.3."""
+"""Share of the time of all actions in the publication's baseline: x / 2.8 + (1 - x) / 9.0 = 1 / 4.3."""
 
-Point = tuple[str, float, float]
+LoadPoint = tuple[str, float, float]
 """Source of the durations, speed-up exponent, load."""
-Row = dict[str, float]
+MetricRow = dict[str, float]
 
 
 class Ablation(msgspec.Struct, frozen=True):
@@ -64,10 +62,10 @@ class Ablation(msgspec.Struct, frozen=True):
     goal: Goal
 
 
-class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+class ElasticSizes(msgspec.Struct, frozen=True, kw_only=True):
     cores: int = 32
     cores_max: int = 16
-    """Of one action: none takes the whole pool."""
+    """Per action: none takes the whole pool."""
     sources: tuple[str, ...] = ("reward", "gpu")
     exponents: tuple[float, ...] = (0.45, 0.75)
     loads: tuple[float, ...] = (0.3, 0.5, 0.7, 0.8, 0.9)
@@ -80,36 +78,35 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         Ablation("paper_vs_fixed16", "fixed:16", 1280, 256, Goal("about", 3.0)),
         Ablation("paper_vs_fixed16_tight", "fixed:16", 1280, 32, PRINTED),
     )
-    """At the publication's 1280 cores, where this workload finds next to no queue, and with one eighth of them."""
+    """At the publication's 1280 cores, where this workload hardly queues, and at one eighth of them."""
 
 
-FULL = Sizes()
-QUICK = Sizes(
+LABEL = "simulated"
+FULL = ElasticSizes()
+QUICK = ElasticSizes(
     loads=(0.3, 0.7, 0.9),
     actions=600,
     seeds=3,
     ablations=(FULL.ablations[0], Ablation("paper_vs_fixed16", "fixed:16", 640, 128, Goal("about", 3.0))),
 )
-"""The large batch is halved together with its nodes: as many trajectories to a core."""
+"""The large batch is halved together with its nodes: the same number of trajectories per core."""
 
 
-def measure(sizes: Sizes, *, trace: Path | None, processes: int | None, progress: Progress) -> BenchResult:
-    found = Findings()
-    points: list[Point] = list(product(sizes.sources, sizes.exponents, sizes.loads))
+def measure(sizes: ElasticSizes, run: BenchRun) -> None:
+    points: list[LoadPoint] = list(product(sizes.sources, sizes.exponents, sizes.loads))
     jobs = [(sizes, point, seed) for point in points for seed in range(sizes.seeds)]
-    played = play(play_point, jobs, processes, part(progress, 0.0, 0.6))
+    played = run_jobs(simulate_point, jobs, run.processes, subprogress(run.progress, 0.0, 0.6))
     by_point = {point: played[i * sizes.seeds : (i + 1) * sizes.seeds] for i, point in enumerate(points)}
-    _against_paper(found, by_point)
-    _against_bound(found, by_point)
-    _ablation(found, sizes, processes, part(progress, 0.6, 1.0))
-    return found.result("elastic", "simulated", sizes)
+    _against_paper(run, by_point)
+    _against_bound(run, by_point)
+    _ablation(run, sizes, run.processes, subprogress(run.progress, 0.6, 1.0))
 
 
 # ---- at stated loads --------------------------------------------------------------------------------------------
 
 
-def play_point(sizes: Sizes, point: Point, seed: int) -> Row:
-    """Mean and p99 of every policy on the same arrivals, and the bound."""
+def simulate_point(sizes: ElasticSizes, point: LoadPoint, seed: int) -> MetricRow:
+    """Return mean and p99 of every policy on the same arrivals, and the bound."""
     source, exponent, load = point
     workload = build(
         "elastic",
@@ -132,7 +129,8 @@ def play_point(sizes: Sizes, point: Point, seed: int) -> Row:
 
 
 def lower_bound(workload: Workload, units: int, units_max: int) -> float:
-    """Seconds of mean ACT that no schedule on that many units can beat, where one action takes `units_max` at most."""
+    """Return a lower bound of the mean ACT of any schedule on this many units, where one action takes at most
+    `units_max`."""
     steps = [(episode.start_s, episode.turns[0].steps[0]) for episode in workload.episodes]
     times = [[step.work_s / step.speedup.at(k) for k in range(1, units_max + 1)] for _, step in steps]
     works = [min(k * seconds for k, seconds in enumerate(row, start=1)) for row in times]
@@ -140,8 +138,8 @@ def lower_bound(workload: Workload, units: int, units_max: int) -> float:
     return total / len(steps)
 
 
-def capacity_bound(workload: Workload, sizes: Sizes, exponent: float, until_s: float) -> float:
-    """Seconds of mean ACT that no schedule which ends within `until_s` can beat, for the speed-up k ** exponent.
+def capacity_bound(workload: Workload, sizes: ElasticSizes, exponent: float, until_s: float) -> float:
+    """Return a lower bound of the mean ACT of any schedule that ends within `until_s`, for the speed-up k ** exponent.
 
     An action of w seconds that completes within f seconds takes at least w ** (1/p) * f ** (-(1-p)/p) unit-seconds
     (Hoelder's inequality on its units over time), and all actions share cores * until_s of them. The least sum of f
@@ -153,8 +151,8 @@ def capacity_bound(workload: Workload, sizes: Sizes, exponent: float, until_s: f
     return math.fsum(works) / len(works) * slowest
 
 
-def _against_paper(found: Findings, by_point: dict[Point, list[Row]]) -> None:
-    """Goals for the main source; the others are printed under their name, and every point by itself."""
+def _against_paper(run: BenchRun, by_point: dict[LoadPoint, list[MetricRow]]) -> None:
+    """Set goals for the main source; others are printed under their name, as is every point."""
     act = {point: _ratio(rows, "paper mean", "adaptive mean") for point, rows in by_point.items()}
     tail = {point: _ratio(rows, "paper p99", "adaptive p99") for point, rows in by_point.items()}
     sources = dict.fromkeys(point[0] for point in by_point)
@@ -164,18 +162,18 @@ def _against_paper(found: Findings, by_point: dict[Point, list[Row]]) -> None:
         worst, worst_tail = _smallest(act, points), _smallest(tail, points)
         mean = _over_points(points, "paper mean", "adaptive mean")
         no_resize = _over_points(points, "paper mean", "adaptive:no-resize mean")
-        found.add(f"act_vs_paper_min{name}", act[worst], at_least(1.2) if main else None)
-        found.add(f"act_vs_paper_mean{name}", mean, at_least(1.4) if main else None)
-        found.add(f"act_vs_paper_mean_no_resize{name}", no_resize, at_least(1.1) if main else None)
-        found.add(f"p99_vs_paper_min{name}", tail[worst_tail], at_least(1.0) if main else None)
-        found.add(f"p99_vs_paper_mean{name}", _over_points(points, "paper p99", "adaptive p99"))
-        found.notes.append(_limits(source, points, worst, worst_tail))
+        run.add(f"act_vs_paper_min{name}", act[worst], at_least(1.2) if main else None)
+        run.add(f"act_vs_paper_mean{name}", mean, at_least(1.4) if main else None)
+        run.add(f"act_vs_paper_mean_no_resize{name}", no_resize, at_least(1.1) if main else None)
+        run.add(f"p99_vs_paper_min{name}", tail[worst_tail], at_least(1.0) if main else None)
+        run.add(f"p99_vs_paper_mean{name}", _over_points(points, "paper p99", "adaptive p99"))
+        run.notes.append(_limits(source, points, worst, worst_tail))
     for point in by_point:
-        found.add(f"act_vs_paper_{_suffix(point)}", act[point])
-        found.add(f"p99_vs_paper_{_suffix(point)}", tail[point])
+        run.add(f"act_vs_paper_{_suffix(point)}", act[point])
+        run.add(f"p99_vs_paper_{_suffix(point)}", tail[point])
 
 
-def _limits(source: str, points: dict[Point, list[Row]], worst: Point, worst_tail: Point) -> str:
+def _limits(source: str, points: dict[LoadPoint, list[MetricRow]], worst: LoadPoint, worst_tail: LoadPoint) -> str:
     most = {point: _ratio(rows, "paper mean", "adaptive capacity") for point, rows in points.items()}
     least, mean = _smallest(most, points), _over_points(points, "paper mean", "adaptive capacity").mean
     return (
@@ -185,60 +183,61 @@ def _limits(source: str, points: dict[Point, list[Row]], worst: Point, worst_tai
     )
 
 
-def _against_bound(found: Findings, by_point: dict[Point, list[Row]]) -> None:
+def _against_bound(run: BenchRun, by_point: dict[LoadPoint, list[MetricRow]]) -> None:
     at_load = {point: rows for point, rows in by_point.items() if point[2] == BOUND_LOAD}
     if not at_load:
         return
     main = {point: rows for point, rows in at_load.items() if point[0] == MAIN_SOURCE}
-    found.add("bound_ratio_07", _over_points(main, "adaptive mean", "bound"), at_most(2.8))
-    found.add("capacity_ratio_07", _over_points(main, "adaptive mean", "adaptive capacity"), PRINTED)
+    run.add("bound_ratio_07", _over_points(main, "adaptive mean", "bound"), at_most(2.8))
+    run.add("capacity_ratio_07", _over_points(main, "adaptive mean", "adaptive capacity"), PRINTED)
     for (source, exponent, _), rows in at_load.items():
-        found.add(f"bound_ratio_07_{_short(source, exponent)}", _ratio(rows, "adaptive mean", "bound"))
+        run.add(f"bound_ratio_07_{_short(source, exponent)}", _ratio(rows, "adaptive mean", "bound"))
         capacity = _ratio(rows, "adaptive mean", "adaptive capacity")
-        found.add(f"capacity_ratio_07_{_short(source, exponent)}", capacity)
+        run.add(f"capacity_ratio_07_{_short(source, exponent)}", capacity)
     least = _over_points(main, "adaptive capacity", "bound")
-    found.add("bound_least_07", least)
-    found.notes.append(
+    run.add("bound_least_07", least)
+    run.notes.append(
         "The bound of bound_ratio_07 serves every action on one machine as fast as all cores together, at full"
         " efficiency. capacity_ratio_07 is against a second bound, which counts what a sub-linear speed-up costs: no"
         f" schedule that ends as early can be below bound_least_07, {least.mean:.2f}, in bound_ratio_07."
     )
 
 
-def _ratio(rows: list[Row], above: str, below: str) -> Interval:
-    return paired_values([row[above] for row in rows], [row[below] for row in rows])
+def _ratio(rows: list[MetricRow], above: str, below: str) -> Interval:
+    return paired_ratio_of_values([row[above] for row in rows], [row[below] for row in rows])
 
 
-def _over_points(by_point: dict[Point, list[Row]], above: str, below: str) -> Interval:
-    """The geometric mean over all points, with the seeds as the sample: points of one seed share their randomness."""
+def _over_points(by_point: dict[LoadPoint, list[MetricRow]], above: str, below: str) -> Interval:
+    """Return the geometric mean over all points, with the seeds as the sample: points of one seed share their
+    randomness."""
     seeds = range(len(next(iter(by_point.values()))))
-    means = [geometric(rows[seed][above] / rows[seed][below] for rows in by_point.values()) for seed in seeds]
-    return paired_values(means, [1.0] * len(means))
+    means = [geometric_mean(rows[seed][above] / rows[seed][below] for rows in by_point.values()) for seed in seeds]
+    return paired_ratio_of_values(means, [1.0] * len(means))
 
 
-def _smallest(ratios: dict[Point, Interval], points: Iterable[Point]) -> Point:
+def _smallest(ratios: dict[LoadPoint, Interval], points: Iterable[LoadPoint]) -> LoadPoint:
     return min(points, key=lambda point: ratios[point].mean)
 
 
-def _suffix(point: Point) -> str:
+def _suffix(point: LoadPoint) -> str:
     source, exponent, load = point
     return f"{_short(source, exponent)}_load{round(load * 100):02d}"
 
 
 def _short(source: str, exponent: float) -> str:
-    """The main source goes without its name."""
+    """Name of a point; the main source is omitted."""
     return f"p{round(exponent * 100)}" if source == MAIN_SOURCE else f"{source}_p{round(exponent * 100)}"
 
 
-def _named(point: Point) -> str:
+def _named(point: LoadPoint) -> str:
     return f"exponent {point[1]} and load {point[2]}"
 
 
 # ---- the publication's ablation ---------------------------------------------------------------------------------
 
 
-def play_ablation(sizes: Sizes, ablation: Ablation, name: str, seed: int) -> Row:
-    """One policy on one batch: mean ACT of rewards and of all actions, and how wide the rewards were."""
+def simulate_ablation(sizes: ElasticSizes, ablation: Ablation, name: str, seed: int) -> MetricRow:
+    """Simulate one policy on one batch: mean ACT of rewards and of all actions, and the width of rewards."""
     workload = build("coding", batch=ablation.batch, seed=seed, reward_cores_max=sizes.ablation_degree_max)
     nodes = [
         cpu_node(f"n{i}", ablation.node_cores, GIB_PER_CORE * ablation.node_cores) for i in range(sizes.ablation_nodes)
@@ -255,27 +254,32 @@ def play_ablation(sizes: Sizes, ablation: Ablation, name: str, seed: int) -> Row
     }
 
 
-def _ablation(found: Findings, sizes: Sizes, processes: int | None, progress: Progress) -> None:
+def _ablation(run: BenchRun, sizes: ElasticSizes, processes: int | None, progress: Progress) -> None:
     sides = [(ablation, name) for ablation in sizes.ablations for name in (ablation.fixed, "paper")]
     jobs = [(sizes, ablation, name, seed) for ablation, name in sides for seed in range(sizes.seeds)]
-    played = play(play_ablation, jobs, processes, progress)
+    played = run_jobs(simulate_ablation, jobs, processes, progress)
     for i, ablation in enumerate(sizes.ablations):
         begin = 2 * i * sizes.seeds
         fixed, paper = played[begin : begin + sizes.seeds], played[begin + sizes.seeds : begin + 2 * sizes.seeds]
-        rewards = paired(fixed, paper, "reward")
-        everything = paired(fixed, paper, "all")
-        found.add(ablation.metric, rewards, ablation.goal)
-        found.add(f"{ablation.metric}_all", everything)
-        found.notes.append(_explained(sizes, ablation, fixed, paper, rewards.mean, everything.mean))
+        rewards = paired_ratio(fixed, paper, "reward")
+        everything = paired_ratio(fixed, paper, "all")
+        run.add(ablation.metric, rewards, ablation.goal)
+        run.add(f"{ablation.metric}_all", everything)
+        run.notes.append(_explanation(sizes, ablation, fixed, paper, rewards.mean, everything.mean))
 
 
-def _explained(
-    sizes: Sizes, ablation: Ablation, fixed: list[Row], paper: list[Row], rewards: float, everything: float
+def _explanation(
+    sizes: ElasticSizes,
+    ablation: Ablation,
+    fixed: list[MetricRow],
+    paper: list[MetricRow],
+    rewards: float,
+    everything: float,
 ) -> str:
-    """Why the ratio is what it is."""
-    share = geometric(row["share"] for row in fixed)
-    width = geometric(row["width"] for row in paper)
-    exponent = geometric(row["exponent"] for row in paper)
+    """Explain the ratio."""
+    share = geometric_mean(row["share"] for row in fixed)
+    width = geometric_mean(row["width"] for row in paper)
+    exponent = geometric_mean(row["exponent"] for row in paper)
     degree = int(ablation.fixed.partition(":")[2])
     mixed = 1.0 / (1.0 - PAPER_REWARD_SHARE + PAPER_REWARD_SHARE / rewards)
     why = f"an idle cluster brings ({width:.0f}/{degree})^{exponent:.2f} with their mean exponent of {exponent:.2f}"

@@ -1,16 +1,15 @@
-"""The engine: what a command costs those who are being served, what a long prompt costs them, and how fast it writes.
+"""The engine: what a command and a long prompt cost running requests, and the token throughput.
 
 The engine runs in its own process, as in a rollout, and records the end of each of its steps by its own clock; the gaps
-between these ends are the gaps between the tokens of every request that is being written for. Seconds of commands are
-from the moment they are given here to the end of the step before which they were taken: both processes have the same
-clock.
+between these ends are the gaps between the tokens of every running request. The latency of a command is from sending it
+here to the end of the first step after it was taken; both processes share a clock.
 
-`control_cost_steps` is the gap of a step before which a command was taken, less the gap of one without, over the
-latter: medians, and of ADD (a prompt of a few tokens, which are read along with what others write) and ABORT the
-greater one. `chunk_cost_steps` is the same of a step that reads a chunk of a long prompt besides. `prefill_gap` is the
-99th percentile of the gaps while prompts of 128 tokens arrive one after the other, over that without any.
-`throughput_share` compares the engine, asked over its socket, with a plain loop in PyTorch: the same model, the same
-number of prompts read at once and continued together in a cache that is there already, sampled by torch.multinomial.
+`control_cost_steps` is the gap of a step with a command minus the gap of one without, over the latter: medians, and the
+greater of ADD (a prompt of a few tokens, prefilled along with decoding) and ABORT. `chunk_cost_steps` is the same for a
+step that also prefills a chunk of a long prompt. `prefill_gap` is the 99th percentile of the gaps while prompts of 128
+tokens arrive one after the other, over that without any. `throughput_share` compares the engine, called over its
+socket, with a plain PyTorch loop: the same model, the same number of prompts prefilled at once and decoded together in
+a preallocated cache, sampled by torch.multinomial.
 """
 
 from __future__ import annotations
@@ -23,24 +22,23 @@ import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_least, at_most, paired_values
+from tangram.bench.base import PRINTED, BenchRun, at_least, at_most, paired_ratio_of_values
 from tangram.errors import ManagerError
 from tangram.reports.statistics import mean_of
 from tangram.rl.config.rollout_settings import EngineSettings
 from tangram.rl.inference.engines.messages import StepRecord
 from tangram.rl.inference.engines.process import ProcessEngine
-from tangram.rl.inference.engines.protocol import Noise, Request, Sampling, Weights
+from tangram.rl.inference.engines.protocol import GenerationRequest, PolicyWeights, Sampling, SamplingSeed
 
 if TYPE_CHECKING:
     from tangram.rl.model.transformer import Transformer
 
 
-class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+class EngineSizes(msgspec.Struct, frozen=True, kw_only=True):
     repetitions: int = 7
     vocabulary: int = 150
     layers: int = 2
@@ -51,27 +49,28 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     chunk: int = 32
     prompt: int = 16
     tokens: int = 128
-    """That each request writes where speed is measured."""
+    """Tokens per request when throughput is measured."""
     waves: int = 3
-    """Batches of requests in one measurement of speed."""
+    """Batches of requests in one measurement of throughput."""
     others: int = 8
-    """Requests that are being written for where gaps are measured."""
+    """Running requests when gaps are measured."""
     rounds: int = 3
-    """How often these are written from beginning to end, in one measurement of gaps."""
+    """Complete generations of these in one measurement of gaps."""
     short_prompt: int = 6
     long_prompt: int = 128
     pause_steps: int = 16
-    """Between two commands, about."""
+    """Mean steps between two commands."""
 
 
-FULL = Sizes()
-QUICK = Sizes(repetitions=5, waves=1, rounds=2)
+LABEL = "measured"
+FULL = EngineSizes()
+QUICK = EngineSizes(repetitions=5, waves=1, rounds=2)
 
 
 COMMANDS_MIN = 5
-"""Of each kind, in one repetition: fewer have no median worth the name."""
-TRIES = 20
-"""To have as many. Where others use the cores, several commands are taken at once."""
+"""Of each kind, in one repetition: a median of fewer is unreliable."""
+ATTEMPTS_MAX = 20
+"""Attempts to get that many. When other programs use the cores, several commands are taken at once."""
 
 
 class _Command(NamedTuple):
@@ -79,12 +78,7 @@ class _Command(NamedTuple):
     given_s: float
 
 
-def measure(sizes: Sizes, *, trace: Path | None, processes: int | None, progress: Progress) -> BenchResult:
-    return asyncio.run(_measure(sizes, progress))
-
-
-async def _measure(sizes: Sizes, progress: Progress) -> BenchResult:
-    found = Findings()
+async def measure(sizes: EngineSizes, run: BenchRun) -> None:
     ours: list[float] = []
     plain: list[float] = []
     cost_by_kind: dict[str, list[float]] = {"Add": [], "Abort": []}
@@ -96,63 +90,62 @@ async def _measure(sizes: Sizes, progress: Progress) -> BenchResult:
     whole_costs: list[float] = []
     update_s: list[float] = []
     async with _engine(sizes) as (engine, model, weights):
-        await _tokens_per_s(engine, sizes)  # the first ones are slower
-        steps, _ = await _Others(engine, sizes, 0, 0.0).run(_nothing)
-        pause_s = sizes.pause_steps * statistics.median(gap for gap, _ in _gaps(steps, sizes))
+        await _tokens_per_s(engine, sizes)  # warm-up
+        steps, _ = await _BackgroundRequests(engine, sizes, 0, 0.0).run(_no_op)
+        pause_s = sizes.pause_steps * statistics.median(gap for gap, _ in _token_gaps(steps, sizes))
         for number in range(sizes.repetitions):
             ours.append(await _tokens_per_s(engine, sizes))
             plain.append(_plain_tokens_per_s(model, sizes))
-            steps, commands = await _controlled(engine, sizes, number, pause_s)
-            median = statistics.median(gap for gap, step in _gaps(steps, sizes) if not step.commands)
+            steps, commands = await _run_with_commands(engine, sizes, number, pause_s)
+            median = statistics.median(gap for gap, step in _token_gaps(steps, sizes) if not step.commands)
             for kind, costs in cost_by_kind.items():
-                after = [gap for gap, step in _gaps(steps, sizes) if step.commands == (kind,)]
+                after = [gap for gap, step in _token_gaps(steps, sizes) if step.commands == (kind,)]
                 costs.append((statistics.median(after) - median) / median)
-                taken_by_kind[kind] += _until_taken(kind, steps, commands)
-            quiet, _ = await _Others(engine, sizes, number, pause_s).run(_nothing)
-            whole_costs += _whole_cost(steps, sizes)
-            crowd = _Others(engine, sizes, number, pause_s)
+                taken_by_kind[kind] += _command_latencies(kind, steps, commands)
+            quiet, _ = await _BackgroundRequests(engine, sizes, number, pause_s).run(_no_op)
+            whole_costs += _total_add_cost(steps, sizes)
+            crowd = _BackgroundRequests(engine, sizes, number, pause_s)
             crowded, _ = await crowd.run(crowd.long_prompts)
-            quiet_p99.append(_p99([gap for gap, _ in _gaps(quiet, sizes)]))
-            quiet_p50.append(statistics.median(gap for gap, _ in _gaps(quiet, sizes)))
-            crowded_p99.append(_p99([gap for gap, _ in _gaps(crowded, sizes)]))
-            reading = [gap for gap, step in _gaps(crowded, sizes) if step.prefilled == sizes.chunk]
+            quiet_p99.append(_p99([gap for gap, _ in _token_gaps(quiet, sizes)]))
+            quiet_p50.append(statistics.median(gap for gap, _ in _token_gaps(quiet, sizes)))
+            crowded_p99.append(_p99([gap for gap, _ in _token_gaps(crowded, sizes)]))
+            reading = [gap for gap, step in _token_gaps(crowded, sizes) if step.prefilled == sizes.chunk]
             chunk_costs += [statistics.median(reading) / quiet_p50[-1] - 1.0] if reading else []
             began_s = time.monotonic()
             await engine.update(weights)
             update_s.append(time.monotonic() - began_s)
-            progress((number + 1) / sizes.repetitions)
+            run.progress((number + 1) / sizes.repetitions)
     worst = max(cost_by_kind.values(), key=statistics.fmean)
-    found.add("control_cost_steps", mean_of(worst), at_most(1.0))
-    found.add("prefill_gap", paired_values(crowded_p99, quiet_p99), at_most(3.0))
-    found.add("throughput_share", paired_values(ours, plain), at_least(0.5))
-    found.add("tokens_per_s", statistics.median(ours), PRINTED)
-    found.add("plain_tokens_per_s", statistics.median(plain), PRINTED)
+    run.add("control_cost_steps", mean_of(worst), at_most(1.0))
+    run.add("prefill_gap", paired_ratio_of_values(crowded_p99, quiet_p99), at_most(3.0))
+    run.add("throughput_share", paired_ratio_of_values(ours, plain), at_least(0.5))
+    run.add("tokens_per_s", statistics.median(ours), PRINTED)
+    run.add("plain_tokens_per_s", statistics.median(plain), PRINTED)
     for kind, name in (("Add", "add"), ("Abort", "abort")):
-        found.add(f"{name}_cost_steps", mean_of(cost_by_kind[kind]), PRINTED)
-        found.add(f"{name}_ms_p50", 1e3 * statistics.median(taken_by_kind[kind]), PRINTED)
+        run.add(f"{name}_cost_steps", mean_of(cost_by_kind[kind]), PRINTED)
+        run.add(f"{name}_ms_p50", 1e3 * statistics.median(taken_by_kind[kind]), PRINTED)
     for name, costs in (("add_whole_cost_steps", whole_costs), ("chunk_cost_steps", chunk_costs)):
         if costs:
-            found.add(name, mean_of(costs), PRINTED)
-    found.add("update_ms", 1e3 * statistics.median(update_s), PRINTED)
-    found.add("step_ms_p50", 1e3 * statistics.median(quiet_p50), PRINTED)
-    found.add("step_ms_p99", 1e3 * statistics.median(quiet_p99), PRINTED)
-    found.notes.append("Gaps are those between the ends of steps, by the clock of the engine's process.")
-    found.notes.append(
+            run.add(name, mean_of(costs), PRINTED)
+    run.add("update_ms", 1e3 * statistics.median(update_s), PRINTED)
+    run.add("step_ms_p50", 1e3 * statistics.median(quiet_p50), PRINTED)
+    run.add("step_ms_p99", 1e3 * statistics.median(quiet_p99), PRINTED)
+    run.notes.append("Gaps are those between the ends of steps, by the clock of the engine's process.")
+    run.notes.append(
         "control_cost_steps is of the step in which the command is taken; add_whole_cost_steps is what an ADD costs "
-        "others in all steps in which its prompt is read. A prompt with more tokens than requests are being written "
-        "for is read in calls of its own instead, each of which costs chunk_cost_steps."
+        "other requests in all steps that prefill its prompt. A prompt with more tokens than there are running "
+        "requests is prefilled in separate calls instead, each of which costs chunk_cost_steps."
     )
-    found.notes.append("add_ms and abort_ms: from the command to the end of the step before which it was taken.")
-    return found.result("engine", "measured", sizes)
+    run.notes.append("add_ms and abort_ms: from sending the command to the end of the first step after it was taken.")
 
 
 @contextlib.asynccontextmanager
-async def _engine(sizes: Sizes) -> AsyncIterator[tuple[ProcessEngine, Transformer, Weights]]:
-    """The engine, its model to be called here, and its weights."""
-    from tangram.rl.model.transformer import Transformer, small
+async def _engine(sizes: EngineSizes) -> AsyncIterator[tuple[ProcessEngine, Transformer, PolicyWeights]]:
+    """Return the engine, its model for direct calls, and its weights."""
+    from tangram.rl.model.transformer import Transformer, small_config
     from tangram.rl.model.weight_store import publish
 
-    config = small(
+    config = small_config(
         sizes.vocabulary, layers=sizes.layers, width=sizes.width, heads=sizes.heads, context_max=sizes.context_max
     )
     model = Transformer.new(config, seed=0).requires_grad_(False)
@@ -167,53 +160,55 @@ async def _engine(sizes: Sizes) -> AsyncIterator[tuple[ProcessEngine, Transforme
             await engine.close()
 
 
-def _request(sizes: Sizes, name: str, prompt: int, tokens: int) -> Request:
+def _request(sizes: EngineSizes, name: str, prompt: int, tokens: int) -> GenerationRequest:
     chance = random.Random(name)
-    return Request(
+    return GenerationRequest(
         id=name,
         tokens=tuple(chance.randrange(sizes.vocabulary) for _ in range(prompt)),
         sampling=Sampling(tokens_max=tokens),
-        noise=Noise(seed=chance.getrandbits(32)),
+        noise=SamplingSeed(seed=chance.getrandbits(32)),
     )
 
 
 # ---- speed ----
 
 
-async def _tokens_per_s(engine: ProcessEngine, sizes: Sizes) -> float:
-    asked = [_request(sizes, f"speed-{number}", sizes.prompt, sizes.tokens) for number in range(_count(sizes))]
+async def _tokens_per_s(engine: ProcessEngine, sizes: EngineSizes) -> float:
+    pending = [_request(sizes, f"speed-{number}", sizes.prompt, sizes.tokens) for number in range(_count(sizes))]
     began_s = time.monotonic()
-    written = await asyncio.gather(*map(engine.generate, asked))
+    written = await asyncio.gather(*map(engine.generate, pending))
     took_s = time.monotonic() - began_s
     return sum(len(each.tokens) for each in written) / took_s
 
 
-def _count(sizes: Sizes) -> int:
+def _count(sizes: EngineSizes) -> int:
     return sizes.waves * sizes.batch
 
 
-def _plain_tokens_per_s(model: Transformer, sizes: Sizes) -> float:
+def _plain_tokens_per_s(model: Transformer, sizes: EngineSizes) -> float:
     import torch
 
-    from tangram.rl.model.transformer import Cache
+    from tangram.rl.model.transformer import KVCache
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the engine has
+    torch.set_num_threads(1)  # the same as the engine
     try:
-        cache = Cache(model.config, sizes.batch, sizes.context_max, model.dtype)
+        cache = KVCache(model.config, sizes.batch, sizes.context_max, model.dtype)
         slots = torch.arange(sizes.batch)
         written: list[torch.Tensor] = []
         began_s = time.monotonic()
         with torch.inference_mode():
             for _ in range(sizes.waves):
                 prompts = torch.randint(sizes.vocabulary, (sizes.batch, sizes.prompt))
-                logits = model.read(prompts, torch.zeros(sizes.batch, dtype=torch.long), slots, cache, sizes.prompt)
+                logits = model.forward_cached(
+                    prompts, torch.zeros(sizes.batch, dtype=torch.long), slots, cache, sizes.prompt
+                )
                 for position in range(sizes.prompt, sizes.prompt + sizes.tokens):
                     tokens = torch.multinomial(torch.softmax(logits, dim=-1), 1)
                     written.append(tokens)
                     if len(written) % sizes.tokens:
                         start = torch.full((sizes.batch,), position)
-                        logits = model.read(tokens, start, slots, cache, position + 1)
+                        logits = model.forward_cached(tokens, start, slots, cache, position + 1)
         took_s = time.monotonic() - began_s
     finally:
         torch.set_num_threads(threads)
@@ -223,31 +218,32 @@ def _plain_tokens_per_s(model: Transformer, sizes: Sizes) -> float:
 # ---- gaps ----
 
 
-class _Others:
-    """Requests that are being written for while something else happens."""
+class _BackgroundRequests:
+    """Requests that run while something else happens."""
 
-    def __init__(self, engine: ProcessEngine, sizes: Sizes, number: int, pause_s: float) -> None:
+    def __init__(self, engine: ProcessEngine, sizes: EngineSizes, number: int, pause_s: float) -> None:
         self._engine, self._sizes, self._pause_s = engine, sizes, pause_s
-        self._chance = random.Random(number)
+        self._random = random.Random(number)
         self._commands: list[_Command] = []
         self._names = 0
 
     async def run(self, meanwhile: Callable[[], Awaitable[None]]) -> tuple[list[StepRecord], list[_Command]]:
-        """The steps that were made, and the commands that were given."""
+        """Return the steps and the commands sent."""
         before, sizes = len(self._engine.steps), self._sizes
         for _ in range(sizes.rounds):
             others = [
-                self._ask(sizes.prompt, sizes.context_max - sizes.prompt, counted=False) for _ in range(sizes.others)
+                self._generate(sizes.prompt, sizes.context_max - sizes.prompt, counted=False)
+                for _ in range(sizes.others)
             ]
             more = asyncio.ensure_future(meanwhile())
             await asyncio.gather(*others)
             more.cancel()
             await asyncio.gather(more, return_exceptions=True)
-            await self._engine.suspend()  # by its answer all steps have been told
+            await self._engine.suspend()  # its answer follows the reports of all steps
             await self._engine.resume()
         return self._engine.steps[before:], self._commands
 
-    def _ask(self, prompt: int, tokens: int, *, counted: bool = True) -> asyncio.Future[object]:
+    def _generate(self, prompt: int, tokens: int, *, counted: bool = True) -> asyncio.Future[object]:
         self._names += 1
         if counted:
             self._commands.append(_Command("Add", time.monotonic()))
@@ -256,56 +252,56 @@ class _Others:
         )
 
     async def control(self) -> None:
-        """ADD and ABORT by turns, at times of which the engine knows nothing."""
+        """Send ADD and ABORT alternately, at times unrelated to the steps."""
         while True:
             await self._pause()
-            asked = self._ask(self._sizes.short_prompt, self._sizes.tokens)
+            pending = self._generate(self._sizes.short_prompt, self._sizes.tokens)
             try:
                 await self._pause()
                 self._commands.append(_Command("Abort", time.monotonic()))
             finally:
-                asked.cancel()
-                await asyncio.gather(asked, return_exceptions=True)
+                pending.cancel()
+                await asyncio.gather(pending, return_exceptions=True)
 
     async def long_prompts(self) -> None:
-        """One after the other is read."""
-        asked: list[asyncio.Future[object]] = []
+        """Send long prompts, one after the other."""
+        pending: list[asyncio.Future[object]] = []
         try:
             while True:
-                asked.append(self._ask(self._sizes.long_prompt, 1))
+                pending.append(self._generate(self._sizes.long_prompt, 1))
                 await self._pause()
         finally:
-            for each in asked:
+            for each in pending:
                 each.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
+            await asyncio.gather(*pending, return_exceptions=True)
 
     async def _pause(self) -> None:
-        await asyncio.sleep(self._pause_s * (0.5 + self._chance.random()))
+        await asyncio.sleep(self._pause_s * (0.5 + self._random.random()))
 
 
-async def _controlled(
-    engine: ProcessEngine, sizes: Sizes, number: int, pause_s: float
+async def _run_with_commands(
+    engine: ProcessEngine, sizes: EngineSizes, number: int, pause_s: float
 ) -> tuple[list[StepRecord], list[_Command]]:
-    """Until enough commands were taken each by itself. Raises ManagerError, if they never are."""
+    """Repeat until enough commands were taken individually. Raises ManagerError after ATTEMPTS_MAX attempts."""
     steps: list[StepRecord] = []
     commands: list[_Command] = []
-    for _ in range(TRIES):
-        others = _Others(engine, sizes, number, pause_s)
+    for _ in range(ATTEMPTS_MAX):
+        others = _BackgroundRequests(engine, sizes, number, pause_s)
         more = await others.run(others.control)
         steps += more[0]
         commands += more[1]
-        taken = [step.commands for _, step in _gaps(steps, sizes)]
+        taken = [step.commands for _, step in _token_gaps(steps, sizes)]
         if min(taken.count(("Add",)), taken.count(("Abort",))) >= COMMANDS_MIN:
             return steps, commands
-    raise ManagerError(f"fewer than {COMMANDS_MIN} commands were taken by themselves: the machine is too busy")
+    raise ManagerError(f"fewer than {COMMANDS_MIN} commands were taken individually: the machine is too busy")
 
 
-async def _nothing() -> None:
+async def _no_op() -> None:
     pass
 
 
-def _gaps(steps: list[StepRecord], sizes: Sizes) -> list[tuple[float, StepRecord]]:
-    """How long the others waited for their token, in each step that wrote for all of them, as did the one before."""
+def _token_gaps(steps: list[StepRecord], sizes: EngineSizes) -> list[tuple[float, StepRecord]]:
+    """Return the token gap of each step that decoded for all background requests, as did the one before."""
     return [
         (step.ended_s - before.ended_s, step)
         for before, step in itertools.pairwise(steps)
@@ -313,10 +309,10 @@ def _gaps(steps: list[StepRecord], sizes: Sizes) -> list[tuple[float, StepRecord
     ]
 
 
-def _whole_cost(steps: list[StepRecord], sizes: Sizes) -> list[float]:
-    """Of an ADD, in steps: how much longer the others waited in all the steps in which its prompt was read, than while
-    they were alone; a sum of medians, one for each of these steps. Nothing, if other commands always came between."""
-    gaps = _gaps(steps, sizes)
+def _total_add_cost(steps: list[StepRecord], sizes: EngineSizes) -> list[float]:
+    """Return the total cost of an ADD in steps: how much longer the gaps were in all steps that prefilled its prompt; a
+    sum of medians, one for each of these steps. Empty if other commands always interfered."""
+    gaps = _token_gaps(steps, sizes)
     alone = [gap for gap, step in gaps if not step.commands and not step.prefilled and step.decoded == sizes.others]
     by_step: list[list[float]] = [[] for _ in range(sizes.short_prompt)]
     for at, (_, step) in enumerate(gaps):
@@ -331,8 +327,8 @@ def _whole_cost(steps: list[StepRecord], sizes: Sizes) -> list[float]:
     return [sum(statistics.median(seconds) - usual for seconds in by_step) / usual]
 
 
-def _until_taken(kind: str, steps: list[StepRecord], commands: list[_Command]) -> list[float]:
-    """Of each command that was taken alone: how long after it was given the next step had ended."""
+def _command_latencies(kind: str, steps: list[StepRecord], commands: list[_Command]) -> list[float]:
+    """Return, for each command that was taken alone, the time from sending it to the end of the next step."""
     given = [command.given_s for command in commands if command.kind == kind]
     ended = [step.ended_s for step in steps if step.commands == (kind,)]
     return [min(end - at for at in given if at <= end) for end in ended if any(at <= end for at in given)]

@@ -1,10 +1,9 @@
-"""What a function costs beside its own work, and what scaling it saves.
+"""The overhead of a function call, and the savings of scaling.
 
-Everything goes through the scheduler, on this machine. A warm call of a function that does nothing is compared with
-calling it directly, one of each in turn. From no process at all, eight calls are made at once of a function that waits;
-the time is that until all eight run. Then they are left alone until their idle time has passed. Last, calls come in
-bursts: once eight instances are there for the whole time, as a reservation would have it, once they come and go, and of
-both the share of instance time that is busy is given.
+Everything goes through the scheduler, on this machine. A warm call of a no-op function alternates with calling it
+directly. Scaling from zero processes: eight concurrent calls of a function that waits; the time is that until all eight
+run. Then they are idle until their idle timeout. Last, calls come in bursts, once with eight instances for the whole
+time, as with a reservation, and once with elastic instances; the result has the busy share of instance time of both.
 """
 
 from __future__ import annotations
@@ -21,30 +20,31 @@ from typing import Any
 
 import msgspec
 
-from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_most
-from tangram.client.functions import Function, Functions, function
+from tangram.bench.base import PRINTED, BenchRun, at_most
+from tangram.client.functions import Function, FunctionCalls, function
 from tangram.client.transport import LocalPending, Pending
-from tangram.client.validation import Life
+from tangram.client.validation import Lifecycle
 from tangram.core.action import Action
 from tangram.core.messages import Pool, PoolChanged, cpu_node
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
-from tangram.managers.functions import Call, FunctionManager
-from tangram.managers.functions.host import Statistics
+from tangram.managers.functions.host import FunctionStatistics
+from tangram.managers.functions.manager import FunctionManager
+from tangram.managers.functions.work import Call
 from tangram.managers.work import Work
 from tangram.runtime.orchestrator import Orchestrator
 
 INSTANCES = 8
 CORES = 0.1
-"""Of a call: all eight fit on one core, since they mostly sleep."""
-LOOK_S = 0.001
+"""Per call: all eight fit on one core, since they mostly sleep."""
+POLL_S = 0.001
 IDLE_S = 1.0
 FOR_EVER_S = 3600.0
 ELASTIC_IDLE_S = 0.2
-"""In bursts: short beside the pause between them, as half a minute is beside a training step."""
+"""In bursts: short compared with the pause between them, as half a minute is compared with a training step."""
 
 
-class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+class FunctionsSizes(msgspec.Struct, frozen=True, kw_only=True):
     calls: int = 1000
     scalings: int = 5
     bursts: int = 10
@@ -54,83 +54,77 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     call_s: float = 0.05
 
 
-FULL = Sizes()
-QUICK = Sizes(calls=200, scalings=3, bursts=4)
+LABEL = "measured"
+FULL = FunctionsSizes()
+QUICK = FunctionsSizes(calls=200, scalings=3, bursts=4)
 
 
-def nothing() -> None:
+def no_op() -> None:
     pass
 
 
-def sleeps(seconds: float) -> None:
+def sleep_for(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def marks(folder: str) -> None:
-    """Says that it runs, and waits for all others."""
+def mark_and_wait(folder: str) -> None:
+    """Mark this call as running, and wait for all others."""
     Path(folder, str(os.getpid())).touch()
     while not Path(folder, "go").exists():
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
-def measure(sizes: Sizes, *, trace: Path | None, processes: int | None, progress: Progress) -> BenchResult:
-    return asyncio.run(_measure(sizes, progress))
-
-
-async def _measure(sizes: Sizes, progress: Progress) -> BenchResult:
-    found = Findings()
-    await _warm(sizes, found)
-    progress(0.2)
-    await _scaling(sizes, found)
-    progress(0.4)
+async def measure(sizes: FunctionsSizes, run: BenchRun) -> None:
+    await _measure_warm(sizes, run)
+    run.progress(0.2)
+    await _measure_scaling(sizes, run)
+    run.progress(0.4)
     reserved = await _bursts(sizes, FOR_EVER_S)
-    progress(0.7)
+    run.progress(0.7)
     elastic = await _bursts(sizes, ELASTIC_IDLE_S)
-    progress(1.0)
-    found.add("busy_share_reserved", reserved.busy_s / reserved.instance_s, PRINTED)
-    found.add("busy_share_elastic", elastic.busy_s / elastic.instance_s, PRINTED)
-    found.notes.append(
+    run.add("busy_share_reserved", reserved.busy_s / reserved.instance_s, PRINTED)
+    run.add("busy_share_elastic", elastic.busy_s / elastic.instance_s, PRINTED)
+    run.notes.append(
         f"The same {elastic.calls} calls took {reserved.instance_s:.1f} s of reserved and {elastic.instance_s:.1f} s of"
         f" elastic instances."
     )
-    return found.result("functions", "measured", sizes)
 
 
-class _Calls:
-    """An orchestrator, as calls see it."""
+class _FunctionClient:
+    """An orchestrator, as seen by calls."""
 
     by_value = False
 
     def __init__(self, orchestrator: Orchestrator) -> None:
         self._orchestrator = orchestrator
 
-    def announce(self, pool: Pool) -> None:
-        self._orchestrator.tell(PoolChanged(pool=pool))
+    def ensure_pool(self, pool: Pool) -> None:
+        self._orchestrator.send(PoolChanged(pool=pool))
 
     def submit(self, action: Action, work: Work) -> Pending:
         return LocalPending(self._orchestrator, self._orchestrator.submit(action, work))
 
 
 @contextlib.asynccontextmanager
-async def _functions() -> AsyncIterator[tuple[Functions, FunctionManager]]:
+async def _functions() -> AsyncIterator[tuple[FunctionCalls, FunctionManager]]:
     manager = FunctionManager()
     pools = cpu_node("local", len(os.sched_getaffinity(0)))
     orchestrator = Orchestrator(Scheduler(policy("adaptive"), pools), {}, {Call: manager})
-    life = Life("the connection")
+    life = Lifecycle("the connection")
     async with orchestrator:
         life.begin(asyncio.get_running_loop())
-        life.opened()
-        yield Functions(_Calls(orchestrator), life, "bench"), manager
+        life.mark_open()
+        yield FunctionCalls(_FunctionClient(orchestrator), life, "bench"), manager
 
 
-def _declared(called: Any, idle_s: float) -> Function[..., Any]:
+def _declare(called: Any, idle_s: float) -> Function[..., Any]:
     declared: Function[..., Any] = function(cpus=CORES, max_instances=INSTANCES, idle_s=idle_s)(called)
     return declared
 
 
-async def _warm(sizes: Sizes, found: Findings) -> None:
+async def _measure_warm(sizes: FunctionsSizes, run: BenchRun) -> None:
     ours, bare = [], []
-    declared = _declared(nothing, FOR_EVER_S)
+    declared = _declare(no_op, FOR_EVER_S)
     async with _functions() as (calls, _):
         await calls.call(declared)
         for _ in range(sizes.calls):
@@ -141,51 +135,51 @@ async def _warm(sizes: Sizes, found: Findings) -> None:
             after = time.perf_counter()
             ours.append(between - before)
             bare.append(after - between)
-    found.add("warm_overhead_ms_p50", (statistics.median(ours) - statistics.median(bare)) * 1e3, at_most(3.0))
-    found.add("warm_ms_p99", sorted(ours)[int(0.99 * len(ours))] * 1e3, PRINTED)
+    run.add("warm_overhead_ms_p50", (statistics.median(ours) - statistics.median(bare)) * 1e3, at_most(3.0))
+    run.add("warm_ms_p99", sorted(ours)[int(0.99 * len(ours))] * 1e3, PRINTED)
 
 
-async def _scaling(sizes: Sizes, found: Findings) -> None:
-    """From no template: each time on a connection of its own."""
+async def _measure_scaling(sizes: FunctionsSizes, run: BenchRun) -> None:
+    """Measure from zero processes: each time on a new connection."""
     times, firsts = [], []
     for number in range(sizes.scalings):
         async with _functions() as (calls, manager):
             with tempfile.TemporaryDirectory() as folder:
-                declared = _declared(marks, IDLE_S)
+                declared = _declare(mark_and_wait, IDLE_S)
                 before = time.perf_counter()
                 tasks = [asyncio.create_task(calls.call(declared, folder)) for _ in range(INSTANCES)]
-                firsts.append(await _until(folder, 1) - before)
-                times.append(await _until(folder, INSTANCES) - before)
-                _let_go(folder)
+                firsts.append(await _wait_for_marks(folder, 1) - before)
+                times.append(await _wait_for_marks(folder, INSTANCES) - before)
+                _release_all(folder)
                 await asyncio.gather(*tasks)
             if number == 0:
                 await asyncio.sleep(2.0 * IDLE_S)
-                found.add("idle_instances", manager.statistics().instances, at_most(0.0))
-    found.add("scale_0_to_8_s", statistics.median(times), at_most(1.0))
-    found.add("scale_0_to_1_s", statistics.median(firsts), PRINTED)
+                run.add("idle_instances", manager.statistics().instances, at_most(0.0))
+    run.add("scale_0_to_8_s", statistics.median(times), at_most(1.0))
+    run.add("scale_0_to_1_s", statistics.median(firsts), PRINTED)
 
 
-def _let_go(folder: str) -> None:
+def _release_all(folder: str) -> None:
     Path(folder, "go").touch()
 
 
-async def _until(folder: str, count: int) -> float:
+async def _wait_for_marks(folder: str, count: int) -> float:
     while len(os.listdir(folder)) < count:  # noqa: ASYNC110 - other processes do it
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
     return time.perf_counter()
 
 
-async def _bursts(sizes: Sizes, idle_s: float) -> Statistics:
-    declared = _declared(sleeps, idle_s)
+async def _bursts(sizes: FunctionsSizes, idle_s: float) -> FunctionStatistics:
+    declared = _declare(sleep_for, idle_s)
     async with _functions() as (calls, manager):
-        if idle_s == FOR_EVER_S:  # all are there from the beginning
+        if idle_s == FOR_EVER_S:  # all run from the beginning
             await asyncio.gather(*(calls.call(declared, 0.2) for _ in range(INSTANCES)))
         before = manager.statistics()
         for _ in range(sizes.bursts):
             await asyncio.gather(*(calls.call(declared, sizes.call_s) for _ in range(sizes.burst_calls)))
             await asyncio.sleep(sizes.pause_s)
         after = manager.statistics()
-    return Statistics(
+    return FunctionStatistics(
         calls=after.calls - before.calls,
         busy_s=after.busy_s - before.busy_s,
         instance_s=after.instance_s - before.instance_s,

@@ -1,13 +1,13 @@
-"""Five ways to schedule the same training run, from one thing after the other to everything at once.
+"""Five ways to schedule the same training run, from strictly sequential to fully asynchronous.
 
-A small policy walks over frozen lakes whose steps take their time: waits, log-normal, so that a few take several times
-as long as most. One engine and one trainer, each with one thread; the training of a batch takes about a fifth of an
-asynchronous rollout of one. Nothing differs between the modes but the key `training.mode`.
+A small policy plays frozen lakes with slow steps: log-normal delays, a few of them several times as long as most. One
+engine and one trainer have one thread each; training a batch takes about a fifth of its asynchronous rollout. The modes
+differ only in the key `training.mode`.
 
-`sync`, `sync_plus`, `one_off`, `start_bound`, `rollart`: trajectories trained on per second. For these the policy is
-held fixed (a learning rate of nearly nothing), so that all modes do the same work; the first steps, in which pipelines
-fill, do not count. `time_to_score_*`: with learning, seconds until the mean reward of three batches in a row reaches a
-score. `staleness_max_*`: the oldest trajectory that was trained on.
+`sync`, `sync_plus`, `one_off`, `start_bound`, `async`: trajectories trained on per second. For these the policy is
+constant (a learning rate of nearly zero), so that all modes do the same work; the first steps, in which pipelines fill,
+do not count. `time_to_score_*`: with learning, seconds until the mean reward of three consecutive batches reaches a
+score. `staleness_max_*`: the highest staleness of a trajectory that was trained on.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import asyncio
 import math
 import random
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_least, at_most, paired_values
+from tangram.bench.base import PRINTED, BenchRun, at_least, at_most, paired_ratio_of_values
 from tangram.reports.statistics import mean_of
 from tangram.rl.config.rollout_settings import EngineSettings, GroupSettings, PolicySettings, TaskSettings
 from tangram.rl.config.training_settings import (
@@ -34,46 +33,49 @@ from tangram.rl.config.training_settings import (
     TrainSettings,
 )
 from tangram.rl.environments.frozenlake import FrozenLake
-from tangram.rl.environments.protocol import Outside, Step
+from tangram.rl.environments.protocol import ExternalResources, Step
 from tangram.rl.train.pipeline import train
-from tangram.rl.train.records import AnyLine, Trained
+from tangram.rl.train.records import AnyMetricsLine, Trained
 
 MODES: dict[str, Mode] = {
-    "sync": "sync", "sync_plus": "sync+", "one_off": "one-off", "start_bound": "start-bound", "rollart": "rollart",
+    "sync": "sync", "sync_plus": "sync+", "one_off": "one-off", "start_bound": "start-bound", "async": "async",
 }  # fmt: skip
 FILLING = 2
-"""Steps that do not count: the first batches come before anything is trained on beside them."""
+"""Steps that do not count: the first batches are generated before any training overlaps."""
 NEARLY_NOTHING = 1e-12
-"""Of a learning rate: less than what float32 can add to a weight."""
+"""Learning rate too small to change a float32 weight."""
 WARM_UNTIL = 0.15
 
 
-class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+class LadderSizes(msgspec.Struct, frozen=True, kw_only=True):
     seeds: int = 3
     groups: int = 8
-    """Of a batch."""
+    """Per batch."""
     members: int = 8
     steps: int = 14
-    """Of a fixed policy, for throughput."""
+    """With a constant policy, for throughput."""
     latency_s: float = 0.12
-    """Of a step of the environment, mean."""
+    """Mean of an environment step."""
     spread: float = 1.0
     """Standard deviation of the latency over its mean."""
     epochs: int = 4
     staleness: int = 1
     score: float = 0.6
-    """Of three batches in a row, to be reached by learning; 0: that is not measured."""
+    """Mean reward of three consecutive batches to reach by learning; 0: not measured."""
     score_steps_max: int = 80
 
 
-FULL = Sizes()
-QUICK = Sizes(seeds=1, steps=8, score=0.0)
+LABEL = "measured"
+FULL = LadderSizes()
+QUICK = LadderSizes(seeds=1, steps=8, score=0.0)
 
 
 class SlowLake(FrozenLake):
-    """A lake whose steps take their time: the same for the same trajectory and turn, in every mode."""
+    """A lake with slow steps. The delays depend only on trajectory and turn, not on the mode."""
 
-    def __init__(self, outside: Outside, *, latency_s: float = 0.1, spread: float = 1.0, **options: Any) -> None:
+    def __init__(
+        self, outside: ExternalResources, *, latency_s: float = 0.1, spread: float = 1.0, **options: Any
+    ) -> None:
         super().__init__(outside, **options)
         self._chance = random.Random(f"latency/{outside.trajectory}")
         self._sigma = math.sqrt(math.log1p(spread * spread))
@@ -84,68 +86,61 @@ class SlowLake(FrozenLake):
         return await super().step(action)
 
 
-def measure(sizes: Sizes, *, trace: Path | None, processes: int | None, progress: Progress) -> BenchResult:
-    with tempfile.TemporaryDirectory(prefix="tangram-ladder-") as folder:
-        return asyncio.run(_measure(sizes, Path(folder), progress))
-
-
-async def _measure(sizes: Sizes, folder: Path, progress: Progress) -> BenchResult:
-    found = Findings()
+async def measure(sizes: LadderSizes, run: BenchRun) -> None:
     fixed: dict[str, list[list[Trained]]] = {mode: [] for mode in MODES}
     learned: dict[str, list[float]] = {mode: [] for mode in MODES}
     parts = sizes.seeds * len(MODES)
     for seed in range(sizes.seeds):
-        warm = await _warm(sizes, folder / f"warm-{seed}", seed)
+        warm = await _warm_checkpoint(sizes, run.folder / f"warm-{seed}", seed)
         for number, mode in enumerate(MODES):
-            progress((seed * len(MODES) + number) / parts, f"{mode}, seed {seed}")
+            run.progress((seed * len(MODES) + number) / parts, f"{mode}, seed {seed}")
             settings = settings_of(sizes, mode, seed, warm, rate=NEARLY_NOTHING, steps=sizes.steps)
-            fixed[mode].append(await trained_steps(settings, folder / f"{mode}-{seed}"))
+            fixed[mode].append(await trained_steps(settings, run.folder / f"{mode}-{seed}"))
             if sizes.score:
                 settings = settings_of(sizes, mode, seed, warm, rate=7e-4, steps=sizes.score_steps_max)
-                learned[mode].append(await _seconds_to(sizes.score, settings, folder / f"{mode}-{seed}-learns"))
-    add_throughput(found, fixed, sizes)
+                learned[mode].append(await _seconds_to(sizes.score, settings, run.folder / f"{mode}-{seed}-learns"))
+    add_throughput(run, fixed, sizes)
     if sizes.score:
         for mode, seconds in learned.items():
-            found.add(f"time_to_score_{mode}", mean_of(seconds), PRINTED)
-    return found.result("ladder", "measured", sizes)
+            run.add(f"time_to_score_{mode}", mean_of(seconds), PRINTED)
 
 
-def add_throughput(found: Findings, fixed: dict[str, list[list[Trained]]], sizes: Sizes) -> None:
-    """Metrics of the runs of each mode, one per seed."""
+def add_throughput(run: BenchRun, fixed: dict[str, list[list[Trained]]], sizes: LadderSizes) -> None:
+    """Add the metrics of each mode's runs, one per seed."""
     rates = {mode: [throughput(lines) for lines in runs] for mode, runs in fixed.items()}
     for mode in MODES:
-        found.add(mode, mean_of(rates[mode]), PRINTED)
+        run.add(mode, mean_of(rates[mode]), PRINTED)
     names = list(MODES)
-    for lower, higher in (("sync", "sync_plus"), ("sync_plus", "one_off"), ("one_off", "rollart")):
+    for lower, higher in (("sync", "sync_plus"), ("sync_plus", "one_off"), ("one_off", "async")):
         goal = at_least(1.2) if lower == "one_off" else at_least(1.0)
-        found.add(f"{higher}_vs_{lower}", paired_values(rates[higher], rates[lower]), goal)
-    found.add("rollart_vs_sync", paired_values(rates["rollart"], rates["sync"]), at_least(2.0))
-    found.add("rollart_vs_start_bound", paired_values(rates["rollart"], rates["start_bound"]), at_least(0.85))
+        run.add(f"{higher}_vs_{lower}", paired_ratio_of_values(rates[higher], rates[lower]), goal)
+    run.add("async_vs_sync", paired_ratio_of_values(rates["async"], rates["sync"]), at_least(2.0))
+    run.add("async_vs_start_bound", paired_ratio_of_values(rates["async"], rates["start_bound"]), at_least(0.85))
     for mode in names:
         oldest = max(len(line.staleness) - 1 for lines in fixed[mode] for line in lines)
-        found.add(f"staleness_max_{mode}", float(oldest), PRINTED)
+        run.add(f"staleness_max_{mode}", float(oldest), PRINTED)
     train_s = statistics.fmean(line.train_s for lines in fixed["sync_plus"] for line in lines[FILLING:])
     rollout_s = statistics.fmean(line.step_s - line.train_s for lines in fixed["sync_plus"] for line in lines[FILLING:])
-    found.add("train_share_of_rollout", train_s / rollout_s, at_most(0.3))
-    discarded = {mode: _discarded(fixed[mode]) for mode in ("start_bound", "rollart")}
-    found.notes.append(
-        f"Of all tokens that the policy wrote, {discarded['start_bound']:.1%} (start-bound) and "
-        f"{discarded['rollart']:.1%} (rollart) were not trained on."
+    run.add("train_share_of_rollout", train_s / rollout_s, at_most(0.3))
+    discarded = {mode: _discarded_share(fixed[mode]) for mode in ("start_bound", "async")}
+    run.notes.append(
+        f"Of all generated tokens, {discarded['start_bound']:.1%} (start-bound) and "
+        f"{discarded['async']:.1%} (async) were not trained on."
     )
-    found.notes.append(
-        f"{sizes.groups * sizes.members} trajectories a batch; waits of {sizes.latency_s:g} s a turn, log-normal, "
+    run.notes.append(
+        f"{sizes.groups * sizes.members} trajectories per batch; delays of {sizes.latency_s:g} s per turn, log-normal, "
         f"standard deviation {sizes.spread:g} times the mean; alpha = {sizes.staleness}; one engine and one trainer of "
         f"one thread each; {sizes.epochs} epochs."
     )
 
 
 def throughput(lines: list[Trained]) -> float:
-    """Trajectories per second, of the steps in which all pipelines are full."""
+    """Trajectories per second, over the steps with full pipelines."""
     counted = lines[FILLING:]
     return sum(sum(line.staleness) for line in counted) / sum(line.step_s for line in counted)
 
 
-def _discarded(runs: list[list[Trained]]) -> float:
+def _discarded_share(runs: list[list[Trained]]) -> float:
     lost = sum(line.tokens_discarded for lines in runs for line in lines)
     used = sum(task.tokens * task.trajectories for lines in runs for line in lines for task in line.tasks.values())
     return lost / (lost + used)
@@ -154,7 +149,9 @@ def _discarded(runs: list[list[Trained]]) -> float:
 # ---- runs ---------------------------------------------------------------------------------------------------------
 
 
-def settings_of(sizes: Sizes, mode: str, seed: int, warm: Path | None, *, rate: float, steps: int) -> TrainSettings:
+def settings_of(
+    sizes: LadderSizes, mode: str, seed: int, warm: Path | None, *, rate: float, steps: int
+) -> TrainSettings:
     return TrainSettings(
         seed=seed,
         policy=PolicySettings(checkpoint=str(warm) if warm is not None else "", seed=seed),
@@ -177,37 +174,38 @@ def settings_of(sizes: Sizes, mode: str, seed: int, warm: Path | None, *, rate: 
     )
 
 
-async def _warm(sizes: Sizes, folder: Path, seed: int) -> Path:
-    """The checkpoint of a policy that knows the format, with which all modes begin."""
+async def _warm_checkpoint(sizes: LadderSizes, folder: Path, seed: int) -> Path:
+    """Return the checkpoint of a policy that knows the format, from which all modes start."""
     await train(settings_of(sizes, "sync_plus", seed, None, rate=NEARLY_NOTHING, steps=1), folder)
     return folder / "checkpoints" / f"{0:08d}"
 
 
 async def trained_steps(settings: TrainSettings, folder: Path) -> list[Trained]:
-    """One line per step of a run."""
+    """Train, and return one line per step."""
     lines: list[Trained] = []
 
-    def tell(line: AnyLine) -> None:
+    def tell(line: AnyMetricsLine) -> None:
         if isinstance(line, Trained):
             lines.append(line)
 
-    await train(settings, folder, tell=tell)
+    await train(settings, folder, on_line=tell)
     return lines
 
 
 async def _seconds_to(score: float, settings: TrainSettings, folder: Path) -> float:
-    """Since the first batch was begun. A run that does not reach it counts with all of its time."""
+    """Return the seconds from the start of the first batch. A run that does not reach the score counts with its whole
+    time."""
     reached = asyncio.get_running_loop().create_future()
     rewards: list[float] = []
 
-    def tell(line: AnyLine) -> None:
+    def tell(line: AnyMetricsLine) -> None:
         if not isinstance(line, Trained):
             return
         rewards.append(line.tasks["frozenlake"].reward)
         if len(rewards) >= 3 and statistics.fmean(rewards[-3:]) >= score and not reached.done():
             reached.set_result(line.at_s)
 
-    running = asyncio.create_task(train(settings, folder, tell=tell))
+    running = asyncio.create_task(train(settings, folder, on_line=tell))
     await asyncio.wait({running, reached}, return_when=asyncio.FIRST_COMPLETED)
     if reached.done():
         running.cancel()

@@ -1,30 +1,30 @@
-"""Whether policies really learn: each built-in task alone, three of them mixed, and one of them at several ages.
+"""Whether policies learn: each built-in task alone, three of them mixed, and one at several staleness limits.
 
-A policy of two layers and 64 wide is trained by the real pipeline, with real sandboxes, a real search API with its
-quota and a real judge. It begins with a short warm start on agents that know the format and not the goal, which counts
-in its time; then it learns by trying. A run ends when its last five evaluations on held-out seeds, sampled at
-temperature 1, are well above the goal, or when its time is over.
+A policy of two layers, 64 wide, is trained by the real pipeline, with real sandboxes, a real search API with its quota
+and a real judge. It starts with a short warm start that imitates agents which know the format but not the goal; this
+counts in its time. A run ends when its last five evaluations on held-out seeds, sampled at temperature 1, are well
+above the goal, or when its time is over.
 
-`final_TASK`, `mix_TASK`: the mean of the last five evaluations, as a share of the highest reward. `random_TASK`: of
-an agent that plays well-formed actions blindly. `warm_TASK`: after the warm start, before anything was learned, of the
-most likely tokens; `warm_sampled_TASK`: likewise, sampled; `mix_warm_*`: of the mix. `seconds_TASK`, `seconds_mix`:
-what a run took. `alpha_A`: the last evaluations of frozenlake with staleness A, after the same number of trajectories.
+`final_TASK`, `mix_TASK`: the mean of the last five evaluations, as a share of the highest reward. `random_TASK`: of an
+agent that plays random well-formed actions. `warm_TASK`: greedy, after the warm start and before any learning;
+`warm_sampled_TASK`: the same, sampled; `mix_warm_*`: of the mix. `seconds_TASK`, `seconds_mix`: the time of a run.
+`alpha_A`: the last evaluations of frozenlake with staleness A, after the same number of trajectories.
 """
 
 from __future__ import annotations
 
 import asyncio
-import html
 import statistics
-import tempfile
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_least, at_most
+from tangram.bench.base import PRINTED, BenchRun, at_least, at_most
 from tangram.client.client import Client
+from tangram.reports.charts import LineSeries, line_chart
+from tangram.reports.page import figure, figures, opening, page, write_page
 from tangram.reports.statistics import mean_of
+from tangram.reports.theme import SERIES
 from tangram.rl.config.rollout_settings import EngineSettings, GroupSettings, PolicySettings, TaskSettings
 from tangram.rl.config.training_settings import (
     CheckpointSettings,
@@ -34,11 +34,11 @@ from tangram.rl.config.training_settings import (
     TrainSettings,
 )
 from tangram.rl.environments.agents import demonstrations
-from tangram.rl.environments.protocol import Outside
-from tangram.rl.rollout.assembly import connection, tasks_of
+from tangram.rl.environments.protocol import ExternalResources
+from tangram.rl.rollout.assembly import connect_client, tasks_of
 from tangram.rl.train.evaluator import SEED_FIRST
 from tangram.rl.train.pipeline import train
-from tangram.rl.train.records import AnyLine, Evaluated, Trained, Warmed
+from tangram.rl.train.records import AnyMetricsLine, Evaluated, Trained, WarmStartChecked
 
 OPTIONS = ("report",)
 # lookup: the agent that it imitates gets a third of all answers right, and a policy that cannot copy names yet gets up
@@ -49,122 +49,114 @@ TASKS: dict[str, TaskSettings] = {
     "codefix": TaskSettings(name="codefix", warm_until=0.25, concurrency=64),
     "lookup": TaskSettings(name="lookup", warm_until=0.28),
 }
-DEAR = ("codefix", "lookup")
+EXPENSIVE_TASKS = ("codefix", "lookup")
 """Tasks whose episodes take longer than learning from them: of each episode more is learned."""
 MIX = ("frozenlake", "codefix", "lookup")
 LAST = 5
 """Evaluations that are averaged."""
 ENOUGH = 0.87
-"""Of that mean, with which a run ends before its time is over."""
+"""A run whose mean exceeds this ends before its time is over."""
 RANDOM_EPISODES = 128
 
 
-class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+class LearningSizes(msgspec.Struct, frozen=True, kw_only=True):
     seeds: int = 3
     tasks: tuple[str, ...] = tuple(TASKS)
     mix: bool = True
     task_s: float = 180.0
-    """Of a run of one task, its warm start included."""
+    """Time limit of a run of one task, warm start included."""
     mix_s: float = 300.0
     batch: int = 16
-    """Groups of a step ..."""
+    """Groups per step ..."""
     batch_dear: int = 8
-    """... and of a task whose episodes are dear."""
+    """... and per step of a task with expensive episodes."""
     members: int = 8
     epochs: int = 2
     epochs_dear: int = 4
-    """Likewise, and of the mix, which has such tasks."""
+    """The same for epochs, also of the mix, which contains such tasks."""
     episodes: int = 64
-    """Of an evaluation."""
+    """Per evaluation."""
     every: int = 160
-    """Groups that are trained on between two evaluations."""
+    """Groups trained on between two evaluations."""
     alphas: tuple[int, ...] = (0, 1, 2, 4)
     alpha_steps: int = 40
-    """Of a run at one staleness: the same number of trajectories for all."""
+    """Steps of a run at one staleness: all get the same number of trajectories."""
 
 
-FULL = Sizes()
-QUICK = Sizes(seeds=1, tasks=("frozenlake",), mix=False, task_s=60.0, alphas=())
+LABEL = "measured"
+FULL = LearningSizes()
+QUICK = LearningSizes(seeds=1, tasks=("frozenlake",), mix=False, task_s=60.0, alphas=())
 
 
-class Run(msgspec.Struct, kw_only=True):
-    """What was seen of one run."""
+class LearningRun(msgspec.Struct, kw_only=True):
+    """The evaluations of one run."""
 
     warm_s: float = 0.0
-    warm: Warmed | None = None
+    warm: WarmStartChecked | None = None
     evaluated: list[Evaluated] = []
     trajectories: list[int] = []
-    """Trained on, at each evaluation."""
+    """Trajectories trained on, at each evaluation."""
     seconds: float = 0.0
 
     def final(self, task: str) -> float:
         return statistics.fmean(each.scores.get(task, 0.0) for each in self.evaluated[-LAST:])
 
 
-def measure(
-    sizes: Sizes, *, trace: Path | None, processes: int | None, progress: Progress, report: Path | None = None
-) -> BenchResult:
-    with tempfile.TemporaryDirectory(prefix="tangram-learning-") as folder:
-        return asyncio.run(_measure(sizes, Path(folder), progress, report))
-
-
-async def _measure(sizes: Sizes, folder: Path, progress: Progress, report: Path | None) -> BenchResult:
-    found = Findings()
+async def measure(sizes: LearningSizes, run: BenchRun) -> None:
     parts = sizes.seeds * (len(sizes.tasks) + 2 * sizes.mix + 0.3 * len(sizes.alphas))
     done = 0.0
-    alone: dict[str, list[Run]] = {task: [] for task in sizes.tasks}
-    mixed: list[Run] = []
-    aged: dict[int, list[Run]] = {alpha: [] for alpha in sizes.alphas}
+    alone: dict[str, list[LearningRun]] = {task: [] for task in sizes.tasks}
+    mixed: list[LearningRun] = []
+    aged: dict[int, list[LearningRun]] = {alpha: [] for alpha in sizes.alphas}
     for seed in range(sizes.seeds):
         for task in sizes.tasks:
-            progress(done / parts, f"{task}, seed {seed}")
+            run.progress(done / parts, f"{task}, seed {seed}")
             settings = settings_of(sizes, (task,), seed)
-            alone[task].append(await run_training(settings, folder / f"{task}-{seed}", sizes.task_s))
+            alone[task].append(await run_training(settings, run.folder / f"{task}-{seed}", sizes.task_s))
             done += 1.0
         if sizes.mix:
-            progress(done / parts, f"mix, seed {seed}")
-            mixed.append(await run_training(settings_of(sizes, MIX, seed), folder / f"mix-{seed}", sizes.mix_s))
+            run.progress(done / parts, f"mix, seed {seed}")
+            mixed.append(await run_training(settings_of(sizes, MIX, seed), run.folder / f"mix-{seed}", sizes.mix_s))
             done += 2.0
         for alpha in sizes.alphas:
-            progress(done / parts, f"alpha {alpha}, seed {seed}")
+            run.progress(done / parts, f"alpha {alpha}, seed {seed}")
             settings = settings_of(sizes, ("frozenlake",), seed, alpha=alpha, steps=sizes.alpha_steps)
-            aged[alpha].append(await run_training(settings, folder / f"alpha-{alpha}-{seed}", None))
+            aged[alpha].append(await run_training(settings, run.folder / f"alpha-{alpha}-{seed}", None))
             done += 0.3
     for task, runs in alone.items():
-        found.add(f"final_{task}", mean_of([run.final(task) for run in runs]), at_least(0.8))
-        found.add(f"random_{task}", await random_score(task), at_most(0.25))
-        _add_warm(found, task, runs)
-        found.add(f"seconds_{task}", mean_of([run.seconds for run in runs]), at_most(sizes.task_s))
+        run.add(f"final_{task}", mean_of([each.final(task) for each in runs]), at_least(0.8))
+        run.add(f"random_{task}", await random_score(task), at_most(0.25))
+        _add_warm(run, task, runs)
+        run.add(f"seconds_{task}", mean_of([each.seconds for each in runs]), at_most(sizes.task_s))
     if mixed:
         for task in MIX:
-            found.add(f"mix_{task}", mean_of([run.final(task) for run in mixed]), at_least(0.8))
-            _add_warm(found, task, mixed, "mix_")
-        found.add("seconds_mix", mean_of([run.seconds for run in mixed]), at_most(sizes.mix_s))
+            run.add(f"mix_{task}", mean_of([each.final(task) for each in mixed]), at_least(0.8))
+            _add_warm(run, task, mixed, "mix_")
+        run.add("seconds_mix", mean_of([each.seconds for each in mixed]), at_most(sizes.mix_s))
     for alpha, runs in aged.items():
-        found.add(f"alpha_{alpha}", mean_of([run.final("frozenlake") for run in runs]), PRINTED)
-        found.notes.append(f"alpha {alpha}: {_curve(runs)}")
-    if report is not None:
-        await asyncio.to_thread(report.write_text, page_of(alone, mixed, aged))
-        found.notes.append(f"The curves are in {report}.")
-    return found.result("learning", "measured", sizes)
+        run.add(f"alpha_{alpha}", mean_of([each.final("frozenlake") for each in runs]), PRINTED)
+        run.notes.append(f"alpha {alpha}: {_curve(runs)}")
+    if run.report is not None:
+        await asyncio.to_thread(write_page, run.report, report_page(alone, mixed, aged))
+        run.notes.append(f"The curves are in {run.report}.")
 
 
-def _add_warm(found: Findings, task: str, runs: list[Run], before: str = "") -> None:
+def _add_warm(run: BenchRun, task: str, runs: list[LearningRun], before: str = "") -> None:
     greedy = [run.warm.greedy[task] for run in runs if run.warm is not None and task in run.warm.greedy]
     sampled = [run.warm.scores[task] for run in runs if run.warm is not None and task in run.warm.scores]
     if greedy:
-        found.add(f"{before}warm_{task}", mean_of(greedy), at_most(0.5))
+        run.add(f"{before}warm_{task}", mean_of(greedy), at_most(0.5))
     if sampled:
-        found.add(f"{before}warm_sampled_{task}", mean_of(sampled), at_most(0.5))
+        run.add(f"{before}warm_sampled_{task}", mean_of(sampled), at_most(0.5))
 
 
 # ---- runs ---------------------------------------------------------------------------------------------------------
 
 
 def settings_of(
-    sizes: Sizes, tasks: tuple[str, ...], seed: int, *, alpha: int = 1, steps: int = 100_000
+    sizes: LearningSizes, tasks: tuple[str, ...], seed: int, *, alpha: int = 1, steps: int = 100_000
 ) -> TrainSettings:
-    dear = any(task in DEAR for task in tasks)
+    dear = any(task in EXPENSIVE_TASKS for task in tasks)
     batch = sizes.batch_dear if dear and len(tasks) == 1 else sizes.batch
     return TrainSettings(
         seed=seed,
@@ -172,23 +164,23 @@ def settings_of(
         engines=(EngineSettings(slots=64, sessions=256, context_max=192),),
         groups=GroupSettings(size=sizes.members),
         tasks=tuple(TASKS[task] for task in tasks),
-        training=TrainingSettings(mode="rollart", staleness=alpha, steps=steps, batch=batch),
+        training=TrainingSettings(mode="async", staleness=alpha, steps=steps, batch=batch),
         objective=ObjectiveSettings(epochs=sizes.epochs_dear if dear else sizes.epochs),
         evaluation=EvaluationSettings(every=max(1, sizes.every // batch), episodes=sizes.episodes),
         checkpoints=CheckpointSettings(every=1_000_000),
     )
 
 
-async def run_training(settings: TrainSettings, folder: Path, seconds_max: float | None) -> Run:
-    """Until it is well above the goal, or the time is over; without a limit, to its last step."""
-    seen, trajectories = Run(evaluated=[], trajectories=[]), 0
+async def run_training(settings: TrainSettings, folder: Path, seconds_max: float | None) -> LearningRun:
+    """Train until the score is well above the goal or the time is over; without a limit, to the last step."""
+    seen, trajectories = LearningRun(evaluated=[], trajectories=[]), 0
     enough = asyncio.Event()
     tasks = [task.name for task in settings.tasks]
 
-    def tell(line: AnyLine) -> None:
+    def tell(line: AnyMetricsLine) -> None:
         nonlocal trajectories
         seen.seconds = line.at_s
-        if isinstance(line, Warmed) and line.over:
+        if isinstance(line, WarmStartChecked) and line.over:
             seen.warm, seen.warm_s = line, line.at_s
         elif isinstance(line, Trained):
             trajectories += sum(line.staleness)
@@ -198,7 +190,7 @@ async def run_training(settings: TrainSettings, folder: Path, seconds_max: float
             if seconds_max is not None and len(seen.evaluated) > LAST and min(map(seen.final, tasks)) >= ENOUGH:
                 enough.set()
 
-    training = asyncio.create_task(train(settings, folder, tell=tell))
+    training = asyncio.create_task(train(settings, folder, on_line=tell))
     waiting = asyncio.create_task(enough.wait())
     try:
         await asyncio.wait({training, waiting}, timeout=seconds_max, return_when=asyncio.FIRST_COMPLETED)
@@ -213,13 +205,13 @@ async def run_training(settings: TrainSettings, folder: Path, seconds_max: float
 
 
 async def random_score(task: str) -> float:
-    """Of the agent that plays well-formed actions blindly."""
+    """Score the agent that plays random well-formed actions."""
     settings = TrainSettings(tasks=(TASKS[task],))
     made = tasks_of(settings)
-    client: Client = await connection(settings.outside, made, None)
+    client: Client = await connect_client(settings.outside, made, None)
     async with client:
         episodes = await demonstrations(
-            made[0], "random", range(SEED_FIRST, SEED_FIRST + RANDOM_EPISODES), outside=Outside(client=client)
+            made[0], "random", range(SEED_FIRST, SEED_FIRST + RANDOM_EPISODES), outside=ExternalResources(client=client)
         )
     return statistics.fmean(each.reward for each in episodes)
 
@@ -227,8 +219,8 @@ async def random_score(task: str) -> float:
 # ---- curves -------------------------------------------------------------------------------------------------------
 
 
-def _curve(runs: list[Run]) -> str:
-    """Held-out scores by trajectories, means over seeds."""
+def _curve(runs: list[LearningRun]) -> str:
+    """Format held-out scores by trajectories, means over seeds."""
     points = zip(*(zip(run.trajectories, run.evaluated, strict=True) for run in runs), strict=False)
     return ", ".join(
         f"{statistics.fmean(count for count, _ in point):.0f}: "
@@ -237,24 +229,24 @@ def _curve(runs: list[Run]) -> str:
     )
 
 
-def page_of(alone: dict[str, list[Run]], mixed: list[Run], aged: dict[int, list[Run]]) -> str:
+def report_page(
+    alone: dict[str, list[LearningRun]], mixed: list[LearningRun], aged: dict[int, list[LearningRun]]
+) -> str:
     charts: list[tuple[str, dict[str, list[tuple[float, float]]]]] = []
     for task, runs in alone.items():
         charts.append((f"{task} alone", {f"seed {n}": _points(run, task) for n, run in enumerate(runs)}))
     for task in MIX if mixed else ():
         charts.append((f"{task} in the mix", {f"seed {n}": _points(run, task) for n, run in enumerate(mixed)}))
     if aged:
-        lines = {f"α = {alpha}": _points(runs[0], "frozenlake") for alpha, runs in aged.items()}
-        charts.append(("frozenlake by staleness, seed 0", lines))
-    drawn = "\n".join(_chart(title, lines) for title, lines in charts)
-    return (
-        "<!doctype html><meta charset=utf-8><title>Learning</title>"
-        "<style>body{font:14px sans-serif;margin:2em;color-scheme:light dark}svg{max-width:480px;margin:8px}</style>"
-        f"<h1>Held-out reward by trajectories trained on</h1>{drawn}"
-    )
+        curves = {f"α = {alpha}": _points(runs[0], "frozenlake") for alpha, runs in aged.items()}
+        charts.append(("frozenlake by staleness, seed 0", curves))
+    panels = [figure(line_chart(_lines(curves), title), title) for title, curves in charts]
+    lead = "Held-out reward by trajectories trained on, from 0 to the highest reward."
+    parts = [opening(["measured"], "Held-out reward by trajectories trained on", lead), figures(panels, "pair")]
+    return page("Tangram: learning", parts)
 
 
-def _points(run: Run, task: str) -> list[tuple[float, float]]:
+def _points(run: LearningRun, task: str) -> list[tuple[float, float]]:
     return [
         (count, line.scores[task])
         for count, line in zip(run.trajectories, run.evaluated, strict=True)
@@ -262,25 +254,8 @@ def _points(run: Run, task: str) -> list[tuple[float, float]]:
     ]
 
 
-COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e")
-
-
-def _chart(title: str, lines: dict[str, list[tuple[float, float]]]) -> str:
-    most = max((x for points in lines.values() for x, _ in points), default=1.0) or 1.0
-    drawn: list[Any] = []
-    for number, (name, points) in enumerate(lines.items()):
-        colour = COLOURS[number % len(COLOURS)]
-        path = " ".join(f"{40 + 420 * x / most:.1f},{180 - 160 * y:.1f}" for x, y in points)
-        drawn.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{path}"/>')
-        drawn.append(f'<text x="{46 + 90 * number}" y="214" fill="{colour}" font-size="12">{html.escape(name)}</text>')
-    grid = "".join(
-        f'<line x1="40" x2="460" y1="{180 - 160 * y:.0f}" y2="{180 - 160 * y:.0f}" stroke="#8884"/>'
-        f'<text x="8" y="{184 - 160 * y:.0f}" font-size="11" fill="currentColor">{y:g}</text>'
-        for y in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-    )
-    end = f'<text x="400" y="196" font-size="11" fill="currentColor">{most:.0f}</text>'
-    name = html.escape(title)
-    return (
-        f'<svg viewBox="0 0 470 224" role="img"><title>{name}</title>'
-        f'<text x="40" y="12" font-size="13" fill="currentColor">{name}</text>{grid}{"".join(drawn)}{end}</svg>'
-    )
+def _lines(curves: dict[str, list[tuple[float, float]]]) -> list[LineSeries]:
+    return [
+        LineSeries(name=name, css=SERIES[number % len(SERIES)], points=tuple(points))
+        for number, (name, points) in enumerate(curves.items())
+    ]

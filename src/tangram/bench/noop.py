@@ -1,7 +1,6 @@
-"""The job that `bench http` measures, done elsewhere: inside one process, by Ray and by Dask.
+"""The job of `bench http` elsewhere: inside one process, with Ray and with Dask.
 
-Each does so many actions or tasks that do nothing, a number of them under way at once, and tells how many it did in a
-second.
+Each runs no-op actions or tasks with a given concurrency, and returns the rate per second.
 """
 
 from __future__ import annotations
@@ -20,40 +19,40 @@ from tangram.core.messages import Grant, Pool, cpu_node
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.managers.base import Lease
-from tangram.managers.work import Ended, Work
+from tangram.managers.work import LeaseResult, Work
 from tangram.processes.streams import Output
 from tangram.runtime.orchestrator import Orchestrator
 
 CORES = 64.0
 """No action waits for a core."""
 CPUS = 2
-"""Processes of Ray and Dask that do the work."""
+"""Worker processes of Ray and Dask."""
 
 # ---- inside one process -------------------------------------------------------------------------------------------
 
 
-class Nothing(Work, frozen=True, tag="Nothing"):
-    """No work at all."""
+class NoOpWork(Work, frozen=True, tag="Nothing"):
+    """Work that does nothing."""
 
 
-class Over:
+class EndedLease:
     """A lease that has ended."""
 
-    async def wait(self) -> Ended:
-        return Ended()
+    async def wait(self) -> LeaseResult:
+        return LeaseResult()
 
     def resize(self, *, reserved: int, limit: int) -> None:
         pass
 
-    def used(self) -> float | None:
+    def cpu_seconds(self) -> float | None:
         return None
 
     async def stop(self) -> None:
         pass
 
 
-class Idler:
-    """Carries out nothing."""
+class NoOpManager:
+    """Executes nothing."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -67,7 +66,7 @@ class Idler:
         return ()
 
     async def start(self, action: Action, grant: Grant, work: Work, output: Output | None = None) -> Lease:
-        return Over()
+        return EndedLease()
 
 
 def embedded_rate(count: int, clients: int) -> float:
@@ -75,18 +74,18 @@ def embedded_rate(count: int, clients: int) -> float:
 
 
 async def _embedded(count: int, clients: int) -> float:
-    """Actions per second of orchestrator and scheduler alone."""
+    """Return the actions per second of orchestrator and scheduler alone."""
     scheduler = Scheduler(policy("adaptive"), cpu_node("local", CORES))
     left = iter(range(count))
     demand = Demand({CPU: cores(1.0)})
 
     async def client(orchestrator: Orchestrator) -> None:
         for number in left:  # shared by all clients
-            ticket = orchestrator.submit(Action(id=f"a{number}", demand=demand, kind="exec"), Nothing())
+            ticket = orchestrator.submit(Action(id=f"a{number}", demand=demand, kind="exec"), NoOpWork())
             settled = await ticket.settled
             assert settled.outcome.status is Status.SUCCEEDED, settled
 
-    async with Orchestrator(scheduler, {}, {Nothing: Idler()}) as orchestrator:
+    async with Orchestrator(scheduler, {}, {NoOpWork: NoOpManager()}) as orchestrator:
         began = time.perf_counter()
         await asyncio.gather(*(client(orchestrator) for _ in range(clients)))
         return count / (time.perf_counter() - began)
@@ -95,20 +94,20 @@ async def _embedded(count: int, clients: int) -> float:
 # ---- others -------------------------------------------------------------------------------------------------------
 
 
-class NotHere(Exception):
-    """What is missing."""
+class SystemUnavailable(Exception):
+    """A system is not installed; the message says what is missing."""
 
 
 def ray_rate(count: int, at_once: int) -> float:
-    """Tasks per second on a Ray of this machine."""
+    """Return the tasks per second of a local Ray."""
     if importlib.util.find_spec("ray") is None:
-        raise NotHere("Ray is not installed (pip install ray)")
+        raise SystemUnavailable("Ray is not installed (pip install ray)")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
     ray.init(num_cpus=CPUS, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
-        task = ray.remote(num_cpus=1)(nothing)
+        task = ray.remote(num_cpus=1)(no_op)
         ray.get([task.remote() for _ in range(at_once)])
         began = time.perf_counter()
         under_way = [task.remote() for _ in range(at_once)]
@@ -123,9 +122,9 @@ def ray_rate(count: int, at_once: int) -> float:
 
 
 def dask_rate(count: int, at_once: int) -> float:
-    """Tasks per second on a scheduler of Dask with processes of this machine."""
+    """Return the tasks per second of a local Dask scheduler with worker processes."""
     if importlib.util.find_spec("distributed") is None:
-        raise NotHere("Dask is not installed (pip install distributed)")
+        raise SystemUnavailable("Dask is not installed (pip install distributed)")
     distributed = importlib.import_module("distributed")
     with (
         distributed.LocalCluster(
@@ -133,15 +132,15 @@ def dask_rate(count: int, at_once: int) -> float:
         ) as cluster,
         distributed.Client(cluster) as client,
     ):
-        client.gather([client.submit(nothing, pure=False) for _ in range(at_once)])
+        client.gather([client.submit(no_op, pure=False) for _ in range(at_once)])
         began = time.perf_counter()
-        first = [client.submit(nothing, pure=False) for _ in range(at_once)]
-        under_way = distributed.as_completed(first, with_results=True)  # one by one they cost a question each
+        first = [client.submit(no_op, pure=False) for _ in range(at_once)]
+        under_way = distributed.as_completed(first, with_results=True)  # individual waits would cost a request each
         for number, _ in enumerate(under_way):
             if number < count - at_once:
-                under_way.add(client.submit(nothing, pure=False))
+                under_way.add(client.submit(no_op, pure=False))
         return count / (time.perf_counter() - began)
 
 
-def nothing() -> None:
+def no_op() -> None:
     pass

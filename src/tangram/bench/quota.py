@@ -1,11 +1,11 @@
-"""A burst of calls to an API that enforces its quota: shared by action, and without any control.
+"""A burst of calls to an API that enforces its quota: scheduled by action, and uncontrolled.
 
-Two servers in processes of their own count requests, one in fixed windows that begin whenever they began, one as a
-bucket; what is too much is answered with 429. Fifty clients of four runs make all calls at once. Uncontrolled, each
-call is repeated a few times with growing pauses, as clients do.
+Two servers in separate processes count requests, one in fixed windows with an unknown start, one as a token bucket;
+excess requests get a 429. Fifty clients of four runs make all calls at once. Uncontrolled, each call is retried a few
+times with exponential backoff, as clients do.
 
-`rejected` counts the 429s of both servers; `quota_used` is what the fixed windows allow in the time that all full
-windows of calls took, over what was used; `uncontrolled_failed` the share of calls that were given up.
+`rejected` counts the 429s of both servers. `quota_used` is the used share of what the fixed windows allow over the full
+windows of the burst. `uncontrolled_failed` is the share of calls that ran out of retries.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ import asyncio
 import statistics
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 
-from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_least, at_most
-from tangram.bench.quota_server import Served, ServerProcess
+from tangram.bench.base import PRINTED, BenchRun, at_least, at_most
+from tangram.bench.quota_server import QuotaServerProcess, QuotaServerStats
 from tangram.client.api import BYTES_MAX
 from tangram.client.client import Client, connect
 from tangram.errors import ManagerError
-from tangram.managers.http import Http, pause_s
+from tangram.managers.http import HttpClient, backoff_s
 from tangram.managers.quotas.manager import Quota, Rate
 
 
-class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+class QuotaSizes(msgspec.Struct, frozen=True, kw_only=True):
     calls: int = 10_000
     clients: int = 50
     runs: int = 4
@@ -35,65 +34,61 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """Requests per window."""
     window_s: float = 4.0
     latency_s: float = 0.01
-    """Of the server."""
+    """Latency of the server."""
 
 
-FULL = Sizes()
-QUICK = Sizes(calls=2000, units=500, window_s=1.5)
+LABEL = "measured"
+FULL = QuotaSizes()
+QUICK = QuotaSizes(calls=2000, units=500, window_s=1.5)
 
 TRIES = 4
 BACKOFF_S, BACKOFF_S_MAX = 0.5, 30.0
-"""Uncontrolled: before the second try, doubled before each that follows, less a part by chance."""
+"""Uncontrolled: before the first retry, doubled for each that follows, with random jitter."""
 
 
-def measure(sizes: Sizes, *, trace: Path | None, processes: int | None, progress: Progress) -> BenchResult:
-    return asyncio.run(_measure(sizes, progress))
-
-
-async def _measure(sizes: Sizes, progress: Progress) -> BenchResult:
-    found = Findings()
-    told = iter(range(1, 4))
+async def measure(sizes: QuotaSizes, run: BenchRun) -> None:
+    parts = iter(range(1, 4))
 
     def next_part() -> None:
-        progress(next(told) / 3, "")
+        run.progress(next(parts) / 3, "")
 
-    fixed, waits = await _controlled(sizes, bucket=False)
+    fixed, waits = await _run_controlled(sizes, bucket=False)
     next_part()
-    bucket, _ = await _controlled(sizes, bucket=True)
+    bucket, _ = await _run_controlled(sizes, bucket=True)
     next_part()
-    uncontrolled, failed, uncontrolled_s = await _uncontrolled(sizes)
+    uncontrolled, failed, uncontrolled_s = await _run_uncontrolled(sizes)
     next_part()
-    found.add("rejected", float(fixed.rejected + bucket.rejected), at_most(0.0))
-    found.add("quota_used", _used(fixed.arrivals, sizes), at_least(0.95))
-    found.add("quota_used_bucket", _used(bucket.arrivals, sizes), PRINTED)
-    found.add("uncontrolled_failed", failed / sizes.calls, PRINTED)
-    found.add("uncontrolled_rejected", float(uncontrolled.rejected), PRINTED)
-    found.add("seconds", fixed.arrivals[-1] - fixed.arrivals[0], PRINTED)
-    found.add("uncontrolled_seconds", uncontrolled_s, PRINTED)
-    found.add("run_spread", max(waits) / min(waits), PRINTED)
-    found.notes.append("run_spread: mean ACT of the run with the highest over that of the one with the lowest.")
-    return found.result("quota", "measured", sizes)
+    run.add("rejected", float(fixed.rejected + bucket.rejected), at_most(0.0))
+    run.add("quota_used", _quota_used(fixed.arrivals, sizes), at_least(0.95))
+    run.add("quota_used_bucket", _quota_used(bucket.arrivals, sizes), PRINTED)
+    run.add("uncontrolled_failed", failed / sizes.calls, PRINTED)
+    run.add("uncontrolled_rejected", float(uncontrolled.rejected), PRINTED)
+    run.add("seconds", fixed.arrivals[-1] - fixed.arrivals[0], PRINTED)
+    run.add("uncontrolled_seconds", uncontrolled_s, PRINTED)
+    run.add("run_spread", max(waits) / min(waits), PRINTED)
+    run.notes.append("run_spread: mean ACT of the run with the highest over that of the one with the lowest.")
 
 
-def _used(arrivals: list[float], sizes: Sizes) -> float:
-    """The first call of the last window could have come after all windows before it, and not sooner."""
+def _quota_used(arrivals: list[float], sizes: QuotaSizes) -> float:
+    """Return the share used. The earliest possible time of the first call in the last window is after all windows
+    before it."""
     full = (sizes.calls - 1) // sizes.units
     return full * sizes.window_s / (arrivals[full * sizes.units] - arrivals[0])
 
 
-async def _controlled(sizes: Sizes, *, bucket: bool) -> tuple[Served, list[float]]:
-    """What the server saw, and the mean waiting of each run."""
-    async with ServerProcess(sizes.units, sizes.window_s, bucket=bucket, latency_s=sizes.latency_s) as server:
+async def _run_controlled(sizes: QuotaSizes, *, bucket: bool) -> tuple[QuotaServerStats, list[float]]:
+    """Return the server's counts, and the mean waiting time of each run."""
+    async with QuotaServerProcess(sizes.units, sizes.window_s, bucket=bucket, latency_s=sizes.latency_s) as server:
         quota = Quota("search", concurrent=sizes.clients, requests=Rate(sizes.units, sizes.window_s))
         waits: dict[str, list[float]] = {f"run-{number}": [] for number in range(sizes.runs)}
         async with connect(backend="process", quotas=[quota]) as t:
             left = iter(range(sizes.calls))
-            await t.gather(*(_calls(t, server.url, run, left, waits[run]) for run in _shared_out(sizes)))
-        return await server.served(), [statistics.fmean(seconds) for seconds in waits.values()]
+            await t.gather(*(_calls(t, server.url, run, left, waits[run]) for run in _run_by_client(sizes)))
+        return await server.stats(), [statistics.fmean(seconds) for seconds in waits.values()]
 
 
-def _shared_out(sizes: Sizes) -> list[str]:
-    """The run of each client."""
+def _run_by_client(sizes: QuotaSizes) -> list[str]:
+    """Return the run of each client."""
     return [f"run-{number % sizes.runs}" for number in range(sizes.clients)]
 
 
@@ -106,30 +101,30 @@ async def _calls(t: Client, url: str, run: str, left: Iterator[int], waits: list
         waits.append(time.monotonic() - began)
 
 
-async def _uncontrolled(sizes: Sizes) -> tuple[Served, int, float]:
-    """What the server saw, how many calls were given up, and the seconds that all took."""
+async def _run_uncontrolled(sizes: QuotaSizes) -> tuple[QuotaServerStats, int, float]:
+    """Return the server's counts, the calls that ran out of retries, and the total seconds."""
     failed = 0
-    http = Http()
+    http = HttpClient()
     left = iter(range(sizes.calls))
 
     async def client() -> None:
         nonlocal failed
         for _ in left:
-            failed += not await _insisting(http, f"{server.url}/call")
+            failed += not await _call_with_retries(http, f"{server.url}/call")
 
-    async with ServerProcess(sizes.units, sizes.window_s, bucket=False, latency_s=sizes.latency_s) as server:
+    async with QuotaServerProcess(sizes.units, sizes.window_s, bucket=False, latency_s=sizes.latency_s) as server:
         began = time.monotonic()
         try:
             await asyncio.gather(*(client() for _ in range(sizes.clients)))
         finally:
             await http.close()
-        return await server.served(), failed, time.monotonic() - began
+        return await server.stats(), failed, time.monotonic() - began
 
 
-async def _insisting(http: Http, url: str) -> bool:
+async def _call_with_retries(http: HttpClient, url: str) -> bool:
     for attempt in range(TRIES):
         if attempt:
-            await asyncio.sleep(pause_s(attempt, BACKOFF_S, BACKOFF_S_MAX))
+            await asyncio.sleep(backoff_s(attempt, BACKOFF_S, BACKOFF_S_MAX))
         try:
             if (await http.request("GET", url, timeout_s=60.0, bytes_max=BYTES_MAX)).ok:
                 return True

@@ -1,7 +1,7 @@
-"""An API that enforces its quota: what is too much is answered with 429 and when to come back.
+"""An API that enforces its quota: excess requests get a 429 with Retry-After.
 
-`python -m tangram.bench.quota_server UNITS SECONDS KIND LATENCY` listens on a free port of this machine, prints it, and
-ends with its input. GET /call is a request that counts, GET /served tells what was counted.
+`python -m tangram.bench.quota_server UNITS SECONDS KIND LATENCY` listens on a free local port, prints it, and exits at
+the end of its input. GET /call is a counted request, GET /served returns the counts.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ from typing import Self
 
 import msgspec
 
+from tangram.managers.http import HttpClient
+
+STATS_S_MAX, STATS_BYTES_MAX = 60.0, 1 << 30
 FIXED, BUCKET = "fixed", "bucket"
 
 
-class Served(msgspec.Struct):
-    """What a server has seen."""
+class QuotaServerStats(msgspec.Struct):
+    """Counts of a server."""
 
     rejected: int = 0
     arrivals: list[float] = []
-    """When each request came that was served, in its own seconds."""
+    """Arrival of each served request, on the server's clock."""
 
 
-class Gate:
-    """Counts requests, by time that comes in as an argument."""
+class RequestLimiter:
+    """Counts requests; the caller passes the time."""
 
     def __init__(self, units: int, seconds: float, kind: str, now: float) -> None:
         self._units = units
@@ -36,8 +39,8 @@ class Gate:
         self._left = float(units)
         self._at = now
 
-    def enter(self, now: float) -> float:
-        """0 if there is room, else the seconds after which there will be."""
+    def try_acquire(self, now: float) -> float:
+        """Return 0 if the request is admitted, otherwise the seconds until it can be."""
         if self._kind == BUCKET:
             self._left = min(self._units, self._left + (now - self._at) * self._units / self._seconds)
             self._at = now
@@ -52,18 +55,18 @@ class Gate:
         return self._at + self._seconds - now
 
 
-class ServerProcess:
-    """A server in a process of its own, from start to end."""
+class QuotaServerProcess:
+    """A server in a separate process."""
 
     def __init__(self, units: int, seconds: float, *, bucket: bool, latency_s: float = 0.0) -> None:
         kind = BUCKET if bucket else FIXED
-        self._words = ["-m", "tangram.bench.quota_server", str(units), str(seconds), kind, str(latency_s)]
+        self._arguments = ["-m", "tangram.bench.quota_server", str(units), str(seconds), kind, str(latency_s)]
         self._process: asyncio.subprocess.Process | None = None
         self.url = ""
 
     async def __aenter__(self) -> Self:
         pipe = asyncio.subprocess.PIPE
-        self._process = await asyncio.create_subprocess_exec(sys.executable, *self._words, stdin=pipe, stdout=pipe)
+        self._process = await asyncio.create_subprocess_exec(sys.executable, *self._arguments, stdin=pipe, stdout=pipe)
         assert self._process.stdout is not None
         self.url = f"http://127.0.0.1:{int(await self._process.stdout.readline())}"
         return self
@@ -75,22 +78,24 @@ class ServerProcess:
         self._process.stdin.close()
         await self._process.wait()
 
-    async def served(self) -> Served:
-        import aiohttp
-
-        async with aiohttp.ClientSession() as session, session.get(f"{self.url}/served") as response:
-            return msgspec.json.decode(await response.read(), type=Served)
+    async def stats(self) -> QuotaServerStats:
+        http = HttpClient()
+        try:
+            response = await http.request("GET", f"{self.url}/served", timeout_s=STATS_S_MAX, bytes_max=STATS_BYTES_MAX)
+        finally:
+            await http.close()
+        return msgspec.json.decode(response.content, type=QuotaServerStats)
 
 
 async def _serve(units: int, seconds: float, kind: str, latency_s: float) -> None:
     from aiohttp import web
 
-    served = Served()
-    gate = Gate(units, seconds, kind, time.monotonic())
+    served = QuotaServerStats()
+    gate = RequestLimiter(units, seconds, kind, time.monotonic())
 
     async def call(_: web.Request) -> web.Response:
         now = time.monotonic()
-        wait_s = gate.enter(now)
+        wait_s = gate.try_acquire(now)
         if wait_s > 0.0:
             served.rejected += 1
             return web.json_response({"error": "too many"}, status=429, headers={"Retry-After": f"{wait_s:.3f}"})

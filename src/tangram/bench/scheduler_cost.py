@@ -1,13 +1,12 @@
-"""What the scheduler itself costs: microseconds per action and bytes per waiting action.
+"""The cost of the scheduler: microseconds per action and bytes per waiting action.
 
-A scheduler under `adaptive` with one node of 64 cores is kept at a constant number of waiting actions: for every action
-that ends a new one is submitted. The mix is that of coding agents, as two runs: 95 % tool calls, whose CPU use is
-learned, and 5 % elastic rewards. What is timed is `handle` alone, not the making of events; every action is decoded
-from bytes as in a service, so that none shares its strings and records with another. Garbage collection is left as
-Python starts with it.
+A scheduler under `adaptive` with one node of 64 cores is kept at a constant number of waiting actions: each action that
+ends is replaced by a new one. The mix is that of coding agents, as two runs: 95 % tool calls, whose CPU use is learned,
+and 5 % elastic rewards. Only `handle` is timed, not the construction of events. Every action is decoded from bytes as
+in a service, so that none shares strings or records with another. Garbage collection has Python's defaults.
 
-Two states of the queue are timed: before anything in it has waited for `ageing_s`, and after everything has, when it
-is served in order of arrival. With a million waiting actions the second is the usual one.
+Two states of the queue are timed: before any waiting action reaches `ageing_s`, and after all have, when the queue is
+served in order of arrival. With a million waiting actions the second is the usual one.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ import random
 import resource
 import time
 from collections import deque
-from pathlib import Path
 
 import msgspec
 
-from tangram.bench.base import BenchResult, Findings, Progress, at_least, at_most, by_itself
+from tangram.bench.base import BenchRun, at_least, at_most, run_in_fresh_process
 from tangram.core.action import Action, Usage
 from tangram.core.demand import CORE, CPU
 from tangram.core.limits import Limits
@@ -43,7 +41,7 @@ from tangram.core.messages import (
 )
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
-from tangram.sim.episode import Step
+from tangram.sim.episode import SimStep
 from tangram.sim.simulate import simulate
 from tangram.sim.workloads import build
 
@@ -55,7 +53,7 @@ MIX_BATCH = 256
 """Episodes of the `coding` workload from which the actions are drawn."""
 
 
-class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+class SchedulerCostSizes(msgspec.Struct, frozen=True, kw_only=True):
     cores: int = 64
     sandboxes: int = 1024
     reward_share: float = 0.05
@@ -64,25 +62,26 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     depth: int = 1_000
     depth_large: int = 1_000_000
     warm_up: int = 5_000
-    """Actions that end before anything is timed: every class has been learned then."""
+    """Actions that end before the timing starts, so that every class has been learned."""
     window: int = 10_000
-    """Actions that end while they are timed."""
+    """Actions that end during the timing."""
     repeats: int = 12
-    """The best counts: the same work took longer only because something else used the machine."""
+    """The best repeat counts: slower ones were only disturbed by other programs."""
     sim_batch: int = 512
     sim_cores: int = 64
     sim_repeats: int = 8
 
 
-FULL = Sizes()
-QUICK = Sizes(window=4_000, repeats=3, sim_repeats=2)
+LABEL = "measured"
+FULL = SchedulerCostSizes()
+QUICK = SchedulerCostSizes(window=4_000, repeats=3, sim_repeats=2)
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured at one depth of the queue; all times in microseconds."""
+    """Results at one depth of the queue; all times in microseconds."""
 
     fresh: float
-    """Per action, nothing having aged: the best of the repeats."""
+    """Per action before ageing: the best of the repeats."""
     worst: float
     aged: float
     by_event: dict[str, float]
@@ -90,37 +89,35 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     resizes: float
     """Per action."""
     running: float
-    """Actions that run side by side."""
+    """Concurrently running actions."""
     bytes: float
 
 
-def measure(sizes: Sizes, *, trace: Path | None, processes: int | None, progress: Progress) -> BenchResult:
-    """One after the other and each in a process of its own: timing bears no company, memory no history."""
-    found = Findings()
-    shallow = by_itself(cost_at, (sizes, sizes.depth), processes)
-    progress(0.2)
-    deep = by_itself(cost_at, (sizes, sizes.depth_large), processes)
-    progress(0.8)
+def measure(sizes: SchedulerCostSizes, run: BenchRun) -> None:
+    """Run each part in a fresh process, one after the other: other work disturbs times, earlier work disturbs
+    memory."""
+    shallow = run_in_fresh_process(cost_at, (sizes, sizes.depth), run.processes)
+    run.progress(0.2)
+    deep = run_in_fresh_process(cost_at, (sizes, sizes.depth_large), run.processes)
+    run.progress(0.8)
     small, large = depth_name(sizes.depth), depth_name(sizes.depth_large)
-    found.add(f"us_per_action_{small}", shallow.fresh, at_most(60.0))
+    run.add(f"us_per_action_{small}", shallow.fresh, at_most(60.0))
     growth, growth_aged = deep.fresh / shallow.fresh, deep.aged / shallow.aged
-    found.add(f"growth_{large}", max(growth, growth_aged), at_most(3.0))
-    found.add("bytes_per_waiting", deep.bytes, at_most(2048.0))
-    found.add("sim_actions_per_s", by_itself(sim_speed, (sizes,), processes), at_least(10_000.0))
-    progress(1.0)
+    run.add(f"growth_{large}", max(growth, growth_aged), at_most(3.0))
+    run.add("bytes_per_waiting", deep.bytes, at_most(2048.0))
+    run.add("sim_actions_per_s", run_in_fresh_process(sim_speed, (sizes,), run.processes), at_least(10_000.0))
     for depth, cost in ((small, shallow), (large, deep)):
-        found.add(f"us_per_action_{depth}", cost.fresh)
-        found.add(f"us_per_action_worst_{depth}", cost.worst)
-        found.add(f"us_per_action_aged_{depth}", cost.aged)
+        run.add(f"us_per_action_{depth}", cost.fresh)
+        run.add(f"us_per_action_worst_{depth}", cost.worst)
+        run.add(f"us_per_action_aged_{depth}", cost.aged)
         for event, us in cost.by_event.items():
-            found.add(f"us_per_{event}_{depth}", us)
-        found.add(f"resizes_per_action_{depth}", cost.resizes)
-        found.add(f"running_{depth}", cost.running)
-    found.notes.extend(_notes(sizes, growth, growth_aged))
-    return found.result("scheduler-cost", "measured", sizes)
+            run.add(f"us_per_{event}_{depth}", us)
+        run.add(f"resizes_per_action_{depth}", cost.resizes)
+        run.add(f"running_{depth}", cost.running)
+    run.notes.extend(_notes(sizes, growth, growth_aged))
 
 
-def _notes(sizes: Sizes, growth: float, growth_aged: float) -> list[str]:
+def _notes(sizes: SchedulerCostSizes, growth: float, growth_aged: float) -> list[str]:
     large = depth_name(sizes.depth_large)
     notes = [
         "The node is saturated: as many actions wait as stated, at every moment.",
@@ -137,29 +134,29 @@ def _notes(sizes: Sizes, growth: float, growth_aged: float) -> list[str]:
 
 
 def depth_name(depth: int) -> str:
-    """1e6 for a million: a metric is named after the depth at which it was measured."""
+    """Return 1e6 for a million: metrics are named after the depth of the queue."""
     return f"{depth:.0e}".replace("e+0", "e")
 
 
-def cost_at(sizes: Sizes, depth: int) -> Cost:
-    bed = Bed(sizes)
+def cost_at(sizes: SchedulerCostSizes, depth: int) -> Cost:
+    bed = SchedulerTestbed(sizes)
     bed.warm_up(min(depth, sizes.depth))
     before, waiting = _resident_bytes(), bed.waiting
     bed.fill(depth)
     grown = _resident_bytes() - before
     added = bed.waiting - waiting
-    timings: list[Timing] = []
+    timings: list[SchedulerTiming] = []
     for _ in range(sizes.repeats):
         if timings and depth <= sizes.depth:
             # A short queue changes while it turns over, and only the same work can be timed twice.
-            bed = Bed(sizes)
+            bed = SchedulerTestbed(sizes)
             bed.warm_up(depth)
-        timings.append(bed.timed(sizes.window))
+        timings.append(bed.time_actions(sizes.window))
     best = min(timings, key=lambda timing: timing.us_per_action)
     return Cost(
         fresh=best.us_per_action,
         worst=max(timing.us_per_action for timing in timings),
-        aged=min(_aged(bed, sizes) for _ in range(sizes.repeats)),
+        aged=min(_aged_us_per_action(bed, sizes) for _ in range(sizes.repeats)),
         by_event=best.us_by_event,
         resizes=best.resizes,
         running=best.running,
@@ -167,15 +164,15 @@ def cost_at(sizes: Sizes, depth: int) -> Cost:
     )
 
 
-def _aged(bed: Bed, sizes: Sizes) -> float:
-    """Let the whole queue grow old, then serve a part of it: first what ended meanwhile, then timed."""
+def _aged_us_per_action(bed: SchedulerTestbed, sizes: SchedulerCostSizes) -> float:
+    """Age the whole queue, then serve a part of it: first the backlog of ends, then timed."""
     bed.now += sizes.ageing_s
     bed.turn_over(sizes.depth // 4)
-    return bed.timed(sizes.depth // 4).us_per_action
+    return bed.time_actions(sizes.depth // 4).us_per_action
 
 
-def sim_speed(sizes: Sizes) -> float:
-    """Actions per second of the simulator on `coding`, without making the workload."""
+def sim_speed(sizes: SchedulerCostSizes) -> float:
+    """Actions per second of the simulator on `coding`, without building the workload."""
     pools = cpu_node(NODE, sizes.sim_cores, GIB_PER_CORE * sizes.sim_cores)
     workload = build("coding", batch=sizes.sim_batch, seed=0)
     best = 0.0
@@ -195,26 +192,26 @@ def _resident_bytes() -> int:
 # ---- the bed ----------------------------------------------------------------------------------------------------
 
 
-class Timing(msgspec.Struct, frozen=True):
+class SchedulerTiming(msgspec.Struct, frozen=True):
     us_per_action: float
     us_by_event: dict[str, float]
     resizes: float
     running: int
 
 
-class _Running:
-    """A started action and how far it is. Times are those of the bed's `progress` clock."""
+class _RunningAction:
+    """A started action and its progress. Times are on the `progress` clock of the testbed."""
 
     __slots__ = ("cores", "left_s", "since", "speed", "started_at", "started_now", "step", "version", "width")
 
-    def __init__(self, step: Step, width: float, limit: float, progress_s: float, now: float) -> None:
+    def __init__(self, step: SimStep, width: float, limit: float, progress_s: float, now: float) -> None:
         self.step = step
         self.width = width if step.demand.elastic else 1.0
         self.left_s = step.work_s
         self.started_at = self.since = progress_s
         self.started_now = now
         self.version = 0
-        """Counts resizes: an end that was expected before the last one is void."""
+        """Number of resizes: an end expected before the last one is void."""
         self._set(limit)
 
     def _set(self, limit: float) -> None:
@@ -233,14 +230,14 @@ class _Running:
         return self.since + self.left_s / self.speed
 
 
-class Bed:
-    """A scheduler, its clock, and managers that do what they are told.
+class SchedulerTestbed:
+    """A scheduler, its clock, and stand-ins for managers.
 
-    When the running actions can use more cores than there are, all of them slow down alike: the clock `_progress_s`,
-    which tells how far a running action is, then runs slower than `now`.
+    When the running actions can use more cores than there are, all of them slow down equally: the clock `_progress_s`,
+    which measures their progress, then runs slower than `now`.
     """
 
-    def __init__(self, sizes: Sizes, seed: int = 0) -> None:
+    def __init__(self, sizes: SchedulerCostSizes, seed: int = 0) -> None:
         pools = cpu_node(NODE, sizes.cores, GIB_PER_CORE * sizes.cores)
         self.scheduler = Scheduler(policy("adaptive"), pools, limits=Limits(ageing_s=sizes.ageing_s))
         self.now = 0.0
@@ -251,11 +248,11 @@ class Bed:
         self._sizes = sizes
         self._number = 0
         self._tools, self._rewards = _templates(seed)
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _RunningAction] = {}
         self._cores_wanted = 0.0
         self._progress_s = 0.0
         self._ends: list[tuple[float, int, str]] = []
-        """On the progress clock: when, and in which version, an action ends."""
+        """On the progress clock: time and version of each expected end."""
         self._wakes: list[float] = []
         self._pending: deque[Event] = deque()
         self._spent_ns: dict[str, int] = {}
@@ -265,7 +262,7 @@ class Bed:
             self._send(Reserve(sandbox=f"box-{number}", memory=SANDBOX_MIB, run=run, node=NODE))
 
     def fill(self, depth: int) -> None:
-        """Submit until that many wait, and keep it so."""
+        """Submit until `depth` actions wait, and keep the number constant."""
         self._depth = depth
         while self.waiting < depth:
             self._submit()
@@ -274,11 +271,11 @@ class Bed:
         self.fill(depth)
         self.turn_over(self._sizes.warm_up)
 
-    def timed(self, actions: int) -> Timing:
-        """Turn over that many, and say what it took."""
+    def time_actions(self, actions: int) -> SchedulerTiming:
+        """Turn over this many actions and return the timing."""
         self._spent_ns, self._events = {}, {}
         self.turn_over(actions)
-        return Timing(
+        return SchedulerTiming(
             us_per_action=sum(self._spent_ns.values()) / actions / 1e3,
             us_by_event={name: ns / self._events[name] / 1e3 for name, ns in self._spent_ns.items()},
             resizes=self._events.get("resized", 0) / actions,
@@ -286,7 +283,7 @@ class Bed:
         )
 
     def turn_over(self, actions: int) -> None:
-        """Until that many have ended; new ones take their turn."""
+        """Run until this many actions have ended, replacing each."""
         target = self.ended + actions
         while self.ended < target:
             progress_s, version, action = self._ends[0]
@@ -304,7 +301,7 @@ class Bed:
                 self._finish(action)
 
     def _submit(self) -> None:
-        """The id carries which template it came from, so that nothing is kept here for a waiting action."""
+        """Submit an action. Its id contains its template, so nothing is stored here for a waiting action."""
         self._number += 1
         reward = self._random.random() < self._sizes.reward_share
         templates = self._rewards if reward else self._tools
@@ -326,7 +323,7 @@ class Bed:
         self.fill(self._depth)
 
     def _send(self, event: Event) -> None:
-        """One event, and all that follow from its effects."""
+        """Handle one event, and all events that follow from its effects."""
         self._pending.append(event)
         while self._pending:
             event = self._pending.popleft()
@@ -359,7 +356,7 @@ class Bed:
         kind, pick, _ = action.split(".")
         step = (self._rewards if kind == "reward" else self._tools)[int(pick)][1]
         limit = next(share.limit for share in grant.shares if share.pool.startswith(CPU))
-        running = _Running(step, grant.width / CORE, limit / CORE, self._progress_s, self.now)
+        running = _RunningAction(step, grant.width / CORE, limit / CORE, self._progress_s, self.now)
         self._running[action] = running
         self._cores_wanted += running.cores
         heapq.heappush(self._ends, (running.ends_at, 0, action))
@@ -367,10 +364,10 @@ class Bed:
         self._pending.append(Started(action=action))
 
 
-def _templates(seed: int) -> tuple[list[tuple[bytes, Step]], list[tuple[bytes, Step]]]:
-    """Encoded actions with the truth about them: tool calls and rewards."""
-    tools: list[tuple[bytes, Step]] = []
-    rewards: list[tuple[bytes, Step]] = []
+def _templates(seed: int) -> tuple[list[tuple[bytes, SimStep]], list[tuple[bytes, SimStep]]]:
+    """Encoded actions with their ground truth: tool calls and rewards."""
+    tools: list[tuple[bytes, SimStep]] = []
+    rewards: list[tuple[bytes, SimStep]] = []
     for episode in build("coding", batch=MIX_BATCH, seed=seed).episodes:
         for step in (step for turn in episode.turns for step in turn.steps):
             action = Action(

@@ -1,12 +1,12 @@
-"""Rewards of three tasks on reserved workers, against functions that scale from zero.
+"""Rewards of three tasks: reserved workers against functions that scale from zero.
 
-Each task has a reward function of its own, that takes its time. A few rollouts are played, with a pause between them in
-which a trainer would train. Once every function has all its instances for the whole time, as a reservation would have
-it; once instances come when a trajectory ends and go when they are idle. The processes and calls are real; engine and
-environments are waits.
+Each task has its own reward function with its own duration. A few rollouts are played, with a pause between them in
+which a trainer would train. On the reserved side every function has all its instances for the whole time; on the
+elastic side instances start when a trajectory ends and stop when they are idle. The processes and calls are real;
+engine and environments are delays.
 
-`busy_share_*` is the share of instance time in which a reward was computed; `rollout_ratio` how much longer a rollout
-takes with functions that scale from zero, the starts of their processes included.
+`busy_share_*` is the share of instance time in which a reward was computed; `rollout_ratio` is the slowdown of a
+rollout with functions that scale from zero, including the starts of their processes.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import contextlib
 import os
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from tangram.bench.base import PRINTED, BenchResult, Findings, Progress
-from tangram.bench.rollout import WORDS, Fixed, Waits
+from tangram.bench.base import PRINTED, BenchRun
+from tangram.bench.rollout import WORDS, FixedLengthCodec, LatencyModel
 from tangram.client.client import Client
 from tangram.client.functions import Function, function
 from tangram.client.transport import LocalTransport
 from tangram.core.messages import cpu_node
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
-from tangram.managers.functions import Call, FunctionManager
-from tangram.managers.functions.host import Statistics
+from tangram.managers.functions.host import FunctionStatistics
+from tangram.managers.functions.manager import FunctionManager
+from tangram.managers.functions.work import Call
 from tangram.managers.quotas.manager import QuotaManager
-from tangram.managers.work import Hold
+from tangram.managers.work import HoldGrant
 from tangram.reports.statistics import ratio_of
 from tangram.rl.config.rollout_settings import (
     EngineSettings,
@@ -42,23 +42,24 @@ from tangram.rl.config.rollout_settings import (
     TaskSettings,
 )
 from tangram.rl.inference.engines.fake import FakeEngine
-from tangram.rl.inference.engines.protocol import Request, Weights
+from tangram.rl.inference.engines.protocol import GenerationRequest, PolicyWeights
 from tangram.rl.rollout.rollout import Rollout, tickets
+from tangram.runtime.event_inbox import EventInbox
 from tangram.runtime.orchestrator import Orchestrator
 
 SECONDS = {"code": 0.12, "judge": 0.06, "math": 0.03}
-"""What the reward of a task takes: running tests, asking a small model, comparing an answer."""
+"""Reward durations by task: running tests, calling a small model, comparing an answer."""
 INSTANCES = 4
-"""Of each function, at most; reserved: always."""
+"""Per function: at most, or on the reserved side always."""
 CORES = 0.1
-"""Of a call: they sleep, and all of them fit."""
+"""Per call: they sleep, and all of them fit."""
 FOR_EVER_S = 3600.0
 IDLE_S = 0.25
-"""Elastic: short beside the pause between rollouts, as half a minute is beside a training step."""
+"""Elastic: short compared with the pause between rollouts, as half a minute is compared with a training step."""
 TOKENS = 4
 
 
-class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+class ServerlessSizes(msgspec.Struct, frozen=True, kw_only=True):
     rollouts: int = 6
     groups: int = 6
     members: int = 8
@@ -69,8 +70,9 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """Between two rollouts."""
 
 
-FULL = Sizes()
-QUICK = Sizes(rollouts=2)
+LABEL = "measured"
+FULL = ServerlessSizes()
+QUICK = ServerlessSizes(rollouts=2)
 
 
 # ---- the rewards --------------------------------------------------------------------------------------------------
@@ -93,62 +95,57 @@ def _reward(task: str, played: dict[str, Any]) -> float:
     return float(len(played["turns"]) > 0)
 
 
-def _declared(called: Any, idle_s: float) -> Function[..., Any]:
+def _declare(called: Any, idle_s: float) -> Function[..., Any]:
     made: Function[..., Any] = function(cpus=CORES, max_instances=INSTANCES, idle_s=idle_s)(called)
     return made
 
 
-code_elastic, judge_elastic, math_elastic = (_declared(each, IDLE_S) for each in (code, judge, math))
-code_reserved, judge_reserved, math_reserved = (_declared(each, FOR_EVER_S) for each in (code, judge, math))
+code_elastic, judge_elastic, math_elastic = (_declare(each, IDLE_S) for each in (code, judge, math))
+code_reserved, judge_reserved, math_reserved = (_declare(each, FOR_EVER_S) for each in (code, judge, math))
 
 
 # ---- the benchmark ------------------------------------------------------------------------------------------------
 
 
-def measure(sizes: Sizes, *, trace: Path | None, processes: int | None, progress: Progress) -> BenchResult:
-    return asyncio.run(_measure(sizes, progress))
-
-
-async def _measure(sizes: Sizes, progress: Progress) -> BenchResult:
-    found = Findings()
-    reserved, reserved_s = await _side("reserved", sizes)
-    progress(0.5)
-    elastic, elastic_s = await _side("elastic", sizes)
-    progress(1.0)
+async def measure(sizes: ServerlessSizes, run: BenchRun) -> None:
+    reserved, reserved_s = await _run_side("reserved", sizes)
+    run.progress(0.5)
+    elastic, elastic_s = await _run_side("elastic", sizes)
     ratio = ratio_of(elastic_s, reserved_s)
     assert ratio is not None
-    found.add("busy_share_reserved", reserved.busy_s / reserved.instance_s, PRINTED)
-    found.add("busy_share_elastic", elastic.busy_s / elastic.instance_s, PRINTED)
-    found.add("rollout_ratio", ratio, PRINTED)
-    found.notes.append(
+    run.add("busy_share_reserved", reserved.busy_s / reserved.instance_s, PRINTED)
+    run.add("busy_share_elastic", elastic.busy_s / elastic.instance_s, PRINTED)
+    run.add("rollout_ratio", ratio, PRINTED)
+    run.notes.append(
         f"The same {elastic.calls} rewards took {reserved.instance_s:.1f} s of reserved and {elastic.instance_s:.1f} s"
-        f" of elastic instances, of which {elastic.begun} were begun."
+        f" of elastic instances; {elastic.started} elastic instances were started."
     )
-    return found.result("serverless", "measured", sizes)
 
 
 @contextlib.asynccontextmanager
-async def _connected() -> AsyncIterator[tuple[Client, FunctionManager]]:
-    """A client whose functions can be looked at."""
+async def _connect() -> AsyncIterator[tuple[Client, FunctionManager]]:
+    """A client whose function manager is accessible."""
     functions = FunctionManager()
-    quotas = QuotaManager((), lambda event: orchestrator.tell(event))
+    inbox = EventInbox()
+    quotas = QuotaManager((), inbox.send)
     pools = cpu_node("local", len(os.sched_getaffinity(0)))
-    orchestrator = Orchestrator(Scheduler(policy("adaptive"), pools), {}, {Hold: quotas, Call: functions})
+    scheduler = Scheduler(policy("adaptive"), pools)
+    orchestrator = Orchestrator(scheduler, {}, {HoldGrant: quotas, Call: functions}, inbox=inbox)
     async with Client(LocalTransport(orchestrator, quotas)) as client:
         yield client, functions
 
 
-async def _side(name: str, sizes: Sizes) -> tuple[Statistics, list[float]]:
-    """What its instances did, and the seconds of each rollout."""
+async def _run_side(name: str, sizes: ServerlessSizes) -> tuple[FunctionStatistics, list[float]]:
+    """Return the use of the instances, and the seconds of each rollout."""
     seconds = []
-    engine = FakeEngine(_written, token_s=0.002)
-    await engine.start(Weights(version=0, folder=""))
-    async with _connected() as (client, functions):
+    engine = FakeEngine(_generated_tokens, token_s=0.002)
+    await engine.start(PolicyWeights(version=0, folder=""))
+    async with _connect() as (client, functions):
         if name == "reserved":
-            await _all_at_once(client)
+            await _start_all_instances(client)
         settings = _settings(name, sizes)
         before = functions.statistics()
-        async with Rollout(settings, engine, Fixed(), client) as rollout:
+        async with Rollout(settings, engine, FixedLengthCodec(), client) as rollout:
             source = tickets(settings)
             for _ in range(sizes.rollouts):
                 batch = await rollout.collect(source, sizes.groups)
@@ -156,32 +153,32 @@ async def _side(name: str, sizes: Sizes) -> tuple[Statistics, list[float]]:
                 await asyncio.sleep(sizes.pause_s)
         after = functions.statistics()
     await engine.close()
-    return _between(before, after), seconds
+    return _statistics_between(before, after), seconds
 
 
-async def _all_at_once(client: Client) -> None:
-    """All instances are there before it begins."""
+async def _start_all_instances(client: Client) -> None:
+    """Start all instances before the measurement."""
     for each in (code_reserved, judge_reserved, math_reserved):
         await asyncio.gather(*(client.call(each, {"turns": [], "instance": number}) for number in range(INSTANCES)))
 
 
-def _between(before: Statistics, after: Statistics) -> Statistics:
-    return Statistics(
+def _statistics_between(before: FunctionStatistics, after: FunctionStatistics) -> FunctionStatistics:
+    return FunctionStatistics(
         calls=after.calls - before.calls,
         busy_s=after.busy_s - before.busy_s,
         instance_s=after.instance_s - before.instance_s,
-        begun=after.begun - before.begun,
+        started=after.started - before.started,
     )
 
 
-def _settings(side: str, sizes: Sizes) -> RolloutSettings:
-    waits = Waits(latency_s=sizes.latency_s, spread=sizes.spread, turns=sizes.turns)
+def _settings(side: str, sizes: ServerlessSizes) -> RolloutSettings:
+    waits = LatencyModel(latency_s=sizes.latency_s, spread=sizes.spread, turns=sizes.turns)
     return RolloutSettings(
         engines=(EngineSettings(),),
         groups=GroupSettings(size=sizes.members),
         tasks=tuple(
             TaskSettings(
-                name=task, environment="tangram.bench.rollout:Waiting", options=msgspec.to_builtins(waits),
+                name=task, environment="tangram.bench.rollout:DelayEnvironment", options=msgspec.to_builtins(waits),
                 tokens_max=TOKENS,
                 reward=RewardSettings(kind="function", function=f"tangram.bench.serverless:{task}_{side}"),
             )
@@ -190,5 +187,5 @@ def _settings(side: str, sizes: Sizes) -> RolloutSettings:
     )  # fmt: skip
 
 
-def _written(request: Request) -> list[int]:
+def _generated_tokens(request: GenerationRequest) -> list[int]:
     return [len(request.tokens) % WORDS] * request.sampling.tokens_max

@@ -1,78 +1,62 @@
-"""A shared service in a process of its own, for benchmarks: `tangram serve`, as everybody starts it.
+"""A shared service in a separate process, for benchmarks: `tangram serve`, started as users start it.
 
-Owns the process and the folder of its files: config, journal and log. Promises that leaving the context ends the
-process, and that what the service wrote to its log is part of the error if it does not come up.
+Owns the process and the folder of its files: config, journal and log. Leaving the context ends the process. If the
+service does not start, the error contains its log.
 
-`python -m tangram.bench.service_process CONFIG FILE` is the same service, which on SIGUSR1 also writes to a file what
-cannot be seen from outside: Inside.
+`python -m tangram.bench.service_process CONFIG FILE` runs the same service. On SIGUSR1 it also writes its internals,
+`ServiceInternals`, to FILE.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import os
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 
-from tangram.errors import InvalidConfig, ManagerError
+from tangram.errors import ManagerError
+from tangram.files.atomic_file import write_file
+from tangram.managers.http import BlockingHttpClient
 
 HOST = "127.0.0.1"
-UP_S = 30.0
-"""A service that did not answer by then is not coming up."""
-STOP_S = 30.0
+START_TIMEOUT_S = 30.0
+"""Time for the service to answer."""
+STOP_TIMEOUT_S = 30.0
 RETRY_S = 0.002
-"""Between two attempts to connect to one that is starting."""
+"""Between two attempts to connect during start-up."""
 LOG_BYTES = 2000
-"""Of its log, in an error."""
+"""Bytes of the log in an error."""
 TRACE_VARIABLE = "TANGRAM_BENCH_TRACEMALLOC"
-"""Set to a number of frames, the service also tells where its memory was allocated."""
-PLACES = 25
-"""Of allocations that are told."""
+"""Number of frames; if set, the service also reports where its memory was allocated."""
+ALLOCATION_SITES_MAX = 25
+"""Reported allocations."""
 
 
-BACKENDS = ("sandbox", "process")
+class ServiceInternals(msgspec.Struct, frozen=True):
+    """Internals of a service process."""
 
-
-@contextlib.contextmanager
-def a_folder(backend: str) -> Iterator[tuple[Path, str]]:
-    """For the files of a service whose sandboxes are of this backend, or, if none is named, of the best there is."""
-    from tangram.bench.reservation import usual_backend  # a service that is watched has no use for it
-
-    backend = backend or usual_backend()[0]
-    if backend not in BACKENDS:
-        raise InvalidConfig("backend", backend, f"one of {', '.join(BACKENDS)}")
-    with tempfile.TemporaryDirectory(prefix="tangram-bench-") as folder:
-        Path(folder).chmod(0o711)  # programs in sandboxes are nobody's; what is secret in it has modes of its own
-        yield Path(folder), backend
-
-
-class Inside(msgspec.Struct, frozen=True):
-    """What a service knows of itself."""
-
-    asked: int
-    """Which request this answers, counted from 1."""
+    request: int
+    """The number of the request that this answers, from 1."""
     tasks: int
-    """Of its loop."""
+    """Tasks of its event loop."""
     objects: int
-    """That the garbage collector knows, after a collection."""
+    """Objects tracked by the garbage collector, after a collection."""
     places: list[str] = []
-    """Where most memory was allocated since the first time it was asked, if that is traced."""
+    """Largest allocations since the first request, if tracing is on."""
 
 
 class ServiceProcess:
-    """A service from start to end, or to several ends."""
+    """A service that can be started, killed and restarted."""
 
     def __init__(
         self,
@@ -82,16 +66,16 @@ class ServiceProcess:
         watched: bool = False,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """`tables`: of the config, besides where it listens and its journal. `watched`: it can be asked for Inside.
-        `variables`: of its environment, besides those of this process."""
+        """`tables` of the config, in addition to the listen address and the journal. `watched`: `internals` is
+        available. `variables` are added to the environment."""
         self.folder = folder
         self.port = 0
-        """A free one, from the first start on."""
+        """A free port, chosen at the first start."""
         self._variables = dict(variables or {})
         self._tables = tables
         self._watched = watched
         self._process: subprocess.Popen[bytes] | None = None
-        self._asked = 0
+        self._requests = 0
 
     @property
     def url(self) -> str:
@@ -119,11 +103,11 @@ class ServiceProcess:
             await asyncio.to_thread(self._end)
 
     async def start(self) -> float:
-        """Seconds until it says that it is ready."""
+        """Start, and return the seconds until the service is ready."""
         return await asyncio.to_thread(self._start)
 
     async def start_and_kill(self, after_s: float) -> None:
-        """So long after its start, whatever it has done by then."""
+        """Start, and kill after `after_s`, whatever the state."""
         self._launch()
         await asyncio.sleep(after_s)
         self.kill()
@@ -132,7 +116,7 @@ class ServiceProcess:
         began = time.perf_counter()
         self._launch()
         try:
-            self._until_ready(began + UP_S)
+            self._wait_until_ready(began + START_TIMEOUT_S)
         except BaseException:
             self.kill()
             raise
@@ -145,7 +129,7 @@ class ServiceProcess:
         config.write_text(config_text(self._tables, f"{HOST}:{self.port}", self.journal))
         words = ["-m", "tangram", "serve", "--config", str(config)]
         if self._watched:
-            words = ["-m", "tangram.bench.service_process", str(config), str(self._inside)]
+            words = ["-m", "tangram.bench.service_process", str(config), str(self._read_internals)]
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, *words],
@@ -156,19 +140,19 @@ class ServiceProcess:
                 start_new_session=True,
             )
 
-    def _until_ready(self, deadline: float) -> None:
+    def _wait_until_ready(self, deadline: float) -> None:
         assert self._process is not None
         while True:
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                if _status(self.port, "/readyz") == 200:
+            with contextlib.suppress(OSError):
+                if BlockingHttpClient(self.url).request("GET", "/readyz", timeout_s=START_TIMEOUT_S)[0] == 200:
                     return
             if self._process.poll() is not None or time.perf_counter() > deadline:
-                said = (self.folder / "log").read_bytes()[-LOG_BYTES:].decode(errors="replace")
-                raise ManagerError(f"expected a service on {self.url}; it did not come up:\n{said}", retry=False)
+                log = (self.folder / "log").read_bytes()[-LOG_BYTES:].decode(errors="replace")
+                raise ManagerError(f"expected a service on {self.url}; it did not start:\n{log}", retry=False)
             time.sleep(RETRY_S)
 
     def kill(self) -> None:
-        """As `kill -9` does."""
+        """Send SIGKILL."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
@@ -178,7 +162,7 @@ class ServiceProcess:
         assert self._process is not None
         self._process.terminate()
         try:
-            self._process.wait(STOP_S)
+            self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -190,54 +174,45 @@ class ServiceProcess:
         return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def descriptors(self) -> list[str]:
-        """What each descriptor that it has stands for."""
-        found = []
+        """Return the targets of all open descriptors."""
+        targets = []
         folder = f"/proc/{self.pid}/fd"
         for name in os.listdir(folder):
             with contextlib.suppress(OSError):
-                found.append(os.readlink(f"{folder}/{name}"))
-        return found
+                targets.append(os.readlink(f"{folder}/{name}"))
+        return targets
 
     @property
-    def _inside(self) -> Path:
+    def _read_internals(self) -> Path:
         return self.folder / "inside.json"
 
-    async def inside(self) -> Inside:
-        """Of one that is watched."""
+    async def internals(self) -> ServiceInternals:
+        """Return the internals of a watched service."""
         assert self._watched
-        self._asked += 1
+        self._requests += 1
         os.kill(self.pid, signal.SIGUSR1)
-        deadline = time.perf_counter() + UP_S
+        deadline = time.perf_counter() + START_TIMEOUT_S
         while True:
             with contextlib.suppress(OSError):
-                found = msgspec.json.decode(self._inside.read_bytes(), type=Inside)
-                if found.asked == self._asked:
-                    return found
+                internals = msgspec.json.decode(self._read_internals.read_bytes(), type=ServiceInternals)
+                if internals.request == self._requests:
+                    return internals
             if time.perf_counter() > deadline:
-                raise ManagerError(f"the service did not tell about itself within {UP_S:g} s", retry=False)
+                raise ManagerError(f"the service did not write its internals within {START_TIMEOUT_S:g} s", retry=False)
             await asyncio.sleep(0.01)
 
 
-def _status(port: int, path: str) -> int:
-    connection = http.client.HTTPConnection(HOST, port, timeout=UP_S)
-    try:
-        connection.request("GET", path)
-        return connection.getresponse().status
-    finally:
-        connection.close()
-
-
 def free_port() -> int:
-    """That nobody listens on now; whoever needs it again after a restart asks for the same."""
-    with socket.socket() as asked:
-        asked.bind((HOST, 0))
-        port: int = asked.getsockname()[1]
+    """Return a port that is free now."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
         return port
 
 
 def config_text(tables: Mapping[str, Mapping[str, Any]], listen: str, journal: Path) -> str:
-    """The file for `tangram serve`. Each value is a text, a number or a flag; one of `quotas` is its name's maximum of
-    concurrent requests."""
+    """Return the config file for `tangram serve`. Each value is a text, a number or a flag; one of `quotas` is the
+    maximum of concurrent requests."""
     quotas = tables.get("quotas", {})
     service = {"listen": listen, "journal": str(journal), **tables.get("service", {})}
     lines = []
@@ -249,19 +224,19 @@ def config_text(tables: Mapping[str, Mapping[str, Any]], listen: str, journal: P
 
 
 def _toml(value: object) -> str:
-    """JSON is TOML as far as it goes here."""
+    """For these values, JSON is valid TOML."""
     return msgspec.json.encode(value).decode()
 
 
 # ---- a service that is watched --------------------------------------------------------------------------------------
 
 
-def _way(frames: Iterable[Any]) -> str:
-    """The innermost first."""
+def _stack_text(frames: Iterable[Any]) -> str:
+    """Innermost frame first."""
     return " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(list(frames)))
 
 
-async def _serve(config: Path, told: Path) -> None:
+async def _serve(config: Path, output: Path) -> None:
     import gc
     import tracemalloc
 
@@ -271,25 +246,28 @@ async def _serve(config: Path, told: Path) -> None:
     frames = int(os.environ.get(TRACE_VARIABLE, "0"))
     if frames:
         tracemalloc.start(frames)
-    asked = 0
+    requests = 0
     before: tracemalloc.Snapshot | None = None
 
-    def tell() -> None:
-        nonlocal asked, before
-        asked += 1
+    def write_internals() -> None:
+        nonlocal requests, before
+        requests += 1
         gc.collect()
         places = []
         if frames:
             now = tracemalloc.take_snapshot()
             before = before or now
             grown = now.compare_to(before, "traceback" if frames > 1 else "lineno")
-            places = [f"{each.size_diff:+d} B {each.count_diff:+d}: {_way(each.traceback)}" for each in grown[:PLACES]]
-        found = Inside(asked=asked, tasks=len(asyncio.all_tasks()), objects=len(gc.get_objects()), places=places)
-        fresh = told.with_suffix(".new")
-        fresh.write_bytes(msgspec.json.encode(found))
-        fresh.rename(told)
+            places = [
+                f"{each.size_diff:+d} B {each.count_diff:+d}: {_stack_text(each.traceback)}"
+                for each in grown[:ALLOCATION_SITES_MAX]
+            ]
+        internals = ServiceInternals(
+            request=requests, tasks=len(asyncio.all_tasks()), objects=len(gc.get_objects()), places=places
+        )
+        write_file(output, msgspec.json.encode(internals))
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, tell)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, write_internals)
     await serve(load(config))
 
 

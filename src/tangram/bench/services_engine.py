@@ -1,7 +1,7 @@
 """The engine of the benchmark `services`: real weights without a model.
 
-An answer is a checksum of every byte that lies on the devices, and then the call lasts as long as its payload says:
-what a device would compute meanwhile takes nothing of this machine.
+An answer is a checksum of every byte on the devices. The call then lasts as long as its payload says, without using
+this machine's CPU.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tangram.managers.models.engine import Engine, Piece, Weights, place
 from tangram.managers.work import MIB
 
 
-class Asked(msgspec.Struct):
+class ChecksumRequest(msgspec.Struct):
     seconds: float = 0.0
-    """That the call lasts at least."""
+    """Minimum duration of the call."""
     checks: bool = True
 
 
@@ -41,13 +41,13 @@ class Checksum(Engine):
         ]
 
     def call(self, loaded: list[memoryview], payloads: list[bytes]) -> list[bytes]:
-        asked = [msgspec.json.decode(payload, type=Asked) for payload in payloads]
+        requests = [msgspec.json.decode(payload, type=ChecksumRequest) for payload in payloads]
         began = time.monotonic()
         checksum = 0
-        if any(each.checks for each in asked):
+        if any(each.checks for each in requests):
             for view in loaded:
                 checksum = zlib.crc32(view, checksum)
-        time.sleep(max(0.0, max(each.seconds for each in asked) - (time.monotonic() - began)))
+        time.sleep(max(0.0, max(each.seconds for each in requests) - (time.monotonic() - began)))
         return [msgspec.json.encode(checksum) for _ in payloads]
 
     def unload(self, loaded: list[memoryview]) -> None:

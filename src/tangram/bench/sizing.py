@@ -1,9 +1,9 @@
-"""Sizing: how much less gives the same mean ACT as today's reservations.
+"""Sizing: the smallest pools with the mean ACT of today's reservations.
 
 Cores, on `coding`: a pod per trajectory with a request of 0.5 cores reserves half a core for each of 512 trajectories,
-256 cores, all admitted at once. Devices, on `teachers`: 10 services on 4 devices of their own each, 40 devices. For
-every seed the smallest number of cores and of devices is searched with which `adaptive`, told nothing beforehand, has
-the same mean ACT. Devices come in nodes of 8, the last one possibly smaller.
+256 cores, all admitted at once. Devices, on `teachers`: 10 services on 4 dedicated devices each, 40 devices. For every
+seed, a search finds the smallest number of cores and of devices with which `adaptive` without prior information has the
+same mean ACT. Devices come in nodes of 8, the last one possibly smaller.
 """
 
 from __future__ import annotations
@@ -11,31 +11,30 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_least, play
+from tangram.bench.base import PRINTED, BenchRun, at_least, run_jobs
 from tangram.core.demand import GPU
 from tangram.core.messages import Pool, cpu_node
 from tangram.reports.statistics import mean_of
 from tangram.sim.baselines import PodsConfig
-from tangram.sim.result import Result
+from tangram.sim.result import SimulationResult
 from tangram.sim.simulate import simulate
 from tangram.sim.workloads import build
 
 PODS, OURS = "pods:0.5", "adaptive"
 CORES_GOAL, DEVICES_GOAL = 0.75, 0.712
-"""Shares to be saved: of cores what was measured on a real trace, of devices what the publication reports."""
+"""Saved shares: for cores as measured on a real trace, for devices as published."""
 
-Row = dict[str, float]
+MetricRow = dict[str, float]
 
 
-class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+class SizingSizes(msgspec.Struct, frozen=True, kw_only=True):
     batch: int = 512
     request_cores: float = 0.5
-    """Of a pod; the reservation is this for every trajectory."""
+    """Request of a pod; every trajectory reserves this much."""
     gib_per_core: float = 9.4
     sandbox_mib: int = 256
     cores_step: int = 2
@@ -57,54 +56,53 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         return self.services * self.devices_per_service
 
 
-FULL = Sizes()
-QUICK = Sizes(cores_step=8, seeds=3)
+LABEL = "simulated"
+FULL = SizingSizes()
+QUICK = SizingSizes(cores_step=8, seeds=3)
 
 
-def measure(sizes: Sizes, *, trace: Path | None, processes: int | None, progress: Progress) -> BenchResult:
-    found = Findings()
+def measure(sizes: SizingSizes, run: BenchRun) -> None:
     jobs = [(search, sizes, seed) for search in (cores_needed, devices_needed) for seed in range(sizes.seeds)]
-    played = play(_search, jobs, processes, progress)
+    played = run_jobs(_search, jobs, run.processes, run.progress)
     cores, devices = played[: sizes.seeds], played[sizes.seeds :]
-    _report(found, "cores", cores, sizes.cores_reserved, CORES_GOAL)
-    _report(found, "devices", devices, sizes.devices_reserved, DEVICES_GOAL)
+    _report(run, "cores", cores, sizes.cores_reserved, CORES_GOAL)
+    _report(run, "devices", devices, sizes.devices_reserved, DEVICES_GOAL)
     saved_p99 = mean_of([1.0 - row["needed p99"] / sizes.devices_reserved for row in devices])
-    found.add("devices_saved_p99", saved_p99, PRINTED)
+    run.add("devices_saved_p99", saved_p99, PRINTED)
     for name in ("swaps_per_call", "degree", "waiting_share"):
-        found.add(f"devices_{name}", mean_of([row[name] for row in devices]))
-    found.notes.append(
+        run.add(f"devices_{name}", mean_of([row[name] for row in devices]))
+    run.notes.append(
         f"Reserved are {sizes.request_cores} cores for each of {sizes.batch} trajectories ({sizes.cores_reserved}) and"
         f" {sizes.devices_per_service} devices for each of {sizes.services} services ({sizes.devices_reserved})."
-        f" The same mean ACT is one within {sizes.equal - 1:.0%}; for devices_saved_p99 the p99 must be as well."
+        f" The same mean ACT means within {sizes.equal - 1:.0%}; for devices_saved_p99 the same applies to the p99."
     )
-    found.notes.append(
+    run.notes.append(
         "The load is stated by *_use_reserved, the share of the reserved units that is used over the step. Static"
-        " services are idle on average and still queue, because calls crowd on few services at a time:"
+        " services are idle on average and still queue, because calls arrive in bursts for few services at a time:"
         " compare devices_act_mean_s_reserved with the 0.6 s that a call takes."
     )
-    return found.result("sizing", "simulated", sizes)
 
 
-def _report(found: Findings, what: str, rows: list[Row], reserved: int, goal: float) -> None:
-    found.add(f"{what}_saved", mean_of([1.0 - row["needed"] / reserved for row in rows]), at_least(goal))
-    found.add(f"{what}_needed", mean_of([row["needed"] for row in rows]))
-    found.add(f"{what}_reserved", reserved)
-    found.add(f"{what}_use_reserved", mean_of([row["reserved use"] for row in rows]))
-    found.add(f"{what}_use_needed", mean_of([row["use"] for row in rows]))
+def _report(run: BenchRun, what: str, rows: list[MetricRow], reserved: int, goal: float) -> None:
+    run.add(f"{what}_saved", mean_of([1.0 - row["needed"] / reserved for row in rows]), at_least(goal))
+    run.add(f"{what}_needed", mean_of([row["needed"] for row in rows]))
+    run.add(f"{what}_reserved", reserved)
+    run.add(f"{what}_use_reserved", mean_of([row["reserved use"] for row in rows]))
+    run.add(f"{what}_use_needed", mean_of([row["use"] for row in rows]))
     for name in ("mean", "p99"):
-        found.add(f"{what}_act_{name}_s_reserved", mean_of([row[f"reserved {name}"] for row in rows]))
-        found.add(f"{what}_act_{name}_s_needed", mean_of([row[name] for row in rows]))
+        run.add(f"{what}_act_{name}_s_reserved", mean_of([row[f"reserved {name}"] for row in rows]))
+        run.add(f"{what}_act_{name}_s_needed", mean_of([row[name] for row in rows]))
 
 
-def _search(search: Callable[[Sizes, int], Row], sizes: Sizes, seed: int) -> Row:
+def _search(search: Callable[[SizingSizes, int], MetricRow], sizes: SizingSizes, seed: int) -> MetricRow:
     return search(sizes, seed)
 
 
-def cores_needed(sizes: Sizes, seed: int) -> Row:
+def cores_needed(sizes: SizingSizes, seed: int) -> MetricRow:
     workload = build("coding", batch=sizes.batch, seed=seed, memory=sizes.sandbox_mib)
 
     @cache
-    def on(cores: int, name: str = OURS) -> Result:
+    def on(cores: int, name: str = OURS) -> SimulationResult:
         return simulate(workload, name, cpu_node("n0", cores, sizes.gib_per_core * cores))
 
     reserved = on(sizes.cores_reserved, f"pods:{sizes.request_cores}")
@@ -119,11 +117,11 @@ def cores_needed(sizes: Sizes, seed: int) -> Row:
     }
 
 
-def devices_needed(sizes: Sizes, seed: int) -> Row:
+def devices_needed(sizes: SizingSizes, seed: int) -> MetricRow:
     workload = build("teachers", batch=sizes.teachers_batch, seed=seed, services=sizes.services)
 
     @cache
-    def on(devices: int, name: str = OURS) -> Result:
+    def on(devices: int, name: str = OURS) -> SimulationResult:
         config = PodsConfig(devices_per_service=sizes.devices_per_service)
         return simulate(workload, name, device_nodes(devices, sizes.node_devices), pods=config)
 
@@ -147,7 +145,7 @@ def devices_needed(sizes: Sizes, seed: int) -> Row:
 
 
 def smallest(enough: Callable[[int], bool], candidates: list[int], guess: int) -> int:
-    """By bisection, the first of the increasing candidates that is enough; the last one if none is.
+    """Return the first of the increasing candidates that is enough, by bisection; the last one if none is.
 
     The guess is tried first: a good one halves the number of trials.
     """
@@ -158,29 +156,29 @@ def smallest(enough: Callable[[int], bool], candidates: list[int], guess: int) -
 
 
 def device_nodes(devices: int, each: int) -> tuple[Pool, ...]:
-    """Nodes of `each` devices; the last one has what is left."""
+    """Return nodes of `each` devices; the last one has the remainder."""
     sizes = [each] * (devices // each) + ([devices % each] if devices % each else [])
     return tuple(Pool(kind=GPU, node=f"g{i}", total=size) for i, size in enumerate(sizes))
 
 
-def _row(found: Result, reserved: Result, needed: int) -> Row:
+def _row(result: SimulationResult, reserved: SimulationResult, needed: int) -> MetricRow:
     return {
         "needed": needed,
-        "mean": _mean_s(found),
-        "p99": _p99_s(found),
+        "mean": _mean_s(result),
+        "p99": _p99_s(result),
         "reserved mean": _mean_s(reserved),
         "reserved p99": _p99_s(reserved),
     }
 
 
-def _mean_s(result: Result) -> float:
+def _mean_s(result: SimulationResult) -> float:
     return float(result.acts().mean())
 
 
-def _p99_s(result: Result) -> float:
+def _p99_s(result: SimulationResult) -> float:
     return float(np.percentile(result.acts(), 99))
 
 
-def _device_s(result: Result) -> float:
-    """Device-seconds in which calls were executed, restores not counted."""
+def _device_s(result: SimulationResult) -> float:
+    """Return the device-seconds of executed calls, without restores."""
     return sum(row.execution_s * row.width for row in result.rows)

@@ -1,15 +1,15 @@
-"""Whether the shared service stays as it is under a constant load: its memory, and all that it can leave behind.
+"""Soak test of the shared service: memory and resources under constant load.
 
-The service runs in a process of its own, as `tangram serve` does. Clients of all kinds use it without a pause:
-sandboxes that are opened, used and closed, files and trees, parts of a quota, actions that are cancelled, outputs that
-are followed, clients that vanish in the middle of a request, and functions where the service has them. It remembers the
-last actions that have settled, for its dashboard; the warm-up fills that memory. It also remembers the trajectories of
-the last hour, which no warm-up fills: every sandbox of the load is a new one, so what they take is part of the growth.
+The service runs in a separate process, as `tangram serve` does. Clients of all kinds use it without a pause: sandboxes
+that are opened, used and closed, files and trees, parts of a quota, actions that are cancelled, outputs that are
+followed, clients that disconnect in the middle of a request, and functions where the service has them. The service
+keeps the last settled actions for its dashboard; the warm-up fills that history. It also keeps the trajectories of the
+last hour, which no warm-up fills: every sandbox of the load is new, so their memory is part of the growth.
 
-`rss_growth` compares the median resident memory of the last quarter with that of the second one, as a share.
-`leaks` counts what is there at the end, when nobody asks for anything, beyond what was there after the warm-up:
-descriptors of the service, tasks of its loop, processes below it, control groups, mounts, directories and files of
-sandboxes, temporary files. Each kind is printed as well.
+`rss_growth` compares the median resident memory of the last quarter with that of the second one, as a share. `leaks`
+counts what exists when the service is idle at the end, beyond what existed after the warm-up: file descriptors of the
+service, tasks of its event loop, child processes, control groups, mounts, directories and files of sandboxes, temporary
+files. Each kind is printed as well.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from typing import Any
 
 import msgspec
 
-from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_most
-from tangram.bench.service_process import ServiceProcess, a_folder
+from tangram.bench.base import PRINTED, BenchRun, Progress, at_most
+from tangram.bench.service_process import ServiceProcess
 from tangram.client.client import Client, connect
 from tangram.client.functions import function
 from tangram.errors import ManagerError, TangramError
+from tangram.managers.http import HttpClient, HttpError
 from tangram.managers.sandboxes.cgroups.hierarchies import find_hierarchies
 from tangram.managers.work import MIB, Exec
 from tangram.runtime.views import TIMELINE_ROWS_MAX
@@ -43,87 +44,80 @@ from tangram.runtime.wire import Submission
 OPTIONS = ("backend",)
 
 MEMORY = "32MiB"
-"""Of each sandbox."""
+"""Per sandbox."""
 QUOTA = "search"
 FILLING, FILLERS = "filling", 16
-"""A quota for the warm-up alone, and those who use it at once."""
+"""A quota for the warm-up only, and its concurrent users."""
 SAMPLE_S = 0.25
 IDLE_S_MAX = 20.0
-"""For what is ending when nobody asks for anything more."""
-LOOK_S = 0.25
-STILL_LOOKS = 4
-"""A count that was the same so often is taken for that of an idle service."""
+"""Time for work to end after the load has stopped."""
+POLL_S = 0.25
+STABLE_POLLS = 4
+"""Number of equal consecutive counts after which the service counts as idle."""
 KEPT_S = 5.0
-"""Results that nobody fetched, because their clients vanished."""
+"""Retention of results that were not fetched because their clients disconnected."""
 BYTES = 40_000
-"""Of a file that is written and read back."""
+"""Size of a file that is written and read back."""
 VANISH_S = 0.05
 CORES = 2.0
 """Of the service."""
 JSON = {"content-type": "application/json"}
 
 
-class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+class SoakSizes(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 600.0
     """Under load, without the warm-up."""
     warm_s: float = 20.0
-    """Of the whole load, besides filling what is remembered."""
+    """Of the whole load, after the history is filled."""
     remembered: int = TIMELINE_ROWS_MAX
-    """Actions by which that is filled."""
+    """Actions that fill the history."""
     clients: int = 2
     """Of each kind."""
     seed: int = 0
 
 
-FULL = Sizes()
-QUICK = Sizes(seconds=60.0, warm_s=5.0)
+LABEL = "measured"
+FULL = SoakSizes()
+QUICK = SoakSizes(seconds=60.0, warm_s=5.0)
 
 
-def measure(
-    sizes: Sizes, *, trace: Path | None, processes: int | None, progress: Progress, backend: str = ""
-) -> BenchResult:
-    with a_folder(backend) as (folder, chosen):
-        return asyncio.run(_measure(sizes, folder, chosen, progress))
-
-
-async def _measure(sizes: Sizes, folder: Path, backend: str, progress: Progress) -> BenchResult:
-    found = Findings()
+async def measure(sizes: SoakSizes, run: BenchRun) -> None:
     for name in ("state", "tmp"):
-        (folder / name).mkdir(mode=0o711)
+        (run.folder / name).mkdir(mode=0o711)
     tables: dict[str, dict[str, Any]] = {
         "service": {"sandboxes_on_stop": "close", "results_keep_s": KEPT_S},
-        "node": {"backend": backend, "cores": CORES, "state": str(folder / "state")},
+        "node": {"backend": run.backend, "cores": CORES, "state": str(run.folder / "state")},
         "quotas": {QUOTA: 4, FILLING: FILLERS},
     }
-    service = ServiceProcess(folder, tables, watched=True, variables={"TMPDIR": str(folder / "tmp")})
+    service = ServiceProcess(run.folder, tables, watched=True, variables={"TMPDIR": str(run.folder / "tmp")})
     async with service:
-        footprint = Footprint(service, folder)
-        load = Load(service.url, sizes)
+        footprint = Footprint(service, run.folder)
+        load = SoakLoad(service.url, sizes)
         await load.fill(sizes.remembered)
-        progress(0.1)
+        run.progress(0.1)
         await load.run(sizes.warm_s)
-        before, descriptors = await footprint.at_idle(), footprint.descriptors()
-        samples = await _sampled(service, load, sizes.seconds, progress)
-        after = await footprint.at_idle()
+        before, descriptors = await footprint.wait_until_idle(), footprint.descriptors()
+        samples = await _sample_memory(service, load, sizes.seconds, run.progress)
+        after = await footprint.wait_until_idle()
         more = footprint.descriptors() - descriptors
-        inside = await service.inside()
-    add_metrics(found, samples, before, after)
+        inside = await service.internals()
+    add_metrics(run, samples, before, after)
     done = sum(load.done.values())
-    found.add("actions", float(done), PRINTED)
-    found.notes.append(
-        f"Backend {backend}. Done of each kind: " + ", ".join(f"{name} {count}" for name, count in load.done.items())
+    run.add("actions", float(done), PRINTED)
+    run.notes.append(
+        f"Backend {run.backend}. Completed, by kind: "
+        + ", ".join(f"{name} {count}" for name, count in load.done.items())
     )
-    found.notes += load.notes
+    run.notes += load.notes
     if after["descriptors"] > before["descriptors"]:
-        found.notes.append("descriptors that were not there: " + ", ".join(sorted(more.elements())))
+        run.notes.append("new descriptors: " + ", ".join(sorted(more.elements())))
     if load.failed:
-        found.notes.append(f"{len(load.failed)} of them failed, the first with: {load.failed[0]}")
-    found.add("failed", float(len(load.failed)), at_most(0.0))
-    found.notes += [f"allocated since the warm-up: {place}" for place in inside.places]
-    return found.result("soak", "measured", sizes)
+        run.notes.append(f"{len(load.failed)} of them failed, the first with: {load.failed[0]}")
+    run.add("failed", float(len(load.failed)), at_most(0.0))
+    run.notes += [f"allocated since the warm-up: {place}" for place in inside.places]
 
 
-async def _sampled(service: ServiceProcess, load: Load, seconds: float, progress: Progress) -> list[int]:
+async def _sample_memory(service: ServiceProcess, load: SoakLoad, seconds: float, progress: Progress) -> list[int]:
     samples = []
 
     async def sample() -> None:
@@ -142,17 +136,17 @@ async def _sampled(service: ServiceProcess, load: Load, seconds: float, progress
     return samples
 
 
-def add_metrics(found: Findings, samples: list[int], before: dict[str, int], after: dict[str, int]) -> None:
-    """Growth of memory by its samples, and leaks by the counts before and after."""
-    found.add("rss_growth", growth(samples), at_most(0.05))
-    found.add("leaks", float(sum(max(0, after[kind] - before[kind]) for kind in before)), at_most(0.0))
-    found.add("rss_mib", statistics.median(samples[-max(1, len(samples) // 4) :]) / MIB, PRINTED)
+def add_metrics(run: BenchRun, samples: list[int], before: dict[str, int], after: dict[str, int]) -> None:
+    """Add the growth of memory from its samples, and leaks from the counts before and after."""
+    run.add("rss_growth", growth(samples), at_most(0.05))
+    run.add("leaks", float(sum(max(0, after[kind] - before[kind]) for kind in before)), at_most(0.0))
+    run.add("rss_mib", statistics.median(samples[-max(1, len(samples) // 4) :]) / MIB, PRINTED)
     for kind in before:
-        found.add(f"left_{kind}", float(after[kind] - before[kind]), PRINTED)
+        run.add(f"left_{kind}", float(after[kind] - before[kind]), PRINTED)
 
 
 def growth(samples: list[int]) -> float:
-    """Of the last quarter over the second, as a share."""
+    """Return the last quarter over the second, as a share."""
     quarter = max(1, len(samples) // 4)
     return statistics.median(samples[-quarter:]) / statistics.median(samples[quarter : 2 * quarter] or samples) - 1.0
 
@@ -161,25 +155,25 @@ def growth(samples: list[int]) -> float:
 
 
 class Footprint:
-    """All that a service could leave behind."""
+    """Every resource that a service could leak."""
 
     def __init__(self, service: ServiceProcess, folder: Path) -> None:
         self._service = service
         self._folder = folder
 
-    async def at_idle(self) -> dict[str, int]:
-        """When nothing changes any more, or after IDLE_S_MAX."""
+    async def wait_until_idle(self) -> dict[str, int]:
+        """Wait until the counts are stable, at most IDLE_S_MAX."""
         deadline = time.monotonic() + IDLE_S_MAX
         counts, still = await self._counts(), 0
-        while still < STILL_LOOKS and time.monotonic() < deadline:
-            await asyncio.sleep(LOOK_S)
+        while still < STABLE_POLLS and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
             now = await self._counts()
             still = still + 1 if now == counts else 0
             counts = now
         return counts
 
     async def _counts(self) -> dict[str, int]:
-        inside = await self._service.inside()
+        inside = await self._service.internals()
         return {
             "descriptors": len(self._service.descriptors()),
             "tasks": inside.tasks,
@@ -191,7 +185,7 @@ class Footprint:
         }
 
     def descriptors(self) -> Counter[str]:
-        """What they stand for, without the numbers that change with every one of a kind."""
+        """Return what the descriptors refer to, without numbers that are unique to one instance."""
         return Counter(re.sub(r"\d+", "N", each) for each in self._service.descriptors())
 
     def _control_groups(self) -> int:
@@ -203,12 +197,13 @@ class Footprint:
         return sum(1 for root in roots for _, folders, _ in os.walk(root) for _ in folders)
 
     def spawners(self) -> list[int]:
-        """Of the sandboxes of the service. They are nobody's children, and write into their locks who they are."""
+        """Return the spawners of the service's sandboxes. They are not its child processes; their process ids are in
+        their lock files."""
         locks = (self._folder / "state" / "owners").glob("*/kept/spawner.lock")
         return [int(pid) for lock in locks if (pid := lock.read_text().strip()).isdigit()]
 
     def _mounts(self) -> int:
-        """As the service sees them."""
+        """Mounts in the service's mount namespace."""
         text = Path(f"/proc/{self._service.pid}/mountinfo").read_text()
         return sum(f" {self._folder}/" in line for line in text.splitlines())
 
@@ -220,24 +215,24 @@ def processes_below(pid: int) -> list[int]:
             with contextlib.suppress(OSError):
                 stat = Path(f"/proc/{entry}/stat").read_text(encoding="ascii", errors="replace")
                 children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry))
-    found = list(children.get(pid, ()))
-    for each in found:  # grows meanwhile
-        found += children.get(each, ())
-    return found
+    processes = list(children.get(pid, ()))
+    for each in processes:  # grows during the loop
+        processes += children.get(each, ())
+    return processes
 
 
 # ---- the load -------------------------------------------------------------------------------------------------------
 
 
 @function(cpus=0.5, memory="256MiB", max_instances=2, idle_s=5.0)
-def doubled(number: int) -> int:
+def double(number: int) -> int:
     return 2 * number
 
 
-class Load:
+class SoakLoad:
     """Clients of all kinds."""
 
-    def __init__(self, url: str, sizes: Sizes) -> None:
+    def __init__(self, url: str, sizes: SoakSizes) -> None:
         self._url = url
         self._sizes = sizes
         self._draw = random.Random(sizes.seed)
@@ -257,8 +252,8 @@ class Load:
         self._tried_functions = False
 
     async def fill(self, count: int) -> None:
-        """What the service remembers of actions that have settled, by the cheapest ones that are granted something, as
-        those of the load are: one that never got anything takes less memory."""
+        """Fill the service's history with the cheapest actions that get a grant, as those of the load do; an action
+        without a grant takes less memory."""
         left = iter(range(count))
 
         async def holds(t: Client) -> None:
@@ -270,7 +265,7 @@ class Load:
             await asyncio.gather(*(holds(t) for _ in range(FILLERS)))
 
     async def run(self, seconds: float) -> None:
-        """All kinds side by side for so long; then whatever they began is over."""
+        """Run all kinds concurrently for `seconds`, then until each has finished its round."""
         end = time.monotonic() + seconds
         async with connect(self._url) as t:
             await self._try_functions(t)
@@ -330,31 +325,34 @@ class Load:
                 await running
 
     async def _followed(self, t: Client) -> None:
-        heard: list[str | bytes] = []
+        output: list[str | bytes] = []
         async with t.sandbox(memory=MEMORY) as box:
             command = "for i in 1 2 3 4 5; do echo $i; sleep 0.02; done"
-            await box.exec(command, on_output=lambda stream, data: heard.append(data))
-        _require(len(heard) > 0, True)
+            await box.exec(command, on_output=lambda stream, data: output.append(data))
+        _require(len(output) > 0, True)
 
     async def _vanished(self, t: Client) -> None:
-        """A client of its own, which is cut off while it waits, and never comes back for its result."""
-        import aiohttp
-
-        async with t.sandbox(memory=MEMORY) as box, aiohttp.ClientSession() as session:
+        """A separate client that is cut off while it waits, and never fetches its result."""
+        http = HttpClient()
+        async with t.sandbox(memory=MEMORY) as box:
             id = f"vanished-{os.getpid()}-{next(self._numbers)}"
             submission = Submission(id=id, work=Exec(command="sleep 0.1"), sandbox=box.name)
-            timeout = aiohttp.ClientTimeout(total=VANISH_S)
-            with contextlib.suppress(TimeoutError, aiohttp.ClientError):
+            with contextlib.suppress(HttpError):
                 url, body = f"{self._url}/v1/actions?wait_s=20", msgspec.json.encode(submission)
-                async with session.post(url, data=body, headers=JSON, timeout=timeout) as response:
-                    raise ManagerError(f"expected no answer yet, got {response.status}", retry=False)
+                try:
+                    response = await http.request(
+                        "POST", url, timeout_s=VANISH_S, bytes_max=1 << 20, content=body, headers=JSON
+                    )
+                finally:
+                    await http.close()
+                raise ManagerError(f"expected no answer yet, got {response.status}", retry=False)
 
     async def _function(self, t: Client) -> None:
         number = self._draw.randrange(1000)
-        value: int = await t.call(doubled, number)
+        value: int = await t.call(double, number)
         _require(value, 2 * number)
 
 
-def _require(found: object, expected: object) -> None:
-    if found != expected:
-        raise ManagerError(f"expected {expected!r}, got {found!r}", retry=False)
+def _require(actual: object, expected: object) -> None:
+    if actual != expected:
+        raise ManagerError(f"expected {expected!r}, got {actual!r}", retry=False)

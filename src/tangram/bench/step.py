@@ -1,33 +1,30 @@
-"""RL steps of `codefix` where cores are scarce: cores reserved for the life of a trajectory, against held by actions.
+"""RL steps of `codefix` with scarce cores: cores reserved per trajectory against cores held per action.
 
-A step is a batch of groups, played to the last reward and trained on. Engine, trainer, sandboxes and all that runs in
-them are real; the engine writes no faster than an emulated one would, because a policy that is worth its sandboxes is
-larger than the one here, and trajectories think while it writes. That is what a reservation wastes.
+A step is a batch of groups, played to the last reward and trained on. Engine, trainer and sandboxes are real. The
+engine decodes no faster than an emulated one: a policy that needs sandboxes is larger than the one here, and
+trajectories think while it decodes. A reservation wastes its cores in that time.
 
-Both sides play the same groups with the same weights: the learning rate is so small that nothing changes, and noise is
-a function of the group. They go through the same client, scheduler and manager, and differ in one number, the
-concurrency of the task:
+Both sides play the same groups with the same weights: the learning rate is too small to change a weight, and noise is a
+function of the group. They use the same client, scheduler and manager, and differ in one number, the concurrency of the
+task:
 
     reserved    as many trajectories are open as there are cores: each has one from its reset to its last step, whether
-                an action of it runs or it waits for its next turn to be written. (A reward is computed after that,
-                while the next one begins already: that favours this side.)
+                an action of it runs or the engine generates its next turn. (A reward is computed after that,
+                while the next trajectory begins: that favours this side.)
     by action   all trajectories of the batch are open: an action holds its cores while it runs
 
-`step_ratio` is the time of a step reserved over that by action, seed by seed. `acting_share` is the share of a
-reservation in which the environment of the trajectory was at work.
+`step_ratio` is the time of a step reserved over that by action, paired by seed. `acting_share` is the share of a
+reservation in which the environment of the trajectory was working.
 """
 
 from __future__ import annotations
 
-import asyncio
 import statistics
-import tempfile
 from pathlib import Path
 
 import msgspec
 
-from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_least, paired_values, part
-from tangram.bench.reservation import usual_backend
+from tangram.bench.base import PRINTED, BenchRun, at_least, paired_ratio_of_values, subprogress
 from tangram.bench.reservation.sides import BY_ACTION, RESERVED, SIDES, client
 from tangram.reports.statistics import mean_of
 from tangram.rl.config.rollout_settings import (
@@ -46,63 +43,64 @@ from tangram.rl.config.training_settings import (
     WarmStartSettings,
 )
 from tangram.rl.rollout.records import Group, Stage, Trajectory
-from tangram.rl.train.behaviour_cloning import imitated
+from tangram.rl.train.behaviour_cloning import clone_behaviour
 from tangram.rl.train.pipeline import train
-from tangram.rl.train.records import AnyLine, Trained
+from tangram.rl.train.records import AnyMetricsLine, Trained
 
 OPTIONS = ("backend",)
 TASK = "codefix"
 SEEN_MAX = 32
-"""Tokens of an observation. What environments said is read in one step: reading does not hold up writing."""
+"""Tokens of an observation. All observations are prefilled in one step, so prefill does not delay decoding."""
 RATE = 1e-12
-"""Of learning: no float32 weight changes by it."""
+"""Learning rate: no float32 weight changes by it."""
 FOR_EVER_S = 3600.0
-"""Whoever waits for a core does not fail for it."""
+"""Waiting for a core never times out."""
 AGENT = "teacher"
-"""Whom the policy imitates before: it edits the right line, and mostly needs several turns."""
+"""The agent that the policy imitates first: it edits the right line, and mostly needs several turns."""
 
 
-class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
     seeds: int = 3
     steps: int = 2
-    """That are measured, after one that is not."""
+    """Measured steps, after one that is not."""
     groups: int = 6
     members: int = 8
     cores: int = 2
     turns: int = 3
     decode_s_per_step: float = 0.05
-    """Emulated: of writing one token, for all trajectories at once. An edit has four of them and takes a fifth of a
-    second, where agents that are worth their sandboxes think for seconds; their tests take longer too."""
+    """Emulated time of a decode step, for all trajectories at once. An edit has four tokens and takes a fifth of a
+    second, where agents that need sandboxes think for seconds; their tests also take longer."""
     shown: int = 192
-    """Episodes that the policy imitates before ..."""
+    """Episodes of the imitated agent."""
     imitations: int = 60
-    """... in so many steps."""
+    """Training steps on these."""
 
 
-FULL = Sizes()
-QUICK = Sizes(seeds=1, steps=1, groups=4, shown=96, imitations=40)
+LABEL = "emulated"
+FULL = StepSizes()
+QUICK = StepSizes(seeds=1, steps=1, groups=4, shown=96, imitations=40)
 
 
-class Side(msgspec.Struct, frozen=True, kw_only=True):
+class StepTiming(msgspec.Struct, frozen=True, kw_only=True):
     """One side under one seed."""
 
     steps_s: list[float]
     train_s: float
-    """Mean of a step."""
+    """Mean per step."""
     actions: dict[str, tuple[str, ...]]
-    """Of each trajectory that was measured: what it did."""
+    """What each measured trajectory did."""
     thinking_s: float
-    """Of a trajectory: writing, mean."""
+    """Mean decoding time of a trajectory."""
     acting_s: float
-    """Of a trajectory: what its environment took, with what it waited for cores, mean."""
+    """Mean environment time of a trajectory, including waiting for cores."""
     open_s: float
-    """Of a trajectory: from its place to its last step, mean."""
+    """Mean time of a trajectory from admission to its last step."""
 
 
 # ---- playing ------------------------------------------------------------------------------------------------------
 
 
-def settings_of(sizes: Sizes, seed: int, policy: Path | None, concurrency: int) -> TrainSettings:
+def settings_of(sizes: StepSizes, seed: int, policy: Path | None, concurrency: int) -> TrainSettings:
     trajectories = sizes.groups * sizes.members
     return TrainSettings(
         seed=seed,
@@ -128,35 +126,35 @@ def settings_of(sizes: Sizes, seed: int, policy: Path | None, concurrency: int) 
     )  # fmt: skip
 
 
-class Watch:
-    """Remembers the trajectories of a run."""
+class TrajectoryRecorder:
+    """Records the trajectories of a run."""
 
     def __init__(self) -> None:
-        self.ended_: list[Trajectory] = []
+        self.trajectories: list[Trajectory] = []
 
-    def began(self, trajectory: str, task: str) -> None: ...
+    def on_begin(self, trajectory: str, task: str) -> None: ...
 
-    def stage(self, trajectory: str, stage: Stage) -> None: ...
+    def on_stage(self, trajectory: str, stage: Stage) -> None: ...
 
-    def ended(self, trajectory: Trajectory) -> None:
-        self.ended_.append(trajectory)
+    def on_end(self, trajectory: Trajectory) -> None:
+        self.trajectories.append(trajectory)
 
-    def group(self, group: Group) -> None: ...
+    def on_group(self, group: Group) -> None: ...
 
 
-async def _side(side: str, sizes: Sizes, seed: int, policy: Path, backend: str, folder: Path) -> Side:
+async def _run_side(side: str, sizes: StepSizes, seed: int, policy: Path, backend: str, folder: Path) -> StepTiming:
     concurrency = sizes.cores if side == RESERVED else sizes.groups * sizes.members
     run = folder / f"{seed}-{side.replace(' ', '-')}"
-    lines: list[AnyLine] = []
-    watch = Watch()
+    lines: list[AnyMetricsLine] = []
+    watch = TrajectoryRecorder()
     async with client(BY_ACTION, cores=sizes.cores, backend=backend, state=folder / "state") as connected:
         settings = settings_of(sizes, seed, policy, concurrency)
-        await train(settings, run, tell=lines.append, client=connected, watch=watch)
+        await train(settings, run, on_line=lines.append, client=connected, observer=watch)
     trained = [line for line in lines if isinstance(line, Trained)][1:]
     assert len(trained) == sizes.steps, f"expected {sizes.steps} measured steps, got {len(trained)}"
-    played = [each for each in watch.ended_ if each.ending.rewarded]
+    played = [each for each in watch.trajectories if each.ending.is_rewarded]
     spent = [time_spent(each) for each in played]
-    return Side(
+    return StepTiming(
         steps_s=[line.step_s for line in trained],
         train_s=statistics.fmean(line.train_s for line in trained),
         actions={each.id: tuple(turn.action for turn in each.turns) for each in played},
@@ -167,7 +165,7 @@ async def _side(side: str, sizes: Sizes, seed: int, policy: Path, backend: str, 
 
 
 def time_spent(trajectory: Trajectory) -> tuple[float, float, float]:
-    """Seconds of writing, of its environment, and between its place and its last step."""
+    """Return the seconds of decoding, of the environment, and between admission and the last step."""
     spans = [span for span in trajectory.spans if span.stage in (Stage.RESET, Stage.GENERATE, Stage.STEP)]
     placed_s = spans[0].began_s + spans[0].waiting_s
     writing_s = sum(span.ended_s - span.began_s for span in spans if span.stage is Stage.GENERATE)
@@ -178,62 +176,50 @@ def time_spent(trajectory: Trajectory) -> tuple[float, float, float]:
 # ---- the benchmark ------------------------------------------------------------------------------------------------
 
 
-def measure(
-    sizes: Sizes, *, trace: Path | None, processes: int | None, progress: Progress, backend: str = ""
-) -> BenchResult:
-    usual, why = usual_backend()
-    with tempfile.TemporaryDirectory(prefix="tangram-bench-") as folder:
-        result = asyncio.run(_measure(sizes, Path(folder), backend or usual, progress))
-    if not backend and why:
-        result.notes.append(f"Commands ran as plain processes: {why}.")
-    return result
-
-
-async def _measure(sizes: Sizes, folder: Path, backend: str, progress: Progress) -> BenchResult:
-    (folder / "state").mkdir(mode=0o711)
-    found: dict[str, list[Side]] = {side: [] for side in SIDES}
+async def measure(sizes: StepSizes, run: BenchRun) -> None:
+    (run.folder / "state").mkdir(mode=0o711)
+    timings: dict[str, list[StepTiming]] = {side: [] for side in SIDES}
     for seed in range(sizes.seeds):
-        told = part(progress, seed / sizes.seeds, (seed + 1) / sizes.seeds)
-        policy = folder / f"{seed}-policy"
-        async with client(BY_ACTION, cores=sizes.cores, backend=backend, state=folder / "state") as connected:
-            await imitated(
+        progress = subprogress(run.progress, seed / sizes.seeds, (seed + 1) / sizes.seeds)
+        policy = run.folder / f"{seed}-policy"
+        async with client(BY_ACTION, cores=sizes.cores, backend=run.backend, state=run.folder / "state") as connected:
+            await clone_behaviour(
                 settings_of(sizes, seed, None, sizes.cores), policy, agent=AGENT, episodes=sizes.shown,
                 steps=sizes.imitations, client=connected,
             )  # fmt: skip
         for number, side in enumerate(SIDES if seed % 2 == 0 else reversed(SIDES)):
-            told((number + 1) / 3, f"seed {seed}: {side}")
-            found[side].append(await _side(side, sizes, seed, policy, backend, folder))
-        told(1.0, f"seed {seed}")
-    return _result(sizes, found, backend)
+            progress((number + 1) / 3, f"seed {seed}: {side}")
+            timings[side].append(await _run_side(side, sizes, seed, policy, run.backend, run.folder))
+        progress(1.0, f"seed {seed}")
+    _add_metrics(sizes, timings, run)
 
 
-def _result(sizes: Sizes, found: dict[str, list[Side]], backend: str) -> BenchResult:
-    told, reserved, ours = Findings(), found[RESERVED], found[BY_ACTION]
-    ratio = paired_values(
+def _add_metrics(sizes: StepSizes, timings: dict[str, list[StepTiming]], run: BenchRun) -> None:
+    reserved, ours = timings[RESERVED], timings[BY_ACTION]
+    ratio = paired_ratio_of_values(
         [statistics.fmean(each.steps_s) for each in reserved], [statistics.fmean(each.steps_s) for each in ours]
     )
-    told.add("step_ratio", ratio, at_least(1.5))
+    run.add("step_ratio", ratio, at_least(1.5))
     for side, name in ((reserved, "reserved"), (ours, "by_action")):
-        told.add(f"step_s_{name}", mean_of([statistics.fmean(each.steps_s) for each in side]), PRINTED)
-        told.add(f"train_s_{name}", mean_of([each.train_s for each in side]), PRINTED)
-        told.add(f"thinking_s_{name}", mean_of([each.thinking_s for each in side]), PRINTED)
-        told.add(f"acting_s_{name}", mean_of([each.acting_s for each in side]), PRINTED)
-    told.add("acting_share", mean_of([each.acting_s / each.open_s for each in reserved]), PRINTED)
-    told.add("same_actions_share", _same(reserved, ours), PRINTED)
-    told.notes += [
-        f"A step: {sizes.groups} groups of {sizes.members}, played as mode sync+ does, and trained on; {sizes.cores}"
-        f" cores; backend {backend}. Writing a token takes {sizes.decode_s_per_step:g} s: emulated.",
-        "thinking_s, acting_s: of a trajectory, what the writing of its turns and its environment took; by action, with"
-        " what it waited for cores.",
-        "same_actions_share: trajectories that did the same on both sides, to the letter.",
+        run.add(f"step_s_{name}", mean_of([statistics.fmean(each.steps_s) for each in side]), PRINTED)
+        run.add(f"train_s_{name}", mean_of([each.train_s for each in side]), PRINTED)
+        run.add(f"thinking_s_{name}", mean_of([each.thinking_s for each in side]), PRINTED)
+        run.add(f"acting_s_{name}", mean_of([each.acting_s for each in side]), PRINTED)
+    run.add("acting_share", mean_of([each.acting_s / each.open_s for each in reserved]), PRINTED)
+    run.add("same_actions_share", _same_actions_share(reserved, ours), PRINTED)
+    run.notes += [
+        f"A step: {sizes.groups} groups of {sizes.members}, played in mode sync+, and trained on; {sizes.cores}"
+        f" cores; backend {run.backend}. Decoding a token takes {sizes.decode_s_per_step:g} s: emulated.",
+        "thinking_s, acting_s: time of a trajectory for decoding and for its environment; by action, the latter has"
+        " waiting for cores in it.",
+        "same_actions_share: trajectories with identical actions on both sides.",
     ]
-    return told.result("step", "emulated", sizes)
 
 
-def _same(one: list[Side], other: list[Side]) -> float:
+def _same_actions_share(one: list[StepTiming], other: list[StepTiming]) -> float:
     pairs = [
         (each.actions.get(name), actions)
-        for each, beside in zip(one, other, strict=True)
-        for name, actions in beside.actions.items()
+        for each, counterpart in zip(one, other, strict=True)
+        for name, actions in counterpart.actions.items()
     ]
     return sum(left == right for left, right in pairs) / len(pairs)

@@ -1,33 +1,32 @@
-"""Teachers: models on devices by action, against devices of their own and against loading them on demand.
+"""Teachers: models on devices by action, against dedicated devices and against loading on demand.
 
 A rollout batch of 1024 or 2048 trajectories ends with calls to one of 10 models on 5 nodes of 8 devices, as in the
-publication's test of its devices. Restores take 0.2 to 0.5 s. *By action* is `adaptive`, told nothing beforehand.
-*Static*: every model has four devices of its own. *On demand*: models are loaded for calls, as `sim.on_demand` states,
-with the number of calls per instance that is best at this batch.
+publication. Restores take 0.2 to 0.5 s. *By action* is `adaptive` without prior information. *Static*: every model has
+four dedicated devices. *On demand*: models are loaded for calls, as described in `sim.on_demand`, with the number of
+calls per instance that is best at this batch.
 
-ACT counts from submission. The ratios of the mean ACT of a call are those of the publication's total ACT of a
+ACT counts from submission. The ratios of the mean ACT of a call equal those of the publication's total ACT of a
 trajectory: all sides play the same calls of the same trajectories.
 
-What explains a difference to the publication is measured beside: how far a model is over the capacity of its devices at
-its peak; the same with all models asked for equally often, and with trajectories that end less or more crowded; what
-the released on-demand system does that the one here does not.
+Possible explanations of differences to the publication are measured as well: how far a model exceeds the capacity of
+its devices at its peak; the same with equally popular models, and with ends of trajectories closer together or further
+apart; and the properties of the released on-demand system that the one here does not have.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from tangram.bench import sizing
-from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_least, paired, part, play
+from tangram.bench.base import PRINTED, BenchRun, at_least, paired_ratio, run_jobs, subprogress
 from tangram.core.messages import Effect, Event, Resident
 from tangram.reports.statistics import mean_of
 from tangram.sim.baselines import PodsConfig
-from tangram.sim.episode import Episode, Workload
+from tangram.sim.episode import SimEpisode, Workload
 from tangram.sim.on_demand import NAME as ON_DEMAND
 from tangram.sim.on_demand import OnDemandConfig
 from tangram.sim.simulate import simulate
@@ -38,32 +37,32 @@ OURS, STATIC = "adaptive", "pods:0.5"
 PUBLISHED = {"act_vs_static_1024": 3.4, "act_vs_static_2048": 18.1, "act_vs_on_demand_1024": 101.8}
 
 LATE_S = 600.0
-"""The one time limit that the publication states for a baseline, that of its calls to APIs."""
+"""The only time limit that the publication states for a baseline: that of its API calls."""
 PEAK_S = 60.0
-"""Over which the most work for one model is taken: a hundred calls, and short beside the minutes that they come in."""
+"""Window for the peak load of one model: a hundred calls, and short compared with the minutes of the burst."""
 SURPLUS = 8
-"""So many times the trajectories are drawn of which equally many per model are kept: the rarest has 4.6 % of them."""
+"""Oversampling factor from which equally many trajectories per model are kept: the rarest model has 4.6 % of them."""
 
-AS_IT_IS, EVEN = "", "even"
+AS_GENERATED, EVEN = "", "even"
 CROWDING = {"half": 0.5, "twice": 2.0}
-"""Other shapes of the work, by the end of their metrics: factors on the time before a trajectory's calls."""
+"""Other shapes of the work, by metric suffix: factors on the time before a trajectory's calls."""
 
-Row = dict[str, float]
+MetricRow = dict[str, float]
 
 
-class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+class TeachersSizes(msgspec.Struct, frozen=True, kw_only=True):
     batches: tuple[int, ...] = (1024, 2048)
-    """The first one is that at which devices are saved."""
+    """Devices saved are measured at the first one."""
     services: int = 10
     devices_per_service: int = 4
     nodes: int = 5
     node_devices: int = 8
     targets: tuple[int, ...] = (1, 4, 16, 64, 256)
-    """Calls per instance on demand, of which the best is taken; the first is what the released system has."""
+    """Calls per instance on demand, of which the best counts; the first is that of the released system."""
     engine_start_s: float = 19.0
-    """Seconds that an engine takes to start besides loading, as reported of vLLM for a small model on one device."""
+    """Seconds to start an engine in addition to loading, as reported for vLLM with a small model on one device."""
     router_turn_s: float = 1.0
-    """In which the released router hands out one call per model."""
+    """Interval in which the released router hands out one call per model."""
     equal: float = 1.02
     """For devices_saved: a mean ACT within this factor counts as the same."""
     seeds: int = 10
@@ -73,8 +72,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         return self.nodes * self.node_devices
 
     @property
-    def sizing(self) -> sizing.Sizes:
-        return sizing.Sizes(
+    def sizing(self) -> sizing.SizingSizes:
+        return sizing.SizingSizes(
             teachers_batch=self.batches[0],
             services=self.services,
             devices_per_service=self.devices_per_service,
@@ -84,51 +83,58 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-FULL = Sizes()
-QUICK = Sizes(seeds=3)
+LABEL = "simulated"
+FULL = TeachersSizes()
+QUICK = TeachersSizes(seeds=3)
 
 
-class Side(msgspec.Struct, frozen=True):
-    """One simulation per seed: who plays which work."""
+class TeachersSide(msgspec.Struct, frozen=True):
+    """One simulation per seed: a side and its work."""
 
     name: str
     batch: int
-    shape: str = AS_IT_IS
+    shape: str = AS_GENERATED
     on_demand: OnDemandConfig | None = None
 
 
-def measure(sizes: Sizes, *, trace: Path | None, processes: int | None, progress: Progress) -> BenchResult:
-    found = Findings()
+def measure(sizes: TeachersSizes, run: BenchRun) -> None:
     seeds = range(sizes.seeds)
-    saved = play(sizing.devices_needed, [(sizes.sizing, seed) for seed in seeds], processes, part(progress, 0.0, 0.4))
+    saved = run_jobs(
+        sizing.devices_needed,
+        [(sizes.sizing, seed) for seed in seeds],
+        run.processes,
+        subprogress(run.progress, 0.0, 0.4),
+    )
     sides = sides_of(sizes)
     jobs = [(sizes, side, seed) for side in sides for seed in seeds]
-    played = play(play_side, jobs, processes, part(progress, 0.4, 1.0))
+    played = run_jobs(simulate_side, jobs, run.processes, subprogress(run.progress, 0.4, 1.0))
     rows = {side: played[i * sizes.seeds : (i + 1) * sizes.seeds] for i, side in enumerate(sides)}
 
     reserved = sizes.sizing.devices_reserved
     share = mean_of([1.0 - row["needed"] / reserved for row in saved])
-    found.add("devices_saved", share, at_least(sizing.DEVICES_GOAL))
-    found.add("devices_needed", mean_of([row["needed"] for row in saved]))
+    run.add("devices_saved", share, at_least(sizing.DEVICES_GOAL))
+    run.add("devices_needed", mean_of([row["needed"] for row in saved]))
     for batch in sizes.batches:
-        compare_batch(found, sizes, rows, batch)
-    add_notes(found, sizes)
-    return found.result("teachers", "simulated", sizes)
+        compare_batch(run, sizes, rows, batch)
+    add_notes(run, sizes)
 
 
-def sides_of(sizes: Sizes) -> list[Side]:
-    """The longest simulations first."""
-    shapes = (AS_IT_IS, EVEN, *CROWDING)
+def sides_of(sizes: TeachersSizes) -> list[TeachersSide]:
+    """All sides, the longest simulations first."""
+    shapes = (AS_GENERATED, EVEN, *CROWDING)
     batches = sorted(sizes.batches, reverse=True)
-    sides = [Side(name, batch, shape) for name in (OURS, STATIC) for batch in batches for shape in shapes]
+    sides = [TeachersSide(name, batch, shape) for name in (OURS, STATIC) for batch in batches for shape in shapes]
     for batch in batches:
         for configs in _on_demand(sizes).values():
-            sides += [Side(ON_DEMAND, batch, shape, config) for shape in (AS_IT_IS, EVEN) for config in configs]
+            sides += [
+                TeachersSide(ON_DEMAND, batch, shape, config) for shape in (AS_GENERATED, EVEN) for config in configs
+            ]
     return sides
 
 
-def _on_demand(sizes: Sizes) -> dict[str, list[OnDemandConfig]]:
-    """With all numbers of calls per instance: as good as it can be, and with what the released system does besides."""
+def _on_demand(sizes: TeachersSizes) -> dict[str, list[OnDemandConfig]]:
+    """On-demand configurations for all numbers of calls per instance: ideal, and with the properties of the released
+    system."""
     best = [OnDemandConfig(devices_per_instance=sizes.devices_per_service, target=target) for target in sizes.targets]
     return {
         "": best,
@@ -140,79 +146,79 @@ def _on_demand(sizes: Sizes) -> dict[str, list[OnDemandConfig]]:
 # ---- what is reported -------------------------------------------------------------------------------------------
 
 
-def compare_batch(found: Findings, sizes: Sizes, rows: dict[Side, list[Row]], batch: int) -> None:
-    """All metrics at one batch."""
-    ours, static = rows[Side(OURS, batch)], rows[Side(STATIC, batch)]
-    _ratio(found, f"act_vs_static_{batch}", static, ours)
-    found.add(f"busiest_share_{batch}", mean_of([row["busiest_share"] for row in static]))
-    found.add(f"peak_load_{batch}", mean_of([row["peak_load"] for row in static]))
+def compare_batch(run: BenchRun, sizes: TeachersSizes, rows: dict[TeachersSide, list[MetricRow]], batch: int) -> None:
+    """Add all metrics of one batch."""
+    ours, static = rows[TeachersSide(OURS, batch)], rows[TeachersSide(STATIC, batch)]
+    _ratio(run, f"act_vs_static_{batch}", static, ours)
+    run.add(f"busiest_share_{batch}", mean_of([row["busiest_share"] for row in static]))
+    run.add(f"peak_load_{batch}", mean_of([row["peak_load"] for row in static]))
     for shape in (EVEN, *CROWDING):
-        of_shape = rows[Side(STATIC, batch, shape)]
-        _ratio(found, f"act_vs_static_{batch}_{shape}", of_shape, rows[Side(OURS, batch, shape)])
-        found.add(f"peak_load_{batch}_{shape}", mean_of([row["peak_load"] for row in of_shape]))
+        of_shape = rows[TeachersSide(STATIC, batch, shape)]
+        _ratio(run, f"act_vs_static_{batch}_{shape}", of_shape, rows[TeachersSide(OURS, batch, shape)])
+        run.add(f"peak_load_{batch}_{shape}", mean_of([row["peak_load"] for row in of_shape]))
     shown = {"by action": ours, "static": static}
     for variant, configs in _on_demand(sizes).items():
-        sides = [rows[Side(ON_DEMAND, batch, AS_IT_IS, config)] for config in configs]
+        sides = [rows[TeachersSide(ON_DEMAND, batch, AS_GENERATED, config)] for config in configs]
         best = _best(sides)
-        _ratio(found, f"act_vs_on_demand_{batch}{variant}", sides[best], ours)
-        _ratio(found, f"act_vs_on_demand_{batch}{variant}_target_{sizes.targets[0]}", sides[0], ours)
-        found.add(f"on_demand_target_{batch}{variant}", sizes.targets[best])
-        found.add(f"on_demand_late_share_{batch}{variant}", mean_of([row["late_share"] for row in sides[best]]))
+        _ratio(run, f"act_vs_on_demand_{batch}{variant}", sides[best], ours)
+        _ratio(run, f"act_vs_on_demand_{batch}{variant}_target_{sizes.targets[0]}", sides[0], ours)
+        run.add(f"on_demand_target_{batch}{variant}", sizes.targets[best])
+        run.add(f"on_demand_late_share_{batch}{variant}", mean_of([row["late_share"] for row in sides[best]]))
         shown.setdefault("on demand", sides[best])
-        even = [rows[Side(ON_DEMAND, batch, EVEN, config)] for config in configs]
-        _ratio(found, f"act_vs_on_demand_{batch}{variant}_even", even[_best(even)], rows[Side(OURS, batch, EVEN)])
+        even = [rows[TeachersSide(ON_DEMAND, batch, EVEN, config)] for config in configs]
+        _ratio(run, f"act_vs_on_demand_{batch}{variant}_even", even[_best(even)], rows[TeachersSide(OURS, batch, EVEN)])
     for name, side in shown.items():
-        found.sides[f"{name} {batch}"] = {number: mean_of([row[number] for row in side]).mean for number in SHOWN}
+        run.sides[f"{name} {batch}"] = {number: mean_of([row[number] for row in side]).mean for number in SHOWN}
 
 
 SHOWN = ("act_mean_s", "act_p99_s", "waiting_share", "device_use", "restores_per_call")
-"""Numbers of each side, in the order of the table."""
+"""Numbers of each side, in table order."""
 
 
-def _best(sides: list[list[Row]]) -> int:
+def _best(sides: list[list[MetricRow]]) -> int:
     return min(range(len(sides)), key=lambda i: math.fsum(row["act_mean_s"] for row in sides[i]))
 
 
-def _ratio(found: Findings, metric: str, other: list[Row], ours: list[Row]) -> None:
-    found.add(metric, paired(other, ours, "act_mean_s"), PRINTED if metric in PUBLISHED else None)
+def _ratio(run: BenchRun, metric: str, other: list[MetricRow], ours: list[MetricRow]) -> None:
+    run.add(metric, paired_ratio(other, ours, "act_mean_s"), PRINTED if metric in PUBLISHED else None)
 
 
-def add_notes(found: Findings, sizes: Sizes) -> None:
-    """What the metrics mean, and how they compare with published ones."""
-    value = found.metrics
-    found.notes.append(
+def add_notes(run: BenchRun, sizes: TeachersSizes) -> None:
+    """Describe the metrics and compare them with published ones."""
+    value = run.metrics
+    run.notes.append(
         f"devices_saved is of {sizes.sizing.devices_reserved} devices, {sizes.devices_per_service} for each of"
         f" {sizes.services} models, at batch {sizes.batches[0]} and the same mean ACT within {sizes.equal - 1:.0%}."
     )
     published = [f"{name} {value[name]:.3g}, there {there:g}" for name, there in PUBLISHED.items() if name in value]
     if published:
-        found.notes.append(f"Here and in the publication: {'; '.join(published)}.")
+        run.notes.append(f"Here and in the publication: {'; '.join(published)}.")
     for batch in sizes.batches:
-        found.notes.append(
+        run.notes.append(
             f"Static at {batch}: {value[f'busiest_share_{batch}']:.0%} of the calls are for one model, and in the worst"
-            f" minute of a model {value[f'peak_load_{batch}']:.2g} times as much work comes for it as its"
-            f" {sizes.devices_per_service} devices do. With all models asked for equally often that is"
+            f" minute of a model {value[f'peak_load_{batch}']:.2g} times as much work arrives for it as its"
+            f" {sizes.devices_per_service} devices can do. With equally popular models that is"
             f" {value[f'peak_load_{batch}_even']:.2g} times, and act_vs_static is"
-            f" {value[f'act_vs_static_{batch}_even']:.3g}; with calls twice as crowded it is"
-            f" {value[f'act_vs_static_{batch}_half']:.3g}, half as crowded {value[f'act_vs_static_{batch}_twice']:.3g}."
+            f" {value[f'act_vs_static_{batch}_even']:.3g}; with calls twice as bursty it is"
+            f" {value[f'act_vs_static_{batch}_half']:.3g}, half as bursty {value[f'act_vs_static_{batch}_twice']:.3g}."
         )
-    found.notes.append(
-        "Where calls crowd so much that devices which are shared are over capacity as well, the ratio falls again."
-        " Means over seeds of which some keep up and some do not have wide intervals."
+    run.notes.append(
+        "Where bursts exceed the capacity of shared devices as well, the ratio falls again."
+        " Means over seeds, of which some keep up and some do not, have wide intervals."
     )
-    found.notes.append(
-        "The publication says neither how often each model is asked for nor how crowded its calls are. Here the shares"
-        " are those of a production mix of models, and calls crowd because trajectories of a domain end together."
+    run.notes.append(
+        "The publication states neither the popularity of the models nor the burstiness of the calls. Here the shares"
+        " are those of a production mix of models, and calls are bursty because trajectories of a domain end together."
     )
     for batch in sizes.batches:
-        found.notes.append(_on_demand_note(value, sizes, batch))
-    found.notes.append(
-        "The publication does not say how its on-demand side was set up, and the ratios here range widely with that:"
-        " they bound what it may have met, and one that comes close may do so by chance."
+        run.notes.append(_on_demand_note(value, sizes, batch))
+    run.notes.append(
+        "The publication does not describe the set-up of its on-demand side, on which the ratios here depend strongly:"
+        " they bound the published ratio, and a close one may be a coincidence."
     )
 
 
-def _on_demand_note(value: dict[str, float], sizes: Sizes, batch: int) -> str:
+def _on_demand_note(value: dict[str, float], sizes: TeachersSizes, batch: int) -> str:
     def times(variant: str) -> str:
         metric, first = f"act_vs_on_demand_{batch}{variant}", sizes.targets[0]
         target = f"{value[f'on_demand_target_{batch}{variant}']:.0f} calls per instance"
@@ -220,8 +226,8 @@ def _on_demand_note(value: dict[str, float], sizes: Sizes, batch: int) -> str:
         return f"{value[metric]:.3g} ({target}; {others} {value[f'{metric}_even']:.3g})"
 
     return (
-        f"On demand at {batch}, where loads take what its loader publishes and nothing else takes time, the ratio is"
-        f" {times('')}. With {sizes.engine_start_s:g} s to start an engine besides it is {times('_engine_start')}. With"
+        f"On demand at {batch}, with the published load times and no other overhead, the ratio is"
+        f" {times('')}. With {sizes.engine_start_s:g} s more to start an engine it is {times('_engine_start')}. With"
         f" the released router, one call per model in {sizes.router_turn_s:g} s, it is {times('_router')}, and"
         f" {value[f'on_demand_late_share_{batch}_router']:.0%} of the calls take more than {LATE_S:.0f} s."
     )
@@ -230,8 +236,8 @@ def _on_demand_note(value: dict[str, float], sizes: Sizes, batch: int) -> str:
 # ---- one simulation ---------------------------------------------------------------------------------------------
 
 
-def play_side(sizes: Sizes, side: Side, seed: int) -> Row:
-    workload = shaped(sizes, side.batch, side.shape, seed)
+def simulate_side(sizes: TeachersSizes, side: TeachersSide, seed: int) -> MetricRow:
+    workload = shape_workload(sizes, side.batch, side.shape, seed)
     restores = 0
 
     def observe(now: float, event: Event, effects: list[Effect]) -> None:
@@ -260,20 +266,22 @@ def play_side(sizes: Sizes, side: Side, seed: int) -> Row:
     }
 
 
-def shaped(sizes: Sizes, batch: int, shape: str, seed: int) -> Workload:
-    """The generated work, or what became of it."""
+def shape_workload(sizes: TeachersSizes, batch: int, shape: str, seed: int) -> Workload:
+    """Return the generated work in one of the shapes."""
     if shape == EVEN:
         drawn = build("teachers", batch=SURPLUS * batch, seed=seed, services=sizes.services)
-        return _even(drawn, batch)
+        return _even_popularity(drawn, batch)
     workload = build("teachers", batch=batch, seed=seed, services=sizes.services)
-    if shape == AS_IT_IS:
+    if shape == AS_GENERATED:
         return workload
     factor = CROWDING[shape]
-    return msgspec.structs.replace(workload, episodes=tuple(_later(each, factor) for each in workload.episodes))
+    return msgspec.structs.replace(
+        workload, episodes=tuple(_scale_thinking(each, factor) for each in workload.episodes)
+    )
 
 
-def _even(drawn: Workload, batch: int) -> Workload:
-    """The first of them of which all models have equally many, or one more."""
+def _even_popularity(drawn: Workload, batch: int) -> Workload:
+    """Return the first trajectories with which all models have equally many, or one more."""
     each, more = divmod(batch, len(drawn.services))
     left = Counter({service.name: each + (number < more) for number, service in enumerate(drawn.services)})
     kept = []
@@ -286,14 +294,14 @@ def _even(drawn: Workload, batch: int) -> Workload:
     return msgspec.structs.replace(drawn, episodes=tuple(kept))
 
 
-def _later(episode: Episode, factor: float) -> Episode:
+def _scale_thinking(episode: SimEpisode, factor: float) -> SimEpisode:
     turns = (msgspec.structs.replace(turn, think_s=factor * turn.think_s) for turn in episode.turns)
     return msgspec.structs.replace(episode, turns=tuple(turns))
 
 
-def _busiest(workload: Workload, devices: int) -> Row:
-    """The largest share of the calls that are for one model, and the most work that comes for one in PEAK_S seconds,
-    over what a copy on `devices` devices does in that time."""
+def _busiest(workload: Workload, devices: int) -> MetricRow:
+    """Return the largest share of the calls for one model, and the maximum work for one model in PEAK_S seconds,
+    relative to what a copy on `devices` devices does in that time."""
     coming: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for episode in workload.episodes:
         (turn,) = episode.turns
@@ -308,7 +316,7 @@ def _busiest(workload: Workload, devices: int) -> Row:
 
 
 def peak_s(coming: list[tuple[float, float]]) -> float:
-    """The most seconds of work that come within PEAK_S; `coming` are times and seconds, by time."""
+    """Return the maximum seconds of work within PEAK_S; `coming` has times and seconds, sorted by time."""
     most = within = 0.0
     oldest = 0
     for at, seconds in coming:

@@ -40,14 +40,14 @@ from tangram.cli.options import EXIT_META
 from tangram.errors import InvariantError, TangramError
 
 EXIT_ERROR = 2
-"""The same as for a misspelt option: the caller has to change something. A verb that has come further says another one
-by `ctx.meta[EXIT_META]`."""
+"""The exit code of a usage error, also for invalid input. A verb that has started its work sets another one in
+`ctx.meta[EXIT_META]`."""
 EXIT_INTERRUPTED, EXIT_TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
-"""As a shell says it."""
+"""The exit codes of a shell for SIGINT and SIGTERM."""
 
 
 MESSAGE_MAX = 800
-"""Characters of an error: a value from a broken file may be as long as the file."""
+"""Characters of an error message: a value from a broken file may be as long as the file."""
 
 
 def _one_line(message: str) -> str:
@@ -55,8 +55,8 @@ def _one_line(message: str) -> str:
     return words if len(words) <= MESSAGE_MAX else f"{words[: MESSAGE_MAX - 200]} ... {words[-200:]}"
 
 
-class _Verbs(TyperGroup):
-    """Turns errors into messages, for the command and for tests alike."""
+class _CommandGroup(TyperGroup):
+    """Prints errors as one line and converts them to exit codes."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -65,7 +65,7 @@ class _Verbs(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             result = super().invoke(ctx)
-            sys.stdout.flush()  # what is still held back may not fit on the disk either
+            sys.stdout.flush()  # the buffered output may not fit on the disk
             return result
         except InvariantError as error:
             typer.echo(f"tangram: this is a bug in Tangram, please report it: {error}", err=True)
@@ -75,21 +75,21 @@ class _Verbs(TyperGroup):
             raise typer.Exit(ctx.meta.get(EXIT_META, EXIT_ERROR)) from None
         except OSError as error:
             if error.errno == errno.EPIPE:
-                raise  # Typer ends quietly: whoever read the output wants no more of it.
+                raise  # Typer exits quietly: the reader of the pipe has closed it.
             typer.echo(f"tangram: {error}", err=True)
             _discard_output()
             raise typer.Exit(ctx.meta.get(EXIT_META, EXIT_ERROR)) from None
 
 
 def _show_help_as_a_flag(command: Any) -> None:
-    """Without the type of its value, as our own flags say by `metavar=""`: Typer makes this one."""
+    """Hide the value type of `--help`, which Typer adds; our own flags have `metavar=""`."""
     command.get_help_option(command.context_class(command)).metavar = ""
     for each in getattr(command, "commands", {}).values():
         _show_help_as_a_flag(each)
 
 
 def _discard_output() -> None:
-    """Python writes what is held back once more when it ends; if that cannot be written, it has to go elsewhere."""
+    """Redirect stdout if it cannot be flushed: Python flushes it once more at exit."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -102,24 +102,24 @@ tangram train examples/multitask.toml  [dim]# train a policy, and see it learn[/
 
 tangram sim  [dim]# compare the policies on coding agents[/dim]
 
-tangram plan  [dim]# how few cores would do[/dim]
+tangram plan  [dim]# the fewest cores that are enough[/dim]
 
 tangram sim coding --policies adaptive --record run.jsonl
 
 tangram trace show run.jsonl
 
-tangram bench  [dim]# the list of benchmarks[/dim]
+tangram bench  [dim]# list the benchmarks[/dim]
 
 tangram serve  [dim]# share this machine with several training runs[/dim]
 
-tangram status  [dim]# what the service does[/dim]
+tangram status  [dim]# the state of the service[/dim]
 
 Every verb has examples of its own: tangram sim --help
 """
 
 app = typer.Typer(
     name="tangram",
-    cls=_Verbs,
+    cls=_CommandGroup,
     help="Action-level scheduling of the outside resources that agentic reinforcement learning uses.",
     epilog=EXAMPLES,
     no_args_is_help=True,
@@ -149,8 +149,8 @@ app.add_typer(pool.app, name="pool")
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(show: bool) -> None:
+    if show:
         from importlib.metadata import version
 
         typer.echo(f"tangram {version('arl-tangram')}")
@@ -160,35 +160,35 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _every_verb(
     version: Annotated[
-        bool, typer.Option("--version", metavar="", help="Print the version and end.", callback=_version, is_eager=True)
+        bool,
+        typer.Option("--version", metavar="", help="Print the version and exit.", callback=_version, is_eager=True),
     ] = False,
 ) -> None:
     pass
 
 
-class _Terminated:
-    """SIGTERM, by which clusters end jobs, is Ctrl-C by another name: whoever is to be interrupted now is interrupted,
-    be it a loop, whose main task is cancelled, or plain code."""
+class _TerminationHandler:
+    """Treats SIGTERM like Ctrl-C: calls the SIGINT handler, which cancels a main task or interrupts code."""
 
     def __init__(self) -> None:
-        self.came = False
+        self.was_called = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.came = True
+        self.was_called = True
         interrupt = signal.getsignal(signal.SIGINT)
-        if callable(interrupt):  # else a verb has had one already, and is on its way out
+        if callable(interrupt):  # otherwise a verb has had a signal and is ending
             interrupt(signal.SIGINT, frame)
 
 
 def main() -> None:
-    """The entry point of the command. A verb that has something better to do with a signal says so itself."""
+    """The entry point of the command. Verbs that handle signals install their own handlers."""
     # A shell starts what follows `&` in a script with Ctrl-C ignored, and asyncio would leave it so.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    terminated = _Terminated()
+    terminated = _TerminationHandler()
     signal.signal(signal.SIGTERM, terminated)
     try:
         app(prog_name="tangram")
     except SystemExit as ended:
-        if terminated.came and ended.code == EXIT_INTERRUPTED:
+        if terminated.was_called and ended.code == EXIT_INTERRUPTED:
             sys.exit(EXIT_TERMINATED)
         raise

@@ -9,6 +9,7 @@ import typer
 
 from tangram.cli import options, show
 from tangram.errors import InvalidConfig
+from tangram.reports import live, terminal
 
 if TYPE_CHECKING:
     from tangram.bench import BenchResult
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 EXAMPLES = """[bold]Examples[/bold]
 
 tangram bench reservation --report report.html  [dim]# real sandboxes, needs root[/dim]
+
+tangram bench reservation --perfetto reservation.json  [dim]# both sides over time, for ui.perfetto.dev[/dim]
 
 tangram bench coding --quick
 
@@ -45,8 +48,17 @@ def bench(
         typer.Option(
             "--report",
             metavar="FILE",
-            help="Of reservation and learning: write a page to open in a browser, of reservation with recordings beside"
-            " it. Its folder is made. With all: a page for each, by its name.",
+            help="For reservation and learning: write a page to open in a browser; reservation also writes its"
+            " recordings to that folder, which is made. With all: a page for each, by its name.",
+        ),
+    ] = None,
+    perfetto: Annotated[
+        Path | None,
+        typer.Option(
+            "--perfetto",
+            metavar="FILE",
+            help="For reservation: write the timeline of both sides as a Chrome trace (JSON) to open in"
+            " https://ui.perfetto.dev. Its folder is made.",
         ),
     ] = None,
     backend: Annotated[
@@ -54,33 +66,34 @@ def bench(
         typer.Option(
             "--backend",
             metavar="NAME",
-            help="Of reservation, durability, soak and step: sandbox, or process, which isolates nothing. Default:"
-            " sandbox, without root process.",
+            help="For reservation, durability, soak and step: sandbox, or process, which isolates nothing. Default:"
+            " sandbox; without root, process.",
         ),
     ] = None,
     workers: options.WorkerCount = None,
 ) -> None:
-    """Run a benchmark, all its sides on the same work, and say which goals it meets."""
+    """Run a benchmark, all its sides on the same work, and print which goals it meets."""
     from tangram.bench import BENCHES, options_of, run
-    from tangram.sim.workloads.options import known
+    from tangram.sim.workloads.options import check_choice
 
     if name is None:
         _list(BENCHES, as_json)
         return
-    known("bench", name, [*BENCHES, "all"])
-    processes = options.workers_of(workers)
+    check_choice("bench", name, [*BENCHES, "all"])
+    processes = options.check_workers(workers)
     if trace is not None and not trace.is_dir():
         raise InvalidConfig("trace", str(trace), "a folder that exists")
-    options.output_files(report=report)
-    given = {option: value for option, value in (("report", report), ("backend", backend)) if value is not None}
+    options.check_output_files(report=report, perfetto=perfetto)
+    options_given = {"report": report, "perfetto": perfetto, "backend": backend}
+    given = {option: value for option, value in options_given.items() if value is not None}
     for each in BENCHES if name == "all" else [name]:
         own = {option: value for option, value in given.items() if name != "all" or option in options_of(each)}
         if "report" in own and report is not None and name == "all":  # each has a page of its own
             own["report"] = report.with_name(f"{report.stem}-{each}{report.suffix}")
         if "backend" in options_of(each):
             own["backend"] = backend or _usual_backend()
-        with show.progress(f"bench {each}", unit="") as progress:
-            tell = None if progress is None else _shares(progress)
+        with live.progress(f"bench {each}", unit="") as progress:
+            tell = None if progress is None else _share_callback(progress)
             result = run(each, quick=quick, trace=trace, processes=processes, progress=tell, **own)
         if as_json:
             import msgspec
@@ -89,17 +102,19 @@ def bench(
         else:
             _print(result)
             if isinstance(page := own.get("report"), Path):
-                show.where_to_look(page)
+                show.print_report_path(page)
+            if isinstance(timeline := own.get("perfetto"), Path):
+                show.print_trace_path(timeline)
 
 
-def _shares(progress: show.Tell) -> Progress:
+def _share_callback(progress: live.ProgressCallback) -> Progress:
     return lambda share, words="": progress(share, 1, words)
 
 
 def _usual_backend() -> str:
-    from tangram.bench.reservation import usual_backend
+    from tangram.bench.base import default_backend
 
-    backend, why = usual_backend()
+    backend, why = default_backend()
     if why:
         typer.echo(f"{why}: the programs run as plain processes instead, which isolates nothing", err=True)
     return backend
@@ -107,17 +122,17 @@ def _usual_backend() -> str:
 
 def _list(benches: dict[str, str], as_json: bool) -> None:
     if as_json:
-        show.as_json(benches)
+        show.print_json(benches)
         return
     for name, description in benches.items():
         typer.echo(f"{name:<16} {description}")
 
 
 def _print(result: BenchResult) -> None:
-    console = show.console()
+    console = terminal.stdout_console()
     if result.sides:
         console.print(_sides(result))
-    table = show.table(f"{result.name} ({result.label})")
+    table = terminal.table(f"{result.name} ({result.label})")
     for head, justify in (("metric", "left"), ("value", "right"), ("95 %", "right"), ("goal", "right"), ("", "left")):
         table.add_column(head, justify=justify)  # type: ignore[arg-type]
     for name, value in result.metrics.items():
@@ -131,7 +146,7 @@ def _print(result: BenchResult) -> None:
         console.print(note, highlight=False, markup=False)
 
 
-SIDES = {
+SIDE_LABELS = {
     "act_mean_s": "mean ACT",
     "act_p50_s": "p50",
     "act_p99_s": "p99",
@@ -141,27 +156,27 @@ SIDES = {
     "held_share": "held by an action, unused",
     "thinking_share": "kept for an agent that thinks",
     "wanted_share": "free while an action waits",
-    "unwanted_share": "free, and nobody waits",
+    "unwanted_share": "free, and no action waits",
     "others_use": "used by other programs",
     "reward_mean": "reward",
     "waiting_share": "of the mean, waiting",
     "device_use": "device use",
     "restores_per_call": "restores per call",
 }
-"""Words for the numbers of a side."""
+"""The labels of the numbers of a side."""
 
 
 def _sides(result: BenchResult) -> Any:
-    """The numbers of all sides, one below the other."""
+    """A table with a column for each side."""
     from tangram.reports.formatting import percent, seconds
 
-    table = show.table(f"{result.name} ({result.label}), means over seeds")
+    table = terminal.table(f"{result.name} ({result.label}), means over seeds")
     table.add_column("")
     for side in result.sides:
         table.add_column(side, justify="right")
     for name in next(iter(result.sides.values())):
-        told = seconds if name.endswith("_s") else percent if name.endswith(("_use", "_share")) else _number
-        table.add_row(SIDES.get(name, name), *(told(numbers[name]) for numbers in result.sides.values()))
+        format_value = seconds if name.endswith("_s") else percent if name.endswith(("_use", "_share")) else _number
+        table.add_row(SIDE_LABELS.get(name, name), *(format_value(numbers[name]) for numbers in result.sides.values()))
     return table
 
 
@@ -170,7 +185,7 @@ def _goal(goal: Any, value: float) -> tuple[str, str]:
         return "", ""
     if goal.value is None:
         return "printed", ""
-    met = goal.met(value)
+    met = goal.is_met(value)
     mark = "" if met is None else "[green]✓ met[/green]" if met else "[red]✗ missed[/red]"
     return f"{goal.op} {_number(goal.value)}", mark
 

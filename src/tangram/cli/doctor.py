@@ -13,9 +13,10 @@ import typer
 
 from tangram.cli import options, show
 from tangram.errors import TangramError
+from tangram.reports import terminal
 
 if TYPE_CHECKING:
-    from tangram.managers.doctor.diagnostics import Finding, Survey
+    from tangram.managers.doctor.diagnostics import Diagnostic, MachineReport
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -29,20 +30,20 @@ sudo tangram doctor  [dim]# sandboxes need root[/dim]
 EXIT_WITHOUT_SANDBOXES = 1
 TRIAL_MEMORY = "64MiB"
 TRIAL_TIMEOUT_S = 10.0
-SAID = "it works"
+TRIAL_OUTPUT = "it works"
 
 
 def doctor(as_json: options.Json = False) -> None:
-    """Say what this machine offers, what is missing, and how to get it.
+    """Report what this machine offers, what is missing, and how to get it.
 
-    Tries all of it for real, opens a sandbox and runs a command in it; changes nothing that lasts.
+    Opens a real sandbox and runs a command in it; leaves no changes behind.
 
     Exits with 0 if sandboxes work, and with 1 if only other backends do.
     """
-    from tangram.managers.doctor.diagnostics import DOCKER, PROCESS, SANDBOX, survey
+    from tangram.managers.doctor.diagnostics import DOCKER, PROCESS, SANDBOX, diagnose
 
-    found = survey()
-    why_not = {backend: found.why_not(backend) for backend in (SANDBOX, DOCKER, PROCESS)}
+    found = diagnose()
+    why_not = {backend: found.unavailable_reason(backend) for backend in (SANDBOX, DOCKER, PROCESS)}
     trial: dict[str, float] = {}
     if not why_not[SANDBOX]:
         try:
@@ -50,7 +51,7 @@ def doctor(as_json: options.Json = False) -> None:
         except (TangramError, OSError) as error:
             why_not[SANDBOX] = f"a sandbox was tried: {error}"
     if as_json:
-        show.as_json(_plain(found, why_not, trial))
+        show.print_json(_as_dict(found, why_not, trial))
     else:
         _print(found, why_not, trial)
     if why_not[SANDBOX]:
@@ -62,9 +63,9 @@ def doctor(as_json: options.Json = False) -> None:
 
 def _try_sandbox() -> dict[str, float]:
     """Seconds of each step, in a state directory of its own: what dead owners left in the usual one stays there."""
-    from tangram.managers.doctor.diagnostics import left_as_found
+    from tangram.managers.doctor.diagnostics import restoring_cgroups
 
-    with tempfile.TemporaryDirectory(prefix="tangram-doctor-") as scratch, left_as_found():
+    with tempfile.TemporaryDirectory(prefix="tangram-doctor-") as scratch, restoring_cgroups():
         os.chmod(scratch, 0o711)  # as a state directory has it: an unprivileged user may pass through
         return asyncio.run(_open_and_run(Path(scratch) / "state"))
 
@@ -77,11 +78,11 @@ async def _open_and_run(state: Path) -> dict[str, float]:
         at.append(time.perf_counter())
         async with client.sandbox(memory=TRIAL_MEMORY) as box:
             at.append(time.perf_counter())
-            result = (await box.exec(["echo", SAID], timeout_s=TRIAL_TIMEOUT_S)).check()
+            result = (await box.exec(["echo", TRIAL_OUTPUT], timeout_s=TRIAL_TIMEOUT_S)).check()
             at.append(time.perf_counter())
     at.append(time.perf_counter())
-    if result.stdout.strip() != SAID:
-        raise OSError(f"the command should say {SAID!r} and said {result.stdout!r}")
+    if result.stdout.strip() != TRIAL_OUTPUT:
+        raise OSError(f"the command should print {TRIAL_OUTPUT!r} and printed {result.stdout!r}")
     steps = zip(("start_s", "open_s", "exec_s", "close_s"), at, at[1:], strict=False)
     return {name: after - before for name, before, after in steps}
 
@@ -89,17 +90,17 @@ async def _open_and_run(state: Path) -> dict[str, float]:
 # ---- printing -------------------------------------------------------------------------------------------------
 
 
-def _print(found: Survey, why_not: dict[str, str], trial: dict[str, float]) -> None:
+def _print(found: MachineReport, why_not: dict[str, str], trial: dict[str, float]) -> None:
     from rich.text import Text
 
-    console = show.console()
-    table = show.table("this machine")
+    console = terminal.stdout_console()
+    table = terminal.table("this machine")
     for head in ("component", "", "found", "what to do"):
         table.add_column(head, overflow="fold")
     for each in found.findings:
         table.add_row(each.component, _mark(each), Text(each.found), Text(each.to_do))
     console.print(table)
-    lines = [f"to install what is missing: {found.install}"] if found.install else []
+    lines = [f"to install what is missing: {found.install_command}"] if found.install_command else []
     usable = ", ".join(backend for backend, reason in why_not.items() if not reason)
     lines.append(f"backends that work: {usable}; process isolates nothing")
     lines += [f"{backend} does not work: {reason}" for backend, reason in why_not.items() if reason]
@@ -112,7 +113,7 @@ def _print(found: Survey, why_not: dict[str, str], trial: dict[str, float]) -> N
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _mark(finding: Finding) -> str:
+def _mark(finding: Diagnostic) -> str:
     from tangram.managers.doctor.diagnostics import MISSING, OK, SANDBOX
 
     if finding.state == OK:
@@ -121,10 +122,10 @@ def _mark(finding: Finding) -> str:
     return f"[{colour}]{finding.state}[/{colour}]"
 
 
-def _plain(found: Survey, why_not: dict[str, str], trial: dict[str, float]) -> dict[str, Any]:
+def _as_dict(found: MachineReport, why_not: dict[str, str], trial: dict[str, float]) -> dict[str, Any]:
     return {
         "components": found.findings,
-        "install": found.install,
+        "install": found.install_command,
         "backends": {name: {"usable": not reason, "why_not": reason} for name, reason in why_not.items()},
         "trial": trial or None,
     }

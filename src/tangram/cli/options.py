@@ -1,13 +1,14 @@
-"""What several verbs take on the command line, and how it is read.
+"""Options that several verbs share, and how they are parsed.
 
-Owns the reading of lists, sizes and `key=value`. Promises InvalidConfig with the option, the value and what would be
-valid. Imports what simulates only when it is called, so that `--help` stays fast.
+Owns the parsing of lists, sizes and `key=value`. Raises InvalidConfig with the option, the value and what is valid.
+Imports the simulator only when it is needed, so that `--help` stays fast.
 """
 
 from __future__ import annotations
 
+import inspect
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -22,13 +23,13 @@ if TYPE_CHECKING:
     from tangram.sim.size import Size
 
 EXIT_META = "tangram.exit_code"
-"""Under this name a verb that has come so far says in `ctx.meta` with which code it ends if it fails from now on."""
+"""The key of `ctx.meta` with the exit code of a verb that fails after it has started its work."""
 BATCHES = {"coding": 128, "search": 64, "teachers": 1024, "mixed": 384, "elastic": 1000}
 """Trajectories when --batch is not given: a comparison over five seeds then takes seconds."""
 UNITS = 32
-"""Cores that independent rewards arrive for, at their load, unless --option units says otherwise."""
+"""Cores that the arrival rate of independent rewards is made for, unless --option units is given."""
 SEEDS = 5
-"""Three would do for the means; the interval of Student's t is half as wide with five."""
+"""Three are enough for means; with five, the interval of Student's t is half as wide."""
 
 WorkloadName = Annotated[
     str | None,
@@ -101,27 +102,68 @@ Report = Annotated[
         "--report", metavar="FILE", help="Write a page to open in a browser, all in one file. Its folder is made."
     ),
 ]
+Perfetto = Annotated[
+    Path | None,
+    typer.Option(
+        "--perfetto",
+        metavar="FILE",
+        help="Write the timeline as a Chrome trace (JSON) to open in https://ui.perfetto.dev. Its folder is made.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON and nothing else on stdout.")]
 WorkerCount = Annotated[
     int | None, typer.Option("--workers", metavar="N", help="Processes that share the work. Default: one per core.")
 ]
 
 
+# ---- groups of options ------------------------------------------------------------------------------------------
+
+
+def option_group(**readers: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare options that several verbs share: each named parameter of the verb becomes the options of its reader.
+
+        @option_group(target=parse_target)
+        def status(target: ServiceTarget, as_json: Json = False) -> None:
+
+    The command has the options of `parse_target`; the verb gets what `parse_target` returns for them.
+    """
+
+    def decorate(verb: Callable[..., Any]) -> Callable[..., Any]:
+        parameters: list[inspect.Parameter] = []
+        for name, parameter in inspect.signature(verb, eval_str=True).parameters.items():
+            reader = readers.get(name)
+            own = [parameter] if reader is None else inspect.signature(reader, eval_str=True).parameters.values()
+            parameters += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
+
+        def command(**values: Any) -> Any:
+            read = {}
+            for name, reader in readers.items():
+                read[name] = reader(**{option: values.pop(option) for option in inspect.signature(reader).parameters})
+            return verb(**values, **read)
+
+        command.__name__, command.__doc__, command.__module__ = verb.__name__, verb.__doc__, verb.__module__
+        command.__annotations__ = {each.name: each.annotation for each in parameters}
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
 # ---- reading --------------------------------------------------------------------------------------------------
 
 
-class Work(NamedTuple):
-    """The work that a verb is asked about, and the pools for it."""
+class WorkloadRequest(NamedTuple):
+    """The workload of a verb, and the pools for it."""
 
     source: Source
     seeds: tuple[int, ...]
     first: Workload
-    """Under the first seed."""
+    """The workload under the first seed."""
     sizes: list[Size]
-    """One for each number of cores."""
+    """A size for each number of cores."""
 
 
-def work_of(
+def workload_request(
     workload: str | None,
     traces: list[Path] | None,
     batch: int | None,
@@ -131,14 +173,14 @@ def work_of(
     nodes: int | None,
     memory: float | None,
     devices: int | None,
-) -> Work:
-    """What `sim` and `plan` take alike."""
-    from tangram.sim.compare import workload_of
+) -> WorkloadRequest:
+    """Read the options that `sim` and `plan` share."""
+    from tangram.sim.compare import build_workload
 
     source = _source(workload, traces, batch, chosen)
-    numbers = _seeds(seeds, source)
-    first = workload_of(source, numbers[0])
-    return Work(source, numbers, first, _sizes(source, first, cores, nodes, memory, devices))
+    numbers = _parse_seeds(seeds, source)
+    first = build_workload(source, numbers[0])
+    return WorkloadRequest(source, numbers, first, _sizes(source, first, cores, nodes, memory, devices))
 
 
 def _source(workload: str | None, traces: list[Path] | None, batch: int | None, chosen: list[str] | None) -> Source:
@@ -146,36 +188,36 @@ def _source(workload: str | None, traces: list[Path] | None, batch: int | None, 
     from tangram.sim.workloads import WORKLOADS, options
 
     if batch is not None:
-        options.whole("batch", batch)
-    read = tuple(key_values(chosen).items())
+        options.check_integer("batch", batch)
+    read = tuple(parse_key_values(chosen).items())
     if traces:
         if workload is not None:
             raise InvalidConfig("workload", workload, "either a workload or --trace")
         return Source(traces=tuple(map(str, traces)), batch=batch, options=read)
     name = "coding" if workload is None else workload
-    options.known("workload", name, WORKLOADS)
+    options.check_choice("workload", name, WORKLOADS)
     return Source(workload=name, batch=BATCHES[name] if batch is None else batch, options=read)
 
 
-def key_values(chosen: list[str] | None) -> dict[str, Any]:
-    """Of `--option KEY=VALUE`, which may be given several times."""
-    read = [_option(text) for text in chosen or ()]
+def parse_key_values(chosen: list[str] | None) -> dict[str, Any]:
+    """Parse the values of `--option KEY=VALUE`."""
+    read = [_parse_option(text) for text in chosen or ()]
     if len(dict(read)) < len(read):
         raise InvalidConfig("option", " ".join(chosen or ()), "each key once")
     return dict(read)
 
 
-def _option(text: str) -> tuple[str, Any]:
+def _parse_option(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not key or not equals:
         raise InvalidConfig("option", text, "KEY=VALUE")
-    return key.replace("-", "_"), _value(value)
+    return key.replace("-", "_"), _parse_value(value)
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     """A number, true, false, none, a list of these with commas, or the word itself."""
     if "," in text:
-        return tuple(_value(part) for part in text.split(",") if part)
+        return tuple(_parse_value(part) for part in text.split(",") if part)
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]
@@ -187,7 +229,7 @@ def _value(text: str) -> Any:
     return text
 
 
-def names(option: str, text: str) -> tuple[str, ...]:
+def parse_names(option: str, text: str) -> tuple[str, ...]:
     """Names with commas between them, each once."""
     found = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not found:
@@ -195,7 +237,7 @@ def names(option: str, text: str) -> tuple[str, ...]:
     return found
 
 
-def whole_numbers(option: str, text: str, least: int = 0) -> tuple[int, ...]:
+def parse_integers(option: str, text: str, least: int = 0) -> tuple[int, ...]:
     """Whole numbers with commas between them, each once."""
     try:
         found = tuple(dict.fromkeys(int(part) for part in text.split(",") if part.strip()))
@@ -206,13 +248,13 @@ def whole_numbers(option: str, text: str, least: int = 0) -> tuple[int, ...]:
     return found
 
 
-def _seeds(text: str | None, source: Source) -> tuple[int, ...]:
-    """`3` is 0, 1, 2; a comma makes it a list. By default one for a trace that is played as it is, else five."""
+def _parse_seeds(text: str | None, source: Source) -> tuple[int, ...]:
+    """Parse seeds: `3` is 0, 1, 2; a comma makes it a list. Default: one for a trace played as recorded, else five."""
     if text is None:
         return (0,) if source.traces and source.batch is None else tuple(range(SEEDS))
     if "," in text:
-        return whole_numbers("seeds", text)
-    return tuple(range(whole_numbers("seeds", text, least=1)[0]))
+        return parse_integers("seeds", text)
+    return tuple(range(parse_integers("seeds", text, least=1)[0]))
 
 
 def _sizes(
@@ -223,15 +265,15 @@ def _sizes(
     memory: float | None,
     devices: int | None,
 ) -> list[Size]:
-    """A size for each number of cores that is asked for; what is not said is as recorded, or fits the workload."""
+    """A size for each given number of cores. Defaults are as recorded, or fit the workload."""
     import msgspec
 
     usual = _usual_size(source, first)
-    _uses("cores", cores, usual.cores, first)
-    _uses("devices", devices, usual.devices, first)
+    _require_used("cores", cores, usual.cores, first)
+    _require_used("devices", devices, usual.devices, first)
     given: dict[str, Any] = {"nodes": nodes, "memory_per_core_gib": memory, "devices": devices}
     given = {name: value for name, value in given.items() if value is not None}
-    counts = (usual.cores,) if cores is None else whole_numbers("cores", cores, least=1)
+    counts = (usual.cores,) if cores is None else parse_integers("cores", cores, least=1)
     if nodes is None:
         return [
             msgspec.structs.replace(usual, cores=count, nodes=max(1, min(usual.nodes, count)), **given)
@@ -255,34 +297,34 @@ def _usual_size(source: Source, first: Workload) -> Size:
 
 
 def recording_of(source: Source) -> str:
-    """The one recording that is played, which says how it was scheduled; "" for anything else."""
+    """The single recording that is played, which contains its policy and pools; "" otherwise."""
     from tangram.sim.recordings import is_recording
 
     return source.traces[0] if len(source.traces) == 1 and is_recording(source.traces[0]) else ""
 
 
-def _uses(option: str, given: object, usual: int, first: Workload) -> None:
+def _require_used(option: str, given: object, usual: int, first: Workload) -> None:
     if given is not None and not usual:
         raise InvalidConfig(option, given, f"no such option, as {first.name} uses no {option}")
 
 
-def workers_of(count: int | None) -> int | None:
+def check_workers(count: int | None) -> int | None:
     if count is not None and count < 1:
         raise InvalidConfig("workers", count, "a whole number, at least 1")
     return count
 
 
 @contextmanager
-def about(config: Path) -> Iterator[None]:
-    """What is wrong with the settings is said of the file that they are of."""
+def config_errors_in(config: Path) -> Iterator[None]:
+    """Raise errors of settings with the name of their file."""
     try:
         yield
     except InvalidConfig as error:
         raise InvalidConfig(f"{config}: {error.field}", error.value, error.expected) from error
 
 
-def output_files(**paths: Path | None) -> None:
-    """Each can be written: found out before the work rather than after it. Folders are made."""
+def check_output_files(**paths: Path | None) -> None:
+    """Raise InvalidConfig before the work if a file cannot be written. Makes the folders."""
     from tangram.files.atomic_file import check_writable
 
     given = {option: path for option, path in paths.items() if path is not None}
@@ -295,8 +337,8 @@ def output_files(**paths: Path | None) -> None:
 # ---- the command that reproduces a result ---------------------------------------------------------------------
 
 
-def command(verb: str, source: Source, size: Size, seeds: tuple[int, ...], options: dict[str, object]) -> str:
-    """With every default filled in, so that it says the same when a default changes."""
+def reproduce_command(verb: str, source: Source, size: Size, seeds: tuple[int, ...], options: dict[str, object]) -> str:
+    """The command with every default filled in, so that it is reproducible after a default changes."""
     options = options | {
         "nodes": size.nodes if size.nodes > 1 else None,
         "memory-per-core": size.memory_per_core_gib if size.cores else None,
@@ -316,5 +358,5 @@ def command(verb: str, source: Source, size: Size, seeds: tuple[int, ...], optio
 
 
 def _seeds_text(seeds: tuple[int, ...]) -> str:
-    """As --seeds takes them."""
+    """Seeds in the form of --seeds."""
     return str(len(seeds)) if seeds == tuple(range(len(seeds))) else ",".join(map(str, seeds)) + ","

@@ -9,10 +9,11 @@ import typer
 
 from tangram.cli import options, show
 from tangram.errors import InvalidConfig
+from tangram.reports import live, terminal
 
 if TYPE_CHECKING:
     from tangram.sim.compare import Source
-    from tangram.sim.plan import Plan, Point, Question
+    from tangram.sim.plan import Plan, PlanRequest, Point
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -83,20 +84,20 @@ def plan(
 ) -> None:
     """Find the fewest cores (or devices) with which a policy reaches a mean or p95 ACT.
 
-    Simulates today's reservation, then closes in on the smallest size that does as well. Prints the curve.
+    Simulates today's reservation, then searches for the smallest size that performs as well, and prints the curve.
     """
     from tangram.sim import plan as planning
     from tangram.sim.compare import check_policy
     from tangram.sim.report import write_plan
 
     total = None if cores is None else str(cores)
-    work = options.work_of(workload, trace, batch, option, seeds, total, nodes, memory_per_core, devices)
+    work = options.workload_request(workload, trace, batch, option, seeds, total, nodes, memory_per_core, devices)
     resource = ("cores" if work.sizes[0].cores else "devices") if resource is None else resource
     recorded = like is None and _recorded(work.source, resource)
-    name, size = recorded or _like(like)
+    name, size = recorded or _parse_like(like)
     check_policy(policy)
     check_policy(name)
-    question = planning.Question(
+    question = planning.PlanRequest(
         source=work.source,
         size=work.sizes[0],
         resource=resource,
@@ -109,21 +110,21 @@ def plan(
         seeds=work.seeds,
         knowledge=knowledge,
     )
-    options.output_files(report=report)
-    with show.progress(f"sizing {question.resource} for {work.source.name}") as progress:
-        answer = planning.plan(question, workers=options.workers_of(workers), progress=progress)
+    options.check_output_files(report=report)
+    with live.progress(f"sizing {question.resource} for {work.source.name}") as progress:
+        answer = planning.plan(question, workers=options.check_workers(workers), progress=progress)
     reproduce = _command(question, answer)
     try:
         if report is not None:
             write_plan(report, answer, reproduce)
     finally:
-        # Whatever becomes of the report, the answer is told.
+        # The answer is printed even if the report cannot be written.
         if as_json:
-            show.as_json(_plain(answer, reproduce))
+            show.print_json(_as_dict(answer, reproduce))
         else:
             _print(answer)
     if report is not None and not as_json:
-        show.where_to_look(report)
+        show.print_report_path(report)
 
 
 def _recorded(source: Source, resource: str) -> tuple[str, int] | None:
@@ -136,21 +137,21 @@ def _recorded(source: Source, resource: str) -> tuple[str, int] | None:
     return (recorded_policy(recording), amount) if amount else None
 
 
-def _like(text: str | None) -> tuple[str, int]:
+def _parse_like(text: str | None) -> tuple[str, int]:
     """`pods:0.5@64` is that baseline on 64; without a size, what it takes today."""
-    from tangram.sim.plan import TODAY
+    from tangram.sim.plan import REFERENCE_POLICY
 
     if text is None:
-        return TODAY, 0
+        return REFERENCE_POLICY, 0
     name, at, size = text.partition("@")
     if not name or (at and (not size.isdigit() or int(size) < 1)):
         raise InvalidConfig("like", text, "NAME@SIZE with a whole number above 0, such as pods:0.5@64")
     return name, int(size) if at else 0
 
 
-def _command(question: Question, answer: Plan) -> str:
+def _command(question: PlanRequest, answer: Plan) -> str:
     size = question.size
-    return options.command(
+    return options.reproduce_command(
         "plan",
         question.source,
         size,
@@ -174,13 +175,13 @@ def _command(question: Question, answer: Plan) -> str:
 def _print(answer: Plan) -> None:
     from tangram.sim.plan import NUMBERS, TARGETS
 
-    console = show.console()
+    console = terminal.stdout_console()
     column = TARGETS[answer.target]
     reached = [getattr(point, column) for point in answer.points]
     longest = max(value for value in [*reached, answer.target_s] if value < math.inf)
     width = max(8, min(BAR_WIDTH_MAX, console.width - COLUMNS_BESIDE))
-    table = show.table(
-        f"{answer.workload}: {answer.resource} for {answer.policy}, {show.seeds(answer.seeds)} (simulated)"
+    table = terminal.table(
+        f"{answer.workload}: {answer.resource} for {answer.policy}, {show.seeds_text(answer.seeds)} (simulated)"
     )
     for head in (answer.resource, *NUMBERS.values(), "in use"):
         table.add_column(head, justify="right")
@@ -204,7 +205,7 @@ def _print(answer: Plan) -> None:
 def _cells(answer: Plan, point: Point) -> list[str]:
     from tangram.reports.formatting import percent
 
-    return [str(point.size), *answer.told(point), percent(point.use)]
+    return [str(point.size), *answer.describe_point(point), percent(point.use)]
 
 
 def _bar(value: float, longest: float, target: float, width: int) -> str:
@@ -217,7 +218,7 @@ def _bar(value: float, longest: float, target: float, width: int) -> str:
     return f"[cyan]{bar[:place]}[/cyan][dim]│[/dim][cyan]{bar[place + 1 :]}[/cyan]"
 
 
-def _plain(answer: Plan, reproduce: str) -> dict[str, Any]:
+def _as_dict(answer: Plan, reproduce: str) -> dict[str, Any]:
     import msgspec
 
     return {

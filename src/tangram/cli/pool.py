@@ -1,4 +1,4 @@
-"""`tangram pool`: the pools of a shared service, their sizes, and nodes that are to be left."""
+"""`tangram pool`: list and resize the pools of a shared service, drain and undrain its nodes."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tangram.cli import service_client, show
-from tangram.cli.options import Json
-from tangram.cli.service_client import URL, Ca, NotThere, Refused, Target, Token, TokenFile, Url, plain
+from tangram.cli.options import Json, option_group
+from tangram.cli.service_client import RequestRejected, ResourceNotFound, ServiceTarget, parse_target
 from tangram.core.demand import CORE
 from tangram.errors import InvalidConfig, TangramError
+from tangram.reports import terminal
+from tangram.reports.printable import escape_unprintable
 
 if TYPE_CHECKING:
-    from tangram.runtime.error_records import Fault
+    from tangram.runtime.error_records import ErrorRecord
     from tangram.runtime.views import PoolView, View
 
-app = typer.Typer(help="Look at pools, change their size, and empty nodes (admin).", no_args_is_help=True)
+app = typer.Typer(help="List and resize pools, drain and undrain nodes (admin).", no_args_is_help=True)
 
 MIB = 1 << 20
 UNITS_MAX = 1 << 53
 POOLS_MAX = 1_000_000
-"""The list is cut nowhere."""
+"""`list` shows all pools."""
 
 PoolName = Annotated[
-    str, typer.Argument(metavar="NAME", help="Of a pool of a machine, such as cpu@local; see tangram pool list.")
+    str, typer.Argument(metavar="NAME", help="A pool of a machine, such as cpu@local; see tangram pool list.")
 ]
-NodeName = Annotated[str, typer.Argument(metavar="NODE", help="What stands behind the @ of its pools, such as local.")]
+NodeName = Annotated[str, typer.Argument(metavar="NODE", help="The part after the @ of its pools, such as local.")]
 
 LIST = "[bold]Example[/bold]\n\ntangram pool list"
 RESIZE = """[bold]Examples[/bold]
@@ -41,116 +43,111 @@ UNDRAIN = "[bold]Example[/bold]\n\ntangram pool undrain local"
 
 
 @app.command("list", epilog=LIST)
-def list_pools(
-    url: Url = URL, token: Token = None, token_file: TokenFile = None, ca: Ca = None, as_json: Json = False
-) -> None:
-    """List the pools: how much of each is in use, and how many actions wait for it."""
-    from tangram.cli.screen import pools, put
+@option_group(target=parse_target)
+def list_pools(target: ServiceTarget, as_json: Json = False) -> None:
+    """List the pools: use, size, and the number of waiting actions."""
+    from tangram.cli.screen import pools
 
-    view = service_client.view_of(service_client.target(url, token, token_file, ca))
+    view = service_client.fetch_view(target)
     if as_json:
-        show.as_json(view.pools)
+        show.print_json(view.pools)
         return
-    console = show.console()
-    fancy = console.encoding.lower().startswith("utf")
-    put(console, pools(view.pools, fancy=fancy, most=POOLS_MAX))
+    console = terminal.stdout_console()
+    fancy = terminal.is_unicode(console)
+    terminal.print_plain(console, pools(view.pools, fancy=fancy, most=POOLS_MAX))
 
 
 @app.command("resize", epilog=RESIZE)
+@option_group(target=parse_target)
 def resize(
     name: PoolName,
     size: Annotated[str, typer.Argument(metavar="SIZE", help="Cores, memory such as 64GiB, or a number of devices.")],
-    url: Url = URL,
-    token: Token = None,
-    token_file: TokenFile = None,
-    ca: Ca = None,
+    target: ServiceTarget,
     as_json: Json = False,
 ) -> None:
-    """Change how much of a machine the service gives out, up to what it had at its start.
+    """Change the size of a pool, up to its size at the start of the service.
 
-    What is held stays held: a smaller pool is reached when enough has ended. What asks for more than a pool then has is
-    lost after scheduler.stranded_s of the config. The next start has the size of the config.
+    Running actions and open sandboxes keep their units, so a pool shrinks as they end. Actions that need more than the
+    new size fail after scheduler.stranded_s of the config. A restart restores the size of the config.
     """
-    from tangram.cli.screen import amount, measured
+    from tangram.cli.screen import amount, amount_with_unit
     from tangram.runtime.views import View
     from tangram.runtime.wire import PoolRequest
 
-    target = service_client.target(url, token, token_file, ca)
-    found = service_client.view_of(target)
+    found = service_client.fetch_view(target)
     before = _pool(found, name)
     if not before.node:
-        raise TangramError(f"{plain(name)} cannot be resized; these can: {_of_nodes(found)}")
-    record = PoolRequest(total=units(size, before))
+        raise TangramError(f"{escape_unprintable(name)} cannot be resized; these can: {_node_pool_names(found)}")
+    record = PoolRequest(total=parse_units(size, before))
     try:
-        view = service_client.asked(target, "PATCH", f"/v1/pools/{service_client.part(name)}", record, View)
-    except Refused as error:
-        raise InvalidConfig(f"size of {plain(name)}", size, _for_people(error.fault, before)) from None
+        view = service_client.request(target, "PATCH", f"/v1/pools/{service_client.quote_part(name)}", record, View)
+    except RequestRejected as error:
+        raise InvalidConfig(f"size of {escape_unprintable(name)}", size, _readable_limit(error.fault, before)) from None
     after = _pool(view, name)
     if as_json:
-        show.as_json(after)
+        show.print_json(after)
         return
-    typer.echo(f"{plain(name)}: {measured(after.total, after)}, was {amount(before.total, before)}")
+    typer.echo(
+        f"{escape_unprintable(name)}: {amount_with_unit(after.total, after)}, was {amount(before.total, before)}"
+    )
     if after.held > after.total:
-        held = measured(after.held, after)
+        held = amount_with_unit(after.held, after)
         verb = "is held and comes" if amount(after.held, after) == "1" else "are held and come"
         over = f"{held} {verb} back as actions and sandboxes end"
         typer.echo(f"{over}; until then nothing more is given out", err=True)
     if not after.total:
         lost = "actions that need it wait, and are lost after scheduler.stranded_s of the config (300 s unless it says"
-        typer.echo(f"warning: {plain(name)} has nothing left to give: {lost} otherwise)", err=True)
+        typer.echo(f"warning: {escape_unprintable(name)} has nothing left to give: {lost} otherwise)", err=True)
 
 
 @app.command("drain", epilog=DRAIN)
+@option_group(target=parse_target)
 def drain(
     node: NodeName,
-    url: Url = URL,
-    token: Token = None,
-    token_file: TokenFile = None,
-    ca: Ca = None,
+    target: ServiceTarget,
     as_json: Json = False,
 ) -> None:
-    """Let a node run empty: it takes no new sandbox, and no action without one.
+    """Drain a node: it accepts no new sandboxes and no actions without a sandbox.
 
-    What has its sandbox there goes on; new sandboxes wait, or are opened on other nodes.
+    Actions in its open sandboxes continue. New sandboxes wait or open on other nodes.
     """
-    _change(service_client.target(url, token, token_file, ca), node, "draining", as_json)
+    _set_node_state(target, node, "draining", as_json)
 
 
 @app.command("undrain", epilog=UNDRAIN)
+@option_group(target=parse_target)
 def undrain(
     node: NodeName,
-    url: Url = URL,
-    token: Token = None,
-    token_file: TokenFile = None,
-    ca: Ca = None,
+    target: ServiceTarget,
     as_json: Json = False,
 ) -> None:
-    """Take a node up again that was drained."""
-    _change(service_client.target(url, token, token_file, ca), node, "up", as_json)
+    """Let a drained node accept sandboxes and actions again."""
+    _set_node_state(target, node, "up", as_json)
 
 
-def _change(target: Target, node: str, state: str, as_json: bool) -> None:
-    from tangram.reports.formatting import several
+def _set_node_state(target: ServiceTarget, node: str, state: str, as_json: bool) -> None:
+    from tangram.reports.formatting import pluralize
     from tangram.runtime.views import View
     from tangram.runtime.wire import NodeRequest
 
     record = NodeRequest(state=state)  # type: ignore[arg-type]
     try:
-        view = service_client.asked(target, "PATCH", f"/v1/nodes/{service_client.part(node)}", record, View)
-    except NotThere:
-        known = sorted({pool.node for pool in service_client.view_of(target).pools if pool.node})
-        raise InvalidConfig("node", node, f"one of {', '.join(map(plain, known)) or 'none'}") from None
+        view = service_client.request(target, "PATCH", f"/v1/nodes/{service_client.quote_part(node)}", record, View)
+    except ResourceNotFound:
+        known = sorted({pool.node for pool in service_client.fetch_view(target).pools if pool.node})
+        raise InvalidConfig("node", node, f"one of {', '.join(map(escape_unprintable, known)) or 'none'}") from None
     running = sum(action.node == node for action in view.running)
     boxes = sum(box.node == node for box in view.sandboxes)
     if as_json:
-        show.as_json({"node": node, "state": state, "running": running, "sandboxes": boxes})
+        show.print_json({"node": node, "state": state, "running": running, "sandboxes": boxes})
     elif state == "up":
-        typer.echo(f"{plain(node)} is up: it takes new sandboxes and actions again")
+        typer.echo(f"{escape_unprintable(node)} is up: it takes new sandboxes and actions again")
     else:
-        said = f"{plain(node)} is draining: it takes no new sandbox, and no action without one"
+        state_text = f"{escape_unprintable(node)} is draining: it takes no new sandbox, and no action without one"
         verb = "runs" if running == 1 else "run"
         typer.echo(
-            f"{said}; it has {several(boxes, 'sandbox', 'sandboxes')}, and {several(running, 'action')} {verb} there"
+            f"{state_text}; it has {pluralize(boxes, 'sandbox', 'sandboxes')},"
+            f" and {pluralize(running, 'action')} {verb} there"
         )
 
 
@@ -160,18 +157,18 @@ def _change(target: Target, node: str, state: str, as_json: bool) -> None:
 def _pool(view: View, name: str) -> PoolView:
     found = next((pool for pool in view.pools if pool.name == name), None)
     if found is None:
-        raise InvalidConfig("pool", name, f"one of {_of_nodes(view)}")
+        raise InvalidConfig("pool", name, f"one of {_node_pool_names(view)}")
     return found
 
 
-def _of_nodes(view: View) -> str:
-    """The names of those that are part of a machine, and have a size to change."""
-    return ", ".join(plain(pool.name) for pool in view.pools if pool.node) or "none"
+def _node_pool_names(view: View) -> str:
+    """The names of the pools that belong to a machine and can be resized."""
+    return ", ".join(escape_unprintable(pool.name) for pool in view.pools if pool.node) or "none"
 
 
-def units(text: str, pool: PoolView) -> int:
-    """A size as people write it, in what the pool counts in."""
-    from tangram.core.sizes import in_bytes
+def parse_units(text: str, pool: PoolView) -> int:
+    """Parse a size into units of the pool. Raises InvalidConfig."""
+    from tangram.core.sizes import parse_size
 
     if pool.unit == "milli-cores":
         found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(?: ?cores?)?", text.strip())
@@ -181,17 +178,17 @@ def units(text: str, pool: PoolView) -> int:
     if pool.unit == "MiB":
         if re.fullmatch(r"[0-9.]*", text.strip()) and text.strip() != "0":
             raise InvalidConfig("size", text, f"a size with its unit, such as {text.strip() or '64'}GiB")
-        return in_bytes("size", text, least=0, most=UNITS_MAX, error=InvalidConfig) // MIB
+        return parse_size("size", text, least=0, most=UNITS_MAX, error=InvalidConfig) // MIB
     if not re.fullmatch(r"[0-9]{1,15}", text.strip()):
-        raise InvalidConfig("size", text, f"a whole number of {plain(pool.unit)}")
+        raise InvalidConfig("size", text, f"a whole number of {escape_unprintable(pool.unit)}")
     return int(text)
 
 
-def _for_people(fault: Fault, pool: PoolView) -> str:
-    """What would be right, which the service says in the units of the pool, in those of people."""
-    from tangram.cli.screen import measured
+def _readable_limit(fault: ErrorRecord, pool: PoolView) -> str:
+    """The limit from an error of the service, converted from units of the pool to cores or GiB."""
+    from tangram.cli.screen import amount_with_unit
 
     most = re.fullmatch(r"at most (\d+)", fault.expected)
     if most is None:
-        return plain(fault.expected or fault.message)
-    return f"at most {measured(int(most[1]), pool)}"
+        return escape_unprintable(fault.expected or fault.message)
+    return f"at most {amount_with_unit(int(most[1]), pool)}"

@@ -1,4 +1,4 @@
-"""`tangram rl`: look into the log of a rollout, see where its time went, and play it again."""
+"""`tangram rl`: show the log of a rollout and its timeline, and replay it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ import typer
 from tangram.cli import options, show
 from tangram.cli.options import Json
 from tangram.errors import InvalidConfig
+from tangram.reports import live
 
 if TYPE_CHECKING:
     from tangram.rl.config.rollout_settings import TaskSettings
-    from tangram.rl.observe.timeline import Timeline
+    from tangram.rl.observe.timeline import RolloutTimeline
     from tangram.rl.rollout.records import Trajectory
-    from tangram.rl.rollout.replay import Replayed
-    from tangram.rl.runs.trajectory_log import Reading
+    from tangram.rl.rollout.replay import ReplayResult
+    from tangram.rl.runs.trajectory_log import TrajectoryLogReader
 
-app = typer.Typer(help="Play rollouts, look into what was played, and try environments.", no_args_is_help=True)
+app = typer.Typer(help="Play, show and replay rollouts; check environments.", no_args_is_help=True)
 
-File = Annotated[Path, typer.Argument(metavar="FILE", help="A log of trajectories; it may still be growing.")]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A trajectory log; it may still be growing.")]
 TaskName = Annotated[str | None, typer.Option("--task", metavar="NAME", help="Only trajectories of this task.")]
 
 Backend = Annotated[
@@ -37,8 +38,8 @@ Backend = Annotated[
 ]
 
 LIMIT = 50
-"""Rows of a table: a screen or two."""
-TOGETHER = 8
+"""Rows of a table by default."""
+CONCURRENCY_MAX = 8
 """Episodes that are replayed at once: enough to hide the waits of an environment, few enough for a laptop."""
 SORTS = ("began", "ended", "time", "reward", "turns", "tokens", "waiting", "id")
 SHOW = """[bold]Examples[/bold]
@@ -73,7 +74,7 @@ def show_log(
         str,
         typer.Option("--sort", metavar="KEY", help=f"By {', '.join(SORTS)}; with a - before it, the largest first."),
     ] = "began",
-    limit: Annotated[int, typer.Option("--limit", metavar="N", help="At most so many rows.")] = LIMIT,
+    limit: Annotated[int, typer.Option("--limit", metavar="N", help="The largest number of rows.")] = LIMIT,
     as_json: Json = False,
 ) -> None:
     """Show the trajectories of a rollout: how each ended, its reward, its turns, tokens and time."""
@@ -82,21 +83,21 @@ def show_log(
 
     reading = read(file)
     if trajectory is not None:
-        (found,) = _chosen(reading, [trajectory])
+        (found,) = _select(reading, [trajectory])
         if as_json:
-            rl_screen.as_json(found)
+            rl_screen.print_json(found)
         else:
-            rl_screen.print_trajectory(found, rl_screen.texts_of(reading.header))
+            rl_screen.print_trajectory(found, rl_screen.token_decoder(reading.header))
         return
-    listing = rl_screen.Listing(task=task, ending=_ending(ending), group=group)
+    listing = rl_screen.TrajectoryListing(task=task, ending=_ending(ending), group=group)
     for record in reading:
-        listing.take(record)
-    _tell_torn(reading)
+        listing.add(record)
+    _warn_torn(reading)
     _require_match("task", task, listing.tasks, file)
     _require_match("group", group, listing.groups, file)
     rows = _sorted(listing.rows, sort)[: _limit(limit)]
     if as_json:
-        rl_screen.as_json({"trajectories": rows, "summary": listing.summary()})
+        rl_screen.print_json({"trajectories": rows, "summary": listing.summary()})
     else:
         rl_screen.print_listing(file, reading.header, listing, rows)
 
@@ -133,15 +134,15 @@ def _require_match(option: str, wanted: str | None, there: list[str], file: Path
 def _nearest(wanted: str, names: list[str]) -> str:
     import difflib
 
-    from tangram.reports.printable import cut
+    from tangram.reports.printable import truncate
 
     begun = [name for name in names if name.startswith(wanted)][:3]
     near = begun or difflib.get_close_matches(wanted, names, n=3, cutoff=0.0)
-    return f", such as {', '.join(cut(each, 80) for each in near)}" if near else ", which holds none"
+    return f", such as {', '.join(truncate(each, 80) for each in near)}" if near else ", which holds none"
 
 
-def _chosen(reading: Reading, ids: list[str]) -> list[Trajectory]:
-    """These trajectories, in the order of the log."""
+def _select(reading: TrajectoryLogReader, ids: list[str]) -> list[Trajectory]:
+    """The trajectories with these ids. Raises InvalidConfig for an unknown id."""
     from tangram.rl.rollout.records import Trajectory
 
     wanted = set(ids)
@@ -152,14 +153,14 @@ def _chosen(reading: Reading, ids: list[str]) -> list[Trajectory]:
             names.append(record.id)
             if record.id in wanted:
                 found[record.id] = record
-    _tell_torn(reading)
+    _warn_torn(reading)
     for each in ids:
         if each not in found:
             raise InvalidConfig("trajectory", each, f"the id of one in {reading.path}{_nearest(each, names)}")
     return list(found.values())
 
 
-def _tell_torn(reading: Reading) -> None:
+def _warn_torn(reading: TrajectoryLogReader) -> None:
     if reading.torn:
         typer.echo(f"tangram: {reading.torn}", err=True)
 
@@ -171,6 +172,8 @@ TIMELINE = """[bold]Examples[/bold]
 tangram rl timeline rollout.jsonl
 
 tangram rl timeline rollout.jsonl --html timeline.html  [dim]# every trajectory over time, to zoom into[/dim]
+
+tangram rl timeline rollout.jsonl --perfetto timeline.json  [dim]# the same for ui.perfetto.dev[/dim]
 """
 
 
@@ -181,37 +184,43 @@ def timeline(
         Path | None,
         typer.Option("--html", metavar="OUT", help="Write a page to open in a browser, all in one file."),
     ] = None,
+    perfetto: options.Perfetto = None,
     as_json: Json = False,
 ) -> None:
-    """Show when each stage was busy, why it stood idle when it did, and where the time of each task went.
+    """Show when each stage was busy, why it was idle, and where the time of each task went.
 
-    The causes of idle time and the busy time add up to the whole exactly, and so do the parts of a task.
+    Busy time and the causes of idle time add up to the whole time, and so do the parts of a task.
     """
     from tangram.cli import rl_screen
 
-    if html is not None:
-        options.output_files(html=html)
+    options.check_output_files(html=html, perfetto=perfetto)
     found = _timeline(file)
     if html is not None:
         from tangram.rl.observe.timeline_page import write_timeline
 
         again = shlex.join(["tangram", "rl", "timeline", str(file), "--html", str(html)])
         write_timeline(html, found, file.name, again)
+    if perfetto is not None:
+        from tangram.rl.observe.timeline_trace import trace_of_timeline
+
+        trace_of_timeline(found).write(perfetto)
     if as_json:
-        rl_screen.as_json(rl_screen.plain_timeline(found))
+        rl_screen.print_json(rl_screen.timeline_as_dict(found))
         return
     rl_screen.print_timeline(file, found)
     if html is not None:
-        show.where_to_look(html)
+        show.print_report_path(html)
+    if perfetto is not None:
+        show.print_trace_path(perfetto)
 
 
-def _timeline(file: Path) -> Timeline:
-    from tangram.rl.observe.timeline import logged
+def _timeline(file: Path) -> RolloutTimeline:
+    from tangram.rl.observe.timeline import timeline_of_log
     from tangram.rl.runs.trajectory_log import read
 
     reading = read(file)
-    found = logged(reading)
-    _tell_torn(reading)
+    found = timeline_of_log(reading)
+    _warn_torn(reading)
     return found
 
 
@@ -231,13 +240,13 @@ tangram rl replay rollout.jsonl --task codefix --backend sandbox  [dim]# its com
 def replay(
     file: File,
     trajectories: Annotated[
-        list[str] | None, typer.Argument(metavar="ID...", help="These alone. Without: all.")
+        list[str] | None, typer.Argument(metavar="ID...", help="Only these trajectories. Default: all.")
     ] = None,
     task: TaskName = None,
     backend: Backend = None,
     as_json: Json = False,
 ) -> None:
-    """Play environments again with the recorded actions and seeds, and compare what they say; no model is needed.
+    """Replay environments with the recorded actions and seeds, and compare their observations, without a model.
 
     Observations, how it ended and the reward are compared; a reward that a command, a function or a model gave needs
     --backend, as do environments that run commands. Ends with 1 if something differs or cannot be played. The
@@ -246,64 +255,64 @@ def replay(
     import asyncio
 
     from tangram.cli import rl_screen
-    from tangram.cli.training_config import look_in
+    from tangram.cli.training_config import add_import_folders
     from tangram.rl.runs.trajectory_log import read
 
     reading = read(file)
-    chosen = _chosen(reading, trajectories) if trajectories else reading.trajectories()
+    chosen = _select(reading, trajectories) if trajectories else reading.trajectories()
     if not trajectories:
-        _tell_torn(reading)
+        _warn_torn(reading)
     _require_match("task", task, [each.task for each in chosen], file)
     chosen = [each for each in chosen if task is None or each.task == task]
     if backend == "sandbox" and os.geteuid() != 0:
         raise InvalidConfig("backend", backend, "root, for sandboxes; or process, which isolates nothing")
-    look_in(reading.header.modules)
-    found = asyncio.run(_replayed(chosen, _settings(chosen, reading), backend))
+    add_import_folders(reading.header.modules)
+    found = asyncio.run(_replay_all(chosen, _settings(chosen, reading), backend))
     if as_json:
-        rl_screen.as_json([_plain(each) for each in found])
+        rl_screen.print_json([_as_dict(each) for each in found])
     else:
         rl_screen.print_replays(found)
-    if not all(each.same for each in found):
+    if not all(each.is_same for each in found):
         raise typer.Exit(1)
 
 
-def _plain(replayed: Replayed) -> dict[str, Any]:
+def _as_dict(replayed: ReplayResult) -> dict[str, Any]:
     import msgspec
 
-    return {"same": replayed.same, **msgspec.structs.asdict(replayed)}
+    return {"same": replayed.is_same, **msgspec.structs.asdict(replayed)}
 
 
-def _settings(trajectories: list[Trajectory], reading: Reading) -> dict[str, TaskSettings]:
+def _settings(trajectories: list[Trajectory], reading: TrajectoryLogReader) -> dict[str, TaskSettings]:
     from tangram.rl.rollout.replay import settings_of
 
     return {each.task: settings_of(each, reading.header.settings) for each in trajectories}
 
 
-async def _replayed(
+async def _replay_all(
     trajectories: list[Trajectory], settings: dict[str, TaskSettings], backend: str | None
-) -> list[Replayed]:
-    """Each, in their order."""
+) -> list[ReplayResult]:
+    """Replay the trajectories concurrently; return the results in their order."""
     import asyncio
     from contextlib import AsyncExitStack
 
     from tangram.client.client import connect
-    from tangram.rl.environments.shared_setup import needs_of, prepared, require_backend
+    from tangram.rl.environments.shared_setup import needs_of, prepare_tasks, require_backend
     from tangram.rl.rollout.replay import replay as replay_one
     from tangram.rl.rollout.replay import task_of
 
     makers = {name: task_of(each) for name, each in settings.items()}
     for name, maker in makers.items():
         require_backend(name, maker, backend)
-    places = asyncio.Semaphore(TOGETHER)
-    done: list[Replayed] = []
-    with show.progress("replaying", "trajectories") as tell:
+    places = asyncio.Semaphore(CONCURRENCY_MAX)
+    done: list[ReplayResult] = []
+    with live.progress("replaying", "trajectories") as tell:
         async with AsyncExitStack() as stack:
             client = None
             if backend is not None:
                 needs = await needs_of(makers.values())
                 client = await stack.enter_async_context(connect(backend=backend, **needs))
 
-            async def one(trajectory: Trajectory) -> Replayed:
+            async def one(trajectory: Trajectory) -> ReplayResult:
                 async with places:
                     its = trajectory.task
                     found = await replay_one(trajectory, settings[its], task=makers[its], client=client)
@@ -312,16 +321,16 @@ async def _replayed(
                     tell(len(done), len(trajectories))
                 return found
 
-            with _one_error(backend):
-                await stack.enter_async_context(prepared(makers.values(), client))
+            with _first_error(backend):
+                await stack.enter_async_context(prepare_tasks(makers.values(), client))
                 async with asyncio.TaskGroup() as group:
                     playing = [group.create_task(one(each)) for each in trajectories]
     return [each.result() for each in playing]
 
 
 @contextmanager
-def _one_error(backend: str | None) -> Iterator[None]:
-    """The first of several; and where a client is missing, what to give."""
+def _first_error(backend: str | None) -> Iterator[None]:
+    """Raise the first of several errors; if a client is missing, name the option that provides one."""
     try:
         try:
             yield

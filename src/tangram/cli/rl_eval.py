@@ -1,4 +1,4 @@
-"""`tangram rl eval`: play held-out episodes with the weights of a checkpoint, and say how well they do."""
+"""`tangram rl eval`: evaluate a checkpoint on held-out episodes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import typer
 from tangram.cli import options, show
 from tangram.cli.options import Json
 from tangram.errors import InvalidConfig
+from tangram.reports import live, terminal
 
 if TYPE_CHECKING:
     from tangram.rl.config.rollout_settings import RolloutSettings
-    from tangram.rl.rollout.records import Ticket
+    from tangram.rl.rollout.records import GroupTicket
     from tangram.rl.train.evaluator import Scores
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -34,7 +35,8 @@ tangram rl show frozenlake.jsonl
 
 def evaluate(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="The folder of a run, for its newest checkpoint, or of one.")
+        Path,
+        typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run folder for its newest one."),
     ],
     config: Annotated[
         Path | None,
@@ -42,91 +44,91 @@ def evaluate(
     ] = None,
     episodes: Annotated[
         int | None,
-        typer.Option("--episodes", metavar="N", min=1, help="Of each task. Default: evaluation.episodes of the run."),
+        typer.Option("--episodes", metavar="N", min=1, help="Per task. Default: evaluation.episodes of the run."),
     ] = None,
     greedy: Annotated[
-        bool, typer.Option("--greedy", metavar="", help="Take the most likely token always: temperature 0.")
+        bool, typer.Option("--greedy", metavar="", help="Always take the most likely token: temperature 0.")
     ] = False,
     temperature: Annotated[
         float | None,
         typer.Option("--temperature", metavar="T", help="Of sampling. Default: evaluation.temperature of the run."),
     ] = None,
-    seed: Annotated[
-        int, typer.Option("--seed", metavar="N", min=0, help="Of the held-out seeds, the first that is played.")
-    ] = 0,
-    task: Annotated[str | None, typer.Option("--task", metavar="NAME", help="This task alone.")] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="The first of the held-out seeds.")] = 0,
+    task: Annotated[str | None, typer.Option("--task", metavar="NAME", help="Only this task.")] = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Write all trajectories there; .gz compresses.")
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", metavar="", help="No live view.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Play episodes of seeds that are never trained on, with the weights of a checkpoint.
+    """Play episodes of seeds that are never trained on with the weights of a checkpoint.
 
-    The same seeds make the same episodes as the evaluations while training. A run that is still going on is not
-    disturbed. Ends with 1 if a task has no score.
+    The seeds and episodes are those of the evaluations during training. A running training is not disturbed. Exits
+    with 1 if a task has no score.
     """
     if greedy and temperature is not None:
         raise InvalidConfig("--temperature", temperature, "either --greedy or --temperature")
     if out is not None:
-        options.output_files(out=out)
+        options.check_output_files(out=out)
         if out.exists() and out.stat().st_size:
             raise InvalidConfig("out", str(out), "a file that is not there yet")
     with ExitStack() as stack:
-        found = _found(checkpoint, config, stack)
+        found = _find_checkpoint(checkpoint, config, stack)
         settings = only_task(found.settings, task)
-        asked = _asked(found, episodes, 0.0 if greedy else temperature)
-        from tangram.rl.train.evaluator import held_out
+        asked = _eval_options(found, episodes, 0.0 if greedy else temperature)
+        from tangram.rl.train.evaluator import held_out_tickets
 
         for engine in settings.engines:
             if engine.kind == "openai":
-                said = f"engine {engine.name} plays what its server has loaded, which has to be {found.path}"
-                typer.echo(f"tangram: {said}", err=True)
-        tickets = held_out(settings, asked.episodes, temperature=asked.temperature, first=seed)
+                message = f"engine {engine.name} plays what its server has loaded, which has to be {found.path}"
+                typer.echo(f"tangram: {message}", err=True)
+        tickets = held_out_tickets(settings, asked.episodes, temperature=asked.temperature, first=seed)
         began = time.monotonic()
         try:
             scores = asyncio.run(_play(found, settings, tickets, out, quiet=quiet or as_json))
         except InvalidConfig as error:
-            raise _blamed(found, error) from error
-        told = _told(found, asked, settings, scores, time.monotonic() - began)
+            raise _translate_error(found, error) from error
+        result = _summary(found, asked, settings, scores, time.monotonic() - began)
     if as_json:
-        show.as_json(told)
+        show.print_json(result)
     else:
-        _print(told, out)
-    if any(row["mean"] is None for row in told["tasks"].values()):
+        _print(result, out)
+    if any(row["mean"] is None for row in result["tasks"].values()):
         raise typer.Exit(1)
 
 
 # ---- what is to be played -------------------------------------------------------------------------------------------
 
 
-class Found(NamedTuple):
+class EvalCheckpoint(NamedTuple):
     path: Path
-    """Of the checkpoint."""
+    """The name of the checkpoint."""
     folder: Path
-    """Where its files stay while it is played; the same, if nobody deletes it."""
+    """Where its files are kept during the evaluation; its own folder if no run can delete it."""
     step: int | None
     settings: RolloutSettings
-    """With that folder as the policy."""
+    """The settings with that folder as the policy."""
     modules: tuple[str, ...]
-    """Folders in which environments of one's own are looked for."""
+    """Folders from which custom environments are imported."""
 
 
-class Asked(NamedTuple):
+class EvalOptions(NamedTuple):
     episodes: int
     temperature: float
 
 
-def _found(checkpoint: Path, config: Path | None, stack: ExitStack) -> Found:
-    """The checkpoint is held until the stack ends. Raises InvalidConfig and ManagerError."""
+def _find_checkpoint(checkpoint: Path, config: Path | None, stack: ExitStack) -> EvalCheckpoint:
+    """Find the checkpoint and hold it until the stack ends. Raises InvalidConfig and ManagerError."""
     import msgspec
 
-    from tangram.cli.training_config import load_with, look_beside, look_in
+    from tangram.cli.training_config import add_config_folders, add_import_folders, load_config
     from tangram.rl.config.training_settings import TrainSettings
     from tangram.rl.runs.run_folder import CHECKPOINTS, SETTINGS, read_modules, read_settings
 
     if not checkpoint.is_dir():
-        raise InvalidConfig("checkpoint", str(checkpoint), f"a folder: of a run, or of {_known(checkpoint)}")
+        raise InvalidConfig(
+            "checkpoint", str(checkpoint), f"a folder: of a run, or of {_known_checkpoints(checkpoint)}"
+        )
     within = checkpoint / CHECKPOINTS if (checkpoint / CHECKPOINTS).is_dir() else checkpoint
     all_of_run = within.resolve().name == CHECKPOINTS
     if not all_of_run and not (checkpoint / "config.json").is_file():
@@ -134,45 +136,45 @@ def _found(checkpoint: Path, config: Path | None, stack: ExitStack) -> Found:
         raise InvalidConfig("checkpoint", str(checkpoint), expected)
     run = within.resolve().parent if all_of_run else checkpoint.resolve().parent.parent
     if config is not None:
-        settings = load_with(TrainSettings, config)
-        modules = look_beside(config)
+        settings = load_config(TrainSettings, config)
+        modules = add_config_folders(config)
     elif (run / SETTINGS).is_file():
         settings = read_settings(run)
-        modules = look_in(read_modules(run))
+        modules = add_import_folders(read_modules(run))
     else:
         expected = f"a checkpoint in the folder of a run, which holds {SETTINGS}; or --config"
         raise InvalidConfig("checkpoint", str(checkpoint), expected)
-    path, folder = _held(within, stack, newest=all_of_run)
+    path, folder = _hold_checkpoint(within, stack, newest=all_of_run)
     policy = msgspec.structs.replace(settings.policy, checkpoint=str(folder.resolve()))
     step = int(path.name) if path.name.isdecimal() else None
-    return Found(path, folder.resolve(), step, msgspec.structs.replace(settings, policy=policy), modules)
+    return EvalCheckpoint(path, folder.resolve(), step, msgspec.structs.replace(settings, policy=policy), modules)
 
 
-def _held(path: Path, stack: ExitStack, *, newest: bool) -> tuple[Path, Path]:
-    """What it is called, and where it stays. It is verified, if it has checksums; one that lies elsewhere than in a
-    run is deleted by nobody, and stays where it is."""
-    from tangram.rl.runs.checkpoints import WHOLE, held, held_newest, read_checkpoint
+def _hold_checkpoint(path: Path, stack: ExitStack, *, newest: bool) -> tuple[Path, Path]:
+    """Verify the checkpoint, if it has checksums, and protect it from deletion by its run. Returns its name and its
+    folder. A checkpoint outside a run needs no protection."""
+    from tangram.rl.runs.checkpoints import CHECKSUMS_FILE, pin_checkpoint, pin_newest_checkpoint, read_checkpoint
     from tangram.rl.runs.run_folder import CHECKPOINTS
 
     if newest:
-        return stack.enter_context(held_newest(path, lambda words: typer.echo(f"tangram: {words}", err=True)))
-    if (path / WHOLE).is_file():
+        return stack.enter_context(pin_newest_checkpoint(path, lambda words: typer.echo(f"tangram: {words}", err=True)))
+    if (path / CHECKSUMS_FILE).is_file():
         if path.resolve().parent.name == CHECKPOINTS:
-            return stack.enter_context(held(path))
+            return stack.enter_context(pin_checkpoint(path))
         read_checkpoint(path)
     return path, path
 
 
-def _blamed(found: Found, error: InvalidConfig) -> InvalidConfig:
-    """Said of the checkpoint that was named, not of where it is held, nor of a key that nobody set."""
+def _translate_error(found: EvalCheckpoint, error: InvalidConfig) -> InvalidConfig:
+    """Rewrite an error so that it names the given checkpoint, not the copy that is held, nor a key of the config."""
     named, held = str(found.path), str(found.folder)
     field = "checkpoint" if error.field == "policy.checkpoint" else error.field
     value = named if error.value == held else error.value
     return InvalidConfig(field, value, error.expected.replace(held, named))
 
 
-def _known(checkpoint: Path) -> str:
-    """Which checkpoints there are, where one was meant that is not there."""
+def _known_checkpoints(checkpoint: Path) -> str:
+    """The existing checkpoints, for an error about a missing one."""
     from tangram.rl.runs.checkpoints import folder_name, steps_in
     from tangram.rl.runs.run_folder import CHECKPOINTS
 
@@ -204,16 +206,16 @@ def only_task(settings: RolloutSettings, task: str | None) -> RolloutSettings:
     return msgspec.structs.replace(settings, tasks=(alone,))
 
 
-def _asked(found: Found, episodes: int | None, temperature: float | None) -> Asked:
-    from tangram.config.tables import checked
+def _eval_options(found: EvalCheckpoint, episodes: int | None, temperature: float | None) -> EvalOptions:
+    from tangram.config.tables import validated
     from tangram.rl.config.rollout_settings import TEMPERATURE
     from tangram.rl.config.training_settings import TrainSettings
 
     assert isinstance(found.settings, TrainSettings)
     usual = found.settings.evaluation
     if temperature is not None:
-        temperature = checked("--temperature", temperature, TEMPERATURE)
-    return Asked(
+        temperature = validated("--temperature", temperature, TEMPERATURE)
+    return EvalOptions(
         usual.episodes if episodes is None else episodes, usual.temperature if temperature is None else temperature
     )
 
@@ -222,7 +224,7 @@ def _asked(found: Found, episodes: int | None, temperature: float | None) -> Ask
 
 
 async def _play(
-    found: Found, settings: RolloutSettings, tickets: list[Ticket], out: Path | None, *, quiet: bool
+    found: EvalCheckpoint, settings: RolloutSettings, tickets: list[GroupTicket], out: Path | None, *, quiet: bool
 ) -> Scores:
     from contextlib import AsyncExitStack
 
@@ -230,7 +232,7 @@ async def _play(
 
     from tangram.rl.observe.rollout_progress import RolloutProgress
     from tangram.rl.rollout.assembly import assembled, codec_of, tasks_of
-    from tangram.rl.rollout.codec import Words
+    from tangram.rl.rollout.codec import WordCodec
     from tangram.rl.runs.trajectory_log import TrajectoryLog
     from tangram.rl.train.evaluator import evaluate
 
@@ -238,17 +240,17 @@ async def _play(
         log = None
         if out is not None:
             codec = codec_of(settings, tasks_of(settings))
-            words = codec.words if isinstance(codec, Words) else ()
+            words = codec.words if isinstance(codec, WordCodec) else ()
             policy = msgspec.structs.replace(settings.policy, checkpoint=str(found.path.resolve()))
             named = msgspec.structs.replace(settings, policy=policy)
             log = stack.enter_context(TrajectoryLog(out, settings=named, words=words, modules=found.modules))
         progress = RolloutProgress(len(tickets), quiet=quiet)
-        with show.progress("starting", "steps") as tell:
+        with live.progress("starting", "steps") as tell:
             made = await stack.enter_async_context(
                 assembled(
                     settings,
                     on_end=log.append if log is not None else None,
-                    watch=progress,
+                    observer=progress,
                     progress=lambda share, words: tell(round(100 * share), 100, words) if tell is not None else None,
                 )
             )
@@ -256,10 +258,12 @@ async def _play(
             return await evaluate(made.rollout, tickets)
 
 
-# ---- what is said ---------------------------------------------------------------------------------------------------
+# ---- printing -------------------------------------------------------------------------------------------------------
 
 
-def _told(found: Found, asked: Asked, settings: RolloutSettings, scores: Scores, seconds: float) -> dict[str, Any]:
+def _summary(
+    found: EvalCheckpoint, asked: EvalOptions, settings: RolloutSettings, scores: Scores, seconds: float
+) -> dict[str, Any]:
     return {
         "checkpoint": str(found.path),
         "step": found.step,
@@ -278,20 +282,20 @@ def _told(found: Found, asked: Asked, settings: RolloutSettings, scores: Scores,
     }
 
 
-def _print(told: dict[str, Any], out: Path | None) -> None:
-    from tangram.reports.printable import plain
+def _print(result: dict[str, Any], out: Path | None) -> None:
+    from tangram.reports.printable import escape_unprintable
 
-    typer.echo(f"checkpoint {told['checkpoint']}")
-    table = show.table(f"temperature {told['temperature']:g}, {told['seconds']:.1f} s")
+    typer.echo(f"checkpoint {result['checkpoint']}")
+    table = terminal.table(f"temperature {result['temperature']:g}, {result['seconds']:.1f} s")
     for column in ("task", "mean", "standard error", "episodes", "endings"):
         table.add_column(column, justify="left" if column in ("task", "endings") else "right")
-    for name, row in told["tasks"].items():
+    for name, row in result["tasks"].items():
         endings = ", ".join(f"{count} {ending}" for ending, count in sorted(row["endings"].items()))
         mean, error = ("" if value is None else f"{value:.3f}" for value in (row["mean"], row["standard_error"]))
-        table.add_row(plain(name), mean, error, str(row["episodes"]), endings)
-    show.console().print(table, markup=False, highlight=False, emoji=False)
-    for row in told["tasks"].values():
+        table.add_row(escape_unprintable(name), mean, error, str(row["episodes"]), endings)
+    terminal.stdout_console().print(table, markup=False, highlight=False, emoji=False)
+    for row in result["tasks"].values():
         if row["cause"]:
-            typer.echo(f"lost, first of all: {plain(row['cause'])}")
+            typer.echo(f"lost, first of all: {escape_unprintable(row['cause'])}")
     if out is not None:
         typer.echo(f"wrote {out}; look at it with: tangram rl show {shlex.quote(str(out))}")

@@ -14,17 +14,18 @@ import typer
 from tangram.cli import options, show
 from tangram.cli.options import Json
 from tangram.errors import InvalidConfig
+from tangram.reports import live, terminal
 
 if TYPE_CHECKING:
     from tangram.rl.config.rollout_settings import RolloutSettings
-    from tangram.rl.inference.router_records import Event
+    from tangram.rl.inference.router_records import AnyRouterEvent
     from tangram.rl.observe.rollout_progress import RolloutProgress
-    from tangram.rl.rollout.assembly import Assembled
+    from tangram.rl.rollout.assembly import RolloutAssembly
     from tangram.rl.rollout.records import Trajectory
-    from tangram.rl.rollout.rollout import Collected
+    from tangram.rl.rollout.rollout import CollectedBatch
 
-LOOK_S = 0.5
-"""Between two looks at the engines, for the live view."""
+POLL_S = 0.5
+"""Seconds between two polls of the engines, for the live view."""
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -41,9 +42,11 @@ tangram rl show rollout.jsonl
 def rollout(
     config: Annotated[
         Path,
-        typer.Argument(metavar="CONFIG", help="A TOML file: engines, tasks, groups. That of a training run will do."),
+        typer.Argument(
+            metavar="CONFIG", help="A TOML file: engines, tasks, groups. The config of a training run works too."
+        ),
     ],
-    groups: Annotated[int, typer.Option("--groups", metavar="N", min=1, help="Groups to be played.")] = 16,
+    groups: Annotated[int, typer.Option("--groups", metavar="N", min=1, help="Groups to play.")] = 16,
     in_flight: Annotated[
         int | None, typer.Option("--in-flight", metavar="N", min=1, help="Groups at once. Default: all of them.")
     ] = None,
@@ -51,53 +54,54 @@ def rollout(
         Path | None, typer.Option("--out", metavar="FILE", help="Write all trajectories there; .gz compresses.")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option("--seed", metavar="N", min=0, help="Instead of that of the config.")
+        int | None, typer.Option("--seed", metavar="N", min=0, help="Override the seed of the config.")
     ] = None,
     explain: Annotated[
         bool,
         typer.Option(
-            "--explain", help="Say which engines would serve which task and why, and what rewards it; start nothing."
+            "--explain", help="Print which engines would serve which task and why, and what rewards it; start nothing."
         ),
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No live view.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Play the tasks of a config, each trajectory at its own pace, and say how they ended.
+    """Play the tasks of a config, each trajectory at its own pace, and print how they ended.
 
-    No trainer is involved: this is for trying environments, engines and rewards, for evaluation, and for data.
+    There is no trainer: use it to test environments, engines and rewards, to evaluate, and to collect data.
     """
     import msgspec
 
-    from tangram.cli.training_config import load_with, look_beside
+    from tangram.cli.training_config import add_config_folders, load_config
     from tangram.rl.config.training_settings import TrainSettings
     from tangram.rl.inference.affinity import explain as explained
     from tangram.rl.rollout.assembly import require_playable
-    from tangram.rl.rollout.rewards import in_words, settings_for
+    from tangram.rl.rollout.rewards import describe, effective_settings
 
-    settings: RolloutSettings = load_with(TrainSettings, config)
+    settings: RolloutSettings = load_config(TrainSettings, config)
     if seed is not None:
         settings = msgspec.structs.replace(settings, seed=seed)
-    modules = look_beside(config)
-    with options.about(config):
+    modules = add_config_folders(config)
+    with options.config_errors_in(config):
         tasks, _ = require_playable(settings)
         binding = explained(settings)
     if explain:
         rewards = {
-            own.name: in_words(settings_for(task, own.reward)) for task, own in zip(tasks, settings.tasks, strict=True)
+            own.name: describe(effective_settings(task, own.reward))
+            for task, own in zip(tasks, settings.tasks, strict=True)
         }
         if as_json:
-            show.as_json({**msgspec.to_builtins(binding), "rewards": rewards})
+            show.print_json({**msgspec.to_builtins(binding), "rewards": rewards})
         else:
-            typer.echo("\n".join([*binding.lines(), "", *_rewarded(rewards)]))
+            typer.echo("\n".join([*binding.lines(), "", *_reward_lines(rewards)]))
         return
     if out is not None:
-        options.output_files(out=out)
+        options.check_output_files(out=out)
         if out.exists() and out.stat().st_size:
             raise InvalidConfig("out", str(out), "a file that is not there yet")
-    happened = Happened()
+    happened = EngineEventSummary()
     endings: Counter[str] = Counter()
     try:
-        with options.about(config):
+        with options.config_errors_in(config):
             playing = _play(settings, modules, groups, in_flight, out, happened, endings, quiet=quiet or as_json)
             collected = asyncio.run(playing)
     except KeyboardInterrupt:
@@ -107,35 +111,40 @@ def rollout(
         for sentence in happened.lines():
             typer.echo(sentence, err=True)
     if as_json:
-        show.as_json(_summary(collected))
+        show.print_json(_summary(collected))
     else:
         _print(collected, out)
 
 
-def _rewarded(rewards: dict[str, str]) -> list[str]:
+def _reward_lines(rewards: dict[str, str]) -> list[str]:
     width = max(map(len, ("task", *rewards)))
     return [f"{name:<{width}}  {words}" for name, words in (("task", "rewarded by"), *rewards.items())]
 
 
-class Happened:
-    """What happened to engines and requests: the first of each kind, and how many more there were."""
+class EngineEventSummary:
+    """Failures of engines and requests: the first of each kind, and their number."""
 
     def __init__(self) -> None:
         self._first: dict[tuple[str, str], str] = {}
         self._counts: Counter[tuple[str, str]] = Counter()
 
-    def add(self, event: Event) -> None:
+    def add(self, event: AnyRouterEvent) -> None:
         from tangram.rl.inference.router_records import (
-            CameBack,
             EngineLost,
             EngineRemoved,
-            FellBack,
+            FallbackBegan,
+            FallbackEnded,
             RequestDropped,
-            said,
+            describe_event,
         )
 
         match event:
-            case EngineLost(engine=whose) | EngineRemoved(engine=whose) | FellBack(task=whose) | CameBack(task=whose):
+            case (
+                EngineLost(engine=whose)
+                | EngineRemoved(engine=whose)
+                | FallbackBegan(task=whose)
+                | FallbackEnded(task=whose)
+            ):
                 kind = type(event).__name__, whose
             case RequestDropped():
                 kind = type(event).__name__, ""
@@ -143,7 +152,7 @@ class Happened:
                 return
         self._counts[kind] += 1
         if kind not in self._first:
-            self._first[kind] = said(event)
+            self._first[kind] = describe_event(event)
 
     def lines(self) -> list[str]:
         return [
@@ -158,17 +167,17 @@ async def _play(
     groups: int,
     in_flight: int | None,
     out: Path | None,
-    happened: Happened,
+    happened: EngineEventSummary,
     endings: Counter[str],
     *,
     quiet: bool,
-) -> Collected:
-    """Fills `happened` and `endings` on its way: they are there whatever becomes of it."""
+) -> CollectedBatch:
+    """Play the rollout. Fills `happened` and `endings` as it goes, so that they are complete after an error too."""
     from contextlib import AsyncExitStack
 
     from tangram.rl.observe.rollout_progress import RolloutProgress
     from tangram.rl.rollout.assembly import assembled, require_playable
-    from tangram.rl.rollout.codec import Words
+    from tangram.rl.rollout.codec import WordCodec
     from tangram.rl.rollout.rollout import tickets
     from tangram.rl.runs.trajectory_log import GroupClosing, TrajectoryLog, engine_event
 
@@ -177,10 +186,10 @@ async def _play(
     async with AsyncExitStack() as stack:
         log = None
         if out is not None:
-            words = codec.words if isinstance(codec, Words) else ()
+            words = codec.words if isinstance(codec, WordCodec) else ()
             log = stack.enter_context(TrajectoryLog(out, settings=settings, words=words, modules=modules))
 
-        def on_event(event: Event) -> None:
+        def on_event(event: AnyRouterEvent) -> None:
             if log is not None:
                 log.append(engine_event(event, since=began))
             happened.add(event)
@@ -191,19 +200,19 @@ async def _play(
                 log.append(trajectory)
 
         progress = RolloutProgress(groups, quiet=quiet)
-        with show.progress("starting", "steps") as tell:
+        with live.progress("starting", "steps") as tell:
             made = await stack.enter_async_context(
                 assembled(
                     settings,
                     on_end=on_end,
-                    watch=progress,
+                    observer=progress,
                     on_event=on_event,
                     began=began,
                     progress=lambda share, words: tell(round(100 * share), 100, words) if tell is not None else None,
                 )
             )
         stack.enter_context(progress)
-        looking = asyncio.create_task(_look(made, progress))
+        looking = asyncio.create_task(_poll_engines(made, progress))
         try:
             collected = await made.rollout.collect(tickets(settings), groups, in_flight=in_flight)
         finally:
@@ -215,16 +224,16 @@ async def _play(
     return collected
 
 
-async def _look(made: Assembled, progress: RolloutProgress) -> None:
+async def _poll_engines(made: RolloutAssembly, progress: RolloutProgress) -> None:
     while True:
-        progress.engines(made.gateway.engine_statistics())
-        await asyncio.sleep(LOOK_S)
+        progress.set_engines(made.router.engine_statistics())
+        await asyncio.sleep(POLL_S)
 
 
-# ---- what is said at the end ----------------------------------------------------------------------------------------
+# ---- printing --------------------------------------------------------------------------------------------------------
 
 
-def _summary(collected: Collected) -> dict[str, Any]:
+def _summary(collected: CollectedBatch) -> dict[str, Any]:
     import msgspec
 
     from tangram.rl.rollout.records import Ending
@@ -233,7 +242,7 @@ def _summary(collected: Collected) -> dict[str, Any]:
     tasks: dict[str, dict[str, Any]] = {}
     rewards: dict[str, list[float]] = {}
     causes: dict[str, str] = {}
-    for trajectory in collected.all():
+    for trajectory in collected.all_trajectories():
         row = tasks.setdefault(trajectory.task, {"trajectories": 0, "turns": 0, "tokens": 0, "endings": {}})
         row["trajectories"] += 1
         row["turns"] += len(trajectory.turns)
@@ -257,32 +266,34 @@ def _summary(collected: Collected) -> dict[str, Any]:
 
 
 def _interrupted(endings: Counter[str], out: Path | None) -> str:
-    """What a rollout that was stopped leaves."""
-    from tangram.reports.formatting import several
+    """The summary of an interrupted rollout."""
+    from tangram.reports.formatting import pluralize
 
     how = ", ".join(f"{count} {ending}" for ending, count in sorted(endings.items()))
-    said = f"interrupted: {several(endings.total(), 'trajectory', 'trajectories')} ended{f' ({how})' if how else ''}"
+    message = (
+        f"interrupted: {pluralize(endings.total(), 'trajectory', 'trajectories')} ended{f' ({how})' if how else ''}"
+    )
     if out is None:
-        return f"{said}; none is kept without --out FILE"
-    return f"{said}; what was played is in {out}: tangram rl show {shlex.quote(str(out))}"
+        return f"{message}; none is kept without --out FILE"
+    return f"{message}; the trajectories are in {out}: tangram rl show {shlex.quote(str(out))}"
 
 
-def _lines(collected: Collected, causes: dict[str, str]) -> list[str]:
-    """What went wrong first of each kind, and what was played in vain."""
+def _lines(collected: CollectedBatch, causes: dict[str, str]) -> list[str]:
+    """The first failure of each kind, and the trajectories that were played and left out."""
     from tangram.rl.rollout.redundancy import report
 
-    said = [f"{what}, first because: {cause}" for what, cause in causes.items()]
+    lines = [f"{what}, first because: {cause}" for what, cause in causes.items()]
     if any(group.left_out for group in collected.groups) or collected.left_out:
-        said += report(collected.groups, collected.left_out).lines()
-    return said
+        lines += report(collected.groups, collected.left_out).lines()
+    return lines
 
 
-def _print(collected: Collected, out: Path | None) -> None:
-    from tangram.reports.formatting import several
+def _print(collected: CollectedBatch, out: Path | None) -> None:
+    from tangram.reports.formatting import pluralize
 
     summary = _summary(collected)
-    console = show.console()
-    table = show.table(f"{several(summary['groups'], 'group')} in {summary['seconds']:.1f} s")
+    console = terminal.stdout_console()
+    table = terminal.table(f"{pluralize(summary['groups'], 'group')} in {summary['seconds']:.1f} s")
     for column in ("task", "trajectories", "turns", "tokens written", "reward", "endings"):
         table.add_column(column, justify="left" if column in ("task", "endings") else "right")
     for name, row in sorted(summary["tasks"].items()):

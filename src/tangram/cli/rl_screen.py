@@ -16,20 +16,26 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import typer
 
-from tangram.cli import show
-from tangram.cli.screen import put, seconds
 from tangram.errors import InvalidConfig
-from tangram.reports.formatting import several
-from tangram.reports.printable import cut, lines, plain
-from tangram.rl.observe.timeline import Activity, Doing, StageTime, Timeline, in_words
+from tangram.reports import terminal
+from tangram.reports.formatting import elapsed, number, percent, pluralize
+from tangram.reports.printable import escape_unprintable, truncate, truncate_lines
+from tangram.rl.observe.timeline import (
+    Activity,
+    ActivityKind,
+    RolloutTimeline,
+    StageTime,
+    largest_shares,
+    time_by_label,
+)
 from tangram.rl.observe.timeline import seconds as seconds_of
 from tangram.rl.rollout.records import Stage, Trajectory, Turn
-from tangram.rl.runs.trajectory_log import EngineEvent, GroupClosing, Header, Record
+from tangram.rl.runs.trajectory_log import EngineEvent, GroupClosing, LogRecord, TrajectoryLogHeader
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tangram.rl.rollout.replay import Replayed
+    from tangram.rl.rollout.replay import ReplayResult
 
 NAME_WIDTH, CAUSE_WIDTH, LINE_WIDTH = 60, 70, 160
 LINES_MAX = 40
@@ -38,8 +44,6 @@ TOKENS_MAX = 64
 """Of one turn."""
 GAPS_MAX = 8
 CAUSES_MAX = 4
-SHARE_MIN = 0.0005
-"""What would be shown as 0.0 % is not."""
 DIFFERENCES_MAX = 20
 BINS = 96
 """Characters of a stage over time."""
@@ -49,8 +53,8 @@ LETTERS = {"environment": "e", "engine": "g", "reward": "r", "buffer": "b", "rol
 """By party; what is waited for by name is `w`."""
 
 
-def as_json(value: Any) -> None:
-    """Only ASCII: a text may hold lone surrogates, and characters that steer terminals. What is no number is null."""
+def print_json(value: Any) -> None:
+    """Print ASCII only: text may contain lone surrogates and control characters. NaN and infinity become null."""
     typer.echo(json.dumps(_finite(msgspec.to_builtins(value)), indent=2))
 
 
@@ -70,7 +74,7 @@ def _finite(value: Any) -> Any:
 # ---- all trajectories -------------------------------------------------------------------------------------------
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class TrajectoryRow(msgspec.Struct, frozen=True, kw_only=True):
     """A trajectory in a table."""
 
     id: str
@@ -90,9 +94,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     waiting_s: float
 
     @staticmethod
-    def of(trajectory: Trajectory) -> Row:
+    def from_trajectory(trajectory: Trajectory) -> TrajectoryRow:
         versions = trajectory.versions
-        return Row(
+        return TrajectoryRow(
             id=trajectory.id,
             task=trajectory.task,
             group=trajectory.group,
@@ -109,25 +113,25 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Listing:
-    """Gathers rows, and what is said of all."""
+class TrajectoryListing:
+    """Collects rows and their summary."""
 
     def __init__(self, *, task: str | None, ending: str | None, group: str | None) -> None:
         self._task, self._ending, self._group = task, ending, group
-        self.rows: list[Row] = []
+        self.rows: list[TrajectoryRow] = []
         self._tasks: dict[str, None] = {}
         self._groups: dict[str, None] = {}
-        self.closed = self.whole = self.dropped = self.events = 0
+        self.closed = self.complete = self.dropped = self.events = 0
 
-    def take(self, record: Record) -> None:
+    def add(self, record: LogRecord) -> None:
         if isinstance(record, Trajectory):
             self._tasks[record.task] = self._groups[record.group] = None
             wanted = ((self._task, record.task), (self._ending, record.ending.value), (self._group, record.group))
             if all(name is None or name == its for name, its in wanted):
-                self.rows.append(Row.of(record))
+                self.rows.append(TrajectoryRow.from_trajectory(record))
         elif isinstance(record, GroupClosing):
             self.closed += 1
-            self.whole += len(record.members) == record.wanted
+            self.complete += len(record.members) == record.wanted
             self.dropped += not record.members
         else:
             self.events += isinstance(record, EngineEvent)
@@ -153,47 +157,51 @@ class Listing:
                     "reward": sum(rewards) / len(rewards) if rewards else None,
                     "tokens": sum(row.tokens for row in own),
                 }
-        groups = {"closed": self.closed, "whole": self.whole, "dropped": self.dropped}
+        groups = {"closed": self.closed, "whole": self.complete, "dropped": self.dropped}
         return {"tasks": tasks, "groups": groups, "engine_events": self.events}
 
 
-def print_listing(file: Path, header: Header, listing: Listing, rows: Sequence[Row]) -> None:
-    console = show.console()
+def print_listing(
+    file: Path, header: TrajectoryLogHeader, listing: TrajectoryListing, rows: Sequence[TrajectoryRow]
+) -> None:
+    console = terminal.stdout_console()
     if not listing.rows:
-        put(console, f"{plain(file.name)}: no trajectory" + (" that matches" if listing.tasks else " yet"))
+        terminal.print_plain(
+            console, f"{escape_unprintable(file.name)}: no trajectory" + (" that matches" if listing.tasks else " yet")
+        )
         return
-    table = show.table(f"{plain(file.name)}: {_of(len(rows), len(listing.rows))}")
+    table = terminal.table(f"{escape_unprintable(file.name)}: {_count_text(len(rows), len(listing.rows))}")
     # An id is there to be copied: it is whole, whatever else has to be cut.
-    table.add_column("trajectory", no_wrap=True, min_width=max(len(plain(row.id)) for row in listing.rows))
+    table.add_column("trajectory", no_wrap=True, min_width=max(len(escape_unprintable(row.id)) for row in listing.rows))
     table.add_column("ending", no_wrap=True)
     for head in ("reward", "turns", "tokens", "versions", "began", "time", "waiting"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("cause", overflow="ellipsis", no_wrap=True)
     for row in rows:
         numbers = (number(row.reward), f"{row.turns:,}", f"{row.tokens:,}", _versions(row.versions))
-        times = (seconds(row.began_s), seconds(row.time_s), seconds(row.waiting_s))
-        table.add_row(cut(row.id, NAME_WIDTH), row.ending, *numbers, *times, cut(row.cause, CAUSE_WIDTH))
-    put(console, table)
-    for name, told in listing.summary()["tasks"].items():
-        endings = ", ".join(f"{count:,} {ending}" for ending, count in told["endings"].items())
-        mean = number(told["reward"])
-        put(
+        times = (elapsed(row.began_s), elapsed(row.time_s), elapsed(row.waiting_s))
+        table.add_row(truncate(row.id, NAME_WIDTH), row.ending, *numbers, *times, truncate(row.cause, CAUSE_WIDTH))
+    terminal.print_plain(console, table)
+    for name, summary in listing.summary()["tasks"].items():
+        endings = ", ".join(f"{count:,} {ending}" for ending, count in summary["endings"].items())
+        mean = number(summary["reward"])
+        terminal.print_plain(
             console,
-            f"{cut(name, NAME_WIDTH)}: {endings}; mean reward {mean}; {several(told['tokens'], 'token')} written",
+            f"{truncate(name, NAME_WIDTH)}: {endings}; mean reward {mean};"
+            f" {pluralize(summary['tokens'], 'token')} decoded",
         )
     if listing.closed:
-        put(console, f"groups: {listing.closed:,} closed, {listing.whole:,} of them whole, {listing.dropped:,} dropped")
+        terminal.print_plain(
+            console,
+            f"groups: {listing.closed:,} closed, {listing.complete:,} of them whole, {listing.dropped:,} dropped",
+        )
     if header.note:
-        put(console, f"note: {cut(header.note, LINE_WIDTH)}")
+        terminal.print_plain(console, f"note: {truncate(header.note, LINE_WIDTH)}")
 
 
-def _of(shown: int, count: int) -> str:
-    counted = several(count, "trajectory", "trajectories")
+def _count_text(shown: int, count: int) -> str:
+    counted = pluralize(count, "trajectory", "trajectories")
     return counted if shown == count else f"{shown:,} of {counted}; --limit shows more"
-
-
-def number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
 
 
 def _versions(found: tuple[int, int] | None) -> str:
@@ -209,8 +217,8 @@ TextOf = Callable[[int], str]
 """Of a token."""
 
 
-def texts_of(header: Header) -> TextOf | None:
-    """The words of the log, or what the tokenizer of its checkpoint says, if it is still there. None: nobody knows."""
+def token_decoder(header: TrajectoryLogHeader) -> TextOf | None:
+    """A function from token to text: the vocabulary of the log or the tokenizer of its checkpoint; None if unknown."""
     words, settings = header.words, header.settings
     if words:
         return lambda token: words[token] if 0 <= token < len(words) else ""
@@ -220,40 +228,40 @@ def texts_of(header: Header) -> TextOf | None:
     from tangram.rl.rollout.tokenizer import TextCodec, has_tokenizer
 
     try:
-        return TextCodec(folder).token if has_tokenizer(folder) else None
+        return TextCodec(folder).decode_token if has_tokenizer(folder) else None
     except InvalidConfig:
         return None
 
 
 def print_trajectory(trajectory: Trajectory, text_of: TextOf | None) -> None:
-    """`text_of`: without it, the ids of tokens are all that is shown of them."""
-    console = show.console()
-    row = Row.of(trajectory)
-    cause = f": {cut(trajectory.cause, LINE_WIDTH)}" if trajectory.cause else ""
-    put(console, f"{plain(trajectory.id)}  {trajectory.ending}{cause}")
-    put(
+    """Print a trajectory; without `text_of`, tokens are shown by id."""
+    console = terminal.stdout_console()
+    row = TrajectoryRow.from_trajectory(trajectory)
+    cause = f": {truncate(trajectory.cause, LINE_WIDTH)}" if trajectory.cause else ""
+    terminal.print_plain(console, f"{escape_unprintable(trajectory.id)}  {trajectory.ending}{cause}")
+    terminal.print_plain(
         console,
-        f"reward {number(trajectory.reward)}, {several(row.turns, 'turn')}, {several(row.tokens, 'token')} written,"
+        f"reward {number(trajectory.reward)}, {pluralize(row.turns, 'turn')}, {pluralize(row.tokens, 'token')} decoded,"
         f" versions {_versions(row.versions)}, seed {trajectory.seed}, from {trajectory.began_s:.3f} s to"
         f" {trajectory.ended_s:.3f} s",
     )
     if trajectory.metrics:
-        named = (f"{cut(name, NAME_WIDTH)} {number(value)}" for name, value in trajectory.metrics.items())
-        put(console, f"metrics: {', '.join(named)}")
+        named = (f"{truncate(name, NAME_WIDTH)} {number(value)}" for name, value in trajectory.metrics.items())
+        terminal.print_plain(console, f"metrics: {', '.join(named)}")
     for place, turn in enumerate(trajectory.turns):
         _print_turn(console, place, turn, text_of)
     if trajectory.observation:
-        put(console, "\nlast observation")
+        terminal.print_plain(console, "\nlast observation")
         _print_text(console, trajectory.observation, "  < ")
     _print_spans(console, trajectory)
 
 
 def _print_turn(console: Console, place: int, turn: Turn, text_of: TextOf | None) -> None:
-    engine = f" by {cut(turn.engine, NAME_WIDTH)}" if turn.engine else ""
-    heard = several(len(turn.observation_tokens), "token")
-    read = f"{heard} read ({turn.prefilled:,} by the engine, {seconds(turn.prefill_s)})"
-    written = f"{len(turn.tokens):,} written{engine} ({seconds(turn.decode_s)})"
-    put(console, f"\nturn {place}: {read}, {written}" + (", cut at its limit" if turn.cut else ""))
+    engine = f" by {truncate(turn.engine, NAME_WIDTH)}" if turn.engine else ""
+    observed = pluralize(len(turn.observation_tokens), "token")
+    read = f"{observed} read ({turn.prefilled:,} by the engine, {elapsed(turn.prefill_s)})"
+    decoded = f"{len(turn.tokens):,} decoded{engine} ({elapsed(turn.decode_s)})"
+    terminal.print_plain(console, f"\nturn {place}: {read}, {decoded}" + (", cut at its limit" if turn.cut else ""))
     _print_text(console, turn.observation, "  < ")
     _print_text(console, turn.action, "  > ")
     shown = turn.tokens[:TOKENS_MAX]
@@ -261,54 +269,56 @@ def _print_turn(console: Console, place: int, turn: Turn, text_of: TextOf | None
         return
     from rich.padding import Padding
 
-    table = show.table("")
+    table = terminal.table("")
     table.title = None
-    said = ["text"] if text_of is not None else []
-    for head in ("token", *said, "log-prob", "prob", "version", *(["among"] if turn.kept is not None else [])):
+    text_head = ["text"] if text_of is not None else []
+    for head in ("token", *text_head, "log-prob", "prob", "version", *(["among"] if turn.kept is not None else [])):
         table.add_column(head, justify="left" if head == "text" else "right", no_wrap=True)
     for at, token in enumerate(shown):
         logprob = turn.logprobs[at]
         kept = [f"{len(turn.kept[at]):,}"] if turn.kept is not None else []
         probability = f"{math.exp(min(0.0, logprob)):.3f}"
         version = str(turn.versions[at])
-        text = [cut(text_of(token), NAME_WIDTH)] if text_of is not None else []
+        text = [truncate(text_of(token), NAME_WIDTH)] if text_of is not None else []
         table.add_row(str(token), *text, f"{logprob:.4f}", probability, version, *kept)
-    put(console, Padding(table, (0, 0, 0, 4)))
+    terminal.print_plain(console, Padding(table, (0, 0, 0, 4)))
     if len(turn.tokens) > len(shown):
-        put(console, f"    and {several(len(turn.tokens) - len(shown), 'token')} more; --json has all")
+        terminal.print_plain(
+            console, f"    and {pluralize(len(turn.tokens) - len(shown), 'token')} more; --json has all"
+        )
 
 
 def _print_text(console: Console, text: str, mark: str) -> None:
-    for line in lines(text, LINES_MAX, LINE_WIDTH):
-        put(console, f"{mark}{line}")
+    for line in truncate_lines(text, LINES_MAX, LINE_WIDTH):
+        terminal.print_plain(console, f"{mark}{line}")
 
 
 def _print_spans(console: Console, trajectory: Trajectory) -> None:
     if not trajectory.spans:
         return
-    table = show.table("spans")
+    table = terminal.table("spans")
     for head in ("stage", "began", "took", "waiting", "waited for", "try", "failed"):
         table.add_column(head, justify="right" if head in ("began", "took", "waiting", "try") else "left")
     for span in trajectory.spans:
-        times = (f"{span.began_s:.3f} s", seconds(span.ended_s - span.began_s), seconds(span.waiting_s))
-        waited = cut(span.waited_for, NAME_WIDTH) if span.waiting_s else ""
-        table.add_row(span.stage.value, *times, waited, str(span.attempt + 1), cut(span.failed, CAUSE_WIDTH))
-    put(console, table)
+        times = (f"{span.began_s:.3f} s", elapsed(span.ended_s - span.began_s), elapsed(span.waiting_s))
+        waited = truncate(span.waited_for, NAME_WIDTH) if span.waiting_s else ""
+        table.add_row(span.stage.value, *times, waited, str(span.attempt + 1), truncate(span.failed, CAUSE_WIDTH))
+    terminal.print_plain(console, table)
 
 
 # ---- the timeline -----------------------------------------------------------------------------------------------
 
 
-def plain_timeline(found: Timeline) -> dict[str, Any]:
+def timeline_as_dict(found: RolloutTimeline) -> dict[str, Any]:
     return {
         "total_s": seconds_of(found.total),
         "trajectories": len(found.lanes),
-        "stages": {stage.value: _plain_stage(each) for stage, each in found.stages.items()},
+        "stages": {stage.value: _stage_as_dict(each) for stage, each in found.stages.items()},
         "tasks": {
             each.task: {
                 "trajectories": each.trajectories,
                 "total_s": seconds_of(each.total),
-                "parts_s": _plain_parts(each.parts),
+                "parts_s": _parts_as_dict(each.parts),
                 "shares": each.shares(),
             }
             for each in found.tasks
@@ -316,101 +326,99 @@ def plain_timeline(found: Timeline) -> dict[str, Any]:
     }
 
 
-def _plain_stage(each: StageTime) -> dict[str, Any]:
+def _stage_as_dict(each: StageTime) -> dict[str, Any]:
     return {
         "busy_s": seconds_of(each.busy),
         "busy_share": each.busy_share,
         "working_s": seconds_of(each.working),
         "waiting_s": seconds_of(each.waiting),
-        "idle_s": _plain_parts(each.idle),
-        "idle_by_party_s": _plain_parties(each.idle),
+        "idle_s": _parts_as_dict(each.idle),
+        "idle_by_party_s": _parties_as_dict(each.idle),
         "gaps": [
-            {"began_s": seconds_of(gap.began), "ended_s": seconds_of(gap.ended), "causes_s": _plain_parts(gap.causes)}
+            {"began_s": seconds_of(gap.began), "ended_s": seconds_of(gap.ended), "causes_s": _parts_as_dict(gap.causes)}
             for gap in each.gaps
         ],
     }
 
 
-def _plain_parts(parts: Mapping[Activity, int]) -> dict[str, float]:
-    return {words: seconds_of(part) for words, part in in_words(parts).items()}
+def _parts_as_dict(parts: Mapping[Activity, int]) -> dict[str, float]:
+    return {words: seconds_of(part) for words, part in time_by_label(parts).items()}
 
 
-def _plain_parties(parts: Mapping[Activity, int]) -> dict[str, float]:
+def _parties_as_dict(parts: Mapping[Activity, int]) -> dict[str, float]:
     found: Counter[str] = Counter()
     for activity, part in parts.items():
-        found[activity.party] += part
+        found[activity.component] += part
     return {party: seconds_of(part) for party, part in found.items()}
 
 
-def print_timeline(file: Path, found: Timeline) -> None:
+def print_timeline(file: Path, found: RolloutTimeline) -> None:
     from tangram.rl.observe.timeline_page import headline
 
-    console = show.console()
-    put(console, f"{plain(file.name)}: {_of(len(found.lanes), len(found.lanes))} in {seconds(seconds_of(found.total))}")
+    console = terminal.stdout_console()
+    terminal.print_plain(
+        console,
+        f"{escape_unprintable(file.name)}: {_count_text(len(found.lanes), len(found.lanes))}"
+        f" in {elapsed(seconds_of(found.total))}",
+    )
     if not found.total:
         return
-    put(console, headline(found.stages[Stage.GENERATE]))
+    terminal.print_plain(console, headline(found.stages[Stage.GENERATE]))
     _print_stages(console, found)
     _print_gaps(console, found)
-    table = show.table("where the time of trajectories went")
+    table = terminal.table("where the time of trajectories went")
     table.add_column("task", no_wrap=True)
     table.add_column("trajectories", justify="right")
     table.add_column("time in all", justify="right")
     table.add_column("shares")
     for each in found.tasks:
-        time = seconds(seconds_of(each.total))
-        table.add_row(cut(each.task, NAME_WIDTH), f"{each.trajectories:,}", time, shares(each.parts, each.total, 12))
-    put(console, table)
+        time = elapsed(seconds_of(each.total))
+        table.add_row(
+            truncate(each.task, NAME_WIDTH), f"{each.trajectories:,}", time, largest_shares(each.parts, each.total, 12)
+        )
+    terminal.print_plain(console, table)
 
 
-def _print_stages(console: Console, found: Timeline) -> None:
-    fancy = console.encoding.lower().startswith("utf")
+def _print_stages(console: Console, found: RolloutTimeline) -> None:
+    fancy = terminal.is_unicode(console)
     wide = max(20, min(BINS, console.width - 24))
-    rows = {stage: _occupied(each, wide) for stage, each in found.stages.items()}
-    put(console, f"\n{'':10}0 s{seconds(seconds_of(found.total)):>{wide - 3}}")
+    rows = {stage: _busy_shares(each, wide) for stage, each in found.stages.items()}
+    terminal.print_plain(console, f"\n{'':10}0 s{elapsed(seconds_of(found.total)):>{wide - 3}}")
     for stage, each in found.stages.items():
         levels = LEVELS if fancy else LEVELS_ASCII
         bar = "".join(levels[math.ceil(share * (len(levels) - 1))] for share in rows[stage])
-        put(console, f"{stage.value:<10}{bar}  {each.busy_share:4.0%} busy")
-    causes = _causes(found.stages[Stage.GENERATE], wide)
-    put(console, f"{'':10}{causes}")
-    said = "e environment, g engine, r reward, b buffer, w waiting for what is short, - between stages, . start or end"
-    put(console, f"the last row is why no engine was writing: {said}")
-    table = show.table("why each stage stood idle, in shares of the whole time")
+        terminal.print_plain(console, f"{stage.value:<10}{bar}  {each.busy_share:4.0%} busy")
+    causes = _cause_letters(found.stages[Stage.GENERATE], wide)
+    terminal.print_plain(console, f"{'':10}{causes}")
+    letters = "e environment, g engine, r reward, b buffer, w waiting, - between stages, . start or end"
+    terminal.print_plain(console, f"the last row is why no engine was decoding: {letters}")
+    table = terminal.table("why each stage stood idle, in shares of the whole time")
     for head in ("stage", "busy", "idle", "because of"):
         table.add_column(head, justify="right" if head in ("busy", "idle") else "left")
     for stage, each in found.stages.items():
         idle = 1.0 - each.busy_share
-        table.add_row(stage.value, f"{each.busy_share:.1%}", f"{idle:.1%}", shares(each.idle, each.total, CAUSES_MAX))
-    put(console, table)
+        table.add_row(
+            stage.value, percent(each.busy_share), percent(idle), largest_shares(each.idle, each.total, CAUSES_MAX)
+        )
+    terminal.print_plain(console, table)
 
 
-def _print_gaps(console: Console, found: Timeline) -> None:
+def _print_gaps(console: Console, found: RolloutTimeline) -> None:
     gaps = found.stages[Stage.GENERATE].gaps
     if not gaps:
         return
-    table = show.table(f"the longest of {len(gaps):,} gaps in which no engine was writing")
+    table = terminal.table(f"the longest of {len(gaps):,} gaps in which no engine was decoding")
     for head in ("since", "length", "because of", "longest under way"):
         table.add_column(head, justify="right" if head in ("since", "length") else "left")
     for gap in sorted(gaps, key=lambda gap: (-gap.length, gap.began))[:GAPS_MAX]:
-        who = ", ".join(cut(name, NAME_WIDTH) for name, _, _ in found.explainers(gap))
-        times = (f"{seconds_of(gap.began):.3f} s", seconds(seconds_of(gap.length)))
-        table.add_row(*times, shares(gap.causes, gap.length, CAUSES_MAX), who or "-")
-    put(console, table)
+        who = ", ".join(truncate(name, NAME_WIDTH) for name, _, _ in found.explainers(gap))
+        times = (f"{seconds_of(gap.began):.3f} s", elapsed(seconds_of(gap.length)))
+        table.add_row(*times, largest_shares(gap.causes, gap.length, CAUSES_MAX), who or "-")
+    terminal.print_plain(console, table)
 
 
-def shares(parts: Mapping[Activity, int], whole: int, most: int) -> str:
-    """The largest in words, the rest together."""
-    if not whole:
-        return "-"
-    named = [(cause, part) for cause, part in list(in_words(parts).items())[:most] if part / whole >= SHARE_MIN]
-    rest = sum(parts.values()) - sum(part for _, part in named)
-    told = [f"{cut(cause, NAME_WIDTH)} {part / whole:.1%}" for cause, part in named]
-    return ", ".join([*told, *([f"others {rest / whole:.1%}"] if rest / whole >= SHARE_MIN else [])]) or "-"
-
-
-def _occupied(stage: StageTime, wide: int) -> list[float]:
-    """Of each of so many equal stretches, the share in which the stage was busy."""
+def _busy_shares(stage: StageTime, wide: int) -> list[float]:
+    """The busy share of each of `wide` equal stretches."""
     idle, whole = [0] * wide, [0] * wide
     for place, part in _spread(0, stage.total, stage.total, wide):
         whole[place] = part
@@ -420,10 +428,10 @@ def _occupied(stage: StageTime, wide: int) -> list[float]:
     return [1.0 - part / of if of else 0.0 for part, of in zip(idle, whole, strict=True)]
 
 
-def _causes(stage: StageTime, wide: int) -> str:
-    """Of each stretch that is mostly idle, the letter of what explains most of it."""
+def _cause_letters(stage: StageTime, wide: int) -> str:
+    """For each stretch that is mostly idle, the letter of its main cause."""
     letters: list[Counter[str]] = [Counter() for _ in range(wide)]
-    for since, until, main in stage.mains:
+    for since, until, main in stage.main_causes:
         for place, part in _spread(since, until, stage.total, wide):
             letters[place][_letter(main)] += part
     half = stage.total / wide / 2
@@ -431,11 +439,11 @@ def _causes(stage: StageTime, wide: int) -> str:
 
 
 def _letter(activity: Activity) -> str:
-    return "w" if activity.doing is Doing.WAITING else LETTERS[activity.party]
+    return "w" if activity.kind is ActivityKind.WAITING else LETTERS[activity.component]
 
 
 def _spread(began: int, ended: int, total: int, wide: int) -> Iterable[tuple[int, int]]:
-    """(place, how much of it lies there) of a stretch among equal ones."""
+    """How much of a stretch is in each of `wide` equal ones: (number, length)."""
     for place in range(began * wide // total, min(wide, -(-ended * wide // total))):
         low, high = place * total // wide, (place + 1) * total // wide
         yield place, max(0, min(ended, high) - max(began, low))
@@ -444,25 +452,29 @@ def _spread(began: int, ended: int, total: int, wide: int) -> Iterable[tuple[int
 # ---- replays ----------------------------------------------------------------------------------------------------
 
 
-def print_replays(found: Sequence[Replayed]) -> None:
-    console = show.console()
+def print_replays(found: Sequence[ReplayResult]) -> None:
+    console = terminal.stdout_console()
     turns = sum(each.turns for each in found)
-    same = sum(each.same for each in found)
+    same = sum(each.is_same for each in found)
     if same == len(found):
-        put(console, f"the same: {_of(same, same)} with {several(turns, 'action')}")
+        terminal.print_plain(console, f"the same: {_count_text(same, same)} with {pluralize(turns, 'action')}")
     else:
-        put(console, f"different: {len(found) - same:,} of {_of(len(found), len(found))}")
+        terminal.print_plain(console, f"different: {len(found) - same:,} of {_count_text(len(found), len(found))}")
     shown = 0
     for each in found:
         for difference in each.differences:
             if (shown := shown + 1) > DIFFERENCES_MAX:
                 continue
-            put(console, f"{cut(each.id, NAME_WIDTH)}, turn {difference.turn}: another {difference.what}")
-            put(console, f"  recorded  {cut(difference.recorded, LINE_WIDTH) or 'nothing'}")
-            put(console, f"  replayed  {cut(difference.replayed, LINE_WIDTH) or 'nothing'}")
+            terminal.print_plain(
+                console, f"{truncate(each.id, NAME_WIDTH)}, turn {difference.turn}: another {difference.what}"
+            )
+            terminal.print_plain(console, f"  recorded  {truncate(difference.recorded, LINE_WIDTH) or 'nothing'}")
+            terminal.print_plain(console, f"  replayed  {truncate(difference.replayed, LINE_WIDTH) or 'nothing'}")
         if each.failed:
-            put(console, f"{cut(each.id, NAME_WIDTH)}: could not be played: {cut(each.failed, LINE_WIDTH)}")
+            terminal.print_plain(
+                console, f"{truncate(each.id, NAME_WIDTH)}: could not be played: {truncate(each.failed, LINE_WIDTH)}"
+            )
     if shown > DIFFERENCES_MAX:
-        put(console, f"and {shown - DIFFERENCES_MAX:,} differences more; --json has all")
+        terminal.print_plain(console, f"and {shown - DIFFERENCES_MAX:,} differences more; --json has all")
     for words, count in Counter(each.not_compared for each in found if each.not_compared).items():
-        put(console, f"not compared in {_of(count, count)}: {words}")
+        terminal.print_plain(console, f"not compared in {_count_text(count, count)}: {words}")

@@ -10,9 +10,10 @@ import typer
 from tangram.cli import options, show
 from tangram.cli.options import Json
 from tangram.cli.rl import Backend
+from tangram.reports import live
 
 if TYPE_CHECKING:
-    from tangram.rl.environments.conformance import Report
+    from tangram.rl.environments.conformance import ConformanceReport
 
 CHECK = """[bold]Examples[/bold]
 
@@ -26,45 +27,46 @@ tangram rl check codefix --backend sandbox  [dim]# one that runs commands[/dim]
 
 def check(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A registered task, or module:name of one.")],
-    episodes: Annotated[int, typer.Option("--episodes", metavar="N", min=2, help="Of each agent.")] = 20,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the first episode.")] = 0,
+    episodes: Annotated[int, typer.Option("--episodes", metavar="N", min=2, help="Episodes of each agent.")] = 20,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="The seed of the first episode.")] = 0,
     option: Annotated[
         list[str] | None,
-        typer.Option("--option", metavar="KEY=VALUE", help="For the environment; several may be given."),
+        typer.Option("--option", metavar="KEY=VALUE", help="An option of the environment; several may be given."),
     ] = None,
     backend: Backend = None,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="What one call of the environment may take.")
+        float,
+        typer.Option("--timeout", metavar="SECONDS", min=0.1, help="Limit of one call of the environment."),
     ] = 30.0,
     as_json: Json = False,
 ) -> None:
-    """Try an environment without a model: deterministic by seed, bounded, calm about garbage, free of leftovers.
+    """Check an environment without a model: deterministic by seed, bounded, robust to garbage, free of leftovers.
 
-    Random and scripted agents of the task play it. Ends with 1 if a promise is broken.
+    Random agents and the scripted agents of the task play it. Exits with 1 if a check fails.
     """
     import asyncio
 
     import msgspec
 
-    report = asyncio.run(_checked(name, episodes, seed, options.key_values(option), backend, timeout))
+    report = asyncio.run(_run_checks(name, episodes, seed, options.parse_key_values(option), backend, timeout))
     if as_json:
-        show.as_json({"ok": report.ok, **msgspec.to_builtins(report)})
+        show.print_json({"ok": report.ok, **msgspec.to_builtins(report)})
     else:
         typer.echo(report.text())
     if not report.ok:
         raise typer.Exit(1)
 
 
-async def _checked(
+async def _run_checks(
     name: str, episodes: int, seed: int, given: dict[str, Any], backend: str | None, timeout_s: float
-) -> Report:
+) -> ConformanceReport:
     from contextlib import AsyncExitStack
 
     from tangram.client.client import connect
     from tangram.rl.environments.conformance import check as checked
-    from tangram.rl.environments.protocol import Outside
+    from tangram.rl.environments.protocol import ExternalResources
     from tangram.rl.environments.registry import resolve
-    from tangram.rl.environments.shared_setup import needs_of, prepared, require_backend
+    from tangram.rl.environments.shared_setup import needs_of, prepare_tasks, require_backend
 
     task = resolve(name)
     require_backend(name, task, backend)
@@ -72,16 +74,16 @@ async def _checked(
         client = None
         if backend is not None:
             client = await stack.enter_async_context(connect(backend=backend, **await needs_of([task])))
-        await stack.enter_async_context(prepared([task], client))
-        with show.progress("checking", unit="") as tell:
+        await stack.enter_async_context(prepare_tasks([task], client))
+        with live.progress("checking", unit="") as tell:
 
             def judging(done: int, total: int, promise: str) -> None:
                 if tell is not None:
                     tell(done, total, f"{promise}: {done + 1} of {total}, each call within {timeout_s:g} s")
 
             return await checked(
-                task, outside=Outside(client=client), episodes=episodes, seed=seed, options=given,
-                timeout_s=timeout_s, tell=judging,
+                task, outside=ExternalResources(client=client), episodes=episodes, seed=seed, options=given,
+                timeout_s=timeout_s, on_progress=judging,
             )  # fmt: skip
 
 
@@ -92,13 +94,13 @@ tangram rl profile rollout.jsonl
 
 
 def profile(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Logs of trajectories.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Trajectory logs.")],
     as_json: Json = False,
 ) -> None:
-    """Recommend the class of hardware that suits each task, from what its trajectories read and wrote.
+    """Recommend a class of hardware for each task, from the tokens that its trajectories read and decoded.
 
-    Reading is bound by compute, writing by memory bandwidth; the classes are the published ones, at equal cost. Nothing
-    is changed: write what you agree with into `affinity` of the task.
+    Prefill is bound by compute, decoding by memory bandwidth; the classes are the published ones, at equal cost. To
+    accept a recommendation, write it into `affinity` of the task.
     """
     import msgspec
 
@@ -110,7 +112,7 @@ def profile(
         for trajectory in read(file).trajectories():
             profiler.add(trajectory)
     if as_json:
-        show.as_json(msgspec.to_builtins(profiler.recommend()))
+        show.print_json(msgspec.to_builtins(profiler.recommend()))
     else:
         typer.echo("\n".join(profiler.lines()))
 
@@ -122,19 +124,19 @@ tangram rl hardware  [dim]# about half a minute[/dim]
 
 
 def hardware(as_json: Json = False) -> None:
-    """Predict what affinity and a split of prefill and decode bring on published GPUs. All of it is simulated."""
+    """Simulate the gain of hardware affinity and of separate prefill and decode on published GPUs."""
     import msgspec
 
-    from tangram.sim.serving import affinity_gains, split_lines, split_predictions
+    from tangram.sim.serving import affinity_gains, disaggregation_lines, disaggregation_predictions
 
-    with show.progress("simulating", "predictions") as tell:
+    with live.progress("simulating", "predictions") as tell:
         gains = affinity_gains()
         if tell is not None:
             tell(1, 2)
-        splits = split_predictions()
+        splits = disaggregation_predictions()
         if tell is not None:
             tell(2, 2)
     if as_json:
-        show.as_json({"affinity": msgspec.to_builtins(gains), "split": msgspec.to_builtins(splits)})
+        show.print_json({"affinity": msgspec.to_builtins(gains), "split": msgspec.to_builtins(splits)})
         return
-    typer.echo("\n".join([*gains.lines(), "", *split_lines(splits)]))
+    typer.echo("\n".join([*gains.lines(), "", *disaggregation_lines(splits)]))

@@ -1,4 +1,4 @@
-"""`tangram run`: one command as an action, in a sandbox that is there for it alone.
+"""`tangram run`: one command as an action, in a sandbox of its own.
 
 Owns how a command line becomes an action and how its end becomes an exit code. What the command writes is handed on as
 it comes; who reads slowly slows the command down.
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from tangram.core.sizes import Cpus
 
 CONTEXT = {"allow_interspersed_args": False}
-"""What follows the command belongs to it, options included."""
+"""Options after the command belong to the command."""
 
-EXIT_TIMED_OUT, EXIT_OURS, EXIT_CANCELLED = 124, 125, 130
-"""As `timeout` and `docker run` have them. Whatever else comes out is the command's own."""
+EXIT_TIMED_OUT, EXIT_TANGRAM_FAILED, EXIT_CANCELLED = 124, 125, 130
+"""The exit codes of `timeout` and `docker run`. Any other is that of the command."""
 STDIN_BYTES_MAX = 256 << 20
-"""It is read to its end before the command starts."""
-KEPT_BYTES = 4096
+"""Standard input is read to its end before the command starts."""
+CAPTURE_BYTES = 4096
 """Of what was handed on already: why a command could not be started stands only there."""
 PATH_STARTS, TAR_ENDS = ("/", "./", "../"), (".tar", ".tar.gz", ".tgz")
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
@@ -53,8 +53,8 @@ tangram run --download result.csv:out -- sort -o result.csv /etc/passwd
 """
 
 
-class Asked(NamedTuple):
-    """What the command line says."""
+class RunOptions(NamedTuple):
+    """The parsed command line."""
 
     command: str | list[str]
     backend: str
@@ -82,15 +82,16 @@ def run(
         typer.Option(
             "--cpus",
             metavar="N|A-B",
-            help="Cores, or the least and the most of them. Default: what it needs is learned.",
+            help="Cores, or their minimum and maximum. Default: learned from its use.",
         ),
     ] = None,
     memory: Annotated[
-        str, typer.Option("--memory", metavar="SIZE", help="Of the sandbox, what it writes to disk included.")
+        str, typer.Option("--memory", metavar="SIZE", help="Memory of the sandbox, including the files that it writes.")
     ] = "1GiB",
-    disk: Annotated[str, typer.Option("--disk", metavar="SIZE", help="Of the files that it writes.")] = "512MiB",
+    disk: Annotated[str, typer.Option("--disk", metavar="SIZE", help="Limit of the files that it writes.")] = "512MiB",
     timeout: Annotated[
-        float | None, typer.Option("--timeout", metavar="SECONDS", help="Counts from its start. Default: none.")
+        float | None,
+        typer.Option("--timeout", metavar="SECONDS", help="From the start of the command. Default: none."),
     ] = None,
     image: Annotated[
         str,
@@ -102,19 +103,21 @@ def run(
         ),
     ] = "host",
     network: Annotated[
-        bool, typer.Option("--network", metavar="", help="With the network of this machine. Without: none.")
+        bool, typer.Option("--network", metavar="", help="Use the network of this machine. Default: no network.")
     ] = False,
     user: Annotated[
-        str, typer.Option("--user", metavar="agent|root", help="root is root inside, and nobody outside.")
+        str,
+        typer.Option("--user", metavar="agent|root", help="root is root only inside the sandbox."),
     ] = "agent",
     env: Annotated[
-        list[str] | None, typer.Option("--env", metavar="KEY=VALUE", help="A variable. Several may be given.")
+        list[str] | None,
+        typer.Option("--env", metavar="KEY=VALUE", help="A variable of the environment; repeatable."),
     ] = None,
     cwd: Annotated[
-        str, typer.Option("--cwd", metavar="DIR", help="Where it starts. Default: /work, the workspace.")
+        str, typer.Option("--cwd", metavar="DIR", help="The working directory. Default: /work, the workspace.")
     ] = "",
     stdin: Annotated[
-        bool, typer.Option("--stdin", metavar="", help="Hand on standard input, all of it, unless it is a terminal.")
+        bool, typer.Option("--stdin", metavar="", help="Pass standard input to the command, unless it is a terminal.")
     ] = False,
     upload: Annotated[
         list[Path] | None,
@@ -134,23 +137,24 @@ def run(
         str, typer.Option("--backend", metavar="NAME", help="sandbox, docker, or process, which isolates nothing.")
     ] = "sandbox",
     key: Annotated[
-        str, typer.Option("--key", metavar="WORD", help="Your word for commands that behave alike; for the trace.")
+        str,
+        typer.Option("--key", metavar="WORD", help="A name for commands that behave alike, in the trace."),
     ] = "",
     summary: Annotated[
         bool,
         typer.Option(
-            "--summary", "--verbose", metavar="", help="Say in one line on stderr how it went, as on a terminal."
+            "--summary", "--verbose", metavar="", help="Print one line on stderr about the result, as on a terminal."
         ),
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Run one command as an action, in a fresh sandbox that is gone afterwards.
+    """Run one command as an action, in a fresh sandbox that is deleted afterwards.
 
-    Options stand before the command. What it writes is shown as it comes; Ctrl-C ends it and leaves nothing.
+    Options come before the command. Its output is shown as it is written. Ctrl-C ends it and deletes the sandbox.
 
-    Exits as the command does; with 124 if its time was up, 125 if it was refused or our side failed, 130 after Ctrl-C.
+    Exits with the code of the command; 124 after a timeout, 125 if Tangram refused or failed, 130 after Ctrl-C.
     """
-    asked = Asked(
+    asked = RunOptions(
         command=command[0] if len(command) == 1 and re.search(r"\s", command[0].strip()) else command,
         backend=backend,
         image=_image(image),
@@ -162,9 +166,9 @@ def run(
         downloads=[_download(each) for each in download or []],
         as_json=as_json,
     )
-    result, code = _performed(asked)
+    result, code = _execute(asked)
     if result is not None:
-        _tell(result, asked, summary=summary or (sys.stderr.isatty() and not as_json))
+        _print_result(result, asked, summary=summary or (sys.stderr.isatty() and not as_json))
     raise typer.Exit(code)
 
 
@@ -211,7 +215,7 @@ def _require_path(option: str, path: Path, expected: str) -> None:
 
 
 def _image(text: str) -> str:
-    """What is written like a path is one; names of images have slashes too, but begin otherwise."""
+    """Whether a root is a path. Names of images contain slashes too, but do not begin with one or a dot."""
     if text.startswith(PATH_STARTS) or text.endswith(TAR_ENDS):
         _require_path("image", Path(text), "a root directory or tar that exists, or the name of an image")
     return text
@@ -227,21 +231,21 @@ def _download(text: str) -> tuple[str, Path]:
 # ---- doing ----------------------------------------------------------------------------------------------------
 
 
-def _performed(asked: Asked) -> tuple[Result | None, int]:
-    """What came of it and the exit code. None: a signal ended it."""
+def _execute(asked: RunOptions) -> tuple[Result | None, int]:
+    """The result and the exit code; None if a signal ended it."""
     if asked.backend == "sandbox" and os.geteuid() != 0:
         reason = "sandboxes need root; use sudo, or --backend process, which isolates nothing"
-        return _not_run(asked, "refused", reason), EXIT_OURS
+        return _unstarted_result(asked, "refused", reason), EXIT_TANGRAM_FAILED
     try:
-        return asyncio.run(_perform(asked))
+        return asyncio.run(_execute_async(asked))
     except AdmissionRefused as error:
-        return _not_run(asked, "refused", error.reason), EXIT_OURS
+        return _unstarted_result(asked, "refused", error.reason), EXIT_TANGRAM_FAILED
     except (ManagerError, ActionFailed, FileFailed) as error:
-        return _not_run(asked, "lost", str(error)), EXIT_OURS
+        return _unstarted_result(asked, "lost", str(error)), EXIT_TANGRAM_FAILED
 
 
-def _not_run(asked: Asked, status: str, reason: str) -> Result:
-    """The result of an action that there never was."""
+def _unstarted_result(asked: RunOptions, status: str, reason: str) -> Result:
+    """The result of an action that was never submitted."""
     from tangram.client.result import result_of
     from tangram.core.action import Outcome, Status
 
@@ -249,15 +253,15 @@ def _not_run(asked: Asked, status: str, reason: str) -> Result:
     return result_of(shown, Outcome(action="", status=Status(status), reason=reason), None)
 
 
-class _Interruption:
-    """The first signal ends the action; it is waited for, and whatever follows is ignored to the end of the process."""
+class _SignalHandler:
+    """The first signal cancels the action and waits for its end; further signals are ignored."""
 
     def __init__(self) -> None:
         self.signal = 0
         self._stop: Callable[[], object] = lambda: None
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def installed(self) -> Iterator[None]:
         self._loop = asyncio.get_running_loop()
         before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         try:
@@ -273,14 +277,14 @@ class _Interruption:
         self.signal = number
         self._loop.call_soon_threadsafe(lambda: self._stop())
 
-    def stops(self, stop: Callable[[], object]) -> None:
+    def set_stop(self, stop: Callable[[], object]) -> None:
         self._stop = stop
         if self.signal:
             stop()
 
 
-class _Live:
-    """Hands on what a program writes. When that cannot be written any more, the program is stopped."""
+class _LiveOutput:
+    """Forwards the output of a program. Stops the program if its output cannot be written."""
 
     def __init__(self) -> None:
         self.error: OSError | None = None
@@ -290,7 +294,7 @@ class _Live:
     def __call__(self, stream: str, data: bytes) -> None:
         self._bytes[stream] += len(data)
         target = sys.stdout if stream == "stdout" else sys.stderr
-        if self.error is not None or target is None:  # None: whoever called us has closed it
+        if self.error is not None or target is None:  # None: the caller has closed it
             return
         try:
             target.buffer.write(data)
@@ -300,23 +304,23 @@ class _Live:
             self.stop()
 
     def finish(self, result: Result) -> None:
-        """What our side added at the end: why there was no program to hear."""
+        """The message that was added at the end: why the program did not start."""
         executed = result.executed
         added = executed.stderr_bytes - self._bytes["stderr"]
         if added > 0:
             self("stderr", executed.stderr[-added:])
 
 
-async def _perform(asked: Asked) -> tuple[Result | None, int]:
+async def _execute_async(asked: RunOptions) -> tuple[Result | None, int]:
     from tangram.client.client import connect
 
-    interruption, live = _Interruption(), _Live()
-    with interruption.listening():
-        # Whoever comes and goes as an owner is not disturbed: that is short, and leaves nothing only when it is whole.
+    interruption, live = _SignalHandler(), _LiveOutput()
+    with interruption.installed():
+        # Connecting and closing are not interrupted: both are short, and only complete ones leave nothing behind.
         async with connect(backend=asked.backend) as client:
-            doing = asyncio.ensure_future(_in_sandbox(client, asked, live))
+            doing = asyncio.ensure_future(_execute_in_sandbox(client, asked, live))
             live.stop = doing.cancel
-            interruption.stops(doing.cancel)
+            interruption.set_stop(doing.cancel)
             await asyncio.wait({doing})
     if live.error is not None:
         raise live.error
@@ -325,10 +329,10 @@ async def _perform(asked: Asked) -> tuple[Result | None, int]:
     return doing.result()
 
 
-async def _in_sandbox(client: Client, asked: Asked, live: _Live) -> tuple[Result, int]:
+async def _execute_in_sandbox(client: Client, asked: RunOptions, live: _LiveOutput) -> tuple[Result, int]:
     is_path = asked.image != "host" and os.path.exists(asked.image)  # noqa: ASYNC240 - one look at a local disk
     image = await client.image(asked.image) if is_path else asked.image
-    output: dict[str, Any] = {} if asked.as_json else {"capture": KEPT_BYTES, "on_output": live}
+    output: dict[str, Any] = {} if asked.as_json else {"capture": CAPTURE_BYTES, "on_output": live}
     async with client.sandbox(image=image, **asked.sandbox) as box:
         for path in asked.uploads:
             await box.upload(path)
@@ -341,7 +345,7 @@ async def _in_sandbox(client: Client, asked: Asked, live: _Live) -> tuple[Result
                 await box.download(source, target)
             except TangramError as error:
                 typer.echo(f"tangram: not downloaded: {error}", err=True)
-                code = code or EXIT_OURS
+                code = code or EXIT_TANGRAM_FAILED
     return result, code
 
 
@@ -351,17 +355,17 @@ def _exit_code(result: Result) -> int:
     if result.status is Status.SUCCEEDED:
         assert result.exit_code is not None
         return result.exit_code
-    return {Status.TIMED_OUT: EXIT_TIMED_OUT, Status.CANCELLED: EXIT_CANCELLED}.get(result.status, EXIT_OURS)
+    return {Status.TIMED_OUT: EXIT_TIMED_OUT, Status.CANCELLED: EXIT_CANCELLED}.get(result.status, EXIT_TANGRAM_FAILED)
 
 
 # ---- telling --------------------------------------------------------------------------------------------------
 
 
-def _tell(result: Result, asked: Asked, *, summary: bool) -> None:
+def _print_result(result: Result, asked: RunOptions, *, summary: bool) -> None:
     if asked.as_json:
-        show.as_json(_plain(result, asked))
+        show.print_json(_as_dict(result, asked))
     elif result.reason:
-        typer.echo(f"tangram: {_words(result)}: {result.reason}", err=True)
+        typer.echo(f"tangram: {_status_text(result)}: {result.reason}", err=True)
     if result.out_of_memory and not asked.as_json:
         used_up = f"the sandbox has used up its memory of {asked.sandbox['memory']}, and something in it was killed"
         typer.echo(f"tangram: {used_up}; --memory gives it more", err=True)
@@ -369,7 +373,7 @@ def _tell(result: Result, asked: Asked, *, summary: bool) -> None:
         typer.echo(f"tangram: {_summary(result)}", err=True)
 
 
-def _words(result: Result) -> str:
+def _status_text(result: Result) -> str:
     return result.status.value.replace("_", " ")
 
 
@@ -377,12 +381,12 @@ def _summary(result: Result) -> str:
     ended = f" with {result.exit_code}" if result.exit_code is not None else ""
     timing, usage = result.timing, result.usage
     return (
-        f"{_words(result)}{ended}, waited {timing.waiting_s:.2f} s, ran {timing.execution_s:.2f}"
+        f"{_status_text(result)}{ended}, waited {timing.waiting_s:.2f} s, ran {timing.execution_s:.2f}"
         f" s, cpu {usage.cpu_s:.2f} s, peak memory {usage.memory_peak_bytes / (1 << 20):.1f} MiB"
     )
 
 
-def _plain(result: Result, asked: Asked) -> dict[str, Any]:
+def _as_dict(result: Result, asked: RunOptions) -> dict[str, Any]:
     import msgspec
 
     executed = result.executed

@@ -14,33 +14,32 @@ from tangram.errors import TangramError
 
 if TYPE_CHECKING:
     from tangram.config import Config
-    from tangram.server.serve import Up
+    from tangram.server.serve import RunningService
 
 EXIT_FAILED = 1
-"""It was up, and could not go on: a start may help, since what was acknowledged is in the journal. Whoever watches over
-services tries it again, which it does not after EXIT_ERROR."""
+"""The service failed while it ran. A restart may help, since acknowledged actions are in the journal: a supervisor
+restarts it after this code, not after EXIT_ERROR."""
 FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 EXAMPLES = """[bold]Examples[/bold]
 
-tangram serve  [dim]# on 127.0.0.1:7433, for everybody on this machine[/dim]
+tangram serve  [dim]# on 127.0.0.1:7433, for all users of this machine[/dim]
 
 tangram serve --config /etc/tangram/tangram.toml
 
-tangram serve --config tangram.toml --check  [dim]# is the config right?[/dim]
+tangram serve --config tangram.toml --check  [dim]# check the config[/dim]
 """
 
 
-class OneLine(logging.Formatter):
-    """A record is one line, whatever somebody put into it: what is not printable is escaped. Lines of a traceback are
-    marked as such."""
+class OneLineFormatter(logging.Formatter):
+    """Formats a record as one line: escapes what is not printable, and marks the lines of a traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         first, *more = super().format(record).split("\n") if record.exc_info else [super().format(record)]
-        return "\n".join([_escaped(first), *(f"    | {_escaped(line)}" for line in more)])
+        return "\n".join([_escape(first), *(f"    | {_escape(line)}" for line in more)])
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
@@ -55,37 +54,37 @@ def serve(
         ),
     ] = None,
     listen: Annotated[
-        str | None, typer.Option("--listen", metavar="HOST:PORT", help="Instead of what the config says.")
+        str | None, typer.Option("--listen", metavar="HOST:PORT", help="Override service.listen of the config.")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", metavar="", help="Check the config and its files, and end.")
+        bool, typer.Option("--check", metavar="", help="Check the config and its files, and exit.")
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", metavar="", help="Log more than what matters.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", metavar="", help="Log debug messages.")] = False,
 ) -> None:
     """Serve the pools of this machine to training runs on any machine, over HTTP.
 
-    Acknowledged actions survive a crash. SIGTERM or Ctrl-C lets running actions end within a limit; what waits is taken
-    up at the next start, and so are sandboxes. A second signal waits for nothing.
+    Acknowledged actions survive a crash. SIGTERM or Ctrl-C lets running actions end within a limit; the next start
+    resumes waiting actions and adopts the sandboxes. A second signal exits at once.
     """
     import asyncio
 
-    from tangram.config import placed
+    from tangram.config import add_error_location
 
-    said = _config(config, listen)
+    settings = _config(config, listen)
     try:
         from tangram.server.serve import require_usable
         from tangram.server.serve import serve as run
     except ImportError as error:
         said_missing = f"the service needs {error.name}, which is not here: pip install 'arl-tangram[serve]'"
         raise TangramError(said_missing) from None
-    with placed(config, () if listen is None else ("service.listen",)):
+    with add_error_location(config, () if listen is None else ("service.listen",)):
         if check:
-            require_usable(said)
-            typer.echo(f"{config or 'the defaults'}: right; would listen on {said.service.listen}")
+            require_usable(settings)
+            typer.echo(f"{config or 'the defaults'}: right; would listen on {settings.service.listen}")
             return
-        _log(verbose)
+        _configure_logging(verbose)
         _allow_open_files()
-        asyncio.run(run(said, on_up=lambda up: _tell(up, ctx)))
+        asyncio.run(run(settings, on_started=lambda up: _print_address(up, ctx)))
 
 
 def _config(path: Path | None, listen: str | None) -> Config:
@@ -94,36 +93,36 @@ def _config(path: Path | None, listen: str | None) -> Config:
     from tangram.config import Config, load, parse
 
     if path is not None:
-        said = load(path)
+        config = load(path)
     else:
         from tangram.managers.sandboxes.bwrap.owner import state_directory
 
         folder = state_directory() / "service"
-        said = parse(f'[service]\njournal = "{folder}/journal.db"\nevent_log = "{folder}/events.jsonl"\n', "defaults")
-    assert isinstance(said, Config)
+        config = parse(f'[service]\njournal = "{folder}/journal.db"\nevent_log = "{folder}/events.jsonl"\n', "defaults")
+    assert isinstance(config, Config)
     if listen is None:
-        return said
-    return msgspec.structs.replace(said, service=msgspec.structs.replace(said.service, listen=listen))
+        return config
+    return msgspec.structs.replace(config, service=msgspec.structs.replace(config.service, listen=listen))
 
 
 def _allow_open_files() -> None:
-    """As many as may be: each action that is waited for holds a connection."""
+    """Raise the limit of open files to its maximum: each client that waits for an action holds a connection."""
     import resource
 
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _log(verbose: bool) -> None:
-    told = logging.StreamHandler(sys.stderr)
-    told.setFormatter(OneLine(FORMAT))
-    logging.basicConfig(level=logging.INFO, handlers=[told])
+def _configure_logging(verbose: bool) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(OneLineFormatter(FORMAT))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("uvicorn").setLevel(logging.INFO if verbose else logging.WARNING)
     logging.getLogger("tangram").setLevel(logging.DEBUG if verbose else logging.INFO)
 
 
-def _tell(up: Up, ctx: typer.Context) -> None:
-    """On stdout, for whoever waits for it."""
+def _print_address(up: RunningService, ctx: typer.Context) -> None:
+    """Print the address on stdout, for scripts that wait for it."""
     ctx.meta[EXIT_META] = EXIT_FAILED
     typer.echo(f"{up.address}  dashboard and API; Ctrl-C stops")
     sys.stdout.flush()

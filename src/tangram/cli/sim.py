@@ -9,6 +9,7 @@ import typer
 
 from tangram.cli import options, show
 from tangram.errors import InvalidConfig
+from tangram.reports import live, terminal
 
 if TYPE_CHECKING:
     from tangram.sim.compare import Comparison, Setup
@@ -19,6 +20,8 @@ EXAMPLES = """[bold]Examples[/bold]
 tangram sim  [dim]# coding agents: today's pods against three policies[/dim]
 
 tangram sim coding --batch 512 --cores 16,32,64 --report report.html
+
+tangram sim coding --perfetto sim.json  [dim]# every action over time, for ui.perfetto.dev[/dim]
 
 tangram sim teachers --devices 16 --policies fcfs,adaptive
 
@@ -78,9 +81,10 @@ def sim(
     option: options.Options = None,
     base: Annotated[
         str | None,
-        typer.Option("--base", metavar="NAME", help="What ratios are taken against. Default: the first policy."),
+        typer.Option("--base", metavar="NAME", help="The policy that others are compared with. Default: the first."),
     ] = None,
     report: options.Report = None,
+    perfetto: options.Perfetto = None,
     record: Annotated[
         Path | None,
         typer.Option(
@@ -100,8 +104,8 @@ def sim(
     from tangram.sim.compare import Setup, compare
     from tangram.sim.report import write_comparison
 
-    work = options.work_of(workload, trace, batch, option, seeds, cores, nodes, memory_per_core, devices)
-    chosen = _usual_policies(work.first) if policies is None else options.names("policies", policies)
+    work = options.workload_request(workload, trace, batch, option, seeds, cores, nodes, memory_per_core, devices)
+    chosen = _usual_policies(work.first) if policies is None else options.parse_names("policies", policies)
     setups = [
         Setup(
             source=work.source,
@@ -118,16 +122,19 @@ def sim(
     for setup in setups:
         setup.size.pools(work.first)
     _check_record(record, knowledge)
-    options.output_files(report=report, record=record)
-    processes = options.workers_of(workers)
-    with show.progress(f"simulating {work.source.name}") as progress:
-        comparisons = compare(setups, workers=processes, keep=report is not None, record_to=record, progress=progress)
+    options.check_output_files(report=report, perfetto=perfetto, record=record)
+    processes = options.check_workers(workers)
+    keep = report is not None or perfetto is not None
+    with live.progress(f"simulating {work.source.name}") as progress:
+        comparisons = compare(setups, workers=processes, keep=keep, record_to=record, progress=progress)
     reproduce = _command(setups)
     try:
         if report is not None:
             write_comparison(report, comparisons, reproduce)
+        if perfetto is not None:
+            _write_trace(perfetto, comparisons)
     finally:
-        # Whatever becomes of the report, the numbers are told.
+        # The numbers are printed even if the report cannot be written.
         if as_json:
             _print_json(comparisons, reproduce)
         else:
@@ -135,11 +142,26 @@ def sim(
     if record is not None and not as_json:
         typer.echo(f"recorded {chosen[-1]} under seed {work.seeds[0]} in {record}")
     if report is not None and not as_json:
-        show.where_to_look(report)
+        show.print_report_path(report)
+    if perfetto is not None and not as_json:
+        show.print_trace_path(perfetto)
+
+
+def _write_trace(path: Path, comparisons: list[Comparison]) -> None:
+    """The first seed of each policy, for each size."""
+    from tangram.sim.trace_events import trace_of_results
+
+    results = {}
+    for comparison in comparisons:
+        size = f" on {comparison.setup.size.describe()}" if len(comparisons) > 1 else ""
+        for name in comparison.setup.policies:
+            if (result := comparison.kept_result(name)) is not None:
+                results[f"{name}{size}"] = result
+    trace_of_results(results).write(path)
 
 
 def _usual_policies(first: Workload) -> tuple[str, ...]:
-    """Today's pods first, where there is something to reserve pods or devices for."""
+    """The default policies, with today's pods first if the work has something to reserve."""
     from tangram.sim.size import pods_can_run
 
     if pods_can_run(first):
@@ -156,7 +178,7 @@ def _check_record(record: Path | None, knowledge: str) -> None:
 
 def _command(setups: list[Setup]) -> str:
     setup = setups[0]
-    return options.command(
+    return options.reproduce_command(
         "sim",
         setup.source,
         setup.size,
@@ -177,7 +199,7 @@ def _command(setups: list[Setup]) -> str:
 
 
 def _print(comparisons: list[Comparison]) -> None:
-    console = show.console()
+    console = terminal.stdout_console()
     for comparison in comparisons:
         console.print(_seconds_table(comparison))
         if len(comparison.setup.policies) > 1:
@@ -188,13 +210,13 @@ def _print(comparisons: list[Comparison]) -> None:
 
 
 def _seconds_table(comparison: Comparison) -> Any:
-    from tangram.reports.formatting import out_of, percent, seconds, several
+    from tangram.reports.formatting import out_of, percent, pluralize, seconds
 
     setup = comparison.setup
-    trajectories = several(round(comparison.completed(setup.policies[0])[1]), "trajectory", "trajectories")
+    trajectories = pluralize(round(comparison.completed(setup.policies[0])[1]), "trajectory", "trajectories")
     on = f"{trajectories} on {setup.size.describe()}"
-    table = show.table(
-        f"{setup.source.name}: {on}, {show.seeds(setup.seeds)}, {comparison.load.describe()} (simulated)"
+    table = terminal.table(
+        f"{setup.source.name}: {on}, {show.seeds_text(setup.seeds)}, {comparison.load.describe()} (simulated)"
     )
     table.add_column("policy", no_wrap=True)
     heads = ["mean ACT", "waiting", "p50", "p95", "p99", "step"]
@@ -212,16 +234,16 @@ def _seconds_table(comparison: Comparison) -> Any:
 
 
 def _ratio_table(comparison: Comparison) -> Any:
-    from tangram.reports.formatting import times
+    from tangram.reports.formatting import ratio_text
     from tangram.sim.compare import METRICS
 
-    table = show.table(f"times less than {comparison.base}")
+    table = terminal.table(f"times less than {comparison.base}")
     table.add_column("", no_wrap=True)
     others = [name for name in comparison.setup.policies if name != comparison.base]
     for name in others:
         table.add_column(name, justify="right", no_wrap=True)
     for metric, words in METRICS.items():
-        table.add_row(words, *(times(comparison.ratio(name, metric)).replace("[", r"\[") for name in others))
+        table.add_row(words, *(ratio_text(comparison.ratio(name, metric)).replace("[", r"\[") for name in others))
     return table
 
 
@@ -240,14 +262,14 @@ def _legend(comparison: Comparison) -> str:
 
 
 def _print_json(comparisons: list[Comparison], reproduce: str) -> None:
-    plain = [_plain(comparison) for comparison in comparisons]
-    show.as_json({"label": "simulated", "command": reproduce, "comparisons": plain})
+    plain = [_as_dict(comparison) for comparison in comparisons]
+    show.print_json({"label": "simulated", "command": reproduce, "comparisons": plain})
     for comparison in comparisons:
         if warning := comparison.warning():
             typer.echo(f"warning: {warning}", err=True)
 
 
-def _plain(comparison: Comparison) -> dict[str, Any]:
+def _as_dict(comparison: Comparison) -> dict[str, Any]:
     from tangram.sim.compare import METRICS
 
     setup = comparison.setup

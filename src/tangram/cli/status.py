@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tangram.cli import service_client, show
-from tangram.cli.options import Json
-from tangram.cli.service_client import URL, Ca, Token, TokenFile, Url
+from tangram.cli.options import Json, option_group
+from tangram.cli.service_client import ServiceTarget, parse_target
+from tangram.reports import terminal
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -16,19 +17,17 @@ tangram status --json
 """
 
 
-def status(
-    url: Url = URL, token: Token = None, token_file: TokenFile = None, ca: Ca = None, as_json: Json = False
-) -> None:
+@option_group(target=parse_target)
+def status(target: ServiceTarget, as_json: Json = False) -> None:
     """Show what a shared service is doing: pools, queue, runs and sandboxes.
 
-    With the token of a run that run alone; of others only what they hold.
+    The token of a run shows that run; of other runs only what they hold.
     """
-    target = service_client.target(url, token, token_file, ca)
-    view = service_client.view_of(target)
+    view = service_client.fetch_view(target)
     if as_json:
-        show.as_json(view)
+        show.print_json(view)
         return
-    from tangram.cli.screen import put, screen
+    from tangram.cli.screen import screen
 
-    console = show.console()
-    put(console, screen(view, target.url, console))
+    console = terminal.stdout_console()
+    terminal.print_plain(console, screen(view, target.url, console))

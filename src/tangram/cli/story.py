@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 from tangram.cli import service_client, show
-from tangram.cli.options import Json
-from tangram.cli.service_client import URL, Ca, NotThere, Token, TokenFile, Url, plain
+from tangram.cli.options import Json, option_group
+from tangram.cli.service_client import ResourceNotFound, ServiceTarget, parse_target
+from tangram.reports.printable import escape_unprintable
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -18,36 +19,39 @@ tangram story math/5160dd16a34e-2.10 --json
 """
 
 
+@option_group(target=parse_target)
 def story(
     action: Annotated[
         str,
         typer.Argument(
-            metavar="ID", help="As `tangram status` and the dashboard show it, or as the run of the token chose it."
+            metavar="ID",
+            help="The id in `tangram status` and the dashboard, or the one chosen by the run.",
         ),
     ],
-    url: Url = URL,
-    token: Token = None,
-    token_file: TokenFile = None,
-    ca: Ca = None,
+    target: ServiceTarget,
     as_json: Json = False,
 ) -> None:
-    """Tell all that happened to one action of a shared service, in order, and why it waits or how it ended."""
+    """Show the events of one action of a shared service, and why it waits or how it ended."""
     from tangram.runtime.views import Story
 
-    target = service_client.target(url, token, token_file, ca)
-    place = "/".join(service_client.part(part) for part in action.split("/"))
+    place = "/".join(service_client.quote_part(part) for part in action.split("/"))
     try:
-        found = service_client.asked(target, "GET", f"/v1/actions/{place}/story", kind=Story)
-    except NotThere:
-        id = plain(action)
-        said = f"there is no action {id}: it never was, its run is another than that of the token (the admin names the"
-        said += f" run too: RUN/{id}), or it settled too long ago"
-        raise NotThere(f"{said}; `tangram trace export` has all", retry=False) from None
+        found = service_client.request(target, "GET", f"/v1/actions/{place}/story", kind=Story)
+    except ResourceNotFound:
+        id = escape_unprintable(action)
+        message = (
+            f"there is no action {id}: it never was, its run is not that of the token (the admin names the run too:"
+        )
+        message += f" RUN/{id}), or it settled too long ago"
+        raise ResourceNotFound(f"{message}; `tangram trace export` has all", retry=False) from None
     if as_json:
-        show.as_json(found)
+        show.print_json(found)
         return
-    typer.echo(f"{plain(found.id)}  {plain(found.name)} of run {plain(found.run)}: {plain(found.status)}")
+    typer.echo(
+        f"{escape_unprintable(found.id)}  {escape_unprintable(found.name)} of run {escape_unprintable(found.run)}:"
+        f" {escape_unprintable(found.status)}"
+    )
     if found.explanation:
-        typer.echo(plain(found.explanation))
+        typer.echo(escape_unprintable(found.explanation))
     for line in found.lines:
-        typer.echo(f"{line.at_s:12.3f} s  {plain(line.text)}")
+        typer.echo(f"{line.at_s:12.3f} s  {escape_unprintable(line.text)}")

@@ -1,56 +1,103 @@
-"""`tangram token`: the runs of a shared service and their tokens.
-
-Owns no token: one is printed when it is made, alone on stdout, and never again.
-"""
+"""`tangram token`: the runs of a shared service and their tokens. A token is printed once, alone on stdout."""
 
 from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from tangram.cli import service_client, show
-from tangram.cli.options import Json
-from tangram.cli.service_client import URL, Ca, Refused, Target, Token, TokenFile, Url, plain
+from tangram.cli.options import Json, option_group
+from tangram.cli.service_client import RequestRejected, ServiceTarget, parse_target
 from tangram.errors import InvalidConfig, TangramError
+from tangram.reports import terminal
+from tangram.reports.printable import escape_unprintable
 
 if TYPE_CHECKING:
-    from tangram.runtime.wire import Caps, RunReply
+    from tangram.runtime.wire import Caps, RunReply, RunRequest
 
-app = typer.Typer(help="Make, list, change and revoke the tokens of runs (admin).", no_args_is_help=True)
+app = typer.Typer(help="Create, list, change and revoke the tokens of runs (admin).", no_args_is_help=True)
 
 EXIT_DECLINED = 1
 WEIGHT = 1.0
 
-NAMES = "1 to 40 of a-z, 0-9 and '-', the first no '-'"
-RunName = Annotated[str, typer.Argument(metavar="RUN", help=f"{NAMES}.")]
+NAME_RULE = "1 to 40 of a-z, 0-9 and '-', the first no '-'"
+RunName = Annotated[str, typer.Argument(metavar="RUN", help=f"{NAME_RULE}.")]
 Weight = Annotated[
     float | None,
-    typer.Option("--weight", metavar="W", help="What it gets of what several want, against 1 of the others."),
+    typer.Option("--weight", metavar="W", help="Share of a contended pool, relative to 1 of the other runs."),
 ]
 Sandboxes = Annotated[
     int | None,
-    typer.Option("--sandboxes", metavar="N", help="Open at once, calls of functions included. 0: as the config says."),
+    typer.Option("--sandboxes", metavar="N", help="Open sandboxes, including function calls. 0: as in the config."),
 ]
 Waiting = Annotated[
     int | None,
-    typer.Option("--waiting", metavar="N", help="Actions under way, waiting or running. 0: as the config says."),
+    typer.Option("--waiting", metavar="N", help="Actions that wait or run. 0: as in the config."),
 ]
 Running = Annotated[
     int | None,
-    typer.Option("--running", metavar="N", help="Actions that run at once; others wait. 0: as the config says."),
+    typer.Option("--running", metavar="N", help="Actions that run at once; others wait. 0: as in the config."),
 ]
 Requests = Annotated[
-    float | None, typer.Option("--requests-per-s", metavar="R", help="Over HTTP. 0: as the config says.")
+    float | None, typer.Option("--requests-per-s", metavar="R", help="HTTP requests per second. 0: as in the config.")
 ]
 Network = Annotated[
     bool | None,
     typer.Option(
-        "--network/--no-network", metavar="", help="Whether its sandboxes may have the network of the machine."
+        "--network/--no-network", metavar="", help="Whether its sandboxes may use the network of the machine."
     ),
 ]
+
+CAPS_MAX = 1e15
+
+
+class RunChanges(NamedTuple):
+    """What the options change of a run; None and absent fields stay as they are."""
+
+    weight: float | None
+    caps: dict[str, Any]
+
+    def request(self, weight: float, caps: Caps) -> RunRequest:
+        """The request that applies the changes to a run of this weight and these caps."""
+        import msgspec
+
+        from tangram.runtime.wire import RunRequest
+
+        changed = msgspec.structs.replace(caps, **self.caps)
+        return RunRequest(weight=weight if self.weight is None else self.weight, caps=changed)
+
+
+def read_changes(
+    weight: Weight = None,
+    sandboxes: Sandboxes = None,
+    waiting: Waiting = None,
+    running: Running = None,
+    requests_per_s: Requests = None,
+    network: Network = None,
+) -> RunChanges:
+    """Read the options that `create` and `change` share; 0 removes a cap. Raises InvalidConfig."""
+    if weight is not None and not 0.0 < weight < 1e9:
+        raise InvalidConfig("weight", weight, "a number above 0 and below 1e9")
+    options = {
+        "sandboxes_max": ("sandboxes", sandboxes),
+        "waiting_max": ("waiting", waiting),
+        "running_max": ("running", running),
+        "requests_per_s": ("requests-per-s", requests_per_s),
+    }
+    caps: dict[str, Any] = {}
+    for field, (option, value) in options.items():
+        if value is None:
+            continue
+        if not 0 <= value < CAPS_MAX:
+            raise InvalidConfig(option, value, "a number above 0, or 0 for the value of the config")
+        caps[field] = value or None
+    if network is not None:
+        caps["network"] = network
+    return RunChanges(weight, caps)
+
 
 CREATE = """[bold]Examples[/bold]
 
@@ -64,94 +111,84 @@ CHANGE = """[bold]Examples[/bold]
 
 tangram token change math --weight 3
 
-tangram token change math --running 8 --sandboxes 0  [dim]# 0: as the config says[/dim]
+tangram token change math --running 8 --sandboxes 0  [dim]# 0: as in the config[/dim]
 """
 REVOKE = """[bold]Examples[/bold]
 
 tangram token revoke math
 
-tangram token revoke math --yes  [dim]# asks nothing[/dim]
+tangram token revoke math --yes  [dim]# without confirmation[/dim]
 """
 
 
 @app.command("create", epilog=CREATE)
+@option_group(changes=read_changes, target=parse_target)
 def create(
     run: RunName,
-    weight: Weight = None,
-    sandboxes: Sandboxes = None,
-    waiting: Waiting = None,
-    running: Running = None,
-    requests_per_s: Requests = None,
-    network: Network = None,
-    url: Url = URL,
-    token: Token = None,
-    token_file: TokenFile = None,
-    ca: Ca = None,
+    changes: RunChanges,
+    target: ServiceTarget,
     as_json: Json = False,
 ) -> None:
-    """Make a run, and print its token: alone on stdout, and only this once.
+    """Create a run and print its token, alone on stdout and only once.
 
-    Only a hash of it is kept. Who has lost it gets another one with `tangram token renew`.
+    The service keeps only a hash of it. If it is lost, `tangram token renew` replaces it.
     """
-    from tangram.runtime.wire import Caps, RunReply, RunRequest
+    from tangram.runtime.wire import Caps, RunReply
 
     _check_name(run)
-    target = service_client.target(url, token, token_file, ca)
-    caps = _changed(Caps(), sandboxes, waiting, running, requests_per_s, network)
-    record = RunRequest(weight=_weight(weight, WEIGHT), caps=caps)
+    record = changes.request(WEIGHT, Caps())
     try:
-        made = service_client.asked(target, "POST", f"/v1/runs/{service_client.part(run)}", record, RunReply)
-    except Refused as error:
+        reply = service_client.request(target, "POST", f"/v1/runs/{service_client.quote_part(run)}", record, RunReply)
+    except RequestRejected as error:
         if error.fault.limit != "run_exists":
             raise
-        said = f"there is a run {run}, and its token cannot be shown again"
         raise TangramError(
-            f"{said}: use `tangram token renew {run}` for another one, or `token change {run}`"
+            f"there is a run {run}, and its token cannot be shown again: use `tangram token renew {run}` for another"
+            f" one, or `token change {run}`"
         ) from None
     if as_json:
-        show.as_json(made)
+        show.print_json(reply)
         return
-    typer.echo(plain(made.token))
-    said = f"run {run} is made, with weight {made.weight:g}; this is its token, which nobody can show again."
-    typer.echo(f"{said} Its training uses it as: export TANGRAM_TOKEN=...", err=True)
+    typer.echo(escape_unprintable(reply.token))
+    typer.echo(
+        f"run {run} is created, with weight {reply.weight:g}; this is its token, which cannot be shown again."
+        " Its training uses it as: export TANGRAM_TOKEN=...",
+        err=True,
+    )
 
 
 @app.command("renew", epilog=RENEW)
+@option_group(target=parse_target)
 def renew(
     run: RunName,
-    url: Url = URL,
-    token: Token = None,
-    token_file: TokenFile = None,
-    ca: Ca = None,
+    target: ServiceTarget,
     as_json: Json = False,
 ) -> None:
-    """Give a run another token, and print it: the old one is void from now on, and all that the run has stays."""
+    """Replace the token of a run and print it. The old one is void at once; sandboxes and actions continue."""
     from tangram.runtime.wire import RunReply
 
     _check_name(run)
-    target = service_client.target(url, token, token_file, ca)
-    made = service_client.asked(target, "POST", f"/v1/runs/{service_client.part(run)}/token", None, RunReply)
+    reply = service_client.request(target, "POST", f"/v1/runs/{service_client.quote_part(run)}/token", None, RunReply)
     if as_json:
-        show.as_json(made)
+        show.print_json(reply)
         return
-    typer.echo(plain(made.token))
-    typer.echo(f"this is the token of run {run} from now on; the one before is void.", err=True)
+    typer.echo(escape_unprintable(reply.token))
+    typer.echo(f"this is the new token of run {run}; the old one is void.", err=True)
 
 
 @app.command("list", epilog=LIST)
-def list_runs(
-    url: Url = URL, token: Token = None, token_file: TokenFile = None, ca: Ca = None, as_json: Json = False
-) -> None:
-    """List the runs that have a token, with what each may have."""
-    found = _runs(service_client.target(url, token, token_file, ca))
+@option_group(target=parse_target)
+def list_runs(target: ServiceTarget, as_json: Json = False) -> None:
+    """List the runs that have a token, with their weights and caps."""
+    found = _runs(target)
     if as_json:
-        show.as_json(found)
+        show.print_json(found)
         return
-    console = show.console()
+    console = terminal.stdout_console()
     if not found:
-        console.print("no run has a token; make one with: tangram token create RUN", highlight=False, markup=False)
+        console.print("no run has a token; create one with: tangram token create RUN", highlight=False, markup=False)
         return
-    table = show.table("runs with a token; a dash: as the config says")
+    table = terminal.table("runs with a token; a dash: as in the config")
     table.add_column("run", no_wrap=True)
     for head in ("weight", "sandboxes", "waiting", "running", "requests per s", "network", "made"):
         table.add_column(head, justify="right" if head != "made" else "left")
@@ -160,143 +197,102 @@ def list_runs(
         numbers = (caps.sandboxes_max, caps.waiting_max, caps.running_max, caps.requests_per_s)
         cells = ["-" if number is None else f"{number:,}" for number in numbers]
         network = {None: "-", True: "yes", False: "no"}[caps.network]
-        made = f"{_day(run.made_at)}, not quite ended: revoke it again" if run.ending else _day(run.made_at)
-        table.add_row(plain(run.name), f"{run.weight:g}", *cells, network, made)
+        made = (
+            f"{_format_time(run.made_at)}, still ending: revoke it again" if run.ending else _format_time(run.made_at)
+        )
+        table.add_row(escape_unprintable(run.name), f"{run.weight:g}", *cells, network, made)
     console.print(table, markup=False, highlight=False, emoji=False)
 
 
 @app.command("change", epilog=CHANGE)
+@option_group(changes=read_changes, target=parse_target)
 def change(
     run: RunName,
-    weight: Weight = None,
-    sandboxes: Sandboxes = None,
-    waiting: Waiting = None,
-    running: Running = None,
-    requests_per_s: Requests = None,
-    network: Network = None,
-    url: Url = URL,
-    token: Token = None,
-    token_file: TokenFile = None,
-    ca: Ca = None,
+    changes: RunChanges,
+    target: ServiceTarget,
     as_json: Json = False,
 ) -> None:
-    """Change the weight or the caps of a run; what is not said stays. Its token stays the same."""
-    from tangram.runtime.wire import RunReply, RunRequest
+    """Change the weight or caps of a run. Its token and everything else stay the same."""
+    from tangram.runtime.wire import RunReply
 
-    if all(value is None for value in (weight, sandboxes, waiting, running, requests_per_s, network)):
-        raise InvalidConfig("change", run, "at least one thing to change, such as --weight 2")
-    target = service_client.target(url, token, token_file, ca)
+    if changes.weight is None and not changes.caps:
+        raise InvalidConfig("change", run, "at least one change, such as --weight 2")
     before = next((each for each in _runs(target) if each.name == run), None)
     if before is None:
         raise InvalidConfig("run", run, "a run that has a token; `tangram token list` shows them")
-    caps = _changed(before.caps, sandboxes, waiting, running, requests_per_s, network)
-    record = RunRequest(weight=_weight(weight, before.weight), caps=caps)
-    after = service_client.asked(target, "PATCH", f"/v1/runs/{service_client.part(run)}", record, RunReply)
+    record = changes.request(before.weight, before.caps)
+    after = service_client.request(target, "PATCH", f"/v1/runs/{service_client.quote_part(run)}", record, RunReply)
     if as_json:
-        show.as_json(after)
+        show.print_json(after)
         return
-    typer.echo(f"{run}: weight {after.weight:g}{_told(after.caps)}")
+    typer.echo(f"{run}: weight {after.weight:g}{_caps_text(after.caps)}")
 
 
 @app.command("revoke", epilog=REVOKE)
+@option_group(target=parse_target)
 def revoke(
     run: RunName,
-    yes: Annotated[bool, typer.Option("--yes", metavar="", help="Do it without asking.")] = False,
-    url: Url = URL,
-    token: Token = None,
-    token_file: TokenFile = None,
-    ca: Ca = None,
+    target: ServiceTarget,
+    yes: Annotated[bool, typer.Option("--yes", metavar="", help="Skip the confirmation.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Revoke the token of a run, and end all that it has: its actions are cancelled, its sandboxes are deleted."""
+    """Revoke the token of a run, cancel its actions and delete its sandboxes."""
     _check_name(run)
-    target = service_client.target(url, token, token_file, ca)
     if not yes:
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
-            raise TangramError(f"revoking {plain(run)} ends all that it has: say --yes, as nobody is here to be asked")
-        if not typer.confirm(f"{_what_ends(target, run)} Revoke {plain(run)}?", err=True):
+            raise TangramError(
+                f"revoking {escape_unprintable(run)} ends its actions and sandboxes: confirm it with --yes, as there is"
+                " no terminal"
+            )
+        if not typer.confirm(f"{_revocation_effects(target, run)} Revoke {escape_unprintable(run)}?", err=True):
             typer.echo("nothing was changed", err=True)
             raise typer.Exit(EXIT_DECLINED)
-    service_client.asked(target, "DELETE", f"/v1/runs/{service_client.part(run)}")
+    service_client.request(target, "DELETE", f"/v1/runs/{service_client.quote_part(run)}")
     if as_json:
-        show.as_json({"revoked": run})
+        show.print_json({"revoked": run})
     else:
-        typer.echo(f"{run}: its token is no longer taken, and all that it had has ended")
+        typer.echo(f"{run}: its token is void, its actions and sandboxes have ended")
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------
 
 
 def _check_name(run: str) -> None:
-    """Before it becomes a part of an address, where another name could mean something else."""
+    """Raise InvalidConfig for a name that would change the meaning of the URL path."""
     from tangram.runtime.wire import RUN
 
     if not RUN.fullmatch(run):
-        raise InvalidConfig("run", run, NAMES)
+        raise InvalidConfig("run", run, NAME_RULE)
 
 
-def _runs(target: Target) -> list[RunReply]:
+def _runs(target: ServiceTarget) -> list[RunReply]:
     from tangram.runtime.wire import RunsReply
 
-    found = service_client.asked(target, "GET", "/v1/runs", kind=RunsReply)
+    found = service_client.request(target, "GET", "/v1/runs", kind=RunsReply)
     assert isinstance(found, RunsReply)
     return found.runs
 
 
-def _what_ends(target: Target, run: str) -> str:
-    from tangram.reports.formatting import several
+def _revocation_effects(target: ServiceTarget, run: str) -> str:
+    from tangram.reports.formatting import pluralize
 
-    view = service_client.view_of(target)
+    view = service_client.fetch_view(target)
     found = next((each for each in view.runs if each.name == run), None)
     if found is None or not (found.waiting or found.running or found.sandboxes):
-        return "It has nothing under way."
+        return "It has no actions or sandboxes."
     actions = found.waiting + found.running
-    boxes = several(found.sandboxes, "sandbox", "sandboxes")
-    return f"It has {several(actions, 'action')} under way and {boxes}, which end."
+    boxes = pluralize(found.sandboxes, "sandbox", "sandboxes")
+    return f"It has {pluralize(actions, 'action')} under way and {boxes}, which end."
 
 
-def _weight(said: float | None, before: float) -> float:
-    if said is not None and not 0.0 < said < 1e9:
-        raise InvalidConfig("weight", said, "a number above 0 and below 1e9")
-    return before if said is None else said
-
-
-def _changed(
-    caps: Caps,
-    sandboxes: int | None,
-    waiting: int | None,
-    running: int | None,
-    requests_per_s: float | None,
-    network: bool | None,
-) -> Caps:
-    """With what was said; 0 takes a cap away."""
+def _caps_text(caps: Caps) -> str:
     import msgspec
 
-    said: dict[str, Any] = {
-        "sandboxes_max": ("sandboxes", sandboxes),
-        "waiting_max": ("waiting", waiting),
-        "running_max": ("running", running),
-        "requests_per_s": ("requests-per-s", requests_per_s),
-    }
-    new: dict[str, Any] = {}
-    for field, (option, value) in said.items():
-        if value is None:
-            continue
-        if not 0 <= value < 1e15:
-            raise InvalidConfig(option, value, "a number above 0, or 0: as the config says")
-        new[field] = value or None
-    if network is not None:
-        new["network"] = network
-    return msgspec.structs.replace(caps, **new)
+    caps_set = {name: value for name, value in msgspec.structs.asdict(caps).items() if value is not None}
+    if caps.network is not None:
+        caps_set["network"] = "yes" if caps.network else "no"
+    return "".join(f", {name} {value}" for name, value in caps_set.items())
 
 
-def _told(caps: Caps) -> str:
-    import msgspec
-
-    said = {name: value for name, value in msgspec.structs.asdict(caps).items() if value is not None}
-    words = [f"{name} {'yes' if value is True else 'no' if value is False else value}" for name, value in said.items()]
-    return "".join(f", {each}" for each in words)
-
-
-def _day(at: float) -> str:
+def _format_time(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))

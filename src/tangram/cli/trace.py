@@ -1,4 +1,4 @@
-"""`tangram trace`: get a trace of a shared service, and look into one."""
+"""`tangram trace`: download the trace of a shared service, and inspect traces."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
-from tangram.cli import options, service_client, show
-from tangram.cli.options import Json
-from tangram.cli.service_client import URL, Ca, Connection, Target, Token, TokenFile, Url
+from tangram.cli import options, show
+from tangram.cli.options import Json, option_group
+from tangram.cli.service_client import ServiceConnection, ServiceTarget, parse_target
 from tangram.errors import InvalidConfig
+from tangram.reports import live, terminal
 
 if TYPE_CHECKING:
-    from tangram.sim.trace_summary import RunTime, Survey
+    from tangram.sim.trace_summary import RunTime, TraceSummary
 
-app = typer.Typer(help="Get the trace of a shared service, and look into one.", no_args_is_help=True)
+app = typer.Typer(help="Download the trace of a shared service; inspect traces.", no_args_is_help=True)
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace that --record or `trace export` wrote.")]
 
@@ -28,63 +29,60 @@ tangram trace export live.jsonl --url https://tangram.example:7433 --token-file 
 
 
 @app.command("export", epilog=EXPORT)
+@option_group(target=parse_target)
 def export(
     file: Annotated[
         Path,
         typer.Argument(
             metavar="FILE",
-            help="Where to write it. It appears when it is whole, in place of what was there. Its folder is made.",
+            help="The file to write, replaced atomically at the end. Its folder is made.",
         ),
     ],
-    url: Url = URL,
-    token: Token = None,
-    token_file: TokenFile = None,
-    ca: Ca = None,
+    target: ServiceTarget,
     as_json: Json = False,
 ) -> None:
     """Download the trace of a running service, from its start until now (admin).
 
-    `tangram sim` and `tangram plan` play it: would fewer cores have done?
+    `tangram sim` and `tangram plan` simulate it, for example to see whether fewer cores are enough.
     """
     import asyncio
     import shlex
 
-    target = service_client.target(url, token, token_file, ca)
-    options.output_files(file=file)
+    options.check_output_files(file=file)
     size, lines = asyncio.run(_download(target, file))
     if as_json:
-        show.as_json({"file": str(file), "bytes": size, "lines": lines})
+        show.print_json({"file": str(file), "bytes": size, "lines": lines})
         return
     name = shlex.quote(str(file))
-    typer.echo(f"{file}: {lines:,} lines, {size / (1 << 20):,.1f} MiB\nwhat to do with it:")
-    for verb, what in NEXT.items():
+    typer.echo(f"{file}: {lines:,} lines, {size / (1 << 20):,.1f} MiB\ncommands for it:")
+    for verb, what in NEXT_COMMANDS.items():
         typer.echo(f"  {f'tangram {verb} {name}':<{24 + len(name)}} # {what}")
 
 
-NEXT = {
-    "sim --trace": "how other policies would have done",
-    "plan --trace": "how few cores would have done",
-    "trace show": "what it holds, and where the time went",
+NEXT_COMMANDS = {
+    "sim --trace": "other policies on the same work",
+    "plan --trace": "the fewest cores that are enough",
+    "trace show": "its contents, and where the time went",
 }
 
 
-async def _download(target: Target, path: Path) -> tuple[int, int]:
-    """Its bytes and lines."""
-    from tangram.files.atomic_file import whole_file
+async def _download(target: ServiceTarget, path: Path) -> tuple[int, int]:
+    """Download the trace; return its bytes and lines."""
+    from tangram.files.atomic_file import atomic_write
 
-    with show.progress("downloading the trace", unit="") as tell, whole_file("file", path) as file:
+    with live.progress("downloading the trace", unit="") as tell, atomic_write("file", path) as file:
 
-        def told(done: int, total: int) -> None:
+        def report(done: int, total: int) -> None:
             if tell is not None:
                 tell(done, total, f"{done / (1 << 20):,.1f} of {total / (1 << 20):,.1f} MiB")
 
-        async with Connection(target) as connection:
-            counted = _Lines(file)
-            size = await connection.download("/v1/trace", counted.write, told)
+        async with ServiceConnection(target) as connection:
+            counted = _LineCounter(file)
+            size = await connection.download("/v1/trace", counted.write, report)
     return size, counted.count
 
 
-class _Lines:
+class _LineCounter:
     """Counts lines on their way into a file."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -107,14 +105,14 @@ def story(
     ],
     as_json: Json = False,
 ) -> None:
-    """Tell all that happened to one action, in order."""
+    """Show the events of one action, in order."""
     from tangram.core.messages import Submit
     from tangram.core.trace import describe, mentions
-    from tangram.runtime.trace_recorder import opened
+    from tangram.runtime.trace_recorder import open_trace
 
     found: list[Any] = []
     ids: list[str] = []
-    with opened(file) as (_, lines):
+    with open_trace(file) as (_, lines):
         for line in lines:
             if mentions(line.message, action):
                 found.append(line)
@@ -123,7 +121,7 @@ def story(
     if not found:
         raise InvalidConfig("action", action, f"the id of an action in {file}{_nearest(action, ids)}")
     if as_json:
-        show.as_json(found)
+        show.print_json(found)
         return
     for line in found:
         typer.echo(describe(line.t, line.message))
@@ -138,18 +136,18 @@ def _nearest(action: str, ids: list[str]) -> str:
 
 @app.command("show", epilog="[bold]Example[/bold]\n\ntangram trace show run.jsonl")
 def show_trace(file: File, as_json: Json = False) -> None:
-    """Show what a trace holds, and where the time of each run went."""
-    from tangram.sim.trace_summary import survey
+    """Show the contents of a trace, and where the time of each run went."""
+    from tangram.sim.trace_summary import summarize
 
-    found = survey(file)
+    found = summarize(file)
     if as_json:
-        show.as_json(found)
+        show.print_json(found)
         return
     _print(file, found)
 
 
-def _print(file: Path, found: Survey) -> None:
-    console = show.console()
+def _print(file: Path, found: TraceSummary) -> None:
+    console = terminal.stdout_console()
     counts = ", ".join(f"{count:,} {name}" for name, count in sorted(found.messages.items()))
     pools = ", ".join(f"{name} {total:,}" for name, total in found.pools.items())
     lines = [
@@ -160,7 +158,7 @@ def _print(file: Path, found: Survey) -> None:
         f"actions  {sum(run.actions for run in found.runs):,}, of which {found.unsettled:,} never settled",
     ]
     console.print("\n".join(lines), highlight=False, markup=False)
-    table = show.table("where the time went, in seconds over all trajectories")
+    table = terminal.table("where the time went, in seconds over all trajectories")
     kinds = list(dict.fromkeys(kind for run in found.runs for kind in run.waiting_s))
     table.add_column("run")
     heads = ["trajectories", "actions", "thinking", *(f"waiting: {kind}" for kind in kinds), "executing", "overhead"]
@@ -193,7 +191,7 @@ def replay_trace(file: File, as_json: Json = False) -> None:
 
     found = replay(file)
     if as_json:
-        show.as_json(found)
+        show.print_json(found)
     elif found.difference is None:
         typer.echo(f"the same: {found.events:,} events bring the same {found.effects:,} effects under {found.policy}")
     else:

@@ -21,25 +21,33 @@ import typer
 from tangram.cli import options, show
 from tangram.cli.options import Json
 from tangram.errors import InvalidConfig, InvalidInput, InvariantError, TangramError
-from tangram.reports.printable import plain
-from tangram.rl.observe.rollout_progress import duration
-from tangram.rl.train.records import AnyLine, Began, Evaluated, Over, Trained, Warmed, dropped_in, noticed_in
+from tangram.reports import terminal
+from tangram.reports.formatting import duration
+from tangram.reports.printable import escape_unprintable
+from tangram.rl.train.records import (
+    AnyMetricsLine,
+    Evaluated,
+    RunBegan,
+    RunEnded,
+    Trained,
+    WarmStartChecked,
+    dropped_groups,
+    notice_of,
+)
 
 if TYPE_CHECKING:
     from tangram.rl.config.training_settings import TrainSettings
     from tangram.rl.inference.affinity import Binding
-    from tangram.rl.train.records import AnyLine
-if TYPE_CHECKING:
-    from tangram.rl.config.training_settings import TrainSettings
+    from tangram.rl.observe.training_progress import TrainingProgress
 
-RUNS = Path("build/runs")
+RUNS_FOLDER = Path("build/runs")
 EXIT_FAILED = 1
 
 EXAMPLES = """[bold]Examples[/bold]
 
 tangram train examples/multitask.toml
 
-tangram train examples/multitask.toml --explain  [dim]# what would be run, and who serves whom; nothing is started[/dim]
+tangram train examples/multitask.toml --explain  [dim]# print the plan, start nothing[/dim]
 
 tangram train examples/multitask.toml --set training.staleness=2 --set tasks.frozenlake.weight=2 --out build/runs/a2
 
@@ -54,32 +62,32 @@ def train(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", metavar="RUN", help=f"The folder of the run. Default: {RUNS}/ and the name of the config."
+            "--out", metavar="RUN", help=f"The folder of the run. Default: {RUNS_FOLDER}/ and the name of the config."
         ),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", metavar="", help="Go on with the run in that folder, from its last checkpoint.")
+        bool, typer.Option("--resume", metavar="", help="Resume the run in the folder from its last checkpoint.")
     ] = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh", metavar="", help="Delete the run in that folder first, and begin anew.")
+        bool, typer.Option("--fresh", metavar="", help="Delete the run in the folder first, and start again.")
     ] = False,
     changes: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Instead of what the config says, such as training.staleness=2, tasks.NAME.weight=2 or"
-            " engines.0.count=2; several may be given.",
+            help="Override a key of the config, such as training.staleness=2, tasks.NAME.weight=2 or engines.0.count=2;"
+            " several may be given.",
         ),
     ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", metavar="", help="Say what would be run, and start nothing.")
+        bool, typer.Option("--explain", metavar="", help="Print what would run, and start nothing.")
     ] = False,
     steps: Annotated[
-        int | None, typer.Option("--steps", metavar="N", min=1, help="Instead of training.steps of the config.")
+        int | None, typer.Option("--steps", metavar="N", min=1, help="Override training.steps of the config.")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option("--seed", metavar="N", min=0, help="Instead of that of the config.")
+        int | None, typer.Option("--seed", metavar="N", min=0, help="Override the seed of the config.")
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", metavar="", help="No live view.")] = False,
     as_json: Json = False,
@@ -87,34 +95,36 @@ def train(
         Path | None,
         typer.Option("--report", metavar="FILE", help="Write the report there. Default: report.html in the run."),
     ] = None,
+    perfetto: options.Perfetto = None,
 ) -> None:
     """Train a policy on the tasks of a config by reinforcement learning.
 
-    While it runs, a live view shows rewards, held-out scores, throughput and staleness. Ctrl-C finishes the step that
-    is under way, saves it and says how to go on; a second one does not wait for it.
+    While it runs, a live view shows rewards, held-out scores, throughput and staleness. Ctrl-C finishes and saves the
+    current step and prints how to resume; a second Ctrl-C does not wait for it.
     """
-    from tangram.cli.training_config import look_beside
+    from tangram.cli.training_config import add_config_folders
 
     if resume and fresh:
         raise InvalidConfig("--fresh", True, "either --resume or --fresh")
     settings = _settings(config, changes or [], steps, seed)
-    folder = out if out is not None else RUNS / config.stem
-    modules = look_beside(config)
+    folder = out if out is not None else RUNS_FOLDER / config.stem
+    modules = add_config_folders(config)
     binding = _binding(config, settings)
     if explain:
         _explain(binding, settings, folder, as_json=as_json)
         return
     again = _command(config, out, changes or [], steps, seed)
-    if report is not None:
-        options.output_files(report=report)
-    _require_place(folder, again, resume=resume, fresh=fresh)
+    options.check_output_files(report=report, perfetto=perfetto)
+    _require_folder(folder, again, resume=resume, fresh=fresh)
     try:
         ended = asyncio.run(_run(settings, folder, modules, resume=resume, quiet=quiet or as_json))
     except InvalidInput:
         if not resume:
-            _delete_unbegun(folder)
+            _delete_unstarted(folder)
         raise
-    _say(ended, settings, folder, report, again, as_json=as_json)
+    _print_end(ended, settings, folder, report, again, as_json=as_json)
+    if perfetto is not None:
+        _write_trace(folder, perfetto, as_json=as_json)
     if ended.code:
         raise typer.Exit(ended.code)
 
@@ -122,22 +132,22 @@ def train(
 def _settings(config: Path, changes: list[str], steps: int | None, seed: int | None) -> TrainSettings:
     import msgspec
 
-    from tangram.cli.training_config import load_with
+    from tangram.cli.training_config import load_config
     from tangram.rl.config.training_settings import TrainSettings
 
-    settings = load_with(TrainSettings, config, changes)
+    settings = load_config(TrainSettings, config, changes)
     if steps is not None:
         settings = msgspec.structs.replace(settings, training=msgspec.structs.replace(settings.training, steps=steps))
     return settings if seed is None else msgspec.structs.replace(settings, seed=seed)
 
 
 def _binding(config: Path, settings: TrainSettings) -> Binding:
-    """Raises InvalidConfig for all that is seen to be wrong before anything is started."""
+    """Bind engines to tasks. Raises InvalidConfig for every error that is found before anything is started."""
     from tangram.rl.inference.affinity import explain
     from tangram.rl.rollout.assembly import require_playable
     from tangram.rl.train.pipeline import require_trainable
 
-    with options.about(config):
+    with options.config_errors_in(config):
         require_playable(settings)
         require_trainable(settings)
         _require_functions(settings)
@@ -145,7 +155,7 @@ def _binding(config: Path, settings: TrainSettings) -> Binding:
 
 
 def _require_functions(settings: TrainSettings) -> None:
-    """Raises InvalidConfig for a loss or an advantage of one's own that cannot be found."""
+    """Raises InvalidConfig for a custom loss or advantage that cannot be imported."""
     own = settings.objective
     if ":" in own.loss or ":" in own.advantage:
         from tangram.rl.model.objective import advantage_named, loss_named
@@ -157,17 +167,17 @@ def _require_functions(settings: TrainSettings) -> None:
 def _explain(binding: Binding, settings: TrainSettings, folder: Path, *, as_json: bool) -> None:
     import msgspec
 
-    from tangram.cli.train_plan import lines, planned
+    from tangram.cli.train_plan import build_plan, plan_lines
 
-    plan = planned(settings, folder)
+    plan = build_plan(settings, folder)
     if as_json:
-        show.as_json({**plan, "binding": msgspec.to_builtins(binding)})
+        show.print_json({**plan, "binding": msgspec.to_builtins(binding)})
     else:
-        typer.echo("\n".join([*lines(plan), "", *binding.lines()]))
+        typer.echo("\n".join([*plan_lines(plan), "", *binding.lines()]))
 
 
 def _command(config: Path, out: Path | None, changes: list[str], steps: int | None, seed: int | None) -> str:
-    """That goes on with this run."""
+    """The command that resumes this run."""
     words = ["tangram", "train", str(config), *(["--out", str(out)] if out is not None else [])]
     words += [word for change in changes for word in ("--set", change)]
     words += ["--steps", str(steps)] if steps is not None else []
@@ -178,8 +188,8 @@ def _command(config: Path, out: Path | None, changes: list[str], steps: int | No
 # ---- the folder -----------------------------------------------------------------------------------------------------
 
 
-def _require_place(folder: Path, again: str, *, resume: bool, fresh: bool) -> None:
-    """Raises InvalidConfig, if there is a run and none is expected, or the other way round."""
+def _require_folder(folder: Path, again: str, *, resume: bool, fresh: bool) -> None:
+    """Raises InvalidConfig if there is a run and none is expected, or the reverse."""
     from tangram.rl.runs.run_folder import METRICS, SETTINGS
 
     _require_writable(folder, make=not resume)
@@ -189,7 +199,7 @@ def _require_place(folder: Path, again: str, *, resume: bool, fresh: bool) -> No
     if not resume and there:
         if not fresh:
             expected = f"a folder without a run. Go on with the one in it: {again}; or begin another with --out RUN;"
-            raise InvalidConfig("--out", str(folder), f"{expected} or delete it and begin anew with --fresh")
+            raise InvalidConfig("--out", str(folder), f"{expected} or delete it and start again with --fresh")
         _delete(folder)
 
 
@@ -208,7 +218,7 @@ def _require_writable(folder: Path, *, make: bool) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """The run in it, and nothing else that lies there. Raises InvalidConfig, if somebody trains in it."""
+    """Delete the run in a folder, and no other files. Raises InvalidConfig if another process trains in it."""
     from tangram.rl.runs.run_folder import (
         CHECKPOINTS,
         METRICS,
@@ -227,24 +237,24 @@ def _delete(folder: Path) -> None:
             stack.enter_context(open_run(folder, read_settings(folder), resume=True))
         except InvalidConfig as error:
             if error.field == "folder" and (folder / SETTINGS).is_file():
-                raise  # somebody works in it; whatever else is wrong with it goes with it
+                raise  # another process has it open; any other defect is deleted with the run
         for name in (CHECKPOINTS, SAMPLES, TENSORBOARD):
             shutil.rmtree(folder / name, ignore_errors=True)
         for name in (METRICS, MODULES, REPORT, OWNER, SETTINGS):
             (folder / name).unlink(missing_ok=True)
 
 
-def _delete_unbegun(folder: Path) -> None:
-    """What was made for a run that could not begin, so that it can once it is repaired."""
+def _delete_unstarted(folder: Path) -> None:
+    """Delete the folder of a run that could not start, so that the repaired config can."""
     from tangram.rl.runs.metrics_log import read_metrics
     from tangram.rl.runs.run_folder import METRICS
-    from tangram.rl.train.records import REACHED
+    from tangram.rl.train.records import PROGRESS_LINES
 
     path = folder / METRICS
     with suppress(InvalidInput, OSError):
         if path.exists():
-            if any(isinstance(line, REACHED) for line in read_metrics(path)):
-                return  # there is a run: somebody else's
+            if any(isinstance(line, PROGRESS_LINES) for line in read_metrics(path)):
+                return  # the run of another process
             _delete(folder)
         folder.rmdir()
 
@@ -252,63 +262,72 @@ def _delete_unbegun(folder: Path) -> None:
 # ---- running --------------------------------------------------------------------------------------------------------
 
 
-class Ended(NamedTuple):
+class TrainingExit(NamedTuple):
     code: int
     cause: str
     """`steps`, `seconds`, `interrupted`, or what went wrong."""
-    repairable: bool = True
-    """Whether the same command may go on with it: what is wrong with the config or with all checkpoints it would find
-    wrong again."""
+    is_resumable: bool = True
+    """Whether the same command can resume it; false if the config or all checkpoints are invalid."""
 
 
-async def _run(settings: TrainSettings, folder: Path, modules: tuple[str, ...], *, resume: bool, quiet: bool) -> Ended:
-    """Until it is over or stopped. Raises InvalidInput for what has to be changed before it can begin, and
-    InvariantError."""
-    from tangram.cli.train import NORMAL
+async def _run(
+    settings: TrainSettings, folder: Path, modules: tuple[str, ...], *, resume: bool, quiet: bool
+) -> TrainingExit:
+    """Run until the end or a signal. Raises InvalidInput for input that prevents a start, and InvariantError."""
     from tangram.rl.observe.training_progress import TrainingProgress
     from tangram.rl.runs.checkpoints import NoCheckpoint
     from tangram.rl.train.pipeline import train
-    from tangram.rl.train.records import REACHED
+    from tangram.rl.train.records import PROGRESS_LINES
 
     view = TrainingProgress(settings, quiet=quiet)
     begun = False
 
-    def tell(line: AnyLine) -> None:
+    def on_line(line: AnyMetricsLine) -> None:
         nonlocal begun
-        begun = begun or resume or isinstance(line, REACHED)
-        view.tell(line)
+        begun = begun or resume or isinstance(line, PROGRESS_LINES)
+        view.on_line(line)
 
     with view:
         running = asyncio.ensure_future(
-            train(settings, folder, resume=resume, modules=modules, tell=tell, progress=view.starting, watch=view)
+            train(
+                settings,
+                folder,
+                resume=resume,
+                modules=modules,
+                on_line=on_line,
+                progress=view.on_startup,
+                observer=view,
+            )
         )
-        stopped = _Stopping(running, view)
+        stopped = _StopSignals(running, view)
         with stopped:
             try:
                 over = await running
             except asyncio.CancelledError:
-                if stopped.by is None:
+                if stopped.signal_number is None:
                     raise
-                return Ended(128 + stopped.by, "interrupted")
+                return TrainingExit(128 + stopped.signal_number, "interrupted")
             except InvariantError:
                 raise
             except TangramError as error:
                 if isinstance(error, InvalidInput) and not begun:
                     raise
-                return Ended(EXIT_FAILED, str(error), repairable=not isinstance(error, InvalidConfig | NoCheckpoint))
-    if stopped.by is not None:
-        return Ended(128 + stopped.by, "interrupted")
-    return Ended(0 if over.cause in NORMAL else EXIT_FAILED, over.cause)
+                return TrainingExit(
+                    EXIT_FAILED, str(error), is_resumable=not isinstance(error, InvalidConfig | NoCheckpoint)
+                )
+    if stopped.signal_number is not None:
+        return TrainingExit(128 + stopped.signal_number, "interrupted")
+    return TrainingExit(0 if over.cause in NORMAL_CAUSES else EXIT_FAILED, over.cause)
 
 
-class _Stopping:
-    """Ctrl-C and SIGTERM end the run in its own way: by cancelling it, once more for each further signal."""
+class _StopSignals:
+    """Cancels the run on Ctrl-C and SIGTERM, once more for each further signal."""
 
-    def __init__(self, running: asyncio.Future[Any], view: Any) -> None:
-        self.by: int | None = None
+    def __init__(self, running: asyncio.Future[Any], view: TrainingProgress) -> None:
+        self.signal_number: int | None = None
         self._running, self._view = running, view
 
-    def __enter__(self) -> _Stopping:
+    def __enter__(self) -> _StopSignals:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop, number)
@@ -322,20 +341,19 @@ class _Stopping:
     def _stop(self, number: int) -> None:
         from tangram.rl.train.records import Noticed
 
-        if self.by is None:
-            self.by = number
-            text = f"{self._view.stopping()}; once more stops it at once"
-            self._view.tell(Noticed(at_s=self._view.elapsed_s(), kind=signal.Signals(number).name, text=text))
+        if self.signal_number is None:
+            self.signal_number = number
+            text = f"{self._view.stop_text()}; once more stops it at once"
+            self._view.on_line(Noticed(at_s=self._view.elapsed_s(), kind=signal.Signals(number).name, text=text))
         self._running.cancel()
 
 
 # ---- the end --------------------------------------------------------------------------------------------------------
 
 
-def _say(
-    ended: Ended, settings: TrainSettings, folder: Path, report: Path | None, again: str, *, as_json: bool
+def _print_end(
+    ended: TrainingExit, settings: TrainSettings, folder: Path, report: Path | None, again: str, *, as_json: bool
 ) -> None:
-    from tangram.cli.train import print_places, print_summary, summary
     from tangram.rl.runs.metrics_log import read_metrics
     from tangram.rl.runs.run_folder import METRICS, TENSORBOARD
 
@@ -344,27 +362,43 @@ def _say(
         lines = read_metrics(path) if path.exists() else []
         found = {**summary(lines, settings, folder), "exit_code": ended.code}
         found["cause"] = ended.cause or found["cause"]
-    except InvalidInput as error:  # the run is as it is, whatever is wrong with what is told of it
+    except InvalidInput as error:  # a broken summary does not change the result of the run
         typer.echo(f"tangram: no summary: {error}", err=True)
         lines, found = [], {"folder": str(folder), "cause": ended.cause, "exit_code": ended.code}
     tensorboard = folder / TENSORBOARD
     written = _report(folder, report) if lines else None
     found["report"] = str(written) if written is not None else ""
     if as_json:
-        show.as_json(found)
+        show.print_json(found)
     elif lines:
         print_summary(found)
-        print_places(found, tensorboard if tensorboard.is_dir() else None, written)
+        print_locations(found, tensorboard if tensorboard.is_dir() else None, written)
         if not tensorboard.is_dir():
             typer.echo("no log for TensorBoard: pip install 'arl-tangram[rl]' brings what writes it", err=True)
     if ended.code == EXIT_FAILED:
         typer.echo(f"tangram: the run failed: {ended.cause}", err=True)
-    if ended.code and ended.repairable and folder.joinpath(METRICS).exists():
+    if ended.code and ended.is_resumable and folder.joinpath(METRICS).exists():
         typer.echo(f"go on with it: {again}", err=True)
 
 
+def _write_trace(folder: Path, perfetto: Path, *, as_json: bool) -> None:
+    """Write the timeline of the run; a failure is printed and does not change the exit code of the run."""
+    from tangram.rl.observe.run_history import RunHistory
+    from tangram.rl.observe.timeline_trace import trace_of_training
+    from tangram.rl.runs.metrics_log import read_metrics
+    from tangram.rl.runs.run_folder import METRICS
+
+    try:
+        trace_of_training(RunHistory(read_metrics(folder / METRICS))).write(perfetto)
+    except (TangramError, OSError) as error:
+        typer.echo(f"tangram: no timeline: {error}", err=True)
+        return
+    if not as_json:
+        show.print_trace_path(perfetto)
+
+
 def _report(folder: Path, report: Path | None) -> Path | None:
-    """Made of the folder; a run that trained stays one that did, whatever is wrong with its report."""
+    """Write the report of the folder; a failure is printed and does not change the exit code of the run."""
     try:
         from tangram.rl.observe.training_report import write_report
     except ImportError:
@@ -378,40 +412,40 @@ def _report(folder: Path, report: Path | None) -> Path | None:
     return target
 
 
-NORMAL = ("steps", "seconds")
-"""Causes of an end that was meant."""
+NORMAL_CAUSES = ("steps", "seconds")
+"""Causes of an intended end."""
 
 
-def summary(lines: Sequence[AnyLine], settings: TrainSettings, folder: Path) -> dict[str, Any]:
-    began = next((line for line in reversed(lines) if isinstance(line, Began)), None)
+def summary(lines: Sequence[AnyMetricsLine], settings: TrainSettings, folder: Path) -> dict[str, Any]:
+    began = next((line for line in reversed(lines) if isinstance(line, RunBegan)), None)
     steps = [line for line in lines if isinstance(line, Trained)]
-    # Of an Over that a later resumption left behind nothing is said.
-    over = lines[-1] if lines and isinstance(lines[-1], Over) else None
-    last = max((line.step for line in lines if isinstance(line, Trained | Over)), default=0)
+    # An end before a later resumption is not reported.
+    over = lines[-1] if lines and isinstance(lines[-1], RunEnded) else None
+    last = max((line.step for line in lines if isinstance(line, Trained | RunEnded)), default=0)
     return {
         "mode": began.mode if began is not None else settings.training.mode,
-        "alpha": began.alpha if began is not None else settings.training.alpha,
+        "alpha": began.alpha if began is not None else settings.training.staleness_bound,
         "steps": last,
         "cause": over.cause if over is not None else "",
         "seconds": lines[-1].at_s if lines else 0.0,
         "samples": sum(sum(line.staleness) for line in steps),
         "staleness_max": max((age for line in steps for age, count in enumerate(line.staleness) if count), default=0),
-        "groups_dropped": dropped_in(lines),
+        "groups_dropped": dropped_groups(lines),
         "tasks": {task.name: _task(task.name, lines) for task in settings.tasks},
-        "noticed": [f"{each.kind}: {each.text}" for line in lines if (each := noticed_in(line)) is not None],
-        "checkpoint": _from(folder, over.checkpoint) if over is not None else "",
+        "noticed": [f"{each.kind}: {each.text}" for line in lines if (each := notice_of(line)) is not None],
+        "checkpoint": _relative_to_folder(folder, over.checkpoint) if over is not None else "",
         "folder": str(folder),
     }
 
 
-def _from(folder: Path, path: str) -> str:
+def _relative_to_folder(folder: Path, path: str) -> str:
     """As the folder is called."""
     inside = Path(path).is_relative_to(folder.absolute()) if path else False
     return str(folder / Path(path).relative_to(folder.absolute())) if inside else path
 
 
-def _task(name: str, lines: Sequence[AnyLine]) -> dict[str, Any]:
-    warmed = [line for line in lines if isinstance(line, Warmed) and name in line.scores]
+def _task(name: str, lines: Sequence[AnyMetricsLine]) -> dict[str, Any]:
+    warmed = [line for line in lines if isinstance(line, WarmStartChecked) and name in line.scores]
     looks = [line for line in lines if isinstance(line, Evaluated) and name in line.scores]
     steps = [line.tasks[name] for line in lines if isinstance(line, Trained) and name in line.tasks]
     return {
@@ -426,26 +460,28 @@ def _task(name: str, lines: Sequence[AnyLine]) -> dict[str, Any]:
 
 
 def print_summary(found: dict[str, Any]) -> None:
-    title = f"{found['mode']}, α {found['alpha']}: {_counted(found['steps'], 'step')} in {duration(found['seconds'])}"
-    table = show.table(title)
+    title = (
+        f"{found['mode']}, α {found['alpha']}: {_count_text(found['steps'], 'step')} in {duration(found['seconds'])}"
+    )
+    table = terminal.table(title)
     for column in ("task", "warm start", "first evaluation", "last evaluation", "last batch", "samples"):
         table.add_column(column, justify="left" if column == "task" else "right", no_wrap=True)
     for name, row in found["tasks"].items():
         scores = (row["warm"], row["first_evaluation"], row["last_evaluation"], row["reward"])
-        table.add_row(plain(name), *map(_score, scores), f"{row['samples']:,}")
-    show.console().print(table, markup=False, highlight=False, emoji=False)
+        table.add_row(escape_unprintable(name), *map(_score, scores), f"{row['samples']:,}")
+    terminal.stdout_console().print(table, markup=False, highlight=False, emoji=False)
     dropped = ", ".join(
-        f"{count:,} {plain(cause)}" for cause, count in sorted(found["groups_dropped"].items()) if count
+        f"{count:,} {escape_unprintable(cause)}" for cause, count in sorted(found["groups_dropped"].items()) if count
     )
     kept = f"; groups that were dropped: {dropped}" if dropped else ""
-    age = _counted(found["staleness_max"], "version")
-    typer.echo(f"{_counted(found['samples'], 'sample')}, at most {age} old{kept}")
+    age = _count_text(found["staleness_max"], "version")
+    typer.echo(f"{_count_text(found['samples'], 'sample')}, at most {age} old{kept}")
     for words in dict.fromkeys(found["noticed"][-5:]):
-        typer.echo(f"noticed: {plain(words)}")
+        typer.echo(f"noticed: {escape_unprintable(words)}")
 
 
-def print_places(found: dict[str, Any], tensorboard: Path | None, report: Path | None) -> None:
-    """Where everything is, and how to look further."""
+def print_locations(found: dict[str, Any], tensorboard: Path | None, report: Path | None) -> None:
+    """Print where the files of the run are, and the commands that read them."""
     folder = Path(found["folder"])
     if report is not None:
         typer.echo(f"report:      {report}")
@@ -456,7 +492,7 @@ def print_places(found: dict[str, Any], tensorboard: Path | None, report: Path |
         typer.echo(f"evaluate it: tangram rl eval {shlex.quote(str(folder))}")
 
 
-def _counted(count: int, word: str) -> str:
+def _count_text(count: int, word: str) -> str:
     return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 

@@ -1,4 +1,4 @@
-"""What `tangram train --explain` says: what would be run, made of the settings alone. Starts nothing."""
+"""The plan that `tangram train --explain` prints, derived from the settings alone. Starts nothing."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ ORDER = {
     "sync+": "a batch is played, each trajectory at its own pace, then trained on",
     "one-off": "the next batch is played by the old weights while one is trained on",
     "start-bound": "trajectories go on across updates; only their start is bounded",
-    "rollart": "trajectories go on across updates; what gets too old is stopped",
+    "async": "trajectories go on across updates; what gets too old is stopped",
 }
 
 
-def planned(settings: TrainSettings, folder: Path) -> dict[str, Any]:
-    """By topic. Raises InvalidConfig for a task that cannot be found."""
+def build_plan(settings: TrainSettings, folder: Path) -> dict[str, Any]:
+    """The plan by topic. Raises InvalidConfig for an unknown task."""
     training, objective, groups = settings.training, settings.objective, settings.groups
     return {
         "mode": training.mode,
-        "alpha": training.alpha,
+        "alpha": training.staleness_bound,
         "steps": training.steps,
         "seconds_max": training.seconds_max,
         "batch": {"groups": training.batch, "members": groups.size, "trajectories": training.batch * groups.size},
-        "in_play_max": (training.alpha + 1) * training.batch,
+        "in_play_max": (training.staleness_bound + 1) * training.batch,
         "objective": {
             "kind": objective.kind,
             "learning_rate": objective.learning_rate,
@@ -41,7 +41,7 @@ def planned(settings: TrainSettings, folder: Path) -> dict[str, Any]:
             "episodes": settings.evaluation.episodes,
             "temperature": settings.evaluation.temperature,
         },
-        "outside": _outside(settings),
+        "outside": _external_resources(settings),
         "folder": str(folder),
         "checkpoints": {"every": settings.checkpoints.every, "keep": settings.checkpoints.keep},
     }
@@ -54,15 +54,15 @@ def _policy(settings: TrainSettings) -> str:
     return f"a new one of {policy.layers} layers, width {policy.width}, {policy.heads} heads"
 
 
-def _outside(settings: TrainSettings) -> dict[str, Any]:
-    """Which tasks act outside, what rewards them, and what that needs here."""
+def _external_resources(settings: TrainSettings) -> dict[str, Any]:
+    """Tasks that run actions, their rewards, and what both need on this machine."""
     from tangram.rl.environments.shared_setup import acts_outside
     from tangram.rl.rollout.assembly import tasks_of
-    from tangram.rl.rollout.rewards import settings_for
+    from tangram.rl.rollout.rewards import effective_settings
 
     pairs = list(zip(tasks_of(settings), settings.tasks, strict=True))
     acting = [own.name for task, own in pairs if acts_outside(task)]
-    rewards = {own.name: settings_for(task, own.reward).kind for task, own in pairs}
+    rewards = {own.name: effective_settings(task, own.reward).kind for task, own in pairs}
     needed = bool(acting) or any(kind != "environment" for kind in rewards.values())
     outside = settings.outside
     backend = (outside.url or outside.backend) if needed else ""
@@ -76,8 +76,8 @@ def _outside(settings: TrainSettings) -> dict[str, Any]:
     }
 
 
-def lines(plan: dict[str, Any]) -> list[str]:
-    """For a reader."""
+def plan_lines(plan: dict[str, Any]) -> list[str]:
+    """The plan as text."""
     batch, outside, evaluation = plan["batch"], plan["outside"], plan["evaluation"]
     most = f", at most {plan['seconds_max']:g} s" if plan["seconds_max"] is not None else ""
     found = [
@@ -86,9 +86,9 @@ def lines(plan: dict[str, Any]) -> list[str]:
         f"{batch['trajectories']:,} trajectories; at most {plan['in_play_max']} groups begun and not trained on",
         f"objective   {_objective(plan['objective'])}",
         f"policy      {plan['policy']}",
-        f"warm start  {_warm(plan['warm_start'])}",
+        f"warm start  {_warm_start(plan['warm_start'])}",
         f"evaluation  {_evaluation(evaluation)}",
-        f"outside     {_where(outside)}",
+        f"outside     {_external_lines(outside)}",
         f"folder      {plan['folder']}: a checkpoint every {plan['checkpoints']['every']} steps, the newest "
         f"{plan['checkpoints']['keep']} are kept",
     ]
@@ -99,9 +99,9 @@ def lines(plan: dict[str, Any]) -> list[str]:
     return found
 
 
-def _order(mode: str, alpha: int) -> str:
-    """With α 0 nothing goes on across updates."""
-    return ORDER["sync+" if alpha == 0 and mode in ("start-bound", "rollart") else mode]
+def _order(mode: str, staleness_bound: int) -> str:
+    """The staleness rule as text; with α 0 no trajectory continues across updates."""
+    return ORDER["sync+" if staleness_bound == 0 and mode in ("start-bound", "async") else mode]
 
 
 def _objective(objective: dict[str, Any]) -> str:
@@ -111,7 +111,7 @@ def _objective(objective: dict[str, Any]) -> str:
     )
 
 
-def _warm(warm: dict[str, float]) -> str:
+def _warm_start(warm: dict[str, float]) -> str:
     if not warm:
         return "none"
     return "until " + ", ".join(f"{name} has {until:g}" for name, until in warm.items()) + " of the highest reward"
@@ -126,14 +126,14 @@ def _evaluation(evaluation: dict[str, Any]) -> str:
     )
 
 
-def _where(outside: dict[str, Any]) -> str:
+def _external_lines(outside: dict[str, Any]) -> str:
     if not outside["where"]:
         return "nothing: all tasks are played and rewarded inside this process"
     acting = ", ".join(outside["tasks"])
     rewards = ", ".join(f"{name} by {kind}" for name, kind in outside["rewards"].items() if kind != "environment")
     cores = f" with {outside['cores']:g} cores" if outside["cores"] is not None else ""
-    said = [f"{outside['where']}{cores}"]
-    said += [f"acts there: {acting}"] if acting else []
-    said += [f"rewarded there: {rewards}"] if rewards else []
-    said += [f"teachers: {', '.join(outside['teachers'])}"] if outside["teachers"] else []
-    return "; ".join(said)
+    parts = [f"{outside['where']}{cores}"]
+    parts += [f"acts there: {acting}"] if acting else []
+    parts += [f"rewarded there: {rewards}"] if rewards else []
+    parts += [f"teachers: {', '.join(outside['teachers'])}"] if outside["teachers"] else []
+    return "; ".join(parts)

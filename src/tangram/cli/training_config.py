@@ -1,8 +1,8 @@
-"""The config of a training run as the command line gives it: a file, and what `--set` says otherwise.
+"""The config of a training run from the command line: a file, and the changes of `--set`.
 
-Owns how `--set training.staleness=2` is read and put into the tables of the file. Promises that what is wrong with the
-file is said of the file, with its line, and what is wrong with a `--set` of that one, with the nearest key that there
-is; and that paths are absolute: those of the file from its folder, as everywhere, those of a `--set` too.
+Owns how `--set training.staleness=2` is parsed and applied to the tables of the file. Errors name the file
+and its line, or the `--set` and the nearest existing key. Paths are absolute: those of the file are relative to its
+folder, those of a `--set` to the current one.
 
     training.staleness=2            a key of a table
     tasks.frozenlake.weight=2       of several tables, the one with that name
@@ -24,16 +24,16 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 
 import msgspec
 
-from tangram.config.reading import CONFIG_BYTES_MAX, parse_as
-from tangram.config.tables import Root, kinds
+from tangram.config.loader import CONFIG_BYTES_MAX, parse_as
+from tangram.config.tables import ConfigRoot, field_types
 from tangram.errors import InvalidConfig
 
-R = TypeVar("R", bound=Root)
+R = TypeVar("R", bound=ConfigRoot)
 
 CHANGED = "changed"
-"""What the file is called inside while it is read with what was set."""
-BEGINS_TOML = tuple("\"'[{")
-"""What begins so is no plain word: if it is not TOML, it is a slip."""
+"""The internal name of the file while it is read with its `--set` changes."""
+TOML_VALUE_STARTS = tuple("\"'[{")
+"""A value that begins with one of these is no plain word: it must be TOML."""
 
 
 class Setting(NamedTuple):
@@ -44,37 +44,36 @@ class Setting(NamedTuple):
     value: Any
 
 
-def look_beside(config: Path) -> tuple[str, ...]:
-    """Environments of one's own mostly lie beside a config, or where the command is called: there they are looked for
-    from now on. The folders, for whoever comes later."""
-    return look_in(dict.fromkeys((str(config.parent.resolve()), os.getcwd())))
+def add_config_folders(config: Path) -> tuple[str, ...]:
+    """Import custom environments from the folder of the config and the current one from now on. Returns the folders."""
+    return add_import_folders(dict.fromkeys((str(config.parent.resolve()), os.getcwd())))
 
 
-def look_in(folders: Iterable[str]) -> tuple[str, ...]:
-    """For modules, after all other places."""
+def add_import_folders(folders: Iterable[str]) -> tuple[str, ...]:
+    """Append folders to the import path."""
     found = tuple(folders)
     sys.path += [folder for folder in found if folder not in sys.path]
     return found
 
 
-def load_with(kind: type[R], path: Path, changes: Sequence[str] = ()) -> R:
-    """What a file says, changed by these `key=value`. Raises InvalidConfig."""
-    settings = [_setting(text) for text in changes]
-    text = _text_of(path)
+def load_config(kind: type[R], path: Path, changes: Sequence[str] = ()) -> R:
+    """Load a config with these `key=value` changes. Raises InvalidConfig."""
+    settings = [_parse_setting(text) for text in changes]
+    text = _read_text(path)
     if not settings:
-        return _absolute(parse_as(kind, text, str(path)), path)
+        return _with_absolute_paths(parse_as(kind, text, str(path)), path)
     try:
         tables = tomllib.loads(text)
-        places = [_put(kind, tables, each) for each in settings]
-        return _absolute(parse_as(kind, _toml(tables), CHANGED), path)
+        places = [_apply_setting(kind, tables, each) for each in settings]
+        return _with_absolute_paths(parse_as(kind, _to_toml(tables), CHANGED), path)
     except (InvalidConfig, ValueError, RecursionError) as error:
         parse_as(kind, text, str(path))  # what is wrong with the file itself comes first
         if not isinstance(error, InvalidConfig) or not error.field.startswith(CHANGED):
             raise
-        raise _blamed(error, settings, places) from None
+        raise _translate_error(error, settings, places) from None
 
 
-def _text_of(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         if not path.is_file():
             found = "no file" if not path.exists() else "a folder" if path.is_dir() else "something else"
@@ -92,15 +91,15 @@ def _text_of(path: Path) -> str:
         raise InvalidConfig(f"{path}:{line}", content[error.start : error.start + 1], "text in UTF-8") from error
 
 
-def _absolute(config: R, path: Path) -> R:
-    """With the paths of the file made absolute."""
+def _with_absolute_paths(config: R, path: Path) -> R:
+    """Make the paths of a record absolute, relative to the folder of the file."""
     folder = Path(os.path.abspath(path)).parent
 
     def of(record: Any, keys: Sequence[str]) -> Any:
-        said = {key: getattr(record, key) for key in keys}
-        return msgspec.structs.replace(record, **{k: os.path.normpath(folder / v) for k, v in said.items() if v})
+        paths = {key: getattr(record, key) for key in keys}
+        return msgspec.structs.replace(record, **{k: os.path.normpath(folder / v) for k, v in paths.items() if v})
 
-    for table, keys in type(config).PATHS.items():
+    for table, keys in type(config).PATH_KEYS.items():
         found = getattr(config, table)
         changed = tuple(of(each, keys) for each in found) if isinstance(found, tuple) else of(found, keys)
         config = msgspec.structs.replace(config, **{table: changed})
@@ -110,35 +109,35 @@ def _absolute(config: R, path: Path) -> R:
 # ---- one --set ------------------------------------------------------------------------------------------------------
 
 
-def _setting(text: str) -> Setting:
+def _parse_setting(text: str) -> Setting:
     name, equals, value = text.partition("=")
     keys = tuple(key.strip() for key in re.sub(r"\[([^\[\]]*)\]", r".\1", name).split("."))
     if not equals or not all(keys):
         raise InvalidConfig(f"--set {text}", text, "key=value, such as training.staleness=2")
-    return Setting(text, keys, _value(text, value.strip()))
+    return Setting(text, keys, _parse_value(text, value.strip()))
 
 
-def _value(text: str, value: str) -> Any:
-    """As TOML has it; a plain word is text."""
+def _parse_value(text: str, value: str) -> Any:
+    """Parse a value as TOML; a plain word is text."""
     try:
         read = tomllib.loads(f"value = {value}")
         if set(read) == {"value"}:
             return read["value"]
     except (ValueError, RecursionError):
         pass
-    if not value or value.startswith(BEGINS_TOML) or not value.isprintable():
+    if not value or value.startswith(TOML_VALUE_STARTS) or not value.isprintable():
         raise InvalidConfig(f"--set {text}", value, 'a value as TOML has it, such as 2, true, "text" or [1, 2]')
     return value
 
 
-def _put(kind: type[Root], tables: dict[str, Any], setting: Setting) -> str:
-    """Into the tables. Returns the place as errors name it."""
+def _apply_setting(kind: type[ConfigRoot], tables: dict[str, Any], setting: Setting) -> str:
+    """Put a setting into the tables. Returns its place as errors name it."""
     place = ""
     there: Any = tables
     takes: Any = kind
     *way, last = setting.keys
     for key in way:
-        place, there, takes = _step(setting, place, there, takes, key)
+        place, there, takes = _descend(setting, place, there, takes, key)
     if not isinstance(there, dict):
         raise InvalidConfig(f"--set {setting.text}", last, f"no more keys: {place} is a value")
     if get_origin(_kind_of(takes, last)) is tuple:
@@ -148,10 +147,10 @@ def _put(kind: type[Root], tables: dict[str, Any], setting: Setting) -> str:
     return f"{place}.{last}".lstrip(".")
 
 
-def _step(setting: Setting, place: str, there: Any, takes: Any, key: str) -> tuple[str, Any, Any]:
-    """One key further."""
+def _descend(setting: Setting, place: str, there: Any, takes: Any, key: str) -> tuple[str, Any, Any]:
+    """The table or value at the next key."""
     if isinstance(there, list):
-        index = _which(setting, place, there, key)
+        index = _table_index(setting, place, there, key)
         return f"{place}[{index}]", there[index], get_args(takes)[0] if get_origin(takes) is tuple else None
     if not isinstance(there, dict):
         raise InvalidConfig(f"--set {setting.text}", key, f"no more keys: {place} is a value")
@@ -165,7 +164,7 @@ def _step(setting: Setting, place: str, there: Any, takes: Any, key: str) -> tup
 
 def _kind_of(takes: Any, key: str) -> Any:
     known = isinstance(takes, type) and issubclass(takes, msgspec.Struct)
-    return kinds(takes).get(key) if known else None
+    return field_types(takes).get(key) if known else None
 
 
 def _default(takes: Any, key: str) -> Sequence[Any]:
@@ -175,7 +174,7 @@ def _default(takes: Any, key: str) -> Sequence[Any]:
     return ()
 
 
-def _which(setting: Setting, place: str, there: list[Any], key: str) -> int:
+def _table_index(setting: Setting, place: str, there: list[Any], key: str) -> int:
     names = [each.get("name") if isinstance(each, dict) else None for each in there]
     if key in names:
         return names.index(key)
@@ -195,11 +194,11 @@ def _which(setting: Setting, place: str, there: list[Any], key: str) -> int:
 # ---- what is wrong --------------------------------------------------------------------------------------------------
 
 
-def _blamed(error: InvalidConfig, settings: Sequence[Setting], places: Sequence[str]) -> InvalidConfig:
-    """The same, of the `--set` that it is about: the one of its key, else those of its table, else all."""
+def _translate_error(error: InvalidConfig, settings: Sequence[Setting], places: Sequence[str]) -> InvalidConfig:
+    """The error with its `--set`: the one of its key, else those of its table, else all."""
     field = error.field.removeprefix(CHANGED).removeprefix(": ")
-    pairs = list(zip(settings, map(_way, places), strict=True))
-    for key in (_way(f"{field}.{error.value}"), _way(field)):  # the first of a key that there is not
+    pairs = list(zip(settings, map(_key_path, places), strict=True))
+    for key in (_key_path(f"{field}.{error.value}"), _key_path(field)):  # the first of a key that there is not
         meant = [each for each, way in pairs if way == key[: len(way)]] or [
             each for each, way in pairs if way[: len(key)] == key and key
         ]
@@ -209,31 +208,31 @@ def _blamed(error: InvalidConfig, settings: Sequence[Setting], places: Sequence[
     return InvalidConfig(named if len(meant) == 1 else f"{named}: {field}", error.value, error.expected)
 
 
-def _way(place: str) -> tuple[str, ...]:
+def _key_path(place: str) -> tuple[str, ...]:
     return tuple(key for key in place.replace("[", ".").replace("]", "").split(".") if key)
 
 
 # ---- back to TOML, for the reader of configs ------------------------------------------------------------------------
 
 
-def _toml(tables: dict[str, Any]) -> str:
-    return "".join(f"{_text(key)} = {_inline(value)}\n" for key, value in tables.items())
+def _to_toml(tables: dict[str, Any]) -> str:
+    return "".join(f"{_toml_string(key)} = {_toml_value(value)}\n" for key, value in tables.items())
 
 
-def _inline(value: Any) -> str:
+def _toml_value(value: Any) -> str:
     match value:
         case bool():
             return "true" if value else "false"
         case str():
-            return _text(value)
+            return _toml_string(value)
         case dict():
-            return "{" + ", ".join(f"{_text(key)} = {_inline(each)}" for key, each in value.items()) + "}"
+            return "{" + ", ".join(f"{_toml_string(key)} = {_toml_value(each)}" for key, each in value.items()) + "}"
         case list():
-            return "[" + ", ".join(map(_inline, value)) + "]"
+            return "[" + ", ".join(map(_toml_value, value)) + "]"
         case datetime.date() | datetime.time():
             return value.isoformat()
     return repr(value)
 
 
-def _text(value: str) -> str:
+def _toml_string(value: str) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

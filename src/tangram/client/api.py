@@ -1,8 +1,8 @@
-"""Calls of an HTTP API that stay under its quota, for those who need no client of their own.
+"""Requests to an HTTP API within its quota, with retries and exponential backoff.
 
-Owns the retries. Every try is an action of its own, so that retries never exceed the quota either.
-Promises that an answer which is returned is the API's own word: what is still refused, broken or silent after the last
-try is ActionLost, never a result. What may have been carried out is never asked for twice, unless it may be.
+Owns the retries. Every try is an action of its own, so retries never exceed the quota. Promises that a returned
+response is the API's own: a request that is still refused, broken or unanswered after the last try raises ActionLost. A
+request that may have been executed is repeated only if it is idempotent.
 """
 
 from __future__ import annotations
@@ -14,30 +14,37 @@ from typing import Any
 
 import msgspec
 
-from tangram.client.quota import QuotaUse
+from tangram.client.quota_use import QuotaUse
 from tangram.client.validation import Content, Params, bytes_of, method_of, params_of, seconds_of, sendable_headers
 from tangram.errors import ActionLost, ActionTimedOut, InvalidAction, ManagerError
-from tangram.managers.http import NOT_DONE, PASSING, Answer, Http, TooLarge, pause_s
+from tangram.managers.http import (
+    NOT_EXECUTED_STATUSES,
+    RETRYABLE_STATUSES,
+    HttpClient,
+    HttpResponse,
+    ResponseTooLarge,
+    backoff_s,
+)
 
 TIMEOUT_S = 60.0
-"""Of one try."""
+"""Time limit of one try."""
 RETRIES = 4
 BACKOFF_S, BACKOFF_S_MAX = 0.5, 30.0
-"""Before the first repetition, doubled with each, less a part by chance."""
+"""Exponential backoff between tries."""
 BYTES_MAX = 64 << 20
-"""Of one answer."""
-REPEATABLE = ("GET", "HEAD", "OPTIONS", "PUT", "DELETE")
-"""Methods of which twice is as good as once, as HTTP says."""
+"""Limit of one response."""
+IDEMPOTENT_METHODS = ("GET", "HEAD", "OPTIONS", "PUT", "DELETE")
+"""Methods that HTTP defines as idempotent."""
 SHOWN_CHARACTERS = 200
-"""Of an answer, in an error."""
+"""Characters of a response in an error message."""
 
 
 class Api:
-    """`t.api("search")`: requests that wait for their turn."""
+    """`t.api("search")`: requests that wait for their quota."""
 
     def __init__(
         self,
-        http: Http,
+        http: HttpClient,
         use: Callable[[int], QuotaUse],
         *,
         base_url: str,
@@ -50,7 +57,7 @@ class Api:
         if not isinstance(base_url, str):
             raise InvalidAction("base_url", base_url, "an address such as https://api.example.com, or none")
         self._http = http
-        self._use = use
+        self._use_quota = use
         self._base_url = base_url.rstrip("/")
         self._headers = sendable_headers(headers)
         self._timeout_s = seconds_of("timeout_s", timeout_s)
@@ -58,7 +65,7 @@ class Api:
 
     async def get(
         self, url: str, *, params: Params | None = None, tokens: int = 0, deadline_s: float | None = None
-    ) -> Answer:
+    ) -> HttpResponse:
         return await self.request("GET", url, params=params, tokens=tokens, deadline_s=deadline_s)
 
     async def post(
@@ -68,10 +75,10 @@ class Api:
         json: Any = None,
         content: Content | None = None,
         tokens: int = 0,
-        used: Callable[[Answer], int] | None = None,
+        used: Callable[[HttpResponse], int] | None = None,
         idempotent: bool = False,
         deadline_s: float | None = None,
-    ) -> Answer:
+    ) -> HttpResponse:
         return await self.request(
             "POST", url, json=json, content=content, tokens=tokens, used=used, idempotent=idempotent,
             deadline_s=deadline_s,
@@ -87,25 +94,25 @@ class Api:
         content: Content | None = None,
         headers: Mapping[str, str] | None = None,
         tokens: int = 0,
-        used: Callable[[Answer], int] | None = None,
+        used: Callable[[HttpResponse], int] | None = None,
         idempotent: bool | None = None,
         deadline_s: float | None = None,
-    ) -> Answer:
+    ) -> HttpResponse:
         """One request, repeated while it is refused, fails or does not arrive.
 
-        `tokens`: an estimate, where the quota counts them; `used` reads from the answer how many it took. `idempotent`:
-        it may be repeated also where the API may have carried it out; None: as HTTP says of the method. `deadline_s`:
-        of all of it, with waiting and repetitions.
+        `tokens`: an estimate, if the quota counts them; `used` computes from the response how many it took.
+        `idempotent`: whether it may be repeated after it may have been executed; None: as HTTP defines for the method.
+        `deadline_s` limits everything, waiting and retries included.
         """
         method, sent = method_of(method), {**self._headers, **sendable_headers(headers)}
-        options = {"headers": sent, "params": params_of(params), **_body(json, content, sent)}
-        again = method in REPEATABLE if idempotent is None else idempotent
+        options = {"headers": sent, "params": params_of(params), **_encode_body(json, content, sent)}
+        again = method in IDEMPOTENT_METHODS if idempotent is None else idempotent
         address = self._address(url)
         if deadline_s is not None:
             seconds_of("deadline_s", deadline_s)
         try:
             async with asyncio.timeout(deadline_s) as limit:
-                return await self._try(method, address, options, tokens, used, again)
+                return await self._request_with_retries(method, address, options, tokens, used, again)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -116,42 +123,42 @@ class Api:
             raise InvalidAction("url", url, "a path below the base_url, or a whole address")
         return url if "://" in url else f"{self._base_url}/{url.lstrip('/')}"
 
-    async def _try(
+    async def _request_with_retries(
         self,
         method: str,
         address: str,
         options: dict[str, Any],
         tokens: int,
-        used: Callable[[Answer], int] | None,
+        used: Callable[[HttpResponse], int] | None,
         again: bool,
-    ) -> Answer:
+    ) -> HttpResponse:
         why = ""
         for attempt in range(self._retries + 1):
             if attempt:
-                await asyncio.sleep(pause_s(attempt, BACKOFF_S, BACKOFF_S_MAX))
-            async with self._use(tokens) as use:
+                await asyncio.sleep(backoff_s(attempt, BACKOFF_S, BACKOFF_S_MAX))
+            async with self._use_quota(tokens) as use:
                 try:
                     answer = await self._http.request(
                         method, address, timeout_s=self._timeout_s, bytes_max=BYTES_MAX, **options
                     )
                 except ManagerError as error:
                     why = str(error)
-                    if isinstance(error, TooLarge) or not (error.retry or again):
+                    if isinstance(error, ResponseTooLarge) or not (error.retry or again):
                         break
                     continue
-                use.heard(answer.status, answer.headers)
+                use.report_response(answer.status, answer.headers)
                 if used is not None and answer.ok:
                     use.spent(tokens=used(answer))
-            if answer.status not in PASSING and answer.status < 500:
+            if answer.status not in RETRYABLE_STATUSES and answer.status < 500:
                 return answer
             why = f"{address} answered {answer.status} {answer.text[:SHOWN_CHARACTERS]!r}"
-            if not (again or answer.status in NOT_DONE):
+            if not (again or answer.status in NOT_EXECUTED_STATUSES):
                 break
         times = f"{attempt + 1} tries" if attempt else "one try"
         raise ActionLost(f"{method} {address}: given up after {times}: {why}", None)
 
 
-def _body(json: Any, content: Content | None, headers: dict[str, str]) -> dict[str, bytes]:
+def _encode_body(json: Any, content: Content | None, headers: dict[str, str]) -> dict[str, bytes]:
     if json is not None and content is not None:
         raise InvalidAction("content", type(content).__name__, "none beside json: a request has one body")
     if content is not None:
@@ -164,4 +171,4 @@ def _body(json: Any, content: Content | None, headers: dict[str, str]) -> dict[s
         plain = msgspec.to_builtins(json, str_keys=True)
         return {"data": dumps(plain, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()}
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
-        raise InvalidAction("json", type(json).__name__, f"what JSON can say ({error})") from None
+        raise InvalidAction("json", type(json).__name__, f"a value that JSON can represent ({error})") from None

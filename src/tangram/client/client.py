@@ -1,7 +1,7 @@
 """The client: a connection to the pools, and what is opened through it.
 
-Owns the names of sandboxes and the images that were made by set-up. `connect()` without an address starts an
-orchestrator inside this process, with a manager for this machine.
+Owns the names of sandboxes and the images made by set-up commands. `connect()` without an address starts an
+orchestrator in this process, with managers for this machine.
 """
 
 from __future__ import annotations
@@ -19,13 +19,21 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tangram.client.api import RETRIES, TIMEOUT_S, Api
-from tangram.client.functions import CallResult, Function, Functions
-from tangram.client.models import Inference, demand_of, devices_of, inference_of, payload_of, refused, services_of
-from tangram.client.quota import QuotaUse
+from tangram.client.functions import CallResult, Function, FunctionCalls
+from tangram.client.models import (
+    Inference,
+    demand_of,
+    devices_of,
+    inference_of,
+    payload_of,
+    refused_inference,
+    services_of,
+)
+from tangram.client.quota_use import QuotaUse
 from tangram.client.sandbox import OPEN_CORES, Image, Sandbox
 from tangram.client.transport import LocalTransport, Transport
 from tangram.client.validation import (
-    Life,
+    Lifecycle,
     PathText,
     Quotas,
     commands_of,
@@ -44,15 +52,18 @@ from tangram.core.limits import Limits
 from tangram.core.messages import Event, Pool
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
-from tangram.core.sizes import in_bytes
+from tangram.core.sizes import parse_size
 from tangram.errors import AdmissionRefused, InvalidAction, InvalidConfig
 from tangram.managers.base import Executor, Manager
-from tangram.managers.functions import Call, EndpointManager, EndpointSpec, FunctionManager, Post
-from tangram.managers.http import Http
+from tangram.managers.functions.endpoint import EndpointManager
+from tangram.managers.functions.manager import FunctionManager
+from tangram.managers.functions.work import Call, EndpointSpec, Post
+from tangram.managers.http import HttpClient
 from tangram.managers.models import Infer, ModelManager, Service, discover
 from tangram.managers.models.devices import DeviceSpec
 from tangram.managers.quotas.manager import REQUESTS, TOKENS, Quota, QuotaManager
-from tangram.managers.work import KIB, MEMORY_BYTES_MIN, Hold, Prepare, SandboxSpec, Work
+from tangram.managers.work import KIB, MEMORY_BYTES_MIN, HoldGrant, Prepare, SandboxSpec, Work
+from tangram.runtime.event_inbox import EventInbox
 from tangram.runtime.orchestrator import Decider, Orchestrator
 
 T = TypeVar("T")
@@ -60,11 +71,11 @@ T = TypeVar("T")
 BACKENDS = ("sandbox", "process", "docker")
 PREPARE_DEMAND = Demand({CPU: cores_of(OPEN_CORES)})
 SETUP_TIMEOUT_S = 1800.0
-"""Of one set-up command."""
+"""Time limit of one set-up command."""
 DISK_BYTES_MIN = 64 * KIB
-"""Of a sandbox: a few small files."""
+"""Memory of a sandbox that runs set-up commands: a few small files."""
 TRIAL_MEMORY = "64MiB"
-"""Of a sandbox that is opened to see whether its image is there."""
+"""Memory of a sandbox that only checks that its image exists."""
 
 
 class Client:
@@ -72,30 +83,30 @@ class Client:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._life = Life("the connection")
+        self._lifecycle = Lifecycle("the connection")
         self._prefix = f"{os.getpid():x}{secrets.token_hex(4)}"
-        self._numbers = count(1)
-        self._building: dict[str, asyncio.Lock] = {}
-        self._http = Http()
-        self._functions = Functions(transport, self._life, self._prefix, transport.quota)
+        self._action_numbers = count(1)
+        self._build_locks: dict[str, asyncio.Lock] = {}
+        self._http = HttpClient()
+        self._functions = FunctionCalls(transport, self._lifecycle, self._prefix, transport.quota)
         self._stack = ExitStack()
         self._warm = 0
 
     async def __aenter__(self) -> Self:
-        self._life.begin(asyncio.get_running_loop())
+        self._lifecycle.begin(asyncio.get_running_loop())
         try:
             await self._transport.__aenter__()
         except BaseException as error:
             self._stack.__exit__(type(error), error, error.__traceback__)
             raise
-        self._life.opened()
+        self._lifecycle.mark_open()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._life.require()
-        self._life.closed()
+        self._lifecycle.require_open()
+        self._lifecycle.mark_closed()
         try:
             await self._transport.__aexit__(kind, error, trace)
         finally:
@@ -104,7 +115,7 @@ class Client:
 
     @property
     def transport(self) -> Transport:
-        """Carries the actions of this client: a LocalTransport, or a RemoteTransport after `connect(url)`."""
+        """Executes the actions of this client: a LocalTransport, or a RemoteTransport after `connect(url)`."""
         return self._transport
 
     # ---- sandboxes ----
@@ -126,27 +137,30 @@ class Client:
     ) -> Sandbox:
         """A sandbox to be opened: `async with t.sandbox(memory="2GiB") as box:`.
 
-        `memory` is reserved for its whole life, and the files that it writes count as memory, up to `disk`. `network`:
-        that of the machine; without, none. `user="root"`: root inside, nobody outside.
+        `memory` is reserved as long as the sandbox exists, and the files that it writes count as memory, up to `disk`.
+        `network`: use the network of the machine; otherwise it has none. `user="root"`: root inside the sandbox,
+        unprivileged outside.
         """
         spec = SandboxSpec(
-            image=_name("image", image),
-            memory_bytes=in_bytes("memory", memory, least=MEMORY_BYTES_MIN),
-            disk_bytes=in_bytes("disk", disk, least=DISK_BYTES_MIN),
+            image=_image_name("image", image),
+            memory_bytes=parse_size("memory", memory, least=MEMORY_BYTES_MIN),
+            disk_bytes=parse_size("disk", disk, least=DISK_BYTES_MIN),
             processes_max=processes,
             open_files_max=open_files,
             network=network,
             user=user,
             env=variables_of("env", env),
         )
-        name = f"{self._prefix}-{next(self._numbers)}"
+        name = f"{self._prefix}-{next(self._action_numbers)}"
         again = self._prepare if self._warm else None
-        return Sandbox(self._transport, self._life, name, spec, run=run, trajectory=trajectory, task=task, opened=again)
+        return Sandbox(
+            self._transport, self._lifecycle, name, spec, run=run, trajectory=trajectory, task=task, on_opened=again
+        )
 
     def _prepare(self, spec: SandboxSpec) -> None:
-        """Have another one made, as an action of its own which nobody waits for."""
+        """Create a warm sandbox in the background, as an action of its own."""
         action = Action(
-            id=f"{self._prefix}-warm-{next(self._numbers)}", demand=PREPARE_DEMAND, run="warm", kind="prepare"
+            id=f"{self._prefix}-warm-{next(self._action_numbers)}", demand=PREPARE_DEMAND, run="warm", kind="prepare"
         )
         self._transport.submit(action, Prepare(spec=spec))
 
@@ -165,26 +179,26 @@ class Client:
         env: Mapping[str, str] | None = None,
         run: str = "default",
     ) -> Image:
-        """An image: `source`, a root directory, or a tar as `docker save` or OCI write it; or `base`, which is there
-        already, "host" unless you say otherwise. Then the set-up commands are run on it once, and what they made is
-        kept under the hash of all this, also for other processes."""
-        self._life.require()
+        """Create an image from `source` (a root directory, or a tar of `docker save` or OCI) or from `base`, an
+        existing image, "host" by default. The set-up commands run on it once; the result is cached under a hash of all
+        this, also for other processes."""
+        self._lifecycle.require_open()
         commands, variables = commands_of("setup", setup), variables_of("env", env)
         if source and base:
             raise InvalidAction("base", base, "none beside a source: the set-up commands are run on that")
         if source:
             name = await self._transport.images.add_image(path_of("source", source))
         else:
-            name = _name("base", base or "host")
+            name = _image_name("base", base or "host")
         if not commands:
             if not source:
                 await self._require_image(name, run)
             return Image(name)
-        key = _key(name, commands, network, user, variables)
-        async with self._building.setdefault(key, asyncio.Lock()):
-            found = await self._transport.images.recall_image(key)
-            if found:
-                return Image(found)
+        key = _setup_key(name, commands, network, user, variables)
+        async with self._build_locks.setdefault(key, asyncio.Lock()):
+            cached = await self._transport.images.recall_image(key)
+            if cached:
+                return Image(cached)
             options = dict(memory=memory, disk=disk, network=network, user=user, env=env, run=run)
             async with self.sandbox(image=name, trajectory=f"setup-{key[:12]}", **options) as box:  # type: ignore[arg-type]
                 for command in commands:
@@ -194,20 +208,20 @@ class Client:
             return made
 
     async def _require_image(self, name: str, run: str) -> None:
-        """Raises what keeps sandboxes from being opened from it."""
+        """Raises the error that keeps sandboxes from being opened from the image."""
         async with self.sandbox(image=name, memory=TRIAL_MEMORY, run=run):
             pass
 
     async def forget(self, image: str | Image) -> None:
-        """Delete an image that `commit` made. Sandboxes that were opened from it live on."""
-        self._life.require()
-        await self._transport.images.forget_image(_name("image", image))
+        """Delete an image that `commit` created. Sandboxes that were opened from it keep working."""
+        self._lifecycle.require_open()
+        await self._transport.images.forget_image(_image_name("image", image))
 
     # ---- model services ----
 
     def require_service(self, name: str) -> None:
-        """Raises InvalidAction, if there is no such model service to be called."""
-        self._life.require()
+        """Raises InvalidAction if there is no such model service to call."""
+        self._lifecycle.require_open()
         self._transport.service(name)
 
     async def infer(
@@ -228,49 +242,49 @@ class Client:
     ) -> Inference:
         """Call a model service, as one action on devices: `(await t.infer("judge", {"text": "..."})).json()`.
 
-        A payload that is neither bytes nor text goes as JSON, in which NaN stays NaN. `devices`: how many, where the
-        service runs on several numbers of them; None: whatever ends soonest. `timeout_s`: of the call, without copying
-        the model; None: `Service.call_s_max`. `quotas`: what the call needs of APIs, granted together with its devices,
-        such as {"search": 1}. `idempotent`: a call that our side lost may be made again.
+        A payload that is neither bytes nor text is sent as JSON that may hold NaN. `devices`: how many, for a service
+        with several degrees; None: the number that ends soonest. `timeout_s`: limit of the call, without loading the
+        model; None: `Service.call_s_max`. `quotas`: requests of APIs, granted together with the devices, such as
+        {"search": 1}. `idempotent`: repeat the call if it is lost.
 
-        Raises InvalidAction for what cannot be meant, also for a payload that the engine finds wrong. All else is a
-        record, told apart by its `status`.
+        Raises InvalidAction for invalid arguments, and for a payload that the engine rejects. Every other result is
+        returned; see its `status`.
         """
-        self._life.require()
-        found = self._transport.service(service)
+        self._lifecycle.require_open()
+        info = self._transport.service(service)
         action = Action(
-            id=f"{self._prefix}-{next(self._numbers)}",
-            demand=demand_of(found, devices, quota_demand("quotas", quotas, self._transport.quota)),
+            id=f"{self._prefix}-{next(self._action_numbers)}",
+            demand=demand_of(info, devices, quota_demand("quotas", quotas, self._transport.quota)),
             run=run, trajectory=trajectory, task=task, kind="infer", key=key, service=service,
-            timeout_s=found.call_s_max if timeout_s is None else timeout_s, deadline_s=deadline_s, priority=priority,
+            timeout_s=info.call_s_max if timeout_s is None else timeout_s, deadline_s=deadline_s, priority=priority,
             idempotent=idempotent, at_once=not quotas,
         )  # fmt: skip
         try:
             settled = await self._transport.submit(action, Infer(payload=payload_of(payload))).settled()
         except AdmissionRefused as refusal:
-            return refused(service, refusal.reason)
+            return refused_inference(service, refusal.reason)
         return inference_of(service, settled)
 
     # ---- functions ----
 
     async def call(self, target: Function[..., T] | EndpointSpec, /, *args: Any, **options: Any) -> T:
-        """Call a function or an endpoint as one action: its value, or what `CallResult.check()` raises.
+        """Call a function or an endpoint as one action. Returns its value, or raises as `CallResult.check()` does.
 
-        `options` are those of `try_call`, and the arguments of the function by name.
+        `options` are those of `try_call`, and keyword arguments of the function.
         """
         return await self._functions.call(target, *args, **options)
 
     async def try_call(self, target: Function[..., Any] | EndpointSpec, /, *args: Any, **options: Any) -> CallResult:
-        """As `call`, but every end is a record, told apart by its `kind`. Options besides the arguments of the
+        """Like `call`, but returns every result as a record; see its `kind`. Options other than the arguments of the
         function: `run`, `trajectory`, `task`, `priority`, `deadline_s`, `idempotency_key`, `quotas`."""
         return await self._functions.try_call(target, *args, **options)
 
     # ---- quotas ----
 
     async def add_quota(self, quota: Quota) -> None:
-        """What an API allows, from now on. One of the same name is replaced: those who wait keep their places, and what
-        the API said about its limits still holds."""
-        self._life.require()
+        """Declare or replace the quota of an API. Waiting requests keep their places, and limits that the API reported
+        still apply."""
+        self._lifecycle.require_open()
         if not isinstance(quota, Quota):
             raise InvalidConfig("quota", quota, "a tangram.Quota, such as Quota('search', concurrent=8)")
         await self._transport.add_quota(quota)
@@ -289,32 +303,35 @@ class Client:
         priority: int = 0,
         deadline_s: float | None = None,
     ) -> QuotaUse:
-        """A part of a quota, around a client of your own: `async with t.quota("search"): ...`.
+        """A part of a quota, for a client of your own: `async with t.quota("search"): ...`.
 
-        Entering waits until so many requests may be made, with so many tokens in all where the quota counts them (an
-        estimate, to be corrected by `spent`). Several quotas are granted together or not at all:
-        `t.quota({"search": 1, "judge": {"requests": 1, "tokens": 500}})`.
+        Entering waits until the requests may be made, with the given number of tokens if the quota counts them (an
+        estimate, which `spent` corrects). Several quotas are granted together: `t.quota({"search": 1, "judge":
+        {"requests": 1, "tokens": 500}})`.
 
-        `at_once`: all is sent within a second of entering, and counts from then. False: it is sent at any time inside,
-        and counts from leaving. None: True for one request, False for more. `deadline_s`: how long entering may take;
-        whoever is inside stays there.
+        `at_once`: True if all requests are sent within a second of entering; they count from then. False: they are sent
+        at any time inside the block and count from its end. None: True for one request, False for more. `deadline_s`
+        limits how long entering may take.
         """
-        self._life.require()
+        self._lifecycle.require_open()
         if isinstance(quotas, str):
             counts = {quotas: {REQUESTS: requests, TOKENS: tokens}}
         elif (requests, tokens) == (1, 0) and quotas:
             counts = quota_counts("quotas", quotas)
         else:
             raise InvalidAction("quotas", quotas, "a name; or numbers by name, without `requests` and `tokens` beside")
-        found = {name: self._transport.quota(name) for name in counts}
-        pools = {kind: units for name, quota in found.items() for kind, units in quota.demand(**counts[name]).items()}
+        quota_by_name = {name: self._transport.quota(name) for name in counts}
+        pools = {
+            kind: units for name, quota in quota_by_name.items() for kind, units in quota.demand(**counts[name]).items()
+        }
         if at_once is None:
             at_once = sum(count[REQUESTS] for count in counts.values()) == 1
         action = Action(
-            id=f"{self._prefix}-{next(self._numbers)}", demand=Demand(pools), run=run, trajectory=trajectory, task=task,
-            kind="api", key=key or "+".join(found), priority=priority, deadline_s=deadline_s, at_once=at_once,
+            id=f"{self._prefix}-{next(self._action_numbers)}", demand=Demand(pools), run=run, trajectory=trajectory,
+            task=task, kind="api", key=key or "+".join(quota_by_name), priority=priority, deadline_s=deadline_s,
+            at_once=at_once,
         )  # fmt: skip
-        return QuotaUse(self._transport, self._life, found, action)
+        return QuotaUse(self._transport, self._lifecycle, quota_by_name, action)
 
     def api(
         self,
@@ -330,11 +347,12 @@ class Client:
         key: str = "",
         priority: int = 0,
     ) -> Api:
-        """An HTTP API whose quota is `name`: `await t.api("search", "https://...").get("v1/search")`.
+        """An HTTP API with the quota `name`: `await t.api("search", "https://...").get("v1/search")`.
 
-        `timeout_s` is that of one try. What is refused, fails or does not arrive is tried again, so many times.
+        `timeout_s` limits one try. A request that is refused, fails or does not arrive is retried up to `retries`
+        times.
         """
-        self._life.require()
+        self._lifecycle.require_open()
         self._transport.quota(name)
 
         def use(tokens: int) -> QuotaUse:
@@ -345,24 +363,24 @@ class Client:
         return Api(self._http, use, base_url=base_url, headers=headers, timeout_s=timeout_s, retries=retries)
 
     async def weigh(self, run: str, weight: float) -> None:
-        """How much a run gets of what several want: one of weight 2.0 twice as much as one of 1.0, which all have
-        until it is said."""
-        self._life.require()
-        await self._transport.weigh(run, weight)
+        """The share of a run in contended pools: a run of weight 2.0 gets twice as much as one of 1.0, the default."""
+        self._lifecycle.require_open()
+        await self._transport.set_weight(run, weight)
 
     # ---- many at once ----
 
     async def gather(self, *doing: Awaitable[T], label: str = "") -> list[T]:
-        """All of them, side by side, in the order given; with a progress bar if there is a label and a terminal.
+        """Run awaitables concurrently and return their results in the given order; with a progress bar if there is a
+        label and a terminal.
 
-        When one raises, the others are cancelled, and that is raised.
+        When one raises, the others are cancelled and its error is raised.
         """
         with _progress(label, len(doing)) as advance:
 
             async def one(each: Awaitable[T]) -> T:
-                found = await each
+                result = await each
                 advance()
-                return found
+                return result
 
             tasks = []
             try:
@@ -388,16 +406,16 @@ def _progress(label: str, total: int) -> Iterator[Callable[[], None]]:
         yield lambda: progress.advance(task)
 
 
-def _name(field: str, image: str | Image) -> str:
+def _image_name(field: str, image: str | Image) -> str:
     name = image.name if isinstance(image, Image) else image
     if not isinstance(name, str):
         raise InvalidAction(field, image, "an Image, or the name of one; t.image() makes one of a directory or a tar")
     return name
 
 
-def _key(base: str, setup: tuple[str, ...], network: bool, user: str, env: dict[str, str]) -> str:
-    said = json.dumps([base, setup, network, user, sorted(env.items())])
-    return hashlib.sha256(said.encode()).hexdigest()
+def _setup_key(base: str, setup: tuple[str, ...], network: bool, user: str, env: dict[str, str]) -> str:
+    identity = json.dumps([base, setup, network, user, sorted(env.items())])
+    return hashlib.sha256(identity.encode()).hexdigest()
 
 
 def connect(
@@ -421,17 +439,17 @@ def connect(
 ) -> Client:
     """A connection, to be entered: `async with tangram.connect() as t:`.
 
-    With the address of a shared service, as `tangram serve` prints it, all is done there: `token` says for which run
-    (TANGRAM_TOKEN unless given), `ca` names a file with the certificate that signed the service's, where it is none
-    that this machine trusts anyway. `reconnect_s`: how long a service that does not answer is waited for. What else can
-    be said is said in the config of the service.
+    With the address of a shared service, as `tangram serve` prints it, everything happens there. `token` identifies the
+    run (default: TANGRAM_TOKEN), and `ca` names a file with the certificate that signed the service's, if this machine
+    does not trust it already. `reconnect_s`: how long to retry while the service does not respond. All other options
+    belong to the config of the service.
 
-    Without an address an orchestrator starts inside this process: it owns the sandboxes, and they end with it.
-    `backend`: "sandbox" (real isolation, needs root), "docker" (through an engine), or "process", which isolates
-    nothing. `cores` and `memory`: what all sandboxes may use together; all of this machine if not given. `quotas`: what
-    APIs allow. `services`: models to be called, on `devices`, or else on the CUDA devices of this machine. `record`: a
-    file for the trace, which `tangram sim` and `tangram trace` read. `warm`: sandboxes that are made ahead, each like
-    the last one that was opened. `decider`: another one than the scheduler.
+    Without an address, an orchestrator starts in this process: it owns the sandboxes, and they end with it. `backend`:
+    "sandbox" (isolated, needs root), "docker" (through an engine), or "process", which isolates nothing. `cores` and
+    `memory`: what all sandboxes may use together; default: all of this machine. `quotas`: limits of APIs. `services`:
+    models to call, on `devices`, or else on the CUDA devices of this machine. `record`: a file for the trace, which
+    `tangram sim` and `tangram trace` read. `warm`: how many sandboxes to create in advance, each like the last one that
+    was opened. `decider`: replaces the scheduler.
     """
     if url:
         given = {
@@ -442,17 +460,20 @@ def connect(
         }  # fmt: skip
         for name, (value, default) in given.items():
             if value != default:
-                raise InvalidConfig(name, value, "nothing beside an address: the config of the service says it")
-        return _remote(url, token, path_of("ca", ca, InvalidConfig), seconds_of("reconnect_s", reconnect_s))
+                raise InvalidConfig(
+                    name, value, "no such option with an address: it belongs to the config of the service"
+                )
+        return _remote_client(url, token, path_of("ca", ca, InvalidConfig), seconds_of("reconnect_s", reconnect_s))
     if token or ca:
         raise InvalidConfig("token" if token else "ca", "...", "nothing without the address of a service")
     require_cores(cores)
     require_limits(limits)
     memory_bytes = None if memory is None else _memory_bytes(memory)
     folder = path_of("state", state, InvalidConfig)
-    manager = _manager(backend, cores, memory_bytes, Path(folder) if folder else None, warm)
-    held = QuotaManager(_quotas(quotas), lambda event: orchestrator.tell(event))
-    models = _models(services, devices, manager.pools()[0].node, lambda event: orchestrator.tell(event))
+    manager = _create_manager(backend, cores, memory_bytes, Path(folder) if folder else None, warm)
+    inbox = EventInbox()
+    held = QuotaManager(_require_quotas(quotas), inbox.send)
+    models = _create_model_manager(services, devices, manager.pools()[0].node, inbox.send)
     pools = (*manager.pools(), *held.pools(), *(models.pools() if models is not None else ()))
     limits = limits or Limits()
     chosen = decider or Scheduler(policy(policy_name), pools, limits=limits)
@@ -460,23 +481,25 @@ def connect(
     observer = None
     if record:
         from tangram.files.atomic_file import check_writable
-        from tangram.runtime.trace_recorder import recording
+        from tangram.runtime.trace_recorder import record_trace
 
         file = path_of("record", record, InvalidConfig)
         check_writable("record", Path(file))
-        observer = stack.enter_context(recording(file, policy=policy_name, pools=pools, limits=limits, note=backend))
-    executors: dict[type[Work], Executor] = {Hold: held, Call: FunctionManager(), Post: EndpointManager()}
+        recorder = record_trace(file, policy=policy_name, pools=pools, limits=limits, note=backend)
+        observer = stack.enter_context(recorder)
+    observers = [] if observer is None else [observer]
+    executors: dict[type[Work], Executor] = {HoldGrant: held, Call: FunctionManager(), Post: EndpointManager()}
     if models is not None:
         executors[Infer] = models
-    orchestrator = Orchestrator(chosen, {_node(pools): manager}, executors, observer=observer)
+    orchestrator = Orchestrator(chosen, {_node_of(pools): manager}, executors, observers=observers, inbox=inbox)
     client = Client(LocalTransport(orchestrator, held, models))
     client._stack = stack
     client._warm = warm
     return client
 
 
-def _remote(url: str, token: str, ca: str, reconnect_s: float) -> Client:
-    from tangram.client.remote import RemoteTransport
+def _remote_client(url: str, token: str, ca: str, reconnect_s: float) -> Client:
+    from tangram.client.remote_transport import RemoteTransport
 
     if not isinstance(url, str) or not url.startswith(("http://", "https://")):
         raise InvalidConfig("url", url, "the address of a service, such as http://127.0.0.1:7433")
@@ -485,8 +508,8 @@ def _remote(url: str, token: str, ca: str, reconnect_s: float) -> Client:
     return Client(RemoteTransport(url, token or os.environ.get("TANGRAM_TOKEN", ""), ca=ca, reconnect_s=reconnect_s))
 
 
-def _models(
-    services: Iterable[Service], devices: Iterable[DeviceSpec], node: str, tell: Callable[[Event], None]
+def _create_model_manager(
+    services: Iterable[Service], devices: Iterable[DeviceSpec], node: str, notify: Callable[[Event], None]
 ) -> ModelManager | None:
     found, chosen = services_of(services), devices_of(devices)
     if not found and not chosen:
@@ -494,34 +517,36 @@ def _models(
     chosen = chosen or list(discover())
     if not chosen:
         raise InvalidConfig("devices", chosen, "devices such as tangram.Emulated(...): this machine has none of CUDA")
-    return ModelManager(found, chosen, tell, node=node)
+    return ModelManager(found, chosen, notify, node=node)
 
 
-def _quotas(quotas: Iterable[Quota]) -> list[Quota]:
-    found = list(quotas) if isinstance(quotas, Iterable) else []
-    alike = all(isinstance(quota, Quota) for quota in found) and isinstance(quotas, Iterable)
-    if not alike or len({quota.name for quota in found}) < len(found):
+def _require_quotas(quotas: Iterable[Quota]) -> list[Quota]:
+    declared = list(quotas) if isinstance(quotas, Iterable) else []
+    alike = all(isinstance(quota, Quota) for quota in declared) and isinstance(quotas, Iterable)
+    if not alike or len({quota.name for quota in declared}) < len(declared):
         raise InvalidConfig("quotas", quotas, "a list of tangram.Quota, each with a name of its own")
-    return found
+    return declared
 
 
 def _memory_bytes(memory: int | str) -> int:
-    """Of all sandboxes together: at least one fits, and the machine has it."""
+    """Memory of all sandboxes together: enough for one, and no more than the machine has."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return in_bytes("memory", memory, least=MEMORY_BYTES_MIN, most=machine, error=InvalidConfig)
+    return parse_size("memory", memory, least=MEMORY_BYTES_MIN, most=machine, error=InvalidConfig)
 
 
-def _node(pools: tuple[Pool, ...]) -> str:
+def _node_of(pools: tuple[Pool, ...]) -> str:
     return pools[0].node
 
 
-def _manager(backend: str, cores: float | None, memory_bytes: int | None, state: Path | None, warm: int) -> Manager:
+def _create_manager(
+    backend: str, cores: float | None, memory_bytes: int | None, state: Path | None, warm: int
+) -> Manager:
     if type(warm) is not int or warm < 0 or (warm and backend != "sandbox"):
         raise InvalidConfig("warm", warm, "a number of sandboxes, at least 0; only the sandbox backend has warm ones")
     if backend == "sandbox":
-        from tangram.managers.sandboxes.bwrap.manager import SandboxManager
+        from tangram.managers.sandboxes.bwrap.manager import BwrapManager
 
-        return SandboxManager(state=state, cores=cores, memory_bytes=memory_bytes, warm=warm)
+        return BwrapManager(state=state, cores=cores, memory_bytes=memory_bytes, warm=warm)
     if backend == "process":
         from tangram.managers.sandboxes.process import ProcessManager
 

@@ -1,7 +1,7 @@
-"""Calls of model services, as their user sees them: a payload in, an answer out, as one action on devices.
+"""Calls of model services: a payload in, a response out, as one action on devices.
 
-Owns the record of what came of a call. What the bytes mean is between the caller and the engine of the service. JSON is
-that of Python: NaN and infinities stay what they are.
+Owns the record of a call. The meaning of the bytes is agreed between the caller and the engine of the service. JSON is
+that of Python: NaN and infinities are kept.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from tangram.core.action import NO_USAGE, Status, Usage
 from tangram.core.demand import GPU, Amounts, Demand, fixed, one_of
 from tangram.errors import InvalidAction, ManagerError
 from tangram.managers.models.devices import Cuda, DeviceSpec, Emulated
-from tangram.managers.models.service import Service, all_of
-from tangram.runtime.orchestrator import Settled
+from tangram.managers.models.service import Service, require_all
+from tangram.runtime.orchestrator import SettledAction
 
 
 class Inference(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of a service that has settled."""
+    """A call of a service that has settled."""
 
     service: str
     status: Status
     reason: str = ""
-    """Why there is no answer."""
+    """Why there is no response."""
     answer: bytes = b""
     timing: Timing = Timing(waiting_s=0.0, execution_s=0.0, overhead_s=0.0)
-    """`overhead_s` is the restore, where the service was not on its devices."""
+    """`overhead_s` is the restore, if the service was not on its devices."""
     usage: Usage = NO_USAGE
     attempts: int = 0
 
@@ -39,13 +39,13 @@ class Inference(msgspec.Struct, frozen=True, kw_only=True):
         return self.status is Status.SUCCEEDED
 
     def check(self) -> bytes:
-        """The answer, or the exception that says why there is none."""
+        """Returns the response, or raises the exception that describes why there is none."""
         if not self.ok:
             raise_for(self.status, f"service {self.service}: {self.reason}", self)
         return self.answer
 
     def json(self) -> Any:
-        """The answer, read as JSON, in which NaN and Infinity may be. Raises as `check` does."""
+        """The response decoded as JSON, in which NaN and Infinity may be. Raises as `check` does."""
         answer = self.check()
         try:
             return json.loads(answer)
@@ -53,11 +53,11 @@ class Inference(msgspec.Struct, frozen=True, kw_only=True):
             raise ManagerError(f"the answer of {self.service} is no JSON: {error}", retry=False) from None
 
 
-def refused(service: str, reason: str) -> Inference:
+def refused_inference(service: str, reason: str) -> Inference:
     return Inference(service=service, status=Status.REFUSED, reason=reason)
 
 
-def inference_of(service: str, settled: Settled) -> Inference:
+def inference_of(service: str, settled: SettledAction) -> Inference:
     outcome = settled.outcome
     return Inference(
         service=service,
@@ -71,7 +71,7 @@ def inference_of(service: str, settled: Settled) -> Inference:
 
 
 def demand_of(service: Service, devices: int | None, others: Mapping[str, Amounts]) -> Demand:
-    """Any of the degrees that the service has, or the one that the caller wants; and of other pools what it says."""
+    """Any degree of the service, or the one that the caller chose, and the demand for quotas."""
     if devices is None:
         return Demand({GPU: one_of(*service.degrees), **others})
     if type(devices) is not int or devices not in service.degrees:
@@ -81,15 +81,15 @@ def demand_of(service: Service, devices: int | None, others: Mapping[str, Amount
 
 
 def services_of(services: Iterable[Service]) -> list[Service]:
-    return all_of("services", services, Service, "tangram.Service, such as [Service(name='judge', engine=...)]")
+    return require_all("services", services, Service, "tangram.Service, such as [Service(name='judge', engine=...)]")
 
 
 def devices_of(devices: Iterable[DeviceSpec]) -> list[DeviceSpec]:
-    return all_of("devices", devices, Emulated | Cuda, "devices, such as [Emulated(memory_bytes=1 << 30)]")
+    return require_all("devices", devices, Emulated | Cuda, "devices, such as [Emulated(memory_bytes=1 << 30)]")
 
 
 def payload_of(payload: Any) -> bytes:
-    """Bytes as they are, text as UTF-8, all else as JSON. NaN stays NaN: a null would be another value."""
+    """Bytes unchanged, text as UTF-8, everything else as JSON. NaN stays NaN, because null is a different value."""
     if isinstance(payload, bytes | bytearray | memoryview):
         return bytes(payload)
     try:

@@ -1,6 +1,6 @@
-"""Files and images of a shared service, over HTTP: streamed in both directions.
+"""Files and images of a shared service over HTTP, streamed in both directions.
 
-Owns nothing. What is on its way is held in memory only where it is asked for as bytes.
+Owns nothing. Holds content in memory only if the caller passes or requests bytes.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from urllib.parse import quote
 import msgspec
 
 from tangram.errors import FileFailed, InvalidAction
-from tangram.managers.work import Entry
-from tangram.runtime.wire import Entries, ImageReply, Remember
+from tangram.managers.work import FileEntry
+from tangram.runtime.wire import DirectoryReply, ImageKeyRequest, ImageReply
 
 if TYPE_CHECKING:
-    from tangram.client.remote import Wire
+    from tangram.client.remote_transport import RemoteConnection
 
-PIECE_BYTES = 256 << 10
-TREE_S_MAX = 3600.0
-"""For one file or tree."""
+CHUNK_BYTES = 256 << 10
+TRANSFER_TIMEOUT_S = 3600.0
+"""Time limit of one file or tree."""
 
 
 class RemoteFiles:
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
+    def __init__(self, connection: RemoteConnection) -> None:
+        self._connection = connection
 
     async def read(self, sandbox: str, path: str, *, bytes_max: int) -> bytes:
-        return await self._wire.ask("GET", _place(sandbox, "files"), path=path, bytes_max=str(bytes_max))
+        return await self._connection.call("GET", _sandbox_path(sandbox, "files"), path=path, bytes_max=str(bytes_max))
 
     async def write(self, sandbox: str, path: str, content: bytes, *, mode: int) -> None:
-        await self._send("PUT", _place(sandbox, "files"), content, path=path, mode=f"{mode:04o}")
+        await self._send("PUT", _sandbox_path(sandbox, "files"), content, path=path, mode=f"{mode:04o}")
 
-    async def list(self, sandbox: str, path: str) -> list[Entry]:
-        found = await self._wire.ask("GET", _place(sandbox, "list"), path=path)
-        return msgspec.json.decode(found, type=Entries).entries
+    async def list(self, sandbox: str, path: str) -> list[FileEntry]:
+        content = await self._connection.call("GET", _sandbox_path(sandbox, "list"), path=path)
+        return msgspec.json.decode(content, type=DirectoryReply).entries
 
     async def delete(self, sandbox: str, path: str) -> None:
-        await self._wire.ask("DELETE", _place(sandbox, "files"), path=path)
+        await self._connection.call("DELETE", _sandbox_path(sandbox, "files"), path=path)
 
     async def pack(self, sandbox: str, path: str, into: BinaryIO, *, bytes_max: int) -> None:
         begin = into.tell()
@@ -54,87 +54,91 @@ class RemoteFiles:
         async def once() -> None:
             into.seek(begin)
             into.truncate()
-            async with self._wire.request("GET", _place(sandbox, "tree"), None, query, TREE_S_MAX) as response:
+            async with await self._connection.send(
+                "GET", _sandbox_path(sandbox, "tree"), None, query, TRANSFER_TIMEOUT_S
+            ) as response:
                 if response.status >= 400:
-                    self._wire.checked(response.status, await response.read())
+                    self._connection.check_response(response.status, await response.read())
                 size = 0
-                async for piece in response.content.iter_chunked(PIECE_BYTES):
+                async for piece in response.chunks():
                     size += len(piece)
                     if size > bytes_max + (1 << 20):
                         raise FileFailed(path, f"has more than {bytes_max} bytes")
                     await asyncio.to_thread(into.write, piece)
 
-        await self._wire.until_answered(once)
+        await self._connection.retry_until_answered(once)
 
     async def unpack(self, sandbox: str, path: str, tar: BinaryIO) -> None:
-        await self._send("PUT", _place(sandbox, "tree"), tar, path=path)
+        await self._send("PUT", _sandbox_path(sandbox, "tree"), tar, path=path)
 
-    async def _send(self, method: str, place: str, content: bytes | BinaryIO, **query: Any) -> bytes:
-        return await send(self._wire, method, place, content, **query)
+    async def _send(self, method: str, path: str, content: bytes | BinaryIO, /, **query: Any) -> bytes:
+        return await send(self._connection, method, path, content, **query)
 
 
 class RemoteImages:
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
+    def __init__(self, connection: RemoteConnection) -> None:
+        self._connection = connection
         self.committed: dict[str, None] = {}
-        """Made over this connection, with which they go,"""
+        """Images committed over this connection; its end deletes them,"""
         self.remembered: set[str] = set()
-        """unless they are kept under a key."""
+        """except those that are kept under a key."""
 
     async def add_image(self, path: str) -> str:
-        """A tar goes as it is; a directory is packed first."""
+        """A tar is sent unchanged; a directory is packed first."""
         with tempfile.TemporaryFile() as packed:
-            file = await asyncio.to_thread(_opened, Path(path), cast(BinaryIO, packed))
+            file = await asyncio.to_thread(_open_archive, Path(path), cast(BinaryIO, packed))
             with file:
                 return await self._add(file)
 
     async def _add(self, file: BinaryIO) -> str:
-        return _image(await send(self._wire, "POST", "/v1/images", file))
+        return _decode_image_name(await send(self._connection, "POST", "/v1/images", file))
 
     async def recall_image(self, key: str) -> str:
-        return _image(await self._wire.ask("GET", f"/v1/image-keys/{quote(key, safe='')}"))
+        return _decode_image_name(await self._connection.call("GET", f"/v1/image-keys/{quote(key, safe='')}"))
 
     async def remember_image(self, key: str, name: str) -> None:
-        await self._wire.ask("PUT", f"/v1/image-keys/{quote(key, safe='')}", Remember(name=name))
+        await self._connection.call("PUT", f"/v1/image-keys/{quote(key, safe='')}", ImageKeyRequest(name=name))
         self.remembered.add(name)
 
     async def forget_image(self, name: str) -> None:
-        await self._wire.ask("DELETE", f"/v1/images/{quote(name, safe='')}")
+        await self._connection.call("DELETE", f"/v1/images/{quote(name, safe='')}")
         self.committed.pop(name, None)
 
 
-async def send(wire: Wire, method: str, place: str, content: bytes | BinaryIO, **query: Any) -> bytes:
-    """A body as a stream. Sent again from its beginning if it did not arrive."""
+async def send(
+    connection: RemoteConnection, method: str, path: str, content: bytes | BinaryIO, /, **query: Any
+) -> bytes:
+    """Sends a streamed body, from its beginning again if it did not arrive."""
     begin = 0 if isinstance(content, bytes) else content.tell()
 
     async def pieces() -> AsyncIterator[bytes]:
         if isinstance(content, bytes):
-            for at in range(0, len(content), PIECE_BYTES):
-                yield content[at : at + PIECE_BYTES]
+            for at in range(0, len(content), CHUNK_BYTES):
+                yield content[at : at + CHUNK_BYTES]
             return
-        while piece := await asyncio.to_thread(content.read, PIECE_BYTES):
+        while piece := await asyncio.to_thread(content.read, CHUNK_BYTES):
             yield piece
 
     async def once() -> bytes:
         if not isinstance(content, bytes):
             content.seek(begin)
-        async with wire.request(method, place, pieces(), query, TREE_S_MAX) as response:
+        async with await connection.send(method, path, pieces(), query, TRANSFER_TIMEOUT_S) as response:
             answer = await response.read()
-        return wire.checked(response.status, answer)
+        return connection.check_response(response.status, answer)
 
-    return await wire.until_answered(once)
+    return await connection.retry_until_answered(once)
 
 
-def _place(sandbox: str, what: str) -> str:
+def _sandbox_path(sandbox: str, what: str) -> str:
     return f"/v1/sandboxes/{quote(sandbox, safe='')}/{what}"
 
 
-def _image(answer: bytes) -> str:
+def _decode_image_name(answer: bytes) -> str:
     return msgspec.json.decode(answer, type=ImageReply).name
 
 
-def _opened(path: Path, packed: BinaryIO) -> BinaryIO:
-    """The archive at that place, or one that is made of a directory: the layout of an OCI image, or a root."""
+def _open_archive(path: Path, packed: BinaryIO) -> BinaryIO:
+    """The archive at the path, or one that is packed from a directory: an OCI image layout, or a root directory."""
     try:
         if not path.is_dir():
             return path.open("rb")
@@ -151,7 +155,7 @@ def _opened(path: Path, packed: BinaryIO) -> BinaryIO:
 
 
 def _add_root(tar: tarfile.TarFile, root: Path) -> None:
-    """A root directory as the one layer of an image, as `docker save` writes it."""
+    """Packs a root directory as an image with one layer, in the format of `docker save`."""
     with tempfile.TemporaryFile() as layer:
         with tarfile.open(fileobj=layer, mode="w") as inner:
             for each in sorted(root.iterdir()):
@@ -170,12 +174,12 @@ def _add_root(tar: tarfile.TarFile, root: Path) -> None:
             ("config.json", msgspec.json.encode(config)),
             ("manifest.json", msgspec.json.encode(manifest)),
         ):
-            _add(tar, name, len(data), io.BytesIO(data))
+            _add_member(tar, name, len(data), io.BytesIO(data))
         layer.seek(0)
-        _add(tar, "layer.tar", size, cast(BinaryIO, layer))
+        _add_member(tar, "layer.tar", size, cast(BinaryIO, layer))
 
 
-def _add(tar: tarfile.TarFile, name: str, size: int, content: BinaryIO) -> None:
+def _add_member(tar: tarfile.TarFile, name: str, size: int, content: BinaryIO) -> None:
     member = tarfile.TarInfo(name)
     member.size = size
     tar.addfile(member, content)

@@ -1,7 +1,7 @@
-"""Results: what an action brought, and whose fault it was if it brought nothing.
+"""Results of actions, and whose fault a failure is.
 
-Failures are values: an action that timed out, was cancelled, refused or lost is a Result as well, told apart by its
-status. `check()` turns them into exceptions for those who prefer that.
+Failures are values: an action that timed out, was cancelled, refused or lost is a Result too, distinguished by its
+status. `check()` turns them into exceptions.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ import msgspec
 
 from tangram.core.action import Outcome, Status, Usage
 from tangram.errors import ActionCancelled, ActionLost, ActionTimedOut, AdmissionRefused, CommandFailed
-from tangram.managers.work import Executed
+from tangram.managers.work import ExecResult
 
 SHOWN_CHARACTERS = 2000
-"""Of the output in an error message: its end, where the reason mostly stands."""
+"""The end of the output in an error message, which usually has the reason."""
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
     """Where the time of an action went, in seconds."""
 
     waiting_s: float
-    """Until it was granted its units."""
+    """Until it was granted."""
     execution_s: float
     overhead_s: float
-    """Starting, and giving back."""
+    """Starting, and releasing its grant."""
 
     @property
     def act_s(self) -> float:
-        """Action completion time."""
+        """Action completion time (ACT)."""
         return self.waiting_s + self.execution_s + self.overhead_s
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """One action that has settled."""
+    """An action that has settled."""
 
     action: str
     command: str
@@ -42,12 +42,12 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     """Why it did not succeed; empty if it did."""
     exit_code: int | None
-    """None if it did not come to its end. 128 + the signal if one ended it."""
+    """None if it did not run to its end; 128 + the signal if a signal ended it."""
     stdout: str
     stderr: str
-    """What was kept of them; a line in the middle says what was not. What is no UTF-8 is shown as �."""
-    executed: Executed
-    """The same as bytes, with the counts of all that was written."""
+    """The output that was kept; a line in the middle replaces what was cut. Invalid UTF-8 is shown as �."""
+    executed: ExecResult
+    """The same as bytes, with counts of everything that was written."""
     timing: Timing
     usage: Usage
     attempts: int
@@ -59,21 +59,21 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cpus(self) -> int:
-        """Whole cores that it was told to have: what `{cpus}` became. 0 if it did not run."""
+        """Cores that it was granted, which replaced `{cpus}`; 0 if it did not run."""
         return self.executed.cpus
 
     @property
     def out_of_memory(self) -> bool:
-        """The sandbox's memory was used up, and the kernel killed something in it."""
+        """The memory of the sandbox was exhausted, and the kernel killed a process in it."""
         return self.executed.out_of_memory
 
     @property
     def session_ended(self) -> bool:
-        """The held shell is gone; the next command of its session raises SessionEnded."""
+        """The persistent shell is gone; the next command of its session raises SessionEnded."""
         return self.executed.session_ended
 
     def check(self) -> Result:
-        """Itself, if it is ok; else the exception that says what it was."""
+        """Returns itself if it is ok; otherwise raises the matching exception."""
         if self.status is not Status.SUCCEEDED:
             raise_for(self.status, f"{self.command!r}: {self.reason}", self)
         if self.exit_code != 0:
@@ -83,19 +83,19 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return self
 
 
-def raise_for(status: Status, said: str, record: object) -> NoReturn:
-    """The exception for an action that did not succeed; `record` is what the caller would have got instead."""
+def raise_for(status: Status, message: str, record: object) -> NoReturn:
+    """The exception for an action that did not succeed; `record` is the result that it carries."""
     if status is Status.TIMED_OUT:
-        raise ActionTimedOut(said, record)
+        raise ActionTimedOut(message, record)
     if status is Status.CANCELLED:
-        raise ActionCancelled(said, record)
+        raise ActionCancelled(message, record)
     if status is Status.REFUSED:
-        raise AdmissionRefused("refused", said)
-    raise ActionLost(said, record)
+        raise AdmissionRefused("refused", message)
+    raise ActionLost(message, record)
 
 
-def result_of(command: str, outcome: Outcome, executed: Executed | None) -> Result:
-    executed = executed or Executed()
+def result_of(command: str, outcome: Outcome, executed: ExecResult | None) -> Result:
+    executed = executed or ExecResult()
     return Result(
         action=outcome.action,
         command=command,

@@ -1,7 +1,7 @@
-"""A sandbox, as its user sees it: commands, files, sessions, servers, copies.
+"""A sandbox for its user: commands, files, sessions, servers, copies.
 
-Owns the ids of its actions and the order of opening and closing. Opening and closing are actions as well: they wait
-for their turn like any other.
+Owns the ids of its actions and the order of opening and closing. Opening and closing are actions too: they wait for
+their grant like any other.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from tangram.client.tree_archive import pack_tree, unpack_tree
 from tangram.client.validation import (
     Command,
     Content,
-    Life,
+    Lifecycle,
     OnOutput,
     PathText,
     Quotas,
     bytes_of,
     path_of,
     quota_demand,
-    require_listener,
     require_mode,
+    require_output_callback,
     variables_of,
     words_of,
 )
 from tangram.core.action import PRIORITY_MAX, Action, Status
 from tangram.core.demand import CPU, Demand, cores
-from tangram.core.sizes import Cpus, amounts, in_bytes
+from tangram.core.sizes import Cpus, amounts, parse_size
 from tangram.core.speedup import Speedup
 from tangram.errors import FileFailed, InvalidAction, ManagerError, SessionEnded
 from tangram.managers.base import Files
@@ -50,77 +50,78 @@ from tangram.managers.work import (
     WORKSPACE,
     Close,
     Commit,
-    Entry,
     Exec,
-    Executed,
+    ExecResult,
+    FileEntry,
     Open,
     SandboxSpec,
     Work,
 )
-from tangram.processes.streams import HELD_BY
-from tangram.runtime.orchestrator import Settled, undisturbed
+from tangram.processes.streams import COMMAND_VARIABLE
+from tangram.runtime.orchestrator import SettledAction
+from tangram.runtime.shielding import shielded
 
 FILE_BYTES_MAX = 256 * MIB
-"""Of one `read`, unless the caller says otherwise."""
+"""Default limit of one `read`."""
 TREE_BYTES_MAX = 2048 * MIB
-"""Of one `download`."""
+"""Limit of one `download`."""
 CLOSE_WAIT_S = 10.0
-"""Until closing no longer waits for its turn."""
+"""After this time, closing proceeds without a grant."""
 TREE_MEMORY_MAX = 64 * MIB
-"""Of a tree on its way; a larger one goes through a temporary file."""
+"""A tree in transit uses a temporary file above this size."""
 OPEN_CORES, CLOSE_CORES, COMMIT_CORES = 0.2, 0.1, 0.5
-"""Cores that opening, closing and sealing are granted: a few milliseconds of work each."""
+"""Cores for opening, closing and committing: a few milliseconds of work each."""
 
 
 class Image(msgspec.Struct, frozen=True):
-    """Sealed files from which sandboxes open copy-on-write."""
+    """Committed files from which sandboxes open copy-on-write."""
 
     name: str
 
 
 class Sandbox:
-    """Files and processes that are kept between actions, and hold cores only while one runs."""
+    """Files and processes that persist between actions and hold cores only while an action runs."""
 
     def __init__(
         self,
         transport: Transport,
-        connection: Life,
+        connection: Lifecycle,
         name: str,
         spec: SandboxSpec,
         *,
         run: str,
         trajectory: str,
         task: str,
-        opened: Callable[[SandboxSpec], None] | None = None,
+        on_opened: Callable[[SandboxSpec], None] | None = None,
     ) -> None:
         self.name = name
         self._transport = transport
         self._connection = connection
-        self._life = Life("the sandbox")
+        self._lifecycle = Lifecycle("the sandbox")
         self._spec = spec
         self._run = run
         self.trajectory = trajectory or name
-        """Whose its actions are. Whoever hands the sandbox on says so here."""
+        """Run, task and trajectory of its actions. Change it when the sandbox is handed on."""
         self._task = task
-        self._opened = opened
-        """Told when it has been opened."""
+        self._on_opened = on_opened
+        """Called when the sandbox has been opened."""
         self._numbers = count(1)
-        self._under_way: dict[Pending, None] = {}
+        self._pending: dict[Pending, None] = {}
         """Programs that have not settled."""
 
     # ---- its life ----
 
     async def __aenter__(self) -> Self:
-        self._connection.require()
-        self._life.begin()
+        self._connection.require_open()
+        self._lifecycle.begin()
         try:
-            await self._errand("open", Open(spec=self._spec), OPEN_CORES)
+            await self._run_maintenance("open", Open(spec=self._spec), OPEN_CORES)
         except BaseException:
             await self.close()
             raise
-        self._life.opened()
-        if self._opened is not None:
-            self._opened(self._spec)
+        self._lifecycle.mark_open()
+        if self._on_opened is not None:
+            self._on_opened(self._spec)
         return self
 
     async def __aexit__(
@@ -129,20 +130,21 @@ class Sandbox:
         await self.close()
 
     async def close(self) -> None:
-        """End everything in it, also what still runs; its files are forgotten. Whoever is cancelled here goes when that
-        is done."""
+        """End all actions and processes in it and delete its files. A cancelled caller still waits until that is
+        done."""
         self._connection.require_loop()
-        if self._life.begun:
-            await undisturbed(self._close())
+        if self._lifecycle.has_begun:
+            await shielded(self._close())
 
     async def _close(self) -> None:
-        self._life.closed()
-        for pending in list(self._under_way):
+        self._lifecycle.mark_closed()
+        for pending in list(self._pending):
             pending.cancel()
             await pending.settled()
         if not self._connection.is_open:
-            return  # the connection ends all that it has
-        # An action like others, but one that does not wait for ever: somebody may hold all cores. Then it ends without.
+            return  # the end of the connection closes all sandboxes
+        # An action like others, but with a deadline: other actions may hold all cores. After it, the sandbox closes
+        # without a grant.
         action = self._action(
             "close", Demand({CPU: cores(CLOSE_CORES)}), idempotent=True, priority=PRIORITY_MAX, deadline_s=CLOSE_WAIT_S
         )
@@ -150,15 +152,15 @@ class Sandbox:
         if settled.outcome.status is Status.LOST:
             raise ManagerError(settled.outcome.reason)
 
-    async def _errand(self, kind: str, work: Work, size: float) -> None:
-        """Work of ours on the sandbox: it succeeds, or raises what kept it from that."""
+    async def _run_maintenance(self, kind: str, work: Work, size: float) -> None:
+        """Runs internal work on the sandbox; raises if it does not succeed."""
         action = self._action(kind, Demand({CPU: cores(size)}), idempotent=True)
         settled = await self._transport.submit(action, work).settled()
-        result_of(kind, settled.outcome, settled.executed or _DONE).check()
+        result_of(kind, settled.outcome, settled.executed or _NO_PROGRAM).check()
 
     def _require_open(self) -> None:
-        self._connection.require()
-        self._life.require()
+        self._connection.require_open()
+        self._lifecycle.require_open()
 
     def _action(
         self,
@@ -186,7 +188,7 @@ class Sandbox:
             priority=priority,
             idempotent=idempotent,
             duration_s=duration_s,
-            at_once=demand.pools.keys() == {CPU},  # a program asks an API whenever it likes
+            at_once=demand.pools.keys() == {CPU},  # a program calls an API at any time
         )
 
     # ---- commands ----
@@ -212,12 +214,12 @@ class Sandbox:
     ) -> Result:
         """Run a command to its end, as one action.
 
-        A string goes through a shell, a list of words does not; `{cpus}` in it becomes the number of cores that it got.
-        `cpus`: a number, or (least, most) for commands that run faster on more, or None for what is learned. `quotas`:
-        how many requests it makes of which API, at any time until it ends. `key`: your word for commands that behave
-        alike. `timeout_s` counts from its start, `deadline_s` from now.
+        A string is run by a shell, a list of words without one; `{cpus}` in it is replaced by the number of granted
+        cores. `cpus`: a number, or (min, max) for commands that run faster on more, or None to use what was learned.
+        `quotas`: how many requests of which API the command makes, at any time until it ends. `key` names commands that
+        behave alike. `timeout_s` counts from its start, `deadline_s` from now.
         """
-        work = _work(command, cwd=cwd, env=env, stdin=stdin, capture=capture)
+        work = _exec_work(command, cwd=cwd, env=env, stdin=stdin, capture=capture)
         action = self._action(
             "exec", self._demand(cpus, quotas, speedup), key=key, timeout_s=timeout_s, deadline_s=deadline_s,
             priority=priority, idempotent=idempotent, duration_s=duration_s,
@@ -225,7 +227,7 @@ class Sandbox:
         return await self._run_to_end(action, work, on_output)
 
     def _demand(self, cpus: Cpus, quotas: Quotas | None, speedup: Speedup | None) -> Demand:
-        """All that it needs is granted together."""
+        """Its requirements are granted together."""
         return Demand({CPU: amounts(cpus), **quota_demand("quotas", quotas, self._transport.quota)}, speedup)
 
     async def start(
@@ -239,13 +241,13 @@ class Sandbox:
         capture: int | str = CAPTURE_BYTES_MAX,
         on_output: OnOutput | None = None,
     ) -> Server:
-        """Start a program that stays up, such as a server. It holds its cores until it is stopped.
+        """Start a program that keeps running, such as a server. It holds its cores until it is stopped.
 
-        Returns when it runs, or raises what kept it from starting, as `Result.check()` does.
+        Returns once it runs, or raises as `Result.check()` does if it could not start.
         """
-        work = _work(command, cwd=cwd, env=env, capture=capture)
+        work = _exec_work(command, cwd=cwd, env=env, capture=capture)
         pending = self._submit(self._action("server", Demand({CPU: amounts(cpus)}), key=key), work, on_output)
-        server = Server(pending, work.shown, self._connection)
+        server = Server(pending, work.command_line, self._connection)
         try:
             runs = await pending.started()
         except asyncio.CancelledError:
@@ -256,63 +258,63 @@ class Sandbox:
         return server
 
     def session(self) -> Session:
-        """A shell that is held between commands: its directory, variables and functions stay."""
+        """A shell that persists between commands: its directory, variables and functions stay."""
         return Session(self, f"session-{next(self._numbers)}")
 
     async def _run_to_end(self, action: Action, work: Exec, on_output: OnOutput | None) -> Result:
         settled = await self._submit(action, work, on_output).settled()
-        return result_of(work.shown, settled.outcome, settled.executed)
+        return result_of(work.command_line, settled.outcome, settled.executed)
 
     def _submit(self, action: Action, work: Exec, on_output: OnOutput | None) -> Pending:
         self._require_open()
-        require_listener(on_output)
+        require_output_callback(on_output)
         output = None if on_output is None else lambda stream, data: on_output(_STREAMS[stream], data)
         pending = self._transport.submit(action, work, output)
-        self._under_way[pending] = None
-        pending.when_settled(lambda: self._under_way.pop(pending, None))
+        self._pending[pending] = None
+        pending.add_done_callback(lambda: self._pending.pop(pending, None))
         return pending
 
     # ---- files ----
 
     async def read(self, path: PathText, *, bytes_max: int | str = FILE_BYTES_MAX) -> bytes:
-        """The content of a file. Raises FileFailed if it is not there, not readable or larger."""
-        return await self._files.read(self.name, path_of("path", path), bytes_max=in_bytes("bytes_max", bytes_max))
+        """The content of a file. Raises FileFailed if it does not exist, is not readable, or is larger."""
+        return await self._files.read(self.name, path_of("path", path), bytes_max=parse_size("bytes_max", bytes_max))
 
     async def read_text(self, path: PathText, *, bytes_max: int | str = FILE_BYTES_MAX) -> str:
         return (await self.read(path, bytes_max=bytes_max)).decode(errors="replace")
 
     async def write(self, path: PathText, content: Content, *, mode: int = 0o644) -> None:
-        """Make or replace a file; it appears whole. Directories above it are made."""
+        """Create or replace a file atomically. Creates missing directories above it."""
         require_mode(mode)
         await self._files.write(self.name, path_of("path", path), bytes_of("content", content), mode=mode)
 
-    async def list(self, path: PathText = ".") -> list[Entry]:
+    async def list(self, path: PathText = ".") -> list[FileEntry]:
         return await self._files.list(self.name, path_of("path", path))
 
     async def delete(self, path: PathText) -> None:
-        """A file or a whole tree. Links are removed, not followed."""
+        """Delete a file or a whole tree. Links are removed, not followed."""
         place = path_of("path", path)
         if place and posixpath.normpath(posixpath.join(WORKSPACE, place)) in ("/", WORKSPACE):
             raise FileFailed(place, "is where commands start; delete what is in it instead")
         await self._files.delete(self.name, place)
 
     async def upload(self, source: PathText, path: PathText = ".") -> None:
-        """Copy a file or a directory of this machine below a directory of the sandbox, under its own name."""
+        """Copy a file or directory of this machine into a directory of the sandbox, under its own name."""
         files, below = self._files, path_of("path", path)
         tar = await asyncio.to_thread(pack_tree, Path(path_of("source", source)))
         with tar:
             await files.unpack(self.name, below, tar)
 
     async def download(self, path: PathText, target: PathText, *, bytes_max: int | str = TREE_BYTES_MAX) -> Path:
-        """Copy a file or a directory of the sandbox below a directory of this machine, under its own name.
+        """Copy a file or directory of the sandbox into a directory of this machine, under its own name.
 
-        What comes from a sandbox is not trusted: links that lead out of the target, devices and pipes are left out, and
-        nothing that is there already is replaced.
+        The content of a sandbox is not trusted: links that lead out of the target, devices and pipes are skipped, and
+        existing files are never replaced.
         """
         place, below = path_of("path", path), Path(path_of("target", target))
         with tempfile.SpooledTemporaryFile(TREE_MEMORY_MAX) as tar:
             file = cast(BinaryIO, tar)
-            await self._files.pack(self.name, place, file, bytes_max=in_bytes("bytes_max", bytes_max))
+            await self._files.pack(self.name, place, file, bytes_max=parse_size("bytes_max", bytes_max))
             tar.seek(0)
             return await asyncio.to_thread(unpack_tree, file, below)
 
@@ -324,22 +326,22 @@ class Sandbox:
     # ---- copies ----
 
     async def commit(self, name: str = "") -> Image:
-        """Seal its files as an image from which others open copy-on-write. Programs in it stand still meanwhile."""
+        """Commit its files as an image from which others open copy-on-write. Its programs are frozen meanwhile."""
         self._require_open()
         name = name or f"{self.name}-{next(self._numbers)}"
-        await self._errand("commit", Commit(image=name), COMMIT_CORES)
+        await self._run_maintenance("commit", Commit(image=name), COMMIT_CORES)
         return Image(name)
 
 
 class Session:
-    """A held shell of a sandbox. It runs one command at a time; others wait for it."""
+    """A persistent shell in a sandbox. It runs one command at a time; others queue."""
 
     def __init__(self, sandbox: Sandbox, name: str) -> None:
         self._sandbox = sandbox
         self._name = name
-        self._ended = ""
-        """The command that ended it."""
-        self._turn = asyncio.Lock()
+        self._ended_by = ""
+        """The command that ended the shell."""
+        self._lock = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         return self
@@ -365,59 +367,58 @@ class Session:
         capture: int | str = CAPTURE_BYTES_MAX,
         on_output: OnOutput | None = None,
     ) -> Result:
-        """Run a command in the shell, when the one before it has ended. `deadline_s` counts from then.
+        """Run a command in the shell, after the previous one has ended. `deadline_s` counts from then.
 
-        `cwd` and `env` change the shell itself: they hold for later commands as well, as `cd` and `export` do. A
-        timeout or a cancellation ends the shell: `Result.session_ended` says so, and the next command raises
-        SessionEnded.
+        `cwd` and `env` change the shell itself, as `cd` and `export` do, so they apply to later commands too. A timeout
+        or a cancellation ends the shell: `Result.session_ended` is set, and the next command raises SessionEnded.
         """
         box = self._sandbox
-        work = _work(command, cwd=cwd, env=env, capture=capture, session=self._name)
+        work = _exec_work(command, cwd=cwd, env=env, capture=capture, session=self._name)
         action = box._action(
             "exec", box._demand(cpus, quotas, speedup), key=key, timeout_s=timeout_s, deadline_s=deadline_s,
             priority=priority,
         )  # fmt: skip
         box._require_open()
-        async with self._turn:
-            if self._ended:
-                raise SessionEnded(f"the session ended with {self._ended!r}; open another one with box.session()")
+        async with self._lock:
+            if self._ended_by:
+                raise SessionEnded(f"the session ended with {self._ended_by!r}; open another one with box.session()")
             try:
                 result = await box._run_to_end(action, work, on_output)
             except asyncio.CancelledError:
-                self._ended = work.shown
+                self._ended_by = work.command_line
                 raise
             if result.session_ended:
-                self._ended = work.shown
+                self._ended_by = work.command_line
             return result
 
     async def become(self, program: Sequence[str]) -> bool:
-        """Put a program into the place of the shell: it reads the commands from now on. What it prints while it has
-        one, and the cores that it uses, are of the action of the command.
+        """Replace the shell with a program that reads the commands from now on. Its output and CPU time during a
+        command belong to the action of that command.
 
-        The program reads from descriptor 8, where each command ends with a NUL; it stands there as the last word of
-        shell lines (`eval WORD`), so one without spaces and quotes is found best. When one is done, it writes its exit
-        code and a newline to descriptor 9. False: here no program can be held, and the shell stays.
+        The program reads commands from descriptor 8, each ended by a NUL. Its name appears as the last word of shell
+        lines (`eval WORD`), so choose one without spaces and quotes. After a command, it writes its exit code and a
+        newline to descriptor 9. Returns False if the backend cannot do this; the shell stays.
         """
         if isinstance(program, str):
             raise InvalidAction("program", program, "a list of words")
-        # The shell asks for its next command by `read`, where its descriptors are those that it is held by.
+        # The shell reads its next command with `read` from the descriptor that holds it.
         held = f"read() {{ exec {shlex.join(program)}; }}"
-        result = await self.exec(f'[ -n "${{{HELD_BY}+x}}" ] && {held}')
+        result = await self.exec(f'[ -n "${{{COMMAND_VARIABLE}+x}}" ] && {held}')
         if result.status is not Status.SUCCEEDED:
             result.check()
         return result.exit_code == 0
 
     async def close(self) -> None:
-        if not self._ended and self._sandbox._life.is_open:
-            with contextlib.suppress(SessionEnded):  # by a command that was under way
+        if not self._ended_by and self._sandbox._lifecycle.is_open:
+            with contextlib.suppress(SessionEnded):  # ended by a running command
                 await self.exec("exit")
-            self._ended = self._ended or "close"
+            self._ended_by = self._ended_by or "close"
 
 
 class Server:
-    """A program that stays up and holds its cores until it is stopped."""
+    """A program that keeps running and holds its cores until it is stopped."""
 
-    def __init__(self, pending: Pending, command: str, connection: Life) -> None:
+    def __init__(self, pending: Pending, command: str, connection: Lifecycle) -> None:
         self._pending = pending
         self._command = command
         self._connection = connection
@@ -431,28 +432,28 @@ class Server:
         await self.stop()
 
     async def stop(self) -> Result:
-        """Ask it to end, kill it if it does not; what it wrote comes back."""
+        """Terminate it, kill it if it does not end, and return its output."""
         self._connection.require_loop()
         self._pending.cancel()
         return self._result(await self._pending.settled())
 
     async def wait(self) -> Result:
-        """Until it ends by itself. Whoever gives up waiting leaves it running."""
+        """Wait until it ends by itself. Cancelling the wait leaves it running."""
         self._connection.require_loop()
-        return self._result(await self._pending.watched())
+        return self._result(await self._pending.settled_shielded())
 
-    def _result(self, settled: Settled) -> Result:
+    def _result(self, settled: SettledAction) -> Result:
         return result_of(self._command, settled.outcome, settled.executed)
 
 
 _STREAMS = {1: "stdout", 2: "stderr"}
 
 
-_DONE = Executed(exit_code=0)
-"""Of work that runs no program."""
+_NO_PROGRAM = ExecResult(exit_code=0)
+"""Demand of work that runs no program."""
 
 
-def _work(
+def _exec_work(
     command: Command,
     *,
     cwd: PathText,
@@ -466,6 +467,6 @@ def _work(
         cwd=path_of("cwd", cwd),
         env=variables_of("env", env),
         stdin=bytes_of("stdin", stdin),
-        capture_bytes_max=in_bytes("capture", capture, least=0, most=CAPTURE_BYTES_CEILING),
+        capture_bytes_max=parse_size("capture", capture, least=0, most=CAPTURE_BYTES_CEILING),
         session=session,
     )

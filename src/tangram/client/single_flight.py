@@ -1,8 +1,8 @@
-"""Sharing: callers who ask for the same thing at the same time get it from one run.
+"""Single flight: concurrent calls with the same key share one run.
 
-Owns who waits for which run. Each of them keeps its own deadline and may be cancelled for itself: neither is the matter
-of the others. Promises that a run is cancelled only when nobody is left who wants it, that there are never two runs of
-one key at a time, and that who finds one that is being stopped waits until that is over and gets another one.
+Owns which caller waits for which run. Each caller has its own deadline and cancellation, which do not affect the
+others. Promises that a run is cancelled only when its last caller has gone, that there is never more than one run of a
+key, and that a caller who meets a run that is being stopped waits for its end and starts another.
 """
 
 from __future__ import annotations
@@ -15,80 +15,80 @@ import msgspec
 from tangram.client.transport import Pending
 from tangram.core.action import Outcome, Status
 from tangram.errors import AdmissionRefused, InvalidInput
-from tangram.runtime.orchestrator import Settled
+from tangram.runtime.orchestrator import SettledAction
 
-Begin = Callable[[], Pending]
+StartCall = Callable[[], Pending]
 
 
-class _Run:
-    """One run, and how many wait for it."""
+class _InFlightCall:
+    """A run, and the number of its waiters."""
 
     def __init__(self, pending: Pending) -> None:
         self.pending = pending
-        self.waiting = 0
-        self.stopping = False
+        self.waiters = 0
+        self.is_stopping = False
 
 
-class Sharing:
+class SingleFlight:
     def __init__(self) -> None:
-        self._runs: dict[bytes, _Run] = {}
-        """Those under way, by key."""
+        self._calls: dict[bytes, _InFlightCall] = {}
+        """Runs in flight, by key."""
 
-    async def share(self, key: bytes, begin: Begin, action: str, deadline_s: float | None) -> Settled:
-        """What came of the run of this key, which is begun if there is none. `deadline_s` is that of this caller, from
-        now on, whose name is `action`. Raises what `begin` raises."""
+    async def run(self, key: bytes, start: StartCall, action: str, deadline_s: float | None) -> SettledAction:
+        """The result of the run of this key, which `start` begins if there is none. `deadline_s` is that of this
+        caller, from now on, and `action` its name. Raises what `start` raises."""
         loop = asyncio.get_running_loop()
         late_at = None if deadline_s is None else loop.time() + deadline_s
         while True:
-            run, mine = self._runs.get(key), False
+            run, mine = self._calls.get(key), False
             if run is None:
-                run, mine = self._begun(key, begin()), True
-            if run.stopping:
-                passed = await _passed(run, late_at)
+                run, mine = self._start(key, start()), True
+            if run.is_stopping:
+                passed = await _wait_stopped(run, late_at)
                 if passed is None:
-                    return _late(action, deadline_s)
+                    return _timed_out(action, deadline_s)
                 if passed.outcome.status is Status.SUCCEEDED:
-                    return passed  # it came to its end before it could be stopped
+                    return passed  # it ended before it could be stopped
                 self._forget(key, run)
                 continue
             settled = await self._join(run, late_at)
-            if settled is None or (run.stopping and settled.outcome.status is Status.CANCELLED):
-                return _late(action, deadline_s, settled)
+            if settled is None or (run.is_stopping and settled.outcome.status is Status.CANCELLED):
+                return _timed_out(action, deadline_s, settled)
             if mine or settled.outcome.status is not Status.REFUSED:
                 return settled
-            self._forget(key, run)  # it was another caller who did not get in
+            self._forget(key, run)  # the refusal concerns the action of another caller
 
-    def _begun(self, key: bytes, pending: Pending) -> _Run:
-        run = self._runs[key] = _Run(pending)
-        pending.when_settled(lambda: self._forget(key, run))
+    def _start(self, key: bytes, pending: Pending) -> _InFlightCall:
+        run = self._calls[key] = _InFlightCall(pending)
+        pending.add_done_callback(lambda: self._forget(key, run))
         return run
 
-    def _forget(self, key: bytes, run: _Run) -> None:
-        if self._runs.get(key) is run:
-            del self._runs[key]
+    def _forget(self, key: bytes, run: _InFlightCall) -> None:
+        if self._calls.get(key) is run:
+            del self._calls[key]
 
-    async def _join(self, run: _Run, late_at: float | None) -> Settled | None:
-        """None: the deadline has passed, and others still wait. Who is the last to go stops the run, and goes when
-        nothing of it is left."""
-        run.waiting += 1
+    async def _join(self, run: _InFlightCall, late_at: float | None) -> SettledAction | None:
+        """Returns None if the deadline has passed and others still wait. The last waiter stops the run, and returns
+        when it has settled."""
+        run.waiters += 1
         try:
             async with asyncio.timeout_at(late_at) as scope:
-                return await run.pending.watched()
+                return await run.pending.settled_shielded()
         except asyncio.CancelledError:
-            if run.waiting == 1:
-                await _stopped(run)
+            if run.waiters == 1:
+                await _stop(run)
             raise
         except TimeoutError:
             if not scope.expired():
                 raise
-            return await _stopped(run) if run.waiting == 1 else None
+            return await _stop(run) if run.waiters == 1 else None
         finally:
-            run.waiting -= 1
+            run.waiters -= 1
 
 
-async def _stopped(run: _Run) -> Settled | None:
-    """None: it was found to be impossible meanwhile, which nobody asks any more."""
-    run.stopping = True
+async def _stop(run: _InFlightCall) -> SettledAction | None:
+    """Returns None if the action turned out to be invalid or was refused, which no caller waits for any more."""
+    run.is_stopping = True
     run.pending.cancel()
     try:
         return await run.pending.settled()
@@ -96,22 +96,22 @@ async def _stopped(run: _Run) -> Settled | None:
         return None
 
 
-async def _passed(run: _Run, late_at: float | None) -> Settled | None:
-    """Until a run that is being stopped has settled. None: the deadline was sooner."""
+async def _wait_stopped(run: _InFlightCall, late_at: float | None) -> SettledAction | None:
+    """Waits until a run that is being stopped has settled. Returns None if the deadline passes first."""
     try:
         async with asyncio.timeout_at(late_at) as scope:
-            return await run.pending.watched()
+            return await run.pending.settled_shielded()
     except TimeoutError:
         if scope.expired():
             return None
         raise
 
 
-def _late(action: str, deadline_s: float | None, settled: Settled | None = None) -> Settled:
-    """What a caller gets whose deadline has passed: with what its run wrote, if it was the last to wait for that."""
+def _timed_out(action: str, deadline_s: float | None, settled: SettledAction | None = None) -> SettledAction:
+    """The result of a caller whose deadline has passed; with the output of the run if it was the last waiter."""
     assert deadline_s is not None
     why = f"deadline of {deadline_s:g} s passed"
     if settled is None:
-        return Settled(outcome=Outcome(action=action, status=Status.TIMED_OUT, reason=why, waiting_s=deadline_s))
+        return SettledAction(outcome=Outcome(action=action, status=Status.TIMED_OUT, reason=why, waiting_s=deadline_s))
     outcome = msgspec.structs.replace(settled.outcome, status=Status.TIMED_OUT, reason=why)
     return msgspec.structs.replace(settled, outcome=outcome)

@@ -1,7 +1,7 @@
-"""The same SDK without `await`: a thread runs the event loop, and every call waits for its end.
+"""The same SDK without `await`: a thread runs the event loop, and every call blocks until it has ended.
 
-Owns that thread. Thin on purpose: each method is the asynchronous one, with its arguments and its documentation.
-Ctrl-C cancels the call that waits and returns when its action has ended.
+Owns that thread. Thin on purpose: each method is the asynchronous one, with its arguments and documentation. Ctrl-C
+cancels the blocked call, which returns when its action has ended.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from tangram.client.api import Api
 from tangram.client.client import Client, connect
-from tangram.client.quota import QuotaUse
+from tangram.client.quota_use import QuotaUse
 from tangram.client.sandbox import Sandbox, Server, Session
-from tangram.client.validation import Life
+from tangram.client.validation import Lifecycle
 from tangram.errors import TangramError
 
 P = ParamSpec("P")
@@ -28,55 +28,55 @@ T = TypeVar("T")
 
 
 class _Portal:
-    """An event loop in a thread, with a client that is entered and left there."""
+    """An event loop in a thread, with a client that is entered and exited there."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._life = Life("the connection")
+        self._lifecycle = Lifecycle("the connection")
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._leave: asyncio.Event | None = None
-        self._open: Future[None] = Future()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._live()), name="tangram", daemon=True)
+        self._leave_event: asyncio.Event | None = None
+        self._opened: Future[None] = Future()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="tangram", daemon=True)
         self._failure: BaseException | None = None
 
     def enter(self) -> None:
-        self._life.begin()
+        self._lifecycle.begin()
         self._thread.start()
         try:
-            self._open.result()
+            self._opened.result()
         except BaseException:
             self._thread.join()
             raise
 
     def leave(self) -> None:
         if self._failure is None:
-            self._require()
-        self._life.closed()
-        assert self._loop is not None and self._leave is not None
-        with contextlib.suppress(RuntimeError):  # the loop has ended already; the failure says why
-            self._loop.call_soon_threadsafe(self._leave.set)
+            self._require_usable()
+        self._lifecycle.mark_closed()
+        assert self._loop is not None and self._leave_event is not None
+        with contextlib.suppress(RuntimeError):  # the loop has ended already; `failure` has the reason
+            self._loop.call_soon_threadsafe(self._leave_event.set)
         self._thread.join()
         if self._failure is not None:
             raise self._failure
 
-    async def _live(self) -> None:
-        self._loop, self._leave = asyncio.get_running_loop(), asyncio.Event()
+    async def _run(self) -> None:
+        self._loop, self._leave_event = asyncio.get_running_loop(), asyncio.Event()
         try:
             async with self._client:
-                self._life.opened()
-                self._open.set_result(None)
-                await self._leave.wait()
+                self._lifecycle.mark_open()
+                self._opened.set_result(None)
+                await self._leave_event.wait()
         except BaseException as error:
-            if self._open.done():
+            if self._opened.done():
                 self._failure = error
             else:
-                self._open.set_exception(error)
+                self._opened.set_exception(error)
         finally:
-            self._life.closed()
+            self._lifecycle.mark_closed()
 
     def wait(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What is begun only if it can be waited for."""
-        self._require()
+        """Starts the coroutine only if the loop can run it."""
+        self._require_usable()
         assert self._loop is not None
 
         async def doing() -> T:
@@ -91,8 +91,8 @@ class _Portal:
                 future.result()
             raise
 
-    def _require(self) -> None:
-        self._life.require()
+    def _require_usable(self) -> None:
+        self._lifecycle.require_open()
         if threading.current_thread() is self._thread:
             raise TangramError(
                 "called on the thread of the event loop, as from `on_output`: waiting here would wait for ever;"
@@ -100,8 +100,8 @@ class _Portal:
             )
 
 
-def _soon(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Callable[[], Coroutine[Any, Any, T]]:
-    """A plain function, to be called on the loop."""
+def _as_coroutine(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Callable[[], Coroutine[Any, Any, T]]:
+    """Call a plain function on the loop."""
 
     async def on_the_loop() -> T:
         return call(*args, **kwargs)
@@ -109,12 +109,12 @@ def _soon(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Callabl
     return on_the_loop
 
 
-def _waiting(method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
-    """The method of a wrapper that calls the asynchronous method of what it wraps and waits for it."""
+def _blocking(method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
+    """A method that runs the asynchronous method of the wrapped object and blocks until it has ended."""
 
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        found: T = self._portal.wait(lambda: method(self._wrapped, *args, **kwargs))
-        return found
+        result: T = self._portal.wait(lambda: method(self._wrapped, *args, **kwargs))
+        return result
 
     functools.update_wrapper(call, method)
     return call
@@ -136,27 +136,27 @@ class _Wrapper:
 
 
 class SyncSession(_Wrapper):
-    exec = _waiting(Session.exec)
-    become = _waiting(Session.become)
-    close = _waiting(Session.close)
+    exec = _blocking(Session.exec)
+    become = _blocking(Session.become)
+    close = _blocking(Session.close)
 
 
 class SyncServer(_Wrapper):
-    stop = _waiting(Server.stop)
-    wait = _waiting(Server.wait)
+    stop = _blocking(Server.stop)
+    wait = _blocking(Server.wait)
 
 
 class SyncSandbox(_Wrapper):
-    exec = _waiting(Sandbox.exec)
-    read = _waiting(Sandbox.read)
-    read_text = _waiting(Sandbox.read_text)
-    write = _waiting(Sandbox.write)
-    list = _waiting(Sandbox.list)
-    delete = _waiting(Sandbox.delete)
-    upload = _waiting(Sandbox.upload)
-    download = _waiting(Sandbox.download)
-    commit = _waiting(Sandbox.commit)
-    close = _waiting(Sandbox.close)
+    exec = _blocking(Sandbox.exec)
+    read = _blocking(Sandbox.read)
+    read_text = _blocking(Sandbox.read_text)
+    write = _blocking(Sandbox.write)
+    list = _blocking(Sandbox.list)
+    delete = _blocking(Sandbox.delete)
+    upload = _blocking(Sandbox.upload)
+    download = _blocking(Sandbox.download)
+    commit = _blocking(Sandbox.commit)
+    close = _blocking(Sandbox.close)
 
     def session(self) -> SyncSession:
         return SyncSession(self._portal, self._wrapped.session())
@@ -169,17 +169,17 @@ class SyncSandbox(_Wrapper):
 class SyncQuotaUse(_Wrapper):
     @functools.wraps(QuotaUse.spent)
     def spent(self, **options: Any) -> None:
-        self._portal.wait(_soon(self._wrapped.spent, **options))
+        self._portal.wait(_as_coroutine(self._wrapped.spent, **options))
 
-    @functools.wraps(QuotaUse.heard)
-    def heard(self, *args: Any) -> None:
-        self._portal.wait(_soon(self._wrapped.heard, *args))
+    @functools.wraps(QuotaUse.report_response)
+    def report_response(self, *args: Any) -> None:
+        self._portal.wait(_as_coroutine(self._wrapped.report_response, *args))
 
 
 class SyncApi(_Wrapper):
-    get = _waiting(Api.get)
-    post = _waiting(Api.post)
-    request = _waiting(Api.request)
+    get = _blocking(Api.get)
+    post = _blocking(Api.post)
+    request = _blocking(Api.request)
 
 
 class SyncClient:
@@ -204,19 +204,19 @@ class SyncClient:
 
     @functools.wraps(Client.quota)
     def quota(self, *args: Any, **options: Any) -> SyncQuotaUse:
-        return SyncQuotaUse(self._portal, self._portal.wait(_soon(self._wrapped.quota, *args, **options)))
+        return SyncQuotaUse(self._portal, self._portal.wait(_as_coroutine(self._wrapped.quota, *args, **options)))
 
     @functools.wraps(Client.api)
     def api(self, *args: Any, **options: Any) -> SyncApi:
-        return SyncApi(self._portal, self._portal.wait(_soon(self._wrapped.api, *args, **options)))
+        return SyncApi(self._portal, self._portal.wait(_as_coroutine(self._wrapped.api, *args, **options)))
 
-    add_quota = _waiting(Client.add_quota)
-    weigh = _waiting(Client.weigh)
-    infer = _waiting(Client.infer)
-    call = _waiting(Client.call)
-    try_call = _waiting(Client.try_call)
-    image = _waiting(Client.image)
-    forget = _waiting(Client.forget)
+    add_quota = _blocking(Client.add_quota)
+    weigh = _blocking(Client.weigh)
+    infer = _blocking(Client.infer)
+    call = _blocking(Client.call)
+    try_call = _blocking(Client.try_call)
+    image = _blocking(Client.image)
+    forget = _blocking(Client.forget)
 
 
 @functools.wraps(connect)

@@ -1,7 +1,7 @@
-"""Transports: how a client reaches an orchestrator. One client, several transports.
+"""Transports: how a client reaches an orchestrator.
 
-A transport carries actions with their work there and what came of them back, and gives access to the files and images
-of the managers. LocalTransport is an orchestrator inside this process; the other one is in `remote`.
+A transport carries actions with their work to an orchestrator and their results back, and gives access to files and
+images of the managers. LocalTransport is an orchestrator in this process; `remote_transport.py` has the other one.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ from tangram.core.messages import Pool, PoolChanged, RunChanged
 from tangram.errors import InvalidAction
 from tangram.managers.base import Files, Images
 from tangram.managers.models import ModelManager, Service
-from tangram.managers.quotas.adaptive_rate import advice_of
+from tangram.managers.quotas.adaptive_rate import parse_rate_limit
 from tangram.managers.quotas.manager import Quota, QuotaManager
 from tangram.managers.work import Work
 from tangram.processes.streams import Output
-from tangram.runtime.orchestrator import Orchestrator, Settled, Ticket
+from tangram.runtime.orchestrator import ActionTicket, Orchestrator, SettledAction
 
 
 class Pending(Protocol):
-    """An action under way."""
+    """An action in flight."""
 
     async def started(self) -> bool:
-        """Until it runs, or has settled without: then False."""
+        """Waits until it runs. Returns False if it has settled without running."""
         ...
 
-    async def settled(self) -> Settled:
-        """Until it has settled. Whoever is cancelled here cancels the action, and goes when that has settled."""
+    async def settled(self) -> SettledAction:
+        """Waits until it has settled. A cancelled caller cancels the action and returns when that has settled."""
         ...
 
-    async def watched(self) -> Settled:
-        """Until it has settled. Whoever is cancelled here goes at once, and the action goes on."""
+    async def settled_shielded(self) -> SettledAction:
+        """Waits until it has settled. A cancelled caller returns at once, and the action continues."""
         ...
 
     def cancel(self) -> None: ...
 
-    def when_settled(self, tell: Callable[[], object]) -> None: ...
+    def add_done_callback(self, callback: Callable[[], object]) -> None: ...
 
 
 class Transport(Protocol):
     def submit(self, action: Action, work: Work, output: Output | None = None) -> Pending: ...
 
     by_value: bool
-    """Whether functions go there by value: what can be imported here cannot be imported there."""
+    """Whether functions are sent by value: the orchestrator cannot import modules of this process."""
 
-    def announce(self, pool: Pool) -> None:
-        """The pool of a function, before it is called for the first time."""
+    def ensure_pool(self, pool: Pool) -> None:
+        """Creates the pool of a function before its first call."""
         ...
 
-    async def weigh(self, run: str, weight: float) -> None: ...
+    async def set_weight(self, run: str, weight: float) -> None: ...
 
     async def add_quota(self, quota: Quota) -> None: ...
 
@@ -66,12 +66,12 @@ class Transport(Protocol):
         """Raises InvalidAction if there is none."""
         ...
 
-    def let_go(self, action: str, spent: dict[str, int] | None) -> None:
-        """The caller is done with what it holds."""
+    def release_quota(self, action: str, spent: dict[str, int] | None) -> None:
+        """The caller no longer uses what it holds."""
         ...
 
-    def heard(self, quota: str, status: int, headers: Mapping[str, str], action: str) -> None:
-        """What an API answered to whoever holds its quota."""
+    def report_upstream_response(self, quota: str, status: int, headers: Mapping[str, str], action: str) -> None:
+        """Reports the response of an API to the quota that the action holds."""
         ...
 
     def files(self, sandbox: str) -> Files: ...
@@ -87,7 +87,7 @@ class Transport(Protocol):
 
 
 class LocalPending:
-    def __init__(self, orchestrator: Orchestrator, ticket: Ticket) -> None:
+    def __init__(self, orchestrator: Orchestrator, ticket: ActionTicket) -> None:
         self._orchestrator = orchestrator
         self._ticket = ticket
 
@@ -95,17 +95,17 @@ class LocalPending:
         await asyncio.shield(self._ticket.started)
         return self._ticket.lease is not None
 
-    async def settled(self) -> Settled:
-        return await self._orchestrator.settle(self._ticket)
+    async def settled(self) -> SettledAction:
+        return await self._orchestrator.wait_settled(self._ticket)
 
-    async def watched(self) -> Settled:
+    async def settled_shielded(self) -> SettledAction:
         return await asyncio.shield(self._ticket.settled)
 
     def cancel(self) -> None:
         self._orchestrator.cancel(self._ticket.action.id)
 
-    def when_settled(self, tell: Callable[[], object]) -> None:
-        self._ticket.settled.add_done_callback(lambda _: tell())
+    def add_done_callback(self, callback: Callable[[], object]) -> None:
+        self._ticket.settled.add_done_callback(lambda _: callback())
 
 
 class LocalTransport:
@@ -115,16 +115,16 @@ class LocalTransport:
         self.orchestrator = orchestrator
         self._quotas = quotas
         self.models = models
-        """Of the services of `connect(services=...)`; None without any."""
+        """The manager of `connect(services=...)`; None without services."""
 
     def submit(self, action: Action, work: Work, output: Output | None = None) -> Pending:
         return LocalPending(self.orchestrator, self.orchestrator.submit(action, work, output))
 
-    def announce(self, pool: Pool) -> None:
-        self.orchestrator.tell(PoolChanged(pool=pool))
+    def ensure_pool(self, pool: Pool) -> None:
+        self.orchestrator.send(PoolChanged(pool=pool))
 
-    async def weigh(self, run: str, weight: float) -> None:
-        self.orchestrator.tell(RunChanged(run=run, weight=weight))
+    async def set_weight(self, run: str, weight: float) -> None:
+        self.orchestrator.send(RunChanged(run=run, weight=weight))
 
     async def add_quota(self, quota: Quota) -> None:
         self._quotas.add(quota)
@@ -137,11 +137,11 @@ class LocalTransport:
             raise InvalidAction("service", name, "one of connect(services=...), and this connection was given none")
         return self.models.service(name)
 
-    def let_go(self, action: str, spent: dict[str, int] | None) -> None:
-        self._quotas.let_go(action, spent)
+    def release_quota(self, action: str, spent: dict[str, int] | None) -> None:
+        self._quotas.release(action, spent)
 
-    def heard(self, quota: str, status: int, headers: Mapping[str, str], action: str) -> None:
-        self._quotas.advise(quota, advice_of(status, headers, time.time()), self._quotas.granted_at(action))
+    def report_upstream_response(self, quota: str, status: int, headers: Mapping[str, str], action: str) -> None:
+        self._quotas.advise(quota, parse_rate_limit(status, headers, time.time()), self._quotas.granted_at(action))
 
     def files(self, sandbox: str) -> Files:
         return self.orchestrator.manager_of(sandbox)

@@ -1,8 +1,8 @@
-"""Trees: files and directories of this machine as a tar, and back.
+"""Files and directories of this machine as a tar, and back.
 
-Owns both directions. What comes from a sandbox is hostile: promises that unpacking writes nothing outside the target,
-replaces nothing that is there, makes no device, and no link that leads out of the target, and takes no more of the disk
-than came.
+Owns both directions. The content of a sandbox is hostile. Promises that unpacking writes nothing outside the target,
+replaces nothing, creates no devices and no links that lead out of the target, and uses no more of the disk than the tar
+has bytes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import BinaryIO
 from tangram.errors import FileFailed
 
 MEMORY_BYTES_MAX = 64 << 20
-"""Of a tar in the making; larger ones go to a temporary file."""
+"""A tar in the making uses a temporary file above this size."""
 ENTRIES_MAX = 1_000_000
 NAME_BYTES_MAX = 4096
 DEPTH_MAX = 200
-"""Of directories in directories: making and deleting them goes down as deep."""
+"""Nesting of directories; creating and deleting them recurses as deep."""
 
 
 def pack_tree(source: Path) -> BinaryIO:
@@ -47,7 +47,7 @@ def _without_owner(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
 
 
 def unpack_tree(tar: BinaryIO, target: Path) -> Path:
-    """Put what a tar holds, one file or directory, below `target`. It appears there whole, or not at all."""
+    """Unpacks a tar with one file or directory into `target`. It appears there complete, or not at all."""
     aside = target / f".tangram-{secrets.token_hex(6)}.part"
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -68,16 +68,16 @@ def unpack_tree(tar: BinaryIO, target: Path) -> Path:
 
 
 def _unpack(tar: BinaryIO, aside: Path) -> str:
-    """Returns the one name at the top. Only this function writes below `aside`, and it makes links last: no name of the
-    tar leads through one."""
+    """Returns the one top-level name. Only this function writes below `aside`, and it creates links last, so no name of
+    the tar is resolved through one."""
     links: list[tuple[str, str]] = []
     top = ""
     with tarfile.open(fileobj=tar, mode="r|") as reader:
-        left = ENTRIES_MAX
+        remaining = ENTRIES_MAX
         while (member := reader.next()) is not None:
             reader.members.clear()  # type: ignore[attr-defined]  # it would remember all of them
-            left -= 1
-            if left < 0:
+            remaining -= 1
+            if remaining < 0:
                 raise FileFailed(member.name[:200], f"is one of more than {ENTRIES_MAX} entries")
             name = _safe_name(member.name)
             top = top or name.split("/")[0]
@@ -102,7 +102,7 @@ def _unpack(tar: BinaryIO, aside: Path) -> str:
 
 
 def _make_link(aside: Path, name: str, leads_to: str) -> None:
-    """Unless something is there, or its place lies beyond another link: there its words would mean something else."""
+    """Skips existing names, and places beyond another link, where the target would resolve differently."""
     place = aside / name
     if not os.path.lexists(place) and not any(os.path.islink(aside / above) for above in PurePosixPath(name).parents):
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -124,15 +124,15 @@ def _safe_name(name: str) -> str:
     parts = name.strip("/").split("/")
     plain = all(part not in ("", ".", "..") for part in parts)
     if len(parts) > DEPTH_MAX:
-        raise FileFailed(f"{name[:200]}...", f"lies more than {DEPTH_MAX} directories deep")
+        raise FileFailed(f"{name[:200]}...", f"is more than {DEPTH_MAX} directories deep")
     if name.startswith("/") or not plain or "\0" in name or len(os.fsencode(name)) > NAME_BYTES_MAX:
-        raise FileFailed(name[:200], "is no name that a tree may hold")
+        raise FileFailed(name[:200], "is not a valid name in a tree")
     return "/".join(parts)
 
 
 def _stays_below(top: str, name: str, leads_to: str) -> bool:
-    """Whether a link leads to something inside the tree, by its words. They go up first and then down: what they name
-    may be a link again, but one that is judged by the same rule, and no way up comes after it."""
+    """Whether a link stays inside the tree, judged by its text. It may go up first and then only down: a component that
+    is a link again was judged by the same rule, and no way up follows it."""
     if not leads_to or leads_to.startswith("/") or "\0" in leads_to:
         return False
     parts = leads_to.split("/")

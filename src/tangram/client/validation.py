@@ -1,7 +1,7 @@
-"""Checks: what callers may give and when, in their own words.
+"""Validation of arguments, and of the life cycle of what is opened and closed.
 
-Owns what is said of an argument that cannot be meant, and of something that is used before it is open, after it was
-closed, or on another event loop. Does no work. Promises errors of `tangram.errors` that name the argument.
+Owns the errors for invalid arguments and for use before opening, after closing, or on another event loop. Does no work.
+Promises errors of `tangram.errors` that name the argument.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 Command = str | Sequence[str]
 Content = str | bytes | bytearray | memoryview
 OnOutput = Callable[[str, bytes], None]
-"""Is told what a program writes as it comes: "stdout" or "stderr", and the bytes."""
+"""Called with the output of a program as it arrives: "stdout" or "stderr", and the bytes."""
 PathText = str | os.PathLike[str]
 Quotas = str | Mapping[str, int | Mapping[str, int]]
-"""What an action asks of APIs: the name of one quota, of which it makes one request; or by name the number of requests,
-or {"requests": 1, "tokens": 500} of a quota that counts tokens."""
+"""What an action needs of APIs: the name of one quota, for one request; or a mapping from names to the number of
+requests, or to {"requests": 1, "tokens": 500} for a quota that counts tokens."""
 
 Param = str | int | float
 Params = Mapping[str, Param | Sequence[Param]]
-"""Of a query: what comes behind the ? of an address."""
+"""Parameters of the query of an address."""
 
 MODE_MAX = 0o7777
 STATUS_MIN, STATUS_MAX = 100, 999
@@ -42,43 +42,43 @@ REQUESTS, TOKENS = "requests", "tokens"
 _QUOTAS = "a name such as 'search', or numbers by name such as {'search': 1, 'judge': {'requests': 1, 'tokens': 500}}"
 
 
-class Life:
-    """Of something that is opened once, used where it was opened, and closed."""
+class Lifecycle:
+    """The life cycle of an object that is opened once, used on the same event loop, and closed."""
 
     def __init__(self, what: str) -> None:
-        self._what = what
-        self._why_not = "is not open: use `async with`, or `with` after connect_sync()"
+        self._subject = what
+        self._unusable_reason = "is not open: use `async with`, or `with` after connect_sync()"
         """Empty while it is open."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.begun = False
+        self.has_begun = False
 
     @property
     def is_open(self) -> bool:
-        return not self._why_not
+        return not self._unusable_reason
 
     def begin(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """It is about to be opened. With a loop: it belongs there."""
-        if self.begun:
-            raise TangramError(f"{self._what} was opened before, which can be done once; make another one")
-        self.begun = True
+        """Marks it as being opened. With a loop: it belongs to that loop."""
+        if self.has_begun:
+            raise TangramError(f"{self._subject} was opened before, which can be done once; make another one")
+        self.has_begun = True
         self._loop = loop
 
-    def opened(self) -> None:
-        self._why_not = ""
+    def mark_open(self) -> None:
+        self._unusable_reason = ""
 
-    def closed(self) -> None:
-        self._why_not = "is closed"
+    def mark_closed(self) -> None:
+        self._unusable_reason = "is closed"
 
-    def require(self) -> None:
-        if self._why_not:
-            raise TangramError(f"{self._what} {self._why_not}")
+    def require_open(self) -> None:
+        if self._unusable_reason:
+            raise TangramError(f"{self._subject} {self._unusable_reason}")
         self.require_loop()
 
     def require_loop(self) -> None:
-        """Whoever waits on another loop would wait for ever."""
+        """A task on another event loop would wait forever."""
         if self._loop is not None and asyncio.get_running_loop() is not self._loop:
             raise TangramError(
-                f"{self._what} belongs to another event loop: use it where it was opened, or open another one here"
+                f"{self._subject} belongs to another event loop: use it where it was opened, or open another one here"
             )
 
 
@@ -86,7 +86,7 @@ class Life:
 
 
 def words_of(command: Command) -> str | tuple[str, ...]:
-    """What is inside a list of words is for the work to check."""
+    """The content of a list of words is validated by the work."""
     if isinstance(command, str):
         return command
     if not isinstance(command, Sequence) or isinstance(command, bytes | bytearray | memoryview):
@@ -95,7 +95,7 @@ def words_of(command: Command) -> str | tuple[str, ...]:
 
 
 def commands_of(field: str, commands: Sequence[str]) -> tuple[str, ...]:
-    """A string is a sequence as well, but of letters."""
+    """A string is a sequence too, but of characters."""
     if not isinstance(commands, list | tuple) or not all(isinstance(command, str) for command in commands):
         raise InvalidAction(field, commands, "a list of commands, such as ['make']")
     return tuple(commands)
@@ -108,50 +108,50 @@ def variables_of(field: str, env: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def quota_counts(field: str, quotas: Quotas | None) -> dict[str, dict[str, int]]:
-    """Requests and tokens by name. How much each may be is for the quota to check."""
+    """Requests and tokens by name. The quota validates the amounts."""
     if isinstance(quotas, str):
         quotas = {quotas: 1}
     if quotas is not None and not isinstance(quotas, Mapping):
         raise InvalidAction(field, quotas, _QUOTAS)
-    found = {}
+    result = {}
     for name, asked in (quotas or {}).items():
         counts = {REQUESTS: 1, TOKENS: 0, **asked} if isinstance(asked, Mapping) else {REQUESTS: asked, TOKENS: 0}
         if not isinstance(name, str) or len(counts) > 2 or any(type(count) is not int for count in counts.values()):
             raise InvalidAction(field, {name: asked}, _QUOTAS)
-        found[name] = counts
-    return found
+        result[name] = counts
+    return result
 
 
 def quota_demand(field: str, quotas: Quotas | None, find: Callable[[str], Quota]) -> dict[str, Amounts]:
-    """What an action needs of the pools of all quotas that it names, to be granted together. `find` gives the quota of
-    a name, or raises."""
-    found: dict[str, Amounts] = {}
+    """The demand of an action for the pools of all its quotas, to be granted together. `find` returns the quota of a
+    name, or raises."""
+    demand: dict[str, Amounts] = {}
     for name, counts in quota_counts(field, quotas).items():
-        found |= find(name).demand(**counts)
-    return found
+        demand |= find(name).demand(**counts)
+    return demand
 
 
 def headers_of(field: str, headers: Mapping[str, str]) -> dict[str, str]:
-    """Also of clients whose headers are no Mapping, but have `items()` as one."""
+    """Accepts headers that are no Mapping but have `items()`."""
     items = getattr(headers, "items", None)
     if not callable(items) or isinstance(headers, type):
         raise InvalidAction(field, headers, "texts by name, such as {'Accept': 'text/plain'}")
-    found = dict(items())
-    for name, value in found.items():
+    result = dict(items())
+    for name, value in result.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise InvalidAction(field, {name: value}, "texts by name, such as {'Accept': 'text/plain'}")
-    return found
+    return result
 
 
 def sendable_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
-    found = {} if headers is None else headers_of("headers", headers)
-    for name, value in found.items():
+    result = {} if headers is None else headers_of("headers", headers)
+    for name, value in result.items():
         if not _TOKEN.fullmatch(name):
             raise InvalidAction("headers", name, "the name of a header, such as 'Accept'")
         if set(value) & _NOT_IN_HEADERS:
             raise InvalidAction(f"headers[{name!r}]", value, "text on one line")
         bytes_of(f"headers[{name!r}]", value)
-    return found
+    return result
 
 
 def status_of(status: int) -> int:
@@ -167,16 +167,16 @@ def method_of(method: str) -> str:
 
 
 def params_of(params: Params | None) -> dict[str, str | list[str]]:
-    """As text. What None or True should be is different from API to API: the caller says it."""
+    """As text. APIs differ in how they write None and True, so the caller must convert them."""
     if params is not None and not isinstance(params, Mapping):
         raise InvalidAction("params", params, "texts or numbers by name, such as {'q': 'weather', 'page': 2}")
-    found: dict[str, str | list[str]] = {}
+    result: dict[str, str | list[str]] = {}
     for name, value in (params or {}).items():
         each = value if isinstance(value, list | tuple) else [value]
         if not isinstance(name, str) or not all(_is_param(one) for one in each):
             raise InvalidAction(f"params[{name!r}]", value, "text or a number, or a list of them")
-        found[name] = [str(one) for one in each]
-    return found
+        result[name] = [str(one) for one in each]
+    return result
 
 
 def _is_param(value: object) -> bool:
@@ -197,14 +197,14 @@ def bytes_of(field: str, content: Content) -> bytes:
     try:
         return content.encode()
     except UnicodeEncodeError:
-        raise InvalidAction(field, "text with halves of characters", "text that is UTF-8, or bytes") from None
+        raise InvalidAction(field, "text with lone surrogates", "text that is UTF-8, or bytes") from None
 
 
 def path_of(field: str, path: PathText, error: type[InvalidInput] = InvalidAction) -> str:
-    found = path.__fspath__() if isinstance(path, os.PathLike) else path
-    if not isinstance(found, str):
+    text = path.__fspath__() if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str):
         raise error(field, path, "a path: text, or a Path")
-    return found
+    return text
 
 
 def require_mode(mode: int) -> None:
@@ -212,7 +212,7 @@ def require_mode(mode: int) -> None:
         raise InvalidAction("mode", mode, "permissions as a number, such as 0o644 or 0o755")
 
 
-def require_listener(on_output: OnOutput | None) -> None:
+def require_output_callback(on_output: OnOutput | None) -> None:
     """It is called, not awaited."""
     if on_output is None:
         return
@@ -225,7 +225,7 @@ def require_listener(on_output: OnOutput | None) -> None:
 
 
 def require_cores(cores: float | None) -> None:
-    """How many there are is for the manager to say."""
+    """The manager validates how many there are."""
     if cores is not None and (type(cores) not in (int, float) or not 0.0 < cores < math.inf):
         raise InvalidConfig("cores", cores, "a number of cores above 0, such as 2 or 0.5")
 

@@ -1,11 +1,11 @@
 """The config of the shared service: a TOML file as typed records.
 
-`load` and `parse` read and check all of it, `require_files` the files that it names; `placed` adds the line to what is
-found wrong later. docs/reference/config.md lists every key, made of these records.
+`load` and `parse` read and check it, `require_files` checks the files that it names. `placed` adds the line to errors
+that are found later. docs/reference/config.md, generated from these records, lists every key.
 """
 
-from tangram.config.files import admin_token, require_files
-from tangram.config.reading import load, parse, placed
+from tangram.config.file_checks import admin_token, require_files
+from tangram.config.loader import add_error_location, load, parse
 from tangram.config.tables import (
     Config,
     DeviceConfig,
@@ -29,6 +29,6 @@ __all__ = [
     "admin_token",
     "load",
     "parse",
-    "placed",
+    "add_error_location",
     "require_files",
 ]

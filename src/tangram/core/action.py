@@ -36,7 +36,7 @@ class State(enum.Enum):
 
     @property
     def holds_units(self) -> bool:
-        """What is stopping still holds its units: only Finished gives them back."""
+        """A stopping action still holds its units: only Finished gives them back."""
         return self in (State.STARTING, State.RUNNING, State.STOPPING)
 
 
@@ -49,11 +49,11 @@ TRANSITIONS: dict[State, tuple[State, ...]] = {
     State.FAILED: (),
     State.CANCELLED: (),
 }
-"""Every allowed change of state. Back to QUEUED goes only an attempt that our side lost and that may be repeated."""
+"""Every allowed change of state. An attempt returns to QUEUED only if it was lost and may be repeated."""
 
 
 def wrong_transition(before: State, after: State, action_id: str) -> str:
-    """What to say of a change that the table does not allow."""
+    """Returns the message for a change that the table does not allow."""
     allowed = ", ".join(state.value for state in TRANSITIONS[before]) or "nothing: it has settled"
     return f"action {action_id} cannot go from {before.value} to {after.value}; allowed from there: {allowed}"
 
@@ -66,9 +66,9 @@ class Status(enum.Enum):
     TIMED_OUT = "timed_out"
     CANCELLED = "cancelled"
     REFUSED = "refused"
-    """It never got in; the reason names the limit."""
+    """It was not admitted. The reason names the limit."""
     LOST = "lost"
-    """Our side failed; never the agent's fault."""
+    """The infrastructure failed, not the agent."""
 
     __hash__ = object.__hash__
 
@@ -79,12 +79,12 @@ class Usage(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     cpu_s: float = 0.0
     throttled_s: float = 0.0
     starved_s: float = 0.0
-    """Seconds in which it wanted CPU and got less than was reserved for it."""
+    """Seconds in which it was ready to run but got less CPU than was reserved for it."""
     memory_peak_bytes: int = 0
     overhead_s: float = 0.0
-    """Seconds between Started and Finished that were ours, not the action's."""
+    """Seconds between Started and Finished that the infrastructure used, not the action."""
     spent: dict[str, int] | None = None
-    """Per spent pool kind, what was really spent where the grant was an estimate (tokens)."""
+    """Per spent pool kind, the units that were spent where the grant was an estimate (tokens)."""
 
     def __post_init__(self) -> None:
         try:
@@ -103,7 +103,7 @@ class Usage(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         self._require_measures()
 
     def _require_measures(self) -> None:
-        """One number that is none would spoil everything that is learned of its class, so it does not get in."""
+        """Rejects NaN and infinity: one would corrupt the profile of the class."""
         for field in ("cpu_s", "throttled_s", "starved_s", "overhead_s"):
             value = getattr(self, field)
             if type(value) not in (float, int) or not 0.0 <= value < math.inf:
@@ -154,7 +154,7 @@ class Action(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """The sandbox it runs in, if any: it runs on the node that holds that sandbox's memory."""
     kind: str = "exec"
     key: str = ""
-    """The user's own word for actions that behave alike, such as "tests" or "grep"."""
+    """A label of the user for actions that behave alike, such as "tests" or "grep"."""
     service: str = ""
     """The model service it calls, for actions on devices."""
     duration_s: float | None = None
@@ -166,10 +166,10 @@ class Action(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     priority: int = 0
     """Within its run, higher goes first."""
     idempotent: bool = False
-    """It may run again after our side lost it."""
+    """It may run again after the infrastructure lost it."""
     at_once: bool = True
-    """Its spent units are used as soon as it starts. False: at any time until it ends, so that in a sliding window they
-    count from its end."""
+    """Its spent units are used as soon as it starts. False: at any time until it ends, so a sliding window counts them
+    from its end."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.demand, Demand):

@@ -1,8 +1,8 @@
 """Arrange: the best division of units among candidates.
 
-Owns the optimisation that policies call: plain functions of numbers, without queues, pools or clocks. Candidates come
-in queue order, each with its admissible amounts and the seconds that it takes with each of them. Promises optima
-for *every* prefix of the candidates from one pass, because policies shorten the list only from its end.
+Plain functions of numbers for policies, without queues, pools or clocks. Candidates come in queue order, each with its
+admissible amounts and the seconds that it takes with each of them. Promises optima for *every* prefix of the candidates
+from one pass, because policies shorten the list only from its end.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from tangram.core.topology import level_of
 from tangram.errors import InvariantError
 
 Durations = Sequence[tuple[int, float]]
-"""What one candidate may get: (units, seconds), by increasing units, the seconds finite."""
+"""What a candidate may get: (units, seconds), by increasing units, with finite seconds."""
 
 Counts = tuple[int, ...]
-"""How many chunks of each level are free."""
+"""The number of free chunks of each level."""
 
 _Way = tuple[float, int, "_Way | None"]
-"""(cost, units of the last candidate, the way before): a chain that is its own back-tracking table."""
+"""(cost, units of the last candidate, chain of the candidates before): the back-tracking table as a linked list."""
 
 EXPONENT_MAX = 0.98
-"""Above it 1 / (1 - p) explodes; the share of the smallest action is practically everything already."""
+"""Largest exponent: above it 1 / (1 - p) explodes, while the smallest action already gets almost everything."""
 
 TINY = 1e-300
-"""Keeps divisions defined where a share underflows."""
+"""Smallest weight: keeps divisions defined where a share underflows."""
 
 
 class Arrangement:
@@ -40,18 +40,19 @@ class Arrangement:
         self._trace = trace
 
     def cost(self, count: int) -> float:
-        """The least sum of seconds of the first `count` candidates, all started now; infinite if they do not fit."""
+        """Returns the least sum of seconds of the first `count` candidates if all start now. Infinite if they do not
+        fit."""
         return self._costs[count]
 
     def choice(self, count: int) -> tuple[int, ...]:
-        """Units for each of the first `count` candidates that reach `cost(count)`."""
+        """Returns units for each of the first `count` candidates that achieve `cost(count)`."""
         if math.isinf(self._costs[count]):
             raise InvariantError(f"the first {count} candidates do not fit together")
         return self._trace(count)
 
 
 def only_faster(choices: Durations, units_max: int) -> list[tuple[int, float]]:
-    """Only amounts that are faster than every smaller one: more units for nothing are never the best use."""
+    """Returns only the amounts that are faster than every smaller one. Others are never optimal."""
     kept = []
     fastest = math.inf
     for choice in choices:
@@ -67,16 +68,16 @@ def only_faster(choices: Durations, units_max: int) -> list[tuple[int, float]]:
 
 
 def arrange_chunks(durations: Sequence[Durations], free_counts: Counts) -> Arrangement:
-    """Divide the free chunks of one node so that the sum of seconds is least.
+    """Divides the free chunks of one node so that the sum of seconds is least.
 
-    Every candidate takes the smallest free chunk that is large enough, splitting it down to the size it needs, so what
-    is left depends only on how many chunks of each level are free. That is the state; few of them are reachable.
+    Every candidate takes the smallest free chunk that is large enough, split down to the size that it needs, so what
+    remains depends only on the number of free chunks of each level. That is the state. Few states are reachable.
     """
     row: dict[Counts, _Way] = {tuple(free_counts): (0.0, 0, None)}
     ends = [row[tuple(free_counts)]]
     left: dict[tuple[Counts, int], Counts | None] = {}
     for choices in durations:
-        row = _after(row, _fastest_by_level(choices, len(free_counts)), left)
+        row = _extend(row, _fastest_by_level(choices, len(free_counts)), left)
         if not row:
             break
         ends.append(min(row.values(), key=_cost))
@@ -96,10 +97,10 @@ def _cost(way: _Way) -> float:
     return way[0]
 
 
-def _after(
+def _extend(
     row: dict[Counts, _Way], choices: Sequence[tuple[int, int, float]], left: dict[tuple[Counts, int], Counts | None]
 ) -> dict[Counts, _Way]:
-    """The cheapest way to every state that one more candidate can lead to. `left` remembers transitions."""
+    """Returns the cheapest chain to every state after one more candidate. `left` caches transitions."""
     following: dict[Counts, _Way] = {}
     for counts, way in row.items():
         for level, units, seconds in choices:
@@ -116,7 +117,7 @@ def _after(
 
 
 def _fastest_by_level(choices: Durations, levels: int) -> list[tuple[int, int, float]]:
-    """Per level of chunk the fastest amount, as (level, units, seconds); only levels faster than all lower ones."""
+    """Returns the fastest amount per chunk level as (level, units, seconds), without levels that gain nothing."""
     fastest: dict[int, tuple[int, int, float]] = {}
     for units, seconds in only_faster(choices, 1 << levels):
         fastest[level_of(units)] = (level_of(units), units, seconds)
@@ -124,7 +125,8 @@ def _fastest_by_level(choices: Durations, levels: int) -> list[tuple[int, int, f
 
 
 def without_chunk(counts: Counts, level: int) -> Counts | None:
-    """The free chunks after one of `level` was taken from the smallest that is large enough; None if none is."""
+    """Returns the free chunks after taking one of `level` from the smallest that is large enough. None if there is
+    none."""
     for above in range(level, len(counts)):
         if counts[above]:
             # Splitting leaves one chunk of every level from the wanted one up to the one below the source.
@@ -143,15 +145,15 @@ def hesrpt_shares(
     minimum: Sequence[float],
     maximum: Sequence[float],
 ) -> list[float]:
-    """How heSRPT divides `units` among actions with speed-up k ** p that can be resized at any time.
+    """Divides `units` by heSRPT among actions with speed-up k ** p that can be resized at any time.
 
     With the m actions numbered 1..m by decreasing remaining size, action i gets in proportion to
     (i/m)**a - ((i-1)/m)**a with a = 1 / (1 - p): the smallest gets most, for p -> 0 all get the same, for p -> 1 the
-    smallest gets everything. Of equal sizes the earlier one counts as smaller. Where exponents differ, each action
-    uses its own.
+    smallest gets everything. Of equal sizes the earlier one counts as smaller. If exponents differ, each action uses
+    its own.
 
-    Shares are then kept within [minimum, maximum]; what that frees or takes is divided among the others in
-    proportion. They sum to `units`, or less where all are at their maximum. The minima must fit together.
+    Shares are then clamped to [minimum, maximum], and the difference is divided among the others in proportion. They
+    sum to `units`, or to less if all are at their maximum. The minima must fit together.
     """
     shares = [0.0] * len(sizes)
     # Reversed as a whole, so that of equal sizes the earlier comes later and gets more: queue order decides ties.
@@ -169,10 +171,10 @@ def hesrpt_shares(
 
 
 def _clipped(weights: list[float], units: float, minimum: Sequence[float], maximum: Sequence[float]) -> list[float]:
-    """Divide `units` in proportion to `weights` within [minimum, maximum].
+    """Divides `units` in proportion to `weights` within [minimum, maximum].
 
-    Each round fixes at their bound all actions on the side that is violated more. Those would stay beyond that bound
-    in every later round, so nothing is ever unfixed and every round but the last fixes somebody.
+    Each round fixes all actions on the more violated side at their bound. They would violate it in every later round,
+    so nothing is ever unfixed, and every round but the last fixes at least one action.
     """
     if sum(minimum) > units * (1.0 + 1e-9):
         raise InvariantError(f"minima of {sum(minimum)} units do not fit into {units}")
@@ -205,11 +207,11 @@ def _clipped(weights: list[float], units: float, minimum: Sequence[float], maxim
 def srpt_lower_bound(
     arrivals: Sequence[float], works: Sequence[float], shortest: Sequence[float], units: float
 ) -> float:
-    """A sum of action completion times that no schedule on `units` units can beat.
+    """Returns a lower bound on the sum of completion times of any schedule on `units` units.
 
     `works` are the least unit-seconds of each action, the minimum over k of k * t(k); `shortest` are the least seconds,
-    the minimum of t(k). No schedule beats one machine as fast as all units together that always runs what has least
-    left, nor can anybody be faster than alone.
+    the minimum of t(k). No schedule beats one machine as fast as all units together that always runs the action with
+    the shortest remaining time, and no action is faster than alone.
     """
     flow, now = 0.0, -math.inf
     remaining: list[float] = []
@@ -218,7 +220,7 @@ def srpt_lower_bound(
             flow += remaining[0] * len(remaining)
             now += heapq.heappop(remaining)
         if remaining:
-            # Only the first one has been served since, and a smaller first one leaves a heap a heap.
+            # Only the first has been served since, and a smaller first element keeps the heap property.
             flow += (arrival - now) * len(remaining)
             remaining[0] -= arrival - now
         now = arrival

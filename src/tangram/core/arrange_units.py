@@ -1,6 +1,6 @@
-"""Arrange units that are all alike: the dynamic programme of the paper's basic operator, vectorised over units.
+"""Arrange identical units: the dynamic programme of the paper's basic operator, vectorised over units.
 
-Owns that one pass, apart from `arrange.py` because it needs numpy, which takes longer to import than all of the core.
+Separate from `arrange.py` because it needs numpy, which takes longer to import than the whole core.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ import numpy.typing as npt
 from tangram.core.arrange import Arrangement, Durations, only_faster
 
 STATES_MAX = 1024
-"""Of one pass over units. Above it units are counted in coarser steps, always upwards, so that nothing is oversold.
-A node with 256 cores divided in quarters of a core is still exact."""
+"""States of one pass. Beyond this number units are counted in coarser steps, rounded up so that nothing is oversold. A
+node with 256 cores divided into quarters of a core is still exact."""
 
 
 def arrange_units(durations: Sequence[Durations], units_max: int) -> Arrangement:
-    """Divide at most `units_max` units so that the sum of seconds is least.
+    """Divides at most `units_max` units so that the sum of seconds is least.
 
-    Everyone gets its minimum in any case, so the state of the pass is only what was given out beyond the minima, in
-    steps of the largest common divisor of all such amounts: a rigid candidate adds no states, whatever odd number
-    of milli-cores it needs. Row i holds, for every state e, the least cost of the first i candidates with at most
-    e steps beyond their minima.
+    Every candidate gets its minimum, so the state of the pass is what was granted beyond the minima, in steps of the
+    greatest common divisor of all such amounts: a rigid candidate adds no states, whatever its number of milli-cores.
+    Row i holds, for every state e, the least cost of the first i candidates with at most e steps beyond their minima.
     """
     useful, budgets = _within(durations, units_max)
     quantum = _quantum(useful, budgets[0])
@@ -51,7 +50,7 @@ def arrange_units(durations: Sequence[Durations], units_max: int) -> Arrangement
 
 
 def _within(durations: Sequence[Durations], units_max: int) -> tuple[list[list[tuple[int, float]]], list[int]]:
-    """The choices worth having of the longest prefix that fits with its minima, and what each prefix leaves."""
+    """Returns the useful choices of the longest prefix whose minima fit, and the units that each prefix leaves."""
     useful: list[list[tuple[int, float]]] = []
     budgets = [units_max]
     for choices in durations:
@@ -59,12 +58,12 @@ def _within(durations: Sequence[Durations], units_max: int) -> tuple[list[list[t
             break
         budgets.append(budgets[-1] - choices[0][0])
         useful.append(only_faster(choices, units_max))
-    budgets[0] = budgets[min(1, len(useful))]  # whoever is first takes its minimum: more states are never reached
+    budgets[0] = budgets[min(1, len(useful))]  # the first candidate takes its minimum: no further states are reachable
     return useful, budgets
 
 
 def _quantum(useful: Sequence[Durations], budget: int) -> int:
-    """The largest step that tells all amounts apart, coarser if there would be too many states."""
+    """Returns the largest step that distinguishes all amounts, coarser if there would be too many states."""
     exact = math.gcd(*[units - choices[0][0] for choices in useful for units, _ in choices]) or 1
     spare = min(budget, sum(choices[-1][0] - choices[0][0] for choices in useful))
     return exact * max(1, math.ceil(spare / (exact * STATES_MAX)))
@@ -77,7 +76,7 @@ def _fill(
     steps: Sequence[Sequence[int]],
     useful: Sequence[Durations],
 ) -> list[npt.NDArray[np.intp]]:
-    """Compute the rows in order; returns for every candidate and state the index of its best choice."""
+    """Computes the rows in order. Returns the index of the best choice for every candidate and state."""
     every = np.arange(states[0])
     sources: dict[tuple[int, ...], npt.NDArray[np.intp]] = {}
     picks = []

@@ -23,7 +23,7 @@ MEMORY = "memory"
 
 
 LEARNED = -1
-"""Stands for the minimum of CPU that nobody declared: the policy says how much is reserved."""
+"""Stands for the minimum of undeclared CPU: the policy decides the reserve."""
 
 Need = tuple[str, int]
 """A pool kind and the minimum of it, or LEARNED."""
@@ -36,9 +36,9 @@ class Amounts(msgspec.Struct, frozen=True, gc=False):
     max: int
     step: int = 1
     choices: tuple[int, ...] = ()
-    """If given, the only admissible amounts, increasing; `min` and `max` are its ends."""
+    """If given, the only admissible amounts, increasing. `min` and `max` are the first and the last."""
     declared: bool = True
-    """False for CPU of which nobody said how much is needed: what is reserved is then learned."""
+    """False for CPU without a declared need: the reserve is learned."""
 
     def __post_init__(self) -> None:
         if type(self.min) is not int or self.min < (1 if self.declared else 0):
@@ -63,7 +63,7 @@ class Amounts(msgspec.Struct, frozen=True, gc=False):
         return self.declared and self.max > self.min
 
     def floor(self, units: float) -> int:
-        """The largest admissible amount that is at most `units`, but never below the minimum."""
+        """Returns the largest admissible amount that is at most `units`, but at least the minimum."""
         if units >= self.max:
             return self.max
         if units <= self.min:
@@ -78,7 +78,7 @@ class Amounts(msgspec.Struct, frozen=True, gc=False):
         return self.min <= units <= self.max and (units == self.max or (units - self.min) % self.step == 0)
 
     def all(self, units_max: int) -> Iterator[int]:
-        """Every admissible amount up to `units_max`, increasing."""
+        """Yields every admissible amount up to `units_max`, increasing."""
         if self.choices:
             yield from (choice for choice in self.choices if choice <= units_max)
             return
@@ -96,7 +96,7 @@ def between(units_min: int, units_max: int, step: int = 1) -> Amounts:
 
 
 def one_of(*choices: int) -> Amounts:
-    """Any of these, in whatever order they are given."""
+    """Any of these amounts, given in any order."""
     if not choices:
         raise InvalidAction("demand.choices", choices, "at least one amount")
     if not all(type(choice) is int for choice in choices):
@@ -112,7 +112,7 @@ def cores(cores_min: float, cores_max: float | None = None) -> Amounts:
 
 
 def learned(limit_cores: float = 4.0) -> Amounts:
-    """CPU of which nobody declared how much is needed: the reserve is learned, the limit is `limit_cores`."""
+    """CPU without a declared need: the reserve is learned, the limit is `limit_cores`."""
     return Amounts(0, _milli_cores(limit_cores), declared=False)
 
 
@@ -123,7 +123,7 @@ def _milli_cores(count: float) -> int:
 
 
 class Demand(msgspec.Struct, frozen=True, gc=False):
-    """A vector: per pool kind the admissible amounts. All are granted together or none is."""
+    """Per pool kind, the admissible amounts. All are granted together or none."""
 
     pools: dict[str, Amounts]
     speedup: Speedup | None = None
@@ -150,7 +150,7 @@ class Demand(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        """The minimum of every pool: what must be free before the action can start."""
+        """The minimum of every pool: the units that must be free before the action can start."""
         return tuple([(kind, amounts.min if amounts.declared else LEARNED) for kind, amounts in self.pools.items()])
 
     @property

@@ -1,13 +1,14 @@
-"""Grants: a policy's decisions, written into the ledger.
+"""Grants: the policy's decisions, written into the ledger.
 
-Owns what each live action holds, and what is kept aside while a plan is made. Checks every decision before it is
-written: an amount that a demand does not admit or a pool that would be oversold raises InvariantError. Never chooses
-anything and never changes the state of an action.
+Owns the units that each live action holds, and the units that are held aside during a plan. Checks every decision
+before it is written: raises InvariantError for an amount that a demand does not admit and for a pool that would be
+oversold. Never chooses anything and never changes the state of an action.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from tangram.core.action import State
 from tangram.core.demand import CORE, CPU, GPU, LEARNED, MEMORY, Amounts
@@ -16,37 +17,43 @@ from tangram.core.ledger import CORE_KIND, Holding, Ledger, PoolState
 from tangram.core.messages import Share
 from tangram.core.places import Places
 from tangram.core.policies.base import Adjust, Begin, Hold
+from tangram.core.queue import Queue
 from tangram.core.residents import Residents
 from tangram.errors import InvariantError
 
-if TYPE_CHECKING:
-    from tangram.core.snapshot import Snapshot
-
-
 WIDTH_KINDS = (CPU, GPU, CORE_KIND)
-"""What a program runs on side by side: of these its width is counted, if no pool of its demand is elastic."""
+"""Kinds that define the width of a program. Counted in this order if no pool of its demand is elastic."""
 
 
 class Grants:
-    """Who holds what."""
+    """The units that each action holds."""
 
-    def __init__(self, ledger: Ledger, places: Places, residents: Residents, snapshot: Snapshot) -> None:
+    def __init__(self, ledger: Ledger, queue: Queue, places: Places, residents: Residents) -> None:
         self._ledger = ledger
+        self._queue = queue
         self._places = places
         self._residents = residents
-        self._snapshot = snapshot
         self.holding: dict[str, Entry] = {}
         """Actions that hold units."""
-        self.elastic_by_pool: dict[str, dict[str, Entry]] = {}
+        self._elastic_by_pool: dict[str, dict[str, Entry]] = {}
         """Per CPU pool, the elastic actions that hold units of it, in order of their start."""
         self._aside: list[Holding] = []
-        """Units kept aside for candidates of the present plan, and the places that were chosen with them."""
+        """Units that are held aside for candidates of the present plan."""
         self._placed: list[Place] = []
+        """Sandboxes that have a node only for the present plan."""
 
-    # ---- while a plan is made ----
+    def elastic_on(self, pool: PoolState) -> Mapping[str, Entry]:
+        """The elastic actions that hold units of a CPU pool, in order of their start."""
+        return MappingProxyType(self._elastic_by_pool.get(pool.name, {}))
 
-    def keep_aside(self, decision: Hold) -> None:
-        """Keep the minimum of a candidate aside until the plan has looked at all of them."""
+    def forget(self, pool: PoolState) -> None:
+        """Forgets a pool that has left."""
+        self._elastic_by_pool.pop(pool.name, None)
+
+    # ---- holding aside during a plan ----
+
+    def hold_minimum(self, decision: Hold) -> None:
+        """Holds the minimum of a candidate aside until the first Begin of the plan."""
         entry, node = decision.entry, decision.node
         place, ledger = entry.place, self._ledger
         if place is not None and not place.node and node:
@@ -55,12 +62,12 @@ class Grants:
             place.node = node
             self._placed.append(place)
         for kind, minimum in entry.needs:
-            pool = self._snapshot.pool(kind, node)
-            units = self._snapshot.reserve(entry, pool) if minimum == LEARNED else minimum
+            pool = self._ledger.pool_on(kind, node)
+            units = entry.reserve_on(pool) if minimum == LEARNED else minimum
             self._aside.append(ledger.hold(pool, units, entry.run.usage))
 
-    def let_go(self) -> None:
-        """Everything that was kept aside is free again."""
+    def release_minimums(self) -> None:
+        """Frees everything that is held aside."""
         if self._aside:
             for holding in self._aside:
                 self._ledger.give_back(holding, refund=True)
@@ -71,14 +78,14 @@ class Grants:
     # ---- taking ----
 
     def take(self, entry: Entry, decision: Begin) -> tuple[Share, ...]:
-        """Hold every pool of the demand, or none: where one has too little the plan is wrong, or we are."""
+        """Takes units of every pool of the demand, or of none. Raises InvariantError if a pool has too few."""
         node, demand = decision.node, entry.action.demand
         key_kind = entry.elastic or _width_kind(demand.pools)
         holdings: list[Holding] = []
         shares: list[Share] = []
         try:
             for kind, amounts in demand.pools.items():
-                pool = self._snapshot.pool(kind, node)
+                pool = self._ledger.pool_on(kind, node)
                 if kind == key_kind:
                     units = self._units(entry, amounts, pool, decision.units, decision.width)
                 else:
@@ -109,31 +116,32 @@ class Grants:
 
     def _count_elastic(self, entry: Entry, holding: Holding) -> None:
         pool = holding.pool
-        self.elastic_by_pool.setdefault(pool.name, {})[entry.id] = entry
+        self._elastic_by_pool.setdefault(pool.name, {})[entry.id] = entry
         pool.elastic_held += holding.units
         pool.elastic_min += entry.action.demand.pools[CPU].min
-        self._snapshot.changed[pool.name] = pool
+        self._queue.changed[pool.name] = pool
 
     def _units(self, entry: Entry, amounts: Amounts, pool: PoolState, units: int = 0, width: int = 0) -> int:
-        """What the plan gives of one pool, or the minimum; checked against the demand. Of CPU an amount between those
-        that the demand admits will do as well, as after a resize, if the width is admitted."""
+        """Returns the units that the plan grants of one pool, or else the minimum. Raises InvariantError if the demand
+        does not admit them. CPU may be any amount within the range of the demand if the width is admitted."""
         if amounts.declared:
             units = units or amounts.min
             in_between = pool.kind == CPU and width and amounts.min <= units <= amounts.max
             admitted = amounts.admits(width if in_between else units)
         else:
-            units = units or self._snapshot.reserve(entry, pool)
+            units = units or entry.reserve_on(pool)
             admitted = 0 < units <= amounts.max
         if not admitted:
             raise InvariantError(f"plan gives {entry.id} {units} units of {pool.kind}, which its demand does not admit")
         return units
 
     def _take_devices(self, entry: Entry, pool: PoolState, units: int) -> Holding:
-        """The chunk where its service is loaded, if that is free; else the one where the least is lost."""
+        """Takes the chunk on which its service is loaded if that is free, else the chunk whose services are worth
+        least."""
         service = entry.action.service
         preferred = self._residents.chunks(service, pool.node) if service else []
         if service and pool.fits(units) and not any(self._is_free(pool, chunk, units) for chunk in preferred):
-            devices, _ = self._snapshot.least_worth(pool, units, smallest=True)
+            devices, _ = self._residents.least_worth(pool, units, self._ledger.now, smallest=True)
             preferred = [(devices[0], len(devices))]
         holding = self._ledger.hold(pool, units, entry.run.usage, preferred)
         entry.restoring = bool(service) and not self._residents.use(service, pool.node, holding.cells)
@@ -143,16 +151,16 @@ class Grants:
         start, size = chunk
         return size == pool.counted(units) and pool.devices_free(tuple(range(start, start + size)))
 
-    def ride(self, rider: Entry, leader: Entry, node: str) -> tuple[Share, ...]:
-        """A waiting call of the same service shares the leader's device chunk; the last one out frees it."""
+    def join_batch(self, rider: Entry, leader: Entry, node: str) -> tuple[Share, ...]:
+        """Lets a waiting call of the same service share the leader's device chunk. The last to finish frees it."""
         if rider.state is not State.QUEUED or rider.lane is None:
-            raise InvariantError(f"plan lets {rider.id} ride with {leader.id}, but it does not wait")
+            raise InvariantError(f"plan lets {rider.id} ride with {leader.id}, but it is not waiting")
         if rider.action.service != leader.action.service or rider.node not in ("", node):
             raise InvariantError(f"plan lets {rider.id} ride with {leader.id}, whose service or node is another")
         holdings, shares = [], []
         assert leader.grant is not None
         for kind, amounts in rider.action.demand.pools.items():
-            pool = self._snapshot.pool(kind, node)
+            pool = self._ledger.pool_on(kind, node)
             if kind == GPU:
                 holding = next((held for held in leader.holdings if held.pool is pool), None)
                 if holding is None:
@@ -175,7 +183,7 @@ class Grants:
     # ---- changing and giving back ----
 
     def adjust(self, decision: Adjust, now: float) -> PoolState:
-        """Give a running CPU action another reserve and limit; its width stays."""
+        """Gives a running CPU action another reserve and limit. Its width stays."""
         entry, reserved, limit = decision.entry, decision.reserved, decision.limit
         amounts = entry.action.demand.pools.get(CPU)
         if amounts is None or (amounts.declared and entry.elastic != CPU):
@@ -197,18 +205,20 @@ class Grants:
         return holding.pool
 
     def speed(self, entry: Entry) -> float:
-        """Believed speed of an elastic action at its present limit, in one-unit seconds per second."""
+        """Estimated speed of an elastic action at its present limit, in one-unit seconds per second."""
         units = min(entry.limit, entry.width) / (CORE if entry.elastic == CPU else 1)
         speedup = entry.action.demand.speedup
         if speedup is not None:
             return speedup.at(units)
-        estimate = self._snapshot.estimate(entry)
+        estimate = entry.estimate
+        assert estimate is not None, entry.id
         if units < 1.0:
             return min(1.0, units / max(estimate.busy, 1e-3))
         return float(units**estimate.exponent)
 
     def give_back(self, entry: Entry, *, refund: bool = False, spent: dict[str, int] | None = None) -> list[PoolState]:
-        """The action holds nothing any more. `spent` corrects estimates. Returns the pools that have more free."""
+        """Frees everything that the action holds and returns the pools that now have more free units. `spent`: what was
+        really spent, per kind."""
         freed = []
         for holding in entry.holdings:
             pool = holding.pool
@@ -216,7 +226,7 @@ class Grants:
             if self._ledger.give_back(holding, refund=refund) or corrected:
                 freed.append(pool)
             if entry.elastic == CPU and pool.kind == CPU:
-                self.elastic_by_pool[pool.name].pop(entry.id, None)
+                self._elastic_by_pool[pool.name].pop(entry.id, None)
                 pool.elastic_held -= entry.reserved
                 pool.elastic_min -= entry.action.demand.pools[CPU].min
         entry.holdings = ()
@@ -224,15 +234,15 @@ class Grants:
         return freed
 
     def all_holdings(self) -> list[Holding]:
-        """Each once, those of sandboxes included."""
+        """Every holding once, those of sandboxes included."""
         held = [holding for entry in self.holding.values() for holding in entry.holdings]
         held.extend(place.reserved for place in self._places.by_sandbox.values() if place.reserved is not None)
         return list({id(holding): holding for holding in held}.values())
 
     def check(self) -> None:
-        """Recompute what elastic actions hold of every CPU pool. Raises InvariantError where that is counted wrong."""
+        """Recomputes what elastic actions hold of every CPU pool. Raises InvariantError on a difference."""
         for pool in self._ledger.kinds.get(CPU, {}).values():
-            elastic = list(self.elastic_by_pool.get(pool.name, {}).values())
+            elastic = list(self._elastic_by_pool.get(pool.name, {}).values())
             held = sum(entry.reserved for entry in elastic)
             least = sum(entry.action.demand.pools[CPU].min for entry in elastic)
             if (pool.elastic_held, pool.elastic_min) != (held, least):

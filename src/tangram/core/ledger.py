@@ -1,8 +1,8 @@
-"""The ledger: how many units each pool has, and who holds or has spent them.
+"""The ledger: the units of each pool, free, held or spent.
 
-Owns every count of units and the place of each inside its node. Never decides anything. Promises
-free + held + spent == total for every pool after every call. Free is negative only when a pool shrank or an estimate
-was corrected; nothing is granted from it then.
+Owns every count of units and their position inside a node. Never decides anything. Promises
+free + held + spent == total for every pool after every call. `free` is negative only after a pool shrank or an estimate
+was corrected. Nothing is granted then.
 """
 
 from __future__ import annotations
@@ -17,60 +17,61 @@ from tangram.core.topology import Cells, Chunk, Chunks, CoreSet, Parts, chunk_si
 from tangram.errors import InvalidConfig, InvariantError
 
 CORE_KIND = "core"
-"""Exclusive cores, a static partition of a node: whole cores by id."""
+"""The kind of exclusive cores: a static partition of a node into whole cores, by id."""
 
 UNIT_ROUNDING = 1e-9
-"""Seconds times a rate may come out this much below a whole unit."""
+"""Tolerance for rounding: seconds times a rate may be this much below a whole unit."""
 
 
 NODES_AWAY_MAX = 256
-"""Names of nodes that are down or have no pools yet. Beyond, the one that changed longest ago is forgotten with what it
-announced: an autoscaler may give every node a new name. Heard of again it is a new node."""
+"""Names of nodes that are down or have no pools. Beyond this number the one that changed longest ago is forgotten,
+because an autoscaler may give every node a new name. If it returns, it is a new node."""
 
 SHAPES_MAX = 256
-"""Different sizes of nodes that went down, kept to tell what may come back from what never was."""
+"""Different sizes of nodes that went down. An action that fits one of them waits for such a node to come back; others
+are refused."""
 
 MOVED = CORE // 2
-"""Half a core more or less is worth a look at the widths of the elastic actions; less is noise of short calls."""
+"""Half a core: a smaller change of free units is noise from short calls and causes no resizing."""
 
 
 RECENT_S = 60.0
-"""Over which the share of a run is averaged, old times counting less and less. Many times what most actions take, so
-that weights are kept where few actions fit into a pool; not so long that a run pays for an hour ago."""
+"""Time constant of the fading average of a run's share. Many times the duration of most actions, so that weights hold
+even where few actions fit into a pool; short enough that use of an hour ago does not count."""
 
 HELD_S = 10.0
-"""What a run holds counts as if it had had that for so long already. So of units that come free at once each start
-counts, though no time has passed; and little enough, in RECENT_S, that most of what rounding to whole actions takes
-from a run is given back to it. With less, a run that waited a moment would be given more than its share to make up for
-it, and those whose actions take a minute would swing between all of a pool and nothing."""
+"""What a run holds now counts as if it had held it for this long. So each start counts at once when many units become
+free at the same moment. It is short against RECENT_S, so that a run gets back most of what rounding to whole actions
+takes from it. With a smaller value a run that waited a moment would be overcompensated, and runs with actions of a
+minute would swing between a whole pool and nothing."""
 
 
 class RunUsage:
-    """What one run has of every kind, and its weighted dominant share, by which fair share orders runs."""
+    """What a run holds of every kind, and its weighted dominant share, by which fair share orders runs."""
 
     __slots__ = ("averaged_at", "recent", "share", "units_by_kind", "weight")
 
     def __init__(self, now: float) -> None:
         self.weight = 1.0
         self.units_by_kind: dict[str, int] = {}
-        """Only kinds of which it has any, or a walk over them would grow with all that the run ever used."""
+        """Without kinds of which it has nothing, so that a pass over them stays short."""
         self.share = 0.0
-        """At the moment."""
+        """The present share."""
         self.recent = 0.0
-        """Its average over the last RECENT_S, as of `averaged_at`."""
+        """The fading average of the share, at `averaged_at`."""
         self.averaged_at = now
 
     def standing(self, now: float) -> float:
-        """What orders runs, the smallest first: its share on average, and a little of its share now."""
+        """Returns what orders runs, smallest first: the average share plus a part of the present share."""
         return self.average(now) + HELD_S / RECENT_S * self.share
 
     def average_up_to(self, now: float) -> None:
-        """Before the share changes: so far it was what it is."""
+        """Brings the average up to now. Called before the share changes."""
         if now > self.averaged_at:
             self.recent, self.averaged_at = self.average(now), now
 
-    def forgo(self, least: float, now: float) -> None:
-        """It has nothing to catch up: it counts as if it had had at least so much."""
+    def raise_average(self, least: float, now: float) -> None:
+        """Raises the average to at least this value, so that the run has nothing to catch up."""
         self.average_up_to(now)
         self.recent = max(self.recent, least)
 
@@ -80,7 +81,7 @@ class RunUsage:
 
 
 class Holding:
-    """Units of one pool in somebody's hands. Actions that ride in one batch share it; the last one gives it back."""
+    """Held or charged units of one pool. The actions of a batch share one; the last of them frees it."""
 
     __slots__ = ("place", "pool", "riders", "run", "spent", "units", "used_at")
 
@@ -90,15 +91,15 @@ class Holding:
         self.run = run
         self.riders = 1
         self.place: Chunk | Parts | tuple[int, ...] | None = None
-        """Where in the layout of its pool; None if the pool had none when the units were taken."""
+        """The position in the layout of its pool. None if the pool had no layout when the units were taken."""
         self.spent = 0
-        """Of a spent pool: the units that time has not given back yet."""
+        """Spent pool: the units that have not come back yet."""
         self.used_at = 0.0
-        """In a sliding window: from when on time gives them back."""
+        """Sliding window: the time at which the units count as used."""
 
     @property
     def cells(self) -> tuple[int, ...]:
-        """What a Grant says about the place: NUMA cells, ids of cores or of devices."""
+        """The position as a Grant names it: NUMA cells, ids of cores or of devices."""
         place = self.place
         if place is None:
             return ()
@@ -108,11 +109,11 @@ class Holding:
 
 
 class PoolState:
-    """One pool as it is now."""
+    """The present state of a pool."""
 
     __slots__ = (
         "charges", "elastic_held", "elastic_min", "free", "gone", "held", "kind", "looked_at_free", "name", "node",
-        "peak", "peak_at", "pending", "place", "spent", "total", "window", "window_at",
+        "pending", "place", "spent", "total", "window", "window_at",
     )  # fmt: skip
 
     def __init__(self, pool: Pool, now: float) -> None:
@@ -124,25 +125,22 @@ class PoolState:
         self.held = 0
         self.spent = 0
         self.gone = False
-        """Its node went down: whoever still holds units of it holds nothing."""
+        """Its node went down: holdings of it no longer count."""
         self.place: Chunks | Cells | CoreSet | None = None
         self.window_at = now
-        """Fixed window: when the current one began. Bucket: up to when units have come back."""
+        """Fixed window: the start of the present one. Token bucket: the time up to which units have come back."""
         self.charges: deque[Holding] = deque()
-        """Of a spent pool, what time gives back, oldest first."""
+        """Spent pool: the charges that come back with time, oldest first."""
         self.pending: dict[int, Holding] = {}
-        """Of a sliding window, what time gives back once its action has ended."""
+        """Sliding window: the charges of running actions, which come back some time after their end."""
         self.elastic_held = self.elastic_min = 0
-        """CPU: what running elastic actions hold, and the sum of their minima."""
+        """CPU: the units that running elastic actions hold, and the sum of their minima."""
         self.looked_at_free = pool.total
-        """CPU: what was free when a policy looked at the pool last."""
-        self.peak = 0.0
-        """For policies: the most that inelastic actions held, fading since `peak_at`."""
-        self.peak_at = now
+        """CPU: the free units at the end of the last round that looked at the pool."""
         self._lay_out(pool)
 
     def change(self, pool: Pool) -> None:
-        """Another total. What is held stays where it is."""
+        """Sets another total. Held units keep their position."""
         self.window = pool.window
         self.free += pool.total - self.total
         self.total = pool.total
@@ -166,15 +164,15 @@ class PoolState:
             if isinstance(place, Cells):
                 place.resize(cells)
             elif len(cells) > 1:
-                # Units that were taken before lie in no cell: the cells then have more room than the pool, never less.
+                # Units that were taken before have no cell, so the cells may have more room than the pool, never less.
                 self.place = Cells(cells)
 
     def has_moved(self) -> bool:
-        """CPU: is there so much more or less free than at the last look that elastic actions should be resized?"""
+        """CPU: whether free units changed so much since the last look that elastic actions should be resized."""
         return self.elastic_held > 0 and abs(self.free - self.looked_at_free) >= MOVED
 
     def is_tight(self, units: int) -> bool:
-        """CPU: are few units free, while elastic actions could give some?"""
+        """CPU: whether few units are free while elastic actions hold more than their minima."""
         return self.elastic_held > self.elastic_min and self.free < max(CORE, 2 * units)
 
     def fits(self, units: int) -> bool:
@@ -183,27 +181,27 @@ class PoolState:
         return self.free >= chunk_size(units) and self.place.fits(units)
 
     def counted(self, units: int) -> int:
-        """What the ledger counts when `units` are granted: devices come in whole chunks."""
+        """Returns the units that a grant of `units` takes: devices come in whole chunks."""
         return chunk_size(units) if self.kind == GPU else units
 
     def could_fit(self, units: int) -> bool:
-        """Would it fit if nobody had anything?"""
+        """Whether it would fit if all units were free."""
         return _holds(self.kind, self.total, units)
 
     def devices_free(self, devices: tuple[int, ...]) -> bool:
-        """Are these devices, a chunk, all free?"""
+        """Whether all of these devices, a chunk, are free."""
         return isinstance(self.place, Chunks) and self.place.is_free((devices[0], len(devices)))
 
     def free_places(self, units: int, *, smallest: bool = False) -> list[tuple[int, ...]]:
-        """The device sets that a call for `units` could get now; `smallest`: those that split no larger chunk than
-        necessary. A pool that shrank has none while more is held than it has."""
+        """Returns the device sets that a call for `units` could get now. `smallest`: only those that split no larger
+        chunk than necessary. Empty while more is held than a shrunk pool has."""
         assert isinstance(self.place, Chunks), self.name
         places = self.place.places(units, smallest=smallest) if self.fits(units) else []
         return [chunk.devices for chunk in places]
 
     def free_chunks(self) -> tuple[int, ...]:
-        """How many chunks of each level could all be granted now. A pool that shrank has more devices free than units:
-        then of the last chunks only the parts that the units are enough for."""
+        """Returns the number of chunks of each level that could all be granted now. A shrunk pool may have more free
+        devices than free units: only the chunks for which the units are enough count."""
         assert isinstance(self.place, Chunks), self.name
         counts = list(self.place.free_counts())
         units = max(0, self.free)
@@ -214,8 +212,8 @@ class PoolState:
                 return (*[units >> lower & 1 for lower in range(level)], whole, *counts[level + 1 :])
         return tuple(counts)
 
-    def come_back(self, now: float) -> int:
-        """Of a spent pool: how many units time has given back since anybody looked."""
+    def returned_units(self, now: float) -> int:
+        """Spent pool: returns the units that have come back since the last refill."""
         window = self.window
         if window is None or not self.spent or now <= self.window_at:
             return 0
@@ -232,19 +230,19 @@ class PoolState:
         return min(coming, int((now - self.window_at) * self.total / window.seconds + UNIT_ROUNDING))
 
     def move_window(self, now: float, units: int) -> None:
-        """These units have come back by now."""
+        """Moves the window after these units have come back."""
         window = self.window
         assert window is not None
         if window.bucket:
             rate = self.total / window.seconds
             coming = self.spent - sum(charge.spent for charge in self.pending.values())
-            # Parts of a unit stay due, but an empty bucket of spent units, or one without a rate, has nothing coming.
+            # Fractions of a unit stay due, unless everything has come back or the rate is 0.
             self.window_at = now if units == coming or not rate else self.window_at + units / rate
         elif not window.sliding and now >= self.window_at + window.seconds:
             self.window_at += max(1, math.floor((now - self.window_at) / window.seconds)) * window.seconds
 
     def available_at(self, units: int) -> float:
-        """When a spent pool that lacks `units` now will have them, if nothing else is granted from it."""
+        """Returns when a spent pool will have `units` free if nothing else is granted from it."""
         window = self.window
         if window is None or units > self.total:
             return math.inf
@@ -255,7 +253,7 @@ class PoolState:
         return self.window_at + (units - self.free) * window.seconds / self.total
 
     def _slides_at(self, units: int) -> float:
-        """When so many more will have come back."""
+        """Returns when this many more units will have come back."""
         assert self.window is not None
         for charge in self.charges:
             units -= charge.spent
@@ -263,9 +261,9 @@ class PoolState:
                 return charge.used_at + self.window.seconds
         return math.inf
 
-    def whole_at(self) -> float:
-        """When time will have given back all that is spent, if nothing else is granted. The same for one charge as for
-        thousands."""
+    def refilled_at(self) -> float:
+        """Returns when all spent units will have come back if nothing else is granted. Costs the same for any number of
+        charges."""
         if self.window is None or self.pending:
             return math.inf
         if self.window.sliding:
@@ -277,32 +275,32 @@ class PoolState:
 
 
 class Ledger:
-    """All pools. The only place in which units change hands."""
+    """All pools. The only place that writes counts of units."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        """Of the event that is being handled."""
+        """The time of the present event."""
         self.pools: dict[str, PoolState] = {}
         self.kinds: dict[str, dict[str, PoolState]] = {}
-        """Per kind, the pools by node; the one pool of a kind that belongs to no node has the key ''."""
-        self._once: dict[str, dict[str, int]] = {}
-        """Per node, by kind, the largest total since it joined; '' for the pools that belong to no node."""
+        """Per kind, the pools by node. A pool that belongs to no node has the key ''."""
+        self._largest_total: dict[str, dict[str, int]] = {}
+        """Per node and kind, the largest total since it joined. '' stands for pools that belong to no node."""
         self._shapes: dict[tuple[tuple[str, int], ...], None] = {}
-        """The same of nodes that went down, each once, the one seen last at the end."""
+        """The same for nodes that went down, without duplicates, most recent last."""
         self.total_by_kind: dict[str, int] = {}
         self.nodes: dict[str, NodeState] = {}
-        self._away: dict[str, None] = {}
-        """Those of them that are down or have no pools, the one that changed last at the end."""
+        self._nodes_away: dict[str, None] = {}
+        """The nodes that are down or have no pools, most recently changed last."""
         self._usages: list[RunUsage] = []
         self.private_kinds: set[str] = set()
-        """Kinds that do not count in the share of a run."""
+        """The kinds that do not count in the share of a run."""
         self._spending: dict[str, PoolState] = {}
-        """Pools of which something may be spent."""
+        """The pools that may have spent units."""
 
     # ---- pools and nodes ----
 
     def change_pool(self, pool: Pool, now: float) -> PoolState:
-        """A pool joins or has a new total. Raises InvalidConfig if it contradicts what it was or its siblings are."""
+        """Adds a pool or sets its total. Raises InvalidConfig if it contradicts its former self or its siblings."""
         state = self.pools.get(pool.name)
         if state is None:
             siblings = self.kinds.get(pool.kind, {})
@@ -315,28 +313,28 @@ class Ledger:
             state = self.pools[pool.name] = siblings[pool.node] = PoolState(pool, now)
             self.kinds[pool.kind] = siblings
             if pool.node and self.nodes.setdefault(pool.node, NodeState.UP) is not NodeState.DOWN:
-                self._away.pop(pool.node, None)
+                self._nodes_away.pop(pool.node, None)
         else:
             if (state.window is None) != (pool.window is None):
                 raise InvalidConfig(f"window of pool {pool.name}", pool.window, "units held or spent, as they were")
             self.refill(state, now)
             state.change(pool)
-        once = self._once.setdefault(pool.node, {})
+        once = self._largest_total.setdefault(pool.node, {})
         once[pool.kind] = max(pool.total, once.get(pool.kind, 0))
-        self._total_again(pool.kind)
+        self._recompute_total(pool.kind)
         return state
 
     def change_node(self, node: str, state: NodeState) -> list[PoolState]:
-        """A node is up, drains or is down. Returns the pools that are gone, with all that was held there."""
+        """Sets the state of a node. Returns the pools that were removed, with everything that was held there."""
         gone = self._drop_pools(node) if state is NodeState.DOWN else []
         self.nodes[node] = state
-        self._away.pop(node, None)
+        self._nodes_away.pop(node, None)
         if not any(node in pools for pools in self.kinds.values()):
-            self._away[node] = None
-        if len(self._away) > NODES_AWAY_MAX:
-            oldest = next(iter(self._away))
+            self._nodes_away[node] = None
+        if len(self._nodes_away) > NODES_AWAY_MAX:
+            oldest = next(iter(self._nodes_away))
             gone.extend(self._drop_pools(oldest))
-            del self._away[oldest], self.nodes[oldest]
+            del self._nodes_away[oldest], self.nodes[oldest]
         return gone
 
     def _drop_pools(self, node: str) -> list[PoolState]:
@@ -345,24 +343,32 @@ class Ledger:
             state.gone = True
             del self.pools[state.name]
             del self.kinds[state.kind][node]
-            self._total_again(state.kind)
-        if node in self._once:
-            shape = tuple(sorted(self._once.pop(node).items()))
+            self._recompute_total(state.kind)
+        if node in self._largest_total:
+            shape = tuple(sorted(self._largest_total.pop(node).items()))
             self._shapes.pop(shape, None)
             self._shapes[shape] = None
             if len(self._shapes) > SHAPES_MAX:
                 del self._shapes[next(iter(self._shapes))]
         return gone
 
-    def _total_again(self, kind: str) -> None:
+    def _recompute_total(self, kind: str) -> None:
         self.total_by_kind[kind] = sum(state.total for state in self.kinds[kind].values())
         for usage in self._usages:
             usage.average_up_to(self.now)
             usage.share = self._share(usage)
 
+    def pool_on(self, kind: str, node: str) -> PoolState:
+        """The pool of that kind on the node, or the one that belongs to no node."""
+        try:
+            pools = self.kinds[kind]
+            return pools[node] if node in pools else pools[""]
+        except KeyError:
+            raise InvariantError(f"there is no pool of kind {kind} on node {node!r}") from None
+
     def could_hold(self, needs: Sequence[Need], node: str, memory: int) -> bool:
-        """Could the pools hold these needs together if they were all free? `node` is where they must be, if anywhere;
-        `memory` is what a sandbox without a node needs besides."""
+        """Whether the pools could hold these needs together if all units were free. `node`: where they must be, if
+        anywhere. `memory`: what a sandbox without a node also needs."""
         on_node: list[Need] = []
         for kind, units in needs:
             pools = self.kinds.get(kind)
@@ -389,9 +395,9 @@ class Ledger:
                 return False
         return True
 
-    def once_held(self, needs: Sequence[Need], node: str, memory: int) -> bool:
-        """Were there ever pools that could hold these needs together? Then they may come back."""
-        quotas = self._once.get("", {})
+    def could_once_hold(self, needs: Sequence[Need], node: str, memory: int) -> bool:
+        """Whether there ever were pools that could hold these needs together. If so, they may come back."""
+        quotas = self._largest_total.get("", {})
         from_quotas = [need for need in needs if need[0] in quotas]
         on_node = [need for need in needs if need[0] not in quotas]
         if memory:
@@ -399,9 +405,9 @@ class Ledger:
         if not all(_holds(kind, quotas[kind], units) for kind, units in from_quotas):
             return False
         if node:
-            nodes = [self._once.get(node, {})]
+            nodes = [self._largest_total.get(node, {})]
         else:
-            nodes = [*(totals for name, totals in self._once.items() if name), *map(dict, self._shapes)]
+            nodes = [*(totals for name, totals in self._largest_total.items() if name), *map(dict, self._shapes)]
         return not on_node or any(
             all(kind in totals and _holds(kind, totals[kind], units) for kind, units in on_node) for totals in nodes
         )
@@ -417,7 +423,7 @@ class Ledger:
         *,
         at_once: bool = True,
     ) -> Holding:
-        """Give `units` of a pool to somebody. Spent units are charged, the others held. `at_once` as in the Action."""
+        """Takes `units` of a pool: charges a spent pool, holds units of any other. `at_once`: see Action."""
         if state.kind == GPU:
             units = chunk_size(units)
         if not state.fits(units):
@@ -446,7 +452,8 @@ class Ledger:
         return holding
 
     def give_back(self, holding: Holding, *, refund: bool = False) -> bool:
-        """One rider leaves. True when the units are free again (never for spent units, unless refunded)."""
+        """Releases the holding for one of its actions. Returns whether units became free. Spent units do only with
+        `refund`."""
         holding.riders -= 1
         if holding.riders:
             return False
@@ -469,7 +476,7 @@ class Ledger:
         return True
 
     def correct(self, holding: Holding, really: int) -> bool:
-        """What was spent turned out to be `really` units. True when units came free."""
+        """Corrects a charge to `really` units. Returns whether units became free."""
         state, difference = holding.pool, max(0, really) - holding.units
         if state.window is None:
             return False
@@ -485,7 +492,7 @@ class Ledger:
         return False
 
     def _refund(self, holding: Holding, units: int) -> bool:
-        """Take back a charge as far as time has not: what an earlier window gave back is not given back twice."""
+        """Refunds a charge, except for units that have already come back with time."""
         state = holding.pool
         units = min(units, holding.spent)
         holding.spent -= units
@@ -498,7 +505,7 @@ class Ledger:
         return units > 0
 
     def resize(self, holding: Holding, units: int) -> None:
-        """A running action holds another number of units of the same pool from now on."""
+        """Sets the units of a holding."""
         state, difference = holding.pool, units - holding.units
         if difference > max(0, state.free):
             raise InvariantError(
@@ -512,10 +519,10 @@ class Ledger:
         self._use(holding.run, state.kind, difference)
 
     def refill(self, state: PoolState, now: float) -> bool:
-        """Let time give back what was spent, oldest first. True when anything came back."""
+        """Frees the spent units that have come back with time, oldest first. Returns whether there are any."""
         if state.window is None or now <= state.window_at:
             return False
-        units = state.come_back(now)
+        units = state.returned_units(now)
         state.move_window(now, units)
         if not units:
             return False
@@ -533,8 +540,8 @@ class Ledger:
         return True
 
     def refill_all(self) -> list[PoolState]:
-        """The same for every pool, or a run would go on to be judged by what it spent long ago. Returns those to which
-        anything came back."""
+        """Refills every pool, so that old charges leave the shares of runs. Returns the pools to which units came
+        back."""
         refilled = []
         for state in list(self._spending.values()):
             if self.refill(state, self.now):
@@ -546,13 +553,14 @@ class Ledger:
     # ---- fair share ----
 
     def new_usage(self) -> RunUsage:
-        """The account of one more run."""
+        """Returns the account of a new run."""
         usage = RunUsage(self.now)
         self._usages.append(usage)
         return usage
 
     def _use(self, run: RunUsage, kind: str, units: int) -> None:
-        """The run has `units` more of a kind, or fewer. Most changes are seen without a look at its other kinds."""
+        """Adds `units`, which may be negative, to what the run has of a kind. Most changes need no look at other
+        kinds."""
         if kind in self.private_kinds:
             return
         run.average_up_to(self.now)
@@ -574,31 +582,31 @@ class Ledger:
             run.share = self._share(run)
 
     def _share(self, run: RunUsage) -> float:
-        """The largest part that the run has of any kind, over its weight."""
+        """Returns the largest part that the run has of any kind, divided by its weight."""
         share = 0.0
         totals = self.total_by_kind
         for kind, units in run.units_by_kind.items():
-            # What is left of a kind that has shrunk to nothing counts as all of it.
+            # Units of a kind whose total has shrunk to 0 count as all of it.
             total = totals[kind]
             part = units / total if total > 0 else 1.0
             if part > share:
                 share = part
         return share / run.weight
 
-    def reweigh(self, run: RunUsage, weight: float) -> None:
+    def set_weight(self, run: RunUsage, weight: float) -> None:
         run.average_up_to(self.now)
         run.recent *= run.weight / weight
         run.weight = weight
         run.share = self._share(run)
 
-    # ---- the counts again, from scratch ----
+    # ---- checking ----
 
     def check(self, holdings: Sequence[Holding]) -> None:
-        """Recompute every sum from what is held, each holding named once. Raises InvariantError on a difference."""
+        """Recomputes every sum from these holdings, each given once. Raises InvariantError on a difference."""
         by_pool: dict[str, list[Holding]] = {name: [] for name in self.pools}
         for holding in holdings:
             if self.pools.get(holding.pool.name) is not holding.pool:
-                raise InvariantError(f"units of {holding.pool.name} are held, which is gone")
+                raise InvariantError(f"units of {holding.pool.name} are held, but that pool was removed")
             if holding.pool.window is None:
                 by_pool[holding.pool.name].append(holding)
         for state in self.pools.values():
@@ -619,15 +627,16 @@ class Ledger:
         for usage in self._usages:
             for kind, units in usage.units_by_kind.items():
                 if not units or units != used.pop((id(usage), kind), 0):
-                    raise InvariantError(f"a run is charged {units} units of {kind}, which it has not")
+                    raise InvariantError(f"a run is charged {units} units of {kind} that it does not hold")
             if usage.share != self._share(usage):
                 raise InvariantError(f"a run's share of {usage.share} is not {self._share(usage)}")
         if any(used.values()):
-            raise InvariantError(f"nobody is charged for {list(used.values())} units")
+            raise InvariantError(f"no run is charged for {list(used.values())} units")
 
 
 def _holds(kind: str, total: int, units: int) -> bool:
-    """Can a pool of that size give as many units? Of CPU that is learned any amount will do; devices come in chunks."""
+    """Whether a pool of that size can grant the units. Any amount is enough for a learned reserve; devices come in
+    chunks."""
     if units == LEARNED:
         return total > 0
     if kind == GPU and units:

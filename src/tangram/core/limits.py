@@ -20,13 +20,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     run_queue_max: int = 2_000_000
     """Actions of one run that wait."""
     runs_max: int = 10_000
-    """Names of runs that were ever seen; each keeps its lanes and its share."""
+    """Runs that were ever named. Each keeps its lanes and its share."""
     sandboxes_max: int = 1_000_000
     """Sandboxes that hold or wait for memory."""
     ageing_s: float = 600.0
-    """Past this wait no later action of its run overtakes an action."""
+    """After this wait no later action of its run overtakes an action."""
     attempts_max: int = 3
-    """Starts of one action before a failing start is given up."""
+    """Starts of one action, failed ones included, before it is lost."""
     stranded_s: float = 300.0
     """How long an action waits for a pool that can no longer hold it, before it is lost."""
 

@@ -1,6 +1,6 @@
 """Offered load: how much work arrives per second, per pool kind.
 
-Owns a fading sum. It lets a policy that cannot take units back leave room for those who will come.
+Owns a fading sum. A policy that cannot take units back uses it to leave room for actions that will arrive.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 MEMORY_S = 300.0
-"""Work that arrived this long ago counts a third: long enough to smooth bursts, short against a training step."""
+"""The weight of work falls to 1/e in this time: long enough to smooth bursts, short compared with a training step."""
 
 
 class OfferedLoad:
@@ -28,10 +28,10 @@ class OfferedLoad:
         self._since.setdefault(kind, now)
 
     def units(self, kind: str, now: float) -> float:
-        """Units that the arriving work keeps busy on average; 0 before anything arrived."""
+        """Returns the units that the arriving work keeps busy on average. 0 before the first arrival."""
         if kind not in self._sums:
             return 0.0
         faded = self._sums[kind] * math.exp((self._at[kind] - now) / MEMORY_S)
-        # Of a short past only a part of the memory is filled; one second keeps the first arrival from counting double.
+        # A short past fills only a part of the memory. One second at least, or the first arrival would count double.
         filled = 1.0 - math.exp(-max(now - self._since[kind], 1.0) / MEMORY_S)
         return faded / (MEMORY_S * filled)

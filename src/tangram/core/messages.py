@@ -1,7 +1,7 @@
 """Messages: everything that goes into the scheduler (events) and comes out of it (effects).
 
-They are the only door. All are frozen, serialisable and name a node where it matters, so that the same messages
-drive the simulator, the live service and, over a wire, managers on other machines.
+No other way leads in or out. All messages are frozen, serialisable and name a node where it matters, so the same
+messages drive the simulator, the live service and, over a wire, managers on other machines.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Message(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag_field="ty
     """Base of all messages. Each message names its own tag, the value of `type` on disk and on the wire."""
 
 
-# ---- what pools and nodes are made of -------------------------------------------------------------------------
+# ---- pools and nodes ----------------------------------------------------------------------------------------
 
 
 class Window(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -28,13 +28,14 @@ class Window(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
     seconds: float
     bucket: bool = False
-    """Steadily, as into a bucket that holds the total. Neither this nor `sliding`: all at the end of each window."""
+    """A token bucket: units come back steadily. With neither this nor `sliding`, a fixed window: all come back at its
+    end."""
     sliding: bool = False
-    """Each unit when `seconds` have passed since it was used, so that no stretch of time of that length sees more than
-    the total, whenever it begins."""
+    """A sliding window: each unit comes back `seconds` after it was used, so that no interval of that length sees more
+    than the total."""
     arrival_s: float = 0.0
-    """Sliding: a unit counts as used when its action has finished, or has this behind it: by then the request has
-    reached whoever counts."""
+    """Sliding window: a unit counts as used this long after the start of its action, or when that has finished. By then
+    the request has reached the API that counts it."""
 
     def __post_init__(self) -> None:
         if type(self.bucket) is not bool or type(self.sliding) is not bool or (self.bucket and self.sliding):
@@ -46,20 +47,20 @@ class Window(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 class Pool(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """A named, counted capacity. Its units are held until Finished, or spent and given back by time."""
+    """A named, counted capacity. Its units are held until Finished, or spent and come back with time."""
 
     kind: str
     """What demands name: `cpu`, `core` (exclusive cores), `gpu`, `memory`, or the name of a quota."""
     total: int
     node: str = ""
-    """Empty for what belongs to no node, such as a quota."""
+    """Empty for a pool that belongs to no node, such as a quota."""
     window: Window | None = None
-    """Given: the units are spent. None: they are held."""
+    """Units are spent if given, held if None."""
     numa: tuple[int, ...] = ()
     """For `cpu` and `core`: units per NUMA node. Empty: one NUMA node."""
     private: bool = False
-    """It is one run's own, such as a cap on what it has running: others lack nothing while it holds it, so it does not
-    count in the share of the run."""
+    """The pool belongs to one run, such as a cap on its running actions. What is held of it does not count in the share
+    of the run, because no other run lacks it."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or not self.kind or "@" in self.kind:
@@ -87,7 +88,7 @@ class Pool(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 def cpu_node(node: str, cores: float, memory_gib: float = 0.0, numa_nodes: int = 1) -> tuple[Pool, ...]:
-    """The pools of one machine for sandboxes: its cores and, if it counts, its memory in MiB."""
+    """Returns the pools of a machine for sandboxes: its cores and, unless `memory_gib` is 0, its memory in MiB."""
     if not isinstance(node, str) or not node:
         raise InvalidConfig("node", node, "a name of at least one character")
     if type(cores) not in (float, int) or not math.isfinite(cores):
@@ -106,9 +107,9 @@ def cpu_node(node: str, cores: float, memory_gib: float = 0.0, numa_nodes: int =
 class NodeState(enum.Enum):
     UP = "up"
     DRAINING = "draining"
-    """Takes no new sandbox and no action without one; what has its sandbox there goes on."""
+    """Takes no new sandbox and no action without one. Actions of sandboxes on the node continue."""
     DOWN = "down"
-    """Gone, with everything on it."""
+    """Lost, with everything on it."""
 
 
 # ---- grants ---------------------------------------------------------------------------------------------------
@@ -119,9 +120,9 @@ class Share(msgspec.Struct, frozen=True, gc=False):
 
     pool: str
     reserved: int
-    """What the ledger counts; for CPU also the weight under contention."""
+    """The units that the ledger counts. For CPU also the weight under contention."""
     limit: int
-    """CPU: the quota, which may exceed what is reserved. Elsewhere equal to `reserved`."""
+    """CPU: the quota, which may exceed `reserved`. Other kinds: equal to `reserved`."""
     cells: tuple[int, ...] = ()
     """NUMA nodes for `cpu`, ids of cores for `core`, ids of devices for `gpu`."""
 
@@ -137,7 +138,7 @@ class Grant(msgspec.Struct, frozen=True, gc=False):
     """Units of parallelism that the program sees (cores, devices), fixed at launch."""
     attempt: int = 1
     batch: str = ""
-    """The action whose device chunk it rides in; empty for an action with its own units."""
+    """The action whose device chunk it shares. Empty for an action with its own units."""
 
 
 # ---- events ---------------------------------------------------------------------------------------------------
@@ -150,14 +151,14 @@ class Submit(Message, frozen=True, kw_only=True, tag="Submit"):
 class Cancel(Message, frozen=True, kw_only=True, tag="Cancel"):
     action: str
     reason: str = "cancelled by the caller"
-    """As its caller is told."""
+    """Becomes the reason of the outcome."""
 
 
 class Started(Message, frozen=True, kw_only=True, tag="Started"):
     action: str
     attempt: int = 0
-    """As in the Grant. A manager whose words may come late, from a node given up for dead, says it: what concerns an
-    earlier attempt is not believed of the present one. 0: the present one."""
+    """The attempt that the Grant named. Managers on other nodes, whose messages may arrive late, give it, so that a
+    message about an earlier attempt is ignored. 0: the present attempt."""
 
 
 class StartFailed(Message, frozen=True, kw_only=True, tag="StartFailed"):
@@ -167,25 +168,25 @@ class StartFailed(Message, frozen=True, kw_only=True, tag="StartFailed"):
     """False: a second try cannot help."""
     attempt: int = 0
     sandbox: str = ""
-    """If given, nothing went wrong, and no attempt is used up: to start it needs a sandbox of its own, of this name. It
-    waits in its old turn until the memory for that is held on the node where it starts, or the name is released."""
+    """If given, the start did not fail, and no attempt is counted: the action needs a new sandbox of this name first.
+    It waits in its old turn until memory for that is held on the node where it starts, or the name is released."""
     memory: int = 0
-    """Of that sandbox (MiB)."""
+    """MiB for that sandbox."""
 
 
 class Finished(Message, frozen=True, kw_only=True, tag="Finished"):
-    """The manager is done with the action: its units are free."""
+    """The manager has finished the action: its units are free."""
 
     action: str
     usage: Usage = NO_USAGE
     lost: str = ""
-    """Why our side failed; empty when the action ran to its end or was stopped."""
+    """Why the infrastructure failed. Empty if the action ran to its end or was stopped."""
     attempt: int = 0
 
 
 class Concluded(Message, frozen=True, kw_only=True, tag="Concluded"):
-    """An action has ended that was never submitted here: a service before this one had begun it, or its sandbox is
-    gone. It is counted with the others, and its times are not known."""
+    """An action has ended that was not submitted to this scheduler: an earlier process of the service had started it,
+    or its sandbox is gone. It is counted like the others, but its times are unknown."""
 
     action: Action
     outcome: Outcome
@@ -204,7 +205,7 @@ class Resized(Message, frozen=True, kw_only=True, tag="Resized"):
 
 
 class Used(Message, frozen=True, kw_only=True, tag="Used"):
-    """What a running action has used so far, as its manager measured it. Nobody has to say it."""
+    """What a running action has used so far, as its manager measured it. Optional."""
 
     action: str
     cpu_s: float
@@ -216,7 +217,7 @@ class Used(Message, frozen=True, kw_only=True, tag="Used"):
 
 
 class Reserve(Message, frozen=True, kw_only=True, tag="Reserve"):
-    """A sandbox to come: memory for its whole life. Its first action picks the node."""
+    """Reserve memory for the whole life of a new sandbox. Its first action picks the node."""
 
     sandbox: str
     memory: int
@@ -225,7 +226,7 @@ class Reserve(Message, frozen=True, kw_only=True, tag="Reserve"):
     node: str = ""
     """Empty: the scheduler chooses."""
     yields: bool = False
-    """It ends of its own accord when somebody who goes first waits for its memory, as instances of functions do."""
+    """Its manager ends it when an action that goes first waits for its memory. Function instances do."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.sandbox, str) or not self.sandbox:
@@ -237,7 +238,7 @@ class Reserve(Message, frozen=True, kw_only=True, tag="Reserve"):
 
 
 class Release(Message, frozen=True, kw_only=True, tag="Release"):
-    """The sandbox is gone; its memory and place are free."""
+    """The sandbox has ended. Its memory is free."""
 
     sandbox: str
 
@@ -248,9 +249,9 @@ class Resident(Message, frozen=True, kw_only=True, tag="Resident"):
     service: str
     node: str
     devices: tuple[int, ...]
-    """A chunk, as a Grant or a Restore named it."""
+    """The chunk that a Grant or a Restore named."""
     batch_max: int = 1
-    """Calls that it takes at once."""
+    """The number of calls that it takes at once."""
 
     def __post_init__(self) -> None:
         if type(self.batch_max) is not int or self.batch_max < 1:
@@ -266,7 +267,7 @@ class Resident(Message, frozen=True, kw_only=True, tag="Resident"):
 
 
 class Evicted(Message, frozen=True, kw_only=True, tag="Evicted"):
-    """The service is no longer on these devices, or was not brought there as a Restore asked."""
+    """The service is no longer loaded on these devices, or a Restore onto them failed."""
 
     service: str
     node: str
@@ -274,13 +275,13 @@ class Evicted(Message, frozen=True, kw_only=True, tag="Evicted"):
 
 
 class PoolChanged(Message, frozen=True, kw_only=True, tag="PoolChanged"):
-    """A pool joins or has a new total. A total of 0 closes it. What is held stays held, even above the total."""
+    """A pool joins or has a new total. A total of 0 closes it. Held units stay held, even above the total."""
 
     pool: Pool
 
 
 class NodeChanged(Message, frozen=True, kw_only=True, tag="NodeChanged"):
-    """A node that went down takes its pools along: when it comes back, PoolChanged names them anew."""
+    """A node has a new state. A node that goes down loses its pools: when it returns, PoolChanged adds them again."""
 
     node: str
     state: NodeState
@@ -366,7 +367,7 @@ class Settle(Message, frozen=True, kw_only=True, tag="Settle"):
 
 
 class Refuse(Message, frozen=True, kw_only=True, tag="Refuse"):
-    """The door stayed shut. `action` is the id of an action or of a sandbox."""
+    """A Submit or Reserve was refused. `action` is the id of the action or of the sandbox."""
 
     action: str
     limit: str

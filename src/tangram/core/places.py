@@ -1,7 +1,7 @@
-"""Places: which sandbox stands on which node, with its memory.
+"""Places: the node and the memory of each sandbox.
 
 Owns the memory that sandboxes hold from the start of their first action to their end. Never starts or stops an action:
-it says which ones are concerned, and the scheduler acts.
+it returns the actions concerned, and the scheduler acts.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Places:
         self._sandboxes_max = sandboxes_max
         self.by_sandbox: dict[str, Place] = {}
         self.yielding: dict[str, int] = {}
-        """Per node, the memory of sandboxes that end when others wait for it."""
+        """Per node, the memory of sandboxes that end when other sandboxes wait for it."""
 
     def refusal(self, event: Reserve) -> tuple[str, str] | None:
-        """The limit that keeps a sandbox out and why, if one does."""
+        """Returns the name of the limit that keeps a sandbox out and the reason, if there is one."""
         sandbox, memory, node = event.sandbox, event.memory, event.node
         pools = self._ledger.kinds.get(MEMORY, {})
         if sandbox in self.by_sandbox:
@@ -33,7 +33,7 @@ class Places:
             return "sandboxes_max", f"{self._sandboxes_max} sandboxes are open; release some first"
         if node and self._ledger.nodes.get(node) is not NodeState.UP:
             return "node", f"node {node} is not up"
-        if memory and not self._ledger.once_held((), node, memory):
+        if memory and not self._ledger.could_once_hold((), node, memory):
             most = max([pool.total for pool in pools.values()], default=0)
             return "capacity", f"sandbox {sandbox} asks for {memory} MiB; the largest node has {most}"
         if node and memory and (node not in pools or not pools[node].fits(memory)):
@@ -42,14 +42,14 @@ class Places:
         return None
 
     def reserve(self, event: Reserve, run: Run) -> Place:
-        """Let a sandbox in. One whose node the caller chose, as it already stands there, holds its memory at once."""
+        """Admits a sandbox. One whose node is given, because it is already there, holds its memory at once."""
         place = self.by_sandbox[event.sandbox] = Place(event.sandbox, event.memory, run, yields=event.yields)
         if event.node:
-            self.settle_down(place, event.node)
+            self.assign_node(place, event.node)
         return place
 
-    def settle_down(self, place: Place, node: str) -> None:
-        """The sandbox stands on this node from now on: memory for its whole life is held there."""
+    def assign_node(self, place: Place, node: str) -> None:
+        """Places a sandbox on a node and holds its memory there until it ends."""
         place.node = node
         place.wants = ()
         if place.memory:
@@ -58,7 +58,7 @@ class Places:
             self.yielding[node] = self.yielding.get(node, 0) + place.memory
 
     def _give_back(self, place: Place) -> PoolState | None:
-        """Its memory. Returns the pool if that is free again."""
+        """Frees the memory of a sandbox. Returns the pool if units came free."""
         reserved, place.reserved = place.reserved, None
         if place.yields and place.node:
             self.yielding[place.node] -= place.memory
@@ -67,8 +67,8 @@ class Places:
     def join(self, place: Place, entry: Entry) -> None:
         place.actions[entry.id] = entry
 
-    def wants(self, place: Place) -> tuple[Need, ...]:
-        """What all actions of a sandbox want of its node: per kind, the most that one of them needs."""
+    def combined_needs(self, place: Place) -> tuple[Need, ...]:
+        """Returns what all actions of a sandbox need of its node: per kind, the largest need of any of them."""
         if len(place.actions) < 2:
             return ()
         most: dict[str, int] = {}
@@ -78,12 +78,13 @@ class Places:
         return tuple(sorted(most.items()))
 
     def leave(self, place: Place, entry: Entry) -> PoolState | None:
-        """An action has settled. Returns the memory pool if that freed the memory of a released sandbox."""
+        """Removes an action that has settled. Returns the memory pool if that freed the memory of a released
+        sandbox."""
         del place.actions[entry.id]
         return self.vacate(place) if place.released else None
 
-    def part(self, entry: Entry) -> Place:
-        """It goes on without the sandbox whose memory it waited for."""
+    def detach(self, entry: Entry) -> Place:
+        """Separates an action from the sandbox for whose memory it waited."""
         place = entry.place
         assert place is not None and entry.is_guest, entry.id
         del place.actions[entry.id]
@@ -91,14 +92,14 @@ class Places:
         return place
 
     def vacate(self, place: Place) -> PoolState | None:
-        """Give the memory of a released sandbox back, if no action is left in it."""
+        """Frees the memory of a released sandbox if it has no more actions."""
         if place.actions or self.by_sandbox.get(place.id) is not place:
             return None
         del self.by_sandbox[place.id]
         return self._give_back(place)
 
     def drop_node(self, node: str) -> list[Place]:
-        """The sandboxes of a dead node are gone, with their memory."""
+        """Removes and returns the sandboxes of a lost node."""
         gone = [place for place in self.by_sandbox.values() if place.node == node]
         for place in gone:
             del self.by_sandbox[place.id]
@@ -110,14 +111,14 @@ class Places:
         return self.by_sandbox.get(place.id) is place
 
     def check(self) -> None:
-        """Recompute: a sandbox on a node holds its memory there, one without a node holds none."""
+        """Checks that sandboxes with a node hold their memory there, and the others none. Raises InvariantError."""
         for node, memory in self.yielding.items():
-            found = sum(place.memory for place in self.by_sandbox.values() if place.yields and place.node == node)
-            if memory != found:
-                raise InvariantError(f"{memory} MiB on {node} counted as yielding, sandboxes add up to {found}")
+            total = sum(place.memory for place in self.by_sandbox.values() if place.yields and place.node == node)
+            if memory != total:
+                raise InvariantError(f"{memory} MiB on {node} counted as yielding, sandboxes add up to {total}")
         for place in self.by_sandbox.values():
             held_on = place.reserved.pool.node if place.reserved is not None else ""
             if held_on != (place.node if place.memory else ""):
                 raise InvariantError(f"sandbox {place.id} on {place.node!r} holds memory on {held_on!r}")
             if place.released and not place.actions:
-                raise InvariantError(f"sandbox {place.id} is released and empty but still there")
+                raise InvariantError(f"sandbox {place.id} is released and empty but not removed")

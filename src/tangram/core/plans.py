@@ -1,73 +1,113 @@
-"""Plans: a round of decisions, carried out one by one.
+"""Plans: a scheduling round, one decision after the other.
 
-Owns the way from a policy's decision to the effects that managers see. Writes each decision before it asks for the
-next, so that the policy always sees what is true. A wrong decision raises InvariantError with the name of the policy
-and the story of its action, before it is written.
+Turns the decisions of a policy into grants and effects. Applies each decision before it takes the next, so the policy
+always reads the present state. A wrong decision raises InvariantError with the name of the policy and the story of its
+action, before anything is written.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 from tangram.core.action import State
-from tangram.core.demand import GPU, MEMORY
+from tangram.core.demand import GPU, LEARNED, MEMORY
+from tangram.core.grants import Grants
 from tangram.core.lanes import Entry, Place
-from tangram.core.messages import Grant, NodeState, Resize, Restore, Share, Start
-from tangram.core.policies.base import Adjust, Begin, Decision, Hold, Preload
+from tangram.core.ledger import Ledger
+from tangram.core.messages import Effect, Grant, NodeState, Resize, Restore, Share, Start
+from tangram.core.offers import Offers
+from tangram.core.places import Places
+from tangram.core.policies.base import Adjust, Begin, Decision, Hold, Preload, Retry, SchedulingPolicy
+from tangram.core.profile import Knowledge
+from tangram.core.queue import Queue
+from tangram.core.residents import Residents
+from tangram.core.snapshot import ESTIMATE_FRESH_S, Round, Snapshot
+from tangram.core.stories import Stories
+from tangram.core.timers import PoolRetries, Reviews
 from tangram.errors import InvariantError
-
-if TYPE_CHECKING:
-    from tangram.core.scheduler import Scheduler
 
 
 class Plans:
-    """What a policy decides, done."""
+    """Runs the rounds of one scheduler."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._queue = scheduler.queue
-        self._snapshot = scheduler.snapshot
-        self._grants = scheduler.grants
-        self._places = scheduler.places
-        self._residents = scheduler.residents
-        self._aside: dict[str, Entry] = {}
-        """Candidates of the present plan whose minimum is kept aside."""
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        queue: Queue,
+        grants: Grants,
+        places: Places,
+        residents: Residents,
+        snapshot: Snapshot,
+        round: Round,
+        offers: Offers,
+        policy: SchedulingPolicy,
+        knowledge: Knowledge,
+        reviews: Reviews,
+        retries: PoolRetries,
+        stories: Stories,
+        enqueue: Callable[[Entry], None],
+    ) -> None:
+        self._ledger = ledger
+        self._queue = queue
+        self._grants = grants
+        self._places = places
+        self._residents = residents
+        self._snapshot = snapshot
+        self._current = round
+        self._offers = offers
+        self._policy = policy
+        self._knowledge = knowledge
+        self._reviews = reviews
+        self._retries = retries
+        self._stories = stories
+        self._enqueue = enqueue
+        """Returns a waiting action to the queue."""
+        self._effects: list[Effect] = []
+        """The effects of the present event."""
+        self._held: dict[str, Entry] = {}
+        """The candidates of the present plan whose minimum is held."""
         self._resized: dict[str, int] = {}
-        """Per action that the present event resizes, where among its effects that stands."""
+        """Per action that was resized for the present event, the index of that effect."""
 
-    def carry_out(self) -> None:
-        """A round; and another, as long as what one started lets somebody else go first."""
-        queue, now = self._queue, self._scheduler.now
+    def execute(self, effects: list[Effect]) -> None:
+        """Runs a round, and further ones while a start lets another run go first."""
+        queue, now = self._queue, self._ledger.now
+        self._effects = effects
         self._resized.clear()
         self._round()
         while queue.behind and queue.open_overtaken(now):
             self._round()
 
     def _round(self) -> None:
-        """Ask the policy, and write each decision before asking for the next. A policy that stopped while it still
-        started actions is asked again; what it does not look at counts as passed over."""
+        """Applies each decision of the policy before it takes the next. Calls the policy again if its plan ended after
+        a start while actions are waiting to be offered. Actions that it then did not look at count as passed over."""
         active = self._queue.active
         begun = True
         while begun:
             begun = False
-            for decision in self._decisions():
-                begun = self._apply(decision) or begun
-            if self._aside:
-                self._grants.let_go()
-                self._line_up()
+            reviews, now = self._reviews, self._ledger.now
+            self._current.open(self._offers.candidates, reviews.take(now) if reviews.due_at <= now else ())
+            try:
+                for decision in self._decisions():
+                    begun = self._apply(decision) or begun
+            finally:
+                self._current.close()
+            if self._held:
+                self._grants.release_minimums()
+                self._requeue_held()
             begun = begun and bool(active)
         while active:
             run = next(iter(active.values()))
-            self._snapshot.pass_over(next(iter(run.open.values())))
+            self._offers.pass_over(next(iter(run.open.values())))
         for pool in self._queue.changed.values():
             pool.looked_at_free = pool.free
         self._queue.changed.clear()
         self._queue.vacated.clear()
 
     def _decisions(self) -> Iterator[Decision]:
-        policy = self._scheduler.policy
+        policy = self._policy
         plan = policy.plan(self._snapshot)
         try:
             return iter(plan)
@@ -76,7 +116,8 @@ class Plans:
             raise InvariantError(what) from None
 
     def _apply(self, decision: Decision) -> bool:
-        """Write one decision. True if an action was started. A wrong one stops everything, with the story."""
+        """Applies one decision and returns whether it started an action. Raises InvariantError, with the story of the
+        action, if the decision is wrong."""
         try:
             if type(decision) is Begin:
                 self._begin(decision)
@@ -87,23 +128,25 @@ class Plans:
                 self._hold(decision)
             elif type(decision) is Preload:
                 self._preload(decision)
+            elif type(decision) is Retry:
+                self._retry(decision)
             else:
-                name, expected = self._scheduler.policy.name, "Begin, Hold, Adjust or Preload"
+                name, expected = self._policy.name, "Begin, Hold, Adjust, Preload or Retry"
                 raise InvariantError(f"policy {name} decided {decision!r}, expected {expected}")
         except InvariantError as error:
             entry = getattr(decision, "entry", None)
             if error.story:
                 raise
-            name = f"policy {self._scheduler.policy.name}"
+            name = f"policy {self._policy.name}"
             what = error.what if error.what.startswith(name) else f"{name}: {error.what}"
-            story = self._scheduler.story(entry.id) if isinstance(entry, Entry) else []
+            story = self._stories.of(entry.id) if isinstance(entry, Entry) else []
             raise InvariantError(what, story) from error
         return False
 
-    # ---- what a decision may say ----
+    # ---- checking a decision ----
 
     def _require_begin(self, decision: Begin) -> Entry:
-        """Whole numbers of units and a time: anything else would be found out later, by somebody else."""
+        """Checks the types and ranges of a Begin here, where the policy can be named. Returns its entry."""
         entry = decision.entry
         if type(entry) is not Entry:
             _entry(decision)
@@ -122,79 +165,96 @@ class Plans:
             raise InvariantError(f"plan begins {decision.entry.id} with riders {riders!r}, expected waiting entries")
         for rider in riders:
             self._require_node(rider, decision.node)
+            self._renew_reserve(rider, decision.node)
         return entry
 
+    def _renew_estimate(self, entry: Entry) -> None:
+        """Renews the estimate of an action that starts: an elastic action keeps it while it runs."""
+        now = self._ledger.now
+        if entry.estimate is None or now - entry.estimated_at > ESTIMATE_FRESH_S:
+            entry.estimate, entry.estimated_at = self._knowledge.estimate(entry.action), now
+
+    def _renew_reserve(self, entry: Entry, node: str) -> None:
+        """Renews the learned reserve of an action that was not offered in this round."""
+        for kind, units in entry.needs:
+            if units == LEARNED:
+                self._offers.renew_reserve(entry, self._ledger.pool_on(kind, node))
+
     def _require_node(self, entry: Entry, node: str) -> None:
-        """May the action run there?"""
+        """Raises InvariantError if the action may not run on the node."""
         place = entry.place
         if place is None or not node or place.node != node:
             self._require_open(entry, node)
-        kinds = self._scheduler.ledger.kinds
+        kinds = self._ledger.kinds
         for kind, _ in entry.needs:
             pools = kinds.get(kind)
             if pools is None or (node not in pools and "" not in pools):
                 raise InvariantError(f"plan starts {entry.id} on {node!r}, which has no {kind}")
 
     def _require_open(self, entry: Entry, node: str) -> None:
-        """May an action run there that does not stand there? Whoever does goes on, even while its node drains."""
-        ledger, place = self._scheduler.ledger, entry.place
+        """Raises InvariantError if an action that has no place on the node may not start there. Sandboxes that are on
+        the node may go on even while it drains."""
+        ledger, place = self._ledger, entry.place
         if node == "":
             return
         if type(node) is not str or node not in ledger.nodes:
-            raise InvariantError(f"plan starts {entry.id} on {node!r}, expected a node that is known")
+            raise InvariantError(f"plan starts {entry.id} on {node!r}, expected a known node")
         if place is not None and place.node:
             raise InvariantError(
-                f"plan starts an action of sandbox {place.id} on {node}, but it stands on {place.node}"
+                f"plan starts an action of sandbox {place.id} on {node}, but the sandbox is on {place.node}"
             )
         if ledger.nodes[node] is not NodeState.UP:
             raise InvariantError(f"plan starts {entry.id} on {node}, which is {ledger.nodes[node].value}")
         if entry.memory and node not in ledger.kinds.get(MEMORY, {}):
             raise InvariantError(f"plan starts {entry.id} on {node}, which has no memory for its sandbox")
 
-    # ---- doing it ----
+    # ---- applying a decision ----
 
     def _begin(self, decision: Begin) -> None:
         entry, node = self._require_begin(decision), decision.node
         if entry.state is not State.QUEUED:
-            self._scheduler.expect(entry, State.QUEUED, "plan starts it")
-        if self._aside:
-            self._grants.let_go()
-        offered = self._snapshot.last_offer
+            self._stories.expect(entry, State.QUEUED, "plan starts it")
+        if self._held:
+            self._grants.release_minimums()
+        offered = self._offers.last
         if offered is None or offered.entry is not entry or offered.node != node:
             self._require_node(entry, node)
-        if not self._aside or self._aside.pop(entry.id, None) is None:
+            self._renew_reserve(entry, node)
+        if not self._held or self._held.pop(entry.id, None) is None:
             self._queue.dequeue(entry)
         place = entry.place
         if place is not None and node and not place.node:
-            self._settle_down(place, node)
+            self._assign_node(place, node)
         shares = self._grants.take(entry, decision)
         self._launch(entry, node, shares, entry.id if decision.riders else "")
         entry.review_s = decision.review_s
         for rider in decision.riders:
-            shares = self._grants.ride(rider, entry, node)
+            shares = self._grants.join_batch(rider, entry, node)
             self._queue.dequeue(rider)
             self._launch(rider, node, shares, entry.id)
         if entry.is_guest:
-            self._places.part(entry)
+            self._places.detach(entry)
 
-    def _settle_down(self, place: Place, node: str) -> None:
-        """The first action of a sandbox has chosen its node; the others wait for that node from now on."""
+    def _assign_node(self, place: Place, node: str) -> None:
+        """Places a sandbox on the node of its first action. Its other actions wait for that node from now on."""
         waiting = [entry for entry in place.actions.values() if entry.lane is not None]
         for entry in waiting:
             self._queue.dequeue(entry)
-        self._places.settle_down(place, node)
+        self._places.assign_node(place, node)
         for entry in waiting:
-            self._scheduler.enqueue_again(entry)
+            self._enqueue(entry)
 
     def _launch(self, entry: Entry, node: str, shares: tuple[Share, ...], batch: str) -> None:
         entry.attempts += 1
-        entry.granted_at = entry.progress_at = self._scheduler.now
+        entry.granted_at = entry.progress_at = self._ledger.now
         entry.done_s = entry.unit_s = entry.review_s = 0.0
         entry.speed = 1.0
+        if entry.elastic:
+            self._renew_estimate(entry)
         entry.grant = Grant(entry.id, node, shares, entry.width, entry.attempts, batch)
-        self._scheduler.move(entry, State.STARTING)
-        self._queue.serve(entry.run)
-        self._scheduler.effects.append(Start(action=entry.action, grant=entry.grant))
+        self._stories.transition(entry, State.STARTING)
+        self._queue.count_start(entry.run)
+        self._effects.append(Start(action=entry.action, grant=entry.grant))
 
     def _adjust(self, decision: Adjust) -> None:
         entry = _entry(decision)
@@ -204,39 +264,49 @@ class Plans:
             )
         if decision.review_s:
             _require_review(decision)
-            self._scheduler.review(entry, decision.review_s)
+            self._reviews.set(entry, self._ledger.now + decision.review_s)
         before = entry.reserved
         if decision.reserved == before and decision.limit == entry.limit:
             return
-        pool = self._grants.adjust(decision, self._scheduler.now)
+        pool = self._grants.adjust(decision, self._ledger.now)
         if entry.reserved < before:
             self._queue.wake(pool)
         effect = Resize(action=entry.id, pool=pool.name, reserved=decision.reserved, limit=decision.limit)
-        effects = self._scheduler.effects
-        # Who makes room for somebody and gets some of it back is resized once, to where it ends up.
+        effects = self._effects
+        # An action that is resized twice for one event gets a single Resize, with the final size.
         place = self._resized.setdefault(entry.id, len(effects))
         effects[place : place + 1] = [effect]
 
     def _hold(self, decision: Hold) -> None:
         entry = _entry(decision)
-        self._scheduler.expect(entry, State.QUEUED, "plan holds units for it")
+        self._stories.expect(entry, State.QUEUED, "plan holds units for it")
         self._require_node(entry, decision.node)
-        self._grants.keep_aside(decision)
+        self._renew_reserve(entry, decision.node)
+        self._renew_estimate(entry)
+        self._grants.hold_minimum(decision)
         self._queue.dequeue(entry)
-        self._aside[entry.id] = entry
+        self._held[entry.id] = entry
 
-    def _line_up(self) -> None:
-        """What was held and not begun goes back to its turn, and is tried again when something changes."""
-        left = list(self._aside.values())
-        self._aside = {}
-        for entry in left:
+    def _requeue_held(self) -> None:
+        """Returns the actions that were held but not begun to their turn, and sets their lanes aside."""
+        held = list(self._held.values())
+        self._held = {}
+        for entry in held:
             self._queue.enqueue(entry)
-        for entry in left:
+        for entry in held:
             if entry.lane is not None and not entry.lane.blocked_on:
-                self._snapshot.pass_over(entry.lane)
+                self._offers.pass_over(entry.lane)
+
+    def _retry(self, decision: Retry) -> None:
+        pool, after_s = self._ledger.pools.get(decision.pool), decision.after_s
+        if pool is None:
+            raise InvariantError(f"plan retries {decision.pool!r}, expected the name of a pool")
+        if type(after_s) not in (float, int) or not 0.0 < after_s < math.inf:
+            raise InvariantError(f"plan retries {pool.name} after {after_s!r}, expected a positive number of seconds")
+        self._retries.after(pool, after_s)
 
     def _preload(self, decision: Preload) -> None:
-        pool = self._scheduler.ledger.kinds.get(GPU, {}).get(decision.node)
+        pool = self._ledger.kinds.get(GPU, {}).get(decision.node)
         if pool is None:
             raise InvariantError(f"plan preloads {decision.service} on {decision.node!r}, which has no {GPU}")
         devices = decision.devices
@@ -244,9 +314,9 @@ class Plans:
             raise InvariantError(
                 f"plan preloads {decision.service} on devices {devices!r} of {decision.node}, expected a free chunk"
             )
-        # From now on, so that a call that comes meanwhile waits for it there.
+        # Counts as loaded at once, so that a call that arrives during the restore waits for this copy.
         self._residents.add(decision.service, decision.node, devices)
-        self._scheduler.effects.append(Restore(service=decision.service, node=decision.node, devices=devices))
+        self._effects.append(Restore(service=decision.service, node=decision.node, devices=devices))
 
 
 def _entry(decision: Begin | Adjust | Hold) -> Entry:

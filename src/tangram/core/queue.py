@@ -1,13 +1,13 @@
-"""The queue: who waits, in which order, and what each one waits for.
+"""The queue: waiting actions, their order, and what each lane waits for.
 
-Owns the lanes in which live actions wait, and which pools are closed to whom. Decides nothing about units. What stops
-the first action of a lane stops them all, so the cost of a scheduling round grows with the lanes, not with the actions
-that wait in them.
+Owns the lanes in which live actions wait, and which pools are closed to which actions. Decides nothing about units.
+What blocks the first action of a lane blocks the whole lane, so the cost of a scheduling round grows with the number
+of lanes, not of waiting actions.
 
-The order of all that wait, from which `goes_before` follows: elders by arrival; then the runs, from the smallest
-standing up (`RunUsage`), of equal ones the one served longest ago; within a run the aged by arrival, then by priority,
-the policy's key and arrival. It is total at every moment, so the first of it is behind nobody, and a pool that is
-closed is closed for somebody who can get it.
+`goes_before` defines the order: elders by arrival; then runs by standing (`RunUsage`), smallest first, ties to the run
+served longest ago; within a run aged actions by arrival, then by priority, the policy's key and arrival. The order is
+total at every moment: its first action is behind no other, so a closed pool is always closed for an action that can
+get it.
 """
 
 from __future__ import annotations
@@ -23,52 +23,54 @@ from tangram.core.ledger import HELD_S, Ledger, PoolState
 from tangram.errors import InvariantError
 
 ELDER_FACTOR = 2.0
-"""Past this many times `ageing_s` an action goes before everything submitted later, of whatever run. Without it a run
-with a large share elsewhere could wait for ever on a pool that poorer runs keep busy."""
+"""After this many times `ageing_s` an action is an elder: it goes before all later actions of every run. Without it a
+run with a large share of another pool could starve on a pool that runs with smaller shares keep busy."""
 
 EXACT_LANES_MAX = 64
-"""Lanes of a run for equal needs. Beyond, as with arbitrary token counts, amounts of one power of two share a lane."""
+"""Up to this many lanes of a run hold actions with exactly equal needs. In further lanes, as for arbitrary token
+counts, amounts are rounded down to powers of two."""
 
 
 class Lack(msgspec.Struct, frozen=True, gc=False):
     """Why an action cannot start now."""
 
     waiters: Sequence[Waiters]
-    """Where a change would let it be tried again."""
+    """Where a change lets the action be tried again."""
     behind: Sequence[Entry] = ()
-    """Those who go before it and have closed what it needs."""
+    """The actions ahead of it that have closed what it needs."""
     close: Sequence[Waiters] = ()
-    """What it may close to those behind it."""
+    """What it may close to the actions behind it."""
     target: str = ""
-    """The node that an action without a place waits for, if it does ..."""
+    """The node for which an action without a place waits, if there is one."""
     target_pools: Sequence[Waiters] = ()
-    """... and the pools there, which it closes once it has aged."""
+    """The pools of that node, which the action closes once it has aged."""
 
 
 class Queue:
-    """All that waits."""
+    """All waiting actions, in lanes."""
 
     def __init__(self, ledger: Ledger, ageing_s: float) -> None:
         self._ledger = ledger
         self.ageing_s = ageing_s
         self.ageing_at = math.inf
-        """Up to this time no action that is not known to have aged has done so."""
+        """The earliest time at which another action may have aged."""
         self.runs: dict[str, Run] = {}
         self.active: dict[str, Run] = {}
         """Runs with an open lane."""
         self.waiting = 0
         self._starts = 0
         self.elastic_waiting = 0
-        """Of those, how many are elastic in CPU."""
+        """The number of waiting actions that are elastic in CPU."""
         self.closures = 0
-        """How many times a pool or kind is closed by somebody."""
+        """The number of closed pools, counted once per action that closes one."""
         self.changed: dict[str, PoolState] = {}
         """CPU pools whose free units or elastic actions changed since the last round."""
         self.vacated: dict[str, PoolState] = {}
-        """Device pools in which something changed since the last round: what came free, what is loaded, who waits."""
+        """Device pools in which something changed since the last round: free devices, loaded services, waiting
+        calls."""
         self.behind: dict[int, Lane] = {}
-        """Lanes set aside behind others. The order changes with time and shares and wakes nobody, so they are looked at
-        after every event."""
+        """Lanes that were set aside because of actions ahead of them. The order changes with time and shares without
+        any wake-up, so these lanes are checked after every event."""
         self._of_pool: dict[str, Waiters] = {}
         self._of_kind: dict[str, Waiters] = {}
         self._of_newcomers: dict[str, Waiters] = {}
@@ -80,12 +82,12 @@ class Queue:
             run = self.runs[name] = Run(name, len(self.runs), self._ledger.new_usage())
         return run
 
-    def serve(self, run: Run) -> None:
-        """One of its actions starts."""
+    def count_start(self, run: Run) -> None:
+        """Records that an action of the run starts."""
         self._starts += 1
         run.served = self._starts
 
-    # ---- coming and going ----
+    # ---- enqueue and dequeue ----
 
     def enqueue(self, entry: Entry) -> None:
         run, node = entry.run, entry.node
@@ -99,7 +101,7 @@ class Queue:
             lane = run.lanes[key] = Lane(run, kinds, key)
         lane.push(entry)
         if not run.waiting:
-            self._come_back(run)
+            self._forfeit_idle_share(run)
         run.waiting += 1
         self.waiting += 1
         self.elastic_waiting += entry.elastic == CPU
@@ -115,14 +117,14 @@ class Queue:
                 if node in ("", pool.node) and (entry.elastic == CPU or pool.is_tight(lane.floor)):
                     self.changed[pool.name] = pool
 
-    def _come_back(self, run: Run) -> None:
-        """Nobody saves up while resting: what a run did not want then, others had by right. Without this it would have
-        everything until it had had as much as they."""
+    def _forfeit_idle_share(self, run: Run) -> None:
+        """Raises the average share of a run that was idle to the lowest of the others. Share that was not used is not
+        saved up: otherwise a run that returns would get everything until it had caught up."""
         now = self._ledger.now
         if now - run.rests_since >= HELD_S:
             others = [other.usage.average(now) for other in self.runs.values() if other.waiting]
             if others:
-                run.usage.forgo(min(others), now)
+                run.usage.raise_average(min(others), now)
 
     def dequeue(self, entry: Entry) -> None:
         lane, run = entry.lane, entry.run
@@ -138,14 +140,14 @@ class Queue:
                 del self.active[run.name]
             self._unblock(lane)
         elif lane.blocked_on:
-            # What kept the first action waiting need not keep the next one.
+            # The lane was blocked for its first action. The next one may fit.
             self._unblock(lane)
             self._open(lane)
         if entry.closed:
             self.reopen(entry)
 
     def lanes(self, pool: PoolState) -> Iterator[Lane]:
-        """Those in which somebody waits who may run from this pool."""
+        """The lanes with waiting actions that may run from this pool."""
         for run in self.runs.values():
             if run.waiting:
                 for lane in run.lanes.values():
@@ -167,21 +169,22 @@ class Queue:
         return waiters
 
     def of_newcomers(self, pool: PoolState) -> Waiters:
-        """Of a pool on a node, for closing it only to actions that have no place yet."""
+        """The waiters of a pool on a node, as far as they have no place yet. Closing them keeps the pool open to
+        sandboxes that are on the node."""
         waiters = self._of_newcomers.get(pool.name)
         if waiters is None:
             waiters = self._of_newcomers[pool.name] = Waiters(self.of_kind(pool.kind))
         return waiters
 
     def of_guests(self, pool: PoolState) -> Waiters:
-        """Of the memory of a node, for closing it only to calls that wait for an instance."""
+        """The waiters of a node's memory that are function calls in need of a new instance."""
         waiters = self._of_guests.get(pool.name)
         if waiters is None:
             waiters = self._of_guests[pool.name] = Waiters(self.of_kind(pool.kind))
         return waiters
 
     def set_aside(self, lane: Lane, lack: Lack, now: float) -> None:
-        """Close an open lane until something changes where it lacks, or the order."""
+        """Blocks an open lane until something changes in a pool that it lacks, or in the order."""
         lane.least = lane.floor
         lane.lacks = None
         self._set_aside(lane, tuple(lack.waiters), now)
@@ -190,7 +193,8 @@ class Queue:
             self.behind[id(lane)] = lane
 
     def open_overtaken(self, now: float) -> bool:
-        """Open the lanes of which one that was ahead is so no more. True if there are any."""
+        """Opens the lanes that are no longer behind one of the actions that blocked them. Returns whether there are
+        any."""
         opened = False
         for lane in list(self.behind.values()):
             first = self.head_of(lane, now)
@@ -201,13 +205,13 @@ class Queue:
         return opened
 
     def head_of(self, lane: Lane, now: float) -> Entry:
-        """Whoever goes first of a lane in which somebody waits."""
+        """The first action of a lane with waiting actions."""
         oldest = lane.oldest()
-        return oldest if self.is_aged(oldest, now) else lane.first()[3]
+        return oldest if self.is_aged(oldest, now) else lane.first()
 
-    def like(self, lane: Lane, now: float) -> list[Lane]:
-        """The other open lanes that are stopped by what stops this one. A unit that comes free opens the lanes of all
-        runs and services, and only the first of them gets it: the others are set aside with it, in one pass."""
+    def lanes_blocked_alike(self, lane: Lane, now: float) -> list[Lane]:
+        """The other open lanes that are blocked by the same lack. A unit that becomes free opens the lanes of all runs
+        and services, but only the first gets it: the others are set aside together, in one pass."""
         if lane.signature is None:
             return []
         return [
@@ -218,15 +222,15 @@ class Queue:
         ]
 
     def set_aside_all(self, pool: PoolState, now: float) -> None:
-        """Close all open lanes that are known to lack units of this pool."""
+        """Sets aside all open lanes that are known to lack units of this pool."""
         for run in list(self.active.values()):
             for lane in list(run.open.values()):
                 if lane.lacks is pool and pool.free < lane.least and not self.is_aged(lane.oldest(), now):
                     self._set_aside(lane, (self.of_pool(pool),), now)
 
     def set_aside_for(self, lane: Lane, pool: PoolState, least: int, now: float) -> None:
-        """Close an open lane until a pool has units for its first action, which nobody keeps from it: `least` of them,
-        if it asks for nothing else, or 0."""
+        """Sets aside an open lane until a pool has units for its first action. `least`: the units that it needs if it
+        needs nothing else, or 0."""
         if least:
             lane.least, lane.lacks = least, pool
         else:
@@ -248,14 +252,14 @@ class Queue:
             self.ageing_at = oldest.submitted_at + self.ageing_s
 
     def wake(self, pool: PoolState, *, all_lanes: bool = False) -> None:
-        """Something changed in a pool: the lanes that lacked it are open again, as far as its free units could be
-        enough for them. `all_lanes`: the pool itself is another, and who waits for it may want to wait elsewhere."""
+        """Opens the lanes that lack this pool, as far as its free units may be enough for them. `all_lanes`: opens all
+        of them because the pool itself changed, so that they may choose another one."""
         if pool.kind == CPU and not pool.gone and (all_lanes or self.elastic_waiting or pool.has_moved()):
             self.changed[pool.name] = pool
         elif pool.kind == GPU and not pool.gone:
             self.vacated[pool.name] = pool
-        # What lacks a quota says anew how long, so that it is looked at again in time.
-        # Nor is an idle pool ever withheld, whatever was needed when it was larger.
+        # Lanes that lack a quota are always opened, because their retry timer must be set again. So are lanes of an
+        # idle pool: what they needed when it was larger does not count.
         free = pool.free if pool.window is None and pool.held and not all_lanes else math.inf
         waiters = self._of_pool.get(pool.name)
         if waiters is not None and waiters.lanes:
@@ -265,8 +269,8 @@ class Queue:
             self._open_all(waiters, free)
 
     def first_short_of(self, pool: PoolState, yielding: int, now: float) -> Entry | None:
-        """Of those who have no place yet and wait for more memory than is free in this pool, but not for more than
-        there would be with what sandboxes yield, the one that goes first."""
+        """Returns the first of the actions without a place that need more memory than this pool has free, but no more
+        than it would have if the yielding sandboxes ended."""
         waiters = self._of_kind.get(pool.kind)
         first: Entry | None = None
         for lane in waiters.lanes.values() if waiters is not None and yielding else ():
@@ -278,7 +282,7 @@ class Queue:
         return first
 
     def forget(self, pool: PoolState) -> None:
-        """The pool is gone: nobody waits for it or closes it any more."""
+        """Forgets a pool that has left: opens its lanes and removes its closures."""
         self.changed.pop(pool.name, None)
         self.vacated.pop(pool.name, None)
         self.wake(pool, all_lanes=True)
@@ -289,7 +293,7 @@ class Queue:
                     self.reopen(blocker)
 
     def _open_all(self, waiters: Waiters, free: float = math.inf) -> None:
-        """Those that `free` units could be enough for."""
+        """Opens the lanes for which `free` units may be enough."""
         for lane in list(waiters.lanes.values()):
             if lane.least <= free:
                 if free == math.inf:
@@ -311,20 +315,19 @@ class Queue:
             run.open[id(lane)] = lane
             self.active[run.name] = run
 
-    # ---- pools that are closed to those behind ----
+    # ---- ageing and closed pools ----
 
     def is_aged(self, entry: Entry, now: float) -> bool:
-        """Has it waited so long that nothing later of its run overtakes it?"""
+        """Whether it has waited so long that no later action of its run overtakes it."""
         return entry.submitted_at <= now - self.ageing_s
 
     def newly_aged(self, now: float) -> list[Lane]:
-        """Lanes, open again, whose oldest action has aged since they were looked at last; by its arrival. None are
-        before `ageing_at`.
+        """Opens and returns the lanes whose oldest action has aged since they were set aside, oldest first.
 
-        Ageing comes with time, which wakes nobody. These are to be looked at before anything else starts.
+        Time passes without a wake-up, so these lanes must be checked before anything else starts.
         """
         self.ageing_at = math.inf
-        found: list[Lane] = []
+        aged: list[Lane] = []
         for run in self.runs.values():
             for lane in run.lanes.values():
                 if not lane.waiting:
@@ -333,11 +336,11 @@ class Queue:
                 if oldest.submitted_at + self.ageing_s > now:
                     self.ageing_at = min(self.ageing_at, oldest.submitted_at + self.ageing_s)
                 elif oldest.seq != lane.aged_seq:
-                    found.append(lane)
-        for lane in found:
+                    aged.append(lane)
+        for lane in aged:
             self._unblock(lane)
             self._open(lane)
-        return sorted(found, key=lambda lane: lane.oldest().seq)
+        return sorted(aged, key=lambda lane: lane.oldest().seq)
 
     def goes_before(self, first: Entry, second: Entry, now: float) -> bool:
         elder_since = now - ELDER_FACTOR * self.ageing_s
@@ -351,33 +354,36 @@ class Queue:
         aged_since = now - self.ageing_s
         return _rank(first, aged_since) < _rank(second, aged_since)
 
-    def closed_by(self, waiters: Waiters, entry: Entry, now: float) -> Entry | None:
-        """Somebody who goes before it and has closed this, if there is anybody."""
-        for blocker in waiters.blockers.values():
+    def is_closed(self, pool: PoolState, entry: Entry, now: float) -> bool:
+        """Whether an action ahead of this one has closed the pool to all actions behind itself."""
+        return self._closed_by(self._of_pool.get(pool.name), entry, now) is not None
+
+    def _closed_by(self, waiters: Waiters | None, entry: Entry, now: float) -> Entry | None:
+        for blocker in waiters.blockers.values() if waiters is not None else ():
             if blocker is not entry and self.goes_before(blocker, entry, now):
                 return blocker
         return None
 
-    def kept_by(self, pool: PoolState, entry: Entry, now: float) -> Entry | None:
-        """Somebody who goes before it and has closed this pool to it, if there is anybody."""
-        found = self.closed_by(self.of_pool(pool), entry, now)
-        if found is None and pool.node and not entry.node:
-            found = self.closed_by(self.of_newcomers(pool), entry, now)
-            if found is None and entry.is_guest:
-                found = self.closed_by(self.of_guests(pool), entry, now)
-        return found
+    def pool_closed_by(self, pool: PoolState, entry: Entry, now: float) -> Entry | None:
+        """Returns an action ahead of this one that has closed the pool to it, or None."""
+        blocker = self._closed_by(self._of_pool.get(pool.name), entry, now)
+        if blocker is None and pool.node and not entry.node:
+            blocker = self._closed_by(self._of_newcomers.get(pool.name), entry, now)
+            if blocker is None and entry.is_guest:
+                blocker = self._closed_by(self._of_guests.get(pool.name), entry, now)
+        return blocker
 
     def close(self, entry: Entry, lack: Lack, now: float) -> None:
-        """The first action that cannot start closes what it lacks to those behind it, until it starts or settles."""
-        wanted = lack.close
+        """Closes what an action lacks to the actions behind it, until it starts or settles."""
+        to_close = lack.close
         if lack.target and self.is_aged(entry, now):
             if entry.target != lack.target:
-                # What it closed on another node it will not use.
+                # It has changed its target node, so it no longer needs what it closed on the old one.
                 self.reopen(entry)
                 entry.target = lack.target
-            wanted = (*wanted, *lack.target_pools)
+            to_close = (*to_close, *lack.target_pools)
         run = entry.run.name
-        for waiters in wanted:
+        for waiters in to_close:
             blocker = waiters.blockers.get(run)
             if blocker is entry:
                 continue
@@ -391,7 +397,7 @@ class Queue:
             entry.closed = (*entry.closed, waiters)
 
     def reopen(self, entry: Entry) -> None:
-        """What it closed is open to those behind it."""
+        """Opens everything that the action has closed."""
         closed, entry.closed, entry.target = entry.closed, (), ""
         for waiters in closed:
             del waiters.blockers[entry.run.name]
@@ -400,16 +406,18 @@ class Queue:
             if waiters.of_kind is not None:
                 self._open_all(waiters.of_kind)
 
-    # ---- the counts again, from scratch ----
+    # ---- checking ----
 
     def check(self) -> None:
-        """Recompute every count. Raises InvariantError on the first that is wrong."""
+        """Recomputes every count. Raises InvariantError on the first difference."""
         waiting = 0
         for run in self.runs.values():
             if bool(run.open) != (run.name in self.active):
                 raise InvariantError(f"run {run.name} has {len(run.open)} open lanes")
             if run.waiting != sum(lane.waiting for lane in run.lanes.values()):
-                raise InvariantError(f"run {run.name} counts {run.waiting} waiting actions, its lanes others")
+                raise InvariantError(
+                    f"run {run.name} counts {run.waiting} waiting actions, which is not the sum of its lanes"
+                )
             for lane in run.lanes.values():
                 _check_lane(lane)
             waiting += run.waiting
@@ -417,14 +425,14 @@ class Queue:
             raise InvariantError(f"{self.waiting} actions counted as waiting, lanes hold {waiting}")
         behind = [id(lane) for run in self.runs.values() for lane in run.lanes.values() if lane.behind]
         if sorted(behind) != sorted(self.behind):
-            raise InvariantError(f"{len(self.behind)} lanes counted as behind others, there are {len(behind)}")
+            raise InvariantError(f"{len(self.behind)} lanes counted as behind other actions, expected {len(behind)}")
         elastic = sum(lane.waiting for run in self.runs.values() for lane in run.lanes.values() if lane.elastic == CPU)
         if elastic != self.elastic_waiting:
             raise InvariantError(f"{self.elastic_waiting} elastic actions counted as waiting, lanes hold {elastic}")
         places = (*self._of_pool.values(), *self._of_newcomers.values(), *self._of_guests.values())
         closures = sum(len(waiters.blockers) for waiters in places)
         if closures != self.closures:
-            raise InvariantError(f"{self.closures} closures counted, there are {closures}")
+            raise InvariantError(f"{self.closures} closures counted, expected {closures}")
         for waiters in places:
             for name, blocker in waiters.blockers.items():
                 if blocker.lane is None or blocker.run.name != name or waiters not in blocker.closed:

@@ -1,32 +1,30 @@
 """The scheduler: `handle(event, now) -> effects`.
 
-Owns the life of every action from Submit to Settle, and is the only writer of the ledger. Never reads a clock, never
-draws a random number, never waits: the live service, the simulator and the tests drive this same object. Promises that
-every accepted action settles exactly once, that a plan which oversells a pool raises InvariantError with the action's
-story, and that the cost of an event grows neither with the number of finished actions nor, beyond a logarithm, with
-the number of waiting ones. It grows in proportion to the runs, services and shapes of demand that wait for one pool.
+Owns the life of every action from Submit to Settle. Never reads a clock, draws a random number or waits: the live
+service, the simulator and the tests drive this same object. Promises that every accepted action settles exactly once,
+that a plan which oversells a pool raises InvariantError with the action's story, and that the cost of an event grows
+neither with the number of finished actions nor, beyond a logarithm, with the number of waiting ones. It grows in
+proportion to the runs, services and shapes of demand that wait for one pool.
 
-A waiting action is started once all that was submitted before it and holds what it needs has ended, at the latest
-`ELDER_FACTOR * ageing_s` after its submission plus the time that those take: from then on nothing submitted later takes
-what it lacks. With a time limit on every action, and sandboxes that are released, that is a bound.
+Waits are bounded if every action has a time limit and sandboxes are released: from `ELDER_FACTOR * ageing_s` after its
+submission an action has to wait only for actions that were submitted before it, because no later one may take what it
+lacks.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable
-from heapq import heappush
 from typing import Any
 
 import msgspec
 
-from tangram.core.action import NO_USAGE, TRANSITIONS, Action, Outcome, State, Status, Usage, wrong_transition
+from tangram.core.action import NO_USAGE, Action, Outcome, State, Status, Usage
 from tangram.core.demand import CORE, CPU, GPU
-from tangram.core.explain import explain, impossible
+from tangram.core.explain import Explainer
 from tangram.core.grants import Grants
 from tangram.core.lanes import Entry, Place
-from tangram.core.ledger import Ledger, PoolState
+from tangram.core.ledger import Ledger
 from tangram.core.limits import Limits
 from tangram.core.load import OfferedLoad
 from tangram.core.messages import (
@@ -55,32 +53,27 @@ from tangram.core.messages import (
     Used,
     WakeAt,
 )
+from tangram.core.offers import Offers
 from tangram.core.places import Places
 from tangram.core.plans import Plans
 from tangram.core.policies.base import SchedulingPolicy
 from tangram.core.profile import Knowledge
 from tangram.core.queue import Queue
 from tangram.core.residents import Residents
-from tangram.core.snapshot import Snapshot
+from tangram.core.snapshot import Round, Snapshot
+from tangram.core.stories import Stories
 from tangram.core.stranded import Stranded
-from tangram.core.timers import Timers
-from tangram.core.trace import describe, mentions
+from tangram.core.timers import PoolRetries, Reviews, Timers
 from tangram.errors import InvalidConfig, InvalidInput, InvariantError
 
-STORY_EVENTS = 1024
-"""The last events kept in memory for stories; a trace on disk keeps all."""
-
 STARVED_SHARE = 0.1
-"""A timeout is our failure when the action lacked reserved CPU for more than this share of its execution, and"""
+"""A timed-out action counts as starved if it lacked reserved CPU for more than this share of its execution and for"""
 STARVED_MIN_S = 0.5
-"""for more than this: less is what any busy machine does to whoever runs on it."""
-
-REFILL_STEP_S = 1e-3
-"""A quota that is about to have enough is looked at no sooner than this: rounding may put the moment into the past."""
+"""more than this many seconds. Less than that happens on any busy machine."""
 
 
 class Statistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts, at no cost beyond pools and runs."""
+    """Counts of the scheduler. Cost is proportional to the number of pools and runs."""
 
     now: float
     waiting: int
@@ -88,13 +81,13 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     sandboxes: int
     settled: dict[str, int]
     late_events: int
-    """Events about what was over before, such as the last words of a lost node."""
+    """Events about actions or attempts that had already ended, such as late messages of a lost node."""
     pools: dict[str, dict[str, int]]
     runs: dict[str, dict[str, float]]
 
 
 class Scheduler:
-    """Pure: events in, effects out."""
+    """A pure state machine: events in, effects out."""
 
     def __init__(
         self,
@@ -109,27 +102,62 @@ class Scheduler:
         self.policy = policy
         self.limits = limits or Limits()
         self.knowledge = Knowledge() if knowledge is None else knowledge
+        self.now = 0.0
+        self.entries: dict[str, Entry] = {}
+        """Every live action, by id."""
         self.ledger = Ledger()
         self.residents = Residents()
         self.queue = Queue(self.ledger, self.limits.ageing_s)
         self.places = Places(self.ledger, self.limits.sandboxes_max)
-        self.entries: dict[str, Entry] = {}
-        """Every live action."""
-        self.snapshot = Snapshot(self)
-        self.grants = Grants(self.ledger, self.places, self.residents, self.snapshot)
-        self.load = OfferedLoad()
-        self.reviews: list[tuple[float, int, Entry, int]] = []
-        """Running actions that the policy wants to see again: when, sequence number, entry, attempt."""
-        self.effects: list[Effect] = []
-        """Of the present event."""
-        self._plans = Plans(self)
+        self.grants = Grants(self.ledger, self.queue, self.places, self.residents)
+        self._load = OfferedLoad()
+        self._effects: list[Effect] = []
+        """The effects of the present event."""
+        self._stories = Stories()
         self._timers = Timers()
+        self._retries = PoolRetries(self._timers, self.ledger, self.queue)
+        self._reviews = Reviews()
         self._stranded = Stranded(self.ledger, self.queue)
-        self.now = 0.0
+        round = Round()
+        self.snapshot = Snapshot(
+            ledger=self.ledger,
+            queue=self.queue,
+            residents=self.residents,
+            grants=self.grants,
+            knowledge=self.knowledge,
+            load=self._load,
+            policy=policy,
+            round=round,
+        )
+        self._offers = Offers(
+            ledger=self.ledger,
+            queue=self.queue,
+            places=self.places,
+            snapshot=self.snapshot,
+            policy=policy,
+            retries=self._retries,
+            stories=self._stories,
+        )
+        self._plans = Plans(
+            ledger=self.ledger,
+            queue=self.queue,
+            grants=self.grants,
+            places=self.places,
+            residents=self.residents,
+            snapshot=self.snapshot,
+            round=round,
+            offers=self._offers,
+            policy=policy,
+            knowledge=self.knowledge,
+            reviews=self._reviews,
+            retries=self._retries,
+            stories=self._stories,
+            enqueue=self._enqueue,
+        )
+        self._explainer = Explainer(ledger=self.ledger, queue=self.queue, offers=self._offers, policy=policy.name)
         self._sequence = 0
         self._settled: dict[Status, int] = dict.fromkeys(Status, 0)
-        self._late = 0
-        self._events: deque[tuple[float, Event, list[Effect]]] = deque(maxlen=STORY_EVENTS)
+        self._late_events = 0
         self._handlers: dict[type, Callable[[Any], None]] = {
             Submit: self._on_submit,
             Cancel: self._on_cancel,
@@ -151,27 +179,27 @@ class Scheduler:
         for pool in pools:
             self.ledger.change_pool(pool, 0.0)
 
-    # ---- the door ----
+    # ---- events in, effects out ----
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Take one event, return what is to be done. A clock that steps back is read as standing still."""
+        """Handles one event and returns its effects. A time before that of the last event counts as that time."""
         handler = self._handlers.get(type(event))
         if handler is None or not now < math.inf:
             raise InvalidInput("event", (event, now), "an event of tangram.core.messages, at a finite time")
         if now < self.now:
             now = self.now
-        self.now = self.snapshot.now = self.ledger.now = now
+        self.now = self.ledger.now = now
         effects: list[Effect] = []
-        self.effects = effects
-        self._events.append((now, event, effects))
+        self._effects = effects
+        self._stories.record(now, event, effects)
         handler(event)
         queue = self.queue
         if queue.behind:
             queue.open_overtaken(now)
-        if queue.active or queue.changed or queue.vacated or (self.reviews and self.reviews[0][0] <= now):
+        if queue.active or queue.changed or queue.vacated or self._reviews.due_at <= now:
             for pool in self.ledger.refill_all():
                 queue.wake(pool)
-            self._plans.carry_out()
+            self._plans.execute(effects)
         wake_at = self._timers.announce()
         if wake_at is not None:
             effects.append(WakeAt(at=wake_at))
@@ -190,39 +218,43 @@ class Scheduler:
         run = self.queue.run(action.run)
         entry = Entry(action, run, place, self._sequence, self.now)
         possible = self._stranded.is_possible(entry)
-        if not possible and not self.ledger.once_held(entry.needs, entry.node, entry.memory):
-            self._refuse(action.id, "capacity", impossible(self, entry))
+        if not possible and not self.ledger.could_once_hold(entry.needs, entry.node, entry.memory):
+            self._refuse(action.id, "capacity", self._explainer.impossible(entry))
             return
-        # Before anything is written: a policy that fails here leaves no action behind that is half submitted.
+        # Before anything is written, so that a policy that raises leaves no half-submitted action behind.
+        if not self.policy.strict:
+            entry.estimate, entry.estimated_at = self.knowledge.estimate(action), self.now
         entry.key = self.policy.order(entry, self.snapshot)
         try:
             comparable = entry.key <= math.inf
         except TypeError:
             comparable = False
         if not comparable:
-            raise self.bug(f"policy {self.policy.name} orders {action.id} by {entry.key!r}, not by a number", entry)
+            raise self._stories.error(
+                f"policy {self.policy.name} orders {action.id} by {entry.key!r}, not by a number", entry.id
+            )
         self.entries[action.id] = entry
         if action.service:
-            self.residents.called(action.service, self.now)
+            self.residents.record_call(action.service, self.now)
         if place is not None:
             self.places.join(place, entry)
             if not place.node and len(place.actions) > 1:
-                self._want_together(place)
+                self._update_sandbox_needs(place)
         if action.deadline_s is not None:
             self._timers.set(self.now + action.deadline_s, self._deadline_passed, entry)
         if entry.elastic and entry.estimate is not None:
-            self.load.add(entry.elastic, entry.estimate.work_s * action.demand.pools[entry.elastic].min, self.now)
+            self._load.add(entry.elastic, entry.estimate.work_s * action.demand.pools[entry.elastic].min, self.now)
         if possible:
             self.queue.enqueue(entry)
         else:
-            # What could hold it is away, such as a node that is down: it waits for that like those who were here.
-            self.enqueue_again(entry)
+            # The pools that could hold it are away, for example because their node is down. It waits for them.
+            self._enqueue(entry)
 
     def _refusal(self, action: Action, place: Place | None) -> tuple[str, str] | None:
-        """The named limit that keeps the action out, with the sentence to say."""
+        """Returns the name of the limit that keeps the action out and the reason, if there is one."""
         limits = self.limits
         run = self.queue.runs.get(action.run)
-        if run is None and (full := self._full_of_runs(action.run)) is not None:
+        if run is None and (full := self._runs_max_refusal(action.run)) is not None:
             return full
         if action.id in self.entries:
             return "id", f"an action with the id {action.id} is already live; ids must be unique"
@@ -235,32 +267,32 @@ class Scheduler:
             return "sandbox", f"sandbox {action.sandbox} is not reserved; send Reserve first"
         return None
 
-    def _full_of_runs(self, name: str) -> tuple[str, str] | None:
+    def _runs_max_refusal(self, name: str) -> tuple[str, str] | None:
         limit, runs = self.limits.runs_max, self.queue.runs
         if name in runs or len(runs) < limit:
             return None
         return "runs_max", f"{limit} runs are known; use the name of one of them"
 
     def _refuse(self, subject: str, limit: str, reason: str) -> None:
-        self.effects.append(Refuse(action=subject, limit=limit, reason=reason))
+        self._effects.append(Refuse(action=subject, limit=limit, reason=reason))
 
     # ---- what managers report ----
 
-    def _live(self, action_id: str, attempt: int) -> Entry | None:
-        """The action that an event concerns; None if that is over: settled, or another attempt is on its way."""
+    def _live_entry(self, action_id: str, attempt: int) -> Entry | None:
+        """Returns the action that an event is about. None if it has settled or another attempt has begun."""
         entry = self.entries.get(action_id)
         if entry is not None and (not attempt or (attempt == entry.attempts and entry.state is not State.QUEUED)):
             return entry
-        self._late += 1
+        self._late_events += 1
         return None
 
     def _on_started(self, event: Started) -> None:
-        entry = self._live(event.action, event.attempt)
+        entry = self._live_entry(event.action, event.attempt)
         if entry is None:
             return
         stopping = entry.state is State.STOPPING and entry.started_at is None
         if not stopping:
-            self.move(entry, State.RUNNING)
+            self._stories.transition(entry, State.RUNNING)
         entry.started_at = entry.progress_at = entry.measured_at = self.now
         entry.cpu_s, entry.use = 0.0, None
         if entry.restoring:
@@ -270,18 +302,18 @@ class Scheduler:
         if entry.elastic:
             entry.speed = self.grants.speed(entry)
         if entry.review_s:
-            self.review(entry, entry.review_s)
+            self._reviews.set(entry, self.now + entry.review_s)
         if entry.action.timeout_s is not None:
             self._timers.set(self.now + entry.action.timeout_s, self._timeout_passed, entry, entry.attempts)
 
     def _on_start_failed(self, event: StartFailed) -> None:
-        entry = self._live(event.action, event.attempt)
+        entry = self._live_entry(event.action, event.attempt)
         if entry is None:
             return
         if entry.state is State.STOPPING:
             self._end(entry, *self._stop_reason(entry), refund=True)
             return
-        self.expect(entry, State.STARTING, "StartFailed came")
+        self._stories.expect(entry, State.STARTING, "StartFailed came")
         if event.sandbox:
             self._wait_for_memory(entry, event)
         elif event.retry and entry.attempts < self.limits.attempts_max:
@@ -291,7 +323,8 @@ class Scheduler:
             self._end(entry, Status.LOST, reason, refund=True)
 
     def _wait_for_memory(self, entry: Entry, event: StartFailed) -> None:
-        """What it would hold meanwhile others may need before they give their memory back: it holds nothing."""
+        """Requeues an action until a new sandbox has memory. It holds nothing meanwhile: other actions may need those
+        units before they can free memory."""
         reserve = Reserve(sandbox=event.sandbox, memory=event.memory, run=entry.action.run, yields=True)
         refusal = self.places.refusal(reserve)
         if refusal is not None:
@@ -305,17 +338,17 @@ class Scheduler:
         self.places.join(entry.place, entry)
         self._requeue(entry, refund=True)
 
-    def _wait_without(self, entry: Entry) -> None:
-        """The sandbox that it waited for is not wanted any more."""
+    def _requeue_without_sandbox(self, entry: Entry) -> None:
+        """Requeues an action whose sandbox-to-be was released."""
         lane = entry.lane
         assert lane is not None, entry.id
         self.queue.dequeue(entry)
         lane.forget(entry)
-        self.places.part(entry)
-        self.enqueue_again(entry)
+        self.places.detach(entry)
+        self._enqueue(entry)
 
     def _on_finished(self, event: Finished) -> None:
-        entry = self._live(event.action, event.attempt)
+        entry = self._live_entry(event.action, event.attempt)
         if entry is None:
             return
         usage = event.usage
@@ -327,25 +360,27 @@ class Scheduler:
         elif event.lost:
             self._lose(entry, event.lost, usage)
         else:
-            self.expect(entry, State.RUNNING, "Finished came")
+            self._stories.expect(entry, State.RUNNING, "Finished came")
             self._learn(entry, usage)
             self._end(entry, Status.SUCCEEDED, "", usage)
 
     def _on_concluded(self, event: Concluded) -> None:
-        """It holds nothing here, and nobody here is to be told."""
+        """Only counts the action: it holds nothing here and has no caller here."""
         entry = self.entries.get(event.action.id)
         if entry is not None:
-            raise self.bug(f"{entry.id} is {entry.state.value}, and is said to have ended elsewhere", entry)
-        if self._full_of_runs(event.action.run) is None:
+            raise self._stories.error(
+                f"{entry.id} is {entry.state.value}, but was reported as ended elsewhere", entry.id
+            )
+        if self._runs_max_refusal(event.action.run) is None:
             self.queue.run(event.action.run)
         self._settled[event.outcome.status] += 1
 
     def _on_resized(self, event: Resized) -> None:
-        self._live(event.action, event.attempt)
+        self._live_entry(event.action, event.attempt)
 
     def _on_used(self, event: Used) -> None:
-        """Kept for the policy, which sees the action again at once if it wants to see it at all."""
-        entry = self._live(event.action, event.attempt)
+        """Records the measured CPU use. An action that the policy reviews at all is reviewed at once."""
+        entry = self._live_entry(event.action, event.attempt)
         if entry is None or entry.state is not State.RUNNING:
             return
         elapsed = self.now - entry.measured_at
@@ -353,7 +388,7 @@ class Scheduler:
             entry.use = max(0.0, event.cpu_s - entry.cpu_s) / elapsed
             entry.cpu_s, entry.measured_at = event.cpu_s, self.now
             if entry.review_s:
-                self.review(entry, 0.0)
+                self._reviews.set(entry, self.now)
 
     def _starved(self, entry: Entry, usage: Usage) -> bool:
         started = entry.started_at if entry.started_at is not None else self.now
@@ -371,15 +406,10 @@ class Scheduler:
         cpu_s = usage.cpu_s if CPU in entry.action.demand.pools else None
         self.knowledge.observe(entry.action, execution_s=execution_s, units=units, cpu_s=cpu_s)
 
-    def review(self, entry: Entry, after_s: float) -> None:
-        """Show this attempt of a running action to the policy again."""
-        entry.review_at = self.now + after_s
-        heappush(self.reviews, (entry.review_at, entry.seq, entry, entry.attempts))
-
     # ---- the end of an action ----
 
     def _lose(self, entry: Entry, reason: str, usage: Usage = NO_USAGE) -> None:
-        """Our side failed it. It runs again only if the caller said that it may."""
+        """Handles a failure of the infrastructure. The action runs again only if it is idempotent."""
         if entry.state is State.STOPPING:
             self._end(entry, *self._stop_reason(entry), usage)
             return
@@ -390,23 +420,23 @@ class Scheduler:
             self._end(entry, Status.LOST, reason, usage)
 
     def _requeue(self, entry: Entry, *, refund: bool = False, spent: dict[str, int] | None = None) -> None:
-        """The attempt is over; the action takes its old turn again."""
+        """Ends the attempt and returns the action to its old turn."""
         self._give_back(entry, refund=refund, spent=spent)
-        self.move(entry, State.QUEUED)
+        self._stories.transition(entry, State.QUEUED)
         entry.started_at = entry.grant = None
         entry.restoring = False
         entry.width = entry.reserved = entry.limit = 0
-        self.enqueue_again(entry)
+        self._enqueue(entry)
 
-    def enqueue_again(self, entry: Entry) -> None:
+    def _enqueue(self, entry: Entry) -> None:
         self.queue.enqueue(entry)
         if self._stranded.add(entry, self.now):
             self._timers.set(self.now + self.limits.stranded_s, self._still_stranded, entry, self.now)
 
-    def _want_together(self, place: Place) -> None:
-        """An action of a sandbox without a node has come or gone. If that changes what all of them want of a node, they
-        wait for another one."""
-        wants = self.places.wants(place)
+    def _update_sandbox_needs(self, place: Place) -> None:
+        """Called when an action joins or leaves a sandbox without a node. Requeues all of them if their combined needs
+        changed."""
+        wants = self.places.combined_needs(place)
         if wants == place.wants:
             return
         waiting = [entry for entry in place.actions.values() if entry.lane is not None]
@@ -414,32 +444,32 @@ class Scheduler:
             lane = entry.lane
             self.queue.dequeue(entry)
             if lane is not None:
-                lane.compact()  # it may come back there, and must not find its old slot
+                lane.compact()  # it must not find its old slot if it returns to this lane
         place.wants = wants
         for entry in waiting:
             self.queue.enqueue(entry)
 
     def _end(self, entry: Entry, status: Status, reason: str, usage: Usage = NO_USAGE, *, refund: bool = False) -> None:
-        """Give everything back, settle, forget."""
+        """Frees everything, settles and forgets the action."""
         if entry.state is State.QUEUED:
             self.queue.dequeue(entry)
         else:
             self._give_back(entry, refund=refund, spent=usage.spent)
-        self.move(entry, _STATE_BY_STATUS.get(status, State.FAILED))
+        self._stories.transition(entry, _STATE_BY_STATUS.get(status, State.FAILED))
         del self.entries[entry.id]
         self._timers.drop(entry)
         if entry.stranded_at is not None:
             self._stranded.discard(entry)
         if entry.is_guest:
-            self.places.vacate(self.places.part(entry))
+            self.places.vacate(self.places.detach(entry))
         elif entry.place is not None:
             freed = self.places.leave(entry.place, entry)
             if freed is not None:
                 self.queue.wake(freed)
             if entry.place.wants:
-                self._want_together(entry.place)
+                self._update_sandbox_needs(entry.place)
         self._settled[status] += 1
-        self.effects.append(Settle(outcome=self._outcome(entry, status, reason, usage)))
+        self._effects.append(Settle(outcome=self._outcome(entry, status, reason, usage)))
 
     def _give_back(self, entry: Entry, *, refund: bool, spent: dict[str, int] | None) -> None:
         sliding = [
@@ -449,12 +479,13 @@ class Scheduler:
         ]
         for pool in self.grants.give_back(entry, refund=refund, spent=spent):
             self.queue.wake(pool)
-        for pool in sliding:  # what it used counts from now on, and so comes back sooner than was thought
+        for pool in sliding:  # units in use count from now on, so they may come back sooner than their timer assumed
             if self.snapshot.waiting(pool):
-                self.wake_when_refilled(pool, max(0, pool.free) + 1)
+                self._retries.when_refilled(pool, max(0, pool.free) + 1)
 
     def _outcome(self, entry: Entry, status: Status, reason: str, usage: Usage) -> Outcome:
-        """Time since submission, divided: what is neither execution nor overhead of the last attempt was waiting."""
+        """Divides the time since submission: what was neither execution nor overhead of the last attempt was
+        waiting."""
         now = self.now
         execution_s = overhead_s = 0.0
         if entry.grant is not None:
@@ -472,26 +503,21 @@ class Scheduler:
             attempts=entry.attempts,
         )
 
-    def move(self, entry: Entry, state: State) -> None:
-        if state not in TRANSITIONS[entry.state]:
-            raise self.bug(wrong_transition(entry.state, state, entry.id), entry)
-        entry.state = state
-
     # ---- stopping ----
 
     def _on_cancel(self, event: Cancel) -> None:
-        entry = self._live(event.action, 0)
+        entry = self._live_entry(event.action, 0)
         if entry is not None:
             self._stop(entry, Status.CANCELLED, event.reason)
 
     def _stop(self, entry: Entry, status: Status, reason: str) -> None:
-        """Cancelling is a request: what is stopping still holds its units until Finished."""
+        """Cancelling is a request: a stopping action holds its units until Finished."""
         if entry.state is State.QUEUED:
             self._end(entry, status, reason)
         elif entry.state is not State.STOPPING:
-            self.move(entry, State.STOPPING)
+            self._stories.transition(entry, State.STOPPING)
             entry.stop = (status, reason)
-            self.effects.append(Stop(action=entry.id, reason=reason))
+            self._effects.append(Stop(action=entry.id, reason=reason))
 
     def _stop_reason(self, entry: Entry) -> tuple[Status, str]:
         assert entry.stop is not None, entry.id
@@ -507,32 +533,15 @@ class Scheduler:
 
     def _still_stranded(self, entry: Entry, since: float) -> None:
         if entry.stranded_at == since and entry.state is State.QUEUED:
-            self._end(entry, Status.LOST, f"stranded: {impossible(self, entry)}")
+            self._end(entry, Status.LOST, f"stranded: {self._explainer.impossible(entry)}")
 
     def _on_tick(self, event: Tick) -> None:
         self._timers.fire(self.now)
 
-    # ---- pools that time fills ----
-
-    def wake_when_refilled(self, pool: PoolState, units: int) -> None:
-        """Try those who lack units of a quota again when it will have that many."""
-        at = pool.available_at(units)
-        if at < math.inf and not pool.fits(units):
-            self._timers.set_pool(max(at, self.now + REFILL_STEP_S), self._look_again, pool.name)
-
-    def wake_later(self, pool: PoolState, after_s: float) -> None:
-        self._timers.set_pool(self.now + after_s, self._look_again, pool.name)
-
-    def _look_again(self, pool_name: str) -> None:
-        pool = self.ledger.pools.get(pool_name)
-        if pool is not None:
-            self.ledger.refill(pool, self.now)
-            self.queue.wake(pool, all_lanes=True)
-
     # ---- sandboxes, pools, nodes, runs, services ----
 
     def _on_reserve(self, event: Reserve) -> None:
-        refusal = self._full_of_runs(event.run) or self.places.refusal(event)
+        refusal = self._runs_max_refusal(event.run) or self.places.refusal(event)
         if refusal is not None:
             self._refuse(event.sandbox, *refusal)
             return
@@ -541,12 +550,12 @@ class Scheduler:
     def _on_release(self, event: Release) -> None:
         place = self.places.by_sandbox.get(event.sandbox)
         if place is None:
-            self._late += 1
+            self._late_events += 1
             return
         place.released = True
         for entry in list(place.actions.values()):
             if entry.is_guest:
-                self._wait_without(entry)
+                self._requeue_without_sandbox(entry)
             else:
                 self._stop(entry, Status.CANCELLED, f"its sandbox {place.id} was released")
         freed = self.places.vacate(place)
@@ -563,14 +572,14 @@ class Scheduler:
             self._node_down(event.node)
         for pool in gone:
             self.queue.forget(pool)
-            self.grants.elastic_by_pool.pop(pool.name, None)
+            self.grants.forget(pool)
         for pool in self.ledger.pools.values():
             if pool.node == event.node:
                 self.queue.wake(pool, all_lanes=True)
         self._find_stranded()
 
     def _node_down(self, node: str) -> None:
-        """Everything on the node is gone with its pools: its sandboxes, its loaded services, its actions."""
+        """Drops everything on a lost node: its sandboxes, loaded services and actions."""
         self.residents.drop_node(node)
         for place in self.places.drop_node(node):
             for entry in list(place.actions.values()):
@@ -580,19 +589,19 @@ class Scheduler:
                 self._lose(entry, f"node {node} went down")
 
     def _find_stranded(self) -> None:
-        """Actions that no pool can hold any more wait `stranded_s` for one to come back, then are lost."""
+        """Actions that no pool can hold any more are lost after `stranded_s`, unless a pool comes back."""
         for entry in self._stranded.find(self.now):
             self._timers.set(self.now + self.limits.stranded_s, self._still_stranded, entry, self.now)
 
     def _on_run_changed(self, event: RunChanged) -> None:
-        if self._full_of_runs(event.run) is not None:
-            raise InvalidConfig("run", event.run, f"one of the {self.limits.runs_max} runs that are known")
-        self.ledger.reweigh(self.queue.run(event.run).usage, event.weight)
+        if self._runs_max_refusal(event.run) is not None:
+            raise InvalidConfig("run", event.run, f"one of the {self.limits.runs_max} known runs")
+        self.ledger.set_weight(self.queue.run(event.run).usage, event.weight)
 
     def _on_resident(self, event: Resident) -> None:
         pool = self.ledger.kinds.get(GPU, {}).get(event.node)
         if pool is None:
-            self._late += 1
+            self._late_events += 1
             return
         self.residents.add(event.service, event.node, event.devices, event.batch_max)
         self.queue.wake(pool)
@@ -600,19 +609,24 @@ class Scheduler:
     def _on_evicted(self, event: Evicted) -> None:
         self.residents.remove(event.service, event.node, event.devices)
 
-    # ---- seeing ----
+    # ---- inspection ----
 
     def explain(self, action_id: str) -> str:
-        """One sentence on why an action waits, or what it is doing."""
+        """Returns one sentence on why an action waits, or what it is doing."""
         entry = self.entries.get(action_id)
-        return explain(self, entry) if entry is not None else f"{action_id} is not live: it settled or never came"
+        return (
+            self._explainer.explain(entry)
+            if entry is not None
+            else f"{action_id} is not live: it has settled or was never submitted"
+        )
 
     def story(self, action_id: str) -> list[str]:
-        """What happened to an action, from the last events in memory."""
-        lines: list[str] = []
-        for now, event, effects in self._events:
-            lines.extend(describe(now, message) for message in (event, *effects) if mentions(message, action_id))
-        return lines
+        """Returns what happened to an action, from the last events in memory."""
+        return self._stories.of(action_id)
+
+    def awaits_yielding(self) -> Entry | None:
+        """The first of the actions that wait for memory which yielding sandboxes would free."""
+        return self._offers.awaits_yielding()
 
     def statistics(self) -> Statistics:
         return Statistics(
@@ -621,7 +635,7 @@ class Scheduler:
             holding=len(self.grants.holding),
             sandboxes=len(self.places.by_sandbox),
             settled={status.value: count for status, count in self._settled.items()},
-            late_events=self._late,
+            late_events=self._late_events,
             pools={pool.name: pool.statistics() for pool in self.ledger.pools.values()},
             runs={
                 run.name: {"waiting": run.waiting, "share": run.usage.share, "weight": run.usage.weight}
@@ -630,7 +644,7 @@ class Scheduler:
         )
 
     def check(self) -> None:
-        """Recompute every invariant from scratch. Raises InvariantError on the first that does not hold."""
+        """Recomputes every invariant. Raises InvariantError on the first that does not hold."""
         self.ledger.check(self.grants.all_holdings())
         self.queue.check()
         self.grants.check()
@@ -640,29 +654,24 @@ class Scheduler:
             self._check_entry(entry)
             queued += entry.state is State.QUEUED
         if queued != self.queue.waiting or len(self.entries) - queued != len(self.grants.holding):
-            raise InvariantError(f"{queued} of {len(self.entries)} actions wait, {self.queue.waiting} are counted")
+            raise InvariantError(f"{queued} of {len(self.entries)} actions wait, but {self.queue.waiting} are counted")
 
     def _check_entry(self, entry: Entry) -> None:
         state = entry.state
         if state.terminal:
-            raise self.bug(f"{entry.id} has settled but is still live", entry)
+            raise self._stories.error(f"{entry.id} has settled but is still live", entry.id)
         if state.holds_units != bool(entry.holdings) or state.holds_units != (entry.id in self.grants.holding):
-            raise self.bug(f"{entry.id} is {state.value} but holds {len(entry.holdings)} pools", entry)
+            raise self._stories.error(f"{entry.id} is {state.value} but holds {len(entry.holdings)} pools", entry.id)
         if (state is State.QUEUED) != (entry.lane is not None):
-            raise self.bug(f"{entry.id} is {state.value} and in lane {entry.lane}", entry)
+            raise self._stories.error(f"{entry.id} is {state.value} and in lane {entry.lane}", entry.id)
         if (entry.stop is not None) != (state is State.STOPPING):
-            raise self.bug(f"{entry.id} is {state.value}, its stop is {entry.stop}", entry)
+            raise self._stories.error(f"{entry.id} is {state.value}, its stop is {entry.stop}", entry.id)
         if entry.lane is not None and entry is self.queue.head_of(entry.lane, self.now):
-            idle = ", ".join(pool.name for pool in self.snapshot.withheld(entry))
+            idle = ", ".join(pool.name for pool in self._offers.withheld(entry))
             if idle:
-                raise self.bug(f"{entry.id} waits though {idle} could hold it, idle and closed by nobody ahead", entry)
-
-    def expect(self, entry: Entry, state: State, why: str) -> None:
-        if entry.state is not state:
-            raise self.bug(f"{entry.id} is {entry.state.value}, not {state.value}, when {why}", entry)
-
-    def bug(self, what: str, entry: Entry) -> InvariantError:
-        return InvariantError(what, self.story(entry.id))
+                raise self._stories.error(
+                    f"{entry.id} waits although {idle} is idle, could hold it and is not closed", entry.id
+                )
 
 
 _STATE_BY_STATUS = {Status.SUCCEEDED: State.SUCCEEDED, Status.CANCELLED: State.CANCELLED}

@@ -10,16 +10,16 @@ from tangram.core.demand import CORE, Amounts, cores, learned
 from tangram.errors import InvalidAction, InvalidInput
 
 CORES_MAX = 10**9
-"""More than anybody has: a number that is larger is a slip, and may not even be finite."""
+"""A larger number of cores is a mistake, such as infinity."""
 _UNITS = {"": 1} | {letter: 1000**power for power, letter in enumerate("kmgt", start=1)}
 _UNITS |= {f"{letter}i": 1024**power for power, letter in enumerate("kmgt", start=1)}
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
 
 Cpus = int | float | Sequence[float] | None
-"""A number of cores, a range (least, most) of which the scheduler chooses, or None: what it needs is learned."""
+"""A number of cores, a range (least, most) in which the scheduler chooses, or None to learn the need."""
 
 
-def in_bytes(
+def parse_size(
     field: str,
     size: int | str,
     *,
@@ -27,20 +27,20 @@ def in_bytes(
     most: int | None = None,
     error: type[InvalidInput] = InvalidAction,
 ) -> int:
-    """`"1GiB"`, `"512 MB"`, or a number of bytes."""
-    found = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    """Returns the bytes of `"1GiB"`, `"512 MB"`, or a number of bytes."""
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     bytes_ = size if type(size) is int else -1
-    if found is not None and found[2].lower() in _UNITS:
-        bytes_ = int(float(found[1]) * _UNITS[found[2].lower()])
+    if match is not None and match[2].lower() in _UNITS:
+        bytes_ = int(float(match[1]) * _UNITS[match[2].lower()])
     if bytes_ < least or (most is not None and bytes_ > most):
-        bounds = f", at least {_shown(least)}" if least > 1 else ""
-        bounds += f", at most {_shown(most)}" if most is not None else ""
+        bounds = f", at least {_format_size(least)}" if least > 1 else ""
+        bounds += f", at most {_format_size(most)}" if most is not None else ""
         raise error(field, size, f'a size such as "1GiB" or "512MB", or a number of bytes{bounds}')
     return bytes_
 
 
-def _shown(size: int) -> str:
-    """In the largest unit of which it is at least one."""
+def _format_size(size: int) -> str:
+    """Formats a size in the largest unit that is not larger than it."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         one = _UNITS[unit[:2].lower()]
         if size >= one:
@@ -52,13 +52,13 @@ def amounts(cpus: Cpus) -> Amounts:
     if cpus is None:
         return learned()
     pair = tuple(cpus) if isinstance(cpus, tuple | list) else (cpus, cpus)
-    if len(pair) != 2 or not all(map(_are_cores, pair)) or pair[0] > pair[1]:
+    if len(pair) != 2 or not all(map(_is_core_count, pair)) or pair[0] > pair[1]:
         raise InvalidAction(
             "cpus", cpus, "a number of cores above 0, such as 2 or 0.5, or (least, most), such as (1, 4)"
         )
     return cores(*map(float, pair))
 
 
-def _are_cores(count: object) -> bool:
-    """Half a thousandth of one or less would be none."""
+def _is_core_count(count: object) -> bool:
+    """Whether this is a valid number of cores: one that does not round to 0 milli-cores."""
     return isinstance(count, int | float) and type(count) is not bool and 0.5 < count * CORE < CORES_MAX * CORE

@@ -49,7 +49,7 @@ class Amdahl(msgspec.Struct, frozen=True, gc=False, tag="amdahl"):
 
 
 class Table(msgspec.Struct, frozen=True, gc=False, tag="table"):
-    """Measured points, in between on a straight line in log-log, beyond the last one flat."""
+    """Measured points: interpolated linearly in log-log, constant beyond the last one."""
 
     units: tuple[float, ...]
     speedups: tuple[float, ...]
@@ -92,5 +92,5 @@ RIGID = PowerLaw(0.0)
 
 
 def _exponent_over(speedup: float, units_max: float) -> float:
-    """The power law that meets s at `units_max`."""
+    """Returns the exponent of the power law that equals s at `units_max`."""
     return min(1.0, math.log(speedup) / math.log(units_max)) if units_max > 1.0 else 1.0

@@ -1,6 +1,6 @@
-"""Stranded: waiting actions that no pool could hold, even if all were free.
+"""Stranded: waiting actions that no pool could hold, even if all units were free.
 
-Owns that list. Such an action closes nothing to others; the scheduler gives it some time for a pool to come back.
+Owns that list. A stranded action closes no pool. The scheduler gives it some time for a pool to come back.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tangram.core.queue import Queue
 
 
 class Stranded:
-    """Waiting actions without hope, by id."""
+    """The stranded actions, by id."""
 
     def __init__(self, ledger: Ledger, queue: Queue) -> None:
         self._ledger = ledger
@@ -23,7 +23,7 @@ class Stranded:
         return self._ledger.could_hold(entry.needs, entry.node, entry.memory)
 
     def add(self, entry: Entry, now: float) -> bool:
-        """Is this waiting action newly stranded?"""
+        """Adds a waiting action if it is stranded. Returns whether it is newly so."""
         if entry.stranded_at is not None or self.is_possible(entry):
             return False
         entry.stranded_at = now
@@ -37,21 +37,21 @@ class Stranded:
         del self._entries[entry.id]
 
     def find(self, now: float) -> list[Entry]:
-        """Pools have changed: those who have hope again leave the list; returned are those who have newly lost it.
-        A pass over lanes, and over actions only in lanes of which some may be concerned."""
+        """Called when pools have changed. Removes the actions that a pool could hold again; adds and returns the newly
+        stranded ones. Visits all lanes, but actions only in lanes that may have stranded ones."""
         for entry in list(self._entries.values()):
             if self.is_possible(entry):
                 self.discard(entry)
-        found: list[Entry] = []
+        stranded: list[Entry] = []
         for run in self._queue.runs.values():
             for key, lane in run.lanes.items():
                 if lane.waiting and not self._ledger.could_hold(_most(key), lane.node, 0):
                     waiting = [entry for entry in lane.fifo if entry.lane is lane]
-                    found.extend(entry for entry in waiting if self.add(entry, now))
-        return found
+                    stranded.extend(entry for entry in waiting if self.add(entry, now))
+        return stranded
 
 
 def _most(key: LaneKey) -> list[Need]:
-    """The largest needs that any action of a lane may have."""
+    """Returns the largest needs that an action of the lane may have."""
     needs, exact, *_ = key
     return [(kind, units if exact or units < 2 else 2 * units - 1) for kind, units in needs if units]

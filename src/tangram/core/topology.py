@@ -1,8 +1,8 @@
-"""Topology: where inside a node the units of a pool lie.
+"""Topology: the position of units inside a node.
 
-Owns which devices, NUMA cells and cores are free. Never decides who gets units or how many: it is asked for a
-number and answers with a place. Promises that no place is given out twice and that all that was given back is
-whole again. Asking for more than is free is a bug of the caller, who has counted first.
+Owns which devices, NUMA cells and cores are free. Never decides how many units an action gets: it takes a number and
+returns a position. Promises that no position is taken twice and that freed chunks are merged again. Callers count
+first: taking more than is free raises InvariantError.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from tangram.errors import InvalidConfig, InvariantError
 
 Parts = tuple[tuple[int, int], ...]
-"""Units by cell: ((cell, units), ...), every number of units positive and no cell twice."""
+"""Units by cell: ((cell, units), ...). Every number of units is positive, every cell occurs once."""
 
 
 class Chunk(NamedTuple):
@@ -29,21 +29,21 @@ class Chunk(NamedTuple):
 
 
 def level_of(units: int) -> int:
-    """The level of the smallest chunk that holds `units` devices; a chunk of level a has 2**a of them."""
+    """Returns the level of the smallest chunk that holds `units` devices. A chunk of level a has 2**a devices."""
     if units < 1:
         raise InvariantError(f"a chunk has at least one device, asked for {units}")
     return (units - 1).bit_length()
 
 
 def chunk_size(units: int) -> int:
-    """Devices of the smallest chunk that holds `units`: what a grant of them takes."""
+    """Returns the size of the smallest chunk that holds `units` devices: what a grant of them takes."""
     return 1 << level_of(units)
 
 
 class Chunks:
     """The devices of one node as a buddy allocator.
 
-    A number of devices that is no power of two starts as the aligned chunks that tile it: 6 as (0, 4) and (4, 2).
+    A number of devices that is not a power of two starts as the aligned chunks that tile it: 6 as (0, 4) and (4, 2).
     A chunk is split when a smaller one is needed, and merged with its buddy as soon as both are free.
     """
 
@@ -54,13 +54,13 @@ class Chunks:
             raise InvalidConfig("devices of a node", count, "a whole number, at least 0")
         self.count = count
         self._free: list[list[int]] = []
-        """Per level the starts of the free chunks, increasing."""
+        """Per level, the starts of the free chunks, increasing."""
         self._taken: dict[int, int] = {}
-        """Size by start."""
+        """Taken chunks: size by start."""
         self._tile()
 
     def _tile(self) -> None:
-        """Lay out what nobody has taken, gap by gap, each time in the largest aligned chunk that fits there."""
+        """Tiles the gaps between taken chunks with the largest aligned chunks that fit."""
         self._free = [[] for _ in range(self.count.bit_length())]
         start = 0
         for taken, size in [*sorted(self._taken.items()), (self.count, 0)]:
@@ -73,26 +73,26 @@ class Chunks:
             start = taken + size
 
     def resize(self, count: int) -> None:
-        """Have `count` devices from now on. A taken chunk stays taken, and what of it lies beyond the last device
-        vanishes when it is given back."""
+        """Sets the number of devices. A taken chunk stays taken; the part beyond the last device disappears when the
+        chunk is freed."""
         self.count = count
         self._tile()
 
     def free_counts(self) -> tuple[int, ...]:
-        """How many chunks of each level are free, from level 0 up."""
+        """Returns the number of free chunks of each level, from level 0 up."""
         return tuple(map(len, self._free))
 
     def fits(self, units: int) -> bool:
         return any(self._free[level_of(units) :])
 
     def is_free(self, chunk: tuple[int, int]) -> bool:
-        """Are all devices of this chunk free?"""
+        """Whether all devices of this chunk are free."""
         start, size = chunk
         return start % size == 0 and self._around(start, level_of(size)) is not None
 
     def places(self, units: int, *, smallest: bool = False) -> list[Chunk]:
-        """Every chunk for that many devices that is free; `smallest`: only those for which no larger chunk than
-        necessary is split."""
+        """Returns every free chunk for that many devices. `smallest`: only those that split no larger chunk than
+        necessary."""
         level = level_of(units)
         size = 1 << level
         found: list[Chunk] = []
@@ -104,29 +104,29 @@ class Chunks:
         return found
 
     def take(self, units: int, preferred: Sequence[tuple[int, int]] = ()) -> Chunk:
-        """The smallest sufficient free chunk, split down to the size that is needed.
+        """Takes the smallest sufficient free chunk, split down to the size that is needed.
 
-        `preferred` are chunks where the service is resident, best first. Among equally small sufficient chunks wins
-        one that equals a preferred chunk, then one that contains one, then the lowest; a split keeps the half with
-        the preferred chunk.
+        `preferred` are the chunks on which the service is loaded, best first. Among equally small sufficient chunks,
+        one that equals a preferred chunk wins, then one that contains a preferred chunk, then the lowest. A split keeps
+        the half with the preferred chunk.
 
-        A preferred chunk of exactly the needed size wins before that if all of it is free, even inside a larger chunk
-        than necessary: restoring weights costs more than fragmentation does. This may split a chunk that
-        `arrange_chunks` counted on for a larger action, so actions that were arranged together are placed from
-        the largest to the smallest; in that order any choice leaves the same room for the rest.
+        A free preferred chunk of exactly the needed size wins over all of these, even inside a larger chunk than
+        necessary: restoring weights costs more than fragmentation. This may split a chunk that `arrange_chunks` planned
+        for a larger action, so actions that were arranged together are placed from the largest to the smallest: in that
+        order every choice leaves the same room for the rest.
         """
         source, target = self._choose(units, preferred)
         self._free[level_of(source.size)].remove(source.start)
         size = source.size
         while size > target.size:
             size //= 2
-            # The half without the target: its start differs from that of the target's half in one bit.
+            # Free the half without the target: its start differs in one bit from that of the other half.
             bisect.insort(self._free[level_of(size)], (target.start & -size) ^ size)
         self._taken[target.start] = target.size
         return target
 
     def give(self, chunk: tuple[int, int]) -> None:
-        """Free a taken chunk and merge it with its buddy, the result with its own, and so on."""
+        """Frees a taken chunk and merges it with its free buddy, and the result with its own, repeatedly."""
         start, size = chunk
         if self._taken.get(start) != size:
             raise InvariantError(f"chunk {start}+{size} was given back but is not taken; taken: {self._taken}")
@@ -135,7 +135,7 @@ class Chunks:
             self._tile()
             return
         level = level_of(size)
-        # A buddy beyond the last device is never free, so merging stops by itself at the top.
+        # A buddy beyond the last device is never free, so merging stops at the top.
         while (start ^ (1 << level)) in self._free[level]:
             self._free[level].remove(start ^ (1 << level))
             start &= ~(1 << level)
@@ -143,9 +143,8 @@ class Chunks:
         bisect.insort(self._free[level], start)
 
     def check(self, taken: list[Chunk] | None = None) -> None:
-        """Recompute: free and taken chunks are aligned, tile all devices, and no two free buddies are apart.
-
-        `taken` are the chunks that somebody holds, where the caller knows them."""
+        """Checks that free and taken chunks are aligned, tile all devices, and that free buddies are merged. `taken`:
+        the chunks that are held, if the caller knows them. Raises InvariantError."""
         free = [Chunk(start, 1 << level) for level, starts in enumerate(self._free) for start in starts]
         end = 0
         for chunk in sorted([*free, *(Chunk(*item) for item in self._taken.items())]):
@@ -165,7 +164,7 @@ class Chunks:
         return f"Chunks(count={self.count}, free={self._free}, taken={self._taken})"
 
     def _choose(self, units: int, preferred: Sequence[tuple[int, int]]) -> tuple[Chunk, Chunk]:
-        """The free chunk to take from, and the chunk inside it to take."""
+        """Returns the free chunk to take from, and the chunk inside it to take."""
         level = level_of(units)
         for start, size in preferred:
             if size == 1 << level and start % size == 0 and (around := self._around(start, level)):
@@ -181,7 +180,7 @@ class Chunks:
         raise InvariantError(f"no free chunk holds {units} devices: {self!r}")
 
     def _around(self, start: int, level: int) -> Chunk | None:
-        """The free chunk in which the chunk of `level` at `start` lies, if there is one."""
+        """Returns the free chunk that contains the chunk of `level` at `start`, if there is one."""
         for above in range(level, len(self._free)):
             aligned = start & -(1 << above)
             if aligned in self._free[above]:
@@ -190,7 +189,7 @@ class Chunks:
 
 
 def _best(chunks: list[Chunk], preferred: Sequence[tuple[int, int]]) -> Chunk:
-    """The chunk that equals a preferred one, else contains one, else is the first."""
+    """Returns the chunk that equals a preferred one, else one that contains one, else the first."""
     for wanted in preferred:
         if wanted in chunks:
             return Chunk(*wanted)
@@ -211,10 +210,10 @@ class Cells:
             raise InvalidConfig("units per NUMA cell", sizes, "at least one cell, each with 0 units or more")
         self.sizes = tuple(sizes)
         self.free = list(sizes)
-        """Per cell. Negative while a cell that shrank is still held by more than it has."""
+        """Free units per cell. Negative while more is held of a shrunk cell than it has."""
 
     def take(self, units: int) -> Parts:
-        """One cell if one has room, the fullest such. Otherwise the emptiest cells together."""
+        """Takes units from one cell if one has room, the fullest such, else from the emptiest cells together."""
         free = self.free
         if len(free) == 1 and 0 < units <= free[0]:
             free[0] -= units
@@ -229,11 +228,11 @@ class Cells:
         for cell, part in parts:
             after = free[cell] + part
             if part < 0 or after > sizes[cell]:
-                raise InvariantError(f"cell {cell} was given back {part} units that nobody held: {self!r}")
+                raise InvariantError(f"cell {cell} was given back {part} units that were not held: {self!r}")
             free[cell] = after
 
     def adjust(self, parts: Parts, units: int) -> Parts:
-        """Make a taking `units` large; it grows in its own cells first, and shrinks in its last ones first."""
+        """Resizes a holding to `units`. It grows in its own cells first, and shrinks in its last ones first."""
         held = sum(part for _, part in parts)
         missing = units - held
         if units < 0 or missing > sum(free for free in self.free if free > 0):
@@ -246,18 +245,18 @@ class Cells:
             self.free[cell] -= more
             missing -= more
             grown.append((cell, part + more))
-        # Whatever is still missing goes elsewhere: nothing is left in the cells that it already has.
+        # Take the rest from other cells: its own are full.
         return (*grown, *self.take(missing)) if missing else tuple(grown)
 
     def resize(self, sizes: Sequence[int]) -> None:
-        """Other sizes from now on. A cell that is no longer named keeps its number and has no units."""
+        """Sets the sizes of the cells. A cell that is missing keeps its number and has no units."""
         count = max(len(sizes), len(self.sizes))
         before, after, free = (_padded(numbers, count) for numbers in (self.sizes, sizes, self.free))
         self.free = [free[cell] + after[cell] - before[cell] for cell in range(count)]
         self.sizes = after
 
     def check(self, taken: Iterable[Parts]) -> None:
-        """Recompute the free units from everything that is taken now."""
+        """Recomputes the free units from everything that is held. Raises InvariantError on a difference."""
         free = list(self.sizes)
         for parts in taken:
             for cell, part in parts:
@@ -282,7 +281,7 @@ class Cells:
 
 
 class CoreSet:
-    """Exclusive cores by id: each belongs to one action at most."""
+    """Exclusive cores by id: each is held by at most one action."""
 
     __slots__ = ("_cell_by_core", "_free", "_taken", "numa")
 
@@ -291,18 +290,17 @@ class CoreSet:
         self.resize(numa)
 
     def resize(self, numa: Sequence[Sequence[int]]) -> None:
-        """Have these cores from now on. A taken core stays taken; one that is no longer named vanishes when it is
-        given back."""
+        """Sets the cores. A taken core stays taken; one that is missing disappears when it is freed."""
         ids = [core for cores in numa for core in cores]
         if len(ids) != len(dict.fromkeys(ids)):
             raise InvalidConfig("cores per NUMA cell", numa, "every core in one cell only")
         self.numa = tuple(tuple(sorted(cores)) for cores in numa)
         self._cell_by_core = {core: cell for cell, cores in enumerate(self.numa) for core in cores}
         self._free = [[core for core in cores if core not in self._taken] for cores in self.numa]
-        """Per cell, increasing."""
+        """Free cores per cell, increasing."""
 
     def take(self, count: int) -> tuple[int, ...]:
-        """Cores of one cell if one has room, the fullest such; otherwise of as few cells as possible."""
+        """Takes cores of one cell if one has room, the fullest such, else of as few cells as possible."""
         ids: list[int] = []
         for cell, part in _places([len(cores) for cores in self._free], count):
             ids.extend(self._free[cell][:part])
@@ -320,8 +318,8 @@ class CoreSet:
                 bisect.insort(self._free[cell], core)
 
     def check(self, taken: list[int] | None = None) -> None:
-        """Recompute: every core is either free or taken, and none is both. `taken` are the cores that somebody holds,
-        where the caller knows them."""
+        """Checks that every core is either free or taken. `taken`: the cores that are held, if the caller knows them.
+        Raises InvariantError."""
         for cell, cores in enumerate(self.numa):
             if self._free[cell] != [core for core in cores if core not in self._taken]:
                 raise InvariantError(f"the free and taken cores of cell {cell} are not {cores}: {self!r}")
@@ -337,7 +335,7 @@ def _padded(numbers: Sequence[int], count: int) -> tuple[int, ...]:
 
 
 def _places(free: Sequence[int], units: int) -> Parts:
-    """The single cell with the least room that is enough; else cells from the most room down, which are the fewest."""
+    """Returns the fullest cell that has enough room, else the fewest cells that have: from the most room down."""
     if units == 0:
         return ()
     if units < 0 or units > sum(room for room in free if room > 0):

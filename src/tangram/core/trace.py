@@ -1,6 +1,6 @@
 """The trace: every event that went into a scheduler and every effect that came out, one JSON line each.
 
-Owns the format, its reading and writing, and stories. Line 1 is a header with pools and policy; each
+Owns the format, its reading and writing. Line 1 is a header with pools and policy; each
 further line is `{"t": seconds, "seq": n, "cause": n, "message": {...}}`, where `cause` is the `seq` of the event that
 an effect answers (for an event its own).
 """
@@ -49,11 +49,11 @@ EVENTS = (
 
 
 MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, InvalidInput)
-"""What decoding raises: of JSON, of the text inside it, or of what it says."""
+"""Exceptions of decoding: malformed JSON, malformed text, invalid values."""
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replay needs besides the events."""
+    """What a replay needs in addition to the events."""
 
     format: int = TRACE_FORMAT
     policy: str
@@ -75,7 +75,7 @@ _line_decoder = msgspec.json.Decoder(Line)
 
 
 class Recorder:
-    """Turns handled events into lines. Feed it what went in and came out; it returns what to append to a file."""
+    """Turns events and their effects into lines to append to a file."""
 
     __slots__ = ("_seq",)
 
@@ -97,7 +97,7 @@ class Recorder:
 
 
 def read(lines: Iterable[bytes], name: str = "trace") -> tuple[Header, Iterator[Line]]:
-    """The header and the lines. Raises InvalidTrace with the line number on the first that is malformed."""
+    """Returns the header and the lines. Raises InvalidTrace with the number of the first malformed line."""
     numbered = enumerate(lines, start=1)
     _, first = next(numbered, (1, b""))
     try:
@@ -126,7 +126,7 @@ def _shown(text: bytes) -> str:
 
 
 def mentions(message: Event | Effect, action_id: str) -> bool:
-    """Does this message concern the action?"""
+    """Whether the message is about the action."""
     if isinstance(message, Settle):
         return message.outcome.action == action_id
     subject: Any = getattr(message, "action", None)
@@ -136,7 +136,7 @@ def mentions(message: Event | Effect, action_id: str) -> bool:
 
 
 def describe(now: float, message: Event | Effect) -> str:
-    """One readable line."""
+    """Returns the message as one readable line."""
     return f"{now:12.3f} s  {message.__struct_config__.tag:<12} {_details(message)}"
 
 

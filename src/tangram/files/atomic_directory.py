@@ -1,12 +1,11 @@
-"""Folders that are there whole or not at all: they are written beside their place, made durable and renamed.
+"""Atomic directories: a directory appears under its name only when it is complete and durable.
 
-Owns how a folder comes into being and how it goes. Never looks at what is in it. Promises that what bears its name was
-finished, also after a kill or a loss of power at any time; what was not is swept by `sweep`.
+Owns creation beside the target, fsync, rename and removal. Never looks at the content. Promises that a directory with
+its final name is complete, also after a kill or a power failure; `remove_unfinished` deletes what a killed writer left.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -14,35 +13,43 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tangram.errors import ManagerError
+from tangram.files.atomic_file import fsync_path
 
-UNFINISHED = ".unfinished-"
-"""Begins the names of folders that are being written or removed."""
+UNFINISHED_PREFIX = ".unfinished-"
+"""Begins the names of directories that are being written or removed."""
 
 
 @contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """A folder beside this one, which becomes it at the end. Whatever is raised before removes it. Raises ManagerError
-    if it cannot be written, such as to a full disk, or if this one is there and not empty."""
-    unfinished = path.parent / f"{UNFINISHED}{uuid.uuid4().hex}"
+def atomic_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
+    """A new directory that is renamed to `path` at the end of the block; an error in the block removes it.
+
+    replace: `path` may exist with content. Both renames are not one atomic step: for a moment `path` does not exist.
+    Raises ManagerError if the directory cannot be written, or if `path` has content and `replace` is false.
+    """
+    unfinished = _unfinished_name(path)
     try:
-        if path.exists() and any(path.iterdir()):
-            raise ManagerError(f"{path} is there already", retry=False)
+        if not replace and path.exists() and any(path.iterdir()):
+            raise ManagerError(f"{path} exists already", retry=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished.mkdir()
         yield unfinished
         for each in (*sorted(unfinished.rglob("*")), unfinished):
-            sync(each)
-        unfinished.rename(path)
-        sync(path.parent)
+            fsync_path(each)
+        if replace and path.exists():
+            _swap(unfinished, path)
+        else:
+            unfinished.rename(path)
+        fsync_path(path.parent)
     except OSError as error:
         raise ManagerError(f"{path} cannot be written: {error.strerror}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def remove_whole(path: Path) -> None:
-    """Gone at once for all who look; what is in it goes after. Raises ManagerError."""
-    hidden = path.parent / f"{UNFINISHED}{uuid.uuid4().hex}"
+def remove_atomically(path: Path) -> None:
+    """Renames a directory to an unfinished one, then deletes it: readers never find a part of it. Raises
+    ManagerError."""
+    hidden = _unfinished_name(path)
     try:
         path.rename(hidden)
         shutil.rmtree(hidden)
@@ -50,16 +57,22 @@ def remove_whole(path: Path) -> None:
         raise ManagerError(f"{path} cannot be removed: {error.strerror}") from error
 
 
-def sweep(folder: Path) -> None:
-    """What a process left unfinished that was killed. Only while nobody else writes into this folder."""
-    for left in folder.glob(f"{UNFINISHED}*"):
-        shutil.rmtree(left, ignore_errors=True)
+def remove_unfinished(folder: Path) -> None:
+    """Deletes what killed writers left in a directory. It must have no other writer now."""
+    for path in folder.glob(f"{UNFINISHED_PREFIX}*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
-def sync(path: Path) -> None:
-    """To the disk, if it is on one."""
-    descriptor = os.open(path, os.O_RDONLY)
+def _unfinished_name(path: Path) -> Path:
+    return path.parent / f"{UNFINISHED_PREFIX}{uuid.uuid4().hex}"
+
+
+def _swap(new: Path, path: Path) -> None:
+    old = _unfinished_name(path)
+    path.rename(old)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        new.rename(path)
+    except OSError:
+        old.rename(path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)

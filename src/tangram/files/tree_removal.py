@@ -1,6 +1,6 @@
-"""Trees: deleting directories of which nobody knows what is in them, and waiting until they are on disk.
+"""Deletes directory trees of unknown content, and waits until they are on disk.
 
-Owns nothing. Promises that nothing outside a tree is touched, whatever links, depths and permissions are in it.
+Owns nothing. Promises that nothing outside a tree is touched, whatever links, depths and permissions it has.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def remove_tree(path: str | Path) -> None:
-    """Delete a directory with all that is in it, however deep: directories are moved up before they are emptied, so
-    two descriptors and no recursion are enough. Links are deleted, never followed."""
+    """Deletes a directory with its content, however deep: subdirectories are moved up before they are emptied, so two
+    descriptors and no recursion suffice. Links are deleted, never followed."""
     top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         token = f".lifted-{secrets.token_hex(8)}"
         lifted = 0
-        found = True
-        while found:
-            found = False
+        found_entry = True
+        while found_entry:
+            found_entry = False
             with os.scandir(top) as entries:
                 for entry in entries:
-                    found = True
+                    found_entry = True
                     if entry.is_dir(follow_symlinks=False):
-                        lifted = _dissolve(top, entry.name, token, lifted)
+                        lifted = _remove_subdirectory(top, entry.name, token, lifted)
                     else:
                         os.unlink(entry.name, dir_fd=top)
     finally:
@@ -36,7 +36,7 @@ def remove_tree(path: str | Path) -> None:
     os.rmdir(path)
 
 
-def _dissolve(top: int, name: str, token: str, lifted: int) -> int:
+def _remove_subdirectory(top: int, name: str, token: str, lifted: int) -> int:
     folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=top)
     try:
         with os.scandir(folder) as entries:
@@ -58,7 +58,7 @@ def _dissolve(top: int, name: str, token: str, lifted: int) -> int:
 
 
 def sync_file_system(path: str | Path) -> None:
-    """Until all that was written to the file system of `path` is on its disk."""
+    """Blocks until everything written to the file system of `path` is on its disk."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if _libc.syncfs(fd) != 0:

@@ -1,17 +1,17 @@
-"""What every manager promises.
+"""The contract of managers.
 
 An executor carries out one kind of work; a manager is the executor of sandboxes on one node, with their files and
-images. It decides nothing: it starts what a Grant says, with the units that the Grant says, and tells how it ended. The
-rules that all of them follow, and that one contract suite checks:
+images. It decides nothing: it starts the work of a Grant, with the units of the Grant, and reports its end. The rules
+that all of them follow, and that one contract suite checks:
 
-- `start` returns when the work runs, or raises ManagerError and has left nothing behind; an executor that is not a
-  manager may be cancelled in it, and leaves nothing behind either;
+- `start` returns when the work runs, or raises ManagerError and leaves nothing behind; in an executor that is not a
+  manager it may be cancelled, and leaves nothing behind either;
 - a lease ends exactly once: `wait` returns, whatever happens to the program, the sandbox or the machine around it;
 - when `wait` has returned after `stop`, nothing that the action started is left, and nothing else was touched;
-- what an action that came to its end leaves running stays in its sandbox and does not run while no action does;
-- a sandbox that is closed while it is being opened is gone when that `Close` has ended, and one that could not be
+- what a completed action leaves running stays in its sandbox and does not run while no action does;
+- a sandbox that is closed while it is being opened is removed when that `Close` has ended, and one that could not be
   removed can be closed again;
-- `resize` takes effect at once and never waits.
+- `resize` takes effect at once and never blocks.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from typing import BinaryIO, Protocol, Self, runtime_checkable
 from tangram.core.action import Action
 from tangram.core.messages import Grant, Pool
 from tangram.errors import ManagerError
-from tangram.managers.work import Ended, Entry, Work
+from tangram.managers.work import FileEntry, LeaseResult, Work
 from tangram.processes.streams import Output
 
 STOP_GRACE_S = 2.0
-"""Between asking the processes of an action to end and killing them."""
+"""Between SIGTERM and SIGKILL to the processes of an action that is stopped."""
 
 
 class Lease(Protocol):
     """A manager's live handle for a grant."""
 
-    async def wait(self) -> Ended:
-        """Until the work has ended."""
+    async def wait(self) -> LeaseResult:
+        """Blocks until the work has ended."""
         ...
 
     def resize(self, *, reserved: int, limit: int) -> None:
-        """Milli-cores from now on."""
+        """Set the milli-cores from now on."""
         ...
 
-    def used(self) -> float | None:
-        """CPU seconds so far; None if that cannot be told while it runs."""
+    def cpu_seconds(self) -> float | None:
+        """CPU seconds so far; None if unknown while it runs."""
         ...
 
     async def stop(self) -> None:
-        """End it: ask first, kill after STOP_GRACE_S. Returns when `wait` will return without delay."""
+        """End it: SIGTERM first, SIGKILL after STOP_GRACE_S. Returns when `wait` will return without delay."""
         ...
 
 
 class Files(Protocol):
-    """Files of sandboxes. All paths are looked up inside; a failure there is FileFailed."""
+    """Files of sandboxes. All paths are resolved inside; a failure there raises FileFailed."""
 
     async def read(self, sandbox: str, path: str, *, bytes_max: int) -> bytes: ...
 
     async def write(self, sandbox: str, path: str, content: bytes, *, mode: int) -> None:
-        """The file appears whole or not at all; directories above it are made."""
+        """The file appears whole or not at all; directories above it are created."""
         ...
 
-    async def list(self, sandbox: str, path: str) -> list[Entry]:
+    async def list(self, sandbox: str, path: str) -> list[FileEntry]:
         """Sorted by name."""
         ...
 
@@ -67,43 +67,43 @@ class Files(Protocol):
         ...
 
     async def pack(self, sandbox: str, path: str, into: BinaryIO, *, bytes_max: int) -> None:
-        """A file or a tree as a tar. It comes from the sandbox: whoever unpacks it must not trust it."""
+        """A file or a tree as a tar. Its content comes from the sandbox: do not trust it when unpacking."""
         ...
 
     async def unpack(self, sandbox: str, path: str, tar: BinaryIO) -> None:
-        """Put the content of a tar below a directory, which is made."""
+        """Unpack a tar below a directory, which is created."""
         ...
 
 
-class FiledApart:
-    """The files of a manager that leaves them to another object."""
+class FilesMixin:
+    """The file methods of a manager that delegates them to another object."""
 
-    _filing: Files
+    _files: Files
 
     async def read(self, sandbox: str, path: str, *, bytes_max: int) -> bytes:
-        return await self._filing.read(sandbox, path, bytes_max=bytes_max)
+        return await self._files.read(sandbox, path, bytes_max=bytes_max)
 
     async def write(self, sandbox: str, path: str, content: bytes, *, mode: int) -> None:
-        await self._filing.write(sandbox, path, content, mode=mode)
+        await self._files.write(sandbox, path, content, mode=mode)
 
-    async def list(self, sandbox: str, path: str) -> list[Entry]:
-        return await self._filing.list(sandbox, path)
+    async def list(self, sandbox: str, path: str) -> list[FileEntry]:
+        return await self._files.list(sandbox, path)
 
     async def delete(self, sandbox: str, path: str) -> None:
-        await self._filing.delete(sandbox, path)
+        await self._files.delete(sandbox, path)
 
     async def pack(self, sandbox: str, path: str, into: BinaryIO, *, bytes_max: int) -> None:
-        await self._filing.pack(sandbox, path, into, bytes_max=bytes_max)
+        await self._files.pack(sandbox, path, into, bytes_max=bytes_max)
 
     async def unpack(self, sandbox: str, path: str, tar: BinaryIO) -> None:
-        await self._filing.unpack(sandbox, path, tar)
+        await self._files.unpack(sandbox, path, tar)
 
 
 class Images(Protocol):
-    """Images that sandboxes can be opened from, besides those that Commit makes."""
+    """Images that sandboxes can be opened from, in addition to those that Commit creates."""
 
     async def add_image(self, path: str) -> str:
-        """A root directory, or a tar as `docker save` or OCI write it. Returns the name of the image."""
+        """A root directory, or a tar as `docker save` or OCI tools write it. Returns the name of the image."""
         ...
 
     async def recall_image(self, key: str) -> str:
@@ -120,16 +120,16 @@ class Images(Protocol):
 
 
 class Executor(Protocol):
-    """What carries out one kind of work, and owns what that needs."""
+    """Carries out one kind of work, and owns the resources for it."""
 
     def pools(self) -> tuple[Pool, ...]:
-        """What it has to share out."""
+        """The resources that it offers."""
         ...
 
     async def start(self, action: Action, grant: Grant, work: Work, output: Output | None = None) -> Lease: ...
 
     async def __aenter__(self) -> Self:
-        """Take possession: sweep what a dead owner left."""
+        """Take possession: remove what a dead owner left."""
         ...
 
     async def __aexit__(
@@ -140,17 +140,17 @@ class Executor(Protocol):
 
 
 @runtime_checkable
-class Restoring(Protocol):
-    """An executor whose services are loaded ahead of their next action."""
+class ServiceRestorer(Protocol):
+    """An executor that can load a service ahead of its next action."""
 
     async def restore(self, service: str, devices: tuple[int, ...]) -> None:
-        """What is in use by now is left alone. Raises ManagerError."""
+        """Devices that are in use by now are left alone. Raises ManagerError."""
         ...
 
 
-class ShortOfMemory(ManagerError):
-    """An executor needs memory for a sandbox before it can start an action, and there is none now. Nothing went wrong:
-    the action waits for it, and is started again with that memory held under this name."""
+class InsufficientMemory(ManagerError):
+    """An executor needs memory for a sandbox before it can start an action, and there is none now. Not a failure: the
+    action waits for it, and is started again with that memory reserved under this name."""
 
     def __init__(self, sandbox: str, memory_mib: int) -> None:
         self.sandbox = sandbox
@@ -163,7 +163,7 @@ class Manager(Executor, Files, Images, Protocol):
 
     backend: str
     isolates: bool
-    """Whether a program in a sandbox is kept from the machine and from other sandboxes."""
+    """Whether programs in a sandbox are isolated from the machine and from other sandboxes."""
 
     def sandboxes(self) -> tuple[str, ...]:
         """Names of its sandboxes, oldest first."""

@@ -1,7 +1,7 @@
-"""Work: what an action really does, and what comes of it.
+"""Work: what an action does, and its result.
 
-Owns the records that travel beside an Action, from a client to a manager and back. All are serialisable: the same
-records go over a wire. Promises that a record which exists is well formed; whoever makes one gets InvalidAction.
+Owns the records that accompany an Action, from a client to a manager and back. All are serializable and travel over the
+wire. Promises that an existing record is well formed; constructing an invalid one raises InvalidAction.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from tangram.errors import FileFailed, InvalidAction
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 COMMAND_BYTES_MAX = 128 * KIB - 1
-"""Of one word of a command line: what the kernel takes. Longer programs are written to a file first."""
+"""For one word of a command line: the limit of the kernel. Write longer programs to a file."""
 ENVIRONMENT_BYTES_MAX = 64 * KIB
 CAPTURE_BYTES_MAX = 1 * MIB
-"""Of each stream, unless the caller says otherwise."""
+"""The default for each stream."""
 CAPTURE_BYTES_CEILING = 1 * GIB
-"""The most that a caller may ask for."""
+"""The most that a caller may request."""
 MEMORY_BYTES_MIN = 4 * MIB
-"""Of a sandbox: with less, not even a shell starts."""
+"""For a sandbox: with less, not even a shell starts."""
 
 BYTES_MAX = 1 << 53
 PROCESSES_MAX = 1 << 22
 OPEN_FILES_MAX = 1 << 20
-"""Of a sandbox: what kernels take as a limit, and what they let a process have unless somebody changed that."""
+"""For a sandbox: what kernels accept as a limit, and the default hard limit of a process."""
 
 HOST_IMAGE = "host"
-"""What every manager has."""
+"""The image that every manager has."""
 WORKSPACE = "/work"
-"""Where commands start and relative paths begin, unless the caller says otherwise."""
+"""Where commands start and relative paths begin by default."""
 
 
 class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a sandbox is made of, for its whole life."""
+    """The specification of a sandbox, for its whole life."""
 
     image: str = HOST_IMAGE
     """The name of an image that the manager has. `host`: the machine's own /usr, read-only."""
     memory_bytes: int = 1 * GIB
-    """Reserved while the sandbox lives; beyond it the kernel kills a process in it. Files that it writes count."""
+    """Reserved while the sandbox lives; beyond it the kernel kills a process in it. Includes files that it writes."""
     disk_bytes: int = 512 * MIB
-    """Of the files that it writes or changes."""
+    """For the files that it writes or changes."""
     processes_max: int = 512
     open_files_max: int = 4096
-    """Of each process."""
+    """For each process."""
     network: bool = False
-    """True: the network of the machine. False: none, not even that of the machine itself."""
+    """True: the network of the machine. False: none, not even loopback of the machine."""
     user: str = "agent"
-    """`agent`: an unprivileged user. `root`: user 0 of a user namespace, which is nobody outside."""
+    """`agent`: an unprivileged user. `root`: user 0 of a user namespace, without privileges outside."""
     env: dict[str, str] = {}
     """For every program in it."""
 
@@ -86,38 +86,38 @@ class Work(
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """Base of all work. Each kind names its own tag, the value of `type` in journals and requests. The Action names the
+    """Base of all work. Each kind has its own tag, the value of `type` in journals and requests. The Action names the
     sandbox."""
 
 
 class Open(Work, frozen=True, kw_only=True, tag="Open"):
-    """Make the sandbox. Ends when programs can be started in it."""
+    """Open the sandbox. Ends when programs can be started in it."""
 
     spec: SandboxSpec
 
 
 class Prepare(Work, frozen=True, kw_only=True, tag="Prepare"):
-    """Make a sandbox ahead of whoever asks for one like it. It belongs to nobody yet."""
+    """Create a sandbox ahead of the caller that opens one like it."""
 
     spec: SandboxSpec
 
 
 class Close(Work, frozen=True, kw_only=True, tag="Close"):
-    """End everything in the sandbox and forget its files."""
+    """End everything in the sandbox and delete its files."""
 
 
 class Exec(Work, frozen=True, kw_only=True, tag="Exec"):
     """Run a program to its end."""
 
     command: str | tuple[str, ...]
-    """A string goes through a shell; words are executed as they are. `{cpus}` becomes the width."""
+    """A string runs in a shell; words are executed as they are. `{cpus}` becomes the width."""
     cwd: str = ""
     """Relative to the workspace."""
     env: dict[str, str] = {}
     stdin: bytes = b""
     capture_bytes_max: int = CAPTURE_BYTES_MAX
     session: str = ""
-    """The held shell that runs it, which is started if there is none of this name; empty: a process of its own."""
+    """The session whose shell runs it, which is started if there is none of this name; empty: a process of its own."""
 
     def __post_init__(self) -> None:
         words = (self.command,) if isinstance(self.command, str) else self.command
@@ -128,7 +128,7 @@ class Exec(Work, frozen=True, kw_only=True, tag="Exec"):
             or not all(isinstance(word, str) for word in words)
         ):
             raise InvalidAction(
-                "command", self.command, "a command line, or a tuple of words of which the first is not empty"
+                "command", self.command, "a command line, or a tuple of words with a first word that is not empty"
             )
         for word in words:
             require_text("command", word)
@@ -150,17 +150,17 @@ class Exec(Work, frozen=True, kw_only=True, tag="Exec"):
             raise InvalidAction("capture_bytes_max", self.capture_bytes_max, f"0 to {CAPTURE_BYTES_CEILING} bytes")
 
     @property
-    def shown(self) -> str:
+    def command_line(self) -> str:
         """The command in one line."""
         return self.command if isinstance(self.command, str) else " ".join(self.command)
 
 
-class Hold(Work, frozen=True, kw_only=True, tag="Hold"):
-    """Hold what was granted while the caller uses it, such as a quota, until the caller lets go."""
+class HoldGrant(Work, frozen=True, kw_only=True, tag="Hold"):
+    """Hold what was granted, such as a quota, until the caller releases it."""
 
 
 class Commit(Work, frozen=True, kw_only=True, tag="Commit"):
-    """Seal the files of the sandbox as a layer on top of its image. Programs in it stand still meanwhile."""
+    """Seal the files of the sandbox as a layer on top of its image. Programs in it are frozen meanwhile."""
 
     image: str
     """The name of the new image."""
@@ -198,55 +198,55 @@ def require_forgettable(image: str) -> None:
         raise InvalidAction("image", image, f"an image that was added or committed; {HOST_IMAGE!r} is always there")
 
 
-def inside(path: str) -> str:
-    """A path of the caller as an absolute one of the sandbox. Where it leads is for the sandbox to say: it is looked
-    up inside, where there is no way out."""
+def sandbox_path(path: str) -> str:
+    """A path of the caller as an absolute one of the sandbox. Links are resolved inside the sandbox, which no path
+    leads out of."""
     require_text("path", path)
     if not path:
         raise InvalidAction("path", path, "a path inside the sandbox")
     return posixpath.join(WORKSPACE, path)
 
 
-def require_below(path: str, member: str) -> None:
-    """Of a tar that is unpacked below a path: where its names lead is said by the caller alone. Raises FileFailed."""
+def require_safe_member(path: str, member: str) -> None:
+    """Check a member of a tar that is unpacked below a path: no name may lead out of it. Raises FileFailed."""
     if member.startswith("/") or ".." in member.split("/"):
         raise FileFailed(path, f"the tar has {member!r}, which leads out of the directory")
 
 
-# ---- what comes of it -------------------------------------------------------------------------------------------
+# ---- results --------------------------------------------------------------------------------------------------------
 
 
-class Executed(msgspec.Struct, frozen=True, kw_only=True):
-    """What a program left behind."""
+class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a program."""
 
     exit_code: int | None = None
-    """128 + the signal if one ended it, as a shell says it. None: it did not come to its end."""
+    """128 + the signal if one ended it, as in a shell. None: it did not run to its end."""
     stdout: bytes = b""
     stderr: bytes = b""
-    """What was kept of them; a line in the middle says what was not."""
+    """The captured output; a line in the middle states how much is missing."""
     stdout_bytes: int = 0
     stderr_bytes: int = 0
     """All that it wrote."""
     out_of_memory: bool = False
-    """The kernel killed something in the sandbox meanwhile because its memory was used up."""
+    """The kernel killed a process in the sandbox meanwhile because its memory was exhausted."""
     cpus: int = 0
-    """Whole cores that it was told to have: what `{cpus}` became."""
+    """Whole cores that it could use: the value of `{cpus}`."""
     session_ended: bool = False
-    """The held shell is gone: its variables, functions and directory are lost."""
+    """The shell of the session has ended: its variables, functions and directory are lost."""
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a lease: what was used, and what came of it."""
+class LeaseResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a lease: the usage, and the result."""
 
     usage: Usage = NO_USAGE
-    executed: Executed | None = None
+    executed: ExecResult | None = None
     answer: bytes = b""
-    """What a function or a service said, as its caller decodes it."""
+    """The response of a function or a service, as its caller decodes it."""
     lost: str = ""
     """Why our side failed; empty when the work ran to its end or was stopped."""
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One line of a listing."""
 
     name: str

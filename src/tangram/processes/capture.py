@@ -1,8 +1,7 @@
-"""Capture: the output of a program, bounded.
+"""Capture: the output of a program, bounded in memory.
 
-Owns what is kept of a stream. A program may write for ever; what is kept is its beginning and its end, because errors
-stand in one of them, with a line between that says how much is missing. Decoding never fails: what is no UTF-8 is shown
-as the replacement character.
+Keeps the beginning and the end of a stream, because error messages are in one of them, with a line between that states
+how much is missing. Decoding never fails: bytes that are not UTF-8 become the replacement character.
 """
 
 from __future__ import annotations
@@ -10,20 +9,22 @@ from __future__ import annotations
 from collections import deque
 
 CAPTURE_BYTES_MAX = 1 << 20
-"""Of each stream, unless the caller says otherwise."""
+"""The default for each stream."""
+BLOCK_BYTES = 1 << 12
 
 
 class Capture:
-    """Fed chunk by chunk; costs at most `bytes_max` of memory and a chunk."""
+    """Fed chunk by chunk; holds at most `bytes_max` bytes and one chunk or block more."""
 
     def __init__(self, bytes_max: int = CAPTURE_BYTES_MAX) -> None:
         self._head_max = bytes_max - bytes_max // 2
         self._tail_max = bytes_max // 2
         self._head = bytearray()
-        self._tail: deque[bytes] = deque()
+        self._tail: deque[bytes | bytearray] = deque()
+        """Blocks: small chunks are joined, because an object of its own for each would cost more than its bytes."""
         self._tail_bytes = 0
         self.total_bytes = 0
-        """Of all that came."""
+        """Bytes fed."""
 
     def feed(self, data: bytes) -> None:
         self.total_bytes += len(data)
@@ -33,18 +34,22 @@ class Capture:
             data = data[room:]
         if not data or not self._tail_max:
             return
-        self._tail.append(data[-self._tail_max :])
-        self._tail_bytes += len(self._tail[-1])
+        data = data[-self._tail_max :]
+        self._tail_bytes += len(data)
+        if self._tail and len(self._tail[-1]) + len(data) <= BLOCK_BYTES:
+            self._tail[-1] += data
+        else:
+            self._tail.append(data if len(data) >= BLOCK_BYTES else bytearray(data))
         while self._tail_bytes - len(self._tail[0]) >= self._tail_max:
             self._tail_bytes -= len(self._tail.popleft())
 
     @property
     def missing_bytes(self) -> int:
-        """How many of them are not kept."""
+        """Bytes dropped."""
         return self.total_bytes - len(self._head) - min(self._tail_bytes, self._tail_max)
 
     def content(self) -> bytes:
-        """What is kept; between its two parts a line that says what is not."""
+        """The kept bytes; if some are missing, a line between the two parts states how many."""
         tail = b"".join(self._tail)[-self._tail_max :] if self._tail else b""
         if not self.missing_bytes:
             return bytes(self._head) + tail

@@ -1,7 +1,7 @@
-"""The owner of a child process, as the child sees him.
+"""The connection to the supervisor, from a child process's side.
 
-Owns the child's end of the socket. Promises that the child ends when the socket closes, and that Ctrl-C, which reaches
-both, is left to the owner. That it dies with its owner even while it cannot look at the socket, the nursery sees to.
+Owns the child's end of the socket. Promises that the child exits when the socket closes, and ignores Ctrl-C, which the
+supervisor handles. The fork server makes sure that the child dies with its supervisor even while it does not read.
 """
 
 from __future__ import annotations
@@ -14,57 +14,57 @@ from typing import Generic, NoReturn, TypeVar
 
 import msgspec
 
-from tangram.processes.framing import Frames, framed
+from tangram.processes.framing import FrameDecoder, encode_frame
 
 RECEIVE_BYTES = 1 << 16
 
 _Command = TypeVar("_Command")
 
 
-class Owner(Generic[_Command]):
-    """The other end of the socket. Its end is the end of this process."""
+class SupervisorConnection(Generic[_Command]):
+    """The socket to the supervisor. Its end ends this process."""
 
-    def __init__(self, fd: int, frames: Frames[_Command]) -> None:
-        """The descriptor of the socket."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, who ends this one in his own way
+    def __init__(self, fd: int, decoder: FrameDecoder[_Command]) -> None:
+        """`fd`: the descriptor of the socket."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both; the supervisor ends its children in order
         self._connection = socket.socket(fileno=fd)
-        self._frames = frames
-        self._speaking = threading.Lock()
+        self._decoder = decoder
+        self._send_lock = threading.Lock()
 
-    def commands(self, *, wait: bool) -> list[_Command]:
-        """All that are there; with `wait`, at least a part of one has come."""
+    def receive(self, *, wait: bool) -> list[_Command]:
+        """Return all complete messages. With `wait`, block until some bytes have arrived."""
         found: list[_Command] = []
         flags = 0 if wait else socket.MSG_DONTWAIT
         try:
             while True:
                 content = self._connection.recv(RECEIVE_BYTES, flags)
                 if not content:
-                    self.leave()
-                found += self._frames.feed(content)
+                    self.exit_process()
+                found += self._decoder.feed(content)
                 if len(content) < RECEIVE_BYTES:
                     return found
                 flags = socket.MSG_DONTWAIT
         except BlockingIOError:
             return found
         except ConnectionError:
-            self.leave()
+            self.exit_process()
 
-    def first(self) -> list[_Command]:
-        """Waits for whole commands."""
+    def receive_first(self) -> list[_Command]:
+        """Block until there is at least one message."""
         found: list[_Command] = []
         while not found:
-            found = self.commands(wait=True)
+            found = self.receive(wait=True)
         return found
 
-    def tell(self, *answers: msgspec.Struct) -> None:
-        """From any thread. Waits while the owner does not read: nobody else would want what is written meanwhile."""
-        content = b"".join(framed(answer) for answer in answers)
+    def send(self, *answers: msgspec.Struct) -> None:
+        """Thread-safe. Blocks while the supervisor does not read."""
+        content = b"".join(encode_frame(answer, self._decoder.bytes_max) for answer in answers)
         try:
-            with self._speaking:
+            with self._send_lock:
                 self._connection.sendall(content)
         except ConnectionError:
-            self.leave()
+            self.exit_process()
 
-    def leave(self) -> NoReturn:
-        """This process ends at once, whatever its other threads are in the middle of."""
+    def exit_process(self) -> NoReturn:
+        """Exit at once, whatever other threads are doing."""
         os._exit(0)

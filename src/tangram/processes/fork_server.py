@@ -1,19 +1,19 @@
 """The fork server: a process that has imported what children need, and forks them on request.
 
 Importing PyTorch takes two seconds of CPU time and 200 MiB of memory; a fork of a process that has imported it is ready
-at once and shares them. Owns that process. Promises that a child is a process like any other, with its own number until
-`reap`, its own streams, environment and end; that nothing is left of the nursery after `close`; and that whoever asks
-for a child gets one: where none can be forked, because importing started threads or failed, it is executed anew, and
-says itself what is wrong.
+at once and shares the memory. Owns that process. Promises that a child is an ordinary process, with its own process id
+until `collect_exit`, and its own streams, environment and exit code; that nothing is left of the server after `aclose`;
+and that `spawn` always returns a child: if importing failed or started threads, so that the server cannot fork, the
+child is executed and imports for itself, which reports the error. No method blocks the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import errno
+import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -21,54 +21,81 @@ from collections.abc import Mapping, Sequence
 
 from tangram.core.action import NO_USAGE, Usage
 from tangram.processes.fork_server_program import REAP
-from tangram.processes.process_tree import Child, Watched, as_shells_say
+from tangram.processes.packets import (
+    PACKET_BYTES_MAX,
+    Message,
+    decode_packet,
+    encode_packet,
+    packet_socketpair,
+    send_packet,
+)
+from tangram.processes.process_tree import SpawnedChild, WatchedProcess, shell_exit_code
 
-ANSWER_BYTES_MAX = 1 << 10
-BEAR_S_MAX = 300.0
-"""Until a child has been forked. Modules may still be being imported, from a cold disk perhaps."""
-REAP_S_MAX = 5.0
-"""To be told how a child has ended. The nursery is about to fork, or waits: milliseconds."""
+SPAWN_S_MAX = 300.0
+"""The time limit for forking a child. The import may still be in progress, possibly from a cold disk."""
+SEND_RETRY_S = 0.005
+"""The time between attempts to send a request while the socket is full, as with many requests during an import."""
+REAP_S_MAX = 20.0
+"""The time limit for the exit code of a child. It usually takes milliseconds. A supervising server first kills the
+processes that each child has left, which takes up to `fork_server_program.KILL_S_MAX` for each child."""
 
-SINGLE = {"OPENBLAS_NUM_THREADS": "1"}
-"""NumPy's linear algebra otherwise starts threads when it is imported, and what has threads cannot be forked. PyTorch
-starts its own when they are first used, as many as a child says."""
+CLOSE_S_MAX = 5.0
+"""The time limit for a supervising server to kill its descendants."""
+END_S_MAX = 5.0
+"""The time limit for a killed server to end. One in an uninterruptible system call is abandoned: SIGKILL is pending."""
+
+SINGLE_THREADED_ENV = {"OPENBLAS_NUM_THREADS": "1"}
+"""NumPy's linear algebra otherwise starts threads when it is imported, and a process with threads cannot be forked.
+PyTorch starts its threads on first use, as many as a child requests."""
 
 
-class Nursery:
-    """It belongs to no event loop: several may ask, one after the other."""
+log = logging.getLogger("tangram.processes")
 
-    def __init__(self, *modules: str, env: Mapping[str, str] | None = None) -> None:
-        """What is imported, when the first child is asked for or by `warm`: modules that have `main(fd)`, and others
-        that children need. Without any, children are always executed anew. `env`: what libraries find in the
-        environment when they are imported, besides what is in that of this process."""
+
+class ForkServer:
+    """Belongs to no event loop: several may use it, one after the other. The kernel ends the server with the *thread*
+    that started it (see `prctl.die_with_parent`), so each of these loops may have to start another one."""
+
+    def __init__(self, *modules: str, env: Mapping[str, str] | None = None, supervise: bool = False) -> None:
+        """`modules`: imported by `warm` or with the first child: modules that have `main(fd)`, and others that children
+        need. Without any, children are always executed. `env`: added to the environment of this process while the
+        modules are imported. `supervise`: what a child leaves running is killed when it ends, and everything below the
+        server when that ends, or this process dies."""
         self._modules = modules
+        self._supervise = supervise
         self._env = env or {}
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._forks = bool(modules)
-        self._has_borne = False
+        self._can_fork = bool(modules)
+        self._has_forked = False
+        self._warned = False
 
     @property
     def pid(self) -> int:
-        """0: there is no process now."""
+        """0 if there is no process."""
         return self._process.pid if self._process is not None else 0
 
     def warm(self) -> None:
-        """Begin to import, so that the first child need not wait for all of it. Raises OSError."""
-        if not self._forks or (self._process is not None and self._process.poll() is None):
+        """Start to import, so that the first child need not wait for all of it. Raises OSError."""
+        if not self._can_fork or (self._process is not None and self._process.poll() is None):
             return
-        self.close()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._detach()  # the previous server has ended
+        ours, theirs = packet_socketpair()
         ours.setblocking(False)
-        words = f"{theirs.fileno()}, {os.getpid()}, {list(self._modules)!r}"
+        arguments = f"{theirs.fileno()}, {os.getpid()}, {list(self._modules)!r}, {self._supervise}"
         try:
             with theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", f"from {__package__}.fork_server_program import main; main({words})"],
+                    [
+                        sys.executable,
+                        "-P",
+                        "-c",
+                        f"from {__package__}.fork_server_program import main; main({arguments})",
+                    ],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    env=_with_path(os.environ) | dict(self._env) | SINGLE,
+                    env=_with_import_path(os.environ) | SINGLE_THREADED_ENV | dict(self._env),
                     start_new_session=True,
                     pass_fds=(theirs.fileno(),),
                 )
@@ -77,90 +104,156 @@ class Nursery:
             raise
         self._socket = ours
 
-    async def bear(
-        self, program: str, keep: Sequence[int], *, name: str, env: Mapping[str, str], streams: tuple[int, int, int]
-    ) -> Watched:
-        """A process that runs `main(fd)` of a module, and dies with its parent. `keep`: descriptors that it has besides
-        its streams, under the same numbers; the first is its `fd`. `name`: as `top` shows it. Raises OSError."""
+    @property
+    def can_fork(self) -> bool:
+        """False once it is known that children have to be executed."""
+        return self._can_fork
+
+    async def spawn(
+        self, program: str, pass_fds: Sequence[int], *, name: str, env: Mapping[str, str], streams: tuple[int, int, int]
+    ) -> WatchedProcess:
+        """Start a process that runs `main(fd)` of a module, and dies with its parent. `pass_fds`: descriptors that it
+        has besides its streams, under the same numbers; the first is its `fd`. `name`: as `top` shows it. Raises
+        OSError."""
         request = {
             "program": program,
-            "keep": keep,
+            "pass_fds": pass_fds,
             "name": name,
             "env": dict(env),
             "cwd": os.getcwd(),
-            "path": _path(),
+            "path": _import_path(),
         }
-        if self._forks and (born := await self._fork(request, (*streams, *keep))) is not None:
-            return born
-        words = f"{program!r}, {keep[0]}, {os.getpid()}"
-        argv = [sys.executable, "-P", "-c", f"from {__package__}.fork_server_program import alone; alone({words})"]
-        return Child(argv, env=_with_path(env), cwd=os.getcwd(), streams=streams, keep=keep)
+        if self._can_fork and (child := await self._fork(request, (*streams, *pass_fds))) is not None:
+            return child
+        arguments = f"{program!r}, {pass_fds[0]}, {os.getpid()}"
+        argv = [
+            sys.executable,
+            "-P",
+            "-c",
+            f"from {__package__}.fork_server_program import run_standalone; run_standalone({arguments})",
+        ]
+        return SpawnedChild(argv, env=_with_import_path(env), cwd=os.getcwd(), streams=streams, keep=pass_fds)
 
-    async def _fork(self, request: Mapping[str, object], fds: Sequence[int]) -> Born | None:
-        """None: it cannot be forked."""
+    async def _fork(self, request: Message, fds: Sequence[int]) -> ForkedChild | None:
+        """None if it cannot be forked."""
+        packet = encode_packet(request)
+        if len(packet) > PACKET_BYTES_MAX:
+            self._warn_of_length(len(packet))
+            return None
         self.warm()
         assert self._socket is not None
-        line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        child_socket, theirs = packet_socketpair()
         try:
-            line.setblocking(False)
-            # What cannot be sent leaves the line without another end, which is read next.
-            with theirs, contextlib.suppress(OSError):
-                socket.send_fds(self._socket, [json.dumps(request).encode()], [theirs.fileno(), *fds])
-            async with asyncio.timeout(BEAR_S_MAX):
-                answer = await asyncio.get_running_loop().sock_recv(line, ANSWER_BYTES_MAX)
-            if pid := json.loads(answer or b"0"):
-                self._has_borne = True
-                return Born(pid, line)
+            child_socket.setblocking(False)
+            async with asyncio.timeout(SPAWN_S_MAX):
+                with theirs:
+                    try:
+                        await self._send(self._socket, packet, [theirs.fileno(), *fds])
+                    except OSError as error:
+                        if error.errno == errno.EMSGSIZE:  # the send buffer of the socket is smaller than a packet
+                            self._warn_of_length(len(packet))
+                            child_socket.close()
+                            return None
+                        # The server has ended: the other end of the connection is closed, and the next read reports it.
+                answer = await asyncio.get_running_loop().sock_recv(child_socket, PACKET_BYTES_MAX)
+            if pid := decode_packet(answer)["pid"] if answer else 0:
+                self._has_forked = True
+                return ForkedChild(pid, child_socket)
         except BaseException:
-            line.close()  # whom it bears is killed
+            child_socket.close()  # the server kills its child
             raise
-        line.close()
-        if answer or not self._has_borne:
-            self._forks = False  # not now, and not later
-            self.close()
+        child_socket.close()
+        if answer or not self._has_forked:
+            self._can_fork = False  # it never can
+            await self.aclose()
         return None
 
-    def close(self) -> None:
-        """Whoever is left of its children dies with it."""
+    async def _send(self, connection: socket.socket, packet: bytes, fds: Sequence[int]) -> None:
+        """Send a request; wait while the socket is full. Raises OSError."""
+        while True:
+            try:
+                return send_packet(connection, packet, fds)
+            except BlockingIOError:
+                await asyncio.sleep(SEND_RETRY_S)
+
+    def _warn_of_length(self, length: int) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "a child is executed instead of forked, and imports for itself: its environment and import path take"
+                " %d bytes, more than a request to the fork server may have",
+                length,
+            )
+
+    async def aclose(self) -> None:
+        """Stop the server; the kernel kills its remaining children (PR_SET_PDEATHSIG). The server is killed at once if
+        this is cancelled."""
+        process, end_s = self._detach()
+        if process is None or process.poll() is not None:
+            return
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        fd = os.pidfd_open(process.pid)  # it is not reaped, so this is not another process
+        try:
+            loop.add_reader(fd, ended.set)
+            await _wait(ended, end_s)
+            process.kill()
+            await _wait(ended, END_S_MAX)
+        finally:
+            loop.remove_reader(fd)
+            os.close(fd)
+            process.kill()
+            process.poll()  # reaps it
+
+    def _detach(self) -> tuple[subprocess.Popen[bytes] | None, float]:
+        """The process of the server, which is not used any more, and how long it may take to end by itself."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        process, self._process = self._process, None
+        return process, CLOSE_S_MAX if self._supervise and self._has_forked else 0.0
 
 
-class Born(Watched):
-    """A child of a nursery."""
+class ForkedChild(WatchedProcess):
+    """A child of a fork server."""
 
-    def __init__(self, pid: int, line: socket.socket) -> None:
-        """`line`: whose end is the end of the child."""
+    def __init__(self, pid: int, child_socket: socket.socket) -> None:
+        """`child_socket`: the connection to the server about this child; closing it kills the child."""
         super().__init__(pid)
-        self._line = line
+        self._connection = child_socket
 
-    def signal(self, number: int) -> None:
-        """Through its descriptor: if the nursery is killed, the child's number is not kept for it."""
-        if self._fd >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._fd, number)
+    unkilled: tuple[int, ...] = ()
+    """After `collect_exit`: processes below a supervised child that could not be killed."""
 
-    def reap(self) -> tuple[int | None, Usage]:
+    async def collect_exit(self) -> tuple[int | None, Usage]:
         self._close()
-        with self._line:
-            self._line.settimeout(REAP_S_MAX)
+        answer = b""
+        with self._connection:
             try:
-                self._line.send(REAP)
-                answer = self._line.recv(ANSWER_BYTES_MAX)
-            except OSError:
-                answer = b""
-        return (as_shells_say(json.loads(answer)) if answer else None), NO_USAGE
+                send_packet(self._connection, REAP)
+                async with asyncio.timeout(REAP_S_MAX):
+                    answer = await self._loop.sock_recv(self._connection, PACKET_BYTES_MAX)
+            except OSError:  # the server has ended, or it is late (TimeoutError)
+                pass
+        if not answer:
+            return None, NO_USAGE
+        exit_report = decode_packet(answer)
+        self.unkilled = tuple(exit_report.get("unkilled", ()))
+        self.exit_signal = max(0, -exit_report["code"])
+        usage = Usage(cpu_s=exit_report["cpu_s"], memory_peak_bytes=exit_report["peak_bytes"])
+        return shell_exit_code(exit_report["code"]), usage
 
 
-def _path() -> list[str]:
-    """Where a child finds what this process can import, and what lies where it was started."""
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+
+
+def _import_path() -> list[str]:
+    """The module search path of this process, and its working directory."""
     return [*(folder or os.getcwd() for folder in sys.path), os.getcwd()]
 
 
-def _with_path(env: Mapping[str, str]) -> dict[str, str]:
-    return dict(env) | {"PYTHONPATH": os.pathsep.join(_path())}
+def _with_import_path(env: Mapping[str, str]) -> dict[str, str]:
+    return dict(env) | {"PYTHONPATH": os.pathsep.join(_import_path())}

@@ -1,150 +1,219 @@
 """The program of the fork server: imports what children need, and forks them.
 
-Owns every child until its owner lets go of its line, a socket of its own: the child's number stays its own until then.
-Decides nothing. Promises that a child has nothing of this process but what was imported, that it dies with it, and that
-it is killed when its line ends.
+Owns every child until its owner closes the child's connection: until then the process id is not reused. A child has
+nothing of this process but what was imported, dies with it, and is killed when its connection closes.
+
+With `supervise`, this process is a subreaper: what a child leaves running is killed when the child ends, and everything
+below this process is killed when it ends or its owner dies.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import gc
 import importlib
-import json
 import os
 import selectors
 import signal
 import socket
 import sys
 import traceback
-from typing import Any, NoReturn
+from typing import NamedTuple, NoReturn
 
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
-REQUEST_BYTES_MAX = 1 << 18
-FDS_MAX = 253
-"""Of a request, which the kernel takes no more of: the line of the child, its three streams, and what it keeps."""
-DESCRIPTORS_MAX = 1 << 16
+from tangram.processes.orphans import kill_children, list_children
+from tangram.processes.packets import FDS_MAX, Message, decode_packet, encode_packet, receive_packet, send_packet
+from tangram.processes.prctl import become_subreaper, die_with_parent, set_process_name
+
 UMASK = 0o022
-NAME = b"tangram-nursery"
-"""As `top` shows it, which shows 15 letters; its command line is also that of its children."""
-REAP = b"r"
-"""Said on a line: the child has ended, and how?"""
+PROCESS_NAME = b"tangram-fork"
+"""The name in `top`, which shows 15 characters; the command line is also that of its children."""
+REAP = encode_packet({"do": "reap"})
+"""The request for the exit code of a child that has ended."""
+KILL_S_MAX = 3.0
+"""The time limit for killed processes to end. Less than the time that the owner waits for the reply to REAP."""
 
-_libc = ctypes.CDLL(None)
 
-
-def main(fd: int, owner: int, modules: list[str]) -> NoReturn:
-    """The socket on which children are asked for, the process without which there is no use for this one, and what is
-    imported once for all."""
-    _die_with(owner)
-    _libc.prctl(PR_SET_NAME, NAME, 0, 0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, who ends this one in his own way
+def main(fd: int, owner: int, modules: list[str], supervise: bool = False) -> NoReturn:
+    """Import `modules`, then fork a child for each request on the socket `fd`. Ends with the process `owner`."""
+    die_with_parent(owner)
+    if supervise:
+        become_subreaper()
+    set_process_name(PROCESS_NAME)
     for module in modules:
         importlib.import_module(module)
+    _flush()  # or children would write what importing printed
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the owner, who ends this process
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would discard the exit codes of children
     gc.collect()
     gc.freeze()  # a collection would write to every page that forks share
-    Nursery(socket.socket(fileno=fd)).serve()
+    if supervise:
+        signal.signal(signal.SIGTERM, _raise_end)
+        die_with_parent(owner, signal.SIGTERM)  # from here on it first kills its descendants
+    ForkServerLoop(socket.socket(fileno=fd), supervise=supervise).serve()
 
 
-def _die_with(parent: int) -> None:
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(0)
+def _raise_end(number: int, frame: object) -> NoReturn:
+    raise EOFError
 
 
-def alone(program: str, fd: int, parent: int) -> None:
-    """In a process that was executed for one program: it imports for itself."""
-    _die_with(parent)
+def run_standalone(program: str, fd: int, parent: int) -> None:
+    """Run one program in a process that was executed for it and imports for itself."""
+    die_with_parent(parent)
     importlib.import_module(program).main(fd)
 
 
-class Nursery:
-    def __init__(self, owner: socket.socket) -> None:
-        self._owner = owner
+class EndingChild(NamedTuple):
+    """A child whose end is awaited. The end of a process in an uninterruptible system call may take long, even after
+    SIGKILL; other children do not wait for it."""
+
+    pid: int
+    child_socket: socket.socket
+    pidfd: int
+
+
+class ForkServerLoop:
+    def __init__(self, owner: socket.socket, *, supervise: bool) -> None:
+        self._request_socket = owner
+        self._supervise = supervise
         self._selector = selectors.DefaultSelector()
-        self._forks = len(os.listdir("/proc/self/task")) == 1
-        """Whether importing started no threads: a fork would copy a process in the middle of what they do."""
+        self._pids: set[int] = set()
+        self._can_fork = len(os.listdir("/proc/self/task")) == 1
+        """False if importing started threads: a fork would copy their state in the middle of an operation."""
+        self._imported_children = list_children() if supervise else []
+        """Children that importing started live as long as this process."""
+        self._unkilled: set[int] = set()
+        """Processes that `kill_children` could not end. They have been reported and are not waited for again."""
 
     def serve(self) -> NoReturn:
-        self._selector.register(self._owner, selectors.EVENT_READ, 0)
-        while True:
-            for key, _ in self._selector.select():
-                assert isinstance(key.fileobj, socket.socket)
-                if key.fileobj is self._owner:
-                    self._on_request()
-                else:
-                    self._on_line(key.fileobj, key.data)
+        self._selector.register(self._request_socket, selectors.EVENT_READ, 0)
+        try:
+            while True:
+                for key, _ in self._selector.select():
+                    if key.fileobj is self._request_socket:
+                        self._on_request()
+                    elif isinstance(key.data, EndingChild):
+                        self._on_child_end(key.data)
+                    else:
+                        assert isinstance(key.fileobj, socket.socket)
+                        self._on_child_socket(key.fileobj, key.data)
+        except EOFError:
+            if self._supervise:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                kill_children(spare=(), wait_s=KILL_S_MAX)
+            os._exit(0)  # the kernel kills its remaining children
 
     def _on_request(self) -> None:
-        data, fds, _, _ = socket.recv_fds(self._owner, REQUEST_BYTES_MAX, FDS_MAX)
+        """Raises EOFError when the owner has closed the socket."""
+        try:
+            data, fds = receive_packet(self._request_socket, FDS_MAX)
+        except ConnectionError:
+            raise EOFError from None
         if not data:
-            os._exit(0)  # and what is left of its children dies with it
-        line = socket.socket(fileno=fds[0])
+            raise EOFError
+        child_socket = socket.socket(fileno=fds[0])
         pid = 0
-        if self._forks:
+        if self._can_fork:
             parent = os.getpid()
             pid = os.fork()
             if pid == 0:
-                become(json.loads(data), fds[1:], parent)
+                run_child(decode_packet(data), fds[1:], parent, close=[fds[0], *self._fds()], supervise=self._supervise)
         for fd in fds[1:]:
             os.close(fd)
         if pid:
-            self._selector.register(line, selectors.EVENT_READ, pid)
-        with contextlib.suppress(ConnectionError):  # nobody waits any more: the end of the line is read next
-            line.send(b"%d" % pid)
+            self._pids.add(pid)
+            self._selector.register(child_socket, selectors.EVENT_READ, pid)
+        with contextlib.suppress(ConnectionError):  # the owner has given up: the end of the connection is read next
+            send_packet(child_socket, encode_packet({"pid": pid}))
         if not pid:
-            line.close()
+            child_socket.close()
 
-    def _on_line(self, line: socket.socket, pid: int) -> None:
-        """Its owner asks how the child has ended, or has let go of it."""
+    def _fds(self) -> list[int]:
+        """Descriptors of this process that no child has. Those that importing opened belong to the imported modules."""
+        keys = self._selector.get_map().values()
+        ending = [key.data.child_socket.fileno() for key in keys if isinstance(key.data, EndingChild)]
+        return [self._selector.fileno(), *(key.fd for key in keys), *ending]
+
+    def _on_child_socket(self, child_socket: socket.socket, pid: int) -> None:
+        """The owner requests the exit code of the child, or has closed the connection."""
         try:
-            asked = line.recv(len(REAP))
+            request, _ = receive_packet(child_socket)
         except ConnectionError:
-            asked = b""
-        if not asked:
+            request = b""
+        self._selector.unregister(child_socket)
+        if not request:
             os.kill(pid, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
-        with contextlib.suppress(ConnectionError):
-            line.send(b"%d" % os.waitstatus_to_exitcode(status))
-        self._selector.unregister(line)
-        line.close()
+        pidfd = os.pidfd_open(pid)  # the owner may be faster than this process in noticing the end
+        self._selector.register(pidfd, selectors.EVENT_READ, EndingChild(pid, child_socket, pidfd))
+
+    def _on_child_end(self, child: EndingChild) -> None:
+        pid, status, used = os.wait4(child.pid, os.WNOHANG)
+        if not pid:
+            return
+        self._selector.unregister(child.pidfd)
+        os.close(child.pidfd)
+        self._pids.discard(child.pid)
+        exit_report: Message = {
+            "code": os.waitstatus_to_exitcode(status),
+            "cpu_s": used.ru_utime + used.ru_stime,
+            "peak_bytes": used.ru_maxrss << 10,
+        }
+        if self._supervise:
+            exit_report["unkilled"] = self._kill_remaining()
+        with child.child_socket, contextlib.suppress(OSError):
+            send_packet(child.child_socket, encode_packet(exit_report))
+
+    def _kill_remaining(self) -> list[int]:
+        """Kill the processes that ended children have left. Returns those that could not be killed, each one once."""
+        for pid in list(self._unkilled):
+            with contextlib.suppress(ChildProcessError):
+                if os.waitpid(pid, os.WNOHANG)[0]:
+                    self._unkilled.discard(pid)
+        remaining = kill_children(spare=(*self._pids, *self._imported_children, *self._unkilled), wait_s=KILL_S_MAX)
+        self._unkilled.update(remaining)
+        return remaining
 
 
-def become(request: dict[str, Any], fds: list[int], parent: int) -> NoReturn:
-    """The child that was asked for."""
+def run_child(request: Message, fds: list[int], parent: int, close: list[int], supervise: bool) -> NoReturn:
+    """Run the program of a request in a forked child."""
     code = 1
     try:
-        _die_with(parent)
+        die_with_parent(parent)
+        if supervise:
+            become_subreaper()  # so that it can end the processes that it starts itself
         os.setsid()
         os.umask(UMASK)
-        _take_on(fds, [0, 1, 2, *request["keep"]])
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _install_fds(fds, [0, 1, 2, *request["pass_fds"]], close)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        _libc.prctl(PR_SET_NAME, request["name"].encode(), 0, 0, 0)
+        set_process_name(request["name"].encode())
         os.environ.clear()
         os.environ.update(request["env"])
         os.chdir(request["cwd"])
         sys.path[:] = request["path"]
         importlib.invalidate_caches()
-        importlib.import_module(request["program"]).main(request["keep"][0])
+        importlib.import_module(request["program"]).main(request["pass_fds"][0])
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
         traceback.print_exc()
     finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
+        _flush()
         os._exit(code)
 
 
-def _take_on(fds: list[int], numbers: list[int]) -> None:
-    """These descriptors under these numbers, and no other."""
-    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(numbers) + 1) for fd in fds]  # none is in the way of another one
+def _flush() -> None:
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _install_fds(fds: list[int], numbers: list[int], close: list[int]) -> None:
+    """Give these descriptors these numbers, and close the others of the server."""
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(numbers) + 1) for fd in fds]  # so that none is overwritten
+    for fd in (*fds, *close):
+        os.close(fd)
     for fd, number in zip(high, numbers, strict=True):
         os.dup2(fd, number)
-    below = sorted(numbers)
-    for last, number in zip(below, (*below[1:], DESCRIPTORS_MAX), strict=True):
-        os.closerange(last + 1, number)
+        os.close(fd)

@@ -1,7 +1,7 @@
-"""Frames: how messages cross the socket between a child process and its owner.
+"""Framing: messages in msgpack over a stream socket, between a child process and its supervisor.
 
-Owns the form of a frame: its length in four bytes, and a message in msgpack; nothing in it can be executed. Promises
-that a frame is never longer than FRAME_BYTES_MAX: whoever reads a greater length is no longer in step, and says so.
+A frame is the length of a message in eight bytes, little-endian, and the message. Nothing in it can be executed. A
+length above the limit of the connection means that the two ends are out of step: FrameTooLong.
 """
 
 from __future__ import annotations
@@ -13,47 +13,52 @@ import msgspec
 
 from tangram.errors import ManagerError
 
-HEADER_BYTES = 4
+HEADER_BYTES = 8
 FRAME_BYTES_MAX = 1 << 28
-"""Ids that sampling left (`keep_ids`) may be a whole vocabulary for each token; everything else is far smaller."""
+"""The default limit. The token ids that sampling kept (`keep_ids`) may be a whole vocabulary for each token; every
+other message is far smaller."""
 
 _encoder = msgspec.msgpack.Encoder()
 _Message = TypeVar("_Message")
 
 
 class FrameTooLong(ManagerError):
-    def __init__(self, size: int) -> None:
-        super().__init__(f"expected a message of at most {FRAME_BYTES_MAX} bytes, got one of {size}", retry=False)
+    def __init__(self, size: int, bytes_max: int) -> None:
+        super().__init__(f"expected a message of at most {bytes_max} bytes, got one of {size}", retry=False)
 
 
-def framed(message: msgspec.Struct) -> bytes:
+def encode_frame(message: msgspec.Struct, bytes_max: int = FRAME_BYTES_MAX) -> bytes:
     """Raises FrameTooLong."""
     frame = bytearray(HEADER_BYTES)
     _encoder.encode_into(message, frame, HEADER_BYTES)
     size = len(frame) - HEADER_BYTES
-    if size > FRAME_BYTES_MAX:
-        raise FrameTooLong(size)
+    if size > bytes_max:
+        raise FrameTooLong(size, bytes_max)
     frame[:HEADER_BYTES] = size.to_bytes(HEADER_BYTES, "little")
     return bytes(frame)
 
 
-class Frames(Generic[_Message]):
-    """Bytes as they come, cut into messages."""
+class FrameDecoder(Generic[_Message]):
+    """Cuts a stream of bytes into messages."""
 
-    def __init__(self, kinds: Any) -> None:
-        self._decoder: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(kinds)
+    def __init__(self, types: Any, bytes_max: int = FRAME_BYTES_MAX) -> None:
+        """`types`: a union of tagged records."""
+        self._decoder: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(types)
         self._buffer = bytearray()
+        self.bytes_max = bytes_max
 
     def feed(self, content: bytes) -> Iterator[_Message]:
-        """Raises FrameTooLong, and msgspec.DecodeError for what is no message: the two ends are out of step."""
+        """Raises FrameTooLong, and msgspec.DecodeError for bytes that are no message: the two ends are out of step."""
         buffer = self._buffer
         buffer += content
         while len(buffer) >= HEADER_BYTES:
             size = int.from_bytes(buffer[:HEADER_BYTES], "little")
-            if size > FRAME_BYTES_MAX:
-                raise FrameTooLong(size)
-            if len(buffer) < HEADER_BYTES + size:
+            if size > self.bytes_max:
+                raise FrameTooLong(size, self.bytes_max)
+            end = HEADER_BYTES + size
+            if len(buffer) < end:
                 return
-            frame = bytes(memoryview(buffer)[HEADER_BYTES : HEADER_BYTES + size])
-            del buffer[: HEADER_BYTES + size]
-            yield self._decoder.decode(frame)
+            with memoryview(buffer) as view, view[HEADER_BYTES:end] as frame:
+                message = self._decoder.decode(frame)
+            del buffer[:end]
+            yield message

@@ -1,8 +1,8 @@
-"""Parallel: many calls in processes of their own, with progress, and an end that leaves nothing behind.
+"""A process pool with progress reports: many calls in worker processes, which always end with the block.
 
-Owns the worker processes. Knows nothing of what they compute. Promises the results in the order of the tasks, however
-many workers there are; that the error of a task is raised here as what it was; and that no worker outlives the block,
-whether it ends well, by an error or by Ctrl-C.
+Owns the worker processes. Promises results in the order of the tasks, however many workers there are; that the error of
+a task is raised here with its own type; and that no worker outlives the block, whether it ends normally, by an error or
+by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from typing import Any
 from tangram.errors import ManagerError
 
 Progress = Callable[[float, int], None]
-"""Called with the work done, in tasks and fractions of the running ones, and the number of tasks."""
+"""Called with the work done, in tasks and fractions of running ones, and the number of tasks."""
 
-REPORT_EVERY_S = 0.1
-"""Between two words of a worker on its progress: ten a second look smooth."""
-STOP_S = 5.0
-"""A terminated worker that is not gone by then is killed."""
+PROGRESS_EVERY_S = 0.1
+"""Between two progress reports of a worker: ten a second look smooth."""
+TERMINATE_S_MAX = 5.0
+"""A terminated worker that has not ended by then is killed."""
 
 
-def cores_here() -> int:
+def available_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class Workers:
+class ProcessPool:
     """A context of `count` processes (None: one per core). With one, everything runs in this process."""
 
     def __init__(self, count: int | None = None) -> None:
-        self.count = count or cores_here()
+        self.count = count or available_cores()
         self._workers: list[tuple[Any, Connection]] = []
 
-    def __enter__(self) -> Workers:
+    def __enter__(self) -> ProcessPool:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -50,7 +50,7 @@ class Workers:
             process.terminate()
             connection.close()
         for process, _connection in self._workers:
-            process.join(STOP_S)
+            process.join(TERMINATE_S_MAX)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -59,28 +59,28 @@ class Workers:
     def map(
         self, call: Callable[[Any, Progress], Any], tasks: list[Any], progress: Progress | None = None
     ) -> list[Any]:
-        """`call(task, report)` for every task; `report(done, total)` says how far it is."""
+        """`call(task, report)` for every task; `report(done, total)` reports its progress."""
         tell = progress or (lambda done, total: None)
         if min(self.count, len(tasks)) <= 1:
-            return _one_by_one(call, tasks, tell)
+            return _run_serial(call, tasks, tell)
         self._start(min(self.count, len(tasks)))
-        return self._spread(call, tasks, tell)
+        return self._run_parallel(call, tasks, tell)
 
     def _start(self, count: int) -> None:
-        # Spawned, not forked: the caller may have threads, such as that of a progress bar. With the interrupt blocked,
-        # because Ctrl-C reaches the whole group and it is the parent that ends the workers.
+        # Spawned, not forked, because the caller may have threads, such as that of a progress bar. With SIGINT blocked,
+        # because Ctrl-C reaches the whole group, and the parent ends the workers.
         context = multiprocessing.get_context("spawn")
-        # Python's own helper process comes first: starting it unblocks the interrupt.
+        # Python's own helper process comes first: starting it unblocks SIGINT.
         resource_tracker.ensure_running()
         with _interrupt_blocked():
             while len(self._workers) < count:
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs,), daemon=True)
+                process = context.Process(target=_worker_loop, args=(theirs,), daemon=True)
                 process.start()
                 theirs.close()
                 self._workers.append((process, ours))
 
-    def _spread(self, call: Callable[[Any, Progress], Any], tasks: list[Any], tell: Progress) -> list[Any]:
+    def _run_parallel(self, call: Callable[[Any, Progress], Any], tasks: list[Any], tell: Progress) -> list[Any]:
         results: list[Any] = [None] * len(tasks)
         shares = [0.0] * len(tasks)
         waiting = iter(range(len(tasks)))
@@ -96,11 +96,11 @@ class Workers:
             for ready in wait(list(task_by_connection)):
                 assert isinstance(ready, Connection)
                 task = task_by_connection[ready]
-                word, value = _receive(ready)
+                word, value = _receive_reply(ready)
                 if word == "progress":
                     shares[task] = value
                 elif word == "failed":
-                    raise _rebuilt(*value)
+                    raise _deserialize_error(*value)
                 else:
                     results[task], shares[task] = value, 1.0
                     del task_by_connection[ready]
@@ -108,7 +108,7 @@ class Workers:
             tell(sum(shares), len(tasks))
 
 
-def _one_by_one(call: Callable[[Any, Progress], Any], tasks: list[Any], tell: Progress) -> list[Any]:
+def _run_serial(call: Callable[[Any, Progress], Any], tasks: list[Any], tell: Progress) -> list[Any]:
     results: list[Any] = []
 
     def report(done: float, total: int) -> None:
@@ -120,22 +120,22 @@ def _one_by_one(call: Callable[[Any, Progress], Any], tasks: list[Any], tell: Pr
     return results
 
 
-def _receive(connection: Connection) -> tuple[str, Any]:
+def _receive_reply(connection: Connection) -> tuple[str, Any]:
     try:
         answer: tuple[str, Any] = connection.recv()
         return answer
     except (EOFError, ConnectionResetError):
         raise ManagerError(
-            "a worker process died without a word, as when memory runs out; try again with fewer --workers"
+            "a worker process was killed, possibly because memory ran out; try again with fewer --workers"
         ) from None
 
 
 @contextmanager
 def _interrupt_blocked() -> Iterator[None]:
-    """An interrupt that comes meanwhile is raised afterwards.
+    """Defer SIGINT to the end of the block.
 
-    Workers inherit the mask. It is not enough for this process: any other thread, such as those of a numerics library,
-    may take the signal, and Python then raises it in the main thread all the same. So the handler waits as well.
+    Workers inherit the mask. For this process the mask is not enough: another thread, such as one of a numerics
+    library, may take the signal, and Python then raises it in the main thread. So the handler is replaced as well.
     """
     came: list[int] = []
     in_main = threading.current_thread() is threading.main_thread()
@@ -151,26 +151,26 @@ def _interrupt_blocked() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-# ---- inside a worker ------------------------------------------------------------------------------------------
+# ---- inside a worker ------------------------------------------------------------------------------------------------
 
 
-def _serve(connection: Connection) -> None:
-    """Until the parent closes its end, or is gone."""
+def _worker_loop(connection: Connection) -> None:
+    """Runs until the parent closes its end, or has ended."""
     try:
         while True:
             call, task = connection.recv()
-            connection.send(_answer(connection, call, task))
+            connection.send(_run_task(connection, call, task))
     except (EOFError, OSError):
         return
 
 
-def _answer(connection: Connection, call: Callable[[Any, Progress], Any], task: Any) -> tuple[str, Any]:
+def _run_task(connection: Connection, call: Callable[[Any, Progress], Any], task: Any) -> tuple[str, Any]:
     last = time.monotonic()
 
     def report(done: float, total: int) -> None:
         nonlocal last
         now = time.monotonic()
-        if now - last >= REPORT_EVERY_S:
+        if now - last >= PROGRESS_EVERY_S:
             last = now
             connection.send(("progress", done / max(total, 1)))
 
@@ -179,17 +179,19 @@ def _answer(connection: Connection, call: Callable[[Any, Progress], Any], task: 
     except OSError as error:
         if isinstance(error, BrokenPipeError):
             raise
-        return "failed", _taken_apart(error)
+        return "failed", _serialize_error(error)
     except Exception as error:
-        return "failed", _taken_apart(error)
+        return "failed", _serialize_error(error)
 
 
-def _taken_apart(error: Exception) -> tuple[type[Exception], tuple[Any, ...], dict[str, Any], str]:
-    """An error with a constructor of its own does not survive pickling whole."""
+def _serialize_error(error: Exception) -> tuple[type[Exception], tuple[Any, ...], dict[str, Any], str]:
+    """Pickle does not preserve errors with constructors of their own."""
     return type(error), error.args, dict(error.__dict__), traceback.format_exc()
 
 
-def _rebuilt(kind: type[Exception], arguments: tuple[Any, ...], fields: dict[str, Any], where: str) -> Exception:
+def _deserialize_error(
+    kind: type[Exception], arguments: tuple[Any, ...], fields: dict[str, Any], where: str
+) -> Exception:
     error = kind.__new__(kind, *arguments)
     error.__dict__.update(fields)
     error.add_note(where)

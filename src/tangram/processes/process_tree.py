@@ -1,13 +1,13 @@
-"""Processes of the machine: started, found again and signalled, without control groups.
+"""Process trees: start, find and signal processes of the machine without control groups.
 
 Owns the start of every process of the process backend, the reading of /proc, and every signal. A process belongs to an
-action or a sandbox if it carries its mark in the environment that it was executed with, or is known to belong, or
-descends from one that does, or is in a session of one that does: programs start in a session of their own, and nobody
-can join the session of another. Promises that no other process is ever signalled: each signal goes through a descriptor
-of the process, after its start time was compared, so a number that was given to another process meanwhile harms nobody.
+action or a sandbox if it was executed with its mark in the environment, was included, descends from one that belongs,
+or is in a session of one that does: programs start in a session of their own, and a process cannot join another
+session. Promises that no other process is signalled: each signal goes through a pidfd, after the start time was
+compared, so a reused process id does no harm.
 
-The limit of it: a process that dropped the mark *and* started a session of its own *and* whose parent has ended before
-anybody looked is not found. Only control groups or a process namespace hold such a one.
+Limitation: a process is not found if it dropped the mark, started a session of its own, and its parent ended before the
+next scan. Only control groups or a process namespace contain such a process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 import resource
 import signal
 import subprocess
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -27,22 +27,22 @@ from tangram.errors import ManagerError
 
 ACTION_MARK = "TANGRAM_ACTION"
 SANDBOX_MARK = "TANGRAM_SANDBOX"
-"""Variables in the environment of every program. Their values are unique and end with a dot, so that a mark is never
-the beginning of another one by chance, and is that of all below it on purpose."""
+"""Variables in the environment of every program. Their values are unique and end with a dot, so that a mark is a prefix
+of another one only if it is meant to include it."""
 
 MARKS = (f"{ACTION_MARK}=".encode(), f"{SANDBOX_MARK}=".encode())
 
 ENVIRONMENT_BYTES_MAX = 1 << 21
-"""Read of one process: what the kernel passes to a program at most by default."""
-STILL_ROUNDS_MAX = 100
-"""Of stopping processes that fork meanwhile. Each round leaves only what was forked during the one before."""
-LOOK_S, LOOK_S_MAX = 0.002, 0.05
-"""Between two looks at processes that should end: at first, and after some time."""
+"""Read of one process: the kernel's default limit for a program's environment."""
+FREEZE_ROUNDS_MAX = 100
+"""Rounds of stopping processes that fork meanwhile. Each round leaves only what was forked during the one before."""
+POLL_S, POLL_S_MAX = 0.002, 0.05
+"""Between two looks at processes that should end: at first, and at most."""
 KILL_WAIT_S = 10.0
-"""For a killed process to be gone. One that the kernel holds in the middle of a system call may take longer."""
+"""For a killed process to end. One in an uninterruptible system call may take longer."""
 
 PEAK_MARGIN = 1.1
-"""The kernel counts memory in portions per core, so two readings of one peak differ."""
+"""The kernel counts memory in batches per core, so two readings of one peak differ."""
 SIGNAL_EXIT_BASE = 128
 UMASK = 0o022
 KERNEL_THREAD = 0x00200000
@@ -51,7 +51,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Process(NamedTuple):
-    """What /proc said about one process."""
+    """The state of one process, from /proc."""
 
     pid: int
     parent: int
@@ -59,9 +59,9 @@ class Process(NamedTuple):
     state: bytes
     threads: int
     started: int
-    """In ticks since the machine came up: with `pid` it names one process for good."""
+    """In ticks since boot: together with `pid` it identifies a process."""
     cpu_ticks: int
-    """Of itself and of the children that it waited for."""
+    """Of itself and of the children that it reaped."""
     flags: int
     marks: tuple[bytes, ...] = ()
 
@@ -70,18 +70,18 @@ class Process(NamedTuple):
         return self.cpu_ticks / TICKS_PER_S
 
     @property
-    def living(self) -> bool:
-        """Not a zombie. The first thread of a process may be one while the others go on."""
+    def is_alive(self) -> bool:
+        """Not a zombie. The first thread of a process may be one while others run on."""
         return self.state not in (b"Z", b"X") or self.threads > 1
 
 
-def look_up(pid: int) -> Process | None:
-    """None: there is no such process."""
+def read_process(pid: int) -> Process | None:
+    """None if there is no such process."""
     try:
-        text = _content(f"/proc/{pid}/stat", 1 << 12)
+        text = _read_file(f"/proc/{pid}/stat", 1 << 12)
     except OSError:
         return None
-    # The name of the program stands in brackets and may hold anything, brackets too.
+    # The name of the program is in brackets and may contain anything, brackets too.
     fields = text.rpartition(b")")[2].split()
     return Process(
         pid=pid,
@@ -95,23 +95,23 @@ def look_up(pid: int) -> Process | None:
     )
 
 
-def send(process: Process, number: int) -> None:
-    """A signal to this very process; to nobody if it has ended."""
+def send_signal(process: Process, number: int) -> None:
+    """Send a signal to this very process; does nothing if it has ended."""
     try:
         fd = os.pidfd_open(process.pid)
     except OSError:
         return
     try:
-        found = look_up(process.pid)
+        found = read_process(process.pid)
         if found is not None and found.started == process.started:
-            # Not permitted: it changed its user. Whoever waits for its end will say that it is still there.
+            # Not permitted: it changed its user. The wait for its end reports it.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 signal.pidfd_send_signal(fd, number)
     finally:
         os.close(fd)
 
 
-def _content(path: str, bytes_max: int) -> bytes:
+def _read_file(path: str, bytes_max: int) -> bytes:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fd, bytes_max)
@@ -119,17 +119,22 @@ def _content(path: str, bytes_max: int) -> bytes:
         os.close(fd)
 
 
-class Census:
-    """Looks at all processes. Who carried no mark once never will: its environment is not read again."""
+class ProcessTable:
+    """Scans all processes. The environment of a process without a mark is not read again: a mark cannot be added
+    later."""
 
     def __init__(self) -> None:
         self._marks: dict[int, tuple[int, tuple[bytes, ...]]] = {}
         """By process id: its start, and every mark that it ever carried."""
 
-    def take(self) -> dict[int, Process]:
+    def scan(self) -> dict[int, Process]:
         found: dict[int, Process] = {}
         for name in os.listdir("/proc"):
-            if name.isdigit() and (process := look_up(int(name))) is not None and not process.flags & KERNEL_THREAD:
+            if (
+                name.isdigit()
+                and (process := read_process(int(name))) is not None
+                and not process.flags & KERNEL_THREAD
+            ):
                 found[process.pid] = process._replace(marks=self._marks_of(process))
         self._marks = {pid: known for pid, known in self._marks.items() if pid in found}
         return found
@@ -141,109 +146,109 @@ class Census:
         elif not marks:
             return ()
         try:
-            environment = _content(f"/proc/{process.pid}/environ", ENVIRONMENT_BYTES_MAX)
+            environment = _read_file(f"/proc/{process.pid}/environ", ENVIRONMENT_BYTES_MAX)
         except OSError:
             return marks
         if not environment:
-            return marks  # a zombie, or in the middle of being executed: its environment may still come
+            return marks  # a zombie, or within exec: its environment may still come
         carried = [variable for variable in environment.split(b"\0") if variable.startswith(MARKS)]
         marks = tuple(dict.fromkeys([*marks, *carried]))
         self._marks[process.pid] = (process.started, marks)
         return marks
 
 
-class Kin:
+class ProcessTree:
     """Processes that belong together: all of one action, or all of one sandbox."""
 
-    def __init__(self, census: Census, variable: str, value: str) -> None:
+    def __init__(self, process_table: ProcessTable, variable: str, value: str) -> None:
         assert value.endswith(".")
-        self._census = census
+        self._table = process_table
         self._mark = f"{variable}={value}".encode()
-        self._known: dict[int, int] = {}
-        """Start by process id, of those seen at the last look."""
-        self._others: dict[int, int] = {}
+        self._members: dict[int, int] = {}
+        """Start times by process id, of those seen at the last look."""
+        self._excluded: dict[int, int] = {}
         self._stopped: list[Process] = []
 
     def include(self, pid: int) -> None:
-        """A child of this process that has not been waited for: its number is nobody else's."""
-        process = look_up(pid)
+        """Add a child of this process that has not been reaped, so its process id is not reused."""
+        process = read_process(pid)
         assert process is not None
-        self._known[pid] = process.started
+        self._members[pid] = process.started
 
     def exclude(self, others: Iterable[Process]) -> None:
-        """These, and what descends from them, do not belong although they are in a session with some that do."""
-        self._others.update({process.pid: process.started for process in others})
+        """Exclude these processes and their descendants although they share a session with some that belong."""
+        self._excluded.update({process.pid: process.started for process in others})
 
     def find(self) -> list[Process]:
-        """All that live now."""
-        table = self._census.take()
-        others = _same(self._others, table)
+        """All that are alive."""
+        table = self._table.scan()
+        others = _still_present(self._excluded, table)
         _add_descendants(others, table)
-        members = _same(self._known, table)
+        members = _still_present(self._members, table)
         members |= {pid for pid, process in table.items() if any(mark.startswith(self._mark) for mark in process.marks)}
         members -= others
         _add_descendants(members, table, others, sessions=True)
         members.discard(os.getpid())
-        self._known = {pid: table[pid].started for pid in members}
-        return [table[pid] for pid in sorted(members) if table[pid].living]
+        self._members = {pid: table[pid].started for pid in members}
+        return [table[pid] for pid in sorted(members) if table[pid].is_alive]
 
     # ---- signals ----
 
     def signal_all(self, *numbers: int) -> None:
         for process in self.find():
             for number in numbers:
-                send(process, number)
+                send_signal(process, number)
 
-    def stand_still(self) -> None:
-        """None of them runs until `go_on`. A process that has this signal forks no more, so once a look finds nobody
-        new, all of them have it. Those that stand still by the will of a program are left as they are."""
+    def freeze(self) -> None:
+        """Stop all of them until `thaw`. A stopped process does not fork, so once a look finds no new process, all are
+        stopped. Processes that a program has stopped itself are left as they are."""
         seen: dict[int, int] = {}
-        for _ in range(STILL_ROUNDS_MAX):
+        for _ in range(FREEZE_ROUNDS_MAX):
             new = [process for process in self.find() if seen.get(process.pid) != process.started]
             if not new:
                 return
             for process in new:
                 seen[process.pid] = process.started
                 if process.state not in (b"T", b"t"):
-                    send(process, signal.SIGSTOP)
+                    send_signal(process, signal.SIGSTOP)
                     self._stopped.append(process)
 
-    def go_on(self) -> None:
+    def thaw(self) -> None:
         for process in self._stopped:
-            send(process, signal.SIGCONT)
+            send_signal(process, signal.SIGCONT)
         self._stopped = []
 
     async def kill(self) -> None:
-        """Until nothing is left, whatever forks meanwhile. What stands still dies as well."""
+        """Kill until nothing is left, whatever forks meanwhile. Stopped processes die as well."""
         loop = asyncio.get_running_loop()
-        deadline, pause_s = loop.time() + KILL_WAIT_S, LOOK_S
+        deadline, pause_s = loop.time() + KILL_WAIT_S, POLL_S
         while left := self.find():
             for process in left:
-                send(process, signal.SIGKILL)
+                send_signal(process, signal.SIGKILL)
             if loop.time() > deadline:
                 raise ManagerError(f"processes {[process.pid for process in left[:8]]} could not be killed")
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LOOK_S_MAX)
+            pause_s = min(2 * pause_s, POLL_S_MAX)
         self._stopped = []
 
-    async def wait_gone(self, seconds: float) -> None:
-        """Until nothing is left, but no longer than that."""
+    async def wait_exited(self, seconds: float) -> None:
+        """Blocks until nothing is left, or the time is over."""
         loop = asyncio.get_running_loop()
-        deadline, pause_s = loop.time() + seconds, LOOK_S
+        deadline, pause_s = loop.time() + seconds, POLL_S
         while loop.time() < deadline and self.find():
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LOOK_S_MAX)
+            pause_s = min(2 * pause_s, POLL_S_MAX)
 
 
-def _same(known: Mapping[int, int], table: Mapping[int, Process]) -> set[int]:
-    """Those of whom the table speaks: the same number, and the same start."""
+def _still_present(known: Mapping[int, int], table: Mapping[int, Process]) -> set[int]:
+    """The processes that still exist: the same id and the same start time."""
     return {pid for pid, started in known.items() if pid in table and table[pid].started == started}
 
 
 def _add_descendants(
     members: set[int], table: Mapping[int, Process], others: Collection[int] = (), *, sessions: bool = False
 ) -> None:
-    """With `sessions`, those of the same session too. Session 0 is that of processes whose session cannot be seen."""
+    """With `sessions`, also those of the same session. Session 0 stands for sessions that are not visible."""
     foreign = {0, os.getsid(0)}
     while members:
         shared = {table[pid].session for pid in members} - foreign if sessions else set()
@@ -257,8 +262,8 @@ def _add_descendants(
         members |= new
 
 
-class Watched:
-    """A process of which this one knows when it ends. Its number stays its own until `reap`."""
+class WatchedProcess(ABC):
+    """A process whose end this one can await. Its process id is not reused until `reap`."""
 
     def __init__(self, pid: int) -> None:
         """Raises OSError."""
@@ -281,26 +286,32 @@ class Watched:
 
     @property
     def cpu_s(self) -> float:
-        """Used so far by it and by the children that it waited for."""
-        process = look_up(self.pid)
+        """Used so far by it and by the children that it reaped."""
+        process = read_process(self.pid)
         return process.cpu_s if process is not None else 0.0
 
     def signal(self, number: int) -> None:
-        """Before `reap`."""
-        os.kill(self.pid, number)
+        """Through its pidfd: a reused process id is never signalled."""
+        if self._fd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._fd, number)
 
     @property
     def has_ended(self) -> bool:
-        """Perhaps before the loop heard of it."""
-        process = look_up(self.pid)
-        return process is None or not process.living
+        """Possibly before the event loop has noticed it."""
+        process = read_process(self.pid)
+        return process is None or not process.is_alive
+
+    exit_signal = 0
+    """After `collect_exit`: the signal that ended it. An exit code alone does not tell: a program may exit with 137."""
 
     @abstractmethod
-    def reap(self) -> tuple[int | None, Usage]:
-        """Its exit code, as a shell says it, and what it used, as far as that is known. None: nobody here knows it."""
+    async def collect_exit(self) -> tuple[int | None, Usage]:
+        """Reap it after its end. Returns its exit code, as a shell reports it, and its usage, as far as it is known.
+        None if the code is unknown here."""
 
 
-class Child(Watched):
+class SpawnedChild(WatchedProcess):
     """A process that this one has started, in a session of its own, watched until it has ended."""
 
     def __init__(
@@ -309,15 +320,16 @@ class Child(Watched):
         *,
         env: Mapping[str, str],
         cwd: str,
-        streams: tuple[int, int, int],
+        streams: tuple[int, int | None, int | None],
         keep: Sequence[int] = (),
         cpus: Collection[int] = (),
     ) -> None:
-        """Raises OSError if it cannot be started. `keep`: descriptors that it inherits besides its streams.
+        """Raises OSError if it cannot be started. `streams`: None inherits the stream of this process. `keep`:
+        descriptors that it inherits besides its streams.
 
-        The affinity of a thread is inherited by what it starts, so it is set for that moment and then restored: the
-        child never sees other cores than its own, and neither a launcher nor code between fork and exec is needed. The
-        rest of this process keeps its cores, because affinity belongs to a thread.
+        A child inherits the affinity of the thread that starts it, so this thread's affinity is set for that moment and
+        then restored: the child never sees other cores than its own, and neither a launcher nor code between fork and
+        exec is needed. Affinity belongs to a thread, so other threads keep theirs.
         """
         own_cpus = os.sched_getaffinity(0)
         try:
@@ -346,34 +358,40 @@ class Child(Watched):
             self._process.wait()
             raise
 
-    def part(self) -> tuple[int | None, Usage]:
-        """`reap`, or give it up if it does not end."""
+    async def collect_exit(self) -> tuple[int | None, Usage]:
+        return self.reap()
+
+    def reap_or_abandon(self) -> tuple[int | None, Usage]:
+        """`reap`; a child that still runs is reaped when it ends, while the event loop runs."""
         if self.has_ended:
             return self.reap()
-        self.abandon()
+        self._mark_reaped()
+        self.exited.add_done_callback(lambda _: self.reap())
         return None, NO_USAGE
 
     def reap(self) -> tuple[int | None, Usage]:
-        """None: somebody else in this process took the code.
+        """`collect_exit`, without waiting for the event loop. None if other code in this process took the exit code.
 
-        A process starts with the peak of the memory of the one that started it, which is this one. A peak that is not
-        well above that says nothing and is given as 0.
+        The memory peak of a process starts with that of its parent, which is this one. A peak that is not clearly above
+        it is unknown, and reported as 0.
         """
-        self.abandon()
+        self._close()
+        self._mark_reaped()
         try:
             _, status, used = os.wait4(self.pid, 0)
         except ChildProcessError:
             return None, NO_USAGE
         peak = used.ru_maxrss if used.ru_maxrss > PEAK_MARGIN * self._own_peak else 0
         usage = Usage(cpu_s=used.ru_utime + used.ru_stime, memory_peak_bytes=peak << 10)
-        return as_shells_say(os.waitstatus_to_exitcode(status)), usage
+        code = os.waitstatus_to_exitcode(status)
+        self.exit_signal = max(0, -code)
+        return shell_exit_code(code), usage
 
-    def abandon(self) -> None:
-        """Watch it no longer. The object of the standard library is told of some end, so that it looks for none."""
-        self._close()
+    def _mark_reaped(self) -> None:
+        """Keep the `Popen` object from reaping the child, or from warning that it runs."""
         self._process.returncode = -signal.SIGKILL
 
 
-def as_shells_say(code: int) -> int:
-    """An exit code of which Python says a signal as its negative number."""
+def shell_exit_code(code: int) -> int:
+    """Convert an exit code of Python, where a signal is a negative number."""
     return code if code >= 0 else SIGNAL_EXIT_BASE - code

@@ -1,7 +1,7 @@
-"""Streams: what programs write, what they read, and the talk with a held shell.
+"""Streams: pipes to and from programs, and the protocol with the shell of a session.
 
-Owns our ends of all these pipes. Promises that what a program wrote before it ended is read, that one which nobody
-listens to any more can still write, that nothing here ever waits, and that no descriptor outlives its stream.
+Owns our ends of all these pipes. Promises that output written before the end of a program is read, that a program can
+write when its output is not needed any more, that no method blocks, and that no descriptor outlives its stream.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from tangram.processes.capture import Capture
 STDOUT, STDERR = 1, 2
 
 Output = Callable[[int, bytes], None]
-"""Called with what a program writes as it comes: STDOUT or STDERR, and the bytes."""
+"""Called with output as it comes: STDOUT or STDERR, and the bytes."""
 
 READ_BYTES = 1 << 16
-"""At a time: what a pipe holds unless somebody enlarged it."""
-LISTEN_S = 0.002
-"""After which a stream is listened to. A program that is shorter is read once, at its end."""
+"""Per read: the default capacity of a pipe."""
+LISTEN_DELAY_S = 0.002
+"""Delay before a stream is watched. A shorter program is read once, at its end."""
 
 
 class Stream:
-    """One pipe: captured and handed on while its action lasts, discarded afterwards until its last writer has gone."""
+    """One pipe: captured and forwarded while its action lasts, drained afterwards until its last writer has closed
+    it."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -37,44 +38,48 @@ class Stream:
         self._fd, self.writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._fd, False)
         self._listening = False
-        self._listen_later = self._loop.call_later(LISTEN_S, self._listen)
+        self._listen_timer = self._loop.call_later(LISTEN_DELAY_S, self._listen)
 
     def _listen(self) -> None:
         self._listening = True
         self._loop.add_reader(self._fd, self._read)
 
     def close_writer(self) -> None:
-        """The program has it now."""
+        """To be called once the program has inherited it."""
         if self.writer >= 0:
             os.close(self.writer)
             self.writer = -1
 
     def begin(self, capture: Capture, output: Output | None) -> None:
-        """What comes from now on belongs to an action."""
+        """From now on output belongs to an action."""
         self._capture, self._output = capture, output
 
     def end(self) -> None:
-        """Take what is there now; discard what comes later. Others may write there without a pause, so what was in the
-        pipe at this moment is taken and one read more, which closes a stream that all writers have left."""
-        left = self._waiting_bytes()
-        while self.open and left >= 0 and (count := self._read()):
+        """Read the output so far; discard later output. Background processes may write without a pause, so exactly the
+        bytes in the pipe at this moment are read, and one read more, which closes a stream without writers."""
+        left = self._readable_bytes()
+        while self.is_open and left >= 0 and (count := self._read()):
             left -= count
         self._capture = self._output = None
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         return self._fd >= 0
+
+    def fileno(self) -> int:
+        """Our end, to pass it to another process."""
+        return self._fd
 
     def close(self) -> None:
         if self._fd >= 0:
-            self._listen_later.cancel()
+            self._listen_timer.cancel()
             if self._listening:
                 self._loop.remove_reader(self._fd)
             os.close(self._fd)
             self._fd = -1
         self.close_writer()
 
-    def _waiting_bytes(self) -> int:
+    def _readable_bytes(self) -> int:
         if self._fd < 0:
             return 0
         count = array.array("i", [0])
@@ -90,11 +95,11 @@ class Stream:
             self.close()
         elif self._capture is not None:
             self._capture.feed(data)
-            self._hand_on(data)
+            self._forward(data)
         return len(data)
 
-    def _hand_on(self, data: bytes) -> None:
-        """A listener that fails is told no more: the program and its result have nothing to do with that."""
+    def _forward(self, data: bytes) -> None:
+        """A failing callback is not called again: the program and its result do not depend on it."""
         if self._output is None:
             return
         try:
@@ -106,8 +111,8 @@ class Stream:
 
 
 def standard_input(content: bytes) -> int:
-    """A descriptor from which a program reads `content`: a file in memory, because a pipe would need somebody who feeds
-    it for as long as the program likes."""
+    """A descriptor from which a program reads `content`: a file in memory, because a pipe would have to be fed for as
+    long as the program runs."""
     if not content:
         return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     fd = os.memfd_create("stdin", os.MFD_CLOEXEC)
@@ -122,64 +127,64 @@ def standard_input(content: bytes) -> int:
     return fd
 
 
-# ---- the talk with a held shell -----------------------------------------------------------------------------------
+# ---- the shell of a session -----------------------------------------------------------------------------------------
 
-COMMANDS, STATUSES = 8, 9
-"""Descriptors of a held shell: where commands come in, each ended by NUL, and where their exit codes go out."""
-HELD_SHELL = f"""\
-exec {COMMANDS}<&$1 {STATUSES}>&$2
+COMMANDS_FD, STATUSES_FD = 8, 9
+"""Descriptors of the shell: where it reads commands, each ended by NUL, and where it writes their exit codes."""
+SESSION_SHELL_SCRIPT = f"""\
+exec {COMMANDS_FD}<&$1 {STATUSES_FD}>&$2
 eval "exec $1<&- $2>&-"
 set --
 while :; do
-    while printf '%d\\n' "$?" >&{STATUSES}; IFS= read -r -d '' -u {COMMANDS} __tangram || exit 0; do
-        eval "$__tangram" {COMMANDS}<&- {STATUSES}>&-
+    while printf '%d\\n' "$?" >&{STATUSES_FD}; IFS= read -r -d '' -u {COMMANDS_FD} __tangram || exit 0; do
+        eval "$__tangram" {COMMANDS_FD}<&- {STATUSES_FD}>&-
     done
 done
 """
-"""What bash runs, given the descriptors of its ends. `eval` in the shell itself, so that its directory, variables and
-functions stay. An exit code is said where the next command is asked for: a command that says `break` or `continue`
-means these loops, and gets there all the same. The first one is a greeting."""
+"""Run by bash, with the descriptors of its ends as arguments. `eval` in the shell itself, so that its directory,
+variables and functions stay. An exit code is written where the next command is read, so that a `break` or `continue` in
+a command, which affects these loops, reaches it too. The first exit code is a greeting."""
 
-HELD_BY = "__tangram"
-"""The variable of such a shell, and of no other, that holds the command which it runs."""
+COMMAND_VARIABLE = "__tangram"
+"""The variable that holds the running command, only in such a shell."""
 
 STATUS_BYTES_MAX = 4096
-"""Kept of what the shell says before a line has come to its end."""
+"""Kept of an incomplete line of exit codes."""
 EXIT_CODE_MASK = 0xFF
 
 
 class ShellStreams:
-    """Commands go in, exit codes come out. What a shell says is believed of its own commands only: one that forges an
-    exit code deceives nobody but whoever reads its result."""
+    """Sends commands and receives exit codes. An exit code affects only the command of this shell: one that forges it
+    deceives only its own caller."""
 
     def __init__(self, on_status: Callable[[int], None]) -> None:
-        """`on_status` is told the exit code of each command that was sent."""
+        """`on_status` is called with the exit code of each command."""
         self._on_status = on_status
         self._loop = asyncio.get_running_loop()
-        self.given: tuple[int, ...] = ()
+        self.child_fds: tuple[int, ...] = ()
         """The ends that the shell inherits."""
-        self._ahead = memoryview(b"")
-        """What it has not read yet of its command."""
-        self._heard = b""
-        self._greeted = False
+        self._unsent = memoryview(b"")
+        """The part of the command that does not fit into the pipe yet."""
+        self._partial_line = b""
+        self._is_ready = False
         commands, self._commands = _pipe()
         self._statuses, statuses = _pipe()
-        self.given = (commands, statuses)
+        self.child_fds = (commands, statuses)
         os.set_blocking(self._commands, False)
         os.set_blocking(self._statuses, False)
         self._loop.add_reader(self._statuses, self._read)
 
     def argv(self, bash: str) -> list[str]:
-        return [bash, "-c", HELD_SHELL, "bash", *map(str, self.given)]
+        return [bash, "-c", SESSION_SHELL_SCRIPT, "bash", *map(str, self.child_fds)]
 
-    def close_given(self) -> None:
-        """The shell has them now."""
-        for fd in self.given:
+    def close_child_fds(self) -> None:
+        """To be called once the shell has inherited them."""
+        for fd in self.child_fds:
             os.close(fd)
-        self.given = ()
+        self.child_fds = ()
 
     def send(self, command: str) -> None:
-        self._ahead = memoryview(command.encode() + b"\0")
+        self._unsent = memoryview(command.encode() + b"\0")
         self._loop.add_writer(self._commands, self._write)
 
     def close(self) -> None:
@@ -187,40 +192,40 @@ class ShellStreams:
         self._loop.remove_writer(self._commands)
         os.close(self._statuses)
         os.close(self._commands)
-        self.close_given()
+        self.close_child_fds()
 
     def _write(self) -> None:
         try:
-            self._ahead = self._ahead[os.write(self._commands, self._ahead) :]
+            self._unsent = self._unsent[os.write(self._commands, self._unsent) :]
         except BlockingIOError:
             return
         except BrokenPipeError:
-            self._ahead = memoryview(b"")  # it has gone, which its owner is told elsewhere
-        if not self._ahead:
+            self._unsent = memoryview(b"")  # it has ended, which the lease notices elsewhere
+        if not self._unsent:
             self._loop.remove_writer(self._commands)
 
     def _read(self) -> None:
         try:
-            said = os.read(self._statuses, STATUS_BYTES_MAX)
+            data = os.read(self._statuses, STATUS_BYTES_MAX)
         except BlockingIOError:
             return
-        if not said:
+        if not data:
             self._loop.remove_reader(self._statuses)
-        *lines, self._heard = (self._heard + said)[-STATUS_BYTES_MAX:].split(b"\n")
+        *lines, self._partial_line = (self._partial_line + data)[-STATUS_BYTES_MAX:].split(b"\n")
         for line in lines:
-            if not self._greeted:
-                self._greeted = True
-            elif not self._ahead and line.isdigit():
+            if not self._is_ready:
+                self._is_ready = True
+            elif not self._unsent and line.isdigit():
                 self._on_status(int(line) & EXIT_CODE_MASK)
 
 
 def _pipe() -> tuple[int, int]:
-    """Out of the way of the descriptors that a held shell knows."""
+    """Numbers that do not collide with the descriptors of the shell."""
     ends = os.pipe2(os.O_CLOEXEC)
     try:
-        first = fcntl.fcntl(ends[0], fcntl.F_DUPFD_CLOEXEC, STATUSES + 1)
+        first = fcntl.fcntl(ends[0], fcntl.F_DUPFD_CLOEXEC, STATUSES_FD + 1)
         try:
-            return first, fcntl.fcntl(ends[1], fcntl.F_DUPFD_CLOEXEC, STATUSES + 1)
+            return first, fcntl.fcntl(ends[1], fcntl.F_DUPFD_CLOEXEC, STATUSES_FD + 1)
         except OSError:
             os.close(first)
             raise

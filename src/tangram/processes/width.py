@@ -1,7 +1,7 @@
-"""Width: how many units of parallelism a program is told that it has.
+"""Width: how a program learns how many cores it may use.
 
-Owns the names under which programs look for that number. A program that is not told takes the number of cores of the
-machine, starts as many threads, and then shares the few that it was granted among all of them.
+Owns the environment variables in which programs look for that number. Without them a program takes the number of cores
+of the machine and starts as many threads, which then compete for the few cores that it was granted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from tangram.core.demand import CORE
 PLACEHOLDER = "{cpus}"
 """In a command: the width, as in `pytest -n {cpus}`."""
 
-COUNTS = (
+COUNT_VARIABLES = (
     "TANGRAM_CPUS",
     "OMP_NUM_THREADS",
     "OMP_THREAD_LIMIT",
@@ -42,23 +42,25 @@ COUNTS = (
 )
 """Variables that hold the number itself."""
 
-JOBS = {"MAKEFLAGS": "-j{cpus}", "NINJAFLAGS": "-j{cpus}", "SCONSFLAGS": "-j{cpus}"}
+OPTION_VARIABLES = {"MAKEFLAGS": "-j{cpus}", "NINJAFLAGS": "-j{cpus}", "SCONSFLAGS": "-j{cpus}"}
 """Variables that hold options."""
 
 
 def whole_cores(width: int) -> int:
-    """Milli-cores as a number of cores: whoever may use one and a half needs two to run on."""
+    """Milli-cores as a number of cores, rounded up."""
     return max(1, -(-width // CORE))
 
 
-def told(width: int, environment: dict[str, str]) -> dict[str, str]:
-    """The environment with the width in it. What the caller has set stays: it asked for that."""
+def with_width(width: int, environment: dict[str, str]) -> dict[str, str]:
+    """The environment with the width in it. Variables that the caller has set stay."""
     cpus = str(whole_cores(width))
-    own = dict.fromkeys(COUNTS, cpus) | {name: value.replace(PLACEHOLDER, cpus) for name, value in JOBS.items()}
+    own = dict.fromkeys(COUNT_VARIABLES, cpus) | {
+        name: value.replace(PLACEHOLDER, cpus) for name, value in OPTION_VARIABLES.items()
+    }
     return own | environment | {"TANGRAM_CPUS": cpus}
 
 
-def filled_in(command: str | tuple[str, ...], width: int) -> str | tuple[str, ...]:
+def substitute_width(command: str | tuple[str, ...], width: int) -> str | tuple[str, ...]:
     """The command with the width in the place of `{cpus}`."""
     cpus = str(whole_cores(width))
     if isinstance(command, str):

@@ -1,7 +1,6 @@
-"""Text that others chose, made fit for a terminal or a message.
+"""Foreign text made safe for a terminal or a message.
 
-What an environment, an engine or a model writes may hold anything, sequences that steer a terminal included. What goes
-through here is printable, and shows what was there.
+The output of an environment, an engine or a model may contain control sequences. These functions escape them visibly.
 """
 
 from __future__ import annotations
@@ -9,23 +8,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 
-def plain(text: str) -> str:
-    """In one line, with what is not printable made visible."""
+def escape_unprintable(text: str) -> str:
+    """Escape the characters that are not printable, line breaks included."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
-def cut(text: str, most: int) -> str:
-    """In one line of at most so many characters, and a mark if there are more."""
-    shown = plain(text[:most])
+def truncate(text: str, most: int) -> str:
+    """One line of at most `most` characters, with `…` if text was cut."""
+    shown = escape_unprintable(text[:most])
     return shown if len(text) <= most and len(shown) <= most else shown[: most - 1] + "…"
 
 
-def lines(text: str, most: int, wide: int) -> Iterator[str]:
-    """In its own lines, so many of them; the last says how much is missing."""
-    found = text.split("\n")
-    for line in found[:most]:
-        yield cut(line, wide)
-    if len(found) > most:
-        yield f"(and {len(found) - most:,} lines more)"
+def truncate_lines(text: str, most: int, wide: int) -> Iterator[str]:
+    """At most `most` lines of the text; one more gives the number of missing lines."""
+    lines = text.split("\n")
+    for line in lines[:most]:
+        yield truncate(line, wide)
+    if len(lines) > most:
+        yield f"(and {len(lines) - most:,} lines more)"

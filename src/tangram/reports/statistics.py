@@ -1,7 +1,7 @@
-"""Statistics over seeds: ratios of paired numbers, and how sure one can be of them.
+"""Statistics over seeds: means and ratios of paired numbers, with confidence intervals.
 
-Owns the arithmetic. Two sides of a comparison meet the same work under a seed, so their ratio is taken seed by seed
-and averaged as a logarithm: 2x and 0.5x cancel out.
+Both sides of a comparison run the same work under a seed, so ratios are taken seed by seed and averaged as
+logarithms: 2x and 0.5x cancel out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 T95 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788)
 """Two-sided 95 % quantiles of Student's t for 1 to 12 degrees of freedom."""
 Z95 = 1.959964
-"""Of the normal distribution."""
+"""The same quantile of the normal distribution."""
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,7 +26,7 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def student_t95(degrees: int) -> float:
-    """Exact to four digits: by the table, and beyond it by the expansion in 1 / degrees around the normal quantile."""
+    """The quantile to four digits: from the table, beyond it by an expansion in 1 / degrees."""
     if degrees <= len(T95):
         return T95[degrees - 1]
     z = Z95
@@ -47,7 +47,7 @@ def mean_of(values: Sequence[float]) -> Interval:
 
 
 def ratio_of(above: Sequence[float], below: Sequence[float]) -> Interval | None:
-    """The geometric mean of above / below, paired by seed; None where there is a zero among them."""
+    """The geometric mean of above / below, paired by seed; None if a value is 0."""
     if min(above) <= 0.0 or min(below) <= 0.0:
         return None
     logs = mean_of([math.log(a / b) for a, b in zip(above, below, strict=True)])

@@ -1,6 +1,6 @@
-"""Faults: exceptions as records, so that they can be kept in a journal and go over a wire.
+"""Error records: exceptions in a form that can be stored in a journal and sent over a wire.
 
-Owns the stable codes. Promises that what is raised on the other side is of the same class and says the same.
+Owns the stable codes. Decoding raises an exception of the same class with the same message.
 """
 
 from __future__ import annotations
@@ -19,49 +19,49 @@ from tangram.errors import (
 
 
 class NotFound(ManagerError):
-    """There is none of that name, as far as its caller can know."""
+    """No such object, as far as the caller may know."""
 
     def __init__(self, what: str, name: str) -> None:
-        super().__init__(f"there is no {what} {name}: it never was, or is gone", retry=False)
+        super().__init__(f"there is no {what} {name}: it does not exist, or no longer", retry=False)
 
 
 class Draining(ManagerError):
     def __init__(self) -> None:
-        super().__init__("the service is being stopped and takes nothing more; try again when it is back")
+        super().__init__("the service is shutting down; try again when it is back")
 
 
 class Unauthorized(ManagerError):
-    """Nobody has that token, or not any more."""
+    """The token is unknown or was revoked."""
 
     def __init__(self) -> None:
         super().__init__("expected a valid token: 'Authorization: Bearer TOKEN'", retry=False)
 
 
 VALUE_CHARACTERS_MAX = 500
-"""Of a value that was wrong, and of its name: both may be as large as a request."""
+"""Limit on a wrong value and on its name: both may be as large as a request."""
 
 
-class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What went wrong. `code` is for programs and stays the same; `message` is for people."""
+class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What went wrong. `code` is for programs and is stable; `message` is for people."""
 
     code: str
     message: str
     field: str = ""
-    """`invalid_...`: what is wrong,"""
+    """For codes `invalid_...`: the field,"""
     value: str = ""
-    """what it is,"""
+    """its value,"""
     expected: str = ""
-    """and what would be right."""
+    """and what was expected."""
     limit: str = ""
-    """`refused`, `rate` and `too_large`: the name of the limit."""
+    """For `refused`, `rate` and `too_large`: the name of the limit."""
     path: str = ""
-    """`file_failed`: the file."""
+    """For `file_failed`: the file."""
     retry: bool = False
     """The same request may succeed later."""
 
-    def exception(self) -> TangramError:
-        if self.code in _INVALID:
-            return _INVALID[self.code](self.field, _Shown(self.value), self.expected)
+    def to_exception(self) -> TangramError:
+        if self.code in _INVALID_INPUT_BY_CODE:
+            return _INVALID_INPUT_BY_CODE[self.code](self.field, _ReprAsText(self.value), self.expected)
         if self.code in ("refused", "too_large"):
             return AdmissionRefused(self.limit, self.message)
         if self.code == "file_failed":
@@ -69,8 +69,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return ManagerError(self.message, retry=self.retry)
 
 
-class _Shown(str):
-    """A value of which only the text is known: it is shown as it was there."""
+class _ReprAsText(str):
+    """A value of which only the text is known; its repr is that text."""
 
     __slots__ = ()
 
@@ -78,29 +78,29 @@ class _Shown(str):
         return str(self)
 
 
-_INVALID: dict[str, type[InvalidInput]] = {
+_INVALID_INPUT_BY_CODE: dict[str, type[InvalidInput]] = {
     "invalid_action": InvalidAction,
     "invalid_config": InvalidConfig,
     "invalid_input": InvalidInput,
 }
 
 
-def fault_of(error: TangramError) -> Fault:
+def error_record_of(error: TangramError) -> ErrorRecord:
     if isinstance(error, InvalidInput):
-        code = next(code for code, kind in _INVALID.items() if isinstance(error, kind))
-        field, value = _shortened(error.field), _shortened(repr(error.value))
+        code = next(code for code, kind in _INVALID_INPUT_BY_CODE.items() if isinstance(error, kind))
+        field, value = _truncated(error.field), _truncated(repr(error.value))
         message = f"{field}: expected {error.expected}, got {value}"
-        return Fault(code=code, message=message, field=field, value=value, expected=error.expected)
+        return ErrorRecord(code=code, message=message, field=field, value=value, expected=error.expected)
     if isinstance(error, AdmissionRefused):
-        return Fault(code="refused", message=error.reason, limit=error.limit)
+        return ErrorRecord(code="refused", message=error.reason, limit=error.limit)
     if isinstance(error, FileFailed):
-        return Fault(code="file_failed", message=error.reason, path=error.path)
+        return ErrorRecord(code="file_failed", message=error.reason, path=error.path)
     if isinstance(error, ManagerError):
-        return Fault(code="manager_failed", message=str(error), retry=error.retry)
-    return Fault(code="failed", message=str(error))
+        return ErrorRecord(code="manager_failed", message=str(error), retry=error.retry)
+    return ErrorRecord(code="failed", message=str(error))
 
 
-def _shortened(text: str) -> str:
+def _truncated(text: str) -> str:
     if len(text) <= VALUE_CHARACTERS_MAX:
         return text
     return f"{text[:VALUE_CHARACTERS_MAX]}... ({len(text)} characters)"

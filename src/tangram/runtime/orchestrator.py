@@ -1,14 +1,16 @@
-"""The orchestrator: the scheduler on real time, with managers that really do what it says.
+"""The orchestrator: drives the scheduler on real time and executes its effects through managers.
 
-Owns every action between its submission and its end: feeds events to the scheduler, carries its effects out, tells
-callers. Decides nothing. Promises that every action that was submitted settles exactly once, that its units are given
-back only when its manager has said that nothing of it is left, that a sandbox whose opening did not succeed or whose
-closing has settled is gone with its memory, and that leaving the context ends all actions first. With a memory, a start
-is remembered before it is made, and an end before it is told.
+Owns every action from submission to settlement. Decides nothing. Promises:
 
-One task group holds all tasks. A bug in the scheduler ends the group and with it whoever entered the orchestrator; what
-a manager raises does not, not even a bug of its own: it becomes StartFailed or a lost Finished, and the scheduler says
-what follows.
+- Every submitted action settles exactly once.
+- Units return to the scheduler only after the manager reports that nothing of the action is left.
+- A sandbox that failed to open, or whose close has settled, is gone, and its memory is free.
+- Leaving the context ends all actions first.
+- With a journal, a start is journalled before the work starts, and a result before it is delivered.
+
+One task group holds all tasks. A bug in the scheduler ends the group and raises from its `async with`. An exception of
+a manager does not, even if it is a bug: it becomes StartFailed or a lost Finished, and the scheduler decides what
+follows.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -32,8 +34,6 @@ from tangram.core.messages import (
     Finished,
     Grant,
     Refuse,
-    Release,
-    Reserve,
     Resize,
     Resized,
     Restore,
@@ -48,55 +48,66 @@ from tangram.core.messages import (
     WakeAt,
 )
 from tangram.errors import AdmissionRefused, InvalidInput, InvariantError, ManagerError
-from tangram.managers.base import Executor, Lease, Manager, Restoring, ShortOfMemory
-from tangram.managers.work import MIB, Close, Ended, Executed, Open, Work
+from tangram.managers.base import Executor, InsufficientMemory, Lease, Manager, ServiceRestorer
+from tangram.managers.work import MIB, Close, ExecResult, LeaseResult, Open, Work
 from tangram.processes.streams import Output
-from tangram.runtime.error_records import Fault, fault_of
+from tangram.runtime.error_records import ErrorRecord, error_record_of
+from tangram.runtime.event_inbox import EventInbox
+from tangram.runtime.shielding import shielded
 
-LOOK_FIRST_S = 0.25
-LOOK_MAX_S = 8.0
-"""Running actions whose CPU nobody declared are measured after the first, then each time after twice as long, at most
-every so often."""
+MEASURE_FIRST_S = 0.25
+MEASURE_S_MAX = 8.0
+"""CPU use of an action without declared CPU is first measured after MEASURE_FIRST_S, then at doubling intervals up to
+MEASURE_S_MAX."""
 
-log = logging.getLogger("tangram.server")
+log = logging.getLogger("tangram.runtime")
 
-NOTHING = Demand({CPU: fixed(1)})
-"""Of an action that is never granted anything; a demand cannot be empty."""
+PLACEHOLDER_DEMAND = Demand({CPU: fixed(1)})
+"""For an action that is never granted anything; a demand cannot be empty."""
 
 Observer = Callable[[float, Event, list[Effect]], None]
-"""Sees every event and its effects, in order: a recorder of traces, metrics."""
+"""Receives every event with its effects, in order: trace recorders, metrics."""
 
 
 class Decider(Protocol):
-    """What says who runs: the scheduler, or a baseline to compare it with."""
+    """Decides what runs: the scheduler, or a baseline to compare it with."""
 
     def handle(self, event: Event, now: float) -> list[Effect]: ...
 
 
-class Settled(msgspec.Struct, frozen=True, kw_only=True):
+class SettledAction(msgspec.Struct, frozen=True, kw_only=True):
     """The end of an action, as its caller sees it."""
 
     outcome: Outcome
-    executed: Executed | None = None
+    executed: ExecResult | None = None
     answer: bytes = b""
-    """Of a function or a service."""
-    fault: Fault | None = None
-    """What its manager found wrong with what was asked; its caller gets it as an exception."""
+    """The result of a function or a service."""
+    fault: ErrorRecord | None = None
+    """Why its manager rejected the request; the caller gets it as an exception."""
 
 
-class Memory(Protocol):
-    """What outlives the orchestrator: its journal. Whoever awaits it goes on when that is written. What it raises ends
-    the orchestrator, since nothing more can be promised."""
+class ActionJournal(Protocol):
+    """Durable storage of actions. Each method returns after the write. An exception ends the orchestrator,
+    because nothing could be guaranteed after it."""
 
-    async def starting(self, ticket: Ticket) -> None: ...
+    async def record_start(self, ticket: ActionTicket) -> None: ...
 
-    async def settled(self, ticket: Ticket, settled: Settled) -> Settled:
-        """What was written, and so is told: what there was no room for is another end."""
+    async def record_settled(self, ticket: ActionTicket, settled: SettledAction) -> SettledAction:
+        """Returns what was stored, which is what the caller gets: a result that is too large to store is replaced by a
+        failure."""
         ...
 
 
-class Ticket:
-    """An action under way."""
+class ActionTicket:
+    """An action that has not settled: the only record of it in the runtime.
+
+    The server extends it with its own fields, so that the two share one record.
+    """
+
+    __slots__ = (
+        "action", "attempt", "ended", "error", "lease", "measure_timer", "output", "settled", "start_task", "started",
+        "stop_requested", "work",
+    )  # fmt: skip
 
     def __init__(self, action: Action, work: Work, output: Output | None) -> None:
         self.action = action
@@ -104,18 +115,26 @@ class Ticket:
         self.output = output
         loop = asyncio.get_running_loop()
         self.started: asyncio.Future[None] = loop.create_future()
-        """Done when it runs, or has settled without."""
-        self.settled: asyncio.Future[Settled] = loop.create_future()
-        self.starting: asyncio.Task[Lease] | None = None
-        """Given while an executor starts it."""
+        """Done when the action runs, or has settled without running."""
+        self.settled: asyncio.Future[SettledAction] = loop.create_future()
+        self.start_task: asyncio.Task[Lease] | None = None
+        """The start in progress, for executors whose start can be cancelled."""
         self.lease: Lease | None = None
-        self.stop_asked = False
+        self.stop_requested = False
         self.attempt = 0
-        self.ended: Ended | None = None
-        self.look: asyncio.TimerHandle | None = None
-        """When what it uses is measured next."""
+        self.ended: LeaseResult | None = None
+        self.measure_timer: asyncio.TimerHandle | None = None
+        """Fires the next measurement of CPU use."""
         self.error: InvalidInput | AdmissionRefused | None = None
-        """What the manager found wrong with what was asked."""
+        """Why the manager rejected the request."""
+
+    def resolve(self, settled: SettledAction) -> None:
+        """Completes `settled`. A request that its manager rejected raises in its caller."""
+        if self.error is not None:
+            self.settled.set_exception(self.error)
+            self.settled.exception()  # its caller may have been cancelled
+        else:
+            self.settled.set_result(settled)
 
 
 class Orchestrator:
@@ -126,38 +145,42 @@ class Orchestrator:
         executors: dict[type[Work], Executor] | None = None,
         *,
         clock: Clock | None = None,
-        observer: Observer | None = None,
-        memory: Memory | None = None,
+        observers: Iterable[Observer] = (),
+        journal: ActionJournal | None = None,
+        inbox: EventInbox | None = None,
     ) -> None:
+        """`inbox` is the one that the managers were given; they report events through it."""
         self.decider = decider
         self._managers = managers
         """By node."""
         self._executors = executors or {}
-        """By the kind of work that they carry out, wherever it was granted. All other work is that of a manager."""
+        """By type of work, on any node. A manager does all other work."""
         self._clock = clock or WallClock()
-        self._observers: list[Observer] = [] if observer is None else [observer]
-        self._memory = memory
+        self._observers: list[Observer] = list(observers)
+        self._inbox = inbox or EventInbox()
+        self._inbox.connect(self._send)
+        self._journal = journal
         self._start_s = self._clock.now()
-        self._tickets: dict[str, Ticket] = {}
-        """Until whoever asked has been told."""
-        self._carried = 0
-        """Starts that are being carried out, and ends that are being remembered."""
+        self._tickets: dict[str, ActionTicket] = {}
+        """Actions whose caller does not have the result yet."""
+        self._tracked_count = 0
+        """Actions that are starting, running, or being written to the journal."""
         self._node_by_sandbox: dict[str, str] = {}
-        self._opening_by_sandbox: dict[str, Ticket] = {}
-        """What opens it, until that has settled."""
+        self._opening_by_sandbox: dict[str, ActionTicket] = {}
+        """By sandbox: the action that opens it, until it settles."""
         self._tasks = asyncio.TaskGroup()
-        self._alarms: set[asyncio.TimerHandle] = set()
+        self._timers: set[asyncio.TimerHandle] = set()
         self._all_settled = asyncio.Event()
         self._all_settled.set()
-        self._all_carried = asyncio.Event()
-        self._all_carried.set()
+        self._all_tracked_done = asyncio.Event()
+        self._all_tracked_done.set()
         self._closing = False
-        self._paused = False
-        self._broken: Exception | None = None
-        self._left: Exception | None = None
-        """What those hear who wait for actions that are left to the memory."""
+        self._draining = False
+        self._failure: Exception | None = None
+        self._stop_error: Exception | None = None
+        """Raised in callers whose actions stay in the journal."""
 
-    # ---- its life ----
+    # ---- opening and closing ----
 
     async def __aenter__(self) -> Self:
         entered: list[Executor] = []
@@ -175,121 +198,123 @@ class Orchestrator:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Cancel what is under way and wait until it has ended; then the managers end what they hold. Whoever was
-        paused leaves its actions to its memory instead."""
+        """Cancels live actions, waits for their end, and closes the managers. After `drain`, actions stay in the
+        journal instead."""
         self._closing = True
         try:
-            if not self._paused:
-                await undisturbed(self._drain())
-            elif self._tickets and self._broken is None:
-                self._left = ManagerError("the service has stopped; the action is kept, and goes on when it is back")
-                self._break(self._left)
+            if not self._draining:
+                await shielded(self._cancel_all())
+            elif self._tickets and self._failure is None:
+                self._stop_error = ManagerError("the service has stopped; the action continues when it is back")
+                self._fail_all(self._stop_error)
         finally:
             try:
-                for alarm in self._alarms:
-                    alarm.cancel()
+                for timer in self._timers:
+                    timer.cancel()
                 await self._end_tasks(error)
             finally:
                 for executor in reversed(self._all_executors()):
-                    await undisturbed(executor.__aexit__(kind, error, trace))
+                    await shielded(executor.__aexit__(kind, error, trace))
 
     def _all_executors(self) -> list[Executor]:
-        """Each once, though it may carry out several kinds of work."""
+        """Each once, though one may execute several kinds of work."""
         return list(dict.fromkeys([*self._managers.values(), *self._executors.values()]))
 
     async def _end_tasks(self, error: BaseException | None) -> None:
-        """What the caller raised is not ours to wrap; what a task of ours raised is raised as it is."""
+        """Raises the first error of a task as it is; an error of the caller is not wrapped."""
         cancelled = error if isinstance(error, asyncio.CancelledError) else None
         try:
             await self._tasks.__aexit__(type(cancelled) if cancelled else None, cancelled, None)
         except BaseExceptionGroup as errors:
-            if errors.exceptions[0] is self._left:
+            if errors.exceptions[0] is self._stop_error:
                 return
             raise errors.exceptions[0] from None
 
-    async def pause(self, limit_s: float) -> int:
-        """Start nothing more and wait until what runs has settled, but not longer than that. What was not started stays
-        with the memory. Returns how many still run: leaving the context leaves these as they are, to be found running
-        by whoever reads the memory."""
-        assert self._memory is not None, "nobody would remember what was left"
-        self._paused = self._closing = True
+    async def drain(self, limit_s: float) -> int:
+        """Starts nothing more and waits up to `limit_s` until running actions have settled. Actions that were not
+        started stay in the journal. Returns how many still run; they are left running, for the next owner of the
+        journal to find."""
+        assert self._journal is not None, "draining needs a journal"
+        self._draining = self._closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                await self._all_carried.wait()
-        return self._carried
+                await self._all_tracked_done.wait()
+        return self._tracked_count
 
-    async def _drain(self) -> None:
+    async def _cancel_all(self) -> None:
         for action in list(self._tickets):
             self.cancel(action)
         await self._all_settled.wait()
 
     def now(self) -> float:
-        """Seconds since it began, as in the trace."""
+        """Seconds since construction, as in the trace."""
         return self._clock.now() - self._start_s
 
-    # ---- what callers ask ----
+    # ---- calls ----
 
-    def submit(self, action: Action, work: Work, output: Output | None = None) -> Ticket:
+    def submit(self, action: Action, work: Work, output: Output | None = None) -> ActionTicket:
+        """Raises AdmissionRefused."""
+        ticket = ActionTicket(action, work, output)
+        self.submit_ticket(ticket)
+        return ticket
+
+    def submit_ticket(self, ticket: ActionTicket) -> None:
+        """Submits a ticket that the caller created. Raises AdmissionRefused."""
+        action, work = ticket.action, ticket.work
         if self._closing:
-            raise AdmissionRefused("closing", "the connection is being closed; nothing more is taken in")
-        ticket = Ticket(action, work, output)
+            raise AdmissionRefused("closing", "the connection is closing; it accepts no more actions")
         if action.id in self._tickets:
             raise AdmissionRefused("id", f"an action with the id {action.id} is already live; ids must be unique")
         if isinstance(work, Open):
-            self.reserve(action.sandbox, -(-work.spec.memory_bytes // MIB), action.run)
+            self._inbox.reserve(action.sandbox, -(-work.spec.memory_bytes // MIB), action.run)
             self._opening_by_sandbox[action.sandbox] = ticket
         self._tickets[action.id] = ticket
         self._all_settled.clear()
         if isinstance(work, Close) and action.sandbox in self._opening_by_sandbox:
             self._tasks.create_task(self._close_after(self._opening_by_sandbox[action.sandbox], ticket))
         else:
-            self._take_in(ticket)
-        return ticket
+            self._admit(ticket)
 
-    def _take_in(self, ticket: Ticket) -> None:
+    def _admit(self, ticket: ActionTicket) -> None:
         action = ticket.action
         if isinstance(ticket.work, Close) and action.sandbox not in self._node_by_sandbox:
-            self._settled(
-                ticket, Settled(outcome=Outcome(action=action.id, status=Status.SUCCEEDED))
-            )  # nothing is there
+            self._settle_ticket(
+                ticket, SettledAction(outcome=Outcome(action=action.id, status=Status.SUCCEEDED))
+            )  # there is no such sandbox
         else:
             self._send(Submit(action=action))
 
-    async def _close_after(self, opening: Ticket, ticket: Ticket) -> None:
-        """What is being opened is closed when that has settled: before, there is nothing that could be. Whoever
-        cancels the closing meanwhile changes nothing, since a closing ends its sandbox however it ends."""
+    async def _close_after(self, opening: ActionTicket, ticket: ActionTicket) -> None:
+        """Delays a close until the opening of its sandbox has settled. Cancelling it meanwhile has no effect: a close
+        ends its sandbox in any case."""
         await asyncio.wait({opening.settled})
-        if ticket.action.id in self._tickets:  # otherwise all was broken meanwhile
-            self._take_in(ticket)
+        if ticket.action.id in self._tickets:  # otherwise the orchestrator failed meanwhile
+            self._admit(ticket)
 
     def cancel(self, action: str, reason: str = "") -> None:
-        """A request: the action settles when nothing of it is left. `reason`: why, if not because its caller wants
-        it."""
+        """Requests cancellation: the action settles when nothing of it is left. `reason` is empty if its caller
+        cancelled."""
         if action in self._tickets:
             self._send(Cancel(action=action, reason=reason) if reason else Cancel(action=action))
 
-    async def settle(self, ticket: Ticket) -> Settled:
-        """Until it has settled. Whoever is cancelled here cancels the action, and goes when that has settled."""
+    async def wait_settled(self, ticket: ActionTicket) -> SettledAction:
+        """Waits for the end of an action. If the waiting task is cancelled, cancels the action and raises once it has
+        settled."""
         try:
             return await asyncio.shield(ticket.settled)
         except asyncio.CancelledError:
             self.cancel(ticket.action.id)
-            await undisturbed(_done(ticket.settled))
+            await shielded(_wait_done(ticket.settled))
             raise
 
-    def reserve(self, sandbox: str, memory_mib: int, run: str, node: str = "", *, yields: bool = False) -> None:
-        """Memory for a sandbox to come. Raises AdmissionRefused."""
-        for effect in self._send(Reserve(sandbox=sandbox, memory=memory_mib, run=run, node=node, yields=yields)):
-            if isinstance(effect, Refuse) and effect.action == sandbox:
-                raise AdmissionRefused(effect.limit, effect.reason)
-
     def adopt(self, sandbox: str, memory_mib: int, run: str, node: str) -> None:
-        """A sandbox that a manager has kept from before. Raises AdmissionRefused if there is no room for it."""
-        self.reserve(sandbox, memory_mib, run, node)
+        """Registers a sandbox that a manager kept from before. Raises AdmissionRefused if there is no memory for it."""
+        self._inbox.reserve(sandbox, memory_mib, run, node=node)
         self._node_by_sandbox[sandbox] = node
 
     def observe(self, observer: Observer) -> Callable[[], None]:
-        """Calls `observer` after those before it, for every event from now on. Returns a function that removes it."""
+        """Calls `observer` after the present observers, for every event from now on. Returns a function that removes
+        it."""
         self._observers.append(observer)
 
         def remove() -> None:
@@ -298,32 +323,34 @@ class Orchestrator:
 
         return remove
 
-    def tell(self, event: Event) -> None:
-        """What an executor has to say of its own accord: a pool that changed, a service that was loaded."""
+    def send(self, event: Event) -> None:
+        """Passes an event to the scheduler: a pool changed, a run has another weight."""
         self._send(event)
 
-    async def discard(self, sandbox: str) -> None:
-        """End a sandbox at once and give its memory back: nobody is asked, and no units are granted for it."""
+    async def remove_sandbox(self, sandbox: str) -> None:
+        """Ends a sandbox at once and frees its memory, without an action or a grant."""
         node = self._node_by_sandbox.get(sandbox)
         if node is not None:  # otherwise it was never made
-            await self.end_sandbox(sandbox, node)
-        self.release(sandbox)
+            await self.close_on_node(sandbox, node)
+        self.release_memory(sandbox)
 
-    async def end_sandbox(self, sandbox: str, node: str) -> None:
-        """One that a manager has, whether or not it is known here. Raises ManagerError."""
-        action = Action(id=f"discard-{sandbox}"[:ID_LENGTH_MAX], demand=NOTHING, sandbox=sandbox, kind="close")
+    async def close_on_node(self, sandbox: str, node: str) -> None:
+        """Ends a sandbox of a manager, even if it is unknown here. Raises ManagerError."""
+        action = Action(
+            id=f"discard-{sandbox}"[:ID_LENGTH_MAX], demand=PLACEHOLDER_DEMAND, sandbox=sandbox, kind="close"
+        )
         lease = await self._managers[node].start(action, Grant(action.id, node, (), 0), Close())
         ended = await lease.wait()
         if ended.lost:
             raise ManagerError(ended.lost)
 
-    def release(self, sandbox: str) -> None:
-        """It is gone, and its memory is free."""
+    def release_memory(self, sandbox: str) -> None:
+        """Frees the memory of a sandbox that is gone."""
         self._node_by_sandbox.pop(sandbox, None)
-        self._send(Release(sandbox=sandbox))
+        self._inbox.release(sandbox)
 
     def manager_of(self, sandbox: str) -> Manager:
-        """Where a sandbox is."""
+        """The manager of the sandbox's node. Raises ManagerError."""
         node = self._node_by_sandbox.get(sandbox)
         if node is None:
             raise ManagerError(f"there is no sandbox {sandbox}: it was closed, or never opened", retry=False)
@@ -331,62 +358,62 @@ class Orchestrator:
 
     @property
     def any_manager(self) -> Manager:
-        """For what all of them have alike."""
+        """For what is the same on every node."""
         return next(iter(self._managers.values()))
 
     # ---- events and effects ----
 
     def _send(self, event: Event) -> list[Effect]:
-        if self._broken is not None:
-            raise self._broken
+        if self._failure is not None:
+            raise self._failure
         now = self.now()
         try:
             effects = self.decider.handle(event, now)
             for observer in tuple(self._observers):
                 observer(now, event, effects)
             for effect in effects:
-                _EFFECTS[type(effect)](self, effect)
+                _EFFECT_HANDLERS[type(effect)](self, effect)
         except Exception as error:
-            self._break(error)
+            self._fail_all(error)
             raise
         return effects
 
     def fail(self, error: Exception) -> None:
-        """Its memory has failed outside of an action: nothing more can be promised."""
-        self._break(error)
+        """Ends the orchestrator after an error outside of an action, such as a failed journal."""
+        self._fail_all(error)
 
-    def _break(self, error: Exception) -> None:
-        """A bug, or a trace that cannot be written: nothing more can be decided. Whoever waits hears of it."""
-        if self._broken is None:
-            self._broken = error
+    def _fail_all(self, error: Exception) -> None:
+        """After a bug or a failed journal: makes no further decision and raises `error` in every waiting caller."""
+        if self._failure is None:
+            self._failure = error
             for ticket in self._tickets.values():
                 for future in (ticket.started, ticket.settled):
                     if not future.done():
                         future.set_exception(error)
-                        future.exception()  # whoever asked may have gone
+                        future.exception()  # marks it as retrieved; its caller may be gone
             self._tickets.clear()
             self._all_settled.set()
             with contextlib.suppress(RuntimeError):  # the group is ending already
                 self._tasks.create_task(_raise(error))
 
     def _on_start(self, effect: Start) -> None:
-        if self._paused:
-            return  # it is left to the memory, as one that never started
+        if self._draining:
+            return  # it stays in the journal as not started
         ticket = self._tickets[effect.action.id]
         ticket.attempt = effect.grant.attempt
         ticket.lease = None
-        ticket.stop_asked = False
+        ticket.stop_requested = False
         if effect.action.sandbox:
             self._node_by_sandbox[effect.action.sandbox] = effect.grant.node
-        self._begin_carrying(self._carry(ticket, effect.grant))
+        self._create_tracked_task(self._run_action(ticket, effect.grant))
 
     def _on_stop(self, effect: Stop) -> None:
         ticket = self._tickets[effect.action]
-        ticket.stop_asked = True
+        ticket.stop_requested = True
         if ticket.lease is not None:
             self._tasks.create_task(self._stop(ticket.lease))
-        elif ticket.starting is not None:
-            ticket.starting.cancel()
+        elif ticket.start_task is not None:
+            ticket.start_task.cancel()
 
     def _on_resize(self, effect: Resize) -> None:
         ticket = self._tickets[effect.action]
@@ -394,66 +421,62 @@ class Orchestrator:
             try:
                 ticket.lease.resize(reserved=effect.reserved, limit=effect.limit)
             except OSError:
-                return  # it is on its way out, and its end will be told
+                return  # it is ending; Finished follows
             self._send(Resized(action=effect.action, limit=effect.limit, attempt=ticket.attempt))
 
     def _on_wake_at(self, effect: WakeAt) -> None:
-        def ring() -> None:
-            self._alarms.discard(alarm)
-            self._tasks.create_task(self._tell(Tick()))
+        def fire() -> None:
+            self._timers.discard(timer)
+            self._tasks.create_task(self._send_async(Tick()))
 
-        alarm = asyncio.get_running_loop().call_later(max(0.0, effect.at - self.now()), ring)
-        self._alarms.add(alarm)
+        timer = asyncio.get_running_loop().call_later(max(0.0, effect.at - self.now()), fire)
+        self._timers.add(timer)
 
     def _on_settle(self, effect: Settle) -> None:
         ticket = self._tickets[effect.outcome.action]
-        ended = ticket.ended or Ended()
-        fault = None if ticket.error is None else fault_of(ticket.error)
-        self._settled(
-            ticket, Settled(outcome=effect.outcome, executed=ended.executed, answer=ended.answer, fault=fault)
+        ended = ticket.ended or LeaseResult()
+        fault = None if ticket.error is None else error_record_of(ticket.error)
+        self._settle_ticket(
+            ticket, SettledAction(outcome=effect.outcome, executed=ended.executed, answer=ended.answer, fault=fault)
         )
 
-    def _settled(self, ticket: Ticket, settled: Settled) -> None:
-        """Tell whoever asked: at once, unless something must be seen to before."""
-        if self._memory is not None or _ends_sandbox(ticket.work, settled):
-            self._begin_carrying(self._conclude(ticket, settled))
+    def _settle_ticket(self, ticket: ActionTicket, settled: SettledAction) -> None:
+        """Delivers the result: at once, unless the journal must store it or a sandbox must be removed before."""
+        if self._journal is not None or _ends_sandbox(ticket.work, settled):
+            self._create_tracked_task(self._finish_settling(ticket, settled))
         else:
-            self._tell_caller(ticket, settled)
+            self._resolve(ticket, settled)
 
-    async def _conclude(self, ticket: Ticket, settled: Settled) -> None:
+    async def _finish_settling(self, ticket: ActionTicket, settled: SettledAction) -> None:
         if _ends_sandbox(ticket.work, settled):
-            settled = await self._wind_up(ticket, settled)
-        if self._memory is not None:
-            settled = await self._memory.settled(ticket, settled)
-        self._tell_caller(ticket, settled)
+            settled = await self._remove_settled_sandbox(ticket, settled)
+        if self._journal is not None:
+            settled = await self._journal.record_settled(ticket, settled)
+        self._resolve(ticket, settled)
 
-    async def _wind_up(self, ticket: Ticket, settled: Settled) -> Settled:
-        """Nothing is left of a sandbox that could not be opened, or was closed. To close it is an action like others,
-        which may have got no turn: then it is ended without."""
+    async def _remove_settled_sandbox(self, ticket: ActionTicket, settled: SettledAction) -> SettledAction:
+        """Removes a sandbox that failed to open or was closed. A close is an action like others, so it may end without
+        having run; the sandbox is then ended directly."""
         sandbox = ticket.action.sandbox
         try:
             if settled.outcome.status is Status.SUCCEEDED:
-                self.release(sandbox)
+                self.release_memory(sandbox)
             else:
-                await self.discard(sandbox)
+                await self.remove_sandbox(sandbox)
         except (ManagerError, OSError) as error:
-            if error is self._broken:
+            if error is self._failure:
                 raise
             reason = f"sandbox {sandbox} could not be removed: {error}"
             outcome = msgspec.structs.replace(settled.outcome, status=Status.LOST, reason=reason)
             return msgspec.structs.replace(settled, outcome=outcome)
         return settled
 
-    def _tell_caller(self, ticket: Ticket, settled: Settled) -> None:
+    def _resolve(self, ticket: ActionTicket, settled: SettledAction) -> None:
         if self._tickets.pop(ticket.action.id, None) is None:
-            return  # all was broken meanwhile, and it has been told that
+            return  # the orchestrator failed meanwhile, and its future is done
         if self._opening_by_sandbox.get(ticket.action.sandbox) is ticket:
             del self._opening_by_sandbox[ticket.action.sandbox]
-        if ticket.error is not None:
-            ticket.settled.set_exception(ticket.error)
-            ticket.settled.exception()  # whoever asked may have gone
-        else:
-            ticket.settled.set_result(settled)
+        ticket.resolve(settled)
         if not ticket.started.done():
             ticket.started.set_result(None)
         if not self._tickets:
@@ -466,124 +489,109 @@ class Orchestrator:
 
     def _on_restore(self, effect: Restore) -> None:
         for executor in self._executors.values():
-            if isinstance(executor, Restoring):
+            if isinstance(executor, ServiceRestorer):
                 self._tasks.create_task(self._restore(executor, effect))
                 return
-        raise InvariantError(f"service {effect.service} is to be restored, and no executor here has devices")
+        raise InvariantError(f"service {effect.service} must be restored, but no executor has devices")
 
-    async def _restore(self, executor: Restoring, effect: Restore) -> None:
-        """Ahead of an action, which will hear of it if it cannot be loaded."""
+    async def _restore(self, executor: ServiceRestorer, effect: Restore) -> None:
+        """Loads a service ahead of its next action, whose start reports the error if loading fails."""
         with contextlib.suppress(ManagerError):
             await executor.restore(effect.service, effect.devices)
 
-    # ---- carrying out ----
+    # ---- execution ----
 
-    def _begin_carrying(self, doing: Coroutine[Any, Any, None]) -> None:
-        self._carried += 1
-        self._all_carried.clear()
-        self._tasks.create_task(self._carry_out(doing))
+    def _create_tracked_task(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs `work` as a task that `drain` waits for."""
 
-    async def _carry_out(self, doing: Coroutine[Any, Any, None]) -> None:
-        try:
-            await doing
-        except BaseException as error:
-            # Cancelled from outside, as by a second Ctrl-C, or a bug: nothing would settle the action any more.
-            self._break(error if isinstance(error, Exception) else ManagerError("the orchestrator was interrupted"))
-            raise
-        finally:
-            self._carried -= 1
-            if not self._carried:
-                self._all_carried.set()
+        async def run() -> None:
+            try:
+                await work
+            except BaseException as error:
+                # Cancelled from outside, as by a second Ctrl-C, or a bug: the action could not settle any more.
+                failure = error if isinstance(error, Exception) else ManagerError("the orchestrator was interrupted")
+                self._fail_all(failure)
+                raise
+            finally:
+                self._tracked_count -= 1
+                if not self._tracked_count:
+                    self._all_tracked_done.set()
 
-    async def _carry(self, ticket: Ticket, grant: Grant) -> None:
+        self._tracked_count += 1
+        self._all_tracked_done.clear()
+        self._tasks.create_task(run())
+
+    async def _run_action(self, ticket: ActionTicket, grant: Grant) -> None:
+        """One attempt: starts the lease, waits for its end, and reports both to the scheduler."""
         action = ticket.action.id
-        if self._memory is not None:
-            await self._memory.starting(ticket)
+        if self._journal is not None:
+            await self._journal.record_start(ticket)
         try:
             executor = self._executors.get(type(ticket.work))
             if executor is None:
                 lease = await self._managers[grant.node].start(ticket.action, grant, ticket.work, ticket.output)
             else:
-                lease = await self._begin(executor, ticket, grant)
-        except (InvalidInput, AdmissionRefused) as error:
-            ticket.error = error
-            self._send(StartFailed(action=action, reason=str(error), retry=False, attempt=grant.attempt))
-            return
-        except ShortOfMemory as short:
-            self._send(
-                StartFailed(
-                    action=action, reason=str(short), attempt=grant.attempt, sandbox=short.sandbox,
-                    memory=short.memory_mib,
-                )
-            )  # fmt: skip
-            return
-        except (ManagerError, OSError) as error:
-            retry = error.retry if isinstance(error, ManagerError) else True
-            self._send(StartFailed(action=action, reason=str(error), retry=retry, attempt=grant.attempt))
-            return
+                lease = await self._start_cancellable(executor, ticket, grant)
         except Exception as error:
-            self._send(StartFailed(action=action, reason=_bug(action, error), retry=False, attempt=grant.attempt))
+            self._send(_start_failure(ticket, grant, error))
             return
         ticket.lease = lease
         self._send(Started(action=action, attempt=grant.attempt))
         if not ticket.started.done():
             ticket.started.set_result(None)
-        if ticket.stop_asked:
+        if ticket.stop_requested:
             self._tasks.create_task(self._stop(lease))
-        self._look_later(ticket, LOOK_FIRST_S)
+        self._measure_later(ticket, MEASURE_FIRST_S)
         try:
             ended = await lease.wait()
-        except (InvalidInput, AdmissionRefused) as error:
-            ticket.error = error
-            ended = Ended(lost=str(error))
-        except (ManagerError, OSError) as error:
-            ended = Ended(lost=f"{type(error).__name__}: {error}")
         except Exception as error:
-            ended = Ended(lost=_bug(action, error))
-        if ticket.look is not None:
-            ticket.look.cancel()
-            ticket.look = None
+            ended = _lost_result(ticket, error)
+        if ticket.measure_timer is not None:
+            ticket.measure_timer.cancel()
+            ticket.measure_timer = None
         ticket.ended = ended
         self._send(Finished(action=action, usage=ended.usage or NO_USAGE, lost=ended.lost, attempt=grant.attempt))
 
-    async def _begin(self, executor: Executor, ticket: Ticket, grant: Grant) -> Lease:
-        """To import a function or to load a model may take long. Who is stopped meanwhile is not kept waiting: a start
-        that is cancelled leaves nothing behind."""
+    async def _start_cancellable(self, executor: Executor, ticket: ActionTicket, grant: Grant) -> Lease:
+        """Starts work that may take long, such as an import or a model load, so that `_on_stop` can cancel it. A
+        cancelled start leaves nothing behind."""
         start = executor.start(ticket.action, grant, ticket.work, ticket.output)
-        starting = ticket.starting = asyncio.ensure_future(start)
+        starting = ticket.start_task = asyncio.ensure_future(start)
         try:
             return await starting
         except asyncio.CancelledError:
-            if not ticket.stop_asked:
+            if not ticket.stop_requested:
                 raise
-            raise ManagerError("it was stopped while it started", retry=False) from None
+            raise ManagerError("it was stopped during its start", retry=False) from None
         finally:
-            ticket.starting = None
+            ticket.start_task = None
 
-    def _look_later(self, ticket: Ticket, after_s: float) -> None:
-        """Measure what an action uses whose CPU nobody declared: what it does not use is another one's."""
+    def _measure_later(self, ticket: ActionTicket, after_s: float) -> None:
+        """Schedules a measurement of CPU use unless it was declared: unused CPU is free for others."""
         cpu = ticket.action.demand.pools.get(CPU)
         if cpu is not None and not cpu.declared:
-            ticket.look = asyncio.get_running_loop().call_later(after_s, self._look, ticket, after_s)
+            ticket.measure_timer = asyncio.get_running_loop().call_later(after_s, self._measure, ticket, after_s)
 
-    def _look(self, ticket: Ticket, after_s: float) -> None:
+    def _measure(self, ticket: ActionTicket, after_s: float) -> None:
         assert ticket.lease is not None
         with contextlib.suppress(ManagerError, OSError):
-            cpu_s = ticket.lease.used()
+            cpu_s = ticket.lease.cpu_seconds()
             if cpu_s is not None:
-                self._look_later(ticket, min(2.0 * after_s, LOOK_MAX_S))
-                self._tasks.create_task(self._tell(Used(action=ticket.action.id, cpu_s=cpu_s, attempt=ticket.attempt)))
+                self._measure_later(ticket, min(2.0 * after_s, MEASURE_S_MAX))
+                self._tasks.create_task(
+                    self._send_async(Used(action=ticket.action.id, cpu_s=cpu_s, attempt=ticket.attempt))
+                )
 
-    async def _tell(self, event: Event) -> None:
+    async def _send_async(self, event: Event) -> None:
         self._send(event)
 
     async def _stop(self, lease: Lease) -> None:
-        """What goes wrong here shows in the end of the lease."""
+        """Errors show in the end of the lease."""
         with contextlib.suppress(ManagerError, OSError):
             await lease.stop()
 
 
-_EFFECTS: dict[type, Callable[[Orchestrator, Any], None]] = {
+_EFFECT_HANDLERS: dict[type, Callable[[Orchestrator, Any], None]] = {
     Start: Orchestrator._on_start,
     Stop: Orchestrator._on_stop,
     Resize: Orchestrator._on_resize,
@@ -594,37 +602,49 @@ _EFFECTS: dict[type, Callable[[Orchestrator, Any], None]] = {
 }
 
 
-def _ends_sandbox(work: Work, settled: Settled) -> bool:
+def _ends_sandbox(work: Work, settled: SettledAction) -> bool:
     if isinstance(work, Open):
         return settled.outcome.status is not Status.SUCCEEDED
     return isinstance(work, Close)
 
 
-def _bug(action: str, error: Exception) -> str:
-    """What somebody sent may have found it; others must not pay for that."""
+def _start_failure(ticket: ActionTicket, grant: Grant, error: Exception) -> StartFailed:
+    """Converts an exception of `start` to an event."""
+    reason, retry, sandbox, memory_mib = str(error), False, "", 0
+    if isinstance(error, InvalidInput | AdmissionRefused):
+        ticket.error = error
+    elif isinstance(error, InsufficientMemory):
+        retry, sandbox, memory_mib = True, error.sandbox, error.memory_mib
+    elif isinstance(error, ManagerError):
+        retry = error.retry
+    elif isinstance(error, OSError):
+        retry = True
+    else:
+        reason = _log_bug(ticket.action.id, error)
+    return StartFailed(
+        action=ticket.action.id, reason=reason, retry=retry, attempt=grant.attempt, sandbox=sandbox, memory=memory_mib
+    )
+
+
+def _lost_result(ticket: ActionTicket, error: Exception) -> LeaseResult:
+    """Converts an exception of `wait` to a result."""
+    if isinstance(error, InvalidInput | AdmissionRefused):
+        ticket.error = error
+        return LeaseResult(lost=str(error))
+    if isinstance(error, ManagerError | OSError):
+        return LeaseResult(lost=f"{type(error).__name__}: {error}")
+    return LeaseResult(lost=_log_bug(ticket.action.id, error))
+
+
+def _log_bug(action: str, error: Exception) -> str:
+    """Logs the bug and returns a reason. A request may trigger a bug; other requests must not fail because of it."""
     log.error("a bug in a manager action=%s", action, exc_info=error)
-    return f"a bug in Tangram, which its log tells more of: {type(error).__name__}"
+    return f"a bug in Tangram, see its log: {type(error).__name__}"
 
 
 async def _raise(error: Exception) -> None:
     raise error
 
 
-async def _done(future: asyncio.Future[Any]) -> None:
+async def _wait_done(future: asyncio.Future[Any]) -> None:
     await asyncio.wait({future})
-
-
-async def undisturbed(doing: Any) -> None:
-    """To its end, however often the caller is cancelled meanwhile; the first cancellation is raised afterwards."""
-    task = asyncio.ensure_future(doing)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as error:
-            if task.done():
-                break
-            cancelled = cancelled or error
-    task.result()
-    if cancelled is not None:
-        raise cancelled

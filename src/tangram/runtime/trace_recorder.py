@@ -15,90 +15,94 @@ from tangram.core.limits import Limits
 from tangram.core.messages import Concluded, Effect, Event, Pool, Settle
 from tangram.core.trace import EVENTS, Header, Line, Recorder, read
 from tangram.errors import InvalidConfig, InvalidTrace
-from tangram.files.atomic_file import whole_file
+from tangram.files.atomic_file import atomic_write
 
 Observer = Callable[[float, Event, list[Effect]], None]
 
 SECONDS_MAX = 1e10
-"""Of any time in a trace, Unix time included: far beyond, seconds and their fractions no longer fit one number."""
+"""Largest time in a trace, Unix time included: beyond it, a float has no precision for fractions of seconds."""
 SECONDS_MIN_ROUNDED = -1e-6
-"""A difference of two times may come out below zero by rounding."""
+"""A difference of two times may be slightly negative by rounding."""
 
 
 @contextmanager
-def recording(
+def record_trace(
     path: str | Path, *, policy: str, pools: tuple[Pool, ...], limits: Limits, note: str = ""
 ) -> Iterator[Observer | None]:
-    """Gives an observer that writes every event and its effects to the file, or None if there is no path."""
+    """Yields an observer that writes every event and its effects to the file, or None without a path."""
     if not path:
         yield None
         return
     recorder = Recorder()
-    with whole_file("record", path) as file:
+    with atomic_write("record", path) as file:
         file.write(recorder.header(Header(policy=policy, pools=pools, limits=limits, note=note)))
         yield lambda now, event, effects: (file.write(recorder.lines(now, event, effects)), None)[1]
 
 
 @contextmanager
-def opened(path: str | Path) -> Iterator[tuple[Header, Iterator[Line]]]:
+def open_trace(path: str | Path) -> Iterator[tuple[Header, Iterator[Line]]]:
     """The header and the lines of a recorded trace, each checked when it is read."""
     try:
         with Path(path).open("rb") as file:
-            check = _Check(str(path))
-            header, lines = read(check.counted(file), str(path))
-            check.pools(header.pools)
-            yield header, check.lines(lines)
+            check = _TraceChecker(str(path))
+            header, lines = read(check.count_lines(file), str(path))
+            check.check_pools(header.pools)
+            yield header, check.check_lines(lines)
     except OSError as error:
         raise InvalidConfig("trace", str(path), f"a file that can be read ({error.strerror})") from error
 
 
-class _Check:
-    """What must hold from line to line: numbers without a gap, effects after their event, time that never goes back."""
+class _TraceChecker:
+    """Invariants from line to line: consecutive numbers, effects after their event, times that never decrease."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._line = 0
-        self._event = 0
+        self._event_seq = 0
         """The seq of the last event."""
 
-    def counted(self, texts: Iterable[bytes]) -> Iterator[bytes]:
+    def count_lines(self, texts: Iterable[bytes]) -> Iterator[bytes]:
         for self._line, text in enumerate(texts, start=1):
             yield text
 
-    def pools(self, pools: tuple[Pool, ...]) -> None:
+    def check_pools(self, pools: tuple[Pool, ...]) -> None:
         names = [pool.name for pool in pools]
         for name in names:
             if names.count(name) > 1:
-                raise self._wrong("pools", name, "every pool once")
+                raise self._error("pools", name, "every pool once")
 
-    def lines(self, lines: Iterable[Line]) -> Iterator[Line]:
+    def check_lines(self, lines: Iterable[Line]) -> Iterator[Line]:
         since = 0.0
         for number, line in enumerate(lines, start=1):
             if not since <= line.t <= SECONDS_MAX:
-                raise self._wrong(
+                raise self._error(
                     "t", line.t, f"seconds from {since:g}, the time of the line before, to {SECONDS_MAX:g}"
                 )
             since = line.t
             if line.seq != number:
-                raise self._wrong("seq", line.seq, f"{number}: the lines are numbered 1, 2, 3 ... without a gap")
-            self._cause(line)
+                raise self._error("seq", line.seq, f"{number}: the lines are numbered 1, 2, 3 ... without a gap")
+            self._check_cause(line)
             if isinstance(line.message, Settle | Concluded):
-                self._times(line.message.outcome)
+                self._check_times(line.message.outcome)
             yield line
 
-    def _cause(self, line: Line) -> None:
+    def _check_cause(self, line: Line) -> None:
         if isinstance(line.message, EVENTS):
-            self._event = line.seq
-        if line.cause != self._event or not self._event:
-            told = f"{self._event}, the seq of the event that it answers" if self._event else "an event before effects"
-            raise self._wrong("cause", line.cause, told)
+            self._event_seq = line.seq
+        if line.cause != self._event_seq or not self._event_seq:
+            expected = (
+                f"{self._event_seq}, the seq of the event that it answers"
+                if self._event_seq
+                else "an event before effects"
+            )
+            raise self._error("cause", line.cause, expected)
 
-    def _times(self, outcome: Outcome) -> None:
+    def _check_times(self, outcome: Outcome) -> None:
         for record in (outcome, outcome.usage):
             for field in record.__struct_fields__:
                 value = getattr(record, field)
                 if field.endswith("_s") and not SECONDS_MIN_ROUNDED <= value <= SECONDS_MAX:
-                    raise self._wrong(f"outcome {field}", value, f"seconds from 0 to {SECONDS_MAX:g}")
+                    raise self._error(f"outcome {field}", value, f"seconds from 0 to {SECONDS_MAX:g}")
 
-    def _wrong(self, field: str, value: object, expected: str) -> InvalidTrace:
+    def _error(self, field: str, value: object, expected: str) -> InvalidTrace:
         return InvalidTrace(f"{self._name}:{self._line} {field}", value, expected)

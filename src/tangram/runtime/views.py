@@ -1,11 +1,8 @@
-"""The view: what the service shows of itself, to the dashboard, to `tangram status` and to scripts.
+"""Views: the state of the service for the dashboard, `tangram status` and scripts.
 
-Owns the records. Whoever makes them reads the scheduler and changes nothing; whoever shows them asks nothing else.
-Times ending in `_s` are seconds since the service began, as in its trace, unless they are lengths; `at` is the
-calendar's.
-
-What belongs to other runs than that of the caller comes without names: who may not see a run sees that somebody holds
-units, not who.
+Records only. Times ending in `_s` are seconds since the service started, as in its trace, unless they are durations;
+`at` is Unix time. Names that belong to other runs than the caller's are hidden: a run sees that units are held, not by
+which run.
 """
 
 from __future__ import annotations
@@ -13,37 +10,37 @@ from __future__ import annotations
 import msgspec
 
 WAITING_SHOWN_MAX = 200
-"""Of the queue, from its front: more is not read by anybody, and each costs an explanation."""
+"""Waiting actions shown, from the front of the queue: each costs an explanation."""
 RUNNING_SHOWN_MAX = 500
 SANDBOXES_SHOWN_MAX = 500
 TIMELINE_ROWS_MAX = 20_000
-"""Actions that have settled and are still remembered for the timeline, over all runs."""
+"""Settled actions kept for the timeline, over all runs."""
 BUCKET_S = 5.0
 BUCKETS_MAX = 720
 """An hour of history."""
 
-HIDDEN = "another run"
-"""In place of the names of what the caller may not see."""
+HIDDEN_NAME = "another run"
+"""Replaces names that the caller may not see."""
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a pool: a NUMA node with its cores, or one device."""
+class PoolPart(msgspec.Struct, frozen=True, kw_only=True):
+    """Part of a pool: a NUMA node with its cores, or one device."""
 
     index: int
     total: int
     held: int
     service: str = ""
-    """Of a device: the model that is loaded on it."""
+    """The model that is loaded on the device."""
 
 
-class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """Who holds units of a pool: an action, or of memory a sandbox."""
+class PoolHolder(msgspec.Struct, frozen=True, kw_only=True):
+    """A holder of units: an action, or, of memory, a sandbox."""
 
     id: str
     run: str
     units: int
     parts: tuple[int, ...] = ()
-    """The indexes of NUMA nodes or devices."""
+    """Indexes of NUMA nodes or devices."""
 
 
 class PoolView(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,36 +48,36 @@ class PoolView(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     node: str
     unit: str
-    """What it counts in: `milli-cores`, `MiB`, `devices`, `requests`, `tokens`, or `units`."""
+    """`milli-cores`, `MiB`, `devices`, `requests`, `tokens`, or `units`."""
     total: int
     held: int
     spent: int
-    """Of a quota: used up, and coming back with time."""
+    """Units of a quota that were used and return with time."""
     free: int
     waiting: int
-    """Actions in the queue that it is too short for, or that stand behind such."""
+    """Queued actions that wait for this pool."""
     window_s: float | None = None
-    """Of a quota: the stretch of time that its total is for."""
-    parts: tuple[Part, ...] = ()
-    holders: tuple[Holder, ...] = ()
+    """Window of a quota, to which its total applies."""
+    parts: tuple[PoolPart, ...] = ()
+    holders: tuple[PoolHolder, ...] = ()
     """The largest first; at most 200."""
 
 
-class Spending(msgspec.Struct, frozen=True, kw_only=True):
+class TimeBreakdown(msgspec.Struct, frozen=True, kw_only=True):
     """Where the time of trajectories went. `waiting_s` + `execution_s` + `overhead_s` + `thinking_s` = `total_s`."""
 
     total_s: float = 0.0
-    """From the first submission of each trajectory to its last end, added up."""
+    """From the first submission of each trajectory to its last end, summed."""
     waiting_s: dict[str, float] = {}
-    """By the kind of pool that was short; `start` is waiting for the manager to start what was granted."""
+    """By kind of pool that was short; `start` is waiting for a manager to start a granted action."""
     execution_s: float = 0.0
     overhead_s: float = 0.0
     thinking_s: float = 0.0
-    """No action of the trajectory was under way: the model wrote, or nobody did."""
+    """No action of the trajectory was under way, mostly because the model was generating."""
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Of action completion times, in seconds."""
+    """Action completion times in seconds."""
 
     count: int = 0
     mean_s: float = 0.0
@@ -93,22 +90,22 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     weight: float
     share: float
-    """Of the pool of which it holds the largest part: that part, from 0 to 1."""
+    """Its largest share of any kind of pool, from 0 to 1."""
     waiting: int
     running: int
     sandboxes: int
     settled: dict[str, int]
-    """By status, since the service began."""
+    """By status, since the service started."""
     act: Percentiles
-    """Of what settled within the hour."""
-    spending: Spending
+    """Actions that settled within the hour."""
+    spending: TimeBreakdown
 
 
 class ClassView(msgspec.Struct, frozen=True, kw_only=True):
     """Actions that behave alike, within the hour."""
 
     name: str
-    """`task/kind/key`, without what is empty."""
+    """`task/kind/key`, without empty parts."""
     act: Percentiles
     waiting_s: float
     execution_s: float
@@ -121,7 +118,7 @@ class WaitingView(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     trajectory: str
     name: str
-    """Of its class."""
+    """Name of its class."""
     since_s: float
     reason: str
     """Why it waits, in a sentence."""
@@ -149,15 +146,15 @@ class SandboxView(msgspec.Struct, frozen=True, kw_only=True):
     memory_mib: int
     opened_s: float
     active: int
-    """Actions that run in it. 0: it is frozen."""
+    """Actions running in it; 0: it is frozen."""
     actions: int
-    """That it has had."""
+    """All its actions so far."""
     last_used_s: float
     function: str = ""
-    """Given: it is an instance of this function, and its actions are calls."""
+    """Set if it is an instance of this function; its actions are calls."""
 
 
-class Bucket(msgspec.Struct, frozen=True, kw_only=True):
+class HistoryBucket(msgspec.Struct, frozen=True, kw_only=True):
     """BUCKET_S of history."""
 
     from_s: float
@@ -168,12 +165,12 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
     waiting_s: float
     execution_s: float
     overhead_s: float
-    """Sums over what ended."""
+    """Sums over settled actions."""
     waiting: int
     running: int
-    """Actions, at its end."""
+    """Actions at its end."""
     busy: dict[str, float]
-    """By pool: the mean part that was held or spent, from 0 to 1."""
+    """By pool: mean fraction held or spent, from 0 to 1."""
 
 
 class ServiceView(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,14 +178,14 @@ class ServiceView(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     """`up` or `draining`."""
     began_at: float
-    """Seconds since 1970."""
+    """Unix time."""
     instance: str
-    """Another one after every start: who kept numbers or rows of the one before drops them."""
+    """Changes with every start: numbers and rows of an earlier instance are void."""
     policy: str
     durability: str
     """`process`, `power`, or `none`."""
     recovered: str
-    """What the last start found, in a sentence; empty: nothing."""
+    """What the last start recovered, in a sentence; empty: nothing."""
     draining: tuple[str, ...] = ()
     """Nodes that take no new sandbox."""
 
@@ -196,7 +193,7 @@ class ServiceView(msgspec.Struct, frozen=True, kw_only=True):
 class View(msgspec.Struct, frozen=True, kw_only=True):
     now_s: float
     at: float
-    """Seconds since 1970."""
+    """Unix time."""
     service: ServiceView
     pools: tuple[PoolView, ...]
     runs: tuple[RunView, ...]
@@ -208,24 +205,24 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     running_total: int
     sandboxes: tuple[SandboxView, ...]
     sandboxes_total: int
-    history: tuple[Bucket, ...]
-    """The oldest first."""
+    history: tuple[HistoryBucket, ...]
+    """Oldest first."""
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
-    """An action that has settled, for the timeline. An array in JSON, since there are thousands."""
+class TimelineRow(msgspec.Struct, frozen=True, array_like=True):
+    """A settled action, for the timeline. An array in JSON, since there are thousands."""
 
     seq: int
-    """Rises by one with every action that settles."""
+    """Increases by one with every settled action."""
     id: str
     run: str
     trajectory: str
     name: str
-    """Of its class."""
+    """Name of its class."""
     status: str
     submitted_s: float
     granted_s: float
-    """Equal to `ended_s` if it never got in."""
+    """Equal to `ended_s` if it was never granted."""
     ended_s: float
     waiting_s: float
     execution_s: float
@@ -235,15 +232,15 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     node: str
 
 
-class Timeline(msgspec.Struct, frozen=True, kw_only=True):
+class TimelineView(msgspec.Struct, frozen=True, kw_only=True):
     instance: str
     """As in ServiceView."""
-    rows: tuple[Row, ...]
-    """Those after what was asked for, the oldest first."""
+    rows: tuple[TimelineRow, ...]
+    """Rows after the requested number, oldest first."""
     last: int
-    """The `seq` to ask from next."""
+    """The `seq` to request from next."""
     forgotten: int
-    """Rows after what was asked for that are no longer remembered."""
+    """Rows after the requested number that were forgotten."""
 
 
 class StoryLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -256,7 +253,7 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     name: str
     status: str
-    """A state while it is live, then how it ended."""
+    """The state of a live action, or the status of a settled one."""
     explanation: str
-    """Why it waits or where it runs, in a sentence; of one that has settled the reason of its end."""
+    """Why it waits or where it runs, in a sentence; of a settled action, the reason of its end."""
     lines: tuple[StoryLine, ...]

@@ -1,7 +1,7 @@
-"""The wire: what goes over HTTP in both directions, as records.
+"""Records of the HTTP API: requests and responses as JSON, with bytes as base64.
 
-Owns their shape; JSON, with bytes as base64. An id, a sandbox and an image are named as their run names them: no other
-run can say them. What a request may hold is checked where it is decoded, so that a record which exists is well formed.
+Ids, sandboxes and images have the names that their run gave them; no other run can refer to them. Limits are checked
+while decoding, so a record that exists is well-formed.
 """
 
 from __future__ import annotations
@@ -17,51 +17,55 @@ from tangram.errors import InvalidAction
 from tangram.managers.functions.work import Call, Post
 from tangram.managers.models.work import Infer
 from tangram.managers.quotas.manager import Quota
-from tangram.managers.work import Close, Commit, Entry, Exec, Executed, Hold, Open, SandboxSpec
-from tangram.runtime.error_records import Fault
-from tangram.runtime.orchestrator import Settled
+from tangram.managers.work import Close, Commit, Exec, ExecResult, FileEntry, HoldGrant, Open, SandboxSpec
+from tangram.runtime.error_records import ErrorRecord
+from tangram.runtime.orchestrator import SettledAction
 
 NAME_LENGTH_MAX = 100
-"""Of an id, a sandbox or an image: in the service each stands behind the name of its run."""
+"""Length of an id or of the name of a sandbox or an image: the service prefixes each with the name of its run."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 RUN = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 WAIT_S_MAX = 60.0
-"""Of a long poll: what sits between may cut off longer ones."""
+"""Longest wait of a long poll: proxies may cut off longer ones."""
 WAIT_S = 20.0
 
-NAME_WORDS = f"1 to {NAME_LENGTH_MAX} letters, digits, '.', '_' or '-', the first no '.' or '-'"
-MAYBE_NAME_WORDS = f"nothing, or {NAME_WORDS}"
-WORDS_BY_PATTERN = {f"^{NAME.pattern}$": NAME_WORDS, f"^({NAME.pattern})?$": MAYBE_NAME_WORDS}
+NAME_DESCRIPTION = f"1 to {NAME_LENGTH_MAX} letters, digits, '.', '_' or '-', the first no '.' or '-'"
+OPTIONAL_NAME_DESCRIPTION = f"nothing, or {NAME_DESCRIPTION}"
+DESCRIPTION_BY_PATTERN = {f"^{NAME.pattern}$": NAME_DESCRIPTION, f"^({NAME.pattern})?$": OPTIONAL_NAME_DESCRIPTION}
 
-Name = Annotated[str, msgspec.Meta(pattern=f"^{NAME.pattern}$", max_length=NAME_LENGTH_MAX, description=NAME_WORDS)]
-MaybeName = Annotated[
-    str, msgspec.Meta(pattern=f"^({NAME.pattern})?$", max_length=NAME_LENGTH_MAX, description=MAYBE_NAME_WORDS)
+Name = Annotated[
+    str, msgspec.Meta(pattern=f"^{NAME.pattern}$", max_length=NAME_LENGTH_MAX, description=NAME_DESCRIPTION)
+]
+OptionalName = Annotated[
+    str,
+    msgspec.Meta(pattern=f"^({NAME.pattern})?$", max_length=NAME_LENGTH_MAX, description=OPTIONAL_NAME_DESCRIPTION),
 ]
 Text = Annotated[str, msgspec.Meta(max_length=200)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
-AnyWork = Open | Close | Exec | Commit | Hold | Call | Post | Infer
-"""What can be asked for. Sandboxes are made ahead by the service alone."""
+AnyWork = Open | Close | Exec | Commit | HoldGrant | Call | Post | Infer
+"""Work that can be requested. Only the service itself prepares sandboxes."""
 
 
 # ---- actions ----------------------------------------------------------------------------------------------------
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """An action with its work. The same id with the same content is the same action, however often it is sent."""
+    """An action with its work. The id is an idempotency key: the same id with the same content is the same action,
+    however often it is sent."""
 
     id: Name
     work: AnyWork
     demand: Demand | None = None
-    """None: what such work usually needs; of a program, what is learned."""
+    """None: the usual demand of such work; for a program, the learned one."""
     run: Text = ""
-    """Empty: that of the token. Whoever may act for all runs says which one."""
+    """Empty: the run of the token. A token for all runs must name one."""
     task: Text = ""
     trajectory: Text = ""
-    """Whose time it is; its sandbox, if it is not said."""
-    sandbox: MaybeName = ""
+    """Trajectory to which its time is charged; by default its sandbox."""
+    sandbox: OptionalName = ""
     kind: Text = ""
-    """Empty: that of its work. `server`: a program that stays up."""
+    """Empty: the kind of its work. `server`: a program that stays up."""
     key: Text = ""
     service: Text = ""
     duration_s: Seconds | None = None
@@ -71,58 +75,58 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     idempotent: bool = False
     at_once: bool = True
     follow: bool = False
-    """Keep what it writes for whoever asks for its output while it runs."""
+    """Buffers output, so that it can be followed while the action runs."""
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SettledReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How an action settled."""
 
     outcome: Outcome
-    executed: Executed | None = None
+    executed: ExecResult | None = None
     answer: bytes = b""
-    fault: Fault | None = None
+    fault: ErrorRecord | None = None
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Of an action."""
+class ActionReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """State of an action."""
 
     id: str
     state: str
     """`queued`, `starting`, `running`, `stopping` or `settled`."""
-    settled: Ended | None = None
+    settled: SettledReply | None = None
 
 
-class LetGo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The caller is done with the quota that it holds."""
+class QuotaRelease(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Releases the quota that an action holds."""
 
     spent: dict[str, Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]] | None = None
-    """What was really used of what was granted by estimate."""
+    """Actual use of units that were granted by estimate."""
 
 
-class Heard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an API answered to whoever holds its quota."""
+class UpstreamResponse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The response of an API to the holder of its quota."""
 
     status: Annotated[int, msgspec.Meta(ge=100, le=599)]
     headers: dict[str, str] = {}
     action: Name
 
 
-class Acknowledged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Results that have arrived: they need not be kept any longer."""
+class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Acknowledges results: the service may delete them."""
 
     actions: Annotated[list[Name], msgspec.Meta(max_length=10_000)]
 
 
-class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A line of an output that is followed."""
+class OutputChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A line of followed output."""
 
     offset: int
-    """Bytes of both streams before it, in the order in which they came."""
+    """Bytes of both streams before this chunk, in the order in which they were written."""
     stream: Literal["stdout", "stderr", ""] = ""
-    """Empty: nothing more comes."""
+    """Empty at the end of the output."""
     data: bytes = b""
     skipped: int = 0
-    """Bytes before it that were not kept, because nobody read them in time."""
+    """Bytes before this chunk that were dropped because they were not read in time."""
 
 
 # ---- everything else --------------------------------------------------------------------------------------------
@@ -134,23 +138,23 @@ class SandboxReply(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     spec: SandboxSpec
     function: str = ""
-    """Given: it is an instance of this function, which the service has opened."""
+    """Set if the sandbox is an instance of this function, opened by the service."""
 
 
-class Sandboxes(msgspec.Struct, frozen=True, kw_only=True):
+class SandboxesReply(msgspec.Struct, frozen=True, kw_only=True):
     sandboxes: list[SandboxReply]
 
 
-class Entries(msgspec.Struct, frozen=True, kw_only=True):
-    entries: list[Entry]
+class DirectoryReply(msgspec.Struct, frozen=True, kw_only=True):
+    entries: list[FileEntry]
 
 
 class ImageReply(msgspec.Struct, frozen=True, kw_only=True):
     name: str
-    """Empty: there is none."""
+    """Empty if there is none."""
 
 
-class Remember(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ImageKeyRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: Name
 
 
@@ -160,37 +164,37 @@ class ServiceReply(msgspec.Struct, frozen=True, kw_only=True):
     call_s_max: float
 
 
-class Services(msgspec.Struct, frozen=True, kw_only=True):
+class ServicesReply(msgspec.Struct, frozen=True, kw_only=True):
     services: list[ServiceReply]
 
 
-class Quotas(msgspec.Struct, frozen=True, kw_only=True):
+class QuotasReply(msgspec.Struct, frozen=True, kw_only=True):
     quotas: list[Quota]
 
 
 class Caps(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What a run may have; None: what the config says."""
+    """Limits of a run; None: the default of the config."""
 
     sandboxes_max: Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)] | None = None
-    """Open at once, those included in which its functions are being called."""
+    """Sandboxes open at once, including those of functions."""
     waiting_max: Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)] | None = None
-    """Actions under way, waiting or running."""
+    """Actions that are waiting or running."""
     running_max: Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)] | None = None
-    """Actions that run at once; others wait."""
+    """Actions running at once; others wait."""
     requests_per_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
     network: bool | None = None
-    """Whether its sandboxes may have the network of the machine."""
+    """Whether its sandboxes may use the network of the machine."""
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A run to be made or changed."""
+    """A run to create or change."""
 
     weight: Annotated[float, msgspec.Meta(gt=0, lt=1e9)] = 1.0
     caps: Caps = Caps()
 
 
 class WeightRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a run gets of what several want, against 1.0 of the others."""
+    """Weight in fair share; the default is 1.0."""
 
     weight: Annotated[float, msgspec.Meta(gt=0, lt=1e9)]
 
@@ -202,9 +206,9 @@ class RunReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     made_at: float
     """Seconds since 1970."""
     token: str = ""
-    """Told once, when it is made: only a hash of it is kept."""
+    """Returned once, at creation: only a hash of it is stored."""
     ending: bool = False
-    """It was revoked, and something of it may be left: to revoke it again is to try again."""
+    """The run was revoked, but some of its objects may be left; revoke it again to retry."""
 
 
 class RunsReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,7 +216,7 @@ class RunsReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A pool of another size."""
+    """Sets the size of a pool."""
 
     total: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
@@ -221,31 +225,31 @@ class NodeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     state: Literal["up", "draining"]
 
 
-class About(msgspec.Struct, frozen=True, kw_only=True):
-    """Who answers, and whom it takes the caller for."""
+class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The service, and the identity that it gives the caller."""
 
     version: str
     instance: str
     run: str
-    """That of the token; empty: the caller may act for all."""
+    """The run of the token; empty: the caller may act for all runs."""
     admin: bool
     node: str
     backend: str
     isolates: bool
 
 
-class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """Every answer that is none."""
+class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """Every error response."""
 
-    error: Fault
+    error: ErrorRecord
 
 
-def settled_of(ended: Ended) -> Settled:
-    return Settled(outcome=ended.outcome, executed=ended.executed, answer=ended.answer, fault=ended.fault)
+def settled_action_of(ended: SettledReply) -> SettledAction:
+    return SettledAction(outcome=ended.outcome, executed=ended.executed, answer=ended.answer, fault=ended.fault)
 
 
 def submission_of(action: Action, work: AnyWork, *, follow: bool) -> Submission:
-    """As a client sends it."""
+    """A submission as a client sends it."""
     return Submission(
         id=action.id, work=work, demand=action.demand, run="" if action.run == "default" else action.run,
         task=action.task, trajectory=action.trajectory, sandbox=action.sandbox, kind=action.kind, key=action.key,
@@ -256,5 +260,5 @@ def submission_of(action: Action, work: AnyWork, *, follow: bool) -> Submission:
 
 def require_name(field: str, name: str) -> str:
     if len(name) > NAME_LENGTH_MAX or not NAME.fullmatch(name):
-        raise InvalidAction(field, name, NAME_WORDS)
+        raise InvalidAction(field, name, NAME_DESCRIPTION)
     return name

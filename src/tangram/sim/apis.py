@@ -1,7 +1,7 @@
-"""Outside APIs in the simulator: they count for themselves and answer excess with a 429.
+"""External APIs in the simulator: they enforce their quotas and answer excess with a 429.
 
-Owns the truth of every quota, independent of what the scheduler believes. Never asks the scheduler anything: what a
-request counts as is what its Step says. Promises that a request which is refused by one limit counts in none.
+Owns the true state of every quota, independent of what the scheduler assumes; a request counts as its SimStep declares.
+A request that one limit rejects counts in no other limit.
 """
 
 from __future__ import annotations
@@ -10,99 +10,99 @@ import math
 from collections import deque
 
 from tangram.core.messages import Pool
-from tangram.sim.episode import ApiLimit, ApiModel, Counting, Step
+from tangram.sim.episode import ApiLimit, ApiModel, Counting, SimStep
 
 REFUSAL_S = 0.05
-"""How fast an API says no."""
+"""Latency of a rejection."""
 
 ROUNDING = 1e-9
-"""Of a window or a unit: sums of seconds may come out this much too small."""
+"""Of a window or a unit: tolerance for rounding in sums of seconds."""
 
 
-class Apis:
+class SimulatedApis:
     """All APIs of a workload."""
 
     def __init__(self, models: tuple[ApiModel, ...]) -> None:
-        self._counts = {limit.pool.kind: _count(limit) for model in models for limit in model.limits}
-        self._inside: dict[str, list[tuple[_Count, int]]] = {}
+        self._counters = {limit.pool.kind: _make_counter(limit) for model in models for limit in model.limits}
+        self._in_flight: dict[str, list[tuple[_UsageCounter, int]]] = {}
 
-    def enter(self, action: str, step: Step, now: float) -> bool:
-        """A request arrives. False: it gets a 429."""
-        asked = self._asked(step)
-        if any(count.used(now) + units > count.units + ROUNDING for count, units in asked):
+    def admit(self, action: str, step: SimStep, now: float) -> bool:
+        """Process the arrival of a request. Return False for a 429."""
+        charges = self._charges(step)
+        if any(count.used(now) + units > count.units + ROUNDING for count, units in charges):
             return False
-        for count, units in asked:
+        for count, units in charges:
             count.add(units, now)
-        if asked:
-            self._inside[action] = asked
+        if charges:
+            self._in_flight[action] = charges
         return True
 
-    def _asked(self, step: Step) -> list[tuple[_Count, int]]:
+    def _charges(self, step: SimStep) -> list[tuple[_UsageCounter, int]]:
         really = step.spent or {}
         return [
-            (self._counts[kind], really.get(kind, amounts.min))
+            (self._counters[kind], really.get(kind, amounts.min))
             for kind, amounts in step.demand.pools.items()
-            if kind in self._counts
+            if kind in self._counters
         ]
 
-    def leave(self, action: str) -> None:
-        """The request is answered, or its caller is gone. Nothing if it never got in."""
-        for count, units in self._inside.pop(action, ()):
+    def release(self, action: str) -> None:
+        """End a request, whether answered or abandoned. No effect if it was rejected."""
+        for count, units in self._in_flight.pop(action, ()):
             count.remove(units)
 
-    def change(self, pool: Pool, now: float) -> None:
-        """The API itself has another quota from now on."""
-        if pool.kind in self._counts:
-            self._counts[pool.kind].change(pool.total, now)
+    def set_quota(self, pool: Pool, now: float) -> None:
+        """Change the quota that the API enforces."""
+        if pool.kind in self._counters:
+            self._counters[pool.kind].set_limit(pool.total, now)
 
 
-class _Count:
-    """One limit: how much of it is used."""
+class _UsageCounter:
+    """One limit and its current use."""
 
     def __init__(self, limit: ApiLimit) -> None:
         self.units = limit.pool.total
-        """What it allows."""
+        """The limit."""
 
     def used(self, now: float) -> float:
         raise NotImplementedError
 
     def add(self, units: int, now: float) -> None:
-        """Right after `used` at the same time."""
+        """Add units; called right after `used` with the same time."""
         raise NotImplementedError
 
     def remove(self, units: int) -> None:
-        """The request has ended. What counts in a window stays."""
+        """End a request. Units counted in a window stay."""
 
-    def change(self, units: int, now: float) -> None:
+    def set_limit(self, units: int, now: float) -> None:
         self.units = units
 
 
-class _UnderWay(_Count):
-    """Requests from their arrival to their end."""
+class _ConcurrencyCounter(_UsageCounter):
+    """Counts requests from arrival to end."""
 
     def __init__(self, limit: ApiLimit) -> None:
         super().__init__(limit)
-        self._inside = 0
+        self._in_flight = 0
 
     def used(self, now: float) -> float:
-        return self._inside
+        return self._in_flight
 
     def add(self, units: int, now: float) -> None:
-        self._inside += units
+        self._in_flight += units
 
     def remove(self, units: int) -> None:
-        self._inside -= units
+        self._in_flight -= units
 
 
-class _Windowed(_Count):
+class _WindowCounter(_UsageCounter):
     def __init__(self, limit: ApiLimit) -> None:
         super().__init__(limit)
         assert limit.pool.window is not None, limit
         self.seconds = limit.pool.window.seconds
 
 
-class _Fixed(_Windowed):
-    """Since the current window began."""
+class _FixedWindowCounter(_WindowCounter):
+    """Counts since the current window began."""
 
     def __init__(self, limit: ApiLimit) -> None:
         super().__init__(limit)
@@ -120,8 +120,8 @@ class _Fixed(_Windowed):
         self._spent += units
 
 
-class _Sliding(_Windowed):
-    """In so many seconds up to now."""
+class _SlidingWindowCounter(_WindowCounter):
+    """Counts over the preceding window."""
 
     def __init__(self, limit: ApiLimit) -> None:
         super().__init__(limit)
@@ -139,37 +139,37 @@ class _Sliding(_Windowed):
         self._spent += units
 
 
-class _Bucket(_Windowed):
-    """What is missing in a bucket that fills steadily."""
+class _TokenBucketCounter(_WindowCounter):
+    """Counts the missing tokens of a bucket that refills steadily."""
 
     def __init__(self, limit: ApiLimit) -> None:
         super().__init__(limit)
-        self._missing = 0.0
+        self._deficit = 0.0
         self._since = 0.0
 
     def used(self, now: float) -> float:
-        self._missing = max(0.0, self._missing - (now - self._since) * self.units / self.seconds)
+        self._deficit = max(0.0, self._deficit - (now - self._since) * self.units / self.seconds)
         self._since = now
-        return self._missing
+        return self._deficit
 
     def add(self, units: int, now: float) -> None:
-        self._missing += units
+        self._deficit += units
 
-    def change(self, units: int, now: float) -> None:
-        """A smaller bucket lacks the same share, so that it is full again as soon as the larger one would have been."""
+    def set_limit(self, units: int, now: float) -> None:
+        """Change the size; the bucket keeps its share of missing tokens, so it is full again after the same time."""
         missing = self.used(now)
         if units < self.units:
             missing *= units / self.units
-        self._missing = missing
-        super().change(units, now)
+        self._deficit = missing
+        super().set_limit(units, now)
 
 
-_COUNTS: dict[Counting, type[_Windowed]] = {
-    Counting.FIXED: _Fixed,
-    Counting.SLIDING: _Sliding,
-    Counting.BUCKET: _Bucket,
+_COUNTER_BY_COUNTING: dict[Counting, type[_WindowCounter]] = {
+    Counting.FIXED: _FixedWindowCounter,
+    Counting.SLIDING: _SlidingWindowCounter,
+    Counting.BUCKET: _TokenBucketCounter,
 }
 
 
-def _count(limit: ApiLimit) -> _Count:
-    return _UnderWay(limit) if limit.pool.window is None else _COUNTS[limit.counting](limit)
+def _make_counter(limit: ApiLimit) -> _UsageCounter:
+    return _ConcurrencyCounter(limit) if limit.pool.window is None else _COUNTER_BY_COUNTING[limit.counting](limit)

@@ -1,16 +1,16 @@
-"""Baselines: how these resources are used without action-level scheduling.
+"""Baselines: use of the same resources without action-level scheduling.
 
-Each takes the same events and returns the same effects as the scheduler, so the same engine drives it, and the
-orchestrator as well: pods can be run for real.
+Each takes the same events and returns the same effects as the scheduler. Therefore the simulation engine drives it, and
+so does the orchestrator: pods can also run for real.
 
 - pods: one pod per trajectory with a CPU request and limit, admitted in order of arrival, kept until the trajectory
   ends; inside, actions start at once and the cores of a node are shared among its pods by request;
 - static services: every model service keeps its own fixed devices, one call at a time each, in order of arrival;
-- uncontrolled: API calls go out at once; a refused call is tried again after a pause, three times at most.
+- uncontrolled: API calls are sent at once; a rejected call is retried after a pause, at most three times.
 
-Faults strike them as they strike the policies. A node that goes down takes its pods, and the calls on its devices, with
-it; a pod is not moved, because its files and processes are gone. A start that fails is tried again as often as under
-the scheduler. A pod that waits for a node waits as long as it takes: there is no `stranded_s` here, and no time limits.
+Faults affect them as they affect the policies. A failing node loses its pods and the calls on its devices. A pod is not
+moved, because its files and processes are lost. A failed start is retried as often as under the scheduler. A pod waits
+for a node without limit: there is no `stranded_s` here, and there are no time limits.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from tangram.sim.episode import ServiceModel
 API_RETRIES_MAX = 3
 """As in the publication's baseline."""
 API_BACKOFF_S = 2.0
-"""Before the first retry; it doubles with each."""
+"""Before the first retry; doubles with each."""
 ATTEMPTS_MAX = Limits().attempts_max
-"""Starts of one action before a failing start is given up: as many as the scheduler allows."""
+"""Starts of one action before it settles as lost; the same limit as in the scheduler."""
 
 CANCELLED = "cancelled by the caller"
 
@@ -71,12 +71,12 @@ class Pod:
         self.sandbox = sandbox
         self.memory = memory
         self.node = ""
-        self.waiting: list[_Call] = []
+        self.waiting: list[_BaselineCall] = []
         self.lost = ""
-        """Why it is gone; empty while it lives."""
+        """Why the pod is gone; empty while it exists."""
 
 
-class _Call:
+class _BaselineCall:
     __slots__ = (
         "action", "attempts", "cancelled", "devices", "granted_at", "pod", "service", "started_at", "submitted_at",
     )  # fmt: skip
@@ -88,21 +88,21 @@ class _Call:
         self.started_at = now
         self.attempts = 0
         self.cancelled = False
-        """It was asked to stop, and has not ended yet."""
+        """A stop was requested and has not completed."""
         self.pod: Pod | None = None
-        self.service: _Static | None = None
+        self.service: _StaticService | None = None
         self.devices: Replica | None = None
-        """What it runs on, of its service."""
+        """The replica of its service that it runs on."""
 
     @property
     def node(self) -> str:
-        """Where it runs; empty while it waits, and for an API call."""
+        """The node it runs on; empty while it waits, and for an API call."""
         if self.pod is not None:
             return self.pod.node
         return self.devices[0] if self.devices is not None else ""
 
 
-class _Static:
+class _StaticService:
     """The fixed devices of one service: as many replicas as it has chunks, and a queue."""
 
     __slots__ = ("away", "free", "queue")
@@ -110,8 +110,8 @@ class _Static:
     def __init__(self) -> None:
         self.free: list[Replica] = []
         self.away: list[Replica] = []
-        """On nodes that are down."""
-        self.queue: deque[_Call] = deque()
+        """Replicas on nodes that are down."""
+        self.queue: deque[_BaselineCall] = deque()
 
 
 class PodsConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +125,7 @@ class PodsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pods_config(name: str) -> PodsConfig:
-    """Of `pods:R`, which requests R cores for each pod."""
+    """Parse `pods:R`, which requests R cores for each pod."""
     try:
         request = float(name.partition(":")[2])
     except ValueError:
@@ -134,7 +134,7 @@ def pods_config(name: str) -> PodsConfig:
 
 
 class Baseline:
-    """All three side by side; an action goes to the one that its demand names."""
+    """All three baselines; the demand of an action selects one."""
 
     def __init__(self, pools: tuple[Pool, ...], services: tuple[ServiceModel, ...], config: PodsConfig) -> None:
         self.config = config
@@ -143,12 +143,12 @@ class Baseline:
         self._cpu_free = {pool.node: pool.total for pool in pools if pool.kind == CPU}
         self._memory_free = {pool.node: pool.total for pool in pools if pool.kind == MEMORY}
         self._closed: dict[str, bool] = {}
-        """Nodes that take no pods now."""
+        """Nodes that currently accept no pods."""
         self._pods: dict[str, Pod] = {}
         self._admission: deque[Pod] = deque()
-        self._calls: dict[str, _Call] = {}
-        self._services = _divide(pools, services, config.devices_per_service)
-        self._retries: list[tuple[float, _Call]] = []
+        self._calls: dict[str, _BaselineCall] = {}
+        self._services = _assign_devices(pools, services, config.devices_per_service)
+        self._retries: list[tuple[float, _BaselineCall]] = []
         self._effects: list[Effect] = []
         self._now = 0.0
 
@@ -158,14 +158,14 @@ class Baseline:
         if isinstance(event, Submit):
             self._submit(event.action)
         elif isinstance(event, Finished):
-            self._finished(event)
+            self._on_finished(event)
         elif isinstance(event, Cancel):
             self._cancel(event.action)
         elif isinstance(event, Started):
             call = self._calls[event.action]
             call.started_at = now
         elif isinstance(event, StartFailed):
-            self._start_failed(event)
+            self._on_start_failed(event)
         elif isinstance(event, Reserve):
             pod = self._pods[event.sandbox] = Pod(event.sandbox, event.memory)
             self._admission.append(pod)
@@ -175,15 +175,15 @@ class Baseline:
         elif isinstance(event, Tick):
             self._retry()
         elif isinstance(event, PoolChanged):
-            self._pool_changed(event.pool)
+            self._on_pool_changed(event.pool)
         elif isinstance(event, NodeChanged):
-            self._node_changed(event)
+            self._on_node_changed(event)
         return self._effects
 
     # ---- pods ----
 
     def _admit(self) -> None:
-        """First come, first served, as the scheduler of a cluster does for equal pods."""
+        """Admit pods first come, first served, as a cluster scheduler does for equal pods."""
         request = round(self.config.request * CORE)
         while self._admission:
             pod = self._admission[0]
@@ -219,8 +219,8 @@ class Baseline:
             self._admission.remove(pod)
         self._admit()
 
-    def _start_in(self, pod: Pod, call: _Call) -> None:
-        """Inside its pod an action may use up to the limit; elastic ones are launched that wide."""
+    def _start_in(self, pod: Pod, call: _BaselineCall) -> None:
+        """Start a call in its pod. It may use up to the limit; elastic actions are launched that wide."""
         request, limit = round(self.config.request * CORE), round(self.config.limit * CORE)
         amounts = call.action.demand.pools[CPU]
         width = max(CORE, min(limit, amounts.max) // CORE * CORE)
@@ -230,7 +230,7 @@ class Baseline:
     # ---- all ----
 
     def _submit(self, action: Action) -> None:
-        call = self._calls[action.id] = _Call(action, self._now)
+        call = self._calls[action.id] = _BaselineCall(action, self._now)
         if CPU in action.demand.pools:
             pod = self._pods.get(action.sandbox)
             if pod is None:
@@ -251,13 +251,13 @@ class Baseline:
         else:
             self._start(call, "", (), 1)
 
-    def _start(self, call: _Call, node: str, shares: tuple[Share, ...], width: int) -> None:
+    def _start(self, call: _BaselineCall, node: str, shares: tuple[Share, ...], width: int) -> None:
         call.granted_at = call.started_at = self._now
         call.attempts += 1
         grant = Grant(call.action.id, node, shares, width, call.attempts)
         self._effects.append(Start(action=call.action, grant=grant))
 
-    def _serve(self, service: _Static) -> None:
+    def _serve(self, service: _StaticService) -> None:
         while service.queue and service.free:
             node, devices = replica = service.free.pop()
             call = service.queue.popleft()
@@ -266,18 +266,18 @@ class Baseline:
             self._start(call, node, (share,), len(devices))
 
     def _cancel(self, action: str) -> None:
-        """What waits settles at once; what runs is stopped, and settles when it has ended."""
+        """A waiting call settles at once. A running call is stopped and settles when it has ended."""
         call = self._calls.get(action)
         if call is None or call.cancelled:
             return
-        if self._forget_waiting(call):
+        if self._dequeue(call):
             self._settle(call, Status.CANCELLED, CANCELLED)
         else:
             call.cancelled = True
             self._effects.append(Stop(action=action, reason=CANCELLED))
 
-    def _forget_waiting(self, call: _Call) -> bool:
-        """Take it from wherever it waits. False: it does not."""
+    def _dequeue(self, call: _BaselineCall) -> bool:
+        """Remove a waiting call from its queue. Return False if it is not waiting."""
         pod = self._pods.get(call.action.sandbox)
         if pod is not None and call in pod.waiting:
             pod.waiting.remove(call)
@@ -289,9 +289,9 @@ class Baseline:
             return False
         return True
 
-    def _finished(self, event: Finished) -> None:
+    def _on_finished(self, event: Finished) -> None:
         call = self._calls[event.action]
-        self._leave_devices(call)
+        self._release_devices(call)
         if call.cancelled:
             self._settle(call, Status.CANCELLED, CANCELLED, event.usage)
             return
@@ -303,7 +303,7 @@ class Baseline:
         status = Status.LOST if event.lost else Status.SUCCEEDED
         self._settle(call, status, event.lost, event.usage)
 
-    def _leave_devices(self, call: _Call) -> None:
+    def _release_devices(self, call: _BaselineCall) -> None:
         if call.service is not None and call.devices is not None:
             call.service.free.append(call.devices)
             call.devices = None
@@ -315,33 +315,33 @@ class Baseline:
         for call in due:
             self._start(call, "", (), 1)
 
-    def _settle(self, call: _Call, status: Status, reason: str, usage: Usage = NO_USAGE) -> None:
+    def _settle(self, call: _BaselineCall, status: Status, reason: str, usage: Usage = NO_USAGE) -> None:
         del self._calls[call.action.id]
         ran_s = self._now - call.started_at if call.attempts else 0.0
         act_s, held_up_s = self._now - call.submitted_at, call.started_at - call.granted_at
-        self._effects.append(settled(call.action, status, reason, usage, act_s, ran_s, held_up_s, call.attempts))
+        self._effects.append(make_settle(call.action, status, reason, usage, act_s, ran_s, held_up_s, call.attempts))
 
     # ---- faults ----
 
-    def _start_failed(self, event: StartFailed) -> None:
-        """Tried again at once where it is: in its pod, or on the devices of its service."""
+    def _on_start_failed(self, event: StartFailed) -> None:
+        """Retry at once in the same place: in its pod, or on the devices of its service."""
         call = self._calls[event.action]
         if call.cancelled:
             self._settle(call, Status.CANCELLED, CANCELLED)
-            self._leave_devices(call)
+            self._release_devices(call)
         elif not event.retry or call.attempts >= ATTEMPTS_MAX:
             self._settle(call, Status.LOST, f"start failed {call.attempts} times, last: {event.reason}")
-            self._leave_devices(call)
+            self._release_devices(call)
         elif call.pod is not None:
             self._start_in(call.pod, call)
         elif call.service is not None:
             call.service.queue.appendleft(call)
-            self._leave_devices(call)
+            self._release_devices(call)
         else:
             self._start(call, "", (), 1)
 
-    def _pool_changed(self, pool: Pool) -> None:
-        """Pods that no longer fit stay where they are, as on a real node; none is admitted until there is room."""
+    def _on_pool_changed(self, pool: Pool) -> None:
+        """Pods that no longer fit stay, as on a real node; no further pod is admitted until there is room."""
         grown = pool.total - self._total[pool.name]
         self._total[pool.name] = pool.total
         free = {CPU: self._cpu_free, MEMORY: self._memory_free}.get(pool.kind)
@@ -349,11 +349,11 @@ class Baseline:
             free[pool.node] += grown
             self._admit()
 
-    def _node_changed(self, event: NodeChanged) -> None:
+    def _on_node_changed(self, event: NodeChanged) -> None:
         node = event.node
         self._closed[node] = event.state is not NodeState.UP
         if event.state is NodeState.DOWN:
-            self._node_down(node)
+            self._on_node_down(node)
             return
         self._admit()
         for service in self._services.values():
@@ -361,7 +361,7 @@ class Baseline:
             service.away = [replica for replica in service.away if replica[0] != node]
             self._serve(service)
 
-    def _node_down(self, node: str) -> None:
+    def _on_node_down(self, node: str) -> None:
         reason = f"node {node} went down"
         for pod in self._pods.values():
             if pod.node == node:
@@ -378,12 +378,14 @@ class Baseline:
             service.free = [replica for replica in service.free if replica[0] != node]
 
 
-def _divide(pools: tuple[Pool, ...], services: tuple[ServiceModel, ...], each: int) -> dict[str, _Static]:
-    """Deal the devices out: every service gets replicas of one size in turn, until no chunk of that size is left."""
+def _assign_devices(
+    pools: tuple[Pool, ...], services: tuple[ServiceModel, ...], each: int
+) -> dict[str, _StaticService]:
+    """Distribute the devices: every service in turn gets a replica of one size, until no chunk of that size remains."""
     devices = {pool.node: Chunks(pool.total) for pool in pools if pool.kind == GPU}
-    statics = {service.name: _Static() for service in services}
+    statics = {service.name: _StaticService() for service in services}
     sizes = {service.name: nearest_degree(service, each) for service in services}
-    # Wide replicas first, so that narrow ones do not break the chunks that they need.
+    # Wide replicas first, so that narrow ones do not split the chunks that they need.
     turn = sorted(services, key=lambda service: -sizes[service.name])
     dealt = bool(turn)
     while dealt:
@@ -405,26 +407,26 @@ def _divide(pools: tuple[Pool, ...], services: tuple[ServiceModel, ...], each: i
     return statics
 
 
-def settled(
+def make_settle(
     action: Action,
     status: Status,
     reason: str,
     usage: Usage,
     act_s: float,
     ran_s: float,
-    held_up_s: float,
+    start_delay_s: float,
     attempts: int,
 ) -> Settle:
-    """The end of an action, its time divided. `held_up_s`: between its grant and its start."""
+    """Return the end of an action with its time divided. `held_up_s`: between its grant and its start."""
     ours_s = min(usage.overhead_s, ran_s)
     return Settle(
         outcome=Outcome(
             action=action.id,
             status=status,
             reason=reason,
-            waiting_s=act_s - ran_s - held_up_s,
+            waiting_s=act_s - ran_s - start_delay_s,
             execution_s=ran_s - ours_s,
-            overhead_s=held_up_s + ours_s,
+            overhead_s=start_delay_s + ours_s,
             usage=usage,
             attempts=attempts,
         )
@@ -432,5 +434,5 @@ def settled(
 
 
 def nearest_degree(service: ServiceModel, each: int) -> int:
-    """Devices of one replica: `each`, or the nearest degree that the service runs at."""
+    """Return the devices of one replica: `each`, or the nearest degree that the service supports."""
     return min(service.degrees, key=lambda degree: (abs(degree - each), degree))

@@ -1,28 +1,28 @@
-"""How the cores of one node are divided among the actions that run on it, exactly and lazily.
+"""Weighted max-min fair sharing of a node's cores, computed exactly and lazily.
 
-Owns the progress of CPU work on one node. Never decides who runs, and knows no events: the engine asks for the next
-completion and says when things change. Promises, after every call,
+Owns the progress of CPU work on one node. It does not decide what runs and handles no events: the engine queries the
+next completion and reports changes. After every call:
 
     rate of an action = min(its demand, level * its weight),   sum of rates = min(capacity, sum of demands)
 
 which is weighted max-min fairness with caps, as the kernel divides CPU among cgroups by weight and quota. `level` is
-one number for the node: cores per unit of weight, infinite while nobody is short.
+one number for the node: cores per unit of weight, infinite without contention.
 
 How it stays cheap. Actions with the same ratio `tau` = demand / weight are slowed alike, so they form a tier. A tier
-is *capped* (full speed) while level >= tau, else *floating* (its rate follows the level). Tiers lie sorted by tau, so
-those that float are the tail from one border on, and a change moves the border over the tiers that it concerns.
-Four clocks make sure that nothing else is touched:
+is *capped* (full speed) while level >= tau, else *floating* (its rate follows the level). Tiers are sorted by tau, so
+the floating ones are the tail from a border on, and a change moves the border over the affected tiers only.
+Four clocks keep all other tiers untouched:
 
     time                          completions of capped tiers are kept in it
     given                         core-seconds per unit of weight; runs at `level`; completions of floating tiers
-    full-speed time of a tier     time minus what the tier has lost to others; completions of its own actions
-    short                         seconds in which the level was below one: weights are reserves, so that whoever
-                                  floated then had less than its reserve, and less than it could use
+    full-speed time of a tier     time minus what the tier has lost to contention; completions of its own actions
+    short                         seconds in which the level was below one: weights are reservations, so a floating
+                                  tier then had less than its reservation, and less than it could use
 
-A tier that was never slowed has lost exactly nothing, so its actions complete exactly at start + work / demand.
+The loss of a tier that was never slowed is exactly zero, so its actions complete exactly at start + work / demand.
 
-A change costs O(log n) comparisons, once and for each tier that crosses the border: none while the node has cores to
-spare, about one under contention, and in the order of sqrt(n) only where contention sets in and all ratios differ.
+A change costs O(log n) comparisons, plus O(log n) for each tier that crosses the border: none while the node has cores
+to spare, about one under contention, and in the order of sqrt(n) only where contention sets in and all ratios differ.
 Sorted lists are shifted by memmove, which is linear but about 0.1 ns per entry.
 """
 
@@ -44,31 +44,31 @@ RESUM_EVERY = 4096
 """Changes between exact recomputations of the running sums: rare enough to cost nothing, often enough that drift
 stays three orders of magnitude below CAPACITY_SLACK."""
 
-TIME_DUST = 1e-9
-"""Work that is this share of the present time away from completion is complete. A completion time is handed out as a
-rounded float, so at that time a few ulps of work are still left, or already overrun."""
+TIME_ROUNDING = 1e-9
+"""Work within this share of the current time of its completion is complete. A completion time is returned as a rounded
+float, so at that time a few ulps of work may remain or be overrun."""
 
 RESERVE_SLACK = 1e-6
-"""A level this close to one is one: reserves that fill the node add up to its capacity but for rounding."""
+"""A level this close to one counts as one: reservations that fill the node sum to its capacity up to rounding."""
 
 HEAP_SLACK = 64
-"""Outdated entries that a heap may carry on top of as many as it has valid ones before it is rebuilt."""
+"""Outdated entries that a heap may hold beyond the number of valid ones before it is rebuilt."""
 
 CHECK_TOLERANCE = 1e-6
-"""Relative difference from the naive recomputation that `check` takes for rounding."""
+"""Relative difference from the naive recomputation that `check` attributes to rounding."""
 
 
 def full_speed(width: float, limit: float, speedup: Speedup) -> float:
-    """Speed, relative to one unit, of an action launched `width` wide and limited to `limit` cores.
+    """Return the speed, relative to one unit, of an action launched `width` wide and limited to `limit` cores.
 
-    Given all the CPU that it can use at this limit. Below one core it is still one unit that then waits for CPU;
-    the waiting shows in its demand, so it is not counted here a second time.
+    This is the speed with all the CPU that it can use at this limit. Below one core the action is still one unit that
+    waits for CPU; its demand contains that waiting, so it is not counted here a second time.
     """
     return speedup.at(_units(width, limit))
 
 
 def core_seconds(work_s: float, speed: float, cores: float) -> float:
-    """CPU work of `work_s` one-unit seconds done at `speed` while keeping `cores` cores busy."""
+    """Return the CPU work of `work_s` one-unit seconds done at `speed` while keeping `cores` cores busy."""
     return work_s / speed * cores
 
 
@@ -88,23 +88,24 @@ def shape(work_s: float, busy: float, speedup: Speedup, width: float, limit: flo
 
 
 def _units(width: float, limit: float) -> float:
-    """Units at work: as many as were launched, no more than have a core, never less than one."""
+    """Units at work: at most as many as were launched and as have a core, never less than one."""
     return max(1.0, min(limit, width))
 
 
-class Usage(NamedTuple):
-    """What an action leaves behind when it is removed."""
+class CpuUsage(NamedTuple):
+    """The CPU accounting of a removed action."""
 
     remaining_core_s: float
     used_core_s: float
     slowed_s: float
     """Seconds lost to contention: the integral of 1 - rate / demand."""
     starved_s: float
-    """Seconds in which its rate was below both its weight, which is what it has reserved, and its demand."""
+    """Seconds in which its rate was below both its weight (its reservation) and its demand."""
 
 
-class _Running:
-    """One action. Its stamps hold since it entered its tier; what came before is in `used`, `slowed`, `starved_s`."""
+class _CpuAction:
+    """One action. Its stamps are from the time it entered its tier; earlier totals are in `used`, `slowed`,
+    `starved_s`."""
 
     __slots__ = (
         "demand", "entry", "finish", "key", "lost", "order", "since", "slowed", "starved", "starved_s", "tier", "used",
@@ -121,22 +122,22 @@ class _Running:
         self.demand: float
         self.weight: float
         self.finish: float
-        """In the full-speed time of its tier."""
+        """In the full-speed time of the tier."""
         self.since: float
         self.lost: float
-        """What its tier had lost at `since`."""
+        """The tier's `lost` at `since`."""
         self.starved: float
-        """For how long its tier had starved at `since`."""
+        """The tier's `starved` at `since`."""
         self.entry: _Entry
-        """Its valid entry in the heap of its tier."""
+        """The valid entry in the heap of the tier."""
 
 
-_Entry = tuple[float, int, _Running]
-"""(completion, insertion order, action): one action has one order, so a comparison never reaches the action."""
+_Entry = tuple[float, int, _CpuAction]
+"""(completion, insertion order, action): the order is unique, so a comparison never reaches the action."""
 
 
 class _Tier:
-    """All actions of one tau. Full-speed time = time - lost."""
+    """All actions with one tau. Full-speed time = time - lost."""
 
     __slots__ = (
         "count", "demand", "entry", "floating", "given", "heap", "lost", "short", "since", "starved", "tau", "weight",
@@ -150,7 +151,7 @@ class _Tier:
         self.heap: list[_Entry] = []
         """By full-speed time; the first entry is always valid."""
         self.entry: _Entry | None = None
-        """Its valid entry in the heap of the node, for its first action."""
+        """The valid entry, for the tier's first action, in a heap of the node."""
         self.floating = False
         self.lost = 0.0
         """Up to now if capped, up to `since` if floating."""
@@ -162,7 +163,7 @@ class _Tier:
         self.short = 0.0
         """The node's clock of the same name at `since`."""
 
-    def begin_to_float(self, now: float, given: float, short: float) -> None:
+    def start_floating(self, now: float, given: float, short: float) -> None:
         self.floating, self.since, self.given, self.short = True, now, given, short
 
     def lost_at(self, now: float, given: float) -> float:
@@ -174,7 +175,7 @@ class _Tier:
         return self.starved + (short - self.short) if self.floating else self.starved
 
     def drop_outdated(self) -> None:
-        """Make the first entry valid, and the heap small."""
+        """Drop outdated entries until the first one is valid; rebuild the heap if it is too large."""
         heap = self.heap
         if len(heap) > 2 * self.count + HEAP_SLACK:
             heap[:] = [entry for entry in heap if entry[2].entry is entry]
@@ -183,17 +184,17 @@ class _Tier:
             heappop(heap)
 
 
-_GONE: _Entry = (math.inf, -1, _Running("", -1))
-"""The entry of an action that left its tier: equal to nothing in a heap."""
+_NO_ENTRY: _Entry = (math.inf, -1, _CpuAction("", -1))
+"""The entry of an action that left its tier; equal to no entry in a heap."""
 
 
 class CpuShare:
-    """The running actions of one node. Time comes with every call and never goes back."""
+    """The running actions of one node. Every call passes the current time, which never decreases."""
 
     def __init__(self, capacity: float) -> None:
         self._capacity = _valid_capacity(capacity)
         self._now = 0.0
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _CpuAction] = {}
         self._order = 0
         self._tier_by_tau: dict[float, _Tier] = {}
         self._taus: list[float] = []
@@ -214,29 +215,29 @@ class CpuShare:
         self._changes = 0
 
     def add(self, key: str, work: float, demand: float, weight: float, now: float) -> None:
-        """Start an action with `work` core-seconds left that can use `demand` cores and has reserved `weight`."""
+        """Add an action that has `work` core-seconds to do, can use `demand` cores and has reserved `weight`."""
         if key in self._running:
             raise InvariantError(f"action {key!r} already runs on this node")
         _require_positive(key, work, demand, weight)
         self._advance(now)
         self._order += 1
-        action = _Running(key, self._order)
+        action = _CpuAction(key, self._order)
         self._running[key] = action
         self._enter(action, work, demand, weight)
         self._rebalance()
 
-    def remove(self, key: str, now: float) -> Usage:
-        """End an action, complete or not."""
+    def remove(self, key: str, now: float) -> CpuUsage:
+        """Remove an action, complete or not."""
         action = self._find(key)
         self._advance(now)
         remaining = self._leave(action)
         del self._running[key]
         self._used_by_removed += action.used
         self._rebalance()
-        return Usage(remaining, action.used, action.slowed, action.starved_s)
+        return CpuUsage(remaining, action.used, action.slowed, action.starved_s)
 
     def reconfigure(self, key: str, now: float, *, demand: float, weight: float, scale: float = 1.0) -> None:
-        """Change what an action can use and its weight; what is left of its work is multiplied by `scale`."""
+        """Change the demand and the weight of an action, and multiply its remaining work by `scale`."""
         action = self._find(key)
         _require_positive(key, scale, demand, weight)
         self._advance(now)
@@ -250,7 +251,7 @@ class CpuShare:
         self._rebalance()
 
     def next_completion(self) -> tuple[float, str] | None:
-        """When and which action completes next if nothing changes; of several at once, the one added first.
+        """Return when and which action completes next if nothing changes; of several, the one added first.
 
         None if nothing runs, or if the node has no capacity.
         """
@@ -293,7 +294,7 @@ class CpuShare:
         self._advance(now)
         return action.starved_s + action.tier.starved_at(self._short) - action.starved
 
-    def _find(self, key: str) -> _Running:
+    def _find(self, key: str) -> _CpuAction:
         action = self._running.get(key)
         if action is None:
             raise InvariantError(f"no action {key!r} runs on this node")
@@ -309,10 +310,10 @@ class CpuShare:
                     self._short += elapsed
             self._now = now
         elif elapsed != 0.0:
-            raise InvariantError(f"time never goes back: it is {self._now!r}, but a call says {now!r}")
+            raise InvariantError(f"time never goes back: it is {self._now!r}, but a call passed {now!r}")
 
-    def _enter(self, action: _Running, work: float, demand: float, weight: float) -> None:
-        """Put an action that is in no tier into the one of its ratio."""
+    def _enter(self, action: _CpuAction, work: float, demand: float, weight: float) -> None:
+        """Put an action that is in no tier into the tier of its ratio."""
         tau = demand / weight
         tier = self._tier_by_tau.get(tau) or self._open(tau)
         now = self._now
@@ -325,27 +326,27 @@ class CpuShare:
         self._count(tier, demand, weight)
         heappush(tier.heap, action.entry)
         if tier.heap[0] is action.entry:
-            self._announce(tier)
+            self._push_completion(tier)
 
-    def _leave(self, action: _Running) -> float:
-        """Take an action out of its tier with its books closed; returns the core-seconds that are left."""
+    def _leave(self, action: _CpuAction) -> float:
+        """Take an action out of its tier, settle its accounts and return the remaining core-seconds."""
         tier, now = action.tier, self._now
         lost = tier.lost_at(now, self._given)
         left_s = action.finish - (now - lost)
-        dust = TIME_DUST * (1.0 + now)
+        dust = TIME_ROUNDING * (1.0 + now)
         if left_s < -dust:
             raise InvariantError(f"action {action.key!r} ran {-left_s:g} s past its completion, now is {now!r}")
         action.used += action.demand * max(0.0, now - action.since - (lost - action.lost))
         action.slowed += max(0.0, lost - action.lost)
         action.starved_s += tier.starved_at(self._short) - action.starved
-        entry, action.entry = action.entry, _GONE
+        entry, action.entry = action.entry, _NO_ENTRY
         tier.count -= 1
         self._count(tier, -action.demand, -action.weight)
         if not tier.count:
             self._close(tier)
         elif tier.heap[0] is entry:
             tier.drop_outdated()
-            self._announce(tier)
+            self._push_completion(tier)
         elif len(tier.heap) > 2 * tier.count + HEAP_SLACK:
             tier.drop_outdated()
         return left_s * action.demand if left_s > dust else 0.0
@@ -367,7 +368,7 @@ class CpuShare:
         if tau <= self._level:
             self._border += 1
         else:
-            tier.begin_to_float(self._now, self._given, self._short)
+            tier.start_floating(self._now, self._given, self._short)
         return tier
 
     def _close(self, tier: _Tier) -> None:
@@ -378,7 +379,7 @@ class CpuShare:
             self._border -= 1
 
     def _rebalance(self) -> None:
-        """Move the border to where it belongs after a change, and set the level."""
+        """After a change, move the border to its new place and set the level."""
         self._changes += 1
         if self._changes >= RESUM_EVERY:
             self._resum()
@@ -392,51 +393,52 @@ class CpuShare:
         taus, tiers, last = self._taus, self._tiers, len(self._tiers) - 1
         if self._border > last:
             self._floating_demand = self._floating_weight = 0.0
-            self._float(tiers[last])
+            self._float_tier(tiers[last])
         # At the border b, total use at level tau[b] decides: a tier is capped iff the capacity suffices for it. This
         # is monotone in b, so only one of the two loops runs. The last tier floats, or there would be no contention.
-        while self._border and self._room() < taus[self._border - 1] * self._floating_weight:
-            self._float(tiers[self._border - 1])
-        while self._border < last and self._room() >= taus[self._border] * self._floating_weight:
-            self._cap(tiers[self._border])
-        # The level lies between the taus at the border; rounding could push it out where little weight floats.
+        while self._border and self._remaining_capacity() < taus[self._border - 1] * self._floating_weight:
+            self._float_tier(tiers[self._border - 1])
+        while self._border < last and self._remaining_capacity() >= taus[self._border] * self._floating_weight:
+            self._cap_tier(tiers[self._border])
+        # The level is between the taus at the border; rounding could move it outside where little weight floats.
         border = self._border
-        level = min(self._room() / self._floating_weight, taus[border])
+        level = min(self._remaining_capacity() / self._floating_weight, taus[border])
         self._level = max(level, taus[border - 1]) if border else level
         self._busy = self._capacity
 
     def _end_contention(self) -> None:
-        """Cap every tier; clocks and sums that only floating tiers use start afresh, and with them their rounding."""
+        """Cap every tier and reset the clocks and sums that only floating tiers use, which also resets their rounding
+        errors."""
         while self._border < len(self._tiers):
-            self._cap(self._tiers[self._border])
+            self._cap_tier(self._tiers[self._border])
         self._floating_demand = self._floating_weight = self._given = 0.0
         self._level = math.inf
         self._by_given.clear()
 
-    def _room(self) -> float:
+    def _remaining_capacity(self) -> float:
         """Cores that capped tiers leave to floating ones."""
         return self._capacity - (self._demand - self._floating_demand) if self._border else self._capacity
 
-    def _float(self, tier: _Tier) -> None:
-        """The last capped tier starts to follow the level."""
+    def _float_tier(self, tier: _Tier) -> None:
+        """Let the last capped tier follow the level."""
         self._border -= 1
-        tier.begin_to_float(self._now, self._given, self._short)
+        tier.start_floating(self._now, self._given, self._short)
         self._floating_demand += tier.demand
         self._floating_weight += tier.weight
-        self._announce(tier)
+        self._push_completion(tier)
 
-    def _cap(self, tier: _Tier) -> None:
-        """The first floating tier gets all that it can use."""
+    def _cap_tier(self, tier: _Tier) -> None:
+        """Give the first floating tier all that it can use."""
         self._border += 1
         tier.lost = tier.lost_at(self._now, self._given)
         tier.starved = tier.starved_at(self._short)
         tier.floating = False
         self._floating_demand -= tier.demand
         self._floating_weight -= tier.weight
-        self._announce(tier)
+        self._push_completion(tier)
 
-    def _announce(self, tier: _Tier) -> None:
-        """Enter the first completion of a tier in the heap of its clock; its earlier entry becomes outdated."""
+    def _push_completion(self, tier: _Tier) -> None:
+        """Push the first completion of a tier onto the heap of its clock; its earlier entry becomes outdated."""
         finish, order, action = tier.heap[0]
         if tier.floating:
             heap = self._by_given
@@ -493,9 +495,9 @@ class CpuShare:
             raise InvariantError(f"tiers are {self._taus!r}, which are not the ratios of the running actions")
         self._check_next(actions, rates)
 
-    def _check_next(self, actions: list[_Running], rates: list[float]) -> None:
+    def _check_next(self, actions: list[_CpuAction], rates: list[float]) -> None:
         if not self._busy:
-            return  # Nothing runs, or at no speed, where rounding decides whether what has no work left is due.
+            return  # Nothing runs, or at rate zero, where rounding decides whether a finished action is due.
         due = math.inf
         for action, rate in zip(actions, rates, strict=True):
             left_s = action.finish - (self._now - action.tier.lost_at(self._now, self._given))
@@ -507,7 +509,7 @@ class CpuShare:
 
 
 def _level_of(capacity: float, shares: list[tuple[float, float]]) -> float:
-    """The level of (demand, weight) pairs by water-filling: cap the smallest ratio while the capacity suffices."""
+    """Compute the level by water-filling: cap the smallest ratio of (demand, weight) while the capacity suffices."""
     if math.fsum(demand for demand, _ in shares) <= capacity * (1.0 + CAPACITY_SLACK):
         return math.inf
     shares = sorted(shares, key=lambda share: share[0] / share[1])

@@ -1,7 +1,7 @@
-"""The engine: one simulation. It plays the episodes of a workload and stands in for every manager.
+"""The discrete-event simulation engine: plays the episodes of a workload and stands in for every manager.
 
-Owns virtual time and the truth about each action. Drives anything with `handle(event, now) -> effects`: the scheduler
-of `core/` itself, or one of the baselines. Same workload, same orchestrator, same faults: same result, always.
+Owns virtual time and the ground truth of each action. Drives anything with `handle(event, now) -> effects`: the
+scheduler of `core/`, or a baseline. Same workload, same scheduler, same faults: same result.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ from tangram.core.messages import (
     WakeAt,
 )
 from tangram.errors import InvariantError
-from tangram.sim.apis import REFUSAL_S, Apis
+from tangram.sim.apis import REFUSAL_S, SimulatedApis
 from tangram.sim.cpushare import CpuShare, shape
-from tangram.sim.devices import Devices
-from tangram.sim.episode import Episode, Step, Workload
-from tangram.sim.result import COMPLETED, ActionRow, Result, Samples
+from tangram.sim.devices import SimulatedDevices
+from tangram.sim.episode import SimEpisode, SimStep, Workload
+from tangram.sim.result import COMPLETED, ActionRow, SampledCurve, SimulationResult
 
 DEVICE_MEMORY_GIB = 80.0
-"""Of an emulated device, as on the accelerators of the publications."""
+"""Per emulated device, as on the accelerators of the publications."""
 
 EVENTS_MAX = 200_000_000
-"""A simulation that needs more is stuck."""
+"""A simulation with more events is stuck."""
 
 
-class Orchestrator(Protocol):
-    """What the engine drives."""
+class EventHandler(Protocol):
+    """What the engine drives: the scheduler or a baseline."""
 
     def handle(self, event: Event, now: float) -> list[Effect]: ...
 
 
-class _Live:
-    """One submitted action and the truth about it."""
+class _SimAction:
+    """One submitted action and its ground truth."""
 
     __slots__ = (
         "action",
@@ -77,7 +77,7 @@ class _Live:
         "width",
     )
 
-    def __init__(self, action: Action, step: Step, episode: _Playing, now: float) -> None:
+    def __init__(self, action: Action, step: SimStep, episode: _EpisodeState, now: float) -> None:
         self.action = action
         self.step = step
         self.episode = episode
@@ -85,21 +85,21 @@ class _Live:
         self.grant: Grant | None = None
         self.attempt = 0
         self.batch = ""
-        """As in its last grant."""
+        """The batch of its last grant."""
         self.started_at = -1.0
         self.refused = False
-        """By an API: it does nothing more until it ends."""
+        """Rejected by an API: the action does nothing until it ends."""
         self.node = ""
         self.width = 1.0
         self.limit = 1.0
 
 
-class _Playing:
-    """One episode on its way."""
+class _EpisodeState:
+    """One episode in progress."""
 
     __slots__ = ("episode", "failed", "outstanding", "sandbox", "turn")
 
-    def __init__(self, episode: Episode) -> None:
+    def __init__(self, episode: SimEpisode) -> None:
         self.episode = episode
         self.turn = 0
         self.outstanding = 0
@@ -107,23 +107,24 @@ class _Playing:
         self.sandbox = f"box-{episode.id}" if episode.memory else ""
 
 
-class Engine:
-    """Plays one workload against one orchestrator."""
+class Simulator:
+    """Plays one workload against one scheduler."""
 
     def __init__(
         self,
         workload: Workload,
-        orchestrator: Orchestrator,
+        scheduler: EventHandler,
         pools: tuple[Pool, ...],
         *,
         name: str = "",
         timeout_s: float | None = None,
         hints: bool = False,
+        truth: dict[str, SimStep] | None = None,
         observer: Callable[[float, Event, list[Effect]], None] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.workload = workload
-        self.orchestrator = orchestrator
+        self.scheduler = scheduler
         self.now = 0.0
         self._name = name
         self._hints = hints
@@ -132,45 +133,46 @@ class Engine:
         self._progress = progress
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = 0
-        self._live: dict[str, _Live] = {}
+        self._actions: dict[str, _SimAction] = {}
         self.pools = {pool.name: pool for pool in pools}
         self.cpus = {p.node: CpuShare(p.total / CORE) for p in pools if p.kind == CPU}
         self._cpu_next: dict[str, float] = dict.fromkeys(self.cpus, math.inf)
         self._core_s_before = 0.0
-        """Used on machines that have died since."""
+        """Used on nodes that have failed."""
         self._core_s_starting = 0.0
-        """Charged to actions for being started."""
-        self._devices = Devices(workload.services, pools, DEVICE_MEMORY_GIB)
+        """Charged to actions for their start."""
+        self._devices = SimulatedDevices(workload.services, pools, DEVICE_MEMORY_GIB)
         self._batches: dict[str, int] = {}
-        """How many calls share the devices of each batch."""
-        self._apis = Apis(workload.apis)
-        self._playing = [_Playing(episode) for episode in workload.episodes]
+        """Number of calls in each batch."""
+        self._apis = SimulatedApis(workload.apis)
+        self._episodes = [_EpisodeState(episode) for episode in workload.episodes]
         self._finished_episodes = 0
         self._failed_episodes = 0
         self._total = sum(len(turn.steps) for episode in workload.episodes for turn in episode.turns)
         self._rows: list[ActionRow] = []
         self._ends: list[float] = []
-        self._samples = Samples()
+        self._samples = SampledCurve()
         self.slow_start_s: Callable[[Action], float] | None = None
         """Fault: extra seconds before an action is Started."""
         self.fail_start: Callable[[Action, int], str] | None = None
         """Fault: why an attempt cannot start; empty if it can."""
-        self.truth: dict[str, Step] = {}
+        self._truth = truth if truth is not None else {}
+        """Per live action, what only the simulator knows."""
         self.down: dict[str, bool] = {}
 
     # ---- time ----
 
-    def at(self, when: float, call: Callable[..., None], *arguments: Any) -> None:
+    def call_at(self, when: float, call: Callable[..., None], *arguments: Any) -> None:
         self._order += 1
         heapq.heappush(self._heap, (when, self._order, call, arguments))
 
-    def run(self) -> Result:
-        """Play until every episode has ended and nothing is left to happen that concerns one."""
-        for playing in self._playing:
-            self.at(playing.episode.start_s, self._begin_episode, playing)
+    def run(self) -> SimulationResult:
+        """Run until every episode has ended."""
+        for playing in self._episodes:
+            self.call_at(playing.episode.start_s, self._begin_episode, playing)
         events = 0
         heap = self._heap
-        while heap and self._finished_episodes < len(self._playing):
+        while heap and self._finished_episodes < len(self._episodes):
             events += 1
             when, _, call, arguments = heapq.heappop(heap)
             self.now = when
@@ -180,18 +182,18 @@ class Engine:
                     self._progress(len(self._rows), self._total)
                 if events > EVENTS_MAX:
                     raise InvariantError(f"simulation {self._name} takes more than {EVENTS_MAX} events")
-        if self._finished_episodes < len(self._playing):
+        if self._finished_episodes < len(self._episodes):
             raise InvariantError(
                 f"simulation {self._name} of {self.workload.name} seed {self.workload.seed} is stuck"
-                f" at {self.now:.3f} s: {len(self._live)} actions never settle"
+                f" at {self.now:.3f} s: {len(self._actions)} actions never settle"
             )
         if self._progress is not None:
             self._progress(self._total, self._total)
         return self._result()
 
     def send(self, event: Event) -> None:
-        """One event in, its effects carried out."""
-        effects = self.orchestrator.handle(event, self.now)
+        """Handle one event and execute its effects."""
+        effects = self.scheduler.handle(event, self.now)
         if self._observer is not None:
             self._observer(self.now, event, effects)
         for effect in effects:
@@ -199,33 +201,33 @@ class Engine:
 
     # ---- episodes ----
 
-    def _begin_episode(self, playing: _Playing) -> None:
+    def _begin_episode(self, playing: _EpisodeState) -> None:
         if playing.sandbox:
             episode = playing.episode
             self.send(Reserve(sandbox=playing.sandbox, memory=episode.memory, run=episode.run))
         if not playing.failed:
             self._think(playing)
 
-    def _think(self, playing: _Playing) -> None:
+    def _think(self, playing: _EpisodeState) -> None:
         turns = playing.episode.turns
         if playing.turn == len(turns):
             self._end_episode(playing)
         else:
-            self.at(self.now + turns[playing.turn].think_s, self._act, playing)
+            self.call_at(self.now + turns[playing.turn].think_s, self._submit_turn, playing)
 
-    def _act(self, playing: _Playing) -> None:
+    def _submit_turn(self, playing: _EpisodeState) -> None:
         if playing.failed:
             return
         episode = playing.episode
         turn = episode.turns[playing.turn]
         playing.outstanding = len(turn.steps)
         for index, step in enumerate(turn.steps):
-            action = self._action(playing, step, index)
-            self._live[action.id] = _Live(action, step, playing, self.now)
-            self.truth[action.id] = step
+            action = self._make_action(playing, step, index)
+            self._actions[action.id] = _SimAction(action, step, playing, self.now)
+            self._truth[action.id] = step
             self.send(Submit(action=action))
 
-    def _action(self, playing: _Playing, step: Step, index: int) -> Action:
+    def _make_action(self, playing: _EpisodeState, step: SimStep, index: int) -> Action:
         episode = playing.episode
         return Action(
             id=f"{episode.id}.{playing.turn}.{index}",
@@ -242,7 +244,7 @@ class Engine:
             at_once=step.at_once,
         )
 
-    def _end_episode(self, playing: _Playing) -> None:
+    def _end_episode(self, playing: _EpisodeState) -> None:
         self._finished_episodes += 1
         self._ends.append(self.now)
         if playing.failed:
@@ -250,11 +252,11 @@ class Engine:
         if playing.sandbox:
             self.send(Release(sandbox=playing.sandbox))
 
-    def _settled(self, effect: Settle) -> None:
+    def _on_settled(self, effect: Settle) -> None:
         outcome = effect.outcome
-        live = self._live.pop(outcome.action)
-        self._join(live, "")
-        self.truth.pop(outcome.action, None)
+        live = self._actions.pop(outcome.action)
+        self._join_batch(live, "")
+        self._truth.pop(outcome.action, None)
         self._rows.append(self._row(live, outcome))
         playing = live.episode
         playing.outstanding -= 1
@@ -267,18 +269,18 @@ class Engine:
                 playing.turn += 1
                 self._think(playing)
 
-    def _refused(self, effect: Refuse) -> None:
-        live = self._live.get(effect.action)
+    def _on_refused(self, effect: Refuse) -> None:
+        live = self._actions.get(effect.action)
         if live is not None:
-            self._settled(Settle(outcome=Outcome(action=effect.action, status=Status.REFUSED, reason=effect.reason)))
+            self._on_settled(Settle(outcome=Outcome(action=effect.action, status=Status.REFUSED, reason=effect.reason)))
             return
-        for playing in self._playing:
+        for playing in self._episodes:
             if playing.sandbox == effect.action and not playing.failed:
                 playing.failed = True
                 playing.sandbox = ""
                 self._end_episode(playing)
 
-    def _row(self, live: _Live, outcome: Outcome) -> ActionRow:
+    def _row(self, live: _SimAction, outcome: Outcome) -> ActionRow:
         return ActionRow(
             id=live.action.id,
             run=live.action.run,
@@ -298,36 +300,36 @@ class Engine:
     # ---- managers ----
 
     def _start(self, effect: Start) -> None:
-        live = self._live[effect.action.id]
+        live = self._actions[effect.action.id]
         grant = effect.grant
         live.grant, live.node, live.attempt = grant, grant.node, grant.attempt
-        self._join(live, grant.batch)
+        self._join_batch(live, grant.batch)
         live.started_at = -1.0
         if self.fail_start is not None:
             reason = self.fail_start(effect.action, grant.attempt)
             if reason:
-                self.at(self.now, self._start_failed, live, grant.attempt, reason)
+                self.call_at(self.now, self._on_start_failed, live, grant.attempt, reason)
                 return
         delay = live.step.overhead_s
         if self.slow_start_s is not None:
             delay += self.slow_start_s(effect.action)
         if GPU in effect.action.demand.pools:
-            delay += self._load(live.action.service, grant.node, _cells(grant))
-        if delay > 0.0 or grant.batch:  # of a batch, when all are there
-            self.at(self.now + delay, self._started, live, grant.attempt)
+            delay += self._load(live.action.service, grant.node, _devices_of(grant))
+        if delay > 0.0 or grant.batch:  # a batch starts when all members are present
+            self.call_at(self.now + delay, self._on_started, live, grant.attempt)
         else:
-            self._started(live, grant.attempt)
+            self._on_started(live, grant.attempt)
 
-    def _start_failed(self, live: _Live, attempt: int, reason: str) -> None:
-        if self._current(live, attempt):
+    def _on_start_failed(self, live: _SimAction, attempt: int, reason: str) -> None:
+        if self._is_current(live, attempt):
             live.grant = None
             self.send(StartFailed(action=live.action.id, reason=reason))
 
-    def _current(self, live: _Live, attempt: int) -> bool:
-        return live.attempt == attempt and self._live.get(live.action.id) is live and live.grant is not None
+    def _is_current(self, live: _SimAction, attempt: int) -> bool:
+        return live.attempt == attempt and self._actions.get(live.action.id) is live and live.grant is not None
 
-    def _join(self, live: _Live, batch: str) -> None:
-        """It leaves its batch, and is in this one from now on."""
+    def _join_batch(self, live: _SimAction, batch: str) -> None:
+        """Move the action from its batch to this one."""
         if live.batch:
             self._batches[live.batch] -= 1
             if not self._batches[live.batch]:
@@ -337,61 +339,61 @@ class Engine:
         live.batch = batch
 
     def _load(self, service: str, node: str, devices: tuple[int, ...]) -> float:
-        """Seconds until it can be called there."""
+        """Return the seconds until the service can be called there."""
         seconds, evicted = self._devices.load(service, node, devices, self.now)
         for place in evicted:
             self.send(Evicted(service=place.service, node=node, devices=place.devices))
         return seconds
 
-    def _resident(self, service: str, node: str, devices: tuple[int, ...]) -> None:
-        if self._devices.is_new(service, node, devices, self.now):
+    def _report_resident(self, service: str, node: str, devices: tuple[int, ...]) -> None:
+        if self._devices.take_loaded(service, node, devices, self.now):
             batch_max = self._devices.service(service).batch_max
             self.send(Resident(service=service, node=node, devices=devices, batch_max=batch_max))
 
-    def _started(self, live: _Live, attempt: int) -> None:
-        if not self._current(live, attempt) or self.down.get(live.node):
+    def _on_started(self, live: _SimAction, attempt: int) -> None:
+        if not self._is_current(live, attempt) or self.down.get(live.node):
             return
         live.started_at = self.now
         grant, step = live.grant, live.step
         assert grant is not None
         self.send(Started(action=live.action.id))
-        if not self._current(live, attempt):
+        if not self._is_current(live, attempt):
             return
-        live.refused = not self._apis.enter(live.action.id, step, self.now)
+        live.refused = not self._apis.admit(live.action.id, step, self.now)
         if live.refused:
-            self.at(self.now + REFUSAL_S, self._finish, live, attempt, "429 too many requests")
+            self.call_at(self.now + REFUSAL_S, self._finish, live, attempt, "429 too many requests")
             return
         if CPU in live.action.demand.pools:
             self._run_on_cpu(live, grant)
             return
         if GPU in live.action.demand.pools:
-            devices = _cells(grant)
-            self._resident(live.action.service, live.node, devices)
+            devices = _devices_of(grant)
+            self._report_resident(live.action.service, live.node, devices)
             live.width = float(len(devices))
             together = self._batches.get(live.batch, 1)
             slower = together ** self._devices.service(live.action.service).batch_growth
-            self.at(self.now + slower * step.work_s / step.speedup.at(live.width), self._finish, live, attempt, "")
+            self.call_at(self.now + slower * step.work_s / step.speedup.at(live.width), self._finish, live, attempt, "")
             return
-        self.at(self.now + step.work_s, self._finish, live, attempt, "")
+        self.call_at(self.now + step.work_s, self._finish, live, attempt, "")
 
-    def _run_on_cpu(self, live: _Live, grant: Grant) -> None:
+    def _run_on_cpu(self, live: _SimAction, grant: Grant) -> None:
         share = next(share for share in grant.shares if share.pool.startswith(CPU))
         step = live.step
         live.width = grant.width / CORE if step.demand.elastic == CPU else 1.0
         live.limit = share.limit / CORE
         work, demand = shape(step.work_s, step.busy, step.speedup, live.width, live.limit)
         self.cpus[live.node].add(live.action.id, work, demand, share.reserved / CORE, self.now)
-        self._next_on(live.node)
+        self._schedule_next_completion(live.node)
 
-    def _next_on(self, node: str) -> None:
-        """Make sure that the next completion on the node will be noticed."""
+    def _schedule_next_completion(self, node: str) -> None:
+        """Schedule an event for the next completion on the node."""
         following = self.cpus[node].next_completion()
         if following is not None and following[0] < self._cpu_next[node]:
             self._cpu_next[node] = following[0]
-            self.at(max(following[0], self.now), self._cpu_due, node, following[0])
+            self.call_at(max(following[0], self.now), self._on_cpu_due, node, following[0])
 
-    def _cpu_due(self, node: str, expected_at: float) -> None:
-        """The next completion was expected now; contention may have moved it, or an earlier one came between."""
+    def _on_cpu_due(self, node: str, expected_at: float) -> None:
+        """The next completion was expected now; contention may have moved it, or an earlier one came first."""
         if self._cpu_next[node] != expected_at:
             return
         self._cpu_next[node] = math.inf
@@ -400,27 +402,27 @@ class Engine:
             return
         following = cpu.next_completion()
         if following is not None and following[0] <= self.now:
-            self._finish(self._live[following[1]], self._live[following[1]].attempt, "")
+            self._finish(self._actions[following[1]], self._actions[following[1]].attempt, "")
             self._samples.add(self.now, sum(cpu.busy for cpu in self.cpus.values()))
         if node in self.cpus:
-            self._next_on(node)
+            self._schedule_next_completion(node)
 
-    def _finish(self, live: _Live, attempt: int, lost: str) -> None:
-        if not self._current(live, attempt) or live.started_at < 0.0:
+    def _finish(self, live: _SimAction, attempt: int, lost: str) -> None:
+        if not self._is_current(live, attempt) or live.started_at < 0.0:
             return
-        usage = self._leave(live)
+        usage = self._remove_from_node(live)
         live.grant = None
         self.send(Finished(action=live.action.id, usage=usage, lost=lost))
 
-    def _leave(self, live: _Live) -> Usage:
-        """Take the action off its node and measure it."""
-        self._apis.leave(live.action.id)
+    def _remove_from_node(self, live: _SimAction) -> Usage:
+        """Remove the action from its node and return its usage."""
+        self._apis.release(live.action.id)
         if live.refused:
             return Usage()
         kinds = live.action.demand.pools
         if CPU in kinds and live.node in self.cpus:
             used = self.cpus[live.node].remove(live.action.id, self.now)
-            self._next_on(live.node)
+            self._schedule_next_completion(live.node)
             starting_core_s = live.step.busy * live.step.overhead_s
             self._core_s_starting += starting_core_s
             cpu_s = used.used_core_s + starting_core_s
@@ -428,7 +430,7 @@ class Engine:
         return Usage(spent=live.step.spent)
 
     def _resize(self, effect: Resize) -> None:
-        live = self._live[effect.action]
+        live = self._actions[effect.action]
         if live.started_at >= 0.0 and not live.refused:
             step = live.step
             before, _ = shape(step.work_s, step.busy, step.speedup, live.width, live.limit)
@@ -437,36 +439,38 @@ class Engine:
             self.cpus[live.node].reconfigure(
                 effect.action, self.now, demand=demand, weight=effect.reserved / CORE, scale=after / before
             )
-            self._next_on(live.node)
+            self._schedule_next_completion(live.node)
         self.send(Resized(action=effect.action, limit=effect.limit))
 
     def _stop(self, effect: Stop) -> None:
-        live = self._live[effect.action]
-        self.at(self.now, self._stopped, live, live.attempt)
+        live = self._actions[effect.action]
+        self.call_at(self.now, self._on_stopped, live, live.attempt)
 
-    def _stopped(self, live: _Live, attempt: int) -> None:
-        if not self._current(live, attempt):
+    def _on_stopped(self, live: _SimAction, attempt: int) -> None:
+        if not self._is_current(live, attempt):
             return
-        usage = self._leave(live) if live.started_at >= 0.0 else Usage()
+        usage = self._remove_from_node(live) if live.started_at >= 0.0 else Usage()
         live.grant = None
         self.send(Finished(action=live.action.id, usage=usage))
 
     def _restore(self, effect: Restore) -> None:
-        """Devices that somebody uses by now are left alone."""
+        """Restore, unless the devices are in use by now."""
         service, node, devices = effect.service, effect.node, effect.devices
         if self.down.get(node) or self._in_use(node, devices):
             self.send(Evicted(service=service, node=node, devices=devices))
         else:
-            self.at(self.now + self._load(service, node, devices), self._resident, service, node, devices)
+            self.call_at(self.now + self._load(service, node, devices), self._report_resident, service, node, devices)
 
     def _in_use(self, node: str, devices: tuple[int, ...]) -> bool:
         return any(
-            live.grant is not None and live.node == node and any(device in devices for device in _cells(live.grant))
-            for live in self._live.values()
+            live.grant is not None
+            and live.node == node
+            and any(device in devices for device in _devices_of(live.grant))
+            for live in self._actions.values()
         )
 
     def _wake_at(self, effect: WakeAt) -> None:
-        self.at(max(effect.at, self.now), self._tick)
+        self.call_at(max(effect.at, self.now), self._tick)
 
     def _tick(self) -> None:
         self.send(Tick())
@@ -474,7 +478,7 @@ class Engine:
     # ---- faults ----
 
     def node_down(self, node: str) -> None:
-        """The machine is gone; its actions end without a word."""
+        """Fail a node; its actions end without an event."""
         if self.down.get(node):
             return
         self.down[node] = True
@@ -482,14 +486,14 @@ class Engine:
             self._core_s_before += self.cpus[node].used_total(self.now)
             self.cpus[node] = CpuShare(self.pools[f"{CPU}@{node}"].total / CORE)
         self._devices.clear(node)
-        for live in self._live.values():
+        for live in self._actions.values():
             if live.grant is not None and live.node == node:
                 live.grant = None
-                self._apis.leave(live.action.id)
+                self._apis.release(live.action.id)
         self.send(NodeChanged(node=node, state=NodeState.DOWN))
 
     def node_up(self, node: str) -> None:
-        """The machine is back, empty."""
+        """Bring a node back, empty."""
         if not self.down.pop(node, False):
             return
         if node in self.cpus:
@@ -500,30 +504,30 @@ class Engine:
         self.send(NodeChanged(node=node, state=NodeState.UP))
 
     def crash(self, pick: float) -> None:
-        """One running action dies on our side; `pick` in [0, 1) chooses which."""
-        running = [live for live in self._live.values() if live.grant is not None and live.started_at >= 0.0]
+        """Kill one running action; `pick` in [0, 1) chooses it."""
+        running = [live for live in self._actions.values() if live.grant is not None and live.started_at >= 0.0]
         if running:
             live = running[int(pick * len(running))]
             self._finish(live, live.attempt, "its process was killed")
 
     def change_pool(self, pool: Pool) -> None:
-        """Another total from now on, or from when its node is back."""
+        """Change the total of a pool; if its node is down, when the node is back."""
         self.pools[pool.name] = pool
         self._devices.grow(pool)
         if self.down.get(pool.node):
             return
         if pool.kind == CPU:
             self.cpus[pool.node].set_capacity(pool.total / CORE, self.now)
-            self._next_on(pool.node)
-        self._apis.change(pool, self.now)
+            self._schedule_next_completion(pool.node)
+        self._apis.set_quota(pool, self.now)
         self.send(PoolChanged(pool=pool))
 
     # ---- result ----
 
-    def _result(self) -> Result:
+    def _result(self) -> SimulationResult:
         capacity = sum(pool.total for pool in self.pools.values() if pool.kind == CPU) / CORE
         used = self._core_s_before + self._core_s_starting + sum(cpu.used_total(self.now) for cpu in self.cpus.values())
-        return Result(
+        return SimulationResult(
             name=self._name,
             workload=self.workload.name,
             seed=self.workload.seed,
@@ -537,17 +541,16 @@ class Engine:
         )
 
 
-def _cells(grant: Grant) -> tuple[int, ...]:
-    """Its devices."""
+def _devices_of(grant: Grant) -> tuple[int, ...]:
     return next((share.cells for share in grant.shares if share.pool.startswith(GPU)), ())
 
 
-_EFFECTS: dict[type, Callable[[Engine, Any], None]] = {
-    Start: Engine._start,
-    Resize: Engine._resize,
-    Stop: Engine._stop,
-    Restore: Engine._restore,
-    WakeAt: Engine._wake_at,
-    Settle: Engine._settled,
-    Refuse: Engine._refused,
+_EFFECTS: dict[type, Callable[[Simulator, Any], None]] = {
+    Start: Simulator._start,
+    Resize: Simulator._resize,
+    Stop: Simulator._stop,
+    Restore: Simulator._restore,
+    WakeAt: Simulator._wake_at,
+    Settle: Simulator._on_settled,
+    Refuse: Simulator._on_refused,
 }

@@ -1,7 +1,7 @@
-"""Faults: what goes wrong in a simulation, when, and where. Seeded: one seed, one sequence.
+"""Faults of a simulation: what fails, when and where. Seeded: one seed, one sequence.
 
-Owns the records and their injection into an engine. Faults may overlap: a pool that was cut twice is whole again when
-both cuts are over, and a node that comes back has the pools that it should have by then.
+Owns the records and their injection into an engine. Faults may overlap: a pool that was reduced twice is whole again
+when both reductions end, and a node that comes back gets the pools that it should have by then.
 """
 
 from __future__ import annotations
@@ -13,32 +13,34 @@ import msgspec
 from tangram.core.action import Action
 from tangram.core.demand import CPU, MEMORY
 from tangram.core.messages import Pool
-from tangram.sim.engine import Engine
+from tangram.sim.engine import Simulator
 
 KINDS = ("node_loss", "slow_start", "crash", "start_failure", "quota_cut", "shrink")
 
 SLOWEST_START_S = 10.0
 
 SHARE_LEFT_MIN = 0.1
-"""Of a pool that is cut; what needs more than is left waits for the rest to come back."""
+"""Of a reduced pool; an action that needs more waits until the pool is restored."""
 
 
-class Fault(msgspec.Struct, frozen=True, kw_only=True):
+class InjectedFault(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     kind: str
     """One of KINDS."""
     pick: float = 0.0
-    """In [0, 1): which node, action or pool it strikes."""
+    """In [0, 1): selects the node, action or pool."""
     lasts_s: float = 30.0
     amount: float = 1.0
-    """How slow a start is, of the slowest; the share of starts that fail; the share of a pool that is left."""
+    """Relative slowness of a start; the share of starts that fail; the remaining share of a pool."""
 
 
-def draw(seed: int, *, until_s: float, count: int = 6, kinds: tuple[str, ...] = KINDS) -> tuple[Fault, ...]:
-    """`count` faults at random moments, in random order."""
+def draw_faults(
+    seed: int, *, until_s: float, count: int = 6, kinds: tuple[str, ...] = KINDS
+) -> tuple[InjectedFault, ...]:
+    """Draw `count` faults at random times, in random order."""
     rng = random.Random(f"faults/{seed}")
     faults = [
-        Fault(
+        InjectedFault(
             at=rng.uniform(0.0, until_s),
             kind=rng.choice(kinds),
             pick=rng.random(),
@@ -50,50 +52,50 @@ def draw(seed: int, *, until_s: float, count: int = 6, kinds: tuple[str, ...] = 
     return tuple(sorted(faults, key=lambda fault: fault.at))
 
 
-def inject(engine: Engine, faults: tuple[Fault, ...]) -> None:
+def inject(engine: Simulator, faults: tuple[InjectedFault, ...]) -> None:
     """Schedule every fault in the engine."""
-    wrong = _Wrong(engine)
+    wrong = _FaultInjector(engine)
     for fault in faults:
-        engine.at(fault.at, _STRIKE[fault.kind], wrong, fault)
+        engine.call_at(fault.at, _HANDLER_BY_KIND[fault.kind], wrong, fault)
 
 
-class _Wrong:
-    """What is wrong at the moment."""
+class _FaultInjector:
+    """The faults currently in effect."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Simulator) -> None:
         self._engine = engine
-        self._whole = dict(engine.pools)
+        self._original_pools = dict(engine.pools)
         self._cuts: dict[str, list[float]] = {name: [] for name in engine.pools}
-        """Per pool, the shares that faults have left of it."""
-        self._slow: list[Fault] = []
-        self._failing: list[tuple[Fault, random.Random]] = []
+        """By pool, the shares that active faults leave."""
+        self._slow: list[InjectedFault] = []
+        self._failing: list[tuple[InjectedFault, random.Random]] = []
 
-    def node_loss(self, fault: Fault) -> None:
+    def node_loss(self, fault: InjectedFault) -> None:
         engine = self._engine
         nodes = sorted({pool.node for pool in engine.pools.values() if pool.node and not engine.down.get(pool.node)})
         if nodes:
             node = nodes[int(fault.pick * len(nodes))]
             engine.node_down(node)
-            engine.at(engine.now + fault.lasts_s, engine.node_up, node)
+            engine.call_at(engine.now + fault.lasts_s, engine.node_up, node)
 
-    def crash(self, fault: Fault) -> None:
+    def crash(self, fault: InjectedFault) -> None:
         self._engine.crash(fault.pick)
 
     # ---- starts ----
 
-    def slow_start(self, fault: Fault) -> None:
+    def slow_start(self, fault: InjectedFault) -> None:
         self._slow.append(fault)
         self._engine.slow_start_s = self._slow_start_s
-        self._engine.at(self._engine.now + fault.lasts_s, self._slow.remove, fault)
+        self._engine.call_at(self._engine.now + fault.lasts_s, self._slow.remove, fault)
 
     def _slow_start_s(self, action: Action) -> float:
         return max([SLOWEST_START_S * fault.amount for fault in self._slow], default=0.0)
 
-    def start_failure(self, fault: Fault) -> None:
+    def start_failure(self, fault: InjectedFault) -> None:
         failing = (fault, random.Random(f"start/{fault.at}/{fault.pick}"))
         self._failing.append(failing)
         self._engine.fail_start = self._fail_start
-        self._engine.at(self._engine.now + fault.lasts_s, self._failing.remove, failing)
+        self._engine.call_at(self._engine.now + fault.lasts_s, self._failing.remove, failing)
 
     def _fail_start(self, action: Action, attempt: int) -> str:
         fails = [rng.random() < fault.amount for fault, rng in self._failing]
@@ -101,36 +103,36 @@ class _Wrong:
 
     # ---- pools ----
 
-    def quota_cut(self, fault: Fault) -> None:
-        self._cut(fault, [pool for pool in self._whole.values() if not pool.node])
+    def quota_cut(self, fault: InjectedFault) -> None:
+        self._cut(fault, [pool for pool in self._original_pools.values() if not pool.node])
 
-    def shrink(self, fault: Fault) -> None:
-        self._cut(fault, [pool for pool in self._whole.values() if pool.kind in (CPU, MEMORY)])
+    def shrink(self, fault: InjectedFault) -> None:
+        self._cut(fault, [pool for pool in self._original_pools.values() if pool.kind in (CPU, MEMORY)])
 
-    def _cut(self, fault: Fault, pools: list[Pool]) -> None:
+    def _cut(self, fault: InjectedFault, pools: list[Pool]) -> None:
         if pools:
             pool = pools[int(fault.pick * len(pools))]
             self._cuts[pool.name].append(fault.amount)
             self._apply_cuts(pool)
-            self._engine.at(self._engine.now + fault.lasts_s, self._end_cut, pool, fault.amount)
+            self._engine.call_at(self._engine.now + fault.lasts_s, self._end_cut, pool, fault.amount)
 
     def _end_cut(self, pool: Pool, share: float) -> None:
         self._cuts[pool.name].remove(share)
         self._apply_cuts(pool)
 
     def _apply_cuts(self, pool: Pool) -> None:
-        """The deepest of all cuts counts."""
+        """Apply the deepest active reduction."""
         share = max(SHARE_LEFT_MIN, min([1.0, *self._cuts[pool.name]]))
         numa = tuple(max(1, int(units * share)) for units in pool.numa)
         total = sum(numa) if numa else max(1, int(pool.total * share))
         self._engine.change_pool(msgspec.structs.replace(pool, total=total, numa=numa))
 
 
-_STRIKE = {
-    "node_loss": _Wrong.node_loss,
-    "slow_start": _Wrong.slow_start,
-    "crash": _Wrong.crash,
-    "start_failure": _Wrong.start_failure,
-    "quota_cut": _Wrong.quota_cut,
-    "shrink": _Wrong.shrink,
+_HANDLER_BY_KIND = {
+    "node_loss": _FaultInjector.node_loss,
+    "slow_start": _FaultInjector.slow_start,
+    "crash": _FaultInjector.crash,
+    "start_failure": _FaultInjector.start_failure,
+    "quota_cut": _FaultInjector.quota_cut,
+    "shrink": _FaultInjector.shrink,
 }

@@ -1,29 +1,29 @@
-"""A baseline for devices: models are loaded when they are asked for, as a serverless system for models does it.
+"""A baseline for devices: load models on demand, as a serverless system for models does.
 
-Owns which model is on which devices, and its own loads: the engine is given models that take no time to restore
-(`without_restores`). Takes the same events and returns the same effects as the scheduler. Serves device calls alone,
-and refuses all others. Promises that devices belong to one instance at a time and that an instance which loads or
-serves is never evicted.
+The module owns the placement of models on devices and the loads; the engine gets models that restore in no time
+(`without_restores`). It takes the same events and returns the same effects as the scheduler. It serves only device
+calls and refuses all others. Devices belong to one instance at a time. An instance that loads or serves is never
+evicted.
 
-It is modelled on ServerlessLLM, as good as that can be. From its publication (OSDI 24) and its released code:
+The model is ServerlessLLM under the best conditions. From its publication (OSDI 24) and its released code:
 
-- an instance of a model has devices of its own, a fixed number of them, and takes them whole;
-- every model has a queue, first come first served; an instance that is ready serves the call at its head;
-- a model wants an instance for every `target` calls that wait or are served, `instances_max` at most;
-- models that lack instances get them in the order in which their oldest waiting calls came;
-- an instance goes where it is ready soonest: a node reads a checkpoint from storage once and has it in host memory
-  from then on, because the publication's nodes have 3 TB for ten models of 140 GiB at most.
+- an instance of a model has a fixed number of devices, which it does not share;
+- every model has a FIFO queue; a ready instance serves the call at its head;
+- a model requests one instance for every `target` calls that wait or are served, at most `instances_max`;
+- models that lack instances get them in the order in which their oldest waiting calls arrived;
+- an instance starts where it is ready soonest: a node reads a checkpoint from storage once and keeps it in host memory
+  from then on, because the nodes in the publication have 3 TB for ten models of at most 140 GiB.
 
-Better than the released system is what follows, each in its favour:
+It is better than the released system in these respects:
 
-- an idle instance is kept until its devices are wanted, then the least recently used goes at once; released is a fixed
-  keep-alive, after which devices are empty, and before which nobody else gets them;
-- starting an engine takes no time besides loading (`start_s` adds some), and no other load slows one down;
-- decisions take no time; the released router waits a second before every call of a model (`turn_s` brings that back).
+- an idle instance is kept until its devices are needed; then the least recently used is evicted at once. The released
+  system has a fixed keep-alive: no other model gets the devices before it ends, and they are empty after it.
+- starting an engine takes no time in addition to loading (`start_s` adds some), and loads do not slow each other;
+- decisions take no time; the released router waits a second before every call of a model (`turn_s` restores that).
 
-Like static services, an instance serves one call at a time. Faults strike it as they strike the other baselines: a
-node takes its instances, their calls and its host copies with it, a start that fails is tried again at once, and there
-are no time limits.
+Like static services, an instance serves one call at a time. Faults have the same effect as on the other baselines: a
+failing node loses its instances, their calls and its host copies; a failed start is retried at once; there are no time
+limits.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from tangram.core.messages import (
     WakeAt,
 )
 from tangram.errors import InvalidConfig
-from tangram.sim.baselines import ATTEMPTS_MAX, CANCELLED, nearest_degree, settled
+from tangram.sim.baselines import ATTEMPTS_MAX, CANCELLED, make_settle, nearest_degree
 from tangram.sim.episode import ServiceModel, Workload
 
 NAME = "on-demand"
@@ -64,19 +64,20 @@ NAME = "on-demand"
 
 class OnDemandConfig(msgspec.Struct, frozen=True, kw_only=True):
     devices_per_instance: int = 4
-    """As many as a static service has; a model that cannot use that many has the nearest number that it can."""
+    """As many as a static service has. A model that cannot use this number gets the nearest one that it can."""
     storage_gib_s: float = 19.0
     host_gib_s: float = 47.0
     """Loading from storage and from host memory. ServerlessLLM publishes 3.2 s and 1.3 s for the 61 GiB of Qwen3-32B,
     on H100 with NVMe."""
     start_s: float = 0.0
-    """Starting an engine, besides loading. The end-to-end latencies of its publication leave no room for any."""
+    """Time to start an engine, in addition to loading. The end-to-end latencies in the publication leave no room for
+    any."""
     target: int = 1
     """Calls per instance, as in its default configuration."""
     instances_max: int = 10
-    """Of one model, as in its default configuration."""
+    """Per model; the default of its configuration."""
     turn_s: float = 0.0
-    """A model hands out one call in this time at most; 0: as many as there are."""
+    """Minimum interval between two calls that the router hands to a model; 0: no limit."""
 
     def __post_init__(self) -> None:
         for name in ("devices_per_instance", "target", "instances_max"):
@@ -91,7 +92,7 @@ class OnDemandConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def without_restores(workload: Workload, config: OnDemandConfig, device_gib: float) -> Workload:
-    """The same work for an engine that leaves loading to the baseline and sees every instance fill its devices."""
+    """Return the work for an engine that leaves loading to the baseline; every instance fills its devices."""
     services = []
     for service in workload.services:
         degree = nearest_degree(service, config.devices_per_instance)
@@ -102,7 +103,7 @@ def without_restores(workload: Workload, config: OnDemandConfig, device_gib: flo
     return msgspec.structs.replace(workload, services=tuple(services))
 
 
-class _Call:
+class _OnDemandCall:
     __slots__ = ("action", "attempts", "cancelled", "granted_at", "instance", "model", "started_at", "submitted_at")
 
     def __init__(self, action: Action, model: _Model, now: float) -> None:
@@ -113,13 +114,13 @@ class _Call:
         self.started_at = now
         self.attempts = 0
         self.cancelled = False
-        """It was asked to stop, and has not ended yet."""
+        """A stop was requested and has not completed."""
         self.instance: _Instance | None = None
-        """Where it is served; None while it waits."""
+        """The instance that serves the call; None while the call waits."""
 
 
 class _Instance:
-    """One copy of a model on devices of its own."""
+    """One copy of a model on its own devices."""
 
     __slots__ = ("call", "devices", "fresh", "loading_from", "model", "node", "ready_at", "used_at")
 
@@ -130,12 +131,12 @@ class _Instance:
         self.loading_from = now
         self.ready_at = self.used_at = now + load_s
         self.fresh = True
-        """It has served nobody yet."""
-        self.call: _Call | None = None
+        """The instance has not served a call yet."""
+        self.call: _OnDemandCall | None = None
 
 
 class _Model:
-    """One service: its calls that wait and its instances."""
+    """One service: its waiting calls and its instances."""
 
     __slots__ = ("instances", "memory_gib", "name", "next_turn_at", "queue", "size")
 
@@ -144,7 +145,7 @@ class _Model:
         self.memory_gib = service.memory_gib
         self.size = size
         """Devices of an instance."""
-        self.queue: deque[_Call] = deque()
+        self.queue: deque[_OnDemandCall] = deque()
         self.instances: list[_Instance] = []
         self.next_turn_at = 0.0
 
@@ -156,14 +157,14 @@ class _Node:
         self.name = name
         self.total = total
         self.closed = False
-        """It takes no calls and no instances now."""
+        """The service currently accepts neither calls nor instances."""
         self.instances: list[_Instance] = []
         self.in_host_at: dict[str, float] = {}
-        """Models whose checkpoints are in host memory, or will be, and since when."""
+        """When each model's checkpoint is, or will be, in host memory."""
 
 
 class OnDemand:
-    """Loads models for calls."""
+    """Load models on demand."""
 
     def __init__(self, pools: tuple[Pool, ...], services: tuple[ServiceModel, ...], config: OnDemandConfig) -> None:
         self.config = config
@@ -172,7 +173,7 @@ class OnDemand:
         self._models = {
             service.name: _Model(service, nearest_degree(service, config.devices_per_instance)) for service in services
         }
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, _OnDemandCall] = {}
         self._effects: list[Effect] = []
         self._now = 0.0
         largest = max((node.total for node in self._nodes.values()), default=0)
@@ -189,19 +190,19 @@ class OnDemand:
         if isinstance(event, Submit):
             self._submit(event.action)
         elif isinstance(event, Finished):
-            self._finished(event)
+            self._on_finished(event)
         elif isinstance(event, Cancel):
             self._cancel(event.action)
         elif isinstance(event, StartFailed):
-            self._start_failed(event)
+            self._on_start_failed(event)
         elif isinstance(event, NodeChanged):
-            self._node_changed(event)
+            self._on_node_changed(event)
         elif isinstance(event, PoolChanged):
-            self._pool_changed(event.pool)
+            self._on_pool_changed(event.pool)
         elif not isinstance(event, Tick):
             return self._effects
         self._serve()
-        self._load()
+        self._load_instances()
         return self._effects
 
     # ---- calls ----
@@ -212,14 +213,14 @@ class OnDemand:
             reason = "models on demand serve calls to a known service on devices, nothing else"
             self._effects.append(Refuse(action=action.id, limit="service", reason=reason))
             return
-        call = self._calls[action.id] = _Call(action, model, self._now)
+        call = self._calls[action.id] = _OnDemandCall(action, model, self._now)
         model.queue.append(call)
 
     def _serve(self) -> None:
-        """Calls go to instances that are ready, in order of arrival."""
+        """Assign calls to ready instances, in order of arrival."""
         for model in self._models.values():
             while model.queue:
-                instance = next((each for each in model.instances if self._free(each)), None)
+                instance = next((each for each in model.instances if self._is_free(each)), None)
                 if instance is None or self._now < model.next_turn_at:
                     break
                 self._start(model.queue.popleft(), instance)
@@ -227,14 +228,14 @@ class OnDemand:
                     model.next_turn_at = self._now + self.config.turn_s
                     self._effects.append(WakeAt(at=model.next_turn_at))
 
-    def _free(self, instance: _Instance) -> bool:
-        """Whether it could serve a call now."""
+    def _is_free(self, instance: _Instance) -> bool:
+        """Return whether the instance can serve a call now."""
         node = self._nodes[instance.node]
         fits = not node.closed and instance.devices[-1] < node.total
         return fits and instance.call is None and instance.ready_at <= self._now
 
-    def _start(self, call: _Call, instance: _Instance) -> None:
-        """The first call of an instance was held up by its load, as far as it waited for it."""
+    def _start(self, call: _OnDemandCall, instance: _Instance) -> None:
+        """Charge the first call of an instance for the part of the load that it waited for."""
         held_up_s = instance.ready_at - max(instance.loading_from, call.submitted_at) if instance.fresh else 0.0
         call.granted_at = self._now - max(0.0, held_up_s)
         call.started_at = self._now
@@ -245,13 +246,13 @@ class OnDemand:
         grant = Grant(call.action.id, instance.node, (share,), width, call.attempts)
         self._effects.append(Start(action=call.action, grant=grant))
 
-    def _leave(self, call: _Call) -> None:
+    def _release(self, call: _OnDemandCall) -> None:
         if call.instance is not None:
             call.instance.call = None
             call.instance.used_at = self._now
             call.instance = None
 
-    def _finished(self, event: Finished) -> None:
+    def _on_finished(self, event: Finished) -> None:
         call = self._calls[event.action]
         if call.cancelled:
             self._settle(call, Status.CANCELLED, CANCELLED, event.usage)
@@ -259,7 +260,7 @@ class OnDemand:
             self._settle(call, Status.LOST if event.lost else Status.SUCCEEDED, event.lost, event.usage)
 
     def _cancel(self, action: str) -> None:
-        """What waits settles at once, and what is loaded for it stays; what runs is stopped, and settles when it has
+        """A waiting call settles at once, and its load continues. A running call is stopped and settles when it has
         ended."""
         call = self._calls.get(action)
         if call is None or call.cancelled:
@@ -271,46 +272,47 @@ class OnDemand:
             call.cancelled = True
             self._effects.append(Stop(action=action, reason=CANCELLED))
 
-    def _start_failed(self, event: StartFailed) -> None:
+    def _on_start_failed(self, event: StartFailed) -> None:
         call = self._calls[event.action]
         if call.cancelled:
             self._settle(call, Status.CANCELLED, CANCELLED)
         elif not event.retry or call.attempts >= ATTEMPTS_MAX:
             self._settle(call, Status.LOST, f"start failed {call.attempts} times, last: {event.reason}")
         else:
-            self._leave(call)
+            self._release(call)
             call.model.queue.appendleft(call)
 
-    def _settle(self, call: _Call, status: Status, reason: str, usage: Usage = NO_USAGE) -> None:
+    def _settle(self, call: _OnDemandCall, status: Status, reason: str, usage: Usage = NO_USAGE) -> None:
         ran_s = held_up_s = 0.0
         if call.instance is not None:
             ran_s, held_up_s = self._now - call.started_at, call.started_at - call.granted_at
         del self._calls[call.action.id]
-        self._leave(call)
+        self._release(call)
         act_s = self._now - call.submitted_at
-        self._effects.append(settled(call.action, status, reason, usage, act_s, ran_s, held_up_s, call.attempts))
+        self._effects.append(make_settle(call.action, status, reason, usage, act_s, ran_s, held_up_s, call.attempts))
 
     # ---- instances ----
 
-    def _load(self) -> None:
-        """Instances for models that lack some, the model whose oldest call has waited longest first."""
+    def _load_instances(self) -> None:
+        """Load instances for models that lack some. The model whose oldest call has waited longest comes first."""
         waiting = [model for model in self._models.values() if model.queue]
         no_place = math.inf
-        """For an instance of this many devices. Whoever needs as many or more has none either."""
+        """No place was found for an instance of this many devices, so none exists for more."""
         for model in sorted(waiting, key=lambda model: model.queue[0].submitted_at):
-            while model.size < no_place and len(model.instances) < self._wanted(model):
+            while model.size < no_place and len(model.instances) < self._instances_wanted(model):
                 place = self._place(model)
                 if place is None:
                     no_place = model.size
                 else:
-                    self._load_at(model, *place)
+                    self._load_instance(model, *place)
 
-    def _wanted(self, model: _Model) -> int:
+    def _instances_wanted(self, model: _Model) -> int:
         served = sum(instance.call is not None for instance in model.instances)
         return min(self.config.instances_max, math.ceil((len(model.queue) + served) / self.config.target))
 
     def _place(self, model: _Model) -> tuple[_Node, tuple[int, ...]] | None:
-        """Where an instance would be ready soonest; of equal places one that is empty, then the least recently used."""
+        """Return the place where an instance is ready soonest. Ties: an empty place first, then the least recently
+        used."""
         places = [
             (self._load_s(model, node), used_at, number, start)
             for number, node in enumerate(self._nodes.values())
@@ -324,36 +326,37 @@ class OnDemand:
         return list(self._nodes.values())[number], tuple(range(start, start + model.size))
 
     def _used_at(self, node: _Node, devices: range) -> float | None:
-        """When something on these devices was last used; -1 if nothing is there, None if it cannot be evicted."""
-        there = [instance for instance in node.instances if _overlap(instance, devices)]
+        """Return when these devices were last used: -1 if they are empty, None if their instance cannot be evicted."""
+        there = [instance for instance in node.instances if _overlaps(instance, devices)]
         if any(each.call is not None or each.ready_at > self._now or each.model.queue for each in there):
             return None
         return max((each.used_at for each in there), default=-1.0)
 
     def _load_s(self, model: _Model, node: _Node) -> float:
-        """What is being read from storage for one instance is there for the next one as well, not sooner."""
+        """Return the load time. A checkpoint that is being read from storage becomes available to all instances at
+        once."""
         if model.name not in node.in_host_at:
             return self.config.start_s + model.memory_gib / self.config.storage_gib_s
         left_s = node.in_host_at[model.name] - self._now
         return self.config.start_s + max(model.memory_gib / self.config.host_gib_s, left_s)
 
-    def _load_at(self, model: _Model, node: _Node, devices: tuple[int, ...]) -> None:
-        for instance in [each for each in node.instances if _overlap(each, devices)]:
-            self._drop(instance)
+    def _load_instance(self, model: _Model, node: _Node, devices: tuple[int, ...]) -> None:
+        for instance in [each for each in node.instances if _overlaps(each, devices)]:
+            self._evict(instance)
         instance = _Instance(model, node.name, devices, self._now, self._load_s(model, node))
         node.in_host_at.setdefault(model.name, instance.ready_at - self.config.start_s)
         node.instances.append(instance)
         model.instances.append(instance)
         self._effects.append(WakeAt(at=instance.ready_at))
 
-    def _drop(self, instance: _Instance) -> None:
+    def _evict(self, instance: _Instance) -> None:
         assert instance.call is None, f"{instance.model.name} on {instance.node} serves {instance.call}"
         instance.model.instances.remove(instance)
         self._nodes[instance.node].instances.remove(instance)
 
     # ---- faults ----
 
-    def _node_changed(self, event: NodeChanged) -> None:
+    def _on_node_changed(self, event: NodeChanged) -> None:
         node = self._nodes.get(event.node)
         if node is None:
             return
@@ -362,14 +365,14 @@ class OnDemand:
             for instance in list(node.instances):
                 if instance.call is not None:
                     self._settle(instance.call, Status.LOST, f"node {node.name} went down")
-                self._drop(instance)
+                self._evict(instance)
             node.in_host_at = {}
 
-    def _pool_changed(self, pool: Pool) -> None:
-        """Instances on devices that are gone serve no more calls."""
+    def _on_pool_changed(self, pool: Pool) -> None:
+        """Retire instances whose devices were removed."""
         if pool.kind == GPU:
             self._nodes.setdefault(pool.node, _Node(pool.node, 0)).total = pool.total
 
 
-def _overlap(instance: _Instance, devices: range | tuple[int, ...]) -> bool:
+def _overlaps(instance: _Instance, devices: range | tuple[int, ...]) -> bool:
     return instance.devices[0] <= devices[-1] and devices[0] <= instance.devices[-1]

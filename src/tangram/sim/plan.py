@@ -1,7 +1,7 @@
 """Plan: the smallest pool with which a policy reaches a target, against what is reserved today.
 
-Owns the search over sizes. Each size is simulated under several seeds with the same work; more of a pool is taken to
-be no worse. Promises the same answer for the same question, however many processes share the work.
+Owns the search over sizes. Each size is simulated under several seeds with the same work. A larger pool is assumed to
+be no worse. Same question, same answer, for any number of worker processes.
 """
 
 from __future__ import annotations
@@ -13,56 +13,57 @@ import msgspec
 
 from tangram.core.demand import CPU, GPU
 from tangram.errors import InvalidConfig
-from tangram.processes.process_pool import Workers
-from tangram.reports.formatting import digits_apart, seconds, several
-from tangram.sim.compare import Played, Progress, Setup, Source, Task, play, workload_of
+from tangram.processes.process_pool import ProcessPool
+from tangram.reports.formatting import digits_to_distinguish, pluralize, seconds
+from tangram.sim.compare import Progress, Setup, SimulationRun, SimulationTask, Source, build_workload, simulate_task
 from tangram.sim.episode import Workload
 from tangram.sim.size import Size, pods_can_run, static_devices
 from tangram.sim.workloads import options
 
 TARGETS = {"mean": "act_mean_s", "p95": "act_p95_s"}
 NUMBERS = {"act_mean_s": "mean ACT", "act_p95_s": "p95", "act_p99_s": "p99", "step_s": "step"}
-"""What a plan tells of each size, with the words for it."""
+"""Metrics that a plan reports for each size, with their labels."""
 RESOURCES = ("cores", "devices")
 PRECISION = 0.02
-"""The search ends when the answer is known to this share of it, or to one unit."""
+"""The search ends when the answer is known within this share, or within one unit."""
 DOUBLINGS_MAX = 4
-"""Beyond this many times today's reservation, more of the pool is not what is missing."""
+"""The search does not go beyond this many doublings of today's reservation: a target still missed there is not limited
+by the pool."""
 FLAT = 0.001
-"""A doubling of the pool that brings less than this share of the ACT brings nothing, and neither would the next."""
-AT_ONCE = 2
-"""Halvings tried side by side."""
+"""If doubling the pool improves the ACT by less than this share, further doublings are not tried."""
+SIZES_PER_ROUND = 2
+"""Bisection points simulated in parallel."""
 CURVE_UP_TO = 2.0
-"""The row of halvings ends with the first that misses the target by so much: smaller ones only take long."""
-TODAY = "pods:0.5"
+"""Halving stops at the first size that misses the target by this factor: smaller ones only take long."""
+REFERENCE_POLICY = "pods:0.5"
 
 
-class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be found out."""
+class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The question of a plan."""
 
     source: Source
     size: Size
-    """The pools that are not searched stay at this size."""
+    """Pools that are not searched keep this size."""
     resource: str = "cores"
     policy: str = "adaptive"
     target: str = "mean"
     act_s: float | None = None
-    """Seconds to reach. None: what `like` reaches."""
-    like: str = TODAY
+    """Target in seconds. None: the ACT that `like` reaches."""
+    like: str = REFERENCE_POLICY
     like_size: int = 0
-    """0: what that reservation takes today."""
+    """Size of that reservation; 0: computed from the workload."""
     recorded: bool = False
-    """`like` is what the work was recorded with."""
+    """`like` is the policy that the work was recorded with."""
     seeds: tuple[int, ...] = (0, 1, 2)
     knowledge: str = "learned"
 
     def __post_init__(self) -> None:
         if self.target not in TARGETS:
             raise InvalidConfig("target", self.target, f"{' or '.join(TARGETS)} (which ACT; its seconds go to --act)")
-        options.known("resource", self.resource, RESOURCES)
-        options.whole("like", self.like_size, least=0)
+        options.check_choice("resource", self.resource, RESOURCES)
+        options.check_integer("like", self.like_size, least=0)
         if self.act_s is not None:
-            options.positive("act", self.act_s)
+            options.check_positive("act", self.act_s)
 
     def setup(self, policy: str, size: int) -> Setup:
         return Setup(
@@ -88,7 +89,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     act_p95_s: float
     act_p99_s: float
     step_s: float | None
-    """None: not every trajectory completed, so neither did the step."""
+    """None if a trajectory, and therefore the step, did not complete."""
     use: float
     """Share of the pool in use."""
     failed: float
@@ -108,11 +109,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     reference: Point
     """Today's reservation."""
     recorded: bool
-    """Today's reservation is that of the recording which is played."""
+    """Today's reservation is that of the recording being replayed."""
     points: list[Point]
-    """Every size that was tried, increasing."""
+    """Every size tried, in increasing order."""
     smallest: int | None
-    """None: no size that was tried reaches the target."""
+    """None: no size tried reaches the target."""
 
     @property
     def saved(self) -> float | None:
@@ -121,26 +122,26 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def today(self) -> str:
-        """What is reserved today, in words: pods take no devices, those are fixed for each service."""
+        """Describe what is reserved today. Pods take no devices; devices are fixed per service."""
         return "fixed devices" if self.resource == "devices" and self.like.startswith("pods") else self.like
 
     @property
     def today_in_full(self) -> str:
-        """With its size, and where it is known from."""
+        """The same with its size and its source."""
         size = self.reference.size
-        told = f"{size} {self.today}" if self.today != self.like else f"{self.like} on {self._amount(size)}"
-        return f"{told}, as recorded" if self.recorded else told
+        text = f"{size} {self.today}" if self.today != self.like else f"{self.like} on {self._amount(size)}"
+        return f"{text}, as recorded" if self.recorded else text
 
     def _amount(self, size: int) -> str:
-        return several(size, self.resource.removesuffix("s"))
+        return pluralize(size, self.resource.removesuffix("s"))
 
     @property
     def digits(self) -> int:
-        """More digits than usual that tell every size that misses the target from it."""
-        return digits_apart([_value(point, self.target) for point in self.points], self.target_s)
+        """Return the number of digits that distinguishes the answer from every size that misses the target."""
+        return digits_to_distinguish([_value(point, self.target) for point in self.points], self.target_s)
 
-    def told(self, point: Point) -> list[str]:
-        """Its times in words, the one that the target looks at with enough digits."""
+    def describe_point(self, point: Point) -> list[str]:
+        """Return the times of a point as text; the target metric has enough digits."""
         aimed = TARGETS[self.target]
         return [seconds(getattr(point, column), self.digits if column == aimed else 0) for column in NUMBERS]
 
@@ -150,20 +151,20 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         today = self.today_in_full
         if self.smallest is None or self.saved is None:
             most = self._amount(self.points[-1].size)
-            told = f"{self.policy} does not reach a {goal}, even with {most}; today: {today}."
-            return " ".join([told, *self._flatness(), *self._losses()])
+            answer = f"{self.policy} does not reach a {goal}, even with {most}; today: {today}."
+            return " ".join([answer, *self._flatness(), *self._losses()])
         change = f"{100.0 * abs(self.saved):.0f} % {'fewer' if self.saved > 0.0 else 'more'} than {today}"
         if not self.saved:
             change = f"no fewer than {today}"
-        told = f"{self.policy} reaches a {goal} with {self._amount(self.smallest)}: {change}."
-        return " ".join([told, *self._worse(), *self._losses()])
+        answer = f"{self.policy} reaches a {goal} with {self._amount(self.smallest)}: {change}."
+        return " ".join([answer, *self._worse(), *self._losses()])
 
     def _worse(self) -> Iterator[str]:
-        """What the target does not look at and what is worse there than today."""
-        found = next(point for point in self.points if point.size == self.smallest)
+        """Yield the metrics other than the target that are worse than today."""
+        smallest = next(point for point in self.points if point.size == self.smallest)
         worse = []
         for column, words in NUMBERS.items():
-            new, old = getattr(found, column), getattr(self.reference, column)
+            new, old = getattr(smallest, column), getattr(self.reference, column)
             if new is not None and old is not None and new > old and seconds(new) != seconds(old):
                 worse.append(f"{words} {seconds(new)} instead of {seconds(old)}")
         if worse:
@@ -172,14 +173,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def _flatness(self) -> Iterator[str]:
         if _is_flat(self.points, self.target):
             yield (
-                f"From {self._amount(self.points[-2].size)} on, more of them change nothing: what is left of the ACT is"
-                f" execution, or waiting for something else than {self.resource}."
+                f"From {self._amount(self.points[-2].size)} on, more of them change nothing: the rest of the ACT is"
+                f" execution, or waiting for another resource than {self.resource}."
             )
 
     def _losses(self) -> Iterator[str]:
         if self.reference.failed:
             yield (
-                f"Under {self.today} {self.reference.failed:.1f} trajectories did not complete: its ACT is that of less"
+                f"Under {self.today} {self.reference.failed:.1f} trajectories did not complete: its ACT covers less"
                 " work."
             )
         if any(point.failed for point in self.points):
@@ -195,7 +196,7 @@ def _value(point: Point, target: str) -> float:
 
 
 def _is_flat(points: list[Point], target: str) -> bool:
-    """Whether the last doubling brought nothing."""
+    """Return whether the last doubling brought no improvement."""
     if len(points) < 2 or points[-1].size < 2 * points[-2].size or points[-1].failed != points[-2].failed:
         return False
     before, after = (_value(point, target) for point in points[-2:])
@@ -203,50 +204,51 @@ def _is_flat(points: list[Point], target: str) -> bool:
 
 
 def _reaches(point: Point, target: str, target_s: float) -> bool:
-    """To nine digits, and with every trajectory completed: what was not done must not count as done soon."""
+    """Compare to nine digits. A point with incomplete trajectories never reaches the target: incomplete work must not
+    count as fast."""
     return not point.failed and _value(point, target) <= target_s * (1.0 + 1e-9)
 
 
-def plan(question: Question, *, workers: int | None = None, progress: Progress | None = None) -> Plan:
-    """Simulate today's reservation, then a row of sizes, then close in on the smallest that reaches the target."""
-    workload = workload_of(question.source, question.seeds[0])
-    today = reserved_today(workload, question.resource, question.like, question.like_size)
-    least = _least(question, workload, today)
-    with Workers(workers) as pool:
-        search = _Search(question, pool, progress, math.ceil(math.log2(today / least + 1)))
-        reference = search.measure(question.like, [today])[0]
-        target_s = question.act_s or getattr(reference, TARGETS[question.target])
+def plan(request: PlanRequest, *, workers: int | None = None, progress: Progress | None = None) -> Plan:
+    """Simulate today's reservation, then a range of sizes, then bisect for the smallest that reaches the target."""
+    workload = build_workload(request.source, request.seeds[0])
+    today = reserved_today(workload, request.resource, request.like, request.like_size)
+    least = _least(request, workload, today)
+    with ProcessPool(workers) as pool:
+        search = _Search(request, pool, progress, math.ceil(math.log2(today / least + 1)))
+        reference = search.measure(request.like, [today])[0]
+        target_s = request.act_s or getattr(reference, TARGETS[request.target])
 
         def reaches(size: int) -> bool:
-            return _reaches(search.points[size], question.target, target_s)
+            return _reaches(search.points[size], request.target, target_s)
 
         sizes = _halvings(today, least)
-        for i in range(0, len(sizes), AT_ONCE):
-            search.try_sizes(sizes[i : i + AT_ONCE])
+        for i in range(0, len(sizes), SIZES_PER_ROUND):
+            search.try_sizes(sizes[i : i + SIZES_PER_ROUND])
             if search.value(min(search.points)) > CURVE_UP_TO * target_s:
                 break
         for doubling in range(1, DOUBLINGS_MAX + 1):
-            if reaches(max(search.points)) or _is_flat(search.increasing(), question.target):
+            if reaches(max(search.points)) or _is_flat(search.increasing(), request.target):
                 break
             search.try_sizes([today * 2**doubling])
-        smallest = _close_in(search, reaches)
+        smallest = _bisect(search, reaches)
     return Plan(
-        workload=question.source.name,
-        policy=question.policy,
-        resource=question.resource,
-        target=question.target,
+        workload=request.source.name,
+        policy=request.policy,
+        resource=request.resource,
+        target=request.target,
         target_s=target_s,
-        seeds=question.seeds,
-        like=question.like,
+        seeds=request.seeds,
+        like=request.like,
         reference=reference,
-        recorded=question.recorded,
+        recorded=request.recorded,
         points=search.increasing(),
         smallest=smallest,
     )
 
 
 def reserved_today(workload: Workload, resource: str, like: str, size: int = 0) -> int:
-    """The size that is given; 0: what one pod per trajectory, or fixed devices per service, reserve at once."""
+    """Return `size`, or if it is 0, what one pod per trajectory, or fixed devices per service, reserve at once."""
     if resource == "devices":
         devices = static_devices(workload.services)
         if not devices:
@@ -270,8 +272,8 @@ def _uses(workload: Workload, kind: str) -> bool:
     return any(kind in step.demand.pools for e in workload.episodes for turn in e.turns for step in turn.steps)
 
 
-def _least(question: Question, workload: Workload, today: int) -> int:
-    """The smallest size on which every action could start; below it there is nothing to simulate."""
+def _least(question: PlanRequest, workload: Workload, today: int) -> int:
+    """Return the smallest size on which every action can start; smaller ones are not simulated."""
     reason: InvalidConfig | None = None
     for size in range(1, today + 1):
         try:
@@ -290,7 +292,7 @@ def _halvings(today: int, least: int) -> list[int]:
     return sizes
 
 
-def _close_in(search: _Search, reaches: Callable[[int], bool]) -> int | None:
+def _bisect(search: _Search, reaches: Callable[[int], bool]) -> int | None:
     """Bisect between the smallest size from which on all reach the target and the next smaller one."""
     sizes = sorted(search.points, reverse=True)
     if not reaches(sizes[0]):
@@ -312,9 +314,9 @@ def _close_in(search: _Search, reaches: Callable[[int], bool]) -> int | None:
 class _Search:
     """The sizes tried so far."""
 
-    def __init__(self, question: Question, pool: Workers, progress: Progress | None, rounds: int) -> None:
+    def __init__(self, question: PlanRequest, pool: ProcessPool, progress: Progress | None, rounds: int) -> None:
         self.points: dict[int, Point] = {}
-        self._question = question
+        self._request = question
         self._pool = pool
         self._progress = progress
         self._done = 0
@@ -323,32 +325,32 @@ class _Search:
 
     def try_sizes(self, sizes: list[int]) -> None:
         new = [size for size in sizes if size not in self.points]
-        for size, point in zip(new, self.measure(self._question.policy, new), strict=True):
+        for size, point in zip(new, self.measure(self._request.policy, new), strict=True):
             self.points[size] = point
 
     def increasing(self) -> list[Point]:
         return [self.points[size] for size in sorted(self.points)]
 
     def value(self, size: int) -> float:
-        return _value(self.points[size], self._question.target)
+        return _value(self.points[size], self._request.target)
 
     def measure(self, policy: str, sizes: list[int]) -> list[Point]:
-        question = self._question
+        question = self._request
         # By seed first: a worker then builds the work of a seed once.
         setups = [question.setup(policy, size) for size in sizes]
-        tasks = [Task(setup=setup, policy=policy, seed=seed) for seed in question.seeds for setup in setups]
-        played: list[Played] = self._pool.map(play, tasks, self._tell)
+        tasks = [SimulationTask(setup=setup, policy=policy, seed=seed) for seed in question.seeds for setup in setups]
+        played: list[SimulationRun] = self._pool.map(simulate_task, tasks, self._report_progress)
         self._done += len(tasks)
         return [_point(size, question.resource, played[i :: len(sizes)]) for i, size in enumerate(sizes)]
 
-    def _tell(self, done: float, total: int) -> None:
+    def _report_progress(self, done: float, total: int) -> None:
         if self._progress is not None:
             self._progress(self._done + done, max(self._expected, self._done + total))
 
 
-def _point(size: int, resource: str, played: list[Played]) -> Point:
+def _point(size: int, resource: str, played: list[SimulationRun]) -> Point:
     def mean(metric: str) -> float:
-        """Endless where nothing completed."""
+        """Return the mean; infinity where nothing completed."""
         return sum(one.summary.get(metric, math.inf) for one in played) / len(played)
 
     failed = mean("failed")

@@ -1,22 +1,36 @@
-"""Report: a comparison or a plan as one self-contained HTML file.
+"""The report of a comparison or a plan: one self-contained HTML file.
 
-Owns what a report says and in which order: the answer first, then the table, then the pictures, then how to get the
-same again. Says "simulated" wherever numbers stand. Promises the same bytes for the same results.
+Owns what the report contains and in which order: the answer, the table, the charts, the command that makes it again.
+Labels every number as simulated. Promises the same bytes for the same results.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 
 from tangram.core.demand import CORE, CPU, GPU
-from tangram.files.atomic_file import whole_file
-from tangram.reports.formatting import percent, seconds, several, times
-from tangram.reports.page import card, figure, legend, page, prose, section
+from tangram.reports.charts import SizePoint, size_curve
+from tangram.reports.formatting import percent, pluralize, ratio_text, seconds
+from tangram.reports.page import (
+    Markup,
+    card,
+    cards,
+    figure,
+    figures,
+    footer,
+    legend,
+    named,
+    opening,
+    page,
+    section,
+    table,
+    with_note,
+    write_page,
+)
 from tangram.reports.statistics import Interval
 from tangram.sim import charts
-from tangram.sim.compare import METRICS, Comparison, workload_of
+from tangram.sim.compare import METRICS, Comparison, build_workload
 from tangram.sim.plan import TARGETS, Plan, Point
 
 COLOURS_OTHERS = ("p2", "p3", "p4", "p5", "p6")
@@ -24,17 +38,12 @@ KIND_COLOURS = ("k0", "k1", "k2", "k3", "k4", "k5", "k6")
 
 
 def write_comparison(path: Path, comparisons: Sequence[Comparison], command: str) -> None:
-    """All comparisons in one file; the results of the first seed must have been kept."""
-    _write(path, comparison_page(comparisons, command))
+    """Write all comparisons into one file; each must have kept the results of its first seed."""
+    write_page(path, comparison_page(comparisons, command))
 
 
 def write_plan(path: Path, answer: Plan, command: str) -> None:
-    _write(path, plan_page(answer, command))
-
-
-def _write(path: Path, text: str) -> None:
-    with whole_file("report", path) as file:
-        file.write(text.encode())
+    write_page(path, plan_page(answer, command))
 
 
 # ---- comparison -----------------------------------------------------------------------------------------------
@@ -43,31 +52,30 @@ def _write(path: Path, text: str) -> None:
 def comparison_page(comparisons: Sequence[Comparison], command: str) -> str:
     first = comparisons[0]
     name = first.setup.source.name
-    labels = ["simulated", name, *([first.setup.size.describe()] if len(comparisons) > 1 else [])]
-    parts = ["".join(f'<span class="label">{escape(label)}</span>' for label in labels), _opening(first)]
+    parts = []
     for number, comparison in enumerate(comparisons):
-        if number:
-            size = escape(comparison.setup.size.describe())
-            parts.append(f'<div class="size"><span class="label">{size}</span></div>{_opening(comparison)}')
-        parts.append(_table(comparison))
-        parts.extend(_pictures(comparison))
+        size = [comparison.setup.size.describe()]
+        labels = ["simulated", name, *(size if len(comparisons) > 1 else [])] if not number else size
+        opened = opening(labels, headline(comparison), _lead(comparison), warning=comparison.warning())
+        parts += [f'<div class="size"></div>{opened}' if number else opened, _cards(comparison), _table(comparison)]
+        parts += _chart_sections(comparison)
     parts.append(_footer(command, _comparison_facts(first)))
-    return page(f"Tangram: {name}", "\n".join(parts))
+    return page(f"Tangram: {name}", parts)
 
 
 def featured(comparison: Comparison) -> str:
-    """The policy that the headline is about: ours, else the last one that is not the base."""
+    """The policy in the headline: `adaptive`, or else the last one that is not the base."""
     others = [name for name in comparison.setup.policies if name != comparison.base]
     return "adaptive" if "adaptive" in others else (others or [comparison.base])[-1]
 
 
 def colours(comparison: Comparison) -> dict[str, str]:
-    """Grey for the base, the accent for what is featured, a colour of its own for each of the others."""
-    main, found = featured(comparison), {}
+    """Colour classes: grey for the base, the accent for the featured policy, another colour for each of the others."""
+    main, css_by_name = featured(comparison), {}
     others = iter(COLOURS_OTHERS * len(comparison.setup.policies))
     for name in comparison.setup.policies:
-        found[name] = "p1" if name == main else "p0" if name == comparison.base else next(others)
-    return found
+        css_by_name[name] = "p1" if name == main else "p0" if name == comparison.base else next(others)
+    return css_by_name
 
 
 def headline(comparison: Comparison) -> str:
@@ -86,12 +94,11 @@ def headline(comparison: Comparison) -> str:
 
 
 def _lead(comparison: Comparison) -> str:
-    """What the headline rests on, in sentences."""
     name, base, setup = featured(comparison), comparison.base, comparison.setup
-    trajectories = several(round(comparison.completed(name)[1]), "trajectory", "trajectories")
-    told = [f"The same {trajectories} on the same {setup.size.describe()}, {comparison.load.describe()}."]
+    trajectories = pluralize(round(comparison.completed(name)[1]), "trajectory", "trajectories")
+    sentences = [f"The same {trajectories} on the same {setup.size.describe()}, {comparison.load.describe()}."]
     if name != base:
-        told.append(
+        sentences.append(
             f"From submission to its end an action takes {seconds(comparison.mean(name, 'act_mean_s'))} on average"
             f" instead of {seconds(comparison.mean(base, 'act_mean_s'))}; of that it waits"
             f" {seconds(comparison.mean(name, 'waiting_mean_s'))} instead of"
@@ -99,44 +106,37 @@ def _lead(comparison: Comparison) -> str:
         )
         step_s, base_step_s = comparison.mean(name, "step_s"), comparison.mean(base, "step_s")
         if step_s is not None and base_step_s is not None:
-            told.append(
+            sentences.append(
                 f"The step, which ends with its last trajectory, takes {seconds(step_s)}"
                 f" instead of {seconds(base_step_s)}."
             )
-    return " ".join(told)
-
-
-def _opening(comparison: Comparison) -> str:
-    warning = comparison.warning()
-    told = f'<p class="lead"><strong>Warning:</strong> {prose(warning)}</p>' if warning else ""
-    lead = f'<p class="lead">{prose(_lead(comparison))}</p>'
-    return f"<h1>{escape(headline(comparison))}</h1>{told}{lead}{_cards(comparison)}"
+    return " ".join(sentences)
 
 
 def _cards(comparison: Comparison) -> str:
     name, base = featured(comparison), comparison.base
     if name == base:
         return ""
-    found = []
+    result = []
     for metric, words in (("act_mean_s", "mean ACT"), ("act_p99_s", "p99 ACT"), ("step_s", "step time")):
         ratio = comparison.ratio(name, metric)
         if ratio is not None:
-            found.append(_ratio_card(ratio, words))
+            result.append(_ratio_card(ratio, words))
     use = "core_use" if comparison.setup.size.cores else "device_use"
     if comparison.setup.size.cores or comparison.setup.size.devices:
         what = "cores" if use == "core_use" else "devices"
-        found.append(
+        result.append(
             card(
                 percent(comparison.mean(name, use)),
                 f"of the {what} in use",
                 f"{percent(comparison.mean(base, use))} under {base}",
             )
         )
-    return f'<div class="cards">{"".join(found)}</div>'
+    return cards(result)
 
 
 def _ratio_card(ratio: Interval, words: str) -> str:
-    """Both ways round above 1: people read 1.25 times longer more easily than 0.80 times less."""
+    """A ratio as a number above 1 in both directions: 1.25 times longer is easier to read than 0.80 times shorter."""
     shorter = ratio.mean >= 1.0
     how = "the same" if abs(ratio.mean - 1.0) < 0.005 else "shorter" if shorter else "longer"
     spread = "one seed"
@@ -149,41 +149,37 @@ def _ratio_card(ratio: Interval, words: str) -> str:
 
 def _table(comparison: Comparison) -> str:
     setup, css = comparison.setup, colours(comparison)
-    heads = "".join(f"<th>{escape(words)}</th>" for words in METRICS.values())
-    rows = []
-    for name in setup.policies:
-        cells = "".join(f"<td>{_cell(comparison, name, metric)}</td>" for metric in METRICS)
-        here = ' class="here"' if name == featured(comparison) else ""
-        rows.append(f'<tr{here}><td><span class="dot {css[name]}"></span>{escape(name)}</td>{cells}</tr>')
+    rows = [
+        [named(name, css[name]), *(_cell(comparison, name, metric) for metric in METRICS)] for name in setup.policies
+    ]
     over = f"; in brackets the 95 % interval over {len(setup.seeds)} seeds" if len(setup.seeds) > 1 else ""
     return section(
         "What each policy takes",
         f"Below each number: how many times less it is than under {comparison.base}{over}. Above 1 is better.",
-        f'<div class="wide"><table><thead><tr><th>policy</th>{heads}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>",
+        table(["policy", *METRICS.values()], rows, highlighted=[list(setup.policies).index(featured(comparison))]),
     )
 
 
-def _cell(comparison: Comparison, name: str, metric: str) -> str:
-    told = escape(seconds(comparison.mean(name, metric)))
+def _cell(comparison: Comparison, name: str, metric: str) -> Markup:
+    value = seconds(comparison.mean(name, metric))
     if name == comparison.base:
-        return f"{told}<small>base</small>"
+        return with_note(value, "base")
     ratio = comparison.ratio(name, metric)
     css = ""
     if ratio is not None and ratio.low is not None and ratio.high is not None:
         css = "good" if ratio.low > 1.0 else "bad" if ratio.high < 1.0 else ""
-    return f'{told}<small class="{css}">{escape(times(ratio))}</small>'
+    return with_note(value, ratio_text(ratio), css)
 
 
-# ---- pictures -------------------------------------------------------------------------------------------------
+# ---- charts -------------------------------------------------------------------------------------------------
 
 
-def _pictures(comparison: Comparison) -> list[str]:
+def _chart_sections(comparison: Comparison) -> list[str]:
     css = colours(comparison)
     lines = [
-        charts.Line(name=name, css=css[name], result=result)
+        charts.ChartSeries(name=name, css=css[name], result=result)
         for name in comparison.setup.policies
-        if (result := comparison.kept(name)) is not None and result.completed
+        if (result := comparison.kept_result(name)) is not None and result.completed
     ]
     if not lines:
         return []
@@ -191,9 +187,9 @@ def _pictures(comparison: Comparison) -> list[str]:
     parts = [
         section(
             "How long actions take",
-            "Left: the share of all actions that are done within a time. Right: the slow ones, as the share that takes"
-            " longer than a time. A curve further left is better.",
-            f'{keys}<div class="pair">{figure(charts.distribution(lines))}{figure(charts.slow_tail(lines))}</div>',
+            "Left: the share of all actions done within a time. Right: the slow ones, as the share that takes longer"
+            " than a time. A curve further left is better.",
+            keys + figures([figure(charts.distribution(lines)), figure(charts.slow_tail(lines))], "pair"),
         ),
         _split_section(lines),
     ]
@@ -209,46 +205,46 @@ def _pictures(comparison: Comparison) -> list[str]:
     return parts
 
 
-def _split_section(lines: list[charts.Line]) -> str:
-    panels = "".join(figure(charts.split_bars(lines, found), f"{kind}") for kind, found in charts.splits(lines).items())
+def _split_section(lines: list[charts.ChartSeries]) -> str:
+    panels = [figure(charts.split_bars(lines, splits), kind) for kind, splits in charts.time_splits(lines).items()]
     return section(
-        "What that time is made of",
-        "Mean over the actions of a kind. Pale: waiting, be it for a pod, cores, devices or a quota. Half: overhead,"
-        " such as loading a model. Full: executing.",
-        f'<div class="grid">{panels}</div>',
+        "Where that time goes",
+        "Mean over the actions of a kind. Pale: waiting for a pod, cores, devices or a quota. Half: overhead, such as"
+        " loading a model. Full: executing.",
+        figures(panels),
     )
 
 
-def _pools(comparison: Comparison) -> list[charts.Pooled]:
+def _pools(comparison: Comparison) -> list[charts.PoolChart]:
     setup = comparison.setup
-    pools = setup.size.pools(workload_of(setup.source, setup.seeds[0]))
-    found = []
+    pools = setup.size.pools(build_workload(setup.source, setup.seeds[0]))
+    result = []
     for kind, title, unit, scale in ((CPU, "Cores", "cores", CORE), (GPU, "Devices", "devices", 1)):
         own = [pool for pool in pools if pool.kind == kind]
         if own:
             total = sum(pool.total for pool in own) / scale
-            found.append(charts.Pooled(title=title, unit=unit, total=total, nodes=tuple(pool.node for pool in own)))
-    return found
+            result.append(charts.PoolChart(title=title, unit=unit, total=total, nodes=tuple(pool.node for pool in own)))
+    return result
 
 
-def _timeline_section(comparison: Comparison, lines: list[charts.Line]) -> str:
+def _timeline_section(comparison: Comparison, lines: list[charts.ChartSeries]) -> str:
     names = list(dict.fromkeys([comparison.base, featured(comparison)]))
     shown = [line for name in names for line in lines if line.name == name] or lines[:1]
-    window = charts.window(shown[0].result)
+    window = charts.busiest_window(shown[0].result)
     kinds: dict[str, int] = {}
     for line in shown:
         for row in line.result.rows:
             kinds[row.kind] = kinds.get(row.kind, 0) + 1
     ordered = sorted(kinds, key=lambda kind: -kinds[kind])
     css_by_kind = {kind: KIND_COLOURS[min(i, len(KIND_COLOURS) - 1)] for i, kind in enumerate(ordered)}
-    panels = "".join(figure(charts.timeline(line, window, css_by_kind), line.name) for line in shown)
+    panels = [figure(charts.timeline(line, window, css_by_kind), line.name) for line in shown]
     keys = legend([(css, kind) for kind, css in css_by_kind.items()], "pale: waiting; gap: the policy model thinks")
     return section(
         "A closer look",
-        f"{several(len(window.trajectories), 'trajectory', 'trajectories')} from {window.start_s:g} s to"
-        f" {window.end_s:g} s, where most is waiting under {comparison.base}. A row is a trajectory, a bar one action;"
-        " point at it for more.",
-        f'{keys}<div class="pair">{panels}</div>',
+        f"{pluralize(len(window.trajectories), 'trajectory', 'trajectories')} from {window.start_s:g} s to"
+        f" {window.end_s:g} s, where most actions wait under {comparison.base}. A row is a trajectory, a bar is an"
+        " action; point at it for more.",
+        keys + figures(panels, "pair"),
     )
 
 
@@ -258,22 +254,28 @@ def _timeline_section(comparison: Comparison, lines: list[charts.Line]) -> str:
 def plan_page(answer: Plan, command: str) -> str:
     column = TARGETS[answer.target]
     aimed = f"{answer.target} ACT"
-    points = [(point.size, getattr(point, column), point.act_p99_s, point.use) for point in answer.points]
-    curve = charts.size_curve(
-        points,
+
+    def point_of(point: Point, name: str) -> SizePoint:
+        value_s = getattr(point, column)
+        tip = f"{point.size} {answer.resource}\n{aimed} {seconds(value_s)}, p99 {seconds(point.act_p99_s)}\n"
+        tip = f"{name}{tip}{percent(point.use)} in use"
+        return SizePoint(size=point.size, value_s=value_s, tip=tip)
+
+    curve = size_curve(
+        [point_of(point, "") for point in answer.points],
+        point_of(answer.reference, f"{answer.today} on "),
         chosen=answer.smallest,
         target_s=answer.target_s,
-        reference=(answer.reference.size, getattr(answer.reference, column), answer.today),
-        words=(answer.resource, aimed),
+        reference_name=f"{answer.today} today",
+        resource=answer.resource,
+        label=f"{aimed} against {answer.resource}",
     )
     keys = legend([("p1", answer.policy), ("p0", f"{answer.today}, today's reservation")], "dashed: the target")
-    body = [
-        f'<span class="label">simulated</span><span class="label">{escape(answer.workload)}</span>',
-        f"<h1>{escape(_plan_headline(answer))}</h1>",
-        f'<p class="lead">{prose(answer.sentence())}</p>',
+    parts = [
+        opening(["simulated", answer.workload], _plan_headline(answer), answer.sentence()),
         section(
             f"{aimed} against {answer.resource}",
-            f"Every size that was simulated, each under {several(len(answer.seeds), 'seed')}; means over seeds.",
+            f"Every simulated size, each with {pluralize(len(answer.seeds), 'seed')}; means over seeds.",
             figure(keys + curve),
         ),
         section(
@@ -283,7 +285,7 @@ def plan_page(answer: Plan, command: str) -> str:
         ),
         _footer(command, [("policy", answer.policy), ("seeds", ", ".join(map(str, answer.seeds)))]),
     ]
-    return page(f"Tangram: {answer.resource} for {answer.workload}", "\n".join(body))
+    return page(f"Tangram: {answer.resource} for {answer.workload}", parts)
 
 
 def _plan_headline(answer: Plan) -> str:
@@ -293,26 +295,17 @@ def _plan_headline(answer: Plan) -> str:
 
 
 def _plan_table(answer: Plan) -> str:
-    heads = "".join(f"<th>{head}</th>" for head in ("mean ACT", "p95", "p99", "step time", "in use", "target"))
-
-    def row(name: str, point: Point, reached: str, css: str) -> str:
-        cells = "".join(f"<td>{escape(told)}</td>" for told in answer.told(point))
-        return f"<tr{css}><td>{escape(name)}</td>{cells}<td>{percent(point.use)}</td><td>{reached}</td></tr>"
+    def row(name: str, point: Point, reached: str) -> list[str]:
+        return [name, *answer.describe_point(point), percent(point.use), reached]
 
     rows = [
-        row(
-            f"{point.size} {answer.resource}",
-            point,
-            "reached" if answer.reaches(point) else "missed",
-            ' class="here"' if point.size == answer.smallest else "",
-        )
+        row(f"{point.size} {answer.resource}", point, "reached" if answer.reaches(point) else "missed")
         for point in answer.points
     ]
-    rows.append(row(f"{answer.reference.size} {answer.resource}, {answer.today}", answer.reference, "today", ""))
-    return (
-        f'<div class="wide"><table><thead><tr><th>{escape(answer.policy)} on</th>{heads}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
-    )
+    rows.append(row(f"{answer.reference.size} {answer.resource}, {answer.today}", answer.reference, "today"))
+    smallest = [number for number, point in enumerate(answer.points) if point.size == answer.smallest]
+    heads = [f"{answer.policy} on", "mean ACT", "p95", "p99", "step time", "in use", "target"]
+    return table(heads, rows, highlighted=smallest)
 
 
 # ---- footer ---------------------------------------------------------------------------------------------------
@@ -321,7 +314,7 @@ def _plan_table(answer: Plan) -> str:
 def _comparison_facts(comparison: Comparison) -> list[tuple[str, str]]:
     setup, load = comparison.setup, comparison.load
     facts = [
-        ("seeds", f"{', '.join(map(str, setup.seeds))}; the pictures show seed {setup.seeds[0]}"),
+        ("seeds", f"{', '.join(map(str, setup.seeds))}; the charts show seed {setup.seeds[0]}"),
         ("knowledge", setup.knowledge),
         (
             "load",
@@ -330,16 +323,15 @@ def _comparison_facts(comparison: Comparison) -> list[tuple[str, str]]:
         ),
     ]
     if setup.faults:
-        facts.append(("faults", several(setup.faults, "seeded fault") + " in each simulation"))
+        facts.append(("faults", pluralize(setup.faults, "seeded fault") + " in each simulation"))
     return facts
 
 
 def _footer(command: str, facts: list[tuple[str, str]]) -> str:
-    known = [
+    entries = [
         ("ACT", "action completion time: waiting, overhead and execution, from submission to the end"),
         ("time-weighted ACT", "its mean with every action counted by its seconds of execution"),
         *facts,
         ("label", "simulated: virtual time; nothing here was executed on real machines"),
     ]
-    entries = "".join(f"<dt>{escape(term)}</dt><dd>{escape(words)}</dd>" for term, words in known)
-    return f"<footer><p>The same again:</p><pre>{escape(command)}</pre><dl>{entries}</dl></footer>"
+    return footer(entries, command)

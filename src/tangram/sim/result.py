@@ -1,7 +1,7 @@
-"""The result of one simulation, and what people ask of it: ACT, waiting, step time, use of cores.
+"""The result of one simulation, and its metrics: ACT, waiting, step time, use of cores.
 
-Promises times of what completed only: an action that was lost or refused has no ACT, and a step that lost a trajectory
-has no time.
+Times cover completed work only: an action that was lost or refused has no ACT, and a step that lost a trajectory has no
+time.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import numpy as np
 from tangram.core.action import Status
 
 SAMPLES_MAX = 4000
-"""Points kept of a curve over time; beyond it every second one is dropped and the spacing doubles."""
+"""Points kept of a curve; beyond that, every second one is dropped and the spacing doubles."""
 COMPLETED = (Status.SUCCEEDED.value, Status.TIMED_OUT.value)
-"""How an action ends that has run to its end; a timeout is an answer to the agent."""
+"""Statuses of actions that ran to their end; a timeout is an answer to the agent."""
 
 
 class ActionRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +44,7 @@ class ActionRow(msgspec.Struct, frozen=True, kw_only=True):
         return self.id.rsplit(".", 2)[0]
 
 
-class Samples:
+class SampledCurve:
     """A curve over time in bounded memory."""
 
     __slots__ = ("_rows", "_spacing")
@@ -66,8 +66,8 @@ class Samples:
         return self._rows
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """One workload under one orchestrator."""
+class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One workload under one scheduler."""
 
     name: str
     workload: str
@@ -76,10 +76,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     episode_ends: list[float]
     episodes_failed: int
     makespan_s: float
-    """From the first start to the end of the slowest trajectory, be it that it was lost."""
+    """From the first start to the end of the slowest trajectory, lost ones included."""
     cores: float
     core_s: float
-    """CPU seconds really used."""
+    """CPU seconds used."""
     busy: list[tuple[float, float]]
     """Cores in use over time."""
 
@@ -91,7 +91,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return np.array([row.act_s for row in self.completed if not kind or row.kind == kind])
 
     def summary(self) -> dict[str, float]:
-        """The numbers of a table row. What was not reached is left out: times without a completed action, and
+        """Return the metrics of a table row. Undefined ones are left out: times without a completed action, and
         `step_s` of a step that lost a trajectory."""
         counts = {
             "actions": float(len(self.completed)),

@@ -1,8 +1,8 @@
-"""How long one step of a language model takes on a class of hardware: a roofline times efficiency.
+"""Step times of a language model on a class of hardware: a roofline model times an efficiency.
 
-Owns the arithmetic of a step, the published data of the device classes and the shapes of the models. Never keeps state
-and never looks at a clock: same numbers in, same seconds out. Promises that more compute, more bandwidth or a higher
-efficiency never makes a step slower. All of it is **simulated**.
+Owns the arithmetic of a step, the published data of the device classes and the shapes of the models. It keeps no state
+and reads no clock: same input, same output. More compute, more bandwidth or a higher efficiency never makes a step
+slower. All results are **simulated**.
 
     step = max(weight multiplications / compute, weights / bandwidth)      every token of the step shares the weights
          + prefill attention / compute + keys and values read / bandwidth  each sequence has its own
@@ -18,9 +18,9 @@ import msgspec
 from tangram.errors import InvalidConfig
 
 BYTES = 2
-"""Of a number: weights, keys and values are bfloat16."""
+"""Bytes per number: weights and KV cache are bfloat16."""
 MEMORY_SHARE = 0.9
-"""Of the device memory is for weights, keys and values: the default of vLLM."""
+"""Share of the device memory for weights and KV cache: the default of vLLM."""
 EXCHANGE_S = 10e-6
 """Latency of one all-reduce between the devices of a node; assumed."""
 
@@ -29,13 +29,13 @@ PCIE = 50e9
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """A class of devices, as published."""
+    """A class of devices, with published data."""
 
     name: str
     flops: float
     """Per second, dense bfloat16."""
     bandwidth: float
-    """Bytes per second of its memory."""
+    """Memory bandwidth in bytes per second."""
     memory_bytes: float
     link: float
     """Bytes per second to the other devices of its node."""
@@ -45,11 +45,10 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 H800 = Gpu(name="H800", flops=989.5e12, bandwidth=3.35e12, memory_bytes=80e9, link=400e9, cost=2.85)
 H20 = Gpu(name="H20", flops=148e12, bandwidth=4.0e12, memory_bytes=96e9, link=900e9, cost=1.0)
-GPUS = {gpu.name: gpu for gpu in (H800, H20)}
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of a decoder-only transformer, in the words of its public config.json."""
+    """The shape of a decoder-only transformer; the fields follow its public config.json."""
 
     name: str
     layers: int
@@ -70,27 +69,28 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def expert_parameters(self) -> int:
-        """Of one expert in every layer."""
+        """Parameters of one expert, over all layers."""
         return self.layers * 3 * self.hidden * self.mlp
 
     @property
     def parameters(self) -> int:
-        """Embedding and output head are two matrices."""
+        """All parameters. Embedding and output head are two matrices."""
         return self.attention_parameters + self.experts * self.expert_parameters + 2 * self.vocabulary * self.hidden
 
     @property
     def active_parameters(self) -> int:
-        """What one token is multiplied with: looking up its embedding costs nothing."""
+        """Parameters that one token is multiplied with; the embedding lookup costs nothing."""
         experts = self.experts_per_token * self.expert_parameters
         return self.attention_parameters + experts + self.vocabulary * self.hidden
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token's keys and values."""
+        """Size of one token in the KV cache."""
         return 2 * self.layers * self.kv_heads * self.head * BYTES
 
     def weights_read(self, tokens: int) -> float:
-        """Expected bytes of weights that a step over so many tokens reads: tokens pick experts independently."""
+        """Return the expected bytes of weights that a step over `tokens` tokens reads. Tokens pick experts
+        independently."""
         touched = self.experts * (1.0 - (1.0 - self.experts_per_token / self.experts) ** tokens)
         return BYTES * (self.attention_parameters + touched * self.expert_parameters + self.vocabulary * self.hidden)
 
@@ -105,18 +105,40 @@ MODELS = {model.name: model for model in (QWEN3_8B, QWEN3_14B, QWEN3_32B, QWEN3_
 
 
 class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
-    """Which share of its published numbers a class of devices reaches."""
+    """The share of its published peak that a class of devices reaches."""
 
     prefill: float = 1.0
-    """Of the compute."""
+    """Share of the compute."""
     decode: float = 1.0
-    """Of the memory bandwidth."""
+    """Share of the memory bandwidth."""
     overhead_s: float = 0.0
-    """Of every step, whatever is in it: scheduling and launching on the CPU."""
+    """Added to every step: scheduling and kernel launches on the CPU."""
+
+
+LEVEL = 0.7
+"""Geometric mean of the efficiencies of the two classes, in both phases. Assumed: serving engines report 0.6 to 0.8."""
+OVERHEAD_S = 0.002
+"""Per step. Assumed: a few milliseconds of an engine's loop do not overlap with the device."""
+
+
+def efficiencies(prefill_ratio: float, decode_ratio: float) -> dict[str, Efficiency]:
+    """Return the efficiencies of H800 and H20 that have these ratios (H800 : H20)."""
+    prefill, decode = math.sqrt(prefill_ratio), math.sqrt(decode_ratio)
+    return {
+        H800.name: Efficiency(prefill=LEVEL * prefill, decode=LEVEL * decode, overhead_s=OVERHEAD_S),
+        H20.name: Efficiency(prefill=LEVEL / prefill, decode=LEVEL / decode, overhead_s=OVERHEAD_S),
+    }
+
+
+CALIBRATED = efficiencies(prefill_ratio=0.783, decode_ratio=1.018)
+"""Fitted to one published figure: Qwen3-8B, 2 H800 against 6 H20 (about the same cost), prefix caching, batches of 64
+to 192. FrozenLake on H800 takes down to 0.53 of the time on H20; GEM-math on H20 takes 0.49-0.79 of the time on H800.
+Ratios of times show how the classes differ, not how fast either is. Therefore the ratio of each phase is fitted and the
+level of both is assumed. A test checks that these efficiencies reproduce the figure."""
 
 
 class Speed:
-    """The step times of one engine: a model on so many devices of a class, split between them by tensor parallelism."""
+    """Step times of one engine: a model on several devices of a class, with tensor parallelism."""
 
     __slots__ = (
         "_attend_s",
@@ -145,7 +167,7 @@ class Speed:
         self._read_s = 1.0 / bandwidth
         self.kv_s = model.kv_bytes / bandwidth
         self.host_s = model.kv_bytes / (devices * PCIE)
-        """To bring one token's keys and values back from the host."""
+        """Seconds to copy one token's KV cache back from host memory."""
         # Two all-reduces in each layer; a ring moves 2 (n - 1) / n times the bytes.
         around = 2.0 * (devices - 1) / devices
         self._exchange_s = 2 * model.layers * around * model.hidden * BYTES / gpu.link
@@ -153,17 +175,17 @@ class Speed:
         self._shared_s: dict[int, float] = {}
         room = devices * gpu.memory_bytes * MEMORY_SHARE - BYTES * model.parameters
         self.capacity = math.floor(room / model.kv_bytes)
-        """Tokens whose keys and values fit beside the weights."""
+        """Tokens whose KV cache fits next to the weights."""
         if self.capacity < 1:
             raise InvalidConfig("devices", devices, f"enough of {gpu.name} to hold the weights of {model.name}")
 
     def step_s(self, prefill: int, attended: float, decoding: int, context: float) -> float:
-        """One step: `prefill` tokens of prompts that attend to `attended` tokens in sum, and one more token for each of
-        `decoding` sequences, whose keys and values are `context` tokens in sum."""
+        """Return the seconds of one step: `prefill` prompt tokens that attend to `attended` tokens in total, and one
+        more token for each of `decoding` sequences, whose KV caches hold `context` tokens in total."""
         return self.shared_s(prefill + decoding) + attended * self._attend_s + context * self.kv_s
 
     def shared_s(self, tokens: int) -> float:
-        """The part of a step that does not depend on how long the sequences are."""
+        """Return the part of a step that does not depend on the length of the sequences."""
         known = self._shared_s.get(tokens)
         if known is None:
             weights_s = max(tokens * self._token_s, self.model.weights_read(tokens) * self._read_s)

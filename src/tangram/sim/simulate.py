@@ -1,4 +1,4 @@
-"""One call for one simulation: a workload, the name of a policy or baseline, pools; out comes a Result."""
+"""Run one simulation: a workload, the name of a policy or baseline, and pools in; a SimulationResult out."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from tangram.core.profile import Estimate, Knowledge
 from tangram.core.scheduler import Scheduler
 from tangram.errors import InvalidConfig
 from tangram.sim.baselines import Baseline, PodsConfig, pods_config
-from tangram.sim.engine import DEVICE_MEMORY_GIB, Engine, Orchestrator
-from tangram.sim.episode import Step, Workload
-from tangram.sim.faults import Fault, inject
+from tangram.sim.engine import DEVICE_MEMORY_GIB, EventHandler, Simulator
+from tangram.sim.episode import SimStep, Workload
+from tangram.sim.faults import InjectedFault, inject
 from tangram.sim.on_demand import NAME as ON_DEMAND
 from tangram.sim.on_demand import OnDemand, OnDemandConfig, without_restores
-from tangram.sim.result import Result
+from tangram.sim.result import SimulationResult
 
 BASELINES = {
     "pods:R": "one pod per trajectory with a request of R cores, fixed devices per service, uncontrolled API calls",
-    ON_DEMAND: "device calls alone: a model is loaded when it is asked for, on a fixed number of devices",
+    ON_DEMAND: "only device calls: models are loaded on demand, on a fixed number of devices",
     "alone": "every action alone on cores of its own: no waiting, no sharing; the most any scheduler could reach",
 }
-"""Names beside the policies that `simulate` takes."""
+"""Names that `simulate` takes in addition to policies."""
 
 KNOWLEDGE = ("learned", "hints", "perfect")
 
@@ -38,43 +38,43 @@ def simulate(
     *,
     knowledge: str = "learned",
     limits: Limits | None = None,
-    faults: tuple[Fault, ...] = (),
+    faults: tuple[InjectedFault, ...] = (),
     pods: PodsConfig | None = None,
     on_demand: OnDemandConfig | None = None,
     timeout_s: float | None = None,
     observer: Callable[[float, Event, list[Effect]], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Result:
+) -> SimulationResult:
     """Play the workload under a policy or a baseline.
 
-    `knowledge`: "learned" tells the scheduler nothing beforehand, "hints" gives every action its duration,
-    "perfect" lets it know durations, speed-ups and CPU use.
+    `knowledge`: "learned" gives the scheduler no prior information, "hints" gives every action its duration, "perfect"
+    gives it durations, speed-ups and CPU use.
     """
     if knowledge not in KNOWLEDGE:
         raise InvalidConfig("knowledge", knowledge, f"one of {', '.join(KNOWLEDGE)}")
     if name == "alone":
-        # Its calls are not held back, so an API that counted them would refuse what no scheduler would have sent.
-        pools, workload = _endless(pools), msgspec.structs.replace(workload, apis=())
-    orchestrator: Orchestrator
+        # Its calls are never delayed, so an API that counted them would reject calls that no scheduler would send.
+        pools, workload = _unlimited_pools(pools), msgspec.structs.replace(workload, apis=())
+    truth: dict[str, SimStep] = {}
+    orchestrator: EventHandler
     if name == ON_DEMAND:
         config = on_demand or OnDemandConfig()
         orchestrator = OnDemand(pools, workload.services, config)
         workload = without_restores(workload, config, DEVICE_MEMORY_GIB)
     else:
-        orchestrator = _orchestrator(name, workload, pools, knowledge, limits, pods)
-    engine = Engine(
+        beliefs = Oracle(truth) if knowledge == "perfect" else Knowledge()
+        orchestrator = _orchestrator(name, workload, pools, beliefs, limits, pods)
+    engine = Simulator(
         workload,
         orchestrator,
         pools,
+        truth=truth,
         name=name,
         hints=knowledge == "hints",
         timeout_s=timeout_s,
         observer=observer,
         progress=progress,
     )
-    scheduler = engine.orchestrator
-    if knowledge == "perfect" and isinstance(scheduler, Scheduler):
-        scheduler.knowledge = Oracle(engine.truth)
     inject(engine, faults)
     return engine.run()
 
@@ -83,22 +83,22 @@ def _orchestrator(
     name: str,
     workload: Workload,
     pools: tuple[Pool, ...],
-    knowledge: str,
+    knowledge: Knowledge,
     limits: Limits | None,
     pods: PodsConfig | None,
-) -> Orchestrator:
+) -> EventHandler:
     family = name.partition(":")[0]
     if family == "pods":
         return Baseline(pools, workload.services, pods or pods_config(name))
     if name == "alone":
-        return Scheduler(policy("adaptive"), pools, limits=limits)
+        return Scheduler(policy("adaptive"), pools, limits=limits, knowledge=knowledge)
     if family not in {known.partition(":")[0] for known in POLICIES}:
         raise InvalidConfig("policy", name, f"one of {', '.join([*POLICIES, *BASELINES])}")
-    return Scheduler(policy(name), pools, limits=limits)
+    return Scheduler(policy(name), pools, limits=limits, knowledge=knowledge)
 
 
-def _endless(pools: tuple[Pool, ...]) -> tuple[Pool, ...]:
-    """So much of everything that nobody ever waits or shares."""
+def _unlimited_pools(pools: tuple[Pool, ...]) -> tuple[Pool, ...]:
+    """Return pools so large that no action ever waits or shares."""
     return tuple(
         Pool(kind=pool.kind, node=pool.node, total=pool.total * 10_000 if pool.kind != "gpu" else pool.total)
         for pool in pools
@@ -110,7 +110,7 @@ class Oracle(Knowledge):
 
     __slots__ = ("_truth",)
 
-    def __init__(self, truth: dict[str, Step]) -> None:
+    def __init__(self, truth: dict[str, SimStep]) -> None:
         super().__init__()
         self._truth = truth
 

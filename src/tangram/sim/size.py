@@ -1,7 +1,7 @@
-"""Size: how large the pools of a simulation are, and what a workload asks of them.
+"""Size: the pools of a simulation, and the load that a workload puts on them.
 
-Owns the way from a few numbers (cores, nodes, devices) to pools, the default numbers for a workload, and the load.
-Promises InvalidConfig before anything runs if some action of the workload could never start on these pools.
+Converts a few numbers (cores, nodes, devices) into pools, and owns the default size of a workload and its load. Raises
+InvalidConfig before anything runs if some action of the workload could never start on these pools.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ import msgspec
 from tangram.core.demand import CORE, CPU, GPU, Demand
 from tangram.core.messages import Pool, cpu_node
 from tangram.errors import InvalidConfig
-from tangram.sim.episode import Episode, ServiceModel, Step, Workload
+from tangram.sim.episode import ServiceModel, SimEpisode, SimStep, Workload
 
 MEMORY_PER_CORE_GIB = 9.4
-"""As on the nodes of the publication: 2.4 TB for 256 cores."""
+"""As on the nodes in the publication: 2.4 TB for 256 cores."""
 DEVICES_PER_NODE = 8
 STATIC_DEGREE = 4
-"""Devices that today's fixed deployment gives a service, if it can use that many."""
+"""Devices per service in today's static deployment, if the service can use that many."""
 TRAJECTORIES_PER_CORE = 8
-"""The default: a quarter of what pods with a request of half a core would take at once, so that cores are worth
-scheduling; 512 trajectories on 64 cores, as in the lightest loaded case of the `coding` benchmark."""
+"""The default: a quarter of what pods with a request of half a core would admit at once, so that cores are contended;
+512 trajectories on 64 cores, as in the least loaded case of the `coding` benchmark."""
 CORES_MIN = 4
 
 
 class Size(msgspec.Struct, frozen=True, kw_only=True):
-    """The pools of one simulation, besides the quotas, which belong to the workload."""
+    """The pools of one simulation, except quotas, which belong to the workload."""
 
     cores: int = 0
     nodes: int = 1
-    """Machines over which the cores are spread evenly."""
+    """Nodes that share the cores evenly."""
     memory_per_core_gib: float = MEMORY_PER_CORE_GIB
     """0: memory is not counted."""
     devices: int = 0
-    """On machines of their own, eight on each."""
+    """On separate nodes of eight."""
 
     def __post_init__(self) -> None:
         for name in ("cores", "devices"):
@@ -48,7 +48,7 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidConfig("memory-per-core", self.memory_per_core_gib, "GiB, at least 0 (0: not counted)")
 
     def pools(self, workload: Workload) -> tuple[Pool, ...]:
-        """All pools that the workload uses. Raises InvalidConfig if they can never serve it."""
+        """Return all pools that the workload uses. Raises InvalidConfig if they can never serve it."""
         demands = list(_demands(workload))
         kinds = dict.fromkeys(kind for demand, _ in demands for kind in demand.pools)
         pools: list[Pool] = []
@@ -80,7 +80,7 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def default_size(workload: Workload) -> Size:
-    """Enough to work with, too little to waste: a core for eight sandboxes, static devices for every service."""
+    """Return a contended default: a core for eight sandboxes, static devices for every service."""
     sandboxes = sum(1 for episode in workload.episodes if episode.memory)
     widest = max(
         (math.ceil(demand.pools[CPU].max / CORE) for demand, _ in _demands(workload) if CPU in demand.pools), default=0
@@ -90,7 +90,7 @@ def default_size(workload: Workload) -> Size:
 
 
 def static_devices(services: tuple[ServiceModel, ...]) -> int:
-    """Devices of a deployment in which every service has its own."""
+    """Return the devices of a deployment in which every service has its own."""
     return sum(static_degree(service) for service in services)
 
 
@@ -100,22 +100,22 @@ def static_degree(service: ServiceModel) -> int:
 
 
 def pods_can_run(workload: Workload) -> bool:
-    """A pod belongs to a sandbox: CPU actions outside of one have no place in that baseline."""
+    """Return whether every CPU action runs in a sandbox; the pods baseline has no place for others."""
     return all(
         episode.memory or not any(CPU in step.demand.pools for turn in episode.turns for step in turn.steps)
         for episode in workload.episodes
     )
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """What the work needs over what the pools could give in the time that it takes undisturbed."""
+class LoadEstimate(msgspec.Struct, frozen=True, kw_only=True):
+    """Required over available capacity, in the time that the work takes without waiting."""
 
     span_s: float
-    """From the first start to the end of the longest trajectory when nothing ever waits."""
+    """From the first start to the end of the longest trajectory if nothing ever waits."""
     core_s: float
     """CPU seconds of all actions, each on one core."""
     device_s: float
-    """Device seconds of all actions, each on the fewest devices that it runs on."""
+    """Device seconds of all actions, each on its smallest degree."""
     cpu: float
     """core_s / (cores x span_s)"""
     gpu: float
@@ -126,7 +126,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         return f"load {' and '.join(parts)}" if parts else "load set by quotas"
 
 
-def load(workload: Workload, size: Size) -> Load:
+def estimate_load(workload: Workload, size: Size) -> LoadEstimate:
     core_s = device_s = 0.0
     for episode in workload.episodes:
         for turn in episode.turns:
@@ -137,7 +137,7 @@ def load(workload: Workload, size: Size) -> Load:
                     fewest = step.demand.pools[GPU].min
                     device_s += fewest * step.work_s / step.speedup.at(fewest)
     span_s = span(workload)
-    return Load(
+    return LoadEstimate(
         span_s=span_s,
         core_s=core_s,
         device_s=device_s,
@@ -147,26 +147,26 @@ def load(workload: Workload, size: Size) -> Load:
 
 
 def span(workload: Workload) -> float:
-    """Seconds from the first start to the last end if nothing ever waits."""
+    """Return the seconds from the first start to the last end if nothing ever waits."""
     start_s = min((episode.start_s for episode in workload.episodes), default=0.0)
     return max((_end(episode) for episode in workload.episodes), default=0.0) - start_s
 
 
-def _end(episode: Episode) -> float:
+def _end(episode: SimEpisode) -> float:
     return episode.start_s + sum(
-        turn.think_s + max((_undisturbed(step) for step in turn.steps), default=0.0) for turn in episode.turns
+        turn.think_s + max((_undisturbed_s(step) for step in turn.steps), default=0.0) for turn in episode.turns
     )
 
 
-def _undisturbed(step: Step) -> float:
+def _undisturbed_s(step: SimStep) -> float:
     elastic = step.demand.elastic
     if not elastic:
         return step.work_s
     return step.work_s / step.speedup.at(step.demand.pools[elastic].max / (CORE if elastic == CPU else 1))
 
 
-def _demands(workload: Workload) -> Iterator[tuple[Demand, Step]]:
-    """Every demand once, with a step that has it. Steps share their demand objects, so this is short."""
+def _demands(workload: Workload) -> Iterator[tuple[Demand, SimStep]]:
+    """Yield every demand once, with a step that has it. Steps share their demand objects, so there are few."""
     seen: dict[int, None] = {}
     for episode in workload.episodes:
         for turn in episode.turns:
@@ -176,8 +176,8 @@ def _demands(workload: Workload) -> Iterator[tuple[Demand, Step]]:
                     yield step.demand, step
 
 
-def _check(workload: Workload, demands: list[tuple[Demand, Step]], pools: list[Pool]) -> None:
-    """Every demand fits an empty node, and every sandbox the memory of one."""
+def _check(workload: Workload, demands: list[tuple[Demand, SimStep]], pools: list[Pool]) -> None:
+    """Check that every demand fits an empty node, and every sandbox the memory of one."""
     largest: dict[str, int] = {}
     for pool in pools:
         largest[pool.kind] = max(largest.get(pool.kind, 0), pool.total)
@@ -185,7 +185,7 @@ def _check(workload: Workload, demands: list[tuple[Demand, Step]], pools: list[P
         for kind, amounts in demand.pools.items():
             least = max(amounts.min, 1)
             if largest.get(kind, 0) < least:
-                _complain(workload.name, step, kind, least, largest.get(kind, 0))
+                _raise_too_small(workload.name, step, kind, least, largest.get(kind, 0))
     memory = max((episode.memory for episode in workload.episodes), default=0)
     if "memory" in largest and largest["memory"] < memory:
         raise InvalidConfig(
@@ -195,7 +195,7 @@ def _check(workload: Workload, demands: list[tuple[Demand, Step]], pools: list[P
         )
 
 
-def _complain(workload: str, step: Step, kind: str, least: int, has: int) -> None:
+def _raise_too_small(workload: str, step: SimStep, kind: str, least: int, has: int) -> None:
     what = f"{step.kind} {step.key} of {workload}".replace("  ", " ")
     if kind == CPU:
         raise InvalidConfig("cores", has / CORE, f"at least {math.ceil(least / CORE)} on one node: {what} needs them")

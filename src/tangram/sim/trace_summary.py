@@ -1,6 +1,6 @@
-"""Survey: what a recorded trace holds, where the time went in it, and whether it still comes out the same.
+"""Survey of a recorded trace: its contents, where the time went, and whether a replay reproduces it.
 
-Owns the two questions that one asks of a trace as a whole. The story of one action is in `core.trace`.
+Covers a trace as a whole. The story of one action is in `core.trace`.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from tangram.core.policies import POLICIES, policy
 from tangram.core.scheduler import Scheduler
 from tangram.core.trace import EVENTS, Line, describe
 from tangram.errors import InvalidConfig
-from tangram.runtime.trace_recorder import opened
+from tangram.runtime.trace_recorder import open_trace
 
 # ---- where the time went --------------------------------------------------------------------------------------
 
 
 class RunTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of one run went, in seconds added up over its trajectories."""
+    """Where the time of one run went, in seconds summed over its trajectories."""
 
     run: str
     trajectories: int
     actions: int
     statuses: dict[str, int]
     waiting_s: dict[str, float]
-    """By the pool kinds that the actions asked for."""
+    """By the pool kinds of the demands."""
     execution_s: float
     overhead_s: float
     thinking_s: float
     """Between the end of a turn and the next submission of its trajectory."""
 
 
-class Survey(msgspec.Struct, frozen=True, kw_only=True):
+class TraceSummary(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     note: str
     pools: dict[str, int]
@@ -47,8 +47,8 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
     runs: list[RunTime]
 
 
-class _Gathering:
-    """The sums of one run while its lines are read."""
+class _RunTotals:
+    """Running sums of one run."""
 
     def __init__(self) -> None:
         self.actions = 0
@@ -59,14 +59,14 @@ class _Gathering:
         """Live actions by trajectory."""
         self.idle_since: dict[str, float] = {}
 
-    def submitted(self, action: Action, now: float) -> None:
+    def on_submitted(self, action: Action, now: float) -> None:
         self.actions += 1
         name = action.trajectory or action.id
         if not self.running.get(name) and name in self.idle_since:
             self.thinking_s += now - self.idle_since[name]
         self.running[name] = self.running.get(name, 0) + 1
 
-    def settled(self, action: Action, outcome: Outcome, now: float) -> None:
+    def on_settled(self, action: Action, outcome: Outcome, now: float) -> None:
         name, kinds = action.trajectory or action.id, " + ".join(action.demand.pools)
         self.statuses[outcome.status.value] = self.statuses.get(outcome.status.value, 0) + 1
         self.waiting_s[kinds] = self.waiting_s.get(kinds, 0.0) + outcome.waiting_s
@@ -75,11 +75,11 @@ class _Gathering:
         self.running[name] -= 1
         self.idle_since[name] = now
 
-    def concluded(self, outcome: Outcome) -> None:
+    def on_concluded(self, outcome: Outcome) -> None:
         self.actions += 1
         self.statuses[outcome.status.value] = self.statuses.get(outcome.status.value, 0) + 1
 
-    def row(self, run: str) -> RunTime:
+    def result(self, run: str) -> RunTime:
         return RunTime(
             run=run,
             trajectories=len(self.running),
@@ -92,13 +92,13 @@ class _Gathering:
         )
 
 
-def survey(path: str | Path) -> Survey:
-    """One pass over a recorded trace."""
-    runs: dict[str, _Gathering] = {}
+def summarize(path: str | Path) -> TraceSummary:
+    """Summarize a recorded trace in one pass."""
+    runs: dict[str, _RunTotals] = {}
     live: dict[str, Action] = {}
     messages: dict[str, int] = {}
     times: list[float] = []
-    with opened(path) as (header, lines):
+    with open_trace(path) as (header, lines):
         for line in lines:
             message = line.message
             name = str(message.__struct_config__.tag)
@@ -106,14 +106,14 @@ def survey(path: str | Path) -> Survey:
             times = [times[0] if times else line.t, line.t]
             if isinstance(message, Submit):
                 live[message.action.id] = message.action
-                runs.setdefault(message.action.run, _Gathering()).submitted(message.action, line.t)
+                runs.setdefault(message.action.run, _RunTotals()).on_submitted(message.action, line.t)
             elif isinstance(message, Concluded):
-                runs.setdefault(message.action.run, _Gathering()).concluded(message.outcome)
+                runs.setdefault(message.action.run, _RunTotals()).on_concluded(message.outcome)
             elif isinstance(message, Settle | Refuse):
                 outcome = _outcome(message)
                 if (action := live.pop(outcome.action, None)) is not None:
-                    runs[action.run].settled(action, outcome, line.t)
-    return Survey(
+                    runs[action.run].on_settled(action, outcome, line.t)
+    return TraceSummary(
         policy=header.policy,
         note=header.note,
         pools={pool.name: pool.total for pool in header.pools},
@@ -121,7 +121,7 @@ def survey(path: str | Path) -> Survey:
         last_s=times[-1] if times else 0.0,
         messages=messages,
         unsettled=len(live),
-        runs=[gathering.row(run) for run, gathering in runs.items()],
+        runs=[gathering.result(run) for run, gathering in runs.items()],
     )
 
 
@@ -134,8 +134,8 @@ def _outcome(message: Settle | Refuse) -> Outcome:
 # ---- replay ---------------------------------------------------------------------------------------------------
 
 
-class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """The first place where a replay went another way."""
+class TraceDifference(msgspec.Struct, frozen=True, kw_only=True):
+    """The first difference between a recording and its replay."""
 
     event: str
     at_seq: int
@@ -147,12 +147,12 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     events: int
     effects: int
-    difference: Difference | None = None
+    difference: TraceDifference | None = None
 
 
 def replay(path: str | Path) -> Replay:
-    """Feed the recorded events to a new scheduler with the recorded policy and compare what comes out."""
-    with opened(path) as (header, lines):
+    """Feed the recorded events to a new scheduler with the recorded policy and compare the effects."""
+    with open_trace(path) as (header, lines):
         if header.policy.partition(":")[0] not in {name.partition(":")[0] for name in POLICIES}:
             raise InvalidConfig("trace", str(path), f"a trace of a scheduling policy, not of {header.policy}")
         scheduler = Scheduler(policy(header.policy), header.pools, limits=header.limits)
@@ -172,20 +172,20 @@ def replay(path: str | Path) -> Replay:
     return Replay(policy=header.policy, events=events, effects=effects + len(recorded), difference=difference)
 
 
-def _step(scheduler: Scheduler, line: Line, recorded: list[Effect]) -> Difference | None:
+def _step(scheduler: Scheduler, line: Line, recorded: list[Effect]) -> TraceDifference | None:
     event = line.message
     assert isinstance(event, EVENTS)
     replayed = scheduler.handle(event, line.t)
     if replayed == recorded:
         return None
-    return Difference(
+    return TraceDifference(
         event=describe(line.t, event),
         at_seq=line.seq,
-        recorded=[_told(line.t, effect) for effect in recorded],
-        replayed=[_told(line.t, effect) for effect in replayed],
+        recorded=[_describe_effect(line.t, effect) for effect in recorded],
+        replayed=[_describe_effect(line.t, effect) for effect in replayed],
     )
 
 
-def _told(now: float, effect: Event | Effect) -> str:
+def _describe_effect(now: float, effect: Event | Effect) -> str:
     subject = getattr(effect, "action", "") or getattr(getattr(effect, "outcome", None), "action", "")
     return f"{describe(now, effect)}  [{getattr(subject, 'id', subject)}]"

@@ -1,4 +1,4 @@
-"""The survey of the machine: what it says is so, and the machine is as before.
+"""The diagnosis of the machine: what it says is so, and the machine is as before.
 
 The same tests run on both versions of control groups; `make test-cgroup-v2` runs them on a kernel with version 2.
 """
@@ -19,10 +19,20 @@ from pathlib import Path
 import pytest
 
 from tangram.core.demand import CORE
-from tangram.managers.doctor import diagnostics as surveying
-from tangram.managers.doctor.diagnostics import DOCKER, LIMITED, MISSING, OK, PROCESS, SANDBOX, Finding, Survey, survey
-from tangram.managers.sandboxes.cgroups.groups import owner_root
-from tangram.managers.sandboxes.cgroups.hierarchies import find_hierarchies, place
+from tangram.managers.doctor import diagnostics
+from tangram.managers.doctor.diagnostics import (
+    DOCKER,
+    LIMITED,
+    MISSING,
+    OK,
+    PROCESS,
+    SANDBOX,
+    Diagnostic,
+    MachineReport,
+    diagnose,
+)
+from tangram.managers.sandboxes.cgroups.groups import create_owner_cgroup
+from tangram.managers.sandboxes.cgroups.hierarchies import find_hierarchies, writable_directories
 
 NEEDS = os.geteuid() == 0 or os.environ.get("CI") == "true"
 needs_root = pytest.mark.skipif(not NEEDS, reason="needs root")
@@ -32,7 +42,7 @@ needs_v2 = pytest.mark.skipif(
 )
 
 
-def of(found: Survey, component: str) -> Finding:
+def of(found: MachineReport, component: str) -> Diagnostic:
     (finding,) = [each for each in found.findings if each.component == component]
     return finding
 
@@ -41,7 +51,7 @@ def of(found: Survey, component: str) -> Finding:
 
 
 def test_every_component_is_named_once_and_what_is_not_ok_says_what_to_do() -> None:
-    found = survey().findings
+    found = diagnose().findings
     names = [each.component for each in found]
     assert len(set(names)) == len(names)
     expected = "python user cgroups namespaces overlayfs tmpfs bubblewrap catatonit setpriv seccomp cores memory swap"
@@ -53,41 +63,41 @@ def test_every_component_is_named_once_and_what_is_not_ok_says_what_to_do() -> N
 
 @needs_root
 def test_a_machine_with_all_that_sandboxes_need_says_so(tmp_path: Path) -> None:
-    found = survey(tmp_path)
-    assert found.why_not(SANDBOX) == ""
-    assert found.why_not(PROCESS) == ""
-    assert found.install == ""
+    found = diagnose(tmp_path)
+    assert found.unavailable_reason(SANDBOX) == ""
+    assert found.unavailable_reason(PROCESS) == ""
+    assert found.install_command == ""
 
 
 def test_what_keeps_a_backend_from_working_is_what_it_needs_and_is_missing() -> None:
     findings = (
-        Finding(component="a", state=MISSING, found="no a", needed_by=(SANDBOX,), package="pa"),
-        Finding(component="b", state=LIMITED, found="half a b", needed_by=(SANDBOX,), package="pb"),
-        Finding(component="c", state=MISSING, found="no c", needed_by=(SANDBOX, DOCKER), package="pa"),
+        Diagnostic(component="a", state=MISSING, found="no a", needed_by=(SANDBOX,), package="pa"),
+        Diagnostic(component="b", state=LIMITED, found="half a b", needed_by=(SANDBOX,), package="pb"),
+        Diagnostic(component="c", state=MISSING, found="no c", needed_by=(SANDBOX, DOCKER), package="pa"),
     )
-    found = Survey(findings=findings)
-    assert found.why_not(SANDBOX) == "a: no a; c: no c"
-    assert found.why_not(DOCKER) == "c: no c"
-    assert found.why_not(PROCESS) == ""
-    assert found.install.removeprefix("sudo ") == "apt-get install -y pa"
+    found = MachineReport(findings=findings)
+    assert found.unavailable_reason(SANDBOX) == "a: no a; c: no c"
+    assert found.unavailable_reason(DOCKER) == "c: no c"
+    assert found.unavailable_reason(PROCESS) == ""
+    assert found.install_command.removeprefix("sudo ") == "apt-get install -y pa"
 
 
 def test_what_cannot_be_looked_at_is_a_finding_and_the_rest_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> int:
         raise PermissionError(13, "Permission denied", "/proc/meminfo")
 
-    monkeypatch.setattr(surveying, "available_memory_bytes", broken)
-    found = survey()
+    monkeypatch.setattr(diagnostics, "available_memory_bytes", broken)
+    found = diagnose()
     assert of(found, "memory").state == LIMITED
-    assert "cannot be looked at" in of(found, "memory").found
+    assert "cannot be examined" in of(found, "memory").found
     assert of(found, "swap").found
 
 
 # ---- the machine stays as it is -----------------------------------------------------------------------------------
 
 
-def traces_of_a_survey() -> list[str]:
-    """Groups and files that only a survey of this process could have left, and mounts that this process sees."""
+def leftovers_of_diagnose() -> list[str]:
+    """Groups and files that only a diagnosis by this process could have left, and mounts that this process sees."""
     hierarchies = dict.fromkeys(find_hierarchies().by_controller.values())
     groups = [str(path) for mount in hierarchies for path in mount.glob(f"tangram-doctor-{os.getpid()}")]
     own = Path("/proc/self/cgroup").read_text()
@@ -96,11 +106,11 @@ def traces_of_a_survey() -> list[str]:
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
-    before = traces_of_a_survey()
+    before = leftovers_of_diagnose()
     files = set(os.listdir(tempfile.gettempdir()))
     state = tmp_path / "not" / "there"
-    survey(state)
-    assert traces_of_a_survey() == before
+    diagnose(state)
+    assert leftovers_of_diagnose() == before
     assert not [name for name in set(os.listdir(tempfile.gettempdir())) - files if "doctor" in name]
     assert not state.exists() and not state.parent.exists()
 
@@ -108,12 +118,12 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
 STEPS_DOWN = """
 import json, os, sys
 from pathlib import Path
-from tangram.managers.sandboxes.cgroups.hierarchies import find_hierarchies, place
-from tangram.managers.doctor.diagnostics import left_as_found
+from tangram.managers.sandboxes.cgroups.hierarchies import find_hierarchies, writable_directories
+from tangram.managers.doctor.diagnostics import restoring_cgroups
 print("ready", flush=True)
 sys.stdin.readline()
-with left_as_found():
-    at = place(find_hierarchies())
+with restoring_cgroups():
+    at = writable_directories(find_hierarchies())
     inside = Path("/proc/self/cgroup").read_text()
 print(json.dumps([str(at["cpu"]), inside, Path("/proc/self/cgroup").read_text()]))
 """
@@ -121,7 +131,7 @@ print(json.dumps([str(at["cpu"]), inside, Path("/proc/self/cgroup").read_text()]
 
 @needs_v2
 def test_a_process_that_stepped_down_steps_up_again() -> None:
-    above = place(find_hierarchies())["cpu"]
+    above = writable_directories(find_hierarchies())["cpu"]
     group = above / f"tangram-test-{os.getpid()}"
     group.mkdir()
     try:
@@ -169,20 +179,20 @@ def make_program(path: Path, script: str) -> None:
 def test_missing_programs_are_installed_with_one_command(programs: Path) -> None:
     for name in ("bwrap", "catatonit"):
         (programs / name).unlink()
-    found = survey()
+    found = diagnose()
     assert of(found, "bubblewrap").state == MISSING and of(found, "catatonit").state == MISSING
     assert of(found, "setpriv").state == OK
-    assert found.install.removeprefix("sudo ") == "apt-get install -y bubblewrap catatonit"
-    assert "bubblewrap: no program bwrap" in found.why_not(SANDBOX)
+    assert found.install_command.removeprefix("sudo ") == "apt-get install -y bubblewrap catatonit"
+    assert "bubblewrap: no program bwrap" in found.unavailable_reason(SANDBOX)
 
 
 def test_versions_are_told(programs: Path) -> None:
-    assert of(survey(), "bubblewrap").found == f"0.8.0 ({programs}/bwrap)"
+    assert of(diagnose(), "bubblewrap").found == f"0.8.0 ({programs}/bwrap)"
 
 
 def test_a_bubblewrap_that_is_too_old_will_not_do(programs: Path) -> None:
     make_program(programs / "bwrap", "echo bubblewrap 0.6.1")
-    finding = of(survey(), "bubblewrap")
+    finding = of(diagnose(), "bubblewrap")
     assert finding.state == MISSING and "0.6.1" in finding.found and "0.7 or later" in finding.to_do
 
 
@@ -190,9 +200,9 @@ def test_a_bubblewrap_that_is_too_old_will_not_do(programs: Path) -> None:
 def test_a_program_that_says_no_version_is_there_all_the_same(
     programs: Path, script: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(surveying, "PROGRAM_S", 0.2)
+    monkeypatch.setattr(diagnostics, "PROGRAM_S", 0.2)
     make_program(programs / "catatonit", script)
-    finding = of(survey(), "catatonit")
+    finding = of(diagnose(), "catatonit")
     assert finding.state == OK and "unknown version" in finding.found
 
 
@@ -211,7 +221,7 @@ def test_what_dead_owners_left_is_counted_and_stays(tmp_path: Path) -> None:
     ):
         fcntl.flock(lock, fcntl.LOCK_EX)
         fcntl.flock(spawner, fcntl.LOCK_EX)
-        found = of(survey(tmp_path), "state directory").found
+        found = of(diagnose(tmp_path), "state directory").found
     assert "1 in use" in found and "2 left by owners that died" in found
     assert "1 with sandboxes that wait" in found
     assert sorted(path.name for path in owners.iterdir()) == ["dead", "half-made", "living", "service.1234"]
@@ -221,7 +231,7 @@ def test_what_dead_owners_left_is_counted_and_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", ["a:b", "a,b", "file"])
 def test_a_state_directory_that_will_not_do_says_why(tmp_path: Path, wrong: str) -> None:
     (tmp_path / "file").touch()
-    finding = of(survey(tmp_path / wrong), "state directory")
+    finding = of(diagnose(tmp_path / wrong), "state directory")
     assert finding.state == MISSING and "TANGRAM_STATE" in finding.to_do
 
 
@@ -229,15 +239,15 @@ def test_a_state_directory_that_will_not_do_says_why(tmp_path: Path, wrong: str)
 
 LOOKS = """
 import msgspec, sys
-from tangram.managers.doctor.diagnostics import survey
-sys.stdout.buffer.write(msgspec.json.encode({each.component: each for each in survey().findings}))
+from tangram.managers.doctor.diagnostics import diagnose
+sys.stdout.buffer.write(msgspec.json.encode({each.component: each for each in diagnose().findings}))
 """
 
 
 @needs_root
 def test_a_quota_and_a_memory_limit_of_this_process_are_seen() -> None:
-    name = f"test-{os.getpid()}-survey"
-    owner = owner_root(name)
+    name = f"test-{os.getpid()}-diagnose"
+    owner = create_owner_cgroup(name)
     try:
         group = owner.child("limited")
         group.set_cpu(reserved=CORE, limit=CORE // 2)
@@ -255,14 +265,14 @@ def test_a_quota_and_a_memory_limit_of_this_process_are_seen() -> None:
 # Looks once as root, so that all that Python needs is in memory: its files may be out of reach for others.
 LOOKS_AS_NOBODY = """
 import os
-from tangram.managers.doctor.diagnostics import survey
-survey()
+from tangram.managers.doctor.diagnostics import diagnose
+diagnose()
 os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
 os.environ["PATH"] = "/nowhere"
-found = survey()
-print(found.why_not("sandbox").split("; ")[0])
-print(found.why_not("process") or "process works")
-print(found.install)
+found = diagnose()
+print(found.unavailable_reason("sandbox").split("; ")[0])
+print(found.unavailable_reason("process") or "process works")
+print(found.install_command)
 """
 
 
@@ -283,7 +293,7 @@ def test_without_root_all_is_looked_at_and_the_command_has_sudo() -> None:
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
     """A socket that answers once with whatever is put into the list; it closes without an answer if there is none."""
     path = str(tmp_path / "docker.sock")
-    monkeypatch.setattr(surveying, "DOCKER_SOCKET", path)
+    monkeypatch.setattr(diagnostics, "DOCKER_SOCKET", path)
     answers: list[bytes] = []
 
     def serve() -> None:
@@ -306,20 +316,20 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[byt
 def test_an_engine_that_answers_is_told_with_its_version(engine: list[bytes]) -> None:
     body = b'{"Version": "27.1", "ApiVersion": "1.46"}'
     engine.append(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
-    assert "27.1" in of(survey(), "docker engine").found
+    assert "27.1" in of(diagnose(), "docker engine").found
 
 
 @pytest.mark.parametrize("answer", [b"", b"SSH-2.0-OpenSSH\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]"])
 def test_what_is_no_engine_is_none(engine: list[bytes], answer: bytes) -> None:
     engine.append(answer)
-    finding = of(survey(), "docker engine")
+    finding = of(diagnose(), "docker engine")
     assert finding.state == MISSING and "none answers" in finding.found
 
 
 def test_without_an_engine_the_other_backends_are_not_concerned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(surveying, "DOCKER_SOCKET", str(tmp_path / "none"))
-    found = survey()
-    assert "docker engine" in found.why_not(DOCKER)
-    assert "docker" not in found.why_not(SANDBOX) and "docker" not in found.install
+    monkeypatch.setattr(diagnostics, "DOCKER_SOCKET", str(tmp_path / "none"))
+    found = diagnose()
+    assert "docker engine" in found.unavailable_reason(DOCKER)
+    assert "docker" not in found.unavailable_reason(SANDBOX) and "docker" not in found.install_command

@@ -1,4 +1,4 @@
-"""Functions on an orchestrator of their own, with the whole way of an action, and what they leave on the machine."""
+"""A bench for functions on a separate orchestrator, and what they leave on the machine."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from typing import Any
 
 import pytest
 
-from tangram.client.functions import Functions
+from tangram.client.functions import FunctionCalls
 from tangram.client.transport import LocalPending, Pending
-from tangram.client.validation import Life
+from tangram.client.validation import Lifecycle
 from tangram.core.action import Action
 from tangram.core.limits import Limits
 from tangram.core.messages import Pool, PoolChanged, cpu_node
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
-from tangram.managers.functions import Call, EndpointManager, FunctionManager, Post
+from tangram.managers.functions.endpoint import EndpointManager
+from tangram.managers.functions.manager import FunctionManager
+from tangram.managers.functions.work import Call, Post
 from tangram.managers.work import Work
 from tangram.runtime.orchestrator import Orchestrator
 
@@ -31,15 +33,15 @@ Test = Callable[["Bench"], Awaitable[None]]
 
 
 class Direct:
-    """An orchestrator, as calls see it."""
+    """The transport of calls to an orchestrator."""
 
     by_value = False
 
     def __init__(self, orchestrator: Orchestrator) -> None:
         self._orchestrator = orchestrator
 
-    def announce(self, pool: Pool) -> None:
-        self._orchestrator.tell(PoolChanged(pool=pool))
+    def ensure_pool(self, pool: Pool) -> None:
+        self._orchestrator.send(PoolChanged(pool=pool))
 
     def submit(self, action: Action, work: Work) -> Pending:
         return LocalPending(self._orchestrator, self._orchestrator.submit(action, work))
@@ -48,7 +50,7 @@ class Direct:
 class Bench:
     """A connection with functions."""
 
-    def __init__(self, functions: Functions, manager: FunctionManager, orchestrator: Orchestrator) -> None:
+    def __init__(self, functions: FunctionCalls, manager: FunctionManager, orchestrator: Orchestrator) -> None:
         self.functions = functions
         self.manager = manager
         self.orchestrator = orchestrator
@@ -67,13 +69,13 @@ async def functions(cores: float = 4.0, **limits: Any) -> AsyncIterator[Bench]:
     manager, endpoints = FunctionManager(), EndpointManager()
     scheduler = Scheduler(policy("adaptive"), cpu_node("local", cores), limits=Limits(**limits))
     orchestrator = Orchestrator(scheduler, {}, {Call: manager, Post: endpoints})
-    life = Life("the connection")
+    life = Lifecycle("the connection")
     async with orchestrator:
         life.begin(asyncio.get_running_loop())
-        life.opened()
-        bench = Bench(Functions(Direct(orchestrator), life, "test"), manager, orchestrator)
+        life.mark_open()
+        bench = Bench(FunctionCalls(Direct(orchestrator), life, "test"), manager, orchestrator)
         yield bench
-        life.closed()
+        life.mark_closed()
     scheduler.check()
     assert all(held == 0 for held, _ in bench.free.values()), bench.free
 
@@ -113,7 +115,7 @@ def parent(pid: int) -> int:
 
 
 def wait_for(condition: Callable[[], object]) -> None:
-    """Without letting a loop run."""
+    """Blocks the event loop."""
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""Functions that tests call, good ones and bad ones. Templates import this module, so it imports little."""
+"""Functions that tests call, good ones and bad ones. Fork servers import this module, so it imports little."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def add(left: float, right: float = 1) -> float:
 
 @declared(idle_s=30.0)
 def who() -> list[int]:
-    """This instance and its template."""
+    """The process ids of the instance and of its fork server."""
     return [os.getpid(), os.getppid()]
 
 
@@ -55,14 +55,14 @@ async def later(value: int) -> int:
 
 @declared(pure=True)
 def counted(log: str, value: int) -> int:
-    """Notes that it ran."""
+    """Logs that it ran."""
     note(log)
     return value
 
 
 @declared(idle_s=30.0)
 def noted(log: str, wait_for: str = "") -> int:
-    """Notes that it runs, and waits for a file."""
+    """Logs that it runs, and waits for a file."""
     note(log)
     while wait_for and not Path(wait_for).exists():
         time.sleep(0.01)
@@ -71,7 +71,7 @@ def noted(log: str, wait_for: str = "") -> int:
 
 @declared(idle_s=30.0)
 def stubborn(log: str, wait_for: str) -> int:
-    """Does not end when it is asked to."""
+    """Ignores SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     note(log)
     while not Path(wait_for).exists():
@@ -185,7 +185,7 @@ def exhausts() -> int:
 
 @declared(memory="64MiB")
 def aborts(how: str) -> None:
-    """As libraries of C do that get no memory: it is for them alone to know."""
+    """Aborts as C libraries do that get no memory."""
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
     if how == "without memory":
@@ -210,7 +210,7 @@ def takes_little(value: Any) -> int:
 
 @declared(processes=20)
 def multiplies(log: str, how: str) -> None:
-    """Starts more than it may have, though not for ever."""
+    """Starts more processes or threads than it may have, but a bounded number."""
     threading.stack_size(1 << 18)  # so that it is not its memory that stops it
     for _ in range(300):
         if how == "threads":
@@ -225,7 +225,7 @@ def multiplies(log: str, how: str) -> None:
 
 @declared(processes=20)
 def has_few(log: str) -> int:
-    """Fewer than it may have, for long enough to be looked at."""
+    """Starts fewer than it may have, for long enough to be counted."""
     for _ in range(10):
         if os.fork() == 0:
             note(log)
@@ -236,7 +236,7 @@ def has_few(log: str) -> int:
 
 
 class Grader:
-    """Of a class a function can be a part, as long as it is not bound to an object."""
+    """Static methods can be functions."""
 
     @staticmethod
     @declared()
@@ -256,7 +256,7 @@ def sums(mib: int) -> int:
 
 @declared(idle_s=30.0)
 def forks(log: str) -> int:
-    """Leaves a child, and a daemon that nobody waits for in a session of its own."""
+    """Leaves a child, and a daemon in another session."""
     subprocess.Popen(["sleep", "600"])
     if os.fork() == 0:
         os.setsid()
@@ -271,7 +271,7 @@ def forks(log: str) -> int:
 
 @declared()
 def runs_away(log: str) -> None:
-    """Leaves a process that is another one every millisecond, each in a session of its own."""
+    """Leaves a process that forks into a new session every millisecond and ends."""
     if os.fork() == 0:
         note(log)
         while os.fork() == 0:
@@ -284,7 +284,7 @@ def runs_away(log: str) -> None:
 
 @declared(timeout_s=0.5)
 def hangs_in_c(log: str) -> None:
-    """Sleeps in C with every signal blocked that can be."""
+    """Sleeps in C with all signals blocked."""
     signal.pthread_sigmask(signal.SIG_BLOCK, range(1, signal.NSIG))
     subprocess.Popen(["sleep", "600"])
     note(log)
@@ -343,7 +343,7 @@ def takes(value: Any) -> str:
 
 @declared(idle_s=30.0)
 def closes_everything(late: bool) -> int:
-    """Closes descriptors that are not its own, now or a little later."""
+    """Closes descriptors of the program, now or a little later."""
     if late:
         threading.Timer(0.05, os.closerange, (3, 100)).start()
     else:
@@ -353,7 +353,7 @@ def closes_everything(late: bool) -> int:
 
 @declared()
 def says_garbage() -> None:
-    """Writes to the socket of its instance."""
+    """Writes to the socket of its instance, among other descriptors."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2:
             try:

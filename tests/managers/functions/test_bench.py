@@ -1,15 +1,15 @@
-"""The benchmark of functions, so small that its numbers mean nothing: it measures what it says."""
+"""The benchmark of functions, too small for its numbers to mean anything: it reports every metric."""
 
 from __future__ import annotations
 
 from tangram.bench import functions
-from tangram.bench.base import PRINTED, at_most
+from tangram.bench.base import PRINTED, at_most, run_module
 
 
-def test_it_measures_every_number_and_says_what_each_should_be() -> None:
+def test_it_measures_every_metric_against_its_goal() -> None:
     shares: list[float] = []
-    sizes = functions.Sizes(calls=5, scalings=1, bursts=1, burst_calls=8, pause_s=0.5, call_s=0.01)
-    result = functions.measure(sizes, trace=None, processes=None, progress=lambda share, _="": shares.append(share))
+    sizes = functions.FunctionsSizes(calls=5, scalings=1, bursts=1, burst_calls=8, pause_s=0.5, call_s=0.01)
+    result = run_module(functions, sizes, progress=lambda share, _="": shares.append(share))
     assert result.goals == {
         "warm_overhead_ms_p50": at_most(3.0),
         "warm_ms_p99": PRINTED,

@@ -1,4 +1,4 @@
-"""Calls of functions through the whole way of an action: what they bring, and who shares it."""
+"""Calls of functions through an orchestrator: their results, scaling, shared results and errors of callers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.managers.functions.conftest import DEADLINE_S, Bench, below, lines, l
 import tangram
 from tangram import Quota, Rate
 from tangram.client import functions as module
-from tangram.client.functions import Functions, function
+from tangram.client.functions import FunctionCalls, function
 from tangram.client.transport import Pending
-from tangram.client.validation import Life
+from tangram.client.validation import Lifecycle
 from tangram.core.action import Action
 from tangram.core.messages import Pool
 from tangram.errors import ActionTimedOut, AdmissionRefused, FunctionFailed, InvalidAction, TangramError
-from tangram.managers.functions import leases
-from tangram.managers.functions.result_cache import ENTRY_BYTES, Recall
+from tangram.managers.functions import lease
+from tangram.managers.functions.result_cache import ENTRY_BYTES, ResultCache
 from tangram.managers.work import Work
 
 Run = Callable[..., None]
@@ -34,7 +34,7 @@ def test_a_function_can_still_be_called_directly() -> None:
     assert rewards.add.__name__ == "add"
 
 
-def test_a_call_brings_the_value_and_a_warm_instance_serves_the_next_one(run: Run) -> None:
+def test_a_call_returns_the_value_and_a_warm_instance_serves_the_next_one(run: Run) -> None:
     async def test(bench: Bench) -> None:
         assert await bench.call(rewards.add, 1, right=2) == 3
         first, second = [await bench.call(rewards.who) for _ in range(2)]
@@ -53,7 +53,7 @@ def test_a_coroutine_function_is_run_to_its_end(run: Run) -> None:
     run(test)
 
 
-def test_a_closure_is_shipped_by_value(run: Run) -> None:
+def test_a_closure_is_sent_by_value(run: Run) -> None:
     offset = 40
 
     @function(cpus=0.1)
@@ -67,7 +67,7 @@ def test_a_closure_is_shipped_by_value(run: Run) -> None:
     run(test)
 
 
-def test_a_function_of_a_script_is_shipped_by_value_with_what_it_uses(tmp_path: Path) -> None:
+def test_a_function_of_a_script_is_sent_by_value_with_what_it_uses(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import asyncio\n"
@@ -130,17 +130,17 @@ def test_instances_go_from_none_to_the_limit_and_back_to_no_process(run: Run, tm
         go.touch()
         pids = await calls
         assert len(pids) == 20 and len(set(pids)) == 8  # the others were served by the same ones
-        await until(lambda: bench.manager.statistics().templates == 0)
+        await until(lambda: bench.manager.statistics().fork_servers == 0)
         statistics = bench.manager.statistics()
-        assert (statistics.instances, statistics.idle, statistics.begun, statistics.calls) == (0, 0, 8, 20)
+        assert (statistics.instances, statistics.idle, statistics.started, statistics.calls) == (0, 0, 8, 20)
         await until(lambda: below(os.getpid()) == before)
         assert await bench.call(rewards.add, 1) == 2  # and from none again
 
     run(test)
 
 
-def test_an_instance_ends_after_so_many_calls(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "CALLS_MAX", 3)
+def test_an_instance_ends_after_its_limit_of_calls(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "CALLS_MAX", 3)
 
     async def test(bench: Bench) -> None:
         pids = [(await bench.call(rewards.who))[0] for _ in range(6)]
@@ -150,7 +150,7 @@ def test_an_instance_ends_after_so_many_calls(run: Run, monkeypatch: pytest.Monk
     run(test)
 
 
-# ---- who shares an answer ----
+# ---- shared results ----
 
 
 def test_a_pure_function_runs_once_for_the_same_arguments(run: Run, tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_two_calls_with_one_key_share_one_run_also_afterwards(run: Run, tmp_path
     run(test)
 
 
-def test_a_shared_call_is_cancelled_with_the_last_who_waits(run: Run, tmp_path: Path) -> None:
+def test_a_shared_call_is_cancelled_with_its_last_waiter(run: Run, tmp_path: Path) -> None:
     log = tmp_path / "log"
 
     async def test(bench: Bench) -> None:
@@ -206,23 +206,23 @@ def test_a_shared_call_is_cancelled_with_the_last_who_waits(run: Run, tmp_path: 
     run(test)
 
 
-def test_recall_forgets_the_longest_unused_first_and_keeps_its_bound() -> None:
-    recall = Recall(3 * (ENTRY_BYTES + 11))
+def test_the_result_cache_evicts_the_least_recently_used_first_and_keeps_its_bound() -> None:
+    cache = ResultCache(3 * (ENTRY_BYTES + 11))
     for key in (b"a", b"b", b"c"):
-        recall.keep(key, b"0123456789")
-    assert recall.get(b"a") == b"0123456789"
-    recall.keep(b"d", b"0123456789")
-    assert recall.get(b"b") is None and recall.get(b"a") is not None and len(recall) == 3
-    recall.keep(b"e", bytes(10_000))
-    assert recall.get(b"e") is None and recall.bytes <= 3 * (ENTRY_BYTES + 11)
-    recall.keep(b"a", b"")
-    assert recall.bytes == 2 * (ENTRY_BYTES + 11) + ENTRY_BYTES + 1
+        cache.put(key, b"0123456789")
+    assert cache.get(b"a") == b"0123456789"
+    cache.put(b"d", b"0123456789")
+    assert cache.get(b"b") is None and cache.get(b"a") is not None and len(cache) == 3
+    cache.put(b"e", bytes(10_000))
+    assert cache.get(b"e") is None and cache.size_bytes <= 3 * (ENTRY_BYTES + 11)
+    cache.put(b"a", b"")
+    assert cache.size_bytes == 2 * (ENTRY_BYTES + 11) + ENTRY_BYTES + 1
 
 
-# ---- callers' mistakes ----
+# ---- errors of callers ----
 
 
-def test_what_cannot_be_meant_is_said_where_it_is_written(run: Run) -> None:
+def test_invalid_options_are_rejected_where_they_are_declared(run: Run) -> None:
     for options in (
         {"cpus": (1, 2)}, {"cpus": 0}, {"memory": "1MiB"}, {"max_instances": 0}, {"idle_s": 0}, {"timeout_s": -1},
         {"retries": -1}, {"pure": 1}, {"processes": 0},
@@ -309,7 +309,7 @@ def test_a_call_needs_its_quotas_together_with_its_instance(tmp_path: Path) -> N
 
 
 class Refusing:
-    """Notes what was submitted, and takes nothing in."""
+    """Records what was submitted, and refuses all of it."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
@@ -320,16 +320,16 @@ class Refusing:
 
     by_value = False
 
-    def announce(self, pool: Pool) -> None:
+    def ensure_pool(self, pool: Pool) -> None:
         pass
 
 
 def test_what_a_call_spends_of_a_quota_counts_from_its_end() -> None:
     async def main() -> None:
-        transport, life = Refusing(), Life("the connection")
+        transport, life = Refusing(), Lifecycle("the connection")
         life.begin(asyncio.get_running_loop())
-        life.opened()
-        calls = Functions(transport, life, "test", lambda name: Quota(name, requests=Rate(5, 60.0)))
+        life.mark_open()
+        calls = FunctionCalls(transport, life, "test", lambda name: Quota(name, requests=Rate(5, 60.0)))
         for target in (rewards.add, tangram.endpoint("http://x")):
             for quotas in (None, {"search": 2}):
                 assert (await calls.try_call(target, 1, quotas=quotas)).kind == "refused"
@@ -340,7 +340,7 @@ def test_what_a_call_spends_of_a_quota_counts_from_its_end() -> None:
     asyncio.run(main())
 
 
-def test_what_the_node_has_not_is_refused(run: Run) -> None:
+def test_more_cores_than_the_node_has_are_refused(run: Run) -> None:
     async def test(bench: Bench) -> None:
         large = function(cpus=64)(rewards.add.__tangram_function__)
         result = await bench.try_call(large, 1)
@@ -351,7 +351,7 @@ def test_what_the_node_has_not_is_refused(run: Run) -> None:
     run(test)
 
 
-def test_a_function_per_call_is_refused_sooner_or_later(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_function_for_each_call_is_refused_at_the_limit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FUNCTIONS_MAX", 1)
 
     async def test(bench: Bench) -> None:
@@ -362,7 +362,7 @@ def test_a_function_per_call_is_refused_sooner_or_later(run: Run, monkeypatch: p
     run(test)
 
 
-def test_without_cloudpickle_it_is_said_what_to_do(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cloudpickle_the_error_names_the_remedy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
 
     async def test(bench: Bench) -> None:

@@ -1,4 +1,4 @@
-"""Many calls of good and bad functions, some cancelled, while processes are killed at random: each is told truly."""
+"""Many calls of good and bad functions, some cancelled, while processes are killed at random: each result is true."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import pytest
 from tests.managers.functions import rewards
 from tests.managers.functions.conftest import Bench, below, until
 
-from tangram.managers.functions import leases
+from tangram.managers.functions import lease
 
 CALLS = 120
 KILLS = 15
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_no_call_is_blamed_for_what_others_did(
+def test_no_call_fails_for_what_others_did(
     run: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setattr(leases, "CALLS_MAX", 5)
+    monkeypatch.setattr(lease, "CALLS_MAX", 5)
     chance = random.Random(seed)
     log = str(tmp_path / "log")
     kinds = {

@@ -14,8 +14,8 @@ from tests.managers.functions.conftest import Bench
 
 from tangram.client.functions import endpoint
 from tangram.errors import ActionLost, FunctionFailed, InvalidAction
-from tangram.managers.functions import EndpointSpec
 from tangram.managers.functions import endpoint as module
+from tangram.managers.functions.work import EndpointSpec
 
 Run = Callable[..., None]
 Say = Callable[["Request"], Awaitable[None]]
@@ -129,7 +129,7 @@ def test_json_goes_in_by_name_or_as_one_value_and_json_comes_back(run: Run) -> N
     played(run, (adds,), test)
 
 
-def test_as_many_calls_are_under_way_as_it_takes(run: Run) -> None:
+def test_calls_run_up_to_the_concurrency_of_the_endpoint(run: Run) -> None:
     async def test(bench: Bench, server: Server) -> None:
         score = at(server, max_concurrency=2)
         await asyncio.gather(*(bench.call(score, left=1, right=number) for number in range(10)))
@@ -170,7 +170,7 @@ OVERLOADED = b'{"error": {"type": "overloaded_error"}}'
         (599, b""),
     ],
 )
-def test_too_busy_twice_and_then_well_is_a_value(run: Run, status: int, body: bytes) -> None:
+def test_a_value_after_two_busy_responses_is_a_value(run: Run, status: int, body: bytes) -> None:
     async def test(bench: Bench, server: Server) -> None:
         result = await bench.try_call(at(server), left=1, right=2)
         assert result.value == {"score": 3} and len(server.requests) == 3
@@ -179,7 +179,7 @@ def test_too_busy_twice_and_then_well_is_a_value(run: Run, status: int, body: by
     played(run, (says(status, body), says(status, body), adds), test)
 
 
-def test_retry_after_is_waited_for_unless_it_is_too_long(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retry_after_is_followed_unless_it_is_too_long(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     sleep = asyncio.sleep
 
@@ -193,7 +193,7 @@ def test_retry_after_is_waited_for_unless_it_is_too_long(run: Run, monkeypatch: 
             result = await bench.try_call(at(server), left=1, right=2)
         finally:
             monkeypatch.undo()
-        assert result.kind == "lost" and "asks to come back in 3600 s" in result.reason
+        assert result.kind == "lost" and "with Retry-After of 3600 s" in result.reason
         asked = [seconds for seconds in waited if seconds > 1]
         assert asked[0] == 7.0 and 20.0 < asked[1] <= 30.0
 
@@ -209,10 +209,10 @@ def test_a_500_with_json_and_a_4xx_are_errors_of_the_function_at_once(run: Run) 
         for status in (500, 501, 505, 422, 404, 302):
             result = await bench.try_call(score)
             assert result.kind == "error" and result.error is not None
-            assert (result.error.kind, result.error.message) == ("answer", f"it said {status}")
+            assert (result.error.kind, result.error.message) == ("answer", f"it responded with {status}")
         assert result.error.traceback == "moved"
         assert len(server.requests) == 6
-        with pytest.raises(FunctionFailed, match="it said 302"):
+        with pytest.raises(FunctionFailed, match="it responded with 302"):
             await bench.call(score)
 
     script = (
@@ -230,7 +230,7 @@ def test_a_500_with_json_and_a_4xx_are_errors_of_the_function_at_once(run: Run) 
 def test_an_answer_that_is_no_json_is_an_error_of_the_function(run: Run, body: bytes) -> None:
     async def test(bench: Bench, server: Server) -> None:
         result = await bench.try_call(at(server))
-        assert result.kind == "error" and "it said 200, and" in result.reason
+        assert result.kind == "error" and "it responded with 200, and" in result.reason
         assert len(server.requests) == 1
 
     played(run, (says(200, body),), test)
@@ -255,12 +255,12 @@ def test_an_answer_that_is_too_large_is_an_error_of_the_function(run: Run) -> No
         (never, "did not answer within 0.2 s"),
         (garbage, "Error: "),
         (breaks_off, "Error: "),
-        (says(503), "said 503"),
-        (says(500, PAGE), "said 500"),
-        (says(520, PAGE), "said 520"),
+        (says(503), "responded with 503"),
+        (says(500, PAGE), "responded with 500"),
+        (says(520, PAGE), "responded with 520"),
     ],
 )
-def test_what_never_brings_an_answer_is_lost_after_its_retries(run: Run, script: Say, said: str) -> None:
+def test_a_call_without_any_response_is_lost_after_its_retries(run: Run, script: Say, said: str) -> None:
     async def test(bench: Bench, server: Server) -> None:
         score = at(server, timeout_s=0.2)
         result = await bench.try_call(score)
@@ -272,7 +272,7 @@ def test_what_never_brings_an_answer_is_lost_after_its_retries(run: Run, script:
     played(run, (script,), test)
 
 
-def test_nobody_there_is_lost(run: Run) -> None:
+def test_an_unreachable_endpoint_is_lost(run: Run) -> None:
     async def test(bench: Bench, server: Server) -> None:
         await server.__aexit__()
         result = await bench.try_call(at(server, retries=1))
@@ -281,7 +281,7 @@ def test_nobody_there_is_lost(run: Run) -> None:
     played(run, (adds,), test)
 
 
-def test_slow_is_not_never(run: Run) -> None:
+def test_a_slow_response_within_the_timeout_is_a_value(run: Run) -> None:
     async def slowly(request: Request) -> None:
         await asyncio.sleep(0.3)
         await adds(request)
@@ -293,7 +293,7 @@ def test_slow_is_not_never(run: Run) -> None:
     played(run, (slowly,), test)
 
 
-def test_cancelled_while_it_waits_for_an_answer_it_goes_at_once(run: Run) -> None:
+def test_a_call_cancelled_while_it_waits_for_a_response_ends_at_once(run: Run) -> None:
     async def test(bench: Bench, server: Server) -> None:
         task = asyncio.create_task(bench.call(at(server)))
         while not server.requests:  # noqa: ASYNC110
@@ -314,7 +314,7 @@ def test_cancelled_while_it_waits_for_an_answer_it_goes_at_once(run: Run) -> Non
         "http://x/a\nb", "http://x /a", "http://[::1/x", "http://..x/", "http://x\udcff/",
     ],
 )  # fmt: skip
-def test_what_is_no_address_is_said_where_it_is_written(url: Any) -> None:
+def test_an_invalid_url_is_rejected_where_it_is_declared(url: Any) -> None:
     with pytest.raises(InvalidAction, match="url"):
         endpoint(url)
 
@@ -326,12 +326,12 @@ def test_what_is_no_address_is_said_where_it_is_written(url: Any) -> None:
         {"a:": "c"}, {"a": "\udcff"}, {"content-length": "5"}, {"Transfer-Encoding": "chunked"},
     ],
 )  # fmt: skip
-def test_what_is_no_header_is_said_where_it_is_written(headers: Any) -> None:
+def test_an_invalid_header_is_rejected_where_it_is_declared(headers: Any) -> None:
     with pytest.raises(InvalidAction, match="headers"):
         endpoint("http://x", headers=headers)
 
 
-def test_what_an_endpoint_cannot_mean_is_said_where_it_is_written() -> None:
+def test_invalid_options_of_an_endpoint_are_rejected_where_they_are_declared() -> None:
     assert endpoint("http://süß.example:80/ä?b=c", headers={"X-Key": "süß\t"}).max_concurrency == 16
     for options in ({"retries": -1}, {"max_concurrency": 0}, {"timeout_s": 0}):
         with pytest.raises(InvalidAction, match=next(iter(options))):
@@ -349,7 +349,7 @@ def test_headers_replace_ours_whatever_their_case(run: Run) -> None:
 
 
 @pytest.mark.parametrize("key", ["a\nb", "a\r\nHost: b", "\udcff", "\0"])
-def test_a_key_that_no_header_can_hold_is_said_at_once(run: Run, key: str) -> None:
+def test_a_key_that_no_header_can_hold_is_rejected_at_once(run: Run, key: str) -> None:
     async def test(bench: Bench, server: Server) -> None:
         with pytest.raises(InvalidAction, match="idempotency_key"):
             await bench.call(at(server), left=1, right=2, idempotency_key=key)
@@ -365,7 +365,7 @@ def test_a_key_that_no_header_can_hold_is_said_at_once(run: Run, key: str) -> No
         ({"a": None, "score": [1.0, float("-inf")]}, r"arguments\['score'\]\[1\]: -inf"),
     ],
 )
-def test_numbers_that_json_has_not_are_said_at_once(run: Run, said: object, where: str) -> None:
+def test_numbers_that_json_lacks_are_rejected_at_once(run: Run, said: object, where: str) -> None:
     async def test(bench: Bench, server: Server) -> None:
         with pytest.raises(InvalidAction, match=where):
             await bench.call(at(server), said)

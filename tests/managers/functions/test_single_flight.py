@@ -1,4 +1,4 @@
-"""Callers who share a run: each keeps its own deadline and its own cancellation, and no run is there twice."""
+"""Callers that share a run: each keeps its own deadline and cancellation, and no run exists twice."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.managers.functions import rewards
 from tests.managers.functions.conftest import DEADLINE_S, Bench, lines, living, until
 
 from tangram.client.functions import function
-from tangram.client.single_flight import Sharing
+from tangram.client.single_flight import SingleFlight
 from tangram.core.action import Outcome, Status
-from tangram.runtime.orchestrator import Settled
+from tangram.runtime.orchestrator import SettledAction
 
 Run = Callable[..., None]
 
 CALLERS = 60
-"""In half a second: few enough that some run is left by all of them."""
+"""In half a second: few enough that all callers leave some run."""
 
 
 def keyed(bench: Bench, *paths: Path, **options: float) -> asyncio.Task[object]:
@@ -57,7 +57,7 @@ def test_the_deadline_of_the_last_one_ends_the_run(run: Run, tmp_path: Path) -> 
     run(test)
 
 
-def test_who_finds_a_run_that_is_being_stopped_gets_another_one_after_it(run: Run, tmp_path: Path) -> None:
+def test_a_caller_that_joins_a_stopping_run_gets_another_one_after_it(run: Run, tmp_path: Path) -> None:
     log, go = tmp_path / "log", tmp_path / "go"
 
     async def test(bench: Bench) -> None:
@@ -104,22 +104,22 @@ class Made:
     """A run that ends when the test says so."""
 
     def __init__(self, on_cancel: Callable[[Made], None] = lambda made: None) -> None:
-        self.ended: asyncio.Future[Settled] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[SettledAction] = asyncio.get_running_loop().create_future()
         self.watching = 0
         """Those who wait for it now."""
         self._on_cancel = on_cancel
 
     def end(self, status: Status) -> None:
         if not self.ended.done():
-            self.ended.set_result(Settled(outcome=Outcome(action="made", status=status)))
+            self.ended.set_result(SettledAction(outcome=Outcome(action="made", status=status)))
 
     async def started(self) -> bool:
         return True
 
-    async def settled(self) -> Settled:
+    async def settled(self) -> SettledAction:
         return await asyncio.shield(self.ended)
 
-    async def watched(self) -> Settled:
+    async def settled_shielded(self) -> SettledAction:
         self.watching += 1
         try:
             return await asyncio.shield(self.ended)
@@ -129,17 +129,17 @@ class Made:
     def cancel(self) -> None:
         self._on_cancel(self)
 
-    def when_settled(self, tell: Callable[[], object]) -> None:
-        self.ended.add_done_callback(lambda _: tell())
+    def add_done_callback(self, callback: Callable[[], object]) -> None:
+        self.ended.add_done_callback(lambda _: callback())
 
 
-def test_who_joins_a_run_that_did_not_get_in_tries_for_itself() -> None:
+def test_a_caller_that_joins_a_refused_run_submits_its_own() -> None:
     async def main() -> None:
-        sharing, made = Sharing(), [Made(), Made()]
+        sharing, made = SingleFlight(), [Made(), Made()]
         made[0].end(Status.REFUSED)
         made[1].end(Status.SUCCEEDED)
         ahead = iter(made)
-        calls = [sharing.share(b"k", lambda: next(ahead), name, None) for name in ("a", "b")]
+        calls = [sharing.run(b"k", lambda: next(ahead), name, None) for name in ("a", "b")]
         found = await asyncio.gather(*calls)
         assert [settled.outcome.status for settled in found] == [Status.REFUSED, Status.SUCCEEDED]
 
@@ -147,13 +147,13 @@ def test_who_joins_a_run_that_did_not_get_in_tries_for_itself() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_whatever_callers_do_no_run_is_there_twice_and_none_that_is_wanted_is_stopped(seed: int) -> None:
+def test_no_run_exists_twice_and_none_with_waiters_is_stopped(seed: int) -> None:
     chance = random.Random(seed)
     under_way: set[Made] = set()
     stopped: list[Made] = []
 
     async def main() -> None:
-        sharing, loop = Sharing(), asyncio.get_running_loop()
+        sharing, loop = SingleFlight(), asyncio.get_running_loop()
 
         def begin() -> Made:
             assert not under_way, "two at a time"
@@ -172,7 +172,7 @@ def test_whatever_callers_do_no_run_is_there_twice_and_none_that_is_wanted_is_st
         async def caller(number: int) -> None:
             await asyncio.sleep(0.5 * chance.random())
             deadline_s = chance.choice([None, 0.03 * chance.random() + 1e-6])
-            task = asyncio.create_task(sharing.share(b"k", begin, str(number), deadline_s))
+            task = asyncio.create_task(sharing.run(b"k", begin, str(number), deadline_s))
             if deadline_s is None and chance.random() < 0.5:
                 await asyncio.sleep(0.03 * chance.random())
                 task.cancel()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.fork_servers import pooled_for_models
+from tests.fork_servers import Pool, pooled_for_models
 from tests.managers.models.bytes_engine import BytesEngine
 
 from tangram.core.action import Action
@@ -18,7 +18,7 @@ from tangram.core.demand import GPU, Demand, fixed
 from tangram.core.messages import Event, Evicted, Grant, Resident, Share
 from tangram.managers.models import Emulated, Infer, ModelManager, Service
 from tangram.managers.models.batch_lease import InferLease
-from tangram.managers.work import MIB, Ended
+from tangram.managers.work import MIB, LeaseResult
 from tangram.processes.process_tree import ACTION_MARK
 
 DEADLINE_S = 120.0
@@ -73,7 +73,7 @@ class Rig:
 
     async def call(
         self, name: str, chunk: tuple[int, ...] = (0,), payload: bytes = b"", batch: str = "", **options: Any
-    ) -> Ended:
+    ) -> LeaseResult:
         return await (await self.start(name, chunk, payload, batch, **options)).wait()
 
     def told(self) -> list[str]:
@@ -146,6 +146,6 @@ def flag(tmp_path: Path) -> Flag:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _fork_servers() -> Iterator[None]:
-    with pooled_for_models():
+def _fork_servers(fork_server_pool: Pool) -> Iterator[None]:
+    with pooled_for_models(fork_server_pool):
         yield

@@ -12,16 +12,24 @@ import pytest
 
 from tangram.errors import InvalidConfig
 from tangram.managers.models import devices as module
-from tangram.managers.models.devices import Counts, Cuda, CudaDevice, DeviceFull, Emulated, EmulatedDevice, discover
+from tangram.managers.models.devices import (
+    Cuda,
+    CudaDevice,
+    DeviceFull,
+    Emulated,
+    EmulatedDevice,
+    EmulatedMemoryUsage,
+    discover,
+)
 from tangram.managers.models.engine import Piece, Weights, place
 from tangram.managers.work import MIB
 
 
 @pytest.fixture
-def counts() -> Iterator[Counts]:
+def counts() -> Iterator[EmulatedMemoryUsage]:
     fd = os.memfd_create("counts")
-    os.ftruncate(fd, Counts.size(2))
-    made = Counts(fd, 2)
+    os.ftruncate(fd, EmulatedMemoryUsage.size(2))
+    made = EmulatedMemoryUsage(fd, 2)
     yield made
     made.close()
     os.close(fd)
@@ -31,7 +39,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
-def test_memory_is_really_allocated_and_really_freed(counts: Counts) -> None:
+def test_memory_is_really_allocated_and_really_freed(counts: EmulatedMemoryUsage) -> None:
     device = EmulatedDevice(0, Emulated(memory_bytes=128 * MIB), counts, 0)
     content = memoryview(os.urandom(MIB))
     before = resident_bytes()
@@ -42,22 +50,22 @@ def test_memory_is_really_allocated_and_really_freed(counts: Counts) -> None:
     assert block.memory[63 * MIB :] == content
     device.free(block)
     assert resident_bytes() - before <= 8 * MIB
-    assert (counts.used(0), device.blocks) == (0, {})
+    assert (counts.used_bytes(0), device.blocks) == (0, {})
 
 
-def test_an_allocation_beyond_the_memory_is_refused_and_leaves_what_was_there(counts: Counts) -> None:
+def test_an_allocation_beyond_the_memory_is_refused_and_leaves_what_was_there(counts: EmulatedMemoryUsage) -> None:
     device = EmulatedDevice(0, Emulated(memory_bytes=10_000), counts, 0)
     block = device.allocate(6_000)
     device.copy(block, 0, memoryview(b"mine"))
     with pytest.raises(DeviceFull, match="device 0 has 4000 of its 10000 bytes free, and 4001 are needed"):
         device.allocate(4_001)
-    assert (block.memory[:4], counts.used(0), list(device.blocks)) == (b"mine", 6_000, [block])
+    assert (block.memory[:4], counts.used_bytes(0), list(device.blocks)) == (b"mine", 6_000, [block])
     rest = device.allocate(4_000)
     device.free(rest)
     device.free(block)
 
 
-def test_what_one_process_holds_another_cannot_have_until_it_is_dead(counts: Counts) -> None:
+def test_what_one_process_holds_another_cannot_have_until_it_is_dead(counts: EmulatedMemoryUsage) -> None:
     spec = Emulated(memory_bytes=10_000)
     one, other = EmulatedDevice(1, spec, counts, 0), EmulatedDevice(1, spec, counts, 1)
     block = one.allocate(8_000)
@@ -68,12 +76,12 @@ def test_what_one_process_holds_another_cannot_have_until_it_is_dead(counts: Cou
     block.memory.close()
 
 
-def test_a_block_that_somebody_looks_at_is_not_freed_behind_his_back(counts: Counts) -> None:
+def test_a_block_that_somebody_looks_at_is_not_freed_behind_his_back(counts: EmulatedMemoryUsage) -> None:
     device = EmulatedDevice(0, Emulated(memory_bytes=10_000), counts, 0)
     block = device.allocate(100)
     with memoryview(block.memory), pytest.raises(BufferError):
         device.free(block)
-    assert counts.used(0) == 100
+    assert counts.used_bytes(0) == 100
     device.free(block)
 
 
@@ -91,7 +99,7 @@ class FakeTime:
 
 @pytest.mark.parametrize(("degree", "seconds"), [(1, 4.0), (2, 2.0)])
 def test_a_copy_is_never_faster_than_the_link_and_links_work_side_by_side(
-    counts: Counts, monkeypatch: pytest.MonkeyPatch, degree: int, seconds: float
+    counts: EmulatedMemoryUsage, monkeypatch: pytest.MonkeyPatch, degree: int, seconds: float
 ) -> None:
     clock = FakeTime()
     monkeypatch.setattr(module, "time", clock)
@@ -106,7 +114,7 @@ def test_a_copy_is_never_faster_than_the_link_and_links_work_side_by_side(
 
 
 def test_a_link_that_is_faster_than_the_machine_is_not_waited_for(
-    counts: Counts, monkeypatch: pytest.MonkeyPatch
+    counts: EmulatedMemoryUsage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module.time, "sleep", lambda seconds: pytest.fail("slept"))
     device = EmulatedDevice(0, Emulated(memory_bytes=MIB, bandwidth=float("inf")), counts, 0)

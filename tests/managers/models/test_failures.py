@@ -24,8 +24,8 @@ from tangram.managers.models import Infer, Service
 from tangram.managers.models import batch_lease as turns_module
 from tangram.managers.models import manager as manager_module
 from tangram.managers.models.batch_lease import InferLease
-from tangram.managers.models.device_process import DeviceProcess, NotReady
-from tangram.processes.process_tree import look_up
+from tangram.managers.models.device_process import DeviceProcess, DeviceProcessNotReady
+from tangram.processes.process_tree import read_process
 
 
 async def answers(rig: Rig, name: str, seed: int, chunk: tuple[int, ...] = (0,)) -> None:
@@ -341,14 +341,14 @@ def test_a_call_that_hangs_is_killed_with_the_process_of_its_device(
         pid = rig.manager.process_ids()[0]
         await lease.stop()
         assert (await lease.wait()).lost == ""
-        assert look_up(pid) is None
+        assert read_process(pid) is None
         assert rig.told() == ["+a 0", "-a 0"]
         await answers(rig, "a", 1)
 
     run(Rig([service("a")], devices(1)), test)
 
 
-def test_a_rider_that_is_stopped_leaves_the_others_alone(flag: Flag) -> None:
+def test_stopping_one_call_of_a_batch_leaves_the_others_alone(flag: Flag) -> None:
     async def test(rig: Rig) -> None:
         payloads = [f"slow:{flag}".encode(), b"x", b"y"]
         lead, rider, other = await asyncio.gather(*(rig.start("a", payload=p, batch="lead") for p in payloads))
@@ -375,7 +375,7 @@ def test_a_batch_of_which_all_are_stopped_is_interrupted(flag: Flag) -> None:
     run(Rig([service("a", batch_max=2)], devices(1)), test)
 
 
-def test_a_call_that_raises_while_it_is_stopped_costs_nobody_the_process(flag: Flag) -> None:
+def test_a_call_that_raises_while_it_is_stopped_does_not_cost_the_process(flag: Flag) -> None:
     async def test(rig: Rig) -> None:
         lease = await rig.start("a", payload=f"lingers:{flag}".encode())
         before = rig.manager.process_ids()
@@ -538,11 +538,11 @@ def test_a_payload_that_kills_the_process_opens_the_circuit_only_after_three_act
 
 def test_a_process_that_does_not_get_ready_counts_against_no_service(monkeypatch: pytest.MonkeyPatch) -> None:
     async def never(process: DeviceProcess, hello: object, descriptors: object) -> None:
-        raise NotReady(f"{process.name} did not get ready")
+        raise DeviceProcessNotReady(f"{process.name} did not get ready")
 
     async def test(rig: Rig) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(DeviceProcess, "start", never)
+            patch.setattr(DeviceProcess, "open", never)
             os.kill(rig.manager.process_ids()[0], signal.SIGKILL)
             await until(lambda: not rig.manager.process_ids())
             for _ in range(4):
@@ -566,7 +566,7 @@ def test_loads_that_fail_count_once_for_each_action(flag: Flag) -> None:
     run(Rig([service("a", load=f"raise:{flag}")], devices(1), circuit_pause_s=3600.0), test)
 
 
-def test_a_service_that_worked_is_loaded_afresh_after_three_actions_that_raised() -> None:
+def test_a_service_that_worked_is_reloaded_after_three_actions_that_raised() -> None:
     async def test(rig: Rig) -> None:
         await answers(rig, "a", 1)
         for _ in range(2):
@@ -582,7 +582,7 @@ def test_a_service_that_worked_is_loaded_afresh_after_three_actions_that_raised(
     run(Rig([service("a")], devices(1), circuit_pause_s=3600.0), test)
 
 
-def test_those_behind_the_third_that_raised_are_served_by_the_fresh_load() -> None:
+def test_calls_behind_the_third_that_raised_are_served_by_the_reloaded_service() -> None:
     async def test(rig: Rig) -> None:
         payloads = [b"x", b"raise", b"raise", b"raise", b"y"]
         ends = await asyncio.gather(*(rig.call("a", payload=payload, batch="lead") for payload in payloads))
@@ -593,7 +593,7 @@ def test_those_behind_the_third_that_raised_are_served_by_the_fresh_load() -> No
     run(Rig([service("a")], devices(1)), test)
 
 
-def test_a_restore_that_fails_says_so_and_leaves_nothing(flag: Flag) -> None:
+def test_a_failed_restore_is_an_error_and_leaves_nothing(flag: Flag) -> None:
     async def test(rig: Rig) -> None:
         flag.raise_it()
         with pytest.raises(ManagerError, match="load fails"):
@@ -609,7 +609,7 @@ def test_a_restore_that_fails_says_so_and_leaves_nothing(flag: Flag) -> None:
 
 
 @pytest.mark.parametrize("fault", ["raise", "crash"])
-def test_a_service_that_cannot_be_prepared_says_why_and_nothing_is_left(fault: str) -> None:
+def test_a_service_that_cannot_be_prepared_is_an_error_and_leaves_nothing(fault: str) -> None:
     async def test(rig: Rig) -> None:
         raise AssertionError("entered")
 
@@ -620,7 +620,7 @@ def test_a_service_that_cannot_be_prepared_says_why_and_nothing_is_left(fault: s
 
 
 @pytest.mark.parametrize("engine", ["no_such_module:Engine", "json:loads", "tests.managers.models.conftest:DEADLINE_S"])
-def test_an_engine_that_is_none_is_found_at_the_beginning(engine: str) -> None:
+def test_an_invalid_engine_is_found_at_the_start(engine: str) -> None:
     async def test(rig: Rig) -> None:
         raise AssertionError("entered")
 
@@ -629,7 +629,7 @@ def test_an_engine_that_is_none_is_found_at_the_beginning(engine: str) -> None:
     assert own_children() == []
 
 
-def test_whatever_runs_when_the_manager_ends_is_lost_and_nothing_is_left(flag: Flag) -> None:
+def test_what_runs_when_the_manager_ends_is_lost_and_nothing_is_left(flag: Flag) -> None:
     leases: list[InferLease] = []
 
     async def test(rig: Rig) -> None:
@@ -677,14 +677,14 @@ def test_processes_of_devices_die_with_a_manager_that_is_killed(flag: Flag) -> N
     assert len(pids) == 2
 
     def gone(pid: int) -> bool:
-        process = look_up(pid)
-        return process is None or not process.living
+        process = read_process(pid)
+        return process is None or not process.is_alive
 
     asyncio.run(until(lambda: all(gone(pid) for pid in pids)))
 
 
-def test_a_listener_that_is_told_in_order_hears_of_every_change() -> None:
-    """Many services, few devices, several at once, some killed: what was told is what is there."""
+def test_events_are_published_in_order_and_completely() -> None:
+    """Many services, few devices, several at once, some killed: the events describe what is loaded."""
 
     async def test(rig: Rig) -> None:
         async def client(number: int, chunk: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Host copies: the same for all, and nobody can change them."""
+"""Host copies: shared by all processes and read-only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_weights_come_back_as_they_were_written() -> None:
     os.close(fd)
 
 
-def test_a_sealed_copy_cannot_be_changed_by_anybody() -> None:
+def test_a_sealed_copy_cannot_be_changed() -> None:
     fd = host_copy.create("w")
     layout = host_copy.write(Weights([Piece("a", memoryview(b"x" * 300))]), fd)
     host_copy.seal(fd)

@@ -1,4 +1,4 @@
-"""Model services: the right weights on exactly the granted devices, who goes for whom, and what is told of it."""
+"""Model services: the right weights on exactly the granted devices, evictions, and the events about them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tangram.core.demand import GPU, Demand, fixed
 from tangram.core.messages import Grant, Pool, Share
 from tangram.errors import InvalidAction, InvalidConfig, InvariantError, ManagerError
 from tangram.managers.models import Infer, ModelManager, Service
-from tangram.managers.work import MIB, Hold
+from tangram.managers.work import MIB, HoldGrant
 
 
 class Elsewhere(BytesEngine):
     """Its weights are not those that it prepares."""
 
-    elsewhere = True
+    external_weights = True
 
 
 def test_it_has_one_pool_with_its_devices() -> None:
@@ -74,7 +74,7 @@ def test_two_services_that_do_not_fit_together_alternate() -> None:
     run(Rig([service("a", 1), service("b", 2)], devices(1, memory_bytes=SIZE * 3 // 2)), test)
 
 
-def test_the_least_recently_used_goes_and_the_others_stay() -> None:
+def test_the_least_recently_used_is_evicted_and_the_others_stay() -> None:
     async def test(rig: Rig) -> None:
         for name in ("a", "b", "a", "c"):
             await rig.call(name)
@@ -94,7 +94,7 @@ def test_a_service_on_several_devices_goes_from_all_of_them_for_one() -> None:
     run(Rig(services, devices(2, memory_bytes=SIZE + SIZE // 4)), test)
 
 
-def test_room_to_work_in_counts_as_well_as_weights() -> None:
+def test_working_memory_counts_as_well_as_weights() -> None:
     async def test(rig: Rig) -> None:
         await rig.call("a")
         await rig.call("b")
@@ -136,7 +136,7 @@ def test_host_copies_are_shared_and_not_copied_for_each_process() -> None:
 # ---- batches ------------------------------------------------------------------------------------------------------
 
 
-def test_riders_of_a_batch_are_called_together() -> None:
+def test_actions_of_one_batch_are_called_together() -> None:
     async def test(rig: Rig) -> None:
         calls = [rig.call("a", (0,), str(number).encode(), batch="lead") for number in range(4)]
         answers = [ended.answer for ended in await asyncio.gather(*calls)]
@@ -157,7 +157,7 @@ def test_an_engine_is_never_given_more_than_it_can_batch(batch_max: int, sizes: 
     run(Rig([service("a", batch_max=batch_max)], devices(1)), test)
 
 
-def test_one_who_comes_late_to_its_batch_is_called_next(flag: Flag) -> None:
+def test_an_action_that_joins_its_batch_late_is_called_next(flag: Flag) -> None:
     async def test(rig: Rig) -> None:
         lead = await rig.start("a", (0,), f"slow:{flag}".encode(), batch="lead")
         await until(flag.is_up)
@@ -201,7 +201,7 @@ def test_a_device_in_use_is_not_given_to_another_and_nothing_in_use_is_evicted(f
 
 
 def test_a_service_is_evicted_while_the_process_that_holds_it_runs_a_call_on_another_device(flag: Flag) -> None:
-    """The process of device 0 holds `wide`, which also lies on device 1, and runs a call on device 0."""
+    """The process of device 0 holds `wide`, which is also on device 1, and runs a call on device 0."""
 
     async def test(rig: Rig) -> None:
         await rig.call("wide", (0, 1))
@@ -217,7 +217,7 @@ def test_a_service_is_evicted_while_the_process_that_holds_it_runs_a_call_on_ano
     run(Rig(services, devices(2, memory_bytes=SIZE)), test)
 
 
-def test_two_that_want_the_same_one_to_go_evict_it_once() -> None:
+def test_two_loads_that_need_the_same_eviction_evict_once() -> None:
     async def test(rig: Rig) -> None:
         await rig.call("wide", (0, 1))
         await asyncio.gather(rig.call("a", (0,)), rig.call("b", (1,)))
@@ -242,7 +242,7 @@ def test_a_service_is_restored_ahead_of_its_next_action() -> None:
     run(Rig([service("a", degrees=(1, 2))], devices(2)), test)
 
 
-def test_nothing_is_restored_onto_devices_that_somebody_uses_by_now(flag: Flag) -> None:
+def test_nothing_is_restored_onto_devices_in_use(flag: Flag) -> None:
     async def test(rig: Rig) -> None:
         slow = await rig.start("a", (0,), f"slow:{flag}".encode())
         await until(flag.is_up)
@@ -306,7 +306,7 @@ def test_a_model_whose_weights_turn_out_larger_is_refused_before_anything_runs()
         {"name": "a", "engine": BytesEngine(), "arguments": {"seed": 1}},
     ],
 )
-def test_a_service_that_cannot_be_meant_is_refused(fields: dict[str, Any]) -> None:
+def test_an_invalid_service_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidConfig):
         Service(**{"engine": "tests.managers.models.bytes_engine:BytesEngine", **fields})
 
@@ -315,7 +315,7 @@ def test_what_cannot_be_registered_together_is_refused() -> None:
     for services, specs in (([service("a"), service("a")], devices(1)), ([service("a")], [])):
         with pytest.raises(InvalidConfig):
             ModelManager(services, specs, lambda _: None)
-    with pytest.raises(InvalidConfig, match="so many devices"):
+    with pytest.raises(InvalidConfig, match="the number of devices"):
         ModelManager([service("a", degrees=(4,))], devices(2), lambda _: None)
     for wrong in (service("a"), [service("a"), "b"], 2, None):
         with pytest.raises(InvalidConfig, match=r"services: expected a list of tangram\.Service"):
@@ -328,7 +328,7 @@ def test_what_cannot_be_registered_together_is_refused() -> None:
         ModelManager([unpickled], devices(1), lambda _: None)
 
 
-def test_an_engine_whose_weights_are_elsewhere_has_to_say_what_it_takes() -> None:
+def test_an_engine_whose_weights_are_elsewhere_has_to_declare_its_memory() -> None:
     async def test(rig: Rig) -> None:
         raise AssertionError("entered")
 
@@ -339,7 +339,7 @@ def test_an_engine_whose_weights_are_elsewhere_has_to_say_what_it_takes() -> Non
         run(Rig([named], devices(1)), test)
 
 
-def test_preparing_is_told_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_preparing_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def test(rig: Rig) -> None:
         pass
 
@@ -352,7 +352,7 @@ def test_preparing_is_told_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
     assert said == [*services, "starting the processes of 2 devices", "devices are ready, after N s"]
 
 
-def test_what_a_grant_or_an_action_cannot_mean_is_refused() -> None:
+def test_an_invalid_grant_or_action_is_refused() -> None:
     async def test(rig: Rig) -> None:
         with pytest.raises(InvalidAction, match="one of 'a'"):
             await rig.call("b")
@@ -364,8 +364,8 @@ def test_what_a_grant_or_an_action_cannot_mean_is_refused() -> None:
             await rig.call("a", (7,))
         action = Action(id="x", demand=Demand({GPU: fixed(1)}), service="a")
         grant = Grant("x", "local", (Share("gpu@local", 1, 1, (0,)),), 1)
-        with pytest.raises(ManagerError, match="no Hold"):
-            await rig.manager.start(action, grant, Hold())
+        with pytest.raises(ManagerError, match="not HoldGrant"):
+            await rig.manager.start(action, grant, HoldGrant())
 
     run(Rig([service("a")], devices(2)), test)
 

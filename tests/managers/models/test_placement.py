@@ -1,4 +1,4 @@
-"""Room: who is loaded where, and who has to go."""
+"""Placement: what is loaded where, and what is evicted."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tangram.errors import InvariantError
-from tangram.managers.models.placement import Place, Room
+from tangram.managers.models.placement import PlacementTable, ServicePlacement
 
-A, B, C = Place("a", (0,)), Place("b", (0,)), Place("c", (0, 1))
+A, B, C = ServicePlacement("a", (0,)), ServicePlacement("b", (0,)), ServicePlacement("c", (0, 1))
 
 
-def test_nobody_goes_as_long_as_there_is_room() -> None:
-    room = Room([100, 100])
+def test_nothing_is_evicted_as_long_as_there_is_room() -> None:
+    room = PlacementTable([100, 100])
     room.add(A, 50)
     assert room.victims((0,), 50) == []
     assert room.victims((1,), 100) == []
 
 
-def test_the_least_recently_used_goes_first_and_no_more_than_must() -> None:
-    room = Room([100, 100])
+def test_the_least_recently_used_is_evicted_first_and_no_more_than_needed() -> None:
+    room = PlacementTable([100, 100])
     room.add(A, 40)
     room.add(B, 40)
     room.touch(A)
@@ -29,21 +29,21 @@ def test_the_least_recently_used_goes_first_and_no_more_than_must() -> None:
 
 
 def test_each_device_of_a_chunk_needs_room() -> None:
-    room = Room([100, 100])
+    room = PlacementTable([100, 100])
     room.add(A, 40)
-    room.add(Place("d", (1,)), 80)
-    assert room.victims((0, 1), 60) == [Place("d", (1,))]
+    room.add(ServicePlacement("d", (1,)), 80)
+    assert room.victims((0, 1), 60) == [ServicePlacement("d", (1,))]
 
 
-def test_who_goes_for_one_device_is_gone_from_the_others() -> None:
-    room = Room([100, 100])
+def test_an_eviction_for_one_device_frees_the_others_of_the_placement() -> None:
+    room = PlacementTable([100, 100])
     room.add(C, 60)
-    room.add(Place("d", (1,)), 40)
+    room.add(ServicePlacement("d", (1,)), 40)
     assert room.victims((0, 1), 60) == [C]
 
 
-def test_what_is_in_use_never_goes() -> None:
-    room = Room([100])
+def test_what_is_in_use_is_never_evicted() -> None:
+    room = PlacementTable([100])
     room.add(A, 60)
     room.begin_use(A)
     with pytest.raises(InvariantError, match="in use"):
@@ -57,26 +57,26 @@ def test_what_is_in_use_never_goes() -> None:
 
 
 def test_what_is_lost_with_its_process_is_gone_even_in_use() -> None:
-    room = Room([100])
+    room = PlacementTable([100])
     room.add(A, 60)
     room.begin_use(A)
-    room.lose(A)
+    room.drop(A)
     room.end_use(A)
-    assert room.used(0) == 0
+    assert room.used_bytes(0) == 0
 
 
 def test_a_device_is_never_filled_beyond_its_memory() -> None:
-    room = Room([100])
+    room = PlacementTable([100])
     room.add(A, 60)
     with pytest.raises(InvariantError, match="100 bytes, and 101 are used"):
         room.add(B, 41)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from([(0,), (1,), (2,), (3,), (0, 1), (2, 3), (0, 1, 2, 3)]))))
-def test_whatever_is_asked_for_fits_after_its_victims_have_gone(asked: list[tuple[int, tuple[int, ...]]]) -> None:
-    room = Room([100, 100, 90, 90])
+def test_every_load_fits_after_its_victims_are_evicted(asked: list[tuple[int, tuple[int, ...]]]) -> None:
+    room = PlacementTable([100, 100, 90, 90])
     for number, devices in asked:
-        place = Place(f"s{number}", devices)
+        place = ServicePlacement(f"s{number}", devices)
         if place not in room:
             need = (10 + 8 * number) // len(devices)
             victims = room.victims(devices, need)
@@ -86,4 +86,4 @@ def test_whatever_is_asked_for_fits_after_its_victims_have_gone(asked: list[tupl
             room.add(place, need)
         room.touch(place)
         assert room.residents()[-1] == place
-        room.check()
+        room.check_invariants()

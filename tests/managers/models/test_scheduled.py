@@ -22,16 +22,20 @@ from tangram.core.scheduler import Scheduler
 from tangram.errors import AdmissionRefused
 from tangram.managers.models import Emulated, Infer, ModelManager, Service
 from tangram.managers.models import batch_lease as turns_module
-from tangram.runtime.orchestrator import Orchestrator, Settled, Ticket
+from tangram.runtime.event_inbox import EventInbox
+from tangram.runtime.orchestrator import ActionTicket, Orchestrator, SettledAction
 
 
 class Desk:
-    """An orchestrator with model services alone."""
+    """An orchestrator with nothing but model services."""
 
     def __init__(self, services: Sequence[Service], specs: Sequence[Emulated], decides: Any = None) -> None:
-        self.manager = ModelManager(services, specs, lambda event: self.orchestrator.tell(event))
+        inbox = EventInbox()
+        self.manager = ModelManager(services, specs, inbox.send)
         self.scheduler = Scheduler(decides or policy("adaptive"), self.manager.pools())
-        self.orchestrator = Orchestrator(self.scheduler, {}, {Infer: self.manager}, observer=self._observe)
+        self.orchestrator = Orchestrator(
+            self.scheduler, {}, {Infer: self.manager}, observers=[self._observe], inbox=inbox
+        )
         self.events: list[Event] = []
         self.messages: list[Event | Effect] = []
         self._number = 0
@@ -40,14 +44,14 @@ class Desk:
         self.events.append(event)
         self.messages.extend((event, *effects))
 
-    def submit(self, name: str, payload: bytes = b"x", demand: Any = None, **fields: Any) -> Ticket:
+    def submit(self, name: str, payload: bytes = b"x", demand: Any = None, **fields: Any) -> ActionTicket:
         self._number += 1
         amounts = Demand({GPU: demand or fixed(1)})
         action = Action(id=f"a{self._number}", demand=amounts, service=name, kind="infer", **fields)
         return self.orchestrator.submit(action, Infer(payload=payload))
 
-    async def call(self, name: str, payload: bytes = b"x", demand: Any = None, **fields: Any) -> Settled:
-        return await self.orchestrator.settle(self.submit(name, payload, demand, **fields))
+    async def call(self, name: str, payload: bytes = b"x", demand: Any = None, **fields: Any) -> SettledAction:
+        return await self.orchestrator.wait_settled(self.submit(name, payload, demand, **fields))
 
 
 def run(desk: Callable[[], Desk], test: Callable[[Desk], Awaitable[None]]) -> Desk:
@@ -134,12 +138,12 @@ def test_a_service_that_cannot_be_restored_ahead_is_not_tried_without_end(flag: 
 
 
 def test_a_call_that_lacks_something_else_finds_its_service_restored(flag: Flag) -> None:
-    def both(desk: Desk, name: str, payload: str) -> Ticket:
+    def both(desk: Desk, name: str, payload: str) -> ActionTicket:
         action = Action(id=name, demand=Demand({GPU: fixed(1), "api": fixed(1)}), service=name, kind="infer")
         return desk.orchestrator.submit(action, Infer(payload=payload.encode()))
 
     async def test(desk: Desk) -> None:
-        desk.orchestrator.tell(PoolChanged(pool=Pool(kind="api", total=1)))
+        desk.orchestrator.send(PoolChanged(pool=Pool(kind="api", total=1)))
         holds = both(desk, "b", f"slow:{flag}")
         await until(flag.is_up)
         await desk.call("c")
@@ -148,7 +152,7 @@ def test_a_call_that_lacks_something_else_finds_its_service_restored(flag: Flag)
         assert "waits for 1 unit of api" in desk.scheduler.explain("a")
         flag.lower()
         for ticket in (holds, waits):
-            assert (await desk.orchestrator.settle(ticket)).outcome.status is Status.SUCCEEDED
+            assert (await desk.orchestrator.wait_settled(ticket)).outcome.status is Status.SUCCEEDED
         loaded = [event.service for event in desk.events if isinstance(event, Resident)]
         assert loaded.count("a") == 1
 
@@ -161,7 +165,7 @@ def test_a_call_that_was_lost_is_repeated_if_it_may_be(flag: Flag) -> None:
         lost = desk.submit("a", f"slow:{flag}".encode())
         await until(flag.is_up)
         os.kill(desk.manager.process_ids()[0], signal.SIGKILL)
-        settled = await desk.orchestrator.settle(lost)
+        settled = await desk.orchestrator.wait_settled(lost)
         assert settled.outcome.status is Status.LOST
         assert "signal 9" in settled.outcome.reason
         flag.lower()
@@ -171,7 +175,7 @@ def test_a_call_that_was_lost_is_repeated_if_it_may_be(flag: Flag) -> None:
         flag.lower()
         await until(flag.is_up)
         flag.lower()
-        settled = await desk.orchestrator.settle(again)
+        settled = await desk.orchestrator.wait_settled(again)
         assert (settled.outcome.status, settled.outcome.attempts) == (Status.SUCCEEDED, 2)
 
     run(lambda: Desk([service("a")], devices(1)), test)
@@ -188,13 +192,13 @@ def test_a_call_beyond_its_time_limit_is_stopped_even_if_it_hangs(flag: Flag, mo
     run(lambda: Desk([service("a")], devices(1)), test)
 
 
-def test_callers_hear_that_a_service_keeps_failing(flag: Flag) -> None:
+def test_callers_get_the_error_of_a_service_that_keeps_failing(flag: Flag) -> None:
     async def test(desk: Desk) -> None:
         flag.raise_it()
         ends = [await asyncio.gather(desk.call("a"), return_exceptions=True) for _ in range(4)]
-        said = [str(end.outcome.reason) if isinstance(end, Settled) else str(end) for [end] in ends]
+        said = [str(end.outcome.reason) if isinstance(end, SettledAction) else str(end) for [end] in ends]
         assert all("load fails" in words for words in said)
-        assert isinstance(ends[0][0], Settled) and ends[0][0].outcome.status is Status.LOST
+        assert isinstance(ends[0][0], SettledAction) and ends[0][0].outcome.status is Status.LOST
         assert isinstance(ends[3][0], AdmissionRefused) and "service a failed 3 times in a row" in said[3]
         assert (await desk.call("b")).answer == expected(2, SIZE, b"x")
 

@@ -1,4 +1,4 @@
-"""The engine for servers, against a small server that keeps the contract of sleep mode."""
+"""The engine for servers, against a small server that implements the contract of sleep mode."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.managers.models.conftest import SIZE, Rig, devices, run, service, unt
 from tangram.errors import InvalidAction, InvalidConfig, ManagerError
 from tangram.managers.models import Service
 from tangram.managers.models.server_engine import ServerEngine
-from tangram.processes.process_tree import look_up
+from tangram.processes.process_tree import read_process
 
 PROGRAM = Path(__file__).with_name("sleepy_server.py")
 MEMORY = 10 * SIZE
@@ -45,7 +45,7 @@ class Log:
 def log(tmp_path: Path) -> Iterator[Log]:
     made = Log(tmp_path / "log")
     yield made
-    assert [pid for pid in made.pids() if (found := look_up(pid)) is not None and found.living] == []
+    assert [pid for pid in made.pids() if (found := read_process(pid)) is not None and found.is_alive] == []
 
 
 def server(
@@ -95,7 +95,7 @@ def test_two_servers_that_do_not_fit_together_alternate_by_sleeping_and_waking(l
 
 
 def is_gone(pid: int) -> bool:
-    return (found := look_up(pid)) is None or not found.living
+    return (found := read_process(pid)) is None or not found.is_alive
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def is_gone(pid: int) -> bool:
     [
         ("unhealthy", r"was not healthy within \d+ s"),
         ("sleepless", "has no sleep mode: 404 to GET /is_sleeping; .* --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1"),
-        ("garbled", "said to GET /is_sleeping: '<html>'; expected"),
+        ("garbled", "responded to GET /is_sleeping with '<html>'; expected"),
         ("drowsy", r"did not wake up within \d+ s"),
     ],
 )
@@ -122,7 +122,7 @@ def test_a_server_whose_load_fails_is_killed_and_the_next_service_has_the_device
     run(Rig(services, devices(1, memory_bytes=MEMORY)), test)
 
 
-def test_what_a_server_takes_of_its_devices_has_to_be_said() -> None:
+def test_the_memory_of_a_server_has_to_be_declared() -> None:
     with pytest.raises(InvalidConfig, match=r"memory_bytes: expected the bytes that it takes .* such as 60 << 30"):
         Service(name="judge", engine=ServerEngine(("vllm",)))
 
@@ -137,7 +137,7 @@ def test_every_chunk_has_a_server_that_sees_its_devices_alone(log: Log, monkeypa
     run(Rig([server(log, degrees=(1, 2))], devices(2, memory_bytes=2 * MEMORY)), test)
 
 
-def test_riders_are_sent_side_by_side(log: Log) -> None:
+def test_requests_of_a_batch_are_sent_in_parallel(log: Log) -> None:
     async def test(rig: Rig) -> None:
         calls = [rig.call("judge", (0,), prompt(text), batch="lead") for text in ("pair1", "pair2", "x")]
         assert [json.loads(ended.answer)["text"] for ended in await asyncio.gather(*calls)] == ["PAIR1", "PAIR2", "X"]
@@ -145,7 +145,7 @@ def test_riders_are_sent_side_by_side(log: Log) -> None:
     run(Rig([server(log)], devices(1, memory_bytes=MEMORY)), test)
 
 
-def test_whose_fault_an_answer_is_says_its_status(log: Log) -> None:
+def test_the_status_of_a_response_decides_whose_fault_it_is(log: Log) -> None:
     async def test(rig: Rig) -> None:
         assert (await said(rig, "a"))["text"] == "A"
         lease = await rig.start("judge", payload=prompt("wrong"))
@@ -154,16 +154,17 @@ def test_whose_fault_an_answer_is_says_its_status(log: Log) -> None:
         for status in (413, 422):
             with pytest.raises(InvalidAction, match=f"{status}: as you like"):
                 await rig.call("judge", payload=prompt(str(status)))
-        assert "the server said 500: out of luck" in (await rig.call("judge", payload=prompt("broken"))).lost
+        assert "the server responded 500: out of luck" in (await rig.call("judge", payload=prompt("broken"))).lost
         for status in (429, 503):
             assert (
-                f"the server said {status}: as you like" in (await rig.call("judge", payload=prompt(str(status)))).lost
+                f"the server responded {status}: as you like"
+                in (await rig.call("judge", payload=prompt(str(status)))).lost
             )
         assert (await said(rig, "a"))["text"] == "A"
         for status in (401, 404):
             ended = await rig.call("judge", payload=prompt(str(status)))
             assert "the service is set up wrongly" in ended.lost
-            assert f"said to POST /v1/completions {status}: as you like" in ended.lost
+            assert f"responded to POST /v1/completions with {status}: as you like" in ended.lost
         assert (await said(rig, "a"))["text"] == "A"
 
     run(Rig([server(log)], devices(1, memory_bytes=MEMORY)), test)
@@ -174,7 +175,7 @@ def test_a_server_that_crashes_loses_its_call_and_is_started_for_the_next(log: L
         assert "it ended with code 3" in (await rig.call("judge", payload=prompt("crash"))).lost
         assert (await said(rig, "a"))["text"] == "A"
         os.kill(log.pids()[-1], signal.SIGKILL)
-        await until(lambda: (found := look_up(log.pids()[1])) is None or not found.living)
+        await until(lambda: (found := read_process(log.pids()[1])) is None or not found.is_alive)
         assert (await said(rig, "b"))["text"] == "B"
         assert log.lines() == ["start", "start", "start"]
 
@@ -208,7 +209,7 @@ def test_the_server_of_a_process_that_is_killed_ends_with_it(log: Log) -> None:
     async def test(rig: Rig) -> None:
         await said(rig, "a")
         os.kill(rig.manager.process_ids()[0], signal.SIGKILL)
-        await until(lambda: (found := look_up(log.pids()[0])) is None or not found.living)
+        await until(lambda: (found := read_process(log.pids()[0])) is None or not found.is_alive)
         assert (await said(rig, "b"))["text"] == "B"
 
     run(Rig([server(log)], devices(1, memory_bytes=MEMORY)), test)
@@ -248,7 +249,7 @@ def test_a_server_that_runs_elsewhere_is_woken_and_put_to_sleep_and_outlives_us(
         (("no-such-server",), "no program"),
     ],
 )
-def test_a_server_that_cannot_be_started_says_so(command: tuple[str, ...], complaint: str) -> None:
+def test_a_server_that_cannot_be_started_is_an_error(command: tuple[str, ...], complaint: str) -> None:
     async def test(rig: Rig) -> None:
         await rig.call("judge", payload=prompt("a"))
 

@@ -1,4 +1,4 @@
-"""A service that several runs share, as they see it: nobody pays for the mistakes of another one."""
+"""A service that several runs share: the faults of one run do not affect another."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_ten_bad_payloads_of_one_run_cost_another_run_nothing(tmp_path: Path, ba
     play(tmp_path, test, service("judge"))
 
 
-def test_calls_that_ride_with_bad_payloads_are_answered(tmp_path: Path, flag: Flag) -> None:
+def test_calls_batched_with_bad_payloads_are_answered(tmp_path: Path, flag: Flag) -> None:
     async def test(t: Client) -> None:
         await t.infer("judge", "x")
         first = asyncio.create_task(t.infer("judge", f"slow:{flag}"))
@@ -128,7 +128,7 @@ def test_a_call_needs_its_device_and_its_quota_at_once(tmp_path: Path, flag: Fla
     play(tmp_path, test, service("judge"), quotas=[Quota("search", concurrent=1)])
 
 
-def test_numbers_that_are_none_cross_as_what_they_are(tmp_path: Path) -> None:
+def test_nan_and_infinities_are_sent_unchanged(tmp_path: Path) -> None:
     async def test(t: Client) -> None:
         sent = {"scores": [math.nan, math.inf, -math.inf, 1.5], "text": "ä"}
         found = (await t.infer("echo", sent)).json()
@@ -138,7 +138,7 @@ def test_numbers_that_are_none_cross_as_what_they_are(tmp_path: Path) -> None:
     play(tmp_path, test, Service(name="echo", engine="tests.managers.models.test_manager:Echo"))
 
 
-def test_what_is_not_a_service_or_a_device_is_said_by_its_name(tmp_path: Path) -> None:
+def test_an_invalid_service_or_device_is_named_in_the_error(tmp_path: Path) -> None:
     async def test(t: Client) -> None:
         with pytest.raises(InvalidAction, match="service: expected one of 'judge'"):
             await t.infer(["judge"], "x")  # type: ignore[arg-type]
@@ -154,7 +154,7 @@ def test_what_is_not_a_service_or_a_device_is_said_by_its_name(tmp_path: Path) -
             connect(backend="process", **said)  # type: ignore[arg-type]
 
 
-def test_connecting_says_what_it_prepares(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_connecting_logs_what_it_prepares(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def test(t: Client) -> None:
         pass
 

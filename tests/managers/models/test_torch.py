@@ -1,4 +1,4 @@
-"""The engine for PyTorch: the same answers as the module itself, from tensors that lie in device memory."""
+"""The engine for PyTorch: the same answers as the module itself, from tensors in device memory."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_payload_that_is_no_tensor_is_the_fault_of_its_caller() -> None:
     run(Rig([tied()], devices(1)), test)
 
 
-def test_what_forward_finds_wrong_is_the_fault_of_the_caller_and_what_else_it_raises_is_ours() -> None:
+def test_payload_errors_of_forward_are_of_the_caller_and_others_are_ours() -> None:
     async def test(rig: Rig) -> None:
         for payload in (b"ValueError", b"TypeError", b"IndexError", b"KeyError"):
             with pytest.raises(InvalidAction, match=rf"{payload.decode()}: .*\(modules\.py, line \d+, in raising\)"):
@@ -128,7 +128,7 @@ def test_what_forward_finds_wrong_is_the_fault_of_the_caller_and_what_else_it_ra
     run(Rig([tied(forward="tests.managers.models.modules:raising")], devices(1), circuit_pause_s=3600.0), test)
 
 
-def test_numbers_that_are_none_come_back_as_what_they_are() -> None:
+def test_nan_and_infinities_come_back_unchanged() -> None:
     async def test(rig: Rig) -> None:
         answer = (await rig.call("same", payload=b"[NaN, Infinity, -Infinity, 1.5]")).answer
         assert answer == b"[NaN, Infinity, -Infinity, 1.5]"
@@ -154,7 +154,7 @@ def test_a_module_that_crashes_or_loops_costs_its_own_call_alone(flag: Flag) -> 
         (TorchEngine("json:loads", {"s": "1"}), "expected a factory of modules, got int"),
     ],
 )
-def test_what_makes_no_module_is_found_at_the_beginning(engine: TorchEngine, complaint: str) -> None:
+def test_a_factory_that_makes_no_module_is_found_at_the_start(engine: TorchEngine, complaint: str) -> None:
     async def test(rig: Rig) -> None:
         raise AssertionError("entered")
 

@@ -9,27 +9,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.fork_servers import pooled_for_models
+from tests.extras import LazyExtra
+from tests.fork_servers import Pool, pooled_for_models
 from tests.managers.models.conftest import Rig, devices, run
 
 from tangram.errors import InvalidAction
 from tangram.managers.models import Service
 from tangram.managers.models.devices import Cuda, CudaDevice
-from tangram.managers.models.torch_engine import Placed
+from tangram.managers.models.torch_engine import PlacedModule
 from tangram.managers.models.transformers_engine import Judge, RewardModel, Teacher, TransformersEngine
 from tangram.managers.work import MIB
 
 torch = pytest.importorskip("torch", reason="PyTorch is an extra, which is not installed")
-transformers = pytest.importorskip("transformers", reason="transformers is an extra, which is not installed")
+transformers = LazyExtra("transformers")
 
 VOCABULARY, PLACES = 64, 128
 ROWS = [[5, 9, 23, 7], [11, 3], [40, 41, 42, 43, 44, 45]]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _fork_servers() -> Iterator[None]:
+def _fork_servers(fork_server_pool: Pool) -> Iterator[None]:
     """In the place of that of the folder: transformers imports a kind of model when it is first used."""
-    with pooled_for_models("transformers.models.qwen2.modeling_qwen2", "transformers.generation.utils"):
+    with pooled_for_models(
+        fork_server_pool, "transformers.models.qwen2.modeling_qwen2", "transformers.generation.utils"
+    ):
         yield
 
 
@@ -50,7 +53,7 @@ def config(**fields: Any) -> Any:
 
 @pytest.fixture
 def causal(tmp_path: Path) -> tuple[str, Any]:
-    """Where a language model lies, and the model."""
+    """The folder of a language model, and the model."""
     torch.manual_seed(1)
     model = transformers.Qwen2ForCausalLM(config()).eval()
     path = str(tmp_path / "causal")
@@ -135,7 +138,7 @@ def test_models_are_restored_after_others_took_their_place(causal: tuple[str, An
     run(Rig(services, devices(1, memory_bytes=MIB)), test)
 
 
-def put(engine: TransformersEngine) -> Placed:
+def put(engine: TransformersEngine) -> PlacedModule:
     return engine.load(engine.prepare(), [CudaDevice(0, Cuda(place="cpu", memory_bytes=MIB))])
 
 
@@ -147,14 +150,14 @@ def put(engine: TransformersEngine) -> Placed:
         (b"null", 'JSON with "text" or "token_ids"'),
         (b"{}", 'JSON with "text" or "token_ids"'),
         (asked([1], text="both"), 'JSON with "text" or "token_ids"'),
-        (b'{"text": null}', "a text that is a string"),
+        (b'{"text": null}', "a string"),
         (b'{"token_ids": null}', "at least one token"),
         (asked([]), "at least one token"),
         (asked([VOCABULARY]), "each from 0 to 63"),
         (asked([-1]), "each from 0 to 63"),
-        (asked([1], max_tokens=4), "none besides text, token_ids, tokens_max, temperature, got .*max_tokens"),
+        (asked([1], max_tokens=4), "only text, token_ids, tokens_max, temperature, got .*max_tokens"),
         (asked([1] * (PLACES + 1)), f"at most {PLACES}, which the model takes, got '{PLACES + 1} tokens'"),
-        (asked([1] * PLACES), "there is no place for an answer"),
+        (asked([1] * PLACES), "there is no room for an answer"),
         (asked([1, 2], tokens_max=PLACES - 1), f"tokens_max: expected at most {PLACES - 2}"),
         (asked([1], tokens_max=10**9), f"tokens_max: expected at most {PLACES - 1}"),
         (asked([1], tokens_max=0), "tokens_max: expected a positive whole number"),
@@ -167,15 +170,13 @@ def put(engine: TransformersEngine) -> Placed:
         (asked([1], temperature=float("nan")), "temperature: expected 0"),
     ],
 )
-def test_a_payload_that_cannot_be_meant_is_the_fault_of_its_caller(
-    causal: tuple[str, Any], payload: bytes, complaint: str
-) -> None:
+def test_an_invalid_payload_is_the_fault_of_its_caller(causal: tuple[str, Any], payload: bytes, complaint: str) -> None:
     engine = Judge(causal[0])
     with pytest.raises(InvalidAction, match=complaint):
         engine.call(put(engine), [payload])
 
 
-def test_a_judge_that_is_not_told_how_much_writes_as_much_as_there_is_place_for(causal: tuple[str, Any]) -> None:
+def test_a_judge_without_a_limit_writes_as_much_as_the_model_has_room_for(causal: tuple[str, Any]) -> None:
     engine = Judge(causal[0])
     placed = put(engine)
     for temperature in (0.01, 100):
@@ -184,8 +185,8 @@ def test_a_judge_that_is_not_told_how_much_writes_as_much_as_there_is_place_for(
 
 
 @pytest.mark.parametrize("kind", [Teacher, RewardModel])
-def test_a_model_takes_as_many_tokens_as_it_has_places_for(tmp_path: Path, kind: type[TransformersEngine]) -> None:
-    """Here the places are a table: beyond it there is nothing."""
+def test_a_model_takes_as_many_tokens_as_it_has_positions(tmp_path: Path, kind: type[TransformersEngine]) -> None:
+    """The positions of this model are a table with an end."""
     made = transformers.GPT2Config(
         vocab_size=VOCABULARY, n_positions=32, n_embd=16, n_layer=1, n_head=2, num_labels=1, pad_token_id=0
     )
@@ -196,5 +197,5 @@ def test_a_model_takes_as_many_tokens_as_it_has_places_for(tmp_path: Path, kind:
     assert json.loads(engine.call(placed, [asked([5] * 32)])[0])
     with pytest.raises(InvalidAction, match="at most 32, which the model takes, got '33 tokens'"):
         engine.call(placed, [asked([5] * 33)])
-    with pytest.raises(InvalidAction, match="none besides text, token_ids"):
+    with pytest.raises(InvalidAction, match="only text, token_ids"):
         engine.call(placed, [asked([5], tokens_max=1)])

@@ -5,79 +5,81 @@ from __future__ import annotations
 import pytest
 
 from tangram.managers.quotas.adaptive_rate import (
-    ANSWERS_MAX,
-    BACK_STEPS,
-    LEFT,
-    LET_THROUGH_MIN,
+    BACKOFF_FACTOR,
+    PASSED_SHARE_MIN,
     PAUSE_S,
+    PRIOR_RESPONSES,
+    RECOVERY_STEPS,
+    RESPONSES_MAX,
     SHARE_MIN,
-    TRUST,
     WAIT_S_MAX,
-    Advice,
-    Pace,
-    advice_of,
+    AdaptiveRate,
+    RateLimitAdvice,
+    parse_rate_limit,
 )
 
-REFUSED, FINE = Advice(refused=True), Advice()
+REFUSED, FINE = RateLimitAdvice(refused=True), RateLimitAdvice()
 NOON = 1_800_000_000.0
-ONE_REFUSED = TRUST / (TRUST + 1)
+ONE_REFUSED = PRIOR_RESPONSES / (PRIOR_RESPONSES + 1)
 """What one refusal alone says that is let through."""
 
 
 def test_a_quota_that_nobody_complains_about_is_used_whole() -> None:
-    pace = Pace(60.0)
-    pace.heard(FINE, 5.0, 4.0)
+    pace = AdaptiveRate(60.0)
+    pace.record_response(FINE, 5.0, 4.0)
     assert pace.share(5.0) == 1.0
     assert pace.changes_in(5.0) is None
 
 
 def test_a_complaint_pauses_for_as_long_as_the_api_asks_and_then_leaves_a_part() -> None:
-    pace = Pace(60.0)
-    pace.heard(Advice(refused=True, wait_s=7.0), 100.0, 99.0)
+    pace = AdaptiveRate(60.0)
+    pace.record_response(RateLimitAdvice(refused=True, wait_s=7.0), 100.0, 99.0)
     assert (pace.share(106.9), pace.changes_in(106.0), pace.paused_s(106.0)) == (0.0, 1.0, 1.0)
-    assert pace.share(107.0) == pytest.approx(LEFT * ONE_REFUSED)
+    assert pace.share(107.0) == pytest.approx(BACKOFF_FACTOR * ONE_REFUSED)
     assert pace.paused_s(107.0) == 0.0
 
 
 def test_what_is_let_through_of_all_that_was_under_way_says_how_much_is_used() -> None:
-    pace = Pace(10.0)
+    pace = AdaptiveRate(10.0)
     for number in range(100):
-        pace.heard(FINE if number % 10 == 0 else REFUSED, 100.0 + number / 1000, 99.9)
-    assert pace.share(102.0) == pytest.approx(LEFT * 10 / 100), "ten in a hundred"
-    pace.heard(REFUSED, 103.0, 102.5)
-    assert pace.share(105.0) == pytest.approx(LEFT * LEFT * ONE_REFUSED * 10 / 100), "a new one"
+        pace.record_response(FINE if number % 10 == 0 else REFUSED, 100.0 + number / 1000, 99.9)
+    assert pace.share(102.0) == pytest.approx(BACKOFF_FACTOR * 10 / 100), "ten in a hundred"
+    pace.record_response(REFUSED, 103.0, 102.5)
+    assert pace.share(105.0) == pytest.approx(BACKOFF_FACTOR * BACKOFF_FACTOR * ONE_REFUSED * 10 / 100), "a new one"
 
 
 def test_only_the_window_before_a_complaint_and_its_last_answers_count() -> None:
-    pace = Pace(10.0)
+    pace = AdaptiveRate(10.0)
     for number in range(50):
-        pace.heard(FINE, 1.0 + number / 1000, 0.5)
+        pace.record_response(FINE, 1.0 + number / 1000, 0.5)
     for _ in range(3):
-        pace.heard(REFUSED, 12.0, 11.5)
-    assert pace.share(13.0) == pytest.approx(LEFT * TRUST / (TRUST + 3)), "what was let through long ago says nothing"
-    pace = Pace(1e6)
-    for number in range(10 * ANSWERS_MAX):
-        pace.heard(FINE, 1.0 + number, 1.0 + number)
-    for number in range(ANSWERS_MAX):
-        pace.heard(REFUSED, 20_000.0, 15_000.0 + number)
-    assert pace.share(20_001.0) == pytest.approx(LEFT * LET_THROUGH_MIN), "the last thousand were refused"
+        pace.record_response(REFUSED, 12.0, 11.5)
+    assert pace.share(13.0) == pytest.approx(BACKOFF_FACTOR * PRIOR_RESPONSES / (PRIOR_RESPONSES + 3)), (
+        "what was let through long ago says nothing"
+    )
+    pace = AdaptiveRate(1e6)
+    for number in range(10 * RESPONSES_MAX):
+        pace.record_response(FINE, 1.0 + number, 1.0 + number)
+    for number in range(RESPONSES_MAX):
+        pace.record_response(REFUSED, 20_000.0, 15_000.0 + number)
+    assert pace.share(20_001.0) == pytest.approx(BACKOFF_FACTOR * PASSED_SHARE_MIN), "the last thousand were refused"
 
 
 def test_complaints_alone_never_say_that_nothing_is_allowed() -> None:
-    pace = Pace(10.0)
+    pace = AdaptiveRate(10.0)
     for _ in range(500):
-        pace.heard(REFUSED, 100.0, 99.0)
-    assert pace.share(102.0) == pytest.approx(LEFT * LET_THROUGH_MIN)
+        pace.record_response(REFUSED, 100.0, 99.0)
+    assert pace.share(102.0) == pytest.approx(BACKOFF_FACTOR * PASSED_SHARE_MIN)
 
 
 def test_pauses_grow_while_nothing_is_let_through_and_are_short_again_as_soon_as_something_is() -> None:
-    pace = Pace(1.0)
+    pace = AdaptiveRate(1.0)
     now, pauses = 0.0, []
 
     def complain() -> None:
         nonlocal now
         now += 0.01
-        pace.heard(REFUSED, now, now)
+        pace.record_response(REFUSED, now, now)
         pauses.append(round(pace.paused_s(now), 6))
         now += pauses[-1]
 
@@ -85,7 +87,7 @@ def test_pauses_grow_while_nothing_is_let_through_and_are_short_again_as_soon_as
         complain()
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
     now += 0.01
-    pace.heard(FINE, now, now)
+    pace.record_response(FINE, now, now)
     complain()
     complain()
     assert pauses[8:] == [PAUSE_S, 2.0], "one was let through before the first of these, none before the second"
@@ -95,9 +97,9 @@ def test_pauses_grow_while_nothing_is_let_through_and_are_short_again_as_soon_as
 
 
 def test_the_share_never_falls_to_nothing_and_grows_back_whole() -> None:
-    pace = Pace(10.0)
+    pace = AdaptiveRate(10.0)
     for number in range(1, 40):
-        pace.heard(Advice(refused=True, wait_s=0.0), float(number), number - 0.5)
+        pace.record_response(RateLimitAdvice(refused=True, wait_s=0.0), float(number), number - 0.5)
     assert pace.share(39.0) == SHARE_MIN
     now, before, steps = 39.0, SHARE_MIN, 0
     while (again_s := pace.changes_in(now)) is not None:
@@ -111,35 +113,35 @@ def test_the_share_never_falls_to_nothing_and_grows_back_whole() -> None:
 
 
 def test_growth_is_flat_around_what_was_let_through() -> None:
-    pace = Pace(1.0)
+    pace = AdaptiveRate(1.0)
     for number in range(100):
-        pace.heard(REFUSED if number < 50 else FINE, 0.0, 0.0)
+        pace.record_response(REFUSED if number < 50 else FINE, 0.0, 0.0)
     allowed = 50 / 100
-    at = [pace.share(PAUSE_S + step) / allowed for step in range(2 * BACK_STEPS + 1)]
-    assert at[0] == pytest.approx(LEFT)
-    assert at[BACK_STEPS] == pytest.approx(1.0)
-    assert at[BACK_STEPS - 1] > 0.99 and at[BACK_STEPS + 1] < 1.01
-    assert at[-1] == pytest.approx(2.0 - LEFT), "beyond, it is as fast as it was before"
+    at = [pace.share(PAUSE_S + step) / allowed for step in range(2 * RECOVERY_STEPS + 1)]
+    assert at[0] == pytest.approx(BACKOFF_FACTOR)
+    assert at[RECOVERY_STEPS] == pytest.approx(1.0)
+    assert at[RECOVERY_STEPS - 1] > 0.99 and at[RECOVERY_STEPS + 1] < 1.01
+    assert at[-1] == pytest.approx(2.0 - BACKOFF_FACTOR), "beyond, it is as fast as it was before"
 
 
 def test_another_quota_of_the_same_api_keeps_the_pause_and_the_share() -> None:
-    pace = Pace(10.0)
+    pace = AdaptiveRate(10.0)
     for number in range(100):
-        pace.heard(FINE if number % 10 == 0 else Advice(refused=True, wait_s=5.0), 100.0, 99.9)
-    pace.window(20.0)
+        pace.record_response(FINE if number % 10 == 0 else RateLimitAdvice(refused=True, wait_s=5.0), 100.0, 99.9)
+    pace.set_window(20.0)
     assert (pace.share(104.9), pace.paused_s(104.0)) == (0.0, 1.0)
     kept = pace.share(105.0)
-    assert kept == pytest.approx(LEFT * 10 / 100)
-    pace.heard(REFUSED, 106.0, 99.9)
+    assert kept == pytest.approx(BACKOFF_FACTOR * 10 / 100)
+    pace.record_response(REFUSED, 106.0, 99.9)
     assert pace.share(107.0) == kept, "what was refused of the old one says nothing of the new one"
     assert pace.share(124.9) == kept, "a window is longer now"
     assert pace.share(125.0) > kept
-    assert pace.share(105.0 + 20.0 * BACK_STEPS) == 1.0
+    assert pace.share(105.0 + 20.0 * RECOVERY_STEPS) == 1.0
 
 
 def test_an_api_cannot_ask_for_days() -> None:
-    pace = Pace(10.0)
-    pace.heard(Advice(refused=True, wait_s=1e9), 0.0, 0.0)
+    pace = AdaptiveRate(10.0)
+    pace.record_response(RateLimitAdvice(refused=True, wait_s=1e9), 0.0, 0.0)
     assert pace.changes_in(0.0) == WAIT_S_MAX
 
 
@@ -223,6 +225,6 @@ def test_an_api_cannot_ask_for_days() -> None:
 def test_what_an_answer_says_about_limits(
     status: int, headers: dict[str, str], refused: bool, wait_s: float | None
 ) -> None:
-    found = advice_of(status, headers, NOON)
+    found = parse_rate_limit(status, headers, NOON)
     assert found.refused is refused
     assert found.wait_s == (None if wait_s is None else pytest.approx(wait_s))

@@ -17,10 +17,11 @@ from tangram.core.messages import RunChanged
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.errors import InvalidAction, InvalidConfig
-from tangram.managers.quotas.adaptive_rate import Advice
+from tangram.managers.quotas.adaptive_rate import RateLimitAdvice
 from tangram.managers.quotas.manager import Quota, QuotaManager, Rate
-from tangram.managers.work import Hold
-from tangram.runtime.orchestrator import Orchestrator, Settled, Ticket
+from tangram.managers.work import HoldGrant
+from tangram.runtime.event_inbox import EventInbox
+from tangram.runtime.orchestrator import ActionTicket, Orchestrator, SettledAction
 
 
 class Desk:
@@ -29,32 +30,33 @@ class Desk:
     def __init__(self, *quotas: Quota) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        self.quotas = QuotaManager(quotas, lambda event: self.orchestrator.tell(event))
+        inbox = EventInbox()
+        self.quotas = QuotaManager(quotas, inbox.send)
         self.scheduler = Scheduler(policy("adaptive"), self.quotas.pools())
-        self.orchestrator = Orchestrator(self.scheduler, {}, {Hold: self.quotas}, clock=loop.clock)
+        self.orchestrator = Orchestrator(self.scheduler, {}, {HoldGrant: self.quotas}, clock=loop.clock, inbox=inbox)
         self._number = 0
 
     def ask(
         self, name: str, *, requests: int = 1, tokens: int = 0, run: str = "default", at_once: bool = True,
         deadline_s: float | None = None,
-    ) -> Ticket:  # fmt: skip
+    ) -> ActionTicket:  # fmt: skip
         self._number += 1
         demand = Demand(self.quotas.get(name).demand(requests=requests, tokens=tokens))
         action = Action(
             id=f"a{self._number}", demand=demand, run=run, kind="quota", at_once=at_once, deadline_s=deadline_s
         )
-        return self.orchestrator.submit(action, Hold())
+        return self.orchestrator.submit(action, HoldGrant())
 
     async def use(
         self, name: str, seconds: float, on_start: Callable[[float], object] = lambda at: None,
         *, requests: int = 1, tokens: int = 0, spent: dict[str, int] | None = None, run: str = "default",
-    ) -> Settled:  # fmt: skip
+    ) -> SettledAction:  # fmt: skip
         ticket = self.ask(name, requests=requests, tokens=tokens, run=run)
         await ticket.started
         on_start(asyncio.get_running_loop().time())
         await asyncio.sleep(seconds)
-        self.quotas.let_go(ticket.action.id, spent)
-        return await self.orchestrator.settle(ticket)
+        self.quotas.release(ticket.action.id, spent)
+        return await self.orchestrator.wait_settled(ticket)
 
 
 def at_desk(test: Callable[[Desk], Awaitable[None]], *quotas: Quota) -> None:
@@ -155,8 +157,8 @@ def test_an_action_may_use_several_limits_of_an_api_at_once() -> None:
         await ticket.started
         pools = desk.scheduler.statistics().pools
         assert (pools["judge"]["held"], pools["judge/requests"]["spent"], pools["judge/tokens"]["spent"]) == (2, 2, 30)
-        desk.quotas.let_go(ticket.action.id)
-        assert (await desk.orchestrator.settle(ticket)).outcome.status is Status.SUCCEEDED
+        desk.quotas.release(ticket.action.id)
+        assert (await desk.orchestrator.wait_settled(ticket)).outcome.status is Status.SUCCEEDED
 
     at_desk(test, Quota("judge", concurrent=4, requests=Rate(10, 1.0), tokens=Rate(100, 1.0)))
 
@@ -165,7 +167,7 @@ def test_runs_share_a_quota_by_weight() -> None:
     starts: dict[str, list[float]] = {"large": [], "small": []}
 
     async def test(desk: Desk) -> None:
-        desk.orchestrator.tell(RunChanged(run="large", weight=3.0))
+        desk.orchestrator.send(RunChanged(run="large", weight=3.0))
         await asyncio.gather(
             *(desk.use("search", 0.1, starts[run].append, run=run) for run in starts for _ in range(300))
         )
@@ -219,10 +221,10 @@ class Limiter:
             await asyncio.sleep(0.02)
             fine = self._enter(asyncio.get_running_loop().time())
             await asyncio.sleep(0.02)
-            advice = Advice() if fine else Advice(refused=True, wait_s=self._retry_after_s)
+            advice = RateLimitAdvice() if fine else RateLimitAdvice(refused=True, wait_s=self._retry_after_s)
             self._desk.quotas.advise("search", advice, self._desk.quotas.granted_at(action))
         finally:
-            self._desk.quotas.let_go(action)
+            self._desk.quotas.release(action)
             await asyncio.shield(ticket.settled)
         return fine
 
@@ -288,7 +290,7 @@ def test_what_an_api_asked_for_outlives_the_quota_that_it_was_asked_of() -> None
     starts: list[float] = []
 
     async def test(desk: Desk) -> None:
-        desk.quotas.advise("search", Advice(refused=True, wait_s=20.0))
+        desk.quotas.advise("search", RateLimitAdvice(refused=True, wait_s=20.0))
         desk.quotas.add(Quota("search", requests=Rate(5, 10.0)))
         waiting = [asyncio.create_task(desk.use("search", 0.1, starts.append)) for _ in range(60)]
         await asyncio.gather(*waiting)
@@ -304,10 +306,10 @@ def test_what_an_api_asked_for_outlives_the_quota_that_it_was_asked_of() -> None
 def test_a_long_pause_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     async def test(desk: Desk) -> None:
         with caplog.at_level(logging.WARNING, logger="tangram"):
-            desk.quotas.advise("search", Advice(refused=True, wait_s=1.0))
+            desk.quotas.advise("search", RateLimitAdvice(refused=True, wait_s=1.0))
             assert not caplog.messages, "a second is nothing to speak of"
             for _ in range(50):
-                desk.quotas.advise("search", Advice(refused=True, wait_s=1800.0))
+                desk.quotas.advise("search", RateLimitAdvice(refused=True, wait_s=1800.0))
         assert len(caplog.messages) == 1
         assert "search" in caplog.messages[0] and "1800 s" in caplog.messages[0]
 
@@ -320,7 +322,7 @@ def test_a_complaint_stops_everybody_for_a_while_and_the_quota_recovers() -> Non
     async def test(desk: Desk) -> None:
         waiting = [asyncio.create_task(desk.use("search", 0.1, starts.append)) for _ in range(2000)]
         await asyncio.sleep(12.0)
-        desk.quotas.advise("search", Advice(refused=True, wait_s=20.0))
+        desk.quotas.advise("search", RateLimitAdvice(refused=True, wait_s=20.0))
         await asyncio.gather(*waiting)
 
     at_desk(test, Quota("search", requests=Rate(100, 10.0)))
@@ -344,11 +346,11 @@ def test_a_hold_that_is_stopped_stays_held_until_its_holder_leaves(by: str) -> N
         await asyncio.sleep(10.0)
         pools = desk.scheduler.statistics().pools
         assert (pools["judge"]["held"], ticket.settled.done()) == (1, False)
-        desk.quotas.let_go(ticket.action.id)
+        desk.quotas.release(ticket.action.id)
         expected = Status.CANCELLED if by == "cancellation" else Status.TIMED_OUT
-        assert (await desk.orchestrator.settle(ticket)).outcome.status is expected
+        assert (await desk.orchestrator.wait_settled(ticket)).outcome.status is expected
         assert desk.scheduler.statistics().pools["judge"]["held"] == 0
-        desk.quotas.let_go(ticket.action.id)
+        desk.quotas.release(ticket.action.id)
 
     at_desk(test, Quota("judge", concurrent=4, requests=Rate(10, 1.0)))
 
@@ -358,10 +360,10 @@ def test_what_waits_is_stopped_at_once() -> None:
         holding, waiting, late = desk.ask("judge"), desk.ask("judge"), desk.ask("judge", deadline_s=3.0)
         await holding.started
         desk.orchestrator.cancel(waiting.action.id)
-        assert (await desk.orchestrator.settle(waiting)).outcome.status is Status.CANCELLED
-        assert (await desk.orchestrator.settle(late)).outcome.status is Status.TIMED_OUT
+        assert (await desk.orchestrator.wait_settled(waiting)).outcome.status is Status.CANCELLED
+        assert (await desk.orchestrator.wait_settled(late)).outcome.status is Status.TIMED_OUT
         assert asyncio.get_running_loop().time() == pytest.approx(3.0)
-        desk.quotas.let_go(holding.action.id)
+        desk.quotas.release(holding.action.id)
 
     at_desk(test, Quota("judge", concurrent=1))
 
@@ -376,7 +378,7 @@ def test_what_is_not_sent_at_once_counts_from_its_end() -> None:
             for _ in range(10):
                 sent.append(asyncio.get_running_loop().time())
                 await asyncio.sleep(gap_s)
-            desk.quotas.let_go(ticket.action.id)
+            desk.quotas.release(ticket.action.id)
 
         await asyncio.gather(*(one_by_one(gap_s) for gap_s in (6.0, 0.01, 2.0, 0.01)))
 
@@ -386,7 +388,7 @@ def test_what_is_not_sent_at_once_counts_from_its_end() -> None:
 
 
 def test_those_who_hold_a_quota_when_all_ends_are_ended_too() -> None:
-    tickets: list[Ticket] = []
+    tickets: list[ActionTicket] = []
 
     async def test(desk: Desk) -> None:
         tickets.extend(desk.ask("search", deadline_s=deadline_s) for deadline_s in (1.0, None, None, None, None))

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tangram.core.demand import CORE
-from tangram.managers.sandboxes.cpuset_allocator import Cores
+from tangram.managers.sandboxes.cpuset_allocator import CpusetAllocator
 
 
-def cores(count: int = 4, cells: dict[int, tuple[int, ...]] | None = None) -> Cores:
-    return Cores(count * CORE, range(count), cells)
+def cores(count: int = 4, cells: dict[int, tuple[int, ...]] | None = None) -> CpusetAllocator:
+    return CpusetAllocator(count * CORE, range(count), cells)
 
 
 @pytest.mark.parametrize(("width", "count"), [(1, 1), (250, 1), (1000, 1), (1500, 2), (2000, 2), (9000, 4)])
@@ -19,7 +19,9 @@ def test_an_action_sees_as_many_cpus_as_its_width_needs(width: int, count: int) 
     assert len(cores().place("a", width=width, reserved=width)[0]) == count
 
 
-def seen(machine: Cores, action: str, width: int, reserved: int, cells: tuple[int, ...] = ()) -> tuple[int, ...]:
+def seen(
+    machine: CpusetAllocator, action: str, width: int, reserved: int, cells: tuple[int, ...] = ()
+) -> tuple[int, ...]:
     return machine.place(action, width=width, reserved=reserved, cells=cells)[0]
 
 
@@ -54,8 +56,8 @@ def test_when_one_ends_another_moves_to_where_it_was() -> None:
     machine = cores(2)
     for name in ("a", "b", "c", "d"):
         machine.place(name, width=1000, reserved=500)
-    assert machine.leave("a") == {}
-    moved = machine.leave("c")
+    assert machine.release("a") == {}
+    moved = machine.release("c")
     assert list(moved.values()) == [(0,)]
 
 
@@ -64,7 +66,7 @@ def test_a_small_difference_moves_nobody() -> None:
     machine.place("a", width=1000, reserved=60)
     machine.place("b", width=1000, reserved=40)
     machine.place("c", width=1000, reserved=40)
-    assert machine.leave("a") == {}
+    assert machine.release("a") == {}
 
 
 def test_one_and_a_half_cores_are_a_whole_one_and_half_of_the_one_that_is_shared() -> None:
@@ -79,7 +81,7 @@ def test_what_reserves_little_on_many_cpus_weighs_as_much_as_it_reserves() -> No
     machine = cores(4)
     machine.place("learned", width=4000, reserved=200)
     assert machine.weight("learned") == 200
-    machine.change("learned", 3500)
+    machine.resize("learned", 3500)
     assert machine.weight("learned") == 2000
 
 
@@ -92,7 +94,7 @@ def test_every_action_keeps_its_number_of_cpus_and_the_loads_add_up(actions: lis
         places |= moves
     counts = {name: len(cpus) for name, cpus in places.items()}
     for name in list(places):
-        moves = machine.leave(name)
+        moves = machine.release(name)
         del places[name]
         assert set(moves) <= set(places)
         assert all(len(set(cpus)) == counts[moved] for moved, cpus in moves.items())

@@ -15,15 +15,23 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tangram.rl.buffer.number_ranges import NumberRanges
-from tangram.rl.buffer.sample_buffer import FULL, LOST_LINEAGE, STALE, BufferState, Dropped, SampleBuffer, group_bytes
-from tangram.rl.rollout.records import Ending, Group, Span, Stage, Ticket, Trajectory, Turn
-from tangram.rl.train.records import Batch
+from tangram.rl.buffer.sample_buffer import (
+    FULL,
+    LOST_LINEAGE,
+    STALE,
+    BufferState,
+    DroppedGroup,
+    SampleBuffer,
+    group_bytes,
+)
+from tangram.rl.rollout.records import Ending, Group, GroupTicket, Span, Stage, Trajectory, Turn
+from tangram.rl.train.records import TrainingBatch
 
 MIB = 1 << 20
 
 
-def ticket(number: int, task: str = "a") -> Ticket:
-    return Ticket(task=task, number=number, seed=number)
+def ticket(number: int, task: str = "a") -> GroupTicket:
+    return GroupTicket(task=task, number=number, seed=number)
 
 
 def member(group: str, index: int, versions: tuple[int, ...], ending: Ending = Ending.FINISHED) -> Trajectory:
@@ -44,18 +52,18 @@ def member(group: str, index: int, versions: tuple[int, ...], ending: Ending = E
         seed=0,
         turns=(turn,),
         ending=ending,
-        reward=1.0 if ending.rewarded else None,
+        reward=1.0 if ending.is_rewarded else None,
     )
 
 
-def group(of: Ticket, *versions: tuple[int, ...], left_out: tuple[Trajectory, ...] = ()) -> Group:
+def group(of: GroupTicket, *versions: tuple[int, ...], left_out: tuple[Trajectory, ...] = ()) -> Group:
     """With members whose tokens are of these versions."""
     members = tuple(member(of.group, index, each) for index, each in enumerate(versions))
     return Group(id=of.group, task=of.task, seed=of.seed, members=members, left_out=left_out, wanted=len(members))
 
 
-def buffer(*, batch: int = 2, alpha: int = 1, bytes_max: int = MIB, **more: Any) -> SampleBuffer:
-    return SampleBuffer(batch=batch, alpha=alpha, bytes_max=bytes_max, **more)
+def buffer(*, batch: int = 2, staleness_bound: int = 1, bytes_max: int = MIB, **more: Any) -> SampleBuffer:
+    return SampleBuffer(batch=batch, staleness_bound=staleness_bound, bytes_max=bytes_max, **more)
 
 
 def started(of: SampleBuffer, *numbers: int) -> None:
@@ -63,11 +71,11 @@ def started(of: SampleBuffer, *numbers: int) -> None:
         of.start(ticket(number))
 
 
-def put(of: SampleBuffer, number: int, *versions: tuple[int, ...], now: float = 0.0) -> tuple[Dropped, ...]:
+def put(of: SampleBuffer, number: int, *versions: tuple[int, ...], now: float = 0.0) -> tuple[DroppedGroup, ...]:
     return of.put(group(ticket(number), *versions), now)
 
 
-def taken(of: SampleBuffer, now: float = 0.0) -> Batch:
+def taken(of: SampleBuffer, now: float = 0.0) -> TrainingBatch:
     batch = of.take(now)
     assert batch is not None
     return batch
@@ -81,17 +89,17 @@ def numbers(groups: tuple[Group, ...]) -> list[int]:
 
 
 def test_any_groups_that_are_complete_make_a_batch_in_the_order_of_their_numbers() -> None:
-    it = buffer(batch=2, alpha=1)
+    it = buffer(batch=2, staleness_bound=1)
     started(it, 0, 1, 2, 3)
     put(it, 3, (0,))
-    assert not it.ready(0.0) and it.take(0.0) is None
+    assert not it.is_ready(0.0) and it.take(0.0) is None
     put(it, 1, (0,))
     batch = taken(it)
     assert numbers(batch.groups) == [1, 3] and batch.version == 0
 
 
 def test_the_oldest_are_taken_first() -> None:
-    it = buffer(batch=1, alpha=2, version=5)
+    it = buffer(batch=1, staleness_bound=2, version=5)
     started(it, 0, 1, 2)
     for number, version in ((0, 5), (1, 4), (2, 4)):
         put(it, number, (version, 5))
@@ -99,145 +107,145 @@ def test_the_oldest_are_taken_first() -> None:
     for _ in range(2):
         batch = taken(it)
         order += numbers(batch.groups)
-        it.trained(batch)
+        it.finish_step(batch)
     assert order == [1, 2] and it.version == 7
 
 
 def test_a_group_is_as_old_as_its_oldest_member() -> None:
-    it = buffer(batch=1, alpha=1, version=3)
+    it = buffer(batch=1, staleness_bound=1, version=3)
     started(it, 0)
     (dropped,) = put(it, 0, (3, 3), (1, 3))
     assert dropped.cause == STALE and dropped.group.id == "a/0"
 
 
 def test_what_starts_is_paced_until_a_step_is_done() -> None:
-    it = buffer(batch=2, alpha=1)
+    it = buffer(batch=2, staleness_bound=1)
     started(it, 0, 1, 2, 3)
     assert not it.may_start()
     for number in range(4):
         put(it, number, (0,))
     batch = taken(it)
     assert not it.may_start(), "what is being trained on counts"
-    it.trained(batch)
+    it.finish_step(batch)
     assert it.may_start() and it.trained_groups == 2
 
 
 def test_what_is_lost_makes_room() -> None:
-    it = buffer(batch=1, alpha=0)
+    it = buffer(batch=1, staleness_bound=0)
     started(it, 0)
     assert not it.may_start()
-    it.lose("a/0", "failed")
+    it.drop("a/0", "failed")
     assert it.may_start() and it.dropped == {"failed": 1}
 
 
 def test_with_alpha_0_nothing_starts_during_a_step_and_what_is_left_of_the_version_is_lost() -> None:
-    it = buffer(batch=2, alpha=0, batch_min=1, wait_s=1.0)
+    it = buffer(batch=2, staleness_bound=0, batch_min=1, wait_s=1.0)
     started(it, 0, 1)
     put(it, 0, (0,))
     batch = taken(it, now=1.0)
-    it.lose("a/1", "failed")
+    it.drop("a/1", "failed")
     assert it.outstanding == 1 and not it.may_start()
-    assert it.oldest_wanted == 1
-    it.trained(batch)
+    assert it.version_min == 1
+    it.finish_step(batch)
     assert it.may_start()
 
 
 def test_during_a_step_what_is_too_old_for_the_next_one_is_lost_already() -> None:
-    it = buffer(batch=1, alpha=1, version=1)
+    it = buffer(batch=1, staleness_bound=1, version=1)
     started(it, 0, 1)
-    assert it.oldest_wanted == 0
+    assert it.version_min == 0
     put(it, 0, (0, 1))
     taken(it)
-    assert it.oldest_wanted == 1
+    assert it.version_min == 1
     assert [each.cause for each in put(it, 1, (0, 1))] == [STALE]
 
 
 def test_eviction_drops_what_is_too_old_for_the_next_step_and_tells_it_once() -> None:
-    it = buffer(batch=1, alpha=1)
+    it = buffer(batch=1, staleness_bound=1)
     started(it, 0, 1)
     put(it, 0, (0,))
     put(it, 1, (0,))
-    it.trained(taken(it))
+    it.finish_step(taken(it))
     started(it, 2)
     put(it, 2, (0, 1))
     batch = taken(it)  # of version 1: what is left is of version 0, and the next step starts from 2
     assert numbers(batch.groups) == [1]
-    assert [(each.group.seed, each.cause) for each in it.evict()] == [(2, STALE)]
-    assert it.evict() == ()
+    assert [(each.group.seed, each.cause) for each in it.drop_stale()] == [(2, STALE)]
+    assert it.drop_stale() == ()
 
 
 def test_what_take_drops_is_told_by_evict() -> None:
-    it = buffer(batch=1, alpha=1)
+    it = buffer(batch=1, staleness_bound=1)
     started(it, 0, 1)
     put(it, 0, (0,))
     put(it, 1, (0,))
-    it.trained(taken(it))
+    it.finish_step(taken(it))
     started(it, 2)
     put(it, 2, (0, 1))
-    it.trained(taken(it))
+    it.finish_step(taken(it))
     assert it.take(0.0) is None
-    assert [(each.group.seed, each.cause) for each in it.evict()] == [(2, STALE)]
+    assert [(each.group.seed, each.cause) for each in it.drop_stale()] == [(2, STALE)]
 
 
 def test_if_age_counts_at_the_start_only_nothing_is_ever_too_old() -> None:
-    it = buffer(batch=1, alpha=0, enforced=False, version=9)
+    it = buffer(batch=1, staleness_bound=0, enforce_staleness=False, version=9)
     started(it, 0)
-    assert put(it, 0, (1, 9)) == () and it.oldest_wanted == 0 and it.evict() == ()
+    assert put(it, 0, (1, 9)) == () and it.version_min == 0 and it.drop_stale() == ()
     assert taken(it).staleness == (8,)
     assert not it.may_start()
 
 
 def test_fewer_are_enough_once_one_has_waited_long_enough() -> None:
-    it = buffer(batch=3, alpha=0, batch_min=2, wait_s=5.0)
+    it = buffer(batch=3, staleness_bound=0, batch_min=2, wait_s=5.0)
     started(it, 0, 1, 2)
     put(it, 0, (0,), now=1.0)
-    assert it.wake_at() is None and not it.ready(100.0)
+    assert it.wake_at() is None and not it.is_ready(100.0)
     put(it, 1, (0,), now=3.0)
     assert it.wake_at() == 6.0
-    assert not it.ready(5.9) and it.take(5.9) is None
-    assert it.ready(6.0) and numbers(taken(it, now=6.0).groups) == [0, 1]
+    assert not it.is_ready(5.9) and it.take(5.9) is None
+    assert it.is_ready(6.0) and numbers(taken(it, now=6.0).groups) == [0, 1]
 
 
 def test_a_group_without_any_token_is_as_new_as_the_moment_it_comes() -> None:
-    it = buffer(batch=1, alpha=0, version=4)
+    it = buffer(batch=1, staleness_bound=0, version=4)
     started(it, 0)
     assert put(it, 0, ()) == ()
     assert taken(it).staleness == (0,)
 
 
 def test_a_step_that_failed_gives_its_groups_back() -> None:
-    it = buffer(batch=1, alpha=1)
+    it = buffer(batch=1, staleness_bound=1)
     started(it, 0, 1)
     put(it, 0, (0,))
     batch = taken(it)
     put(it, 1, (0, 1))  # by the weights that this step has made, as it seemed
-    it.give_back(batch, 1.0)
+    it.requeue(batch, 1.0)
     assert it.version == 0 and it.trained_groups == 0
-    assert [(each.group.seed, each.cause) for each in it.evict()] == [(1, LOST_LINEAGE)]
+    assert [(each.group.seed, each.cause) for each in it.drop_stale()] == [(1, LOST_LINEAGE)]
     assert numbers(taken(it).groups) == [0]
 
 
 def test_what_was_sampled_by_weights_that_are_not_there_is_of_a_lost_lineage() -> None:
-    it = buffer(batch=1, alpha=1, version=2)
+    it = buffer(batch=1, staleness_bound=1, version=2)
     started(it, 0)
     assert [each.cause for each in put(it, 0, (2, 3))] == [LOST_LINEAGE]
 
 
 def test_a_settled_group_cannot_be_started_again() -> None:
-    it = buffer(batch=1, alpha=0)
+    it = buffer(batch=1, staleness_bound=0)
     started(it, 0)
-    it.lose("a/0", "failed")
+    it.drop("a/0", "failed")
     with pytest.raises(AssertionError, match="started before"):
         it.start(ticket(0, task="b"))
 
 
 def test_tokens_that_are_not_trained_on_are_counted() -> None:
-    it = buffer(batch=1, alpha=1, version=1)
+    it = buffer(batch=1, staleness_bound=1, version=1)
     started(it, 0, 1)
     cancelled = member("a/0", 5, (1, 1, 1), Ending.CANCELLED)
     it.put(group(ticket(0), (1, 1), left_out=(cancelled,)), 0.0)
     assert it.statistics().tokens_discarded == 3
-    it.lose("a/1", "failed", msgspec.structs.replace(group(ticket(1)), left_out=(cancelled,)))
+    it.drop("a/1", "failed", msgspec.structs.replace(group(ticket(1)), left_out=(cancelled,)))
     assert it.statistics().tokens_discarded == 6 and it.statistics().trajectories_discarded == 2
 
 
@@ -246,7 +254,7 @@ def test_tokens_that_are_not_trained_on_are_counted() -> None:
 
 def test_when_memory_is_short_less_is_started_but_always_one_batch() -> None:
     size = group_bytes(group(ticket(0), (0,)))
-    it = buffer(batch=2, alpha=3, bytes_max=3 * size)
+    it = buffer(batch=2, staleness_bound=3, bytes_max=3 * size)
     started(it, 0, 1)
     put(it, 0, (0,))
     assert it.may_start(), "one here, one in flight, and one more has room"
@@ -257,8 +265,8 @@ def test_when_memory_is_short_less_is_started_but_always_one_batch() -> None:
     assert not it.may_start()
     batch = taken(it)
     assert it.may_start(), "one batch may always be in the making"
-    it.trained(batch)
-    tiny = buffer(batch=2, alpha=3, bytes_max=1)
+    it.finish_step(batch)
+    tiny = buffer(batch=2, staleness_bound=3, bytes_max=1)
     started(tiny, 0, 1)
     assert put(tiny, 0, (0,)) == () == put(tiny, 1, (0,))
     assert len(taken(tiny).groups) == 2
@@ -266,7 +274,7 @@ def test_when_memory_is_short_less_is_started_but_always_one_batch() -> None:
 
 def test_when_memory_is_full_the_oldest_leave() -> None:
     small, large = group(ticket(0), (0,)), group(ticket(0), *[(0,) * 50 for _ in range(8)])
-    it = buffer(batch=1, alpha=3, bytes_max=2 * group_bytes(small) + group_bytes(large))
+    it = buffer(batch=1, staleness_bound=3, bytes_max=2 * group_bytes(small) + group_bytes(large))
     started(it, 0, 1, 2, 3)
     put(it, 0, (0,))
     put(it, 1, (0,))
@@ -322,14 +330,14 @@ def test_the_estimate_of_memory_is_what_python_takes(turns: int, tokens: int, vo
 
 
 def test_after_a_rollback_what_was_consumed_since_returns_unless_it_is_of_the_lost_lineage() -> None:
-    it = buffer(batch=2, alpha=1)
+    it = buffer(batch=2, staleness_bound=1)
     started(it, 0, 1, 2, 3)
     for number in range(4):
         put(it, number, (0,))
-    it.trained(taken(it))  # 0 and 1; version 1
+    it.finish_step(taken(it))  # 0 and 1; version 1
     saved = it.state()
     batch = taken(it)
-    it.trained(batch)  # 2 and 3; version 2
+    it.finish_step(batch)  # 2 and 3; version 2
     started(it, 4, 5, 6)
     put(it, 4, (1,))
     put(it, 5, (1, 2))
@@ -342,55 +350,55 @@ def test_after_a_rollback_what_was_consumed_since_returns_unless_it_is_of_the_lo
 
 
 def test_what_was_consumed_since_and_was_not_kept_is_counted_as_lost() -> None:
-    it = buffer(batch=1, alpha=1)
+    it = buffer(batch=1, staleness_bound=1)
     saved = it.state()
     started(it, 0)
     put(it, 0, (0,))
-    it.trained(taken(it))
+    it.finish_step(taken(it))
     assert it.rollback(saved, (), 0.0) == ()
     assert it.dropped == {LOST_LINEAGE: 1} and it.trained_groups == 0
     it.check()
 
 
 def test_a_group_that_the_surviving_weights_were_trained_on_never_returns() -> None:
-    it = buffer(batch=1, alpha=1)
+    it = buffer(batch=1, staleness_bound=1)
     started(it, 0)
     put(it, 0, (0,))
     batch = taken(it)
-    it.trained(batch)
+    it.finish_step(batch)
     saved = it.state()
     it.rollback(saved, batch.groups, 0.0)
     assert it.waiting == () and it.trained_groups == 1
 
 
 def test_a_new_process_goes_on_with_what_the_old_one_had_written_down() -> None:
-    it = buffer(batch=2, alpha=1)
+    it = buffer(batch=2, staleness_bound=1)
     started(it, 0, 1, 2)
     put(it, 0, (0,))
     saved = msgspec.msgpack.decode(msgspec.msgpack.encode(it.state()), type=BufferState)
-    assert saved.number_next == 3
+    assert saved.next_number == 3
     log = [group(ticket(1), (0,)), group(ticket(3), (0,)), group(ticket(4), (0, 1))]
-    again = SampleBuffer.restore(saved, now=0.0, batch=2, alpha=1, bytes_max=MIB)
+    again = SampleBuffer.restore(saved, now=0.0, batch=2, staleness_bound=1, bytes_max=MIB)
     dropped = again.rollback(saved, log, 0.0)
     assert [(each.group.seed, each.cause) for each in dropped] == [(4, LOST_LINEAGE)]
     assert numbers(again.waiting) == [0, 1, 3]
     assert [each.number for each in again.in_flight] == [2], "to be played again"
-    assert [number for number in range(7) if not again.knows(number)] == [5, 6]
+    assert [number for number in range(7) if not again.has_started(number)] == [5, 6]
     again.check()
 
 
 def test_of_what_smaller_bounds_leave_no_room_for_each_is_told_with_its_cause() -> None:
     """What is too old goes, then what has yet to be played, the newest first, then the oldest of what waits."""
-    it = buffer(batch=4, alpha=1)
+    it = buffer(batch=4, staleness_bound=1)
     it.version = 1
     started(it, *range(8))
     for number, version in ((0, 0), (1, 1), (2, 1), (3, 1)):
         put(it, number, (version,))
 
     def left(batch: int) -> tuple[SampleBuffer, list[tuple[int, str]]]:
-        again = SampleBuffer.restore(it.state(), now=0.0, batch=batch, alpha=0, bytes_max=MIB)
+        again = SampleBuffer.restore(it.state(), now=0.0, batch=batch, staleness_bound=0, bytes_max=MIB)
         again.check()
-        told = [(each.group.seed, each.cause) for each in again.evict()]
+        told = [(each.group.seed, each.cause) for each in again.drop_stale()]
         assert Counter(cause for _, cause in told) == again.dropped
         return again, told
 
@@ -403,12 +411,12 @@ def test_of_what_smaller_bounds_leave_no_room_for_each_is_told_with_its_cause() 
 
 
 def test_what_is_settled_is_saved_in_little_room() -> None:
-    it = buffer(batch=4, alpha=1)
+    it = buffer(batch=4, staleness_bound=1)
     for number in range(4000):
         started(it, number)
         put(it, number, (it.version,))
-        if it.ready(0.0):
-            it.trained(taken(it))
+        if it.is_ready(0.0):
+            it.finish_step(taken(it))
     assert it.state().trained == ((0, 3999),) and it.trained_groups == 4000
 
 
@@ -439,25 +447,25 @@ class Life(RuleBasedStateMachine):
 
     @initialize(
         batch=st.integers(1, 3),
-        alpha=st.integers(0, 2),
+        staleness_bound=st.integers(0, 2),
         enforced=st.sampled_from([True, True, False]),
         groups_max=st.sampled_from([1, 4, 1000]),
         wait_s=st.sampled_from([None, 2.0]),
     )
-    def begin(self, batch: int, alpha: int, enforced: bool, groups_max: int, wait_s: float | None) -> None:
-        self.batch, self.alpha, self.enforced = batch, alpha, enforced
+    def begin(self, batch: int, staleness_bound: int, enforced: bool, groups_max: int, wait_s: float | None) -> None:
+        self.batch, self.staleness_bound, self.enforced = batch, staleness_bound, enforced
         self.options: dict[str, Any] = {
             "batch": batch,
-            "alpha": alpha,
-            "enforced": enforced,
+            "staleness_bound": staleness_bound,
+            "enforce_staleness": enforced,
             "bytes_max": groups_max * group_bytes(group(ticket(0), (0,), (0,))),
             "batch_min": 1 if wait_s is not None else None,
             "wait_s": wait_s,
         }
         self.buffers = [SampleBuffer(**self.options)]
         self.now = 0.0
-        self.number = self.engine = 0
-        self.training: Batch | None = None
+        self.number = self.number_max = self.engine = 0
+        self.training: TrainingBatch | None = None
         self.consumed: set[int] = set()
         self.used: list[Group] = []
         """All that were ever trained on."""
@@ -478,7 +486,7 @@ class Life(RuleBasedStateMachine):
         assert all(result == results[0] for result in results), f"{what} gives {results}"
         return results[0]
 
-    def told(self, dropped: tuple[Dropped, ...]) -> None:
+    def told(self, dropped: tuple[DroppedGroup, ...]) -> None:
         for each in dropped:
             assert each.group.seed not in self.gone | self.consumed, f"{each.group.id} is settled twice"
             self.gone.add(each.group.seed)
@@ -490,24 +498,25 @@ class Life(RuleBasedStateMachine):
         for _ in range(count):
             if not self.all("may_start"):
                 return
-            while self.it.knows(self.number):
+            while self.it.has_started(self.number):
                 self.number += 1
             self.all("start", ticket(self.number))
             self.begun_at[self.number] = self.engine
             self.number += 1
+            self.number_max = max(self.number_max, self.number)
 
     @precondition(lambda self: self.it.in_flight)
     @rule(data=st.data(), members=st.integers(0, 3))
     def end(self, data: st.DataObject, members: int) -> None:
         of = data.draw(st.sampled_from(self.it.in_flight))
         if not members:
-            self.all("lose", of.group, "failed")
+            self.all("drop", of.group, "failed")
             self.gone.add(of.number)
             return
         began = min(self.begun_at[of.number], self.engine)
         self.end_with(of, [(began, self.engine)] + [(self.engine,)] * (members - 1))
 
-    def end_with(self, of: Ticket, versions: list[tuple[int, ...]]) -> None:
+    def end_with(self, of: GroupTicket, versions: list[tuple[int, ...]]) -> None:
         ended = group(of, *versions)
         if self.saved is not None:
             self.saved.log.append(ended)
@@ -518,15 +527,15 @@ class Life(RuleBasedStateMachine):
         self.now += seconds
 
     @rule()
-    def evict(self) -> None:
-        self.told(self.all("evict"))
+    def drop_stale(self) -> None:
+        self.told(self.all("drop_stale"))
 
     # ---- steps ----
 
     @precondition(lambda self: self.training is None)
     @rule()
     def take(self) -> None:
-        ready = self.all("ready", self.now)
+        ready = self.all("is_ready", self.now)
         batch = self.all("take", self.now)
         assert (batch is not None) == ready
         if batch is None:
@@ -536,7 +545,7 @@ class Life(RuleBasedStateMachine):
         assert len(batch.groups) == self.batch or self.options["wait_s"] is not None
         assert numbers(batch.groups) == sorted(numbers(batch.groups))
         if self.enforced:
-            assert max(batch.staleness) <= self.alpha
+            assert max(batch.staleness) <= self.staleness_bound
         assert not (self.consumed | self.gone).intersection(numbers(batch.groups)), "a group is used twice"
         self.training = batch
 
@@ -544,7 +553,7 @@ class Life(RuleBasedStateMachine):
     @rule()
     def trained(self) -> None:
         assert self.training is not None
-        self.all("trained", self.training)
+        self.all("finish_step", self.training)
         self.consumed.update(numbers(self.training.groups))
         self.used += self.training.groups
         self.training = None
@@ -552,7 +561,7 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.training is not None)
     @rule()
     def give_back(self) -> None:
-        self.all("give_back", self.training, self.now)
+        self.all("requeue", self.training, self.now)
         self.training = None
         self.engine = min(self.engine, self.it.version)
 
@@ -581,7 +590,7 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.training is None)
     @rule()
     def save(self) -> None:
-        self.evict()
+        self.drop_stale()
         state = self.it.state()
         assert all(each.version <= state.version for each in state.waiting)
         # Somebody may offer again what is trained on already.
@@ -591,14 +600,14 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.training is None)
     @rule()
     def twin(self) -> None:
-        self.evict()
+        self.drop_stale()
         state = msgspec.msgpack.decode(msgspec.msgpack.encode(self.it.state()), type=BufferState)
         self.buffers = [self.it, SampleBuffer.restore(state, now=self.now, **self.options)]
 
     @rule(data=st.data())
     def trainer_is_lost(self, data: st.DataObject) -> None:
         assert self.saved is not None
-        self.evict()
+        self.drop_stale()
         state = msgspec.msgpack.decode(self.saved.state, type=BufferState)
         kept = [each for each in self.saved.log if data.draw(st.integers(0, 3))]
         before = self.it.statistics().dropped.get(LOST_LINEAGE, 0)
@@ -623,7 +632,7 @@ class Life(RuleBasedStateMachine):
         self.consumed, self.training = set(self.saved.consumed), None
         dropped = [*state.dropped]
         self.gone = {number for first, last in dropped for number in range(first, last + 1)}
-        self.told(self.all("evict"))
+        self.told(self.all("drop_stale"))
         self.told(self.all("rollback", state, kept, self.now))
         self.number = 0
         self.came_back(state)
@@ -647,7 +656,7 @@ class Life(RuleBasedStateMachine):
             each.check()
         said = self.it.statistics()
         assert all(each.statistics() == said for each in self.buffers)
-        assert said.started - said.trained - sum(said.dropped.values()) <= (self.alpha + 1) * self.batch
+        assert said.started - said.trained - sum(said.dropped.values()) <= (self.staleness_bound + 1) * self.batch
         assert said.trained == len(self.consumed)
         assert said.bytes <= self.options["bytes_max"] or said.waiting <= self.batch
         assert len(self.gone) <= sum(said.dropped.values())
@@ -656,11 +665,13 @@ class Life(RuleBasedStateMachine):
         """Nothing has vanished; and as long as groups keep ending, batches keep coming."""
         if not hasattr(self, "buffers"):
             return
-        self.evict()
+        self.drop_stale()
         assert sum(self.it.dropped.values()) == len(self.gone), "one was dropped without a word"
         in_training = numbers(self.training.groups) if self.training is not None else []
         here = {of.number for of in self.it.in_flight} | set(numbers(self.it.waiting)) | set(in_training)
-        assert here | self.consumed | self.gone == {number for number in range(10_000) if self.it.knows(number)}
+        assert here | self.consumed | self.gone == {
+            number for number in range(self.number_max + 100) if self.it.has_started(number)
+        }
         for _ in range(3):
             if self.training is not None:
                 self.trained()

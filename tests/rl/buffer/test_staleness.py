@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from tests.rl.rollout.world import CODEC, PATH, Judge, Plan, World, chance, run
 
 from tangram.clock import VirtualLoop
-from tangram.rl.buffer.sample_buffer import BufferState, Dropped, SampleBuffer
+from tangram.rl.buffer.sample_buffer import BufferState, DroppedGroup, SampleBuffer
 from tangram.rl.config.rollout_settings import EngineSettings, GroupSettings, RolloutSettings, TaskSettings
-from tangram.rl.inference.engines.fake import FakeEngine, spoken
-from tangram.rl.inference.engines.protocol import Generation, Request, Weights
-from tangram.rl.rollout.records import Ending, Group, Ticket
+from tangram.rl.inference.engines.fake import FakeEngine, text_script
+from tangram.rl.inference.engines.protocol import Generation, GenerationRequest, PolicyWeights
+from tangram.rl.rollout.records import Ending, Group, GroupTicket
 from tangram.rl.rollout.rollout import Rollout, tickets
-from tangram.rl.train.records import Batch
+from tangram.rl.train.records import TrainingBatch
 
 BATCH = 3
 STEPS = 20
@@ -37,7 +37,7 @@ class Remembering:
         self.engine = engine
         self.asked_s: dict[str, float] = {}
 
-    async def generate(self, request: Request) -> Generation:
+    async def generate(self, request: GenerationRequest) -> Generation:
         self.asked_s[request.id] = asyncio.get_running_loop().time()
         return await self.engine.generate(request)
 
@@ -45,26 +45,28 @@ class Remembering:
 class Run:
     """A training run without a model."""
 
-    def __init__(self, seed: int, alpha: int, *, enforced: bool = True, deaths: float = 0.0) -> None:
+    def __init__(self, seed: int, staleness_bound: int, *, enforced: bool = True, deaths: float = 0.0) -> None:
         self.chance = chance("run", seed)
-        self.alpha, self.enforced, self.deaths = alpha, enforced, deaths
-        self.buffer = SampleBuffer(batch=BATCH, alpha=alpha, enforced=enforced, bytes_max=1 << 30)
+        self.staleness_bound, self.enforced, self.deaths = staleness_bound, enforced, deaths
+        self.buffer = SampleBuffer(
+            batch=BATCH, staleness_bound=staleness_bound, enforce_staleness=enforced, bytes_max=1 << 30
+        )
         self.world = World(lambda trajectory, number: self.plan(seed, trajectory))
-        self.engine = FakeEngine(spoken(CODEC, lambda request: "go"), token_s=self.chance.choice([0.1, 1.0]))
+        self.engine = FakeEngine(text_script(CODEC, lambda request: "go"), token_s=self.chance.choice([0.1, 1.0]))
         self.remembering = Remembering(self.engine)
         self.settings = RolloutSettings(
             engines=(EngineSettings(context_max=256),),
             groups=GroupSettings(size=2, refills_max=4, on_loss=self.chance.choice(["refill", "close", "drop"])),
             tasks=tuple(TaskSettings(name=name, environment=PATH, retries=0) for name in ("a", "b")),
         )
-        self.upcoming: Iterator[Ticket] = tickets(self.settings, seed)
+        self.upcoming: Iterator[GroupTicket] = tickets(self.settings, seed)
         self.changed = asyncio.Event()
         self.playing: set[asyncio.Task[None]] = set()
         self.ended: Counter[str] = Counter()
         """Groups, by id."""
         self.log: list[Group] = []
-        self.dropped: list[Dropped] = []
-        self.batches: list[Batch] = []
+        self.dropped: list[DroppedGroup] = []
+        self.batches: list[TrainingBatch] = []
         """Of the lineage that survived."""
         self.staleness = 0
         """The highest."""
@@ -85,7 +87,7 @@ class Run:
     async def go(self) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        await self.engine.start(Weights(version=0, folder=""))
+        await self.engine.start(PolicyWeights(version=0, folder=""))
         judge = Judge(0.5, fails=lambda trajectory: chance("judge", trajectory).random() < 0.05)
         rollout = Rollout(
             self.settings,
@@ -119,14 +121,14 @@ class Run:
             self.changed.clear()
             await self.changed.wait()
 
-    async def play(self, rollout: Rollout, ticket: Ticket) -> None:
+    async def play(self, rollout: Rollout, ticket: GroupTicket) -> None:
         group = await rollout.play(ticket)
         self.ended[group.id] += 1
         if group.members:
             self.log.append(group)
             self.dropped += self.buffer.put(group, self.now())
         else:
-            self.buffer.lose(group.id, "failed", group)
+            self.buffer.drop(group.id, "failed", group)
         self.check()
         self.changed.set()
 
@@ -142,7 +144,7 @@ class Run:
             if self.chance.random() < self.deaths:
                 await self.go_back(rollout, saved)
                 continue
-            self.buffer.trained(batch)
+            self.buffer.finish_step(batch)
             self.batches.append(batch)
             self.expire(rollout)
             self.changed.set()
@@ -150,7 +152,7 @@ class Run:
             if self.chance.random() < 0.3:
                 saved = self.buffer.state()
 
-    async def batch(self) -> Batch:
+    async def batch(self) -> TrainingBatch:
         while (batch := self.buffer.take(self.now())) is None:
             self.changed.set()  # what it dropped made room
             await asyncio.sleep(0.25)
@@ -161,17 +163,17 @@ class Run:
         await asyncio.sleep(self.chance.choice([0.0, 0.0, 1.5]))
         await self.engine.suspend()
         await asyncio.sleep(self.chance.uniform(0.0, 0.5))
-        await self.engine.update(Weights(version=version, folder=""))
+        await self.engine.update(PolicyWeights(version=version, folder=""))
         await self.engine.resume()
 
     def expire(self, rollout: Rollout) -> None:
-        self.dropped += self.buffer.evict()
+        self.dropped += self.buffer.drop_stale()
         if self.enforced:
-            rollout.expire(self.buffer.oldest_wanted, "it is too old")
+            rollout.discard_older_than(self.buffer.version_min, "it is too old")
 
     async def go_back(self, rollout: Rollout, saved: BufferState) -> None:
         await self.update(saved.version)
-        rollout.expire_after(saved.version, "its weights are lost")
+        rollout.discard_newer_than(saved.version, "its weights are lost")
         self.dropped += self.buffer.rollback(saved, self.log, self.now())
         self.rollbacks.append((self.now(), saved.version))
         self.batches = self.batches[: saved.version]
@@ -186,14 +188,14 @@ class Run:
     def check(self) -> None:
         self.buffer.check()
         said = self.buffer.statistics()
-        assert said.started - said.trained - sum(said.dropped.values()) <= (self.alpha + 1) * BATCH
+        assert said.started - said.trained - sum(said.dropped.values()) <= (self.staleness_bound + 1) * BATCH
 
-    def check_batch(self, batch: Batch) -> None:
+    def check_batch(self, batch: TrainingBatch) -> None:
         self.check()
         assert len(batch.groups) == BATCH and batch.version == len(self.batches)
         self.staleness = max(self.staleness, *batch.staleness)
         if self.enforced:
-            assert self.staleness <= self.alpha, f"a trajectory is {self.staleness} versions old"
+            assert self.staleness <= self.staleness_bound, f"a trajectory is {self.staleness} versions old"
         for each in (each for group in batch.groups for each in group.members):
             assert max(each.versions) <= batch.version
             for number, turn in enumerate(each.turns):
@@ -207,7 +209,7 @@ class Run:
         assert max(used.values(), default=0) <= 1, "a group was trained on twice"
         assert max(gone.values(), default=0) <= 1 and not used.keys() & gone.keys(), "a group was settled twice"
         assert set(self.ended.values()) == {1}, "a group ended twice"
-        self.dropped += self.buffer.evict()
+        self.dropped += self.buffer.drop_stale()
         said = self.buffer.statistics()
         assert said.in_flight == 0 and said.started == len(self.ended)
         assert said.trained == len(used)
@@ -216,32 +218,34 @@ class Run:
         assert said.started == said.trained + sum(said.dropped.values()) + said.waiting
 
 
-def play(seed: int, alpha: int, *, enforced: bool = True, deaths: float = 0.0) -> Run:
+def play(seed: int, staleness_bound: int, *, enforced: bool = True, deaths: float = 0.0) -> Run:
     async def playing() -> Run:
-        it = Run(seed, alpha, enforced=enforced, deaths=deaths)
+        it = Run(seed, staleness_bound, enforced=enforced, deaths=deaths)
         await it.go()
         return it
 
     return run(playing())
 
 
-@pytest.mark.parametrize("alpha", [0, 1, 2])
+@pytest.mark.parametrize("staleness_bound", [0, 1, 2])
 @given(seed=SEEDS)
 @examples(max_examples=5)
-def test_no_batch_is_ever_older_than_alpha(alpha: int, seed: int) -> None:
-    it = play(seed, alpha)
+def test_no_batch_is_ever_older_than_alpha(staleness_bound: int, seed: int) -> None:
+    it = play(seed, staleness_bound)
     assert len(it.batches) == STEPS
 
 
-@pytest.mark.parametrize("alpha", [0, 1, 2])
+@pytest.mark.parametrize("staleness_bound", [0, 1, 2])
 @given(seed=SEEDS)
 @examples(max_examples=5)
-def test_nothing_is_trained_on_twice_and_nothing_of_lost_weights_when_trainers_die(alpha: int, seed: int) -> None:
-    play(seed, alpha, deaths=0.2)
+def test_nothing_is_trained_on_twice_and_nothing_of_lost_weights_when_trainers_die(
+    staleness_bound: int, seed: int
+) -> None:
+    play(seed, staleness_bound, deaths=0.2)
 
 
 def test_these_runs_are_hard_enough_to_be_worth_it() -> None:
-    """If age is looked at at the start only, batches are older than alpha; what is too old is stopped in play and in
+    """If age is looked at at the start only, batches are older than alpha; what is too old is stopped in flight and in
     the buffer; and trainers do die."""
     assert max(play(seed, 1, enforced=False).staleness for seed in range(3)) > 1
     it = [play(seed, 1, deaths=0.2) for seed in range(3)]

@@ -16,8 +16,8 @@ from tests.client.conftest import why_not
 from tangram.client.client import Client, connect
 from tangram.client.transport import LocalTransport
 from tangram.rl.environments.agents import agent_of
-from tangram.rl.environments.protocol import Environment, Outside, Step
-from tangram.rl.rollout.rewards import Played
+from tangram.rl.environments.protocol import Environment, ExternalResources, Step
+from tangram.rl.rollout.rewards import PlayedTrajectory
 
 DEADLINE_S = 300.0
 """Of a test: a hang is a failure."""
@@ -48,7 +48,9 @@ def sandboxes(client: Client) -> list[str]:
     return list(client.transport.orchestrator.any_manager.sandboxes())
 
 
-async def played(environment: Environment, agent: str, seed: int, client: Client | None) -> tuple[Played, list[Step]]:
+async def played(
+    environment: Environment, agent: str, seed: int, client: Client | None
+) -> tuple[PlayedTrajectory, list[Step]]:
     """An episode to its end, not closed, as a reward gets it."""
     actor = agent_of(type(environment), agent, seed)
     observation, steps = await environment.reset(seed), []
@@ -58,8 +60,8 @@ async def played(environment: Environment, agent: str, seed: int, client: Client
     return played_of(environment, steps, seed, client), steps
 
 
-def played_of(environment: Environment, steps: list[Step], seed: int, client: Client | None) -> Played:
-    return Played(
+def played_of(environment: Environment, steps: list[Step], seed: int, client: Client | None) -> PlayedTrajectory:
+    return PlayedTrajectory(
         id=f"{type(environment).__name__}/{seed}/0.0",
         task=type(environment).__name__.lower(),
         seed=seed,
@@ -67,7 +69,7 @@ def played_of(environment: Environment, steps: list[Step], seed: int, client: Cl
         observation=steps[-1].observation if steps else "",
         total=sum(step.reward for step in steps),
         environment=environment,
-        outside=Outside(client=client),
+        outside=ExternalResources(client=client),
     )
 
 

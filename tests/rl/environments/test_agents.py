@@ -12,15 +12,15 @@ import pytest
 
 from tangram.errors import InvalidConfig
 from tangram.rl.environments.agents import (
-    TOGETHER,
-    BadAnswer,
+    DEMONSTRATIONS_CONCURRENT_MAX,
     OutOfActions,
+    ProtocolViolation,
     RandomAgent,
     ScriptedAgent,
     demonstrations,
     play,
 )
-from tangram.rl.environments.protocol import Outside, Step
+from tangram.rl.environments.protocol import ExternalResources, Step
 
 
 class Room:
@@ -32,7 +32,7 @@ class Room:
     agents: ClassVar[dict[str, Any]] = {"random": lambda chance: RandomAgent(("in", "out"), chance)}
     made: ClassVar[list[Room]] = []
 
-    def __init__(self, outside: Outside, *, fails: str = "", answer: object = None) -> None:
+    def __init__(self, outside: ExternalResources, *, fails: str = "", answer: object = None) -> None:
         self.outside, self.fails, self.answer = outside, fails, answer
         self.closed = 0
         self.waits = asyncio.Event()
@@ -87,7 +87,7 @@ def test_the_turns_of_an_environment_go_before_those_of_its_task() -> None:
     class Factory:
         words, turns_max, tokens_max, agents = Room.words, 2, 2, Room.agents
 
-        def __call__(self, outside: Outside, **options: Any) -> Any:
+        def __call__(self, outside: ExternalResources, **options: Any) -> Any:
             return Bare(Room(outside))
 
     class Bare:
@@ -95,7 +95,7 @@ def test_the_turns_of_an_environment_go_before_those_of_its_task() -> None:
             self.reset, self.step, self.close = room.reset, room.step, room.close
 
     class Long(Room):
-        def __init__(self, outside: Outside) -> None:
+        def __init__(self, outside: ExternalResources) -> None:
             super().__init__(outside)
             self.turns_max = 7  # type: ignore[misc]
 
@@ -117,7 +117,7 @@ def test_a_script_that_ends_too_soon_truncates_its_episode() -> None:
 
 def test_an_environment_is_played_as_it_is() -> None:
     async def test() -> None:
-        room = Room(Outside())
+        room = Room(ExternalResources())
         assert (await play(room, ScriptedAgent(["out"]), 1)).done
         assert room.closed == 1 and Room.made == [room]
 
@@ -161,7 +161,7 @@ def test_a_call_that_hangs_is_given_up_and_the_environment_closed(call: str) -> 
 @pytest.mark.parametrize("call", ["reset", "step"])
 def test_a_play_that_is_cancelled_closes_its_environment(call: str) -> None:
     async def test() -> None:
-        room = Room(Outside(), fails=f"{call} hangs")
+        room = Room(ExternalResources(), fails=f"{call} hangs")
         playing = asyncio.create_task(play(room, ScriptedAgent(["in"]), 0))
         await room.waits.wait()
         playing.cancel()
@@ -192,7 +192,7 @@ def test_an_agent_that_raises_closes_the_environment() -> None:
     ],
 )
 def test_an_answer_that_is_no_step_is_said_to_be_none(answer: object) -> None:
-    with pytest.raises(BadAnswer, match=r"step\('in'\): expected a Step"):
+    with pytest.raises(ProtocolViolation, match=r"step\('in'\): expected a Step"):
         asyncio.run(play(Room, ScriptedAgent(["in"]), 0, options={"answer": answer}))
     assert Room.made[0].closed == 1
 
@@ -212,8 +212,8 @@ def test_an_agent_that_wants_to_see_is_shown_the_environment_after_reset() -> No
 
 
 def test_demonstrations_come_in_the_order_of_their_seeds_each_as_a_trajectory_of_its_own() -> None:
-    seeds = list(range(2 * TOGETHER, 0, -1))
-    episodes = asyncio.run(demonstrations(Room, "random", seeds, outside=Outside(trajectory="warm")))
+    seeds = list(range(2 * DEMONSTRATIONS_CONCURRENT_MAX, 0, -1))
+    episodes = asyncio.run(demonstrations(Room, "random", seeds, outside=ExternalResources(trajectory="warm")))
     assert [episode.seed for episode in episodes] == seeds
     assert [episode.actions for episode in episodes] == [asyncio.run(play(Room, "random", x)).actions for x in seeds]
     assert len({room.outside.trajectory for room in Room.made[: len(seeds)]}) == len(seeds)

@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tangram.errors import InvalidConfig
-from tangram.rl.environments.agents import Episode, ScriptedAgent, play
+from tangram.rl.environments.agents import AgentEpisode, ScriptedAgent, play
 from tangram.rl.environments.chain import DIGITS, LENGTH, STEPS, Chain, values_of
 from tangram.rl.environments.conformance import check
-from tangram.rl.environments.protocol import Outside
-from tangram.rl.rollout.codec import Words
+from tangram.rl.environments.protocol import ExternalResources
+from tangram.rl.rollout.codec import WordCodec
 
 SEEDS = st.integers(min_value=0, max_value=2**53)
 
 
-def answered(answer: str, seed: int = 0, **options: Any) -> Episode:
+def answered(answer: str, seed: int = 0, **options: Any) -> AgentEpisode:
     return asyncio.run(play(Chain, ScriptedAgent([answer]), seed, options=options))
 
 
@@ -77,9 +77,9 @@ def test_every_step_and_start_is_asked_for() -> None:
 
 
 def test_writing_is_what_it_costs() -> None:
-    codec = Words(Chain.words)
+    codec = WordCodec(Chain.words)
     episode = asyncio.run(play(Chain, "expert", 0))
-    read, written = codec.observation(episode.observation, first=True), codec.written(episode.actions[0])
+    read, written = codec.encode_observation(episode.observation, first=True), codec.encode_action(episode.actions[0])
     assert len(written) == Chain.tokens_max >= 4 * len(read)
 
 
@@ -88,18 +88,18 @@ def test_another_length_is_asked_paid_and_allowed_for(length: int) -> None:
     _, values = question_and_values(7, length)
     assert answered(" ".join(values), 7, length=length).reward == 1.0
     assert answered(values[0], 7, length=length).reward == pytest.approx(1 / length)
-    assert Chain(Outside(), length=length).tokens_max == length + 1
+    assert Chain(ExternalResources(), length=length).tokens_max == length + 1
 
 
 @pytest.mark.parametrize("length", [0, -1, 1.5, True, 10**6, "24"])
 def test_a_length_that_makes_no_sense_is_refused(length: Any) -> None:
     with pytest.raises(InvalidConfig, match="length"):
-        Chain(Outside(), length=length)
+        Chain(ExternalResources(), length=length)
 
 
 def test_there_is_one_answer() -> None:
     async def test() -> None:
-        chain = Chain(Outside())
+        chain = Chain(ExternalResources())
         with pytest.raises(ValueError, match="expected a reset"):
             await chain.step("1")
         await chain.reset(0)

@@ -14,11 +14,11 @@ from tangram import Client, Status
 from tangram.errors import InvalidConfig, ManagerError
 from tangram.rl.config.rollout_settings import RewardSettings
 from tangram.rl.environments import codefix, warm_test_sandboxes
-from tangram.rl.environments.codefix import LINES, OPERATORS, RIGHT, SHOWN, SUITE, CodeFix
+from tangram.rl.environments.codefix import CORRECT, LINES, OPERATORS, SUITE_CASES, VISIBLE_CASES, CodeFix
 from tangram.rl.environments.conformance import check
-from tangram.rl.environments.protocol import Outside
-from tangram.rl.rollout.codec import Words
-from tangram.rl.rollout.rewards import make_reward, settings_for
+from tangram.rl.environments.protocol import ExternalResources
+from tangram.rl.rollout.codec import WordCodec
+from tangram.rl.rollout.rewards import effective_settings, make_reward
 
 SEED = 14
 """Of a file whose first line, `div`, multiplies."""
@@ -27,12 +27,12 @@ both = pytest.mark.parametrize("backend", ["sandbox", "process"])
 
 
 async def score(client: Client, environment: CodeFix) -> float:
-    reward = make_reward(settings_for(CodeFix, RewardSettings()), client)
+    reward = make_reward(effective_settings(CodeFix, RewardSettings()), client)
     return (await reward.score(played_of(environment, [], 0, client))).value
 
 
 async def opened(client: Client, seed: int = SEED) -> CodeFix:
-    environment = CodeFix(Outside(client=client, run="rl", trajectory="codefix/0/0.0"))
+    environment = CodeFix(ExternalResources(client=client, run="rl", trajectory="codefix/0/0.0"))
     await environment.reset(seed)
     return environment
 
@@ -41,13 +41,13 @@ async def opened(client: Client, seed: int = SEED) -> CodeFix:
 
 
 def test_the_shown_cases_tell_any_two_operators_apart() -> None:
-    compute = dict(RIGHT.values())
+    compute = dict(CORRECT.values())
     for one, other in itertools.combinations(OPERATORS, 2):
-        assert any(compute[one](*case) != compute[other](*case) for case in SHOWN), (one, other)
-    assert set(SHOWN) <= set(SUITE)
-    results = {compute[each](*case) for each in OPERATORS for case in SUITE}
+        assert any(compute[one](*case) != compute[other](*case) for case in VISIBLE_CASES), (one, other)
+    assert set(VISIBLE_CASES) <= set(SUITE_CASES)
+    results = {compute[each](*case) for each in OPERATORS for case in SUITE_CASES}
     assert results <= set(codefix.RESULTS), "each result is a word"
-    assert Words(CodeFix.words).size <= 60
+    assert WordCodec(CodeFix.words).size <= 60
 
 
 @both
@@ -55,7 +55,7 @@ def test_the_expert_repairs_the_file_and_is_paid_by_the_suite(tmp_path: Path, ba
     async def main() -> None:
         async with connection(tmp_path, backend) as client:
             for seed in range(3):
-                environment = CodeFix(Outside(client=client))
+                environment = CodeFix(ExternalResources(client=client))
                 ended, steps = await played(environment, "expert", seed, client)
                 assert [(step.observation, step.done) for step in steps] == [("pass", True)]
                 found = await make_reward(CodeFix.usual_reward, client).score(ended)
@@ -70,18 +70,18 @@ def test_the_expert_repairs_the_file_and_is_paid_by_the_suite(tmp_path: Path, ba
 def test_what_is_read_is_the_file_and_the_failing_case(tmp_path: Path) -> None:
     async def main() -> None:
         async with connection(tmp_path, "process") as client:
-            environment = CodeFix(Outside(client=client))
+            environment = CodeFix(ExternalResources(client=client))
             said = await environment.reset(SEED)
             assert said == "L1 div * L2 max > L3 min < L4 sub - fail L1 div 4 3 want 1 got 12"
-            codec = Words(CodeFix.words)
-            codec.observation(said, first=True)
+            codec = WordCodec(CodeFix.words)
+            codec.encode_observation(said, first=True)
             step = await environment.step("EDIT L1 -")
             assert step.observation == "L1 div - L2 max > L3 min < L4 sub - fail L1 div 3 4 want 0 got -1"
             assert (step.reward, step.done) == (0.0, False)
             assert "def div(a, b): return a - b\n" in environment.source()
             step = await environment.step("EDIT L2 no such thing")
             assert step.observation == "L1 div - L2 max ? L3 min < L4 sub - fail L1 div 4 3 want 1 got ?"
-            codec.observation(step.observation, first=False)
+            codec.encode_observation(step.observation, first=False)
             await environment.close()
 
     asyncio.run(main())
@@ -110,7 +110,7 @@ def test_what_is_no_edit_is_answered_and_costs_its_turn(tmp_path: Path, action: 
 def test_the_last_turn_ends_it_and_tests_that_fail_are_worth_nothing(tmp_path: Path) -> None:
     async def main() -> None:
         async with connection(tmp_path, "process") as client:
-            environment = CodeFix(Outside(client=client), turns=2)
+            environment = CodeFix(ExternalResources(client=client), turns=2)
             await environment.reset(SEED)
             assert not (await environment.step("EDIT L1 +")).done
             last = await environment.step("EDIT L1 -")
@@ -124,13 +124,13 @@ def test_the_last_turn_ends_it_and_tests_that_fail_are_worth_nothing(tmp_path: P
 
 def test_a_wrong_option_and_a_missing_client_are_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="codefix runs commands or calls: it needs a client"):
-        CodeFix(Outside())
+        CodeFix(ExternalResources())
 
     async def main() -> None:
         async with connection(tmp_path, "process") as client:
             with pytest.raises(InvalidConfig, match="turns"):
-                CodeFix(Outside(client=client), turns=0)
-            environment = CodeFix(Outside(client=client), python="/nonexistent/python3")
+                CodeFix(ExternalResources(client=client), turns=0)
+            environment = CodeFix(ExternalResources(client=client), python="/nonexistent/python3")
             with pytest.raises(ManagerError, match="the option `python` names another one"):
                 await environment.reset(0)
             await environment.close()
@@ -141,7 +141,7 @@ def test_a_wrong_option_and_a_missing_client_are_said_at_once(tmp_path: Path) ->
 def test_it_keeps_the_protocol(tmp_path: Path) -> None:
     async def main() -> None:
         async with connection(tmp_path, "process") as client:
-            report = await check("codefix", outside=Outside(client=client), episodes=4)
+            report = await check("codefix", outside=ExternalResources(client=client), episodes=4)
             assert report.ok, report.text()
             assert not [finding.name for finding in report.findings if finding.verdict == "skipped"]
 
@@ -150,7 +150,7 @@ def test_it_keeps_the_protocol(tmp_path: Path) -> None:
 
 # ---- what hostile code gets of it ----
 
-RIGHT_FILE = "".join(f"def {name}(a, b): return {OPERATORS[operator]}\n" for name, (operator, _) in RIGHT.items())
+RIGHT_FILE = "".join(f"def {name}(a, b): return {OPERATORS[operator]}\n" for name, (operator, _) in CORRECT.items())
 OS = "__import__('os')"
 HOSTILE = {
     "prints that all is well": "if print('64 of 64 passed') or print('ok') else",
@@ -183,7 +183,7 @@ def test_hostile_code_is_worth_nothing(tmp_path: Path, attack: str) -> None:
             await client.transport.files(box).write(box, "/work/right.py", RIGHT_FILE.encode(), mode=0o644)
             step = await environment.step(f"EDIT L1 {HOSTILE[attack]}")
             assert (step.reward, step.done) == (0.0, False), step.observation
-            Words(CodeFix.words).observation(step.observation, first=False)
+            WordCodec(CodeFix.words).encode_observation(step.observation, first=False)
             again = await environment.step("EDIT L2 >")  # what it was: the tests are run once more
             assert (again.reward, again.done) == (0.0, False), again.observation
             assert await score(client, environment) == 0.0
@@ -208,7 +208,8 @@ def test_who_knows_the_shown_results_by_heart_fails_the_suite(tmp_path: Path) ->
 
 def test_the_verdict_sees_nothing_of_what_ran_before(tmp_path: Path) -> None:
     """A program that was left behind answers in place of the functions; the sandbox of the verdict has it not."""
-    waits = f"if {OS}.fork() else [open('left', 'w'), __import__('time').sleep(600)] and"
+    is_there = f"any(iter(lambda: {OS}.path.exists('left'), True))"  # returns when it is
+    waits = f"if {OS}.fork() and not {is_there} else [open('left', 'w'), __import__('time').sleep(600)] and"
 
     async def main() -> None:
         async with connection(tmp_path, "sandbox") as client:
@@ -253,7 +254,7 @@ def test_cancelled_wherever_it_waits_no_sandbox_is_left(tmp_path: Path, backend:
     async def main() -> None:
         async with connection(tmp_path, backend) as client:
             for suspension in itertools.count(1):
-                environment = CodeFix(Outside(client=client))
+                environment = CodeFix(ExternalResources(client=client))
                 if what != "reset":
                     await environment.reset(0)
                 doing = {
@@ -289,7 +290,7 @@ def test_verdicts_wait_for_memory_without_holding_any(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with connection(tmp_path, "process") as client:
-            environments = [CodeFix(Outside(client=client), memory="512MiB") for _ in range(2)]
+            environments = [CodeFix(ExternalResources(client=client), memory="512MiB") for _ in range(2)]
             await asyncio.gather(*(environment.reset(seed) for seed, environment in enumerate(environments)))
             verdicts = await asyncio.gather(*(environment.verdict(30.0) for environment in environments))
             assert [verdict.exit_code for verdict in verdicts] == [1, 1]
@@ -317,7 +318,7 @@ def test_within_prepare_a_sandbox_is_kept_while_all_that_ran_in_it_was_read(tmp_
         async with connection(tmp_path, "sandbox") as client, CodeFix.prepare(client):
             seen = set()
             for seed in range(3):
-                environment = CodeFix(Outside(client=client, run="rl", trajectory=f"codefix/{seed}/0.0"))
+                environment = CodeFix(ExternalResources(client=client, run="rl", trajectory=f"codefix/{seed}/0.0"))
                 ended, _ = await played(environment, "expert", seed, client)
                 found = await make_reward(CodeFix.usual_reward, client).score(ended)
                 assert found.value == 1.0

@@ -17,9 +17,9 @@ import pytest
 from tangram.errors import InvalidConfig
 from tangram.rl.environments import calls, conformance_checks
 from tangram.rl.environments.agents import RandomAgent
-from tangram.rl.environments.conformance import Finding, Report, check
-from tangram.rl.environments.conformance_checks import PROMISES
-from tangram.rl.environments.protocol import Outside, Step
+from tangram.rl.environments.conformance import ConformanceFinding, ConformanceReport, check
+from tangram.rl.environments.conformance_checks import CHECKS
+from tangram.rl.environments.protocol import ExternalResources, Step
 
 DIGITS = tuple("0123456789")
 TIMEOUT_S = 0.2
@@ -38,7 +38,7 @@ class Parrot:
         "expert": lambda chance: Echo(limit=3),
     }
 
-    def __init__(self, outside: Outside, **options: Any) -> None:
+    def __init__(self, outside: ExternalResources, **options: Any) -> None:
         self.outside = outside
         self.options = options
         self.digits: list[str] = []
@@ -105,7 +105,7 @@ class Hangs(Parrot):
 
 
 class CannotBeMade(Parrot):
-    def __init__(self, outside: Outside, **options: Any) -> None:
+    def __init__(self, outside: ExternalResources, **options: Any) -> None:
         raise InvalidConfig("size", 0, "more")
 
 
@@ -370,7 +370,7 @@ BROKEN: list[tuple[type[Parrot], str, str]] = [
     (PaysNanForGarbage, "rewards", "inf after nothing"),
     (MeasuresInWords, "metrics", "expected a number as metrics['mood'], got str, in turn 0 of seed"),
     (MeasuresGarbageInWords, "metrics", "got 7, in the answer to nothing"),
-    (NeverEnds, "ends", "none of which said that it is over"),
+    (NeverEnds, "ends", "none of which was done"),
     (PaysAgain, "after_done", "done = True, reward 1"),
     (GoesOn, "after_done", "done = False, reward 0"),
     (Stumbles, "after_done", "IndexError: pop from empty list"),
@@ -391,14 +391,14 @@ BROKEN: list[tuple[type[Parrot], str, str]] = [
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(conformance_checks, "LEFT_S", 0.05)
+    monkeypatch.setattr(conformance_checks, "TASK_END_S", 0.05)
     chance = random.getstate()
     yield
     random.setstate(chance)
 
 
-def checked(task: Any, **options: Any) -> Report:
-    async def test() -> Report:
+def checked(task: Any, **options: Any) -> ConformanceReport:
+    async def test() -> ConformanceReport:
         report = await check(task, timeout_s=TIMEOUT_S, **options)
         assert asyncio.all_tasks() == {asyncio.current_task()}, "the check cleans up after what it checks"
         return report
@@ -409,7 +409,7 @@ def checked(task: Any, **options: Any) -> Report:
 def test_a_task_that_keeps_its_promises_is_told_so() -> None:
     report = checked(Parrot)
     assert report.ok and not report.failed
-    assert [finding.verdict for finding in report.findings] == ["ok"] * len(PROMISES), report.text()
+    assert [finding.verdict for finding in report.findings] == ["ok"] * len(CHECKS), report.text()
 
 
 @pytest.mark.parametrize(("task", "promise", "came"), BROKEN, ids=[task.__name__ for task, _, _ in BROKEN])
@@ -423,7 +423,7 @@ def test_a_broken_promise_is_found_and_told(task: type[Parrot], promise: str, ca
 
 
 def test_every_promise_is_broken_by_some_task_above() -> None:
-    assert {promise for _, promise, _ in BROKEN} == set(PROMISES)
+    assert {promise for _, promise, _ in BROKEN} == set(CHECKS)
 
 
 @pytest.mark.parametrize(
@@ -469,9 +469,9 @@ def test_what_close_does_wrong_is_told_of_close(hangs: bool) -> None:
 
 def test_a_check_tells_what_it_judges() -> None:
     told: list[str] = []
-    checked(Parrot, tell=lambda done, total, promise: told.append(f"{done} of {total}: {promise}"))
-    assert told[:2] == [f"0 of {len(PROMISES)}: declared", f"1 of {len(PROMISES)}: plays"]
-    assert len(told) == len(PROMISES)
+    checked(Parrot, on_progress=lambda done, total, promise: told.append(f"{done} of {total}: {promise}"))
+    assert told[:2] == [f"0 of {len(CHECKS)}: declared", f"1 of {len(CHECKS)}: plays"]
+    assert len(told) == len(CHECKS)
 
 
 def test_an_action_that_is_answered_too_late_is_told() -> None:
@@ -494,7 +494,7 @@ def test_a_step_that_never_listens_to_cancellation_is_told_and_left_behind(monke
                     await over.wait()
             return await super().step(action)
 
-    async def test() -> Report:
+    async def test() -> ConformanceReport:
         report = await check(Deaf, timeout_s=0.05)
         over.set()
         return report
@@ -554,11 +554,11 @@ def test_options_reach_the_environment_and_each_environment_is_a_trajectory_of_i
     made: list[Parrot] = []
 
     class Noted(Parrot):
-        def __init__(self, outside: Outside, **options: Any) -> None:
+        def __init__(self, outside: ExternalResources, **options: Any) -> None:
             super().__init__(outside, **options)
             made.append(self)
 
-    assert checked(Noted, options={"size": 3}, outside=Outside(run="mine", trajectory="t"), episodes=5).ok
+    assert checked(Noted, options={"size": 3}, outside=ExternalResources(run="mine", trajectory="t"), episodes=5).ok
     assert all(each.options == {"size": 3} and each.outside.run == "mine" for each in made)
     assert len({each.outside.trajectory for each in made}) == len(made)
 
@@ -595,7 +595,7 @@ def test_what_cannot_be_prepared_is_told() -> None:
 
 
 def test_the_same_check_finds_the_same() -> None:
-    def found(seed: int) -> list[Finding]:
+    def found(seed: int) -> list[ConformanceFinding]:
         return list(checked(Unsolved, seed=seed).findings)
 
     assert found(3) == found(3)
@@ -605,7 +605,7 @@ def test_all_that_was_opened_is_closed() -> None:
     opened: list[object] = []
 
     class Counted(RepeatsWhatItHeard):
-        def __init__(self, outside: Outside, **options: Any) -> None:
+        def __init__(self, outside: ExternalResources, **options: Any) -> None:
             super().__init__(outside, **options)
             opened.append(self)
 
@@ -628,7 +628,7 @@ def test_the_text_says_what_is_broken_and_what_to_do() -> None:
     assert ":SaysMore: 17 ok, 1 failed (20 episodes of each agent, seed 0" in text.split("\n")[0]
     lines = [line.strip() for line in text.split("\n")]
     at = next(number for number, line in enumerate(lines) if line.startswith("failed"))
-    assert lines[at].split() == ["failed", "words", *PROMISES["words"][0].split()]
+    assert lines[at].split() == ["failed", "words", *CHECKS["words"][0].split()]
     assert lines[at + 1] == "expected: words of its vocabulary"
     assert lines[at + 2].startswith("got: 'please' in an observation")
     assert lines[at + 3].startswith("do: add it to `words`")

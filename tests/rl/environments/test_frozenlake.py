@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tangram.errors import InvalidConfig
-from tangram.rl.environments.agents import Episode, ScriptedAgent, play
+from tangram.rl.environments.agents import AgentEpisode, ScriptedAgent, play
 from tangram.rl.environments.conformance import check
 from tangram.rl.environments.frozenlake import MOVES, SIZE_MAX, FrozenLake, Lake
-from tangram.rl.environments.protocol import Outside, Step
-from tangram.rl.rollout.codec import Words
+from tangram.rl.environments.protocol import ExternalResources, Step
+from tangram.rl.rollout.codec import WordCodec
 
 ENCODINGS = ("direction", "position", "grid")
 SEEDS = st.integers(min_value=0, max_value=2**53)
@@ -23,7 +23,7 @@ sizes = st.integers(min_value=2, max_value=SIZE_MAX)
 shares = st.floats(min_value=0.0, max_value=1.0)
 
 
-def played(actions: list[str], seed: int = 0, **options: Any) -> Episode:
+def played(actions: list[str], seed: int = 0, **options: Any) -> AgentEpisode:
     return asyncio.run(play(FrozenLake, ScriptedAgent(actions), seed, options=options))
 
 
@@ -76,9 +76,9 @@ def test_the_teacher_never_falls_in_any_encoding(seed: int, size: int, holes: fl
     ),
 )
 def test_all_that_it_says_is_in_the_vocabulary(seed: int, actions: list[str], options: dict[str, Any]) -> None:
-    codec = Words(FrozenLake.words)
+    codec = WordCodec(FrozenLake.words)
     for text in played(actions, seed, **options).observations:
-        assert codec.observation(text, first=False)
+        assert codec.encode_observation(text, first=False)
 
 
 def test_most_lakes_have_about_as_many_holes_as_were_asked_for() -> None:
@@ -99,10 +99,10 @@ def test_the_observation_says_where_the_goal_is_and_what_lies_around() -> None:
 
 
 def test_reading_is_what_it_costs() -> None:
-    codec = Words(FrozenLake.words)
+    codec = WordCodec(FrozenLake.words)
     episode = asyncio.run(play(FrozenLake, "teacher", 0))
-    read = sum(len(codec.observation(text, first=False)) for text in episode.observations[:-1])
-    written = sum(len(codec.written(text)) for text in episode.actions)
+    read = sum(len(codec.encode_observation(text, first=False)) for text in episode.observations[:-1])
+    written = sum(len(codec.encode_action(text)) for text in episode.actions)
     assert read >= 3 * written
 
 
@@ -137,12 +137,12 @@ def test_blanks_around_a_move_do_not_matter() -> None:
 def test_the_ice_is_as_slippery_as_was_asked_for_and_always_in_the_same_way() -> None:
     def went(slippery: float, seed: int) -> bool:
         """Whether the first move led where it should."""
-        lake = FrozenLake(Outside(), slippery=slippery, holes=0.0)
+        lake = FrozenLake(ExternalResources(), slippery=slippery, holes=0.0)
         asyncio.run(lake.reset(seed))
         move = random.Random(seed).choice(list(MOVES))
         row, column = lake.position
         cell = (row + MOVES[move][0], column + MOVES[move][1])
-        return lake.lands(move) == (cell if all(0 <= each < 4 for each in cell) else (row, column))
+        return lake.destination(move) == (cell if all(0 <= each < 4 for each in cell) else (row, column))
 
     straight = [went(0.4, seed) for seed in range(400)]
     assert straight == [went(0.4, seed) for seed in range(400)]
@@ -152,7 +152,7 @@ def test_the_ice_is_as_slippery_as_was_asked_for_and_always_in_the_same_way() ->
 
 def test_it_may_be_reset_again() -> None:
     async def test() -> None:
-        lake = FrozenLake(Outside())
+        lake = FrozenLake(ExternalResources())
         first = await lake.reset(5)
         await lake.step("up")
         assert await lake.reset(5) == first
@@ -162,7 +162,7 @@ def test_it_may_be_reset_again() -> None:
 
 def test_a_step_before_the_reset_or_after_the_end_is_refused() -> None:
     async def test() -> None:
-        lake = FrozenLake(Outside())
+        lake = FrozenLake(ExternalResources())
         with pytest.raises(ValueError, match="expected a reset"):
             await lake.step("up")
         await lake.reset(0)
@@ -183,5 +183,5 @@ def test_a_step_before_the_reset_or_after_the_end_is_refused() -> None:
 )  # fmt: skip
 def test_an_option_that_makes_no_sense_is_refused(option: str, value: object) -> None:
     with pytest.raises(InvalidConfig) as caught:
-        FrozenLake(Outside(), **{option: value})  # type: ignore[arg-type]
+        FrozenLake(ExternalResources(), **{option: value})  # type: ignore[arg-type]
     assert caught.value.field == option

@@ -20,11 +20,18 @@ from tangram import Client, Quota, Rate
 from tangram.errors import ActionLost, InvalidConfig
 from tangram.rl.config.rollout_settings import RewardSettings
 from tangram.rl.environments.conformance import check
-from tangram.rl.environments.lookup import JUDGE, QUOTA, SPELLED, Lookup, question_of
-from tangram.rl.environments.protocol import Outside
-from tangram.rl.environments.search_api import ENTITIES, ENTITY_BY_NAME, RELATIONS, Gate, SearchApi, Table
-from tangram.rl.rollout.codec import Words
-from tangram.rl.rollout.rewards import make_reward, settings_for
+from tangram.rl.environments.lookup import JUDGE, QUOTA, TABLE_NAMES, Lookup, question_of
+from tangram.rl.environments.protocol import ExternalResources
+from tangram.rl.environments.search_api import (
+    ENTITIES,
+    ENTITY_BY_NAME,
+    RELATIONS,
+    RelationTable,
+    SearchApi,
+    SlidingWindowLimiter,
+)
+from tangram.rl.rollout.codec import WordCodec
+from tangram.rl.rollout.rewards import effective_settings, make_reward
 
 
 @asynccontextmanager
@@ -41,23 +48,23 @@ def test_the_names_are_each_of_one_entity() -> None:
     names = [name for group in ENTITIES for name in group]
     assert len(names) == len(set(names)) == len(ENTITY_BY_NAME) == 128
     assert not set(names) & {*RELATIONS, "SEARCH", "ANS", "ask", "found", "nothing", "unknown", "over"}
-    assert Words(Lookup.words).size <= 63, "60 words, and three marks"
+    assert WordCodec(Lookup.words).size <= 63, "60 words, and three marks"
     assert len(Lookup.words) == len(set(Lookup.words))
 
 
 def test_a_table_is_made_of_its_seed_alone_and_knows_every_name_of_an_entity() -> None:
     for seed, relation in itertools.product((0, 1, -5, 1 << 61), RELATIONS):
         for names in ENTITIES:
-            found = {Table(seed).find(name, relation) for name in names}
-            assert len(found) == 1 and found <= set(SPELLED)
-    assert Table(0).find("nobody", "owner") is None and Table(0).find(SPELLED[0], "nothing") is None
-    assert len({tuple(Table(seed).find(name, "owner") for name in SPELLED) for seed in range(20)}) == 20
+            found = {RelationTable(seed).find(name, relation) for name in names}
+            assert len(found) == 1 and found <= set(TABLE_NAMES)
+    assert RelationTable(0).find("nobody", "owner") is None and RelationTable(0).find(TABLE_NAMES[0], "nothing") is None
+    assert len({tuple(RelationTable(seed).find(name, "owner") for name in TABLE_NAMES) for seed in range(20)}) == 20
 
 
 def test_the_answer_of_a_question_is_none_of_what_leads_to_it() -> None:
     for seed in range(200):
         question = question_of(seed)
-        table = Table(question.table)
+        table = RelationTable(question.table)
         middle = table.find(question.start, question.relations[0])
         assert middle is not None and table.find(middle, question.relations[1]) == question.answer
         assert len({ENTITY_BY_NAME[name] for name in (question.start, middle, question.answer)}) == 3
@@ -68,11 +75,11 @@ def test_the_answer_of_a_question_is_none_of_what_leads_to_it() -> None:
 
 
 def test_the_gate_lets_so_many_through_in_any_stretch_of_time() -> None:
-    gate, chance = Gate(5, 1.0), random.Random(0)
+    gate, chance = SlidingWindowLimiter(5, 1.0), random.Random(0)
     now, let_in = 0.0, []
     for _ in range(2000):
         now += chance.expovariate(20.0)
-        wait_s = gate.enter(now)
+        wait_s = gate.acquire(now)
         assert 0.0 <= wait_s <= 1.0
         if wait_s == 0.0:
             let_in.append(now)
@@ -88,9 +95,12 @@ def test_the_server_finds_refuses_and_ends() -> None:
             api = SearchApi(requests_per_s=4, now=lambda: 100.0)
             async with api, aiohttp.ClientSession() as session:
                 url = f"{api.url}/search"
-                asked = {"table": "7", "name": SPELLED[0], "relation": "owner"}
+                asked = {"table": "7", "name": TABLE_NAMES[0], "relation": "owner"}
                 async with session.get(url, params=asked) as found:
-                    assert (found.status, await found.json()) == (200, {"name": Table(7).find(SPELLED[0], "owner")})
+                    assert (found.status, await found.json()) == (
+                        200,
+                        {"name": RelationTable(7).find(TABLE_NAMES[0], "owner")},
+                    )
                 for wrong, status in (({"name": "nobody"}, 404), ({"table": "x"}, 400), ({"relation": ""}, 404)):
                     async with session.get(url, params=asked | wrong) as refused:
                         assert refused.status == status
@@ -141,14 +151,14 @@ def test_a_server_whose_start_is_cancelled_is_gone() -> None:
 def test_the_expert_finds_it_and_says_it(tmp_path: Path) -> None:
     async def main() -> None:
         async with lookup(tmp_path) as (client, api):
-            codec = Words(Lookup.words)
+            codec = WordCodec(Lookup.words)
             for seed in range(10):
-                environment = Lookup(Outside(client=client))
+                environment = Lookup(ExternalResources(client=client))
                 ended, steps = await played(environment, "expert", seed, client)
                 assert [step.done for step in steps] == [False, False, True] and ended.total == 1.0
                 assert steps[-1].metrics == {"searches": 2.0} and steps[-1].observation == "over"
                 for step in steps:
-                    codec.observation(step.observation, first=False)
+                    codec.encode_observation(step.observation, first=False)
                 assert environment.evidence() == {
                     "given": question_of(seed).answer,
                     "expected": question_of(seed).answer,
@@ -162,13 +172,13 @@ def test_the_expert_finds_it_and_says_it(tmp_path: Path) -> None:
 def test_a_search_takes_any_name_and_what_is_not_there_costs_no_request(tmp_path: Path) -> None:
     async def main() -> None:
         async with lookup(tmp_path) as (client, api):
-            environment = Lookup(Outside(client=client), turns=20)
+            environment = Lookup(ExternalResources(client=client), turns=20)
             said = await environment.reset(3)
             question = question_of(3)
             assert said == f"ask {question.start} {' '.join(question.relations)}"
             for name in ENTITIES[ENTITY_BY_NAME[question.start]]:
                 step = await environment.step(f"SEARCH {name} {question.relations[0]}")
-                assert step.observation == f"found {Table(question.table).find(name, question.relations[0])}"
+                assert step.observation == f"found {RelationTable(question.table).find(name, question.relations[0])}"
             assert api.served == 8
             for action, answer in (
                 ("SEARCH nobody owner", "nothing"), (f"SEARCH {question.start} over", "nothing"), ("SEARCH", "unknown"),
@@ -186,7 +196,7 @@ def test_a_search_takes_any_name_and_what_is_not_there_costs_no_request(tmp_path
 def test_the_last_turn_ends_it_and_nothing_is_played_after_the_end(tmp_path: Path) -> None:
     async def main() -> None:
         async with lookup(tmp_path) as (client, _):
-            environment = Lookup(Outside(client=client), turns=1)
+            environment = Lookup(ExternalResources(client=client), turns=1)
             await environment.reset(0)
             step = await environment.step("nonsense")
             assert (step.done, step.reward) == (True, 0.0)
@@ -202,7 +212,7 @@ def test_an_answer_that_is_an_alias_is_paid_by_the_judge_alone(tmp_path: Path) -
         async with lookup(tmp_path) as (client, _):
             question = question_of(1)
             alias = next(n for n in ENTITIES[ENTITY_BY_NAME[question.answer]] if n != question.answer)
-            environment = Lookup(Outside(client=client))
+            environment = Lookup(ExternalResources(client=client))
             await environment.reset(1)
             step = await environment.step(f"ANS {alias}")
             assert (step.done, step.reward) == (True, 0.0)
@@ -220,7 +230,7 @@ def test_the_agents_know_as_much_as_they_say(tmp_path: Path) -> None:
         async with lookup(tmp_path) as (client, _):
             right = dict.fromkeys(Lookup.agents, 0.0)
             for agent, seed in itertools.product(Lookup.agents, range(60)):
-                environment = Lookup(Outside(client=client), turns=4)
+                environment = Lookup(ExternalResources(client=client), turns=4)
                 ended, _ = await played(environment, agent, seed, client)
                 right[agent] += ended.total
                 await environment.close()
@@ -232,7 +242,7 @@ def test_the_agents_know_as_much_as_they_say(tmp_path: Path) -> None:
 def test_it_keeps_the_protocol(tmp_path: Path) -> None:
     async def main() -> None:
         async with lookup(tmp_path) as (client, _):
-            report = await check("lookup", outside=Outside(client=client))
+            report = await check("lookup", outside=ExternalResources(client=client))
             assert report.ok, report.text()
             assert not [finding.name for finding in report.findings if finding.verdict == "skipped"]
 
@@ -247,7 +257,7 @@ def test_more_than_the_api_allows_waits_and_none_is_refused(tmp_path: Path) -> N
         async with lookup(tmp_path, requests_per_s=20) as (client, api):
 
             async def one(seed: int) -> float:
-                environment = Lookup(Outside(client=client))
+                environment = Lookup(ExternalResources(client=client))
                 ended, _ = await played(environment, "expert", seed, client)
                 await environment.close()
                 return ended.total
@@ -266,7 +276,7 @@ def test_an_api_that_allows_less_than_was_said_refuses_and_is_asked_again(tmp_pa
             Lookup.prepare(client, requests_per_s=3) as api,
         ):
             assert client.transport.quota(QUOTA) == quota, "that of the user stays"
-            environments = [Lookup(Outside(client=client)) for _ in range(3)]
+            environments = [Lookup(ExternalResources(client=client)) for _ in range(3)]
             found = await asyncio.gather(*(played(e, "expert", s, client) for s, e in enumerate(environments)))
             assert [ended.total for ended, _ in found] == [1.0] * 3
             assert api.refused > 0
@@ -281,10 +291,10 @@ def test_an_api_that_is_gone_is_a_failure_of_ours(tmp_path: Path, monkeypatch: p
 
     async def main() -> None:
         async with lookup(tmp_path) as (client, _):
-            environment = Lookup(Outside(client=client), url="http://127.0.0.1:1")
+            environment = Lookup(ExternalResources(client=client), url="http://127.0.0.1:1")
             await environment.reset(0)
             with pytest.raises(ActionLost, match="given up after 5 tries"):
-                await environment.step(f"SEARCH {SPELLED[0]} owner")
+                await environment.step(f"SEARCH {TABLE_NAMES[0]} owner")
             await environment.close()
 
     asyncio.run(main())
@@ -294,13 +304,13 @@ def test_cancelled_wherever_it_waits_the_quota_is_given_back(tmp_path: Path) -> 
     async def main() -> None:
         async with lookup(tmp_path, concurrent=1, latency_s=0.01) as (client, _):
             for suspension in itertools.count(1):
-                environment = Lookup(Outside(client=client))
+                environment = Lookup(ExternalResources(client=client))
                 await environment.reset(0)
-                was_cancelled = await cancelled_at(environment.step(f"SEARCH {SPELLED[0]} owner"), suspension)
+                was_cancelled = await cancelled_at(environment.step(f"SEARCH {TABLE_NAMES[0]} owner"), suspension)
                 await environment.close()
-                again = Lookup(Outside(client=client))
+                again = Lookup(ExternalResources(client=client))
                 await again.reset(0)
-                step = await again.step(f"SEARCH {SPELLED[1]} owner")  # would wait for ever
+                step = await again.step(f"SEARCH {TABLE_NAMES[1]} owner")  # would wait for ever
                 assert step.observation.startswith("found ")
                 if not was_cancelled:
                     assert suspension > 1
@@ -314,7 +324,7 @@ def test_cancelled_wherever_it_waits_the_quota_is_given_back(tmp_path: Path) -> 
 
 def test_outside_of_prepare_there_is_nothing_to_search_in(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="lookup runs commands or calls: it needs a client"):
-        Lookup(Outside())
+        Lookup(ExternalResources())
 
     async def main() -> None:
         with pytest.raises(ValueError, match="needs a client"):
@@ -322,9 +332,9 @@ def test_outside_of_prepare_there_is_nothing_to_search_in(tmp_path: Path) -> Non
                 raise AssertionError("it is prepared without a client")
         async with connection(tmp_path, "process") as client:
             with pytest.raises(InvalidConfig, match="turns"):
-                Lookup(Outside(client=client), turns=0)
+                Lookup(ExternalResources(client=client), turns=0)
             with pytest.raises(InvalidConfig, match=r"play inside `async with Lookup\.prepare"):
-                await Lookup(Outside(client=client)).reset(0)
+                await Lookup(ExternalResources(client=client)).reset(0)
 
     asyncio.run(main())
 
@@ -336,7 +346,7 @@ def test_whoever_comes_while_another_is_inside_gets_the_same_api_until_the_last_
             api, same = await asyncio.gather(first.__aenter__(), second.__aenter__())
             assert api is same
             await first.__aexit__(None, None, None)
-            environment = Lookup(Outside(client=client))
+            environment = Lookup(ExternalResources(client=client))
             ended, _ = await played(environment, "expert", 0, client)
             assert ended.total == 1.0
             await second.__aexit__(None, None, None)
@@ -381,10 +391,10 @@ def test_the_judge_pays_for_every_name_of_what_is_right_and_for_no_other(tmp_pat
         told: list[float] = []
         needs = await Lookup.needs(lambda share, _: told.append(share))
         async with connection(tmp_path, "process", **needs) as client, Lookup.prepare(client):
-            reward = make_reward(settings_for(Lookup, RewardSettings()), client)
+            reward = make_reward(effective_settings(Lookup, RewardSettings()), client)
 
             async def worth(seed: int, answer: str) -> float:
-                environment = Lookup(Outside(client=client))
+                environment = Lookup(ExternalResources(client=client))
                 await environment.reset(seed)
                 step = await environment.step(f"ANS {answer}")
                 found = await reward.score(played_of(environment, [step], seed, client))
@@ -401,6 +411,8 @@ def test_the_judge_pays_for_every_name_of_what_is_right_and_for_no_other(tmp_pat
                     wrong += sum(values) * (number != entity)
             assert right >= 31 and wrong / asked <= 0.01
             assert await worth(0, "nobody") == 0.0
-            assert (await client.infer(JUDGE, {"given": SPELLED[0], "expected": SPELLED[0]})).json()["score"] == 1.0
+            assert (await client.infer(JUDGE, {"given": TABLE_NAMES[0], "expected": TABLE_NAMES[0]})).json()[
+                "score"
+            ] == 1.0
 
     asyncio.run(main())

@@ -13,9 +13,9 @@ import pytest
 from tangram.errors import InvalidConfig
 from tangram.rl.environments.chain import Chain
 from tangram.rl.environments.frozenlake import FrozenLake
-from tangram.rl.environments.protocol import Outside, Step, Task
+from tangram.rl.environments.protocol import ExternalResources, Step, Task
 from tangram.rl.environments.registry import BUILT_IN, missing_of, names, register, resolve, unregister, words_of
-from tangram.rl.rollout.codec import Words
+from tangram.rl.rollout.codec import WordCodec
 
 
 class Maze:
@@ -24,7 +24,7 @@ class Maze:
     tokens_max: ClassVar = 2
     agents: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, outside: Outside) -> None: ...
+    def __init__(self, outside: ExternalResources) -> None: ...
 
     async def reset(self, seed: int) -> str:
         return "left"
@@ -172,8 +172,8 @@ def test_each_part_of_a_task_is_looked_at(key: str, value: object, lacking: str)
 def test_the_words_of_tasks_make_one_vocabulary() -> None:
     words = words_of(["chain", Maze, Chain])
     assert set(words) == {*Chain.words, *Maze.words} and len(words) == len(set(words))
-    assert Words(words).written("left") != Words(words).written("right")
-    assert Words(words).words == Words(words_of([Maze, "chain"])).words
+    assert WordCodec(words).encode_action("left") != WordCodec(words).encode_action("right")
+    assert WordCodec(words).words == WordCodec(words_of([Maze, "chain"])).words
 
 
 def test_a_task_without_words_has_no_vocabulary_of_words() -> None:

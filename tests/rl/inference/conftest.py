@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from tangram.clock import VirtualLoop
 from tangram.rl.inference.engines.fake import FakeEngine
-from tangram.rl.inference.engines.protocol import Noise, Request, Sampling, Weights
-from tangram.rl.inference.router import Gateway
-from tangram.rl.inference.router_records import Event
+from tangram.rl.inference.engines.protocol import GenerationRequest, PolicyWeights, Sampling, SamplingSeed
+from tangram.rl.inference.router import Router
+from tangram.rl.inference.router_records import AnyRouterEvent
 
 T = TypeVar("T")
 E = TypeVar("E")
@@ -21,12 +21,12 @@ STOP = 1
 VOCABULARY = 1000
 
 
-def token_at(noise: Noise, position: int) -> int:
+def token_at(noise: SamplingSeed, position: int) -> int:
     """What is drawn there, whoever draws it."""
     return 2 + (noise.seed * 7919 + noise.member * 104729 + noise.attempt * 1299709 + position * 31) % (VOCABULARY - 2)
 
 
-def drawn(request: Request) -> tuple[int, ...]:
+def drawn(request: GenerationRequest) -> tuple[int, ...]:
     """All that may be written, each token by its position alone, as real engines do."""
     first = len(request.tokens)
     return tuple(token_at(request.noise, first + number) for number in range(request.sampling.tokens_max))
@@ -42,20 +42,20 @@ def a_request(
     task: str = "default",
     session: str = "",
     stop: tuple[int, ...] = (STOP,),
-) -> Request:
+) -> GenerationRequest:
     number = next(_NUMBERS)
-    return Request(
+    return GenerationRequest(
         id=f"request-{number}",
         session=session,
         task=task,
         tokens=tuple(range(tokens)),
         sampling=Sampling(tokens_max=tokens_max, stop=stop),
-        noise=Noise(seed=number),
+        noise=SamplingSeed(seed=number),
     )
 
 
-def weights(version: int = 1) -> Weights:
-    return Weights(version=version, folder=f"/weights/{version}")
+def weights(version: int = 1) -> PolicyWeights:
+    return PolicyWeights(version=version, folder=f"/weights/{version}")
 
 
 def fake(name: str = "a", hardware: str = "default", **options: Any) -> FakeEngine:
@@ -67,8 +67,8 @@ class Rig:
 
     def __init__(self, *engines: FakeEngine, **options: Any) -> None:
         self.engines = {engine.name: engine for engine in engines}
-        self.events: list[Event] = []
-        self.gateway = Gateway(engines, on_event=self.events.append, **options)
+        self.events: list[AnyRouterEvent] = []
+        self.gateway = Router(engines, on_event=self.events.append, **options)
 
     def told(self, kind: type[E]) -> list[E]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -78,7 +78,7 @@ class Rig:
         found = self.gateway.statistics()
         assert found.requests == found.waiting == 0
         assert [(kept.requests, kept.load) for kept in found.engines] == [(0, 0)] * len(found.engines)
-        assert [engine.inside for engine in self.engines.values()] == [()] * len(self.engines)
+        assert [engine.active_requests for engine in self.engines.values()] == [()] * len(self.engines)
         times = [event.at_s for event in self.events]
         assert times == sorted(times)
 

@@ -35,10 +35,10 @@ class ModelServer:
         """Tokens that are written before."""
         self.status = 200
         self.unlucky: int | None = None
-        """So many times it answers with that status; None: always."""
+        """How often it answers with that status; None: always."""
         self.words = "as you like"
         self.busy = 0
-        """So many times it has no place; -1: always."""
+        """How often it is busy; -1: always."""
         self.places: int | None = None
         """Requests that it takes at once; None: all."""
         self.turned_away = 0

@@ -7,9 +7,9 @@ import pytest
 
 from tangram.errors import InvalidConfig
 from tangram.rl.config.rollout_settings import EngineSettings, RolloutSettings, TaskSettings
-from tangram.rl.inference.affinity import CLASS_BY_ROLE, H20, H800, PUBLISHED, affinity_of, explain
+from tangram.rl.inference.affinity import CLASS_BY_ROLE, H20, H800, HARDWARE_BY_CLASS, affinity_of, explain
 from tangram.rl.inference.engines.protocol import Generation
-from tangram.rl.inference.profiler import TRAJECTORIES_MIN, Assumptions, Profiler, Work, predicted_s
+from tangram.rl.inference.profiler import TRAJECTORIES_MIN, Assumptions, InferenceWork, Profiler, predicted_s
 from tangram.rl.rollout.records import Ending, Trajectory, Turn
 
 
@@ -26,11 +26,11 @@ def settings(*classes: str, tasks: dict[str, str] | None = None) -> RolloutSetti
 def test_the_published_classes_are_as_published() -> None:
     assert (H800.tflops, H800.memory_gb, H800.bandwidth_tb_s, H800.cost) == (989.5, 80.0, 3.35, 2.85)
     assert (H20.tflops, H20.memory_gb, H20.bandwidth_tb_s, H20.cost) == (148.0, 96.0, 4.0, 1.0)
-    assert set(PUBLISHED) == {"compute", "bandwidth"}
+    assert set(HARDWARE_BY_CLASS) == {"compute", "bandwidth"}
     assert (CLASS_BY_ROLE["training"], CLASS_BY_ROLE["generation"]) == ("compute", "bandwidth")
 
 
-def test_before_anything_starts_it_is_said_what_goes_where_and_why() -> None:
+def test_the_binding_is_explained_before_anything_starts() -> None:
     binding = explain(settings("compute", "bandwidth", tasks={"frozenlake": "compute", "chain": ""}))
     lake, chain = binding.task("frozenlake"), binding.task("chain")
     assert (lake.used, lake.engines, lake.falls_back) == ("compute", ("compute-engine-0", "compute-engine-1"), False)
@@ -44,7 +44,7 @@ def test_before_anything_starts_it_is_said_what_goes_where_and_why() -> None:
 def test_without_classes_the_engine_with_the_least_to_do_is_taken() -> None:
     bound = explain(settings("default", tasks={"chain": ""})).task("chain")
     assert (bound.wanted, bound.used, bound.falls_back) == ("", "default", False)
-    assert "least to do" in bound.why
+    assert "least loaded" in bound.why
 
 
 def test_a_class_that_is_known_but_not_there_falls_back_and_says_so() -> None:
@@ -55,7 +55,7 @@ def test_a_class_that_is_known_but_not_there_falls_back_and_says_so() -> None:
     assert "! frozenlake falls back: it prefers compute, bandwidth serves it" in binding.lines()
 
 
-def test_a_class_that_nobody_knows_is_refused_and_the_nearest_named() -> None:
+def test_an_unknown_class_is_refused_and_the_nearest_suggested() -> None:
     with pytest.raises(InvalidConfig, match=r"tasks.chain.affinity.*nearest: bandwidth") as error:
         explain(settings("bandwidth", tasks={"chain": "bandwith"}))
     assert error.value.value == "bandwith"
@@ -98,7 +98,7 @@ def a_trajectory(task: str, turns: int, read: int, written: int, again: int = 0)
     )  # fmt: skip
 
 
-def test_who_reads_much_is_recommended_compute_and_who_writes_much_bandwidth() -> None:
+def test_prefill_heavy_tasks_get_compute_and_decode_heavy_ones_bandwidth() -> None:
     profiler = Profiler()
     for _ in range(TRAJECTORIES_MIN):
         profiler.add(a_trajectory("frozenlake", turns=40, read=400, written=8))
@@ -133,7 +133,7 @@ def test_a_ratio_is_shown_with_as_many_digits_as_it_is_judged_by(ratio: float, s
 
 def test_nothing_is_recommended_from_nothing() -> None:
     assert Profiler().recommend() == ()
-    assert "nothing was written yet" in Profiler().lines()[0]
+    assert "no tokens were generated yet" in Profiler().lines()[0]
 
 
 def test_generations_count_as_turns_do() -> None:
@@ -157,7 +157,7 @@ def test_a_prefix_that_stayed_resident_is_not_read_twice() -> None:
     assert work.work("a").context == sum(100 + n for n in range(10)) + sum(210 + n for n in range(10))
 
 
-def test_what_was_read_again_is_told_and_recommends_nothing() -> None:
+def test_repeated_prefill_is_reported_and_does_not_affect_the_recommendation() -> None:
     """That of the cache of an engine: a task that writes much does not become one that reads much by it."""
     profiler = Profiler()
     for _ in range(TRAJECTORIES_MIN):
@@ -170,12 +170,15 @@ def test_what_was_read_again_is_told_and_recommends_nothing() -> None:
     assert (kept.hardware, lost.hardware) == ("bandwidth", "bandwidth")
     assert lost.seconds_by_class == pytest.approx(kept.seconds_by_class, rel=0.1)
     assert "read again" not in kept.line()
-    assert "reads 83 and writes 800" in lost.line() and "7997 tokens more per trajectory were read again" in lost.line()
+    assert (
+        "reads 83 and writes 800" in lost.line()
+        and "7997 tokens more per trajectory were prefilled again" in lost.line()
+    )
 
 
 def test_predictions_follow_the_roofline() -> None:
     assumptions = Assumptions(context_bytes_per_token=0.0, batch=1.0, reached={})
-    reading, writing = Work(prefilled=1000), Work(decoded=1000)
+    reading, writing = InferenceWork(prefilled=1000), InferenceWork(decoded=1000)
     ratio = predicted_s(reading, H20, assumptions) / predicted_s(reading, H800, assumptions)
     assert ratio == pytest.approx(989.5 / 148.0)
     ratio = predicted_s(writing, H800, assumptions) / predicted_s(writing, H20, assumptions)

@@ -12,14 +12,14 @@ from tests.rl.inference.conftest import Rig, a_request, drawn, fake, play, token
 
 from tangram.errors import ManagerError
 from tangram.rl.inference.engines.fake import FakeEngine
-from tangram.rl.inference.engines.protocol import Generation, Request
+from tangram.rl.inference.engines.protocol import Generation, GenerationRequest
 from tangram.rl.inference.router_records import (
     EngineRemoved,
+    EngineState,
     EngineUpdated,
     NoEngine,
+    RequestAbandoned,
     RequestDropped,
-    RequestGivenUp,
-    State,
 )
 
 SEEDS = 80
@@ -41,7 +41,7 @@ class Chaos:
             update_s_max=5.0,
         )
         self.version = 1
-        self.sent: dict[str, Request] = {}
+        self.sent: dict[str, GenerationRequest] = {}
         self.ends: Counter[str] = Counter()
         self.over = False
 
@@ -85,7 +85,7 @@ class Chaos:
             tokens += self.random.randint(1, 30)
             await self._request(request)
 
-    async def _request(self, request: Request) -> None:
+    async def _request(self, request: GenerationRequest) -> None:
         self.sent[request.id] = request
         task = asyncio.create_task(self.rig.gateway.generate(request))
         if self.random.random() < 0.2:
@@ -94,23 +94,23 @@ class Chaos:
         (found,) = await asyncio.gather(task, return_exceptions=True)
         self.ends[self._end(request, found)] += 1
 
-    def _end(self, request: Request, found: Generation | BaseException) -> str:
+    def _end(self, request: GenerationRequest, found: Generation | BaseException) -> str:
         match found:
             case Generation():
                 self._check(request, found)
                 return "answered"
             case asyncio.CancelledError():
                 return "cancelled"
-            case RequestGivenUp():
+            case RequestAbandoned():
                 assert request.id in str(found)
                 return "given up"
             case NoEngine():
-                assert all(kept.state is State.REMOVED for kept in self.rig.gateway.statistics().engines), found
+                assert all(kept.state is EngineState.REMOVED for kept in self.rig.gateway.statistics().engines), found
                 return "no engine"
         raise found
 
-    def _check(self, request: Request, found: Generation) -> None:
-        assert found.tokens == drawn(request), "each token once and in order, whoever wrote it"
+    def _check(self, request: GenerationRequest, found: Generation) -> None:
+        assert found.tokens == drawn(request), "each token once and in order, of any engine"
         assert found.finish == "length"
         assert len(found.logprobs) == len(found.versions) == len(found.tokens)
         assert list(found.versions) == sorted(found.versions), "weights never go back within a trajectory"
@@ -120,13 +120,13 @@ class Chaos:
         statistics = self.rig.gateway.statistics()
         assert statistics.requests == statistics.waiting == 0
         assert all(kept.load == kept.requests == 0 for kept in statistics.engines)
-        assert all(engine.inside == () for engine in self.engines), "an orphan"
+        assert all(engine.active_requests == () for engine in self.engines), "an orphan"
         assert sum(self.ends.values()) == len(self.sent)
         assert statistics.served == self.ends["answered"]
         assert statistics.cancelled == self.ends["cancelled"]
         assert statistics.failed == self.ends["given up"] + self.ends["no engine"]
         assert len(self.rig.told(RequestDropped)) == self.ends["given up"]
-        removed = [kept.name for kept in statistics.engines if kept.state is State.REMOVED]
+        removed = [kept.name for kept in statistics.engines if kept.state is EngineState.REMOVED]
         assert sorted(removed) == sorted(event.engine for event in self.rig.told(EngineRemoved))
 
     async def trouble(self) -> None:
@@ -139,7 +139,7 @@ class Chaos:
                 case "hang":
                     engine.hang(notice_s=self.random.uniform(0.1, 10.0))
                 case "hang for ever":
-                    # Nobody notices it but an update, of which there is always another one.
+                    # Only an update detects it, and there is always another one.
                     engine.hang()
                 case "refuse":
                     engine.refuse(updates=1)
@@ -156,7 +156,7 @@ class Chaos:
                 updates.add(asyncio.create_task(self.rig.gateway.update(weights(self.version))))
                 done = {task for task in updates if task.done()}
                 for task in done:
-                    assert isinstance(task.exception(), ManagerError | None)  # perhaps nobody took them
+                    assert isinstance(task.exception(), ManagerError | None)  # no engine may have taken them
                 updates -= done
         finally:
             for task in updates:
@@ -206,7 +206,7 @@ def test_closing_at_any_moment_ends_everybody(seed: int) -> None:
         trouble.cancel()
         trainer.cancel()
         await asyncio.gather(trouble, trainer, return_exceptions=True)
-        assert all(isinstance(each, Generation | NoEngine | RequestGivenUp) for each in found[1:]), found
+        assert all(isinstance(each, Generation | NoEngine | RequestAbandoned) for each in found[1:]), found
         chaos.rig.check_idle()
 
     play(main)

@@ -8,9 +8,9 @@ import pytest
 from tests.rl.inference.conftest import STOP, a_request, drawn, fake, play, weights
 
 from tangram.errors import ManagerError
-from tangram.rl.inference.engines.fake import FakeEngine, spoken
-from tangram.rl.inference.engines.protocol import EngineDied, Noise, Request, Sampling
-from tangram.rl.rollout.codec import Words
+from tangram.rl.inference.engines.fake import FakeEngine, text_script
+from tangram.rl.inference.engines.protocol import EngineDied, GenerationRequest, Sampling, SamplingSeed
+from tangram.rl.rollout.codec import WordCodec
 
 
 def test_it_writes_what_the_script_says_one_token_after_the_other() -> None:
@@ -62,7 +62,7 @@ def test_what_is_being_written_waits_while_it_is_suspended_and_is_read_again_aft
         await engine.suspend()
         other = asyncio.create_task(engine.generate(a_request(tokens_max=1)))
         await asyncio.sleep(100.0)
-        assert not task.done() and not other.done() and len(engine.inside) == 2
+        assert not task.done() and not other.done() and len(engine.active_requests) == 2
         await engine.update(weights(2))
         await engine.resume()
         found = await task
@@ -93,12 +93,12 @@ def test_when_it_dies_each_request_hears_what_was_written() -> None:
     play(main)
 
 
-def test_it_hangs_until_somebody_notices_or_it_is_closed() -> None:
+def test_it_hangs_until_that_is_detected_or_it_is_closed() -> None:
     async def main() -> None:
         engine = fake()
         await engine.start(weights())
         engine.hang(notice_s=10.0)
-        with pytest.raises(EngineDied, match="did not answer any more"):
+        with pytest.raises(EngineDied, match="stopped responding"):
             await engine.generate(a_request())
         await engine.start(weights())
         engine.hang()
@@ -131,14 +131,14 @@ def test_it_refuses_as_often_as_it_is_told() -> None:
 
 def test_a_whole_text_goes_on_in_another_engine() -> None:
     async def main() -> None:
-        codec = Words(["go", "left", "right"])
-        answer = spoken(codec, lambda request: "go left go right")
+        codec = WordCodec(["go", "left", "right"])
+        answer = text_script(codec, lambda request: "go left go right")
         engines = [FakeEngine(answer, name=name, token_s=1.0) for name in ("a", "b")]
         for engine in engines:
             await engine.start(weights())
-        tokens = codec.observation("left", first=True)
+        tokens = codec.encode_observation("left", first=True)
         sampling = Sampling(tokens_max=10, stop=codec.stop)
-        request = Request(id="r", tokens=tokens, sampling=sampling, noise=Noise(seed=1))
+        request = GenerationRequest(id="r", tokens=tokens, sampling=sampling, noise=SamplingSeed(seed=1))
         task = asyncio.create_task(engines[0].generate(request))
         await asyncio.sleep(2.5)
         engines[0].die()
@@ -146,9 +146,9 @@ def test_a_whole_text_goes_on_in_another_engine() -> None:
             await task
         assert died.value.written is not None
         first = died.value.written.tokens
-        rest = Request(id="r", tokens=(*tokens, *first), sampling=sampling, noise=Noise(seed=1))
+        rest = GenerationRequest(id="r", tokens=(*tokens, *first), sampling=sampling, noise=SamplingSeed(seed=1))
         second = await engines[1].generate(rest)
-        assert codec.action(first) == "go left" and codec.action(second.tokens) == "go right"
+        assert codec.decode_action(first) == "go left" and codec.decode_action(second.tokens) == "go right"
         assert second.finish == "stop"
 
     play(main)

@@ -14,10 +14,24 @@ from tests.rl.inference.servers import ModelServer
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.rl.config.rollout_settings import EngineSettings
 from tangram.rl.inference.engines import openai
-from tangram.rl.inference.engines.http_session import Line
-from tangram.rl.inference.engines.openai import ITS_OWN, SEED_BITS, NoPlace, OpenAIEngine, Unreachable, seed_of
-from tangram.rl.inference.engines.protocol import EngineDied, Noise, Request, RequestRefused, Sampling, Weights
-from tangram.rl.inference.router import Gateway
+from tangram.rl.inference.engines.http_session import HttpSession
+from tangram.rl.inference.engines.openai import (
+    OWN_WEIGHTS,
+    SEED_BITS,
+    OpenAIEngine,
+    ServerOverloaded,
+    ServerUnreachable,
+    seed_of,
+)
+from tangram.rl.inference.engines.protocol import (
+    EngineDied,
+    GenerationRequest,
+    PolicyWeights,
+    RequestRefused,
+    Sampling,
+    SamplingSeed,
+)
+from tangram.rl.inference.router import Router
 from tangram.rl.rollout.assembly import require_trainable_engines
 
 DEADLINE_S = 60.0
@@ -47,16 +61,16 @@ def with_server(
     asyncio.run(main())
 
 
-def checkpoint(folder: Path, version: int) -> Weights:
+def checkpoint(folder: Path, version: int) -> PolicyWeights:
     """As Hugging Face has it, as far as it is looked at here."""
     path = folder / str(version)
     path.mkdir()
     for name in ("config.json", "model.safetensors"):
         (path / name).touch()
-    return Weights(version=version, folder=str(path))
+    return PolicyWeights(version=version, folder=str(path))
 
 
-def tokens_of(server: ModelServer, request: Request) -> tuple[int, ...]:
+def tokens_of(server: ModelServer, request: GenerationRequest) -> tuple[int, ...]:
     first = len(request.tokens)
     return tuple(server.token(first + number) for number in range(request.sampling.tokens_max))
 
@@ -90,11 +104,16 @@ def test_tokens_go_in_and_tokens_come_out(dialect: str) -> None:
 
 
 def test_a_seed_is_made_of_all_of_the_noise_and_of_the_position() -> None:
-    noises = [Noise(seed=1), Noise(seed=2), Noise(seed=1, member=1), Noise(seed=1, attempt=1)]
+    noises = [
+        SamplingSeed(seed=1),
+        SamplingSeed(seed=2),
+        SamplingSeed(seed=1, member=1),
+        SamplingSeed(seed=1, attempt=1),
+    ]
     seeds = [seed_of(noise, position) for noise in noises for position in (1, 2)]
     assert len(set(seeds)) == 8
     assert all(0 <= seed < 1 << SEED_BITS for seed in seeds)
-    assert seed_of(Noise(seed=1), 5) == seed_of(Noise(seed=1), 5)
+    assert seed_of(SamplingSeed(seed=1), 5) == seed_of(SamplingSeed(seed=1), 5)
 
 
 def test_an_action_ends_with_the_token_that_ends_it() -> None:
@@ -115,11 +134,11 @@ def test_an_action_ends_with_the_token_that_ends_it() -> None:
 def test_a_server_keeps_the_weights_that_it_serves_until_it_takes_an_update(dialect: str, tmp_path: Path) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         assert server.weights == "none" and engine.statistics().version == 1
-        assert not engine.trains and engine.shortcoming == ITS_OWN
+        assert not engine.output_is_trainable and engine.shortcoming == OWN_WEIGHTS
         second = checkpoint(tmp_path, 2)
         await engine.update(second)
         assert server.weights == second.folder
-        assert engine.trains and not engine.shortcoming
+        assert engine.output_is_trainable and not engine.shortcoming
 
     with_server(test, dialect)
 
@@ -158,7 +177,7 @@ def test_weights_that_cannot_be_had_leave_the_old_ones(dialect: str, tmp_path: P
         with pytest.raises(ManagerError, match="no such file") as refused:
             await engine.update(checkpoint(tmp_path, 2))
         assert not isinstance(refused.value, EngineDied)
-        assert engine.statistics().version == 1 and engine.shortcoming == ITS_OWN
+        assert engine.statistics().version == 1 and engine.shortcoming == OWN_WEIGHTS
 
     with_server(test, dialect)
 
@@ -169,7 +188,7 @@ def test_weights_as_we_publish_them_are_never_handed_to_a_server(dialect: str, t
         for name in ("manifest.json", "00000.bucket", "config.json"):
             (tmp_path / name).touch()
         with pytest.raises(ManagerError, match=r"takes Hugging Face folders only.*model_folder\.save") as refused:
-            await engine.update(Weights(version=2, folder=str(tmp_path)))
+            await engine.update(PolicyWeights(version=2, folder=str(tmp_path)))
         assert not isinstance(refused.value, EngineDied)
         assert server.weights == "none" and engine.statistics().version == 1
 
@@ -190,7 +209,7 @@ def test_a_server_that_was_given_weights_is_given_them_again_at_its_next_start(d
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         await engine.update(checkpoint(tmp_path, 2))
         await engine.close()
-        server.weights = "those of its own"  # it was started anew meanwhile
+        server.weights = "those of its own"  # it was restarted meanwhile
         third = checkpoint(tmp_path, 3)
         server.refuse_weights = True
         with pytest.raises(ManagerError, match="no such file"):
@@ -198,7 +217,7 @@ def test_a_server_that_was_given_weights_is_given_them_again_at_its_next_start(d
         assert server.running.is_set()
         server.refuse_weights = False
         await engine.start(third)
-        assert server.weights == third.folder and engine.trains
+        assert server.weights == third.folder and engine.output_is_trainable
         assert engine.statistics().version == 3
 
     with_server(test, dialect)
@@ -242,7 +261,7 @@ def test_cancelling_a_request_aborts_it_in_the_server(dialect: str) -> None:
 @BOTH
 def test_a_server_without_control_serves_evaluation_and_says_why(dialect: str) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
-        assert not engine.trains
+        assert not engine.output_is_trainable
         assert "takes no weights" in engine.shortcoming
         await engine.suspend()
         await engine.update(weights(2))
@@ -274,15 +293,15 @@ def test_only_engines_that_have_taken_weights_may_be_trained_on(dialect: str, tm
 def test_a_server_that_was_trained_on_does_not_come_back_with_weights_of_its_own(dialect: str, tmp_path: Path) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         await engine.update(checkpoint(tmp_path, 2))
-        assert engine.trains
+        assert engine.output_is_trainable
         await engine.close()
-        server.control = False  # it was started anew meanwhile, otherwise
+        server.control = False  # it was restarted meanwhile, otherwise
         for _ in range(2):
             with pytest.raises(ManagerError, match="it had taken weights, and now it takes no weights"):
                 await engine.start(checkpoint(tmp_path, 3) if not (tmp_path / "3").exists() else weights(3))
         server.control = True
-        await engine.start(Weights(version=3, folder=str(tmp_path / "3")))
-        assert engine.trains
+        await engine.start(PolicyWeights(version=3, folder=str(tmp_path / "3")))
+        assert engine.output_is_trainable
 
     with_server(test, dialect)
 
@@ -297,7 +316,7 @@ def test_a_server_that_was_trained_on_does_not_come_back_without_log_probabiliti
         await engine.close()
         server.fault = "no logprobs"
         for _ in range(2):
-            with pytest.raises(ManagerError, match="was trained on, and now it tells no log-probabilities"):
+            with pytest.raises(ManagerError, match="was trained on, and now it returns no log-probabilities"):
                 await engine.start(second)
 
     with_server(test, dialect)
@@ -305,7 +324,7 @@ def test_a_server_that_was_trained_on_does_not_come_back_without_log_probabiliti
 
 def test_a_plain_server_serves_evaluation() -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
-        assert not engine.trains and "no weights" in engine.shortcoming
+        assert not engine.output_is_trainable and "no weights" in engine.shortcoming
 
     with_server(test, "plain")
 
@@ -317,7 +336,10 @@ def test_a_server_without_log_probabilities_serves_evaluation(dialect: str) -> N
             server.fault = "no logprobs"
             engine = engine_at(server.url, dialect)
             await engine.start(weights())
-            assert not engine.trains and engine.shortcoming == f"it tells no log-probabilities; {ITS_OWN}"
+            assert (
+                not engine.output_is_trainable
+                and engine.shortcoming == f"it returns no log-probabilities; {OWN_WEIGHTS}"
+            )
             found = await engine.generate(a_request(tokens_max=4))
             assert len(found.tokens) == len(found.logprobs) == 4
             await engine.close()
@@ -338,15 +360,15 @@ def test_text_without_ids_is_refused_at_the_start(dialect: str) -> None:
 
 @BOTH
 @pytest.mark.parametrize(
-    ("temperature", "scaled", "trains"), [(0.5, True, True), (0.5, False, False), (1.0, False, True)]
+    ("temperature", "scaled", "output_is_trainable"), [(0.5, True, True), (0.5, False, False), (1.0, False, True)]
 )
 def test_log_probabilities_before_the_temperature_are_found_out(
-    dialect: str, temperature: float, scaled: bool, trains: bool, tmp_path: Path
+    dialect: str, temperature: float, scaled: bool, output_is_trainable: bool, tmp_path: Path
 ) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         await engine.update(checkpoint(tmp_path, 2))
-        assert engine.trains is trains
-        assert ("before the temperature" in engine.shortcoming) is not trains
+        assert engine.output_is_trainable is output_is_trainable
+        assert ("before the temperature" in engine.shortcoming) is not output_is_trainable
 
     with_server(test, dialect, scaled=scaled, temperature=temperature)
 
@@ -354,7 +376,7 @@ def test_log_probabilities_before_the_temperature_are_found_out(
 def test_ids_that_were_left_are_not_told_so_training_with_top_k_is_refused() -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         sampling = Sampling(top_k=5, keep_ids=True)
-        request = Request(id="r", tokens=(1,), sampling=sampling, noise=Noise(seed=1))
+        request = GenerationRequest(id="r", tokens=(1,), sampling=sampling, noise=SamplingSeed(seed=1))
         with pytest.raises(InvalidInput, match="keep_ids"):
             await engine.generate(request)
 
@@ -369,15 +391,15 @@ def test_ids_that_were_left_are_not_told_so_training_with_top_k_is_refused() -> 
     [
         ("no logprobs", "tokens without log-probabilities"),
         ("wrong counts", "1 tokens and 2 log-probabilities"),
-        ("wrong ids", "no ids of tokens"),
-        ("truncated", "half a line"),
+        ("wrong ids", "invalid token ids"),
+        ("truncated", "an incomplete line"),
         ("dropped", "broke off|reached"),
-        ("no end", "before the end"),
-        ("silent", "said nothing"),
+        ("no end", "ended its response early"),
+        ("silent", "sent nothing"),
         ("too many", "more than the 6 tokens"),
-        ("not json", "no sense"),
-        ("positive", "no log-probability: 0.5"),
-        ("null", "no log-probability: None"),
+        ("not json", "malformed response"),
+        ("positive", "an invalid log-probability: 0.5"),
+        ("null", "an invalid log-probability: None"),
         ("after the end", "more than the 6 tokens"),
         ("error inside", "EngineDeadError"),
         ("text", "without the ids"),
@@ -408,17 +430,17 @@ def test_a_stream_that_goes_wrong_kills_the_engine_and_what_was_sound_survives(f
     ("fault", "words"),
     [
         ("no logprobs", "tokens without log-probabilities"),
-        ("wrong counts", "other tokens than it wrote"),
-        ("other tokens", "other tokens than it wrote"),
-        ("wrong ids", "no sense"),
-        ("truncated", "no sense"),
+        ("wrong counts", "other tokens than it generated"),
+        ("other tokens", "other tokens than it generated"),
+        ("wrong ids", "malformed response"),
+        ("truncated", "malformed response"),
         ("dropped", "reached|broke off"),
-        ("silent", "said nothing"),
+        ("silent", "sent nothing"),
         ("too many", "more than the 6 tokens"),
-        ("not json", "no sense"),
-        ("positive", "no log-probability"),
-        ("null", "no log-probability"),
-        ("error inside", "no sense"),
+        ("not json", "malformed response"),
+        ("positive", "an invalid log-probability"),
+        ("null", "an invalid log-probability"),
+        ("error inside", "malformed response"),
         ("text", "without the ids"),
     ],
 )
@@ -493,7 +515,7 @@ def test_a_server_that_fails_once_is_asked_again() -> None:
 def test_a_request_that_a_server_fails_each_time_is_refused_if_it_answers_others() -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         server.status, server.unlucky = 500, openai.TRIES
-        with pytest.raises(RequestRefused, match="answers others: it said 500: as you like"):
+        with pytest.raises(RequestRefused, match="answers others: 500: as you like"):
             await engine.generate(a_request(tokens_max=2))
         assert (await engine.generate(a_request(tokens_max=2))).tokens
 
@@ -515,7 +537,8 @@ def test_a_token_that_the_policy_does_not_know_makes_no_sense(dialect: str) -> N
         request = a_request(tokens_max=20)
         wrong = next(token for token in tokens_of(server, request) if token >= 50)
         with pytest.raises(
-            EngineDied, match=f"no sense: ValueError: token {wrong}, and the vocabulary has 50: policy.checkpoint"
+            EngineDied,
+            match=f"malformed response: ValueError: token {wrong}, and the vocabulary has 50: policy.checkpoint",
         ):
             await engine.generate(request)
 
@@ -560,10 +583,10 @@ def test_no_more_requests_than_slots_are_asked_at_once_and_waiting_is_told() -> 
 def test_a_busy_server_is_asked_again_when_it_says_and_no_later_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
 
-    async def pause(line: Line, seconds: float) -> None:
+    async def pause(line: HttpSession, seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr(Line, "pause", pause)
+    monkeypatch.setattr(HttpSession, "pause", pause)
 
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         for retry_after, least_s in (("7", 7.0), ("1000000", openai.RETRY_AFTER_S_MAX)):
@@ -578,7 +601,7 @@ def test_a_busy_server_is_asked_again_when_it_says_and_no_later_than_a_limit(mon
 def test_a_server_without_place_for_anybody_is_dead_after_a_while() -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         server.busy = -1
-        with pytest.raises(NoPlace, match="had no place for anybody for 2 s: it said 429: later"):
+        with pytest.raises(ServerOverloaded, match="accepted no request for 2 s: 429: later"):
             await engine.generate(a_request())
         assert server.turned_away > 1
 
@@ -602,7 +625,7 @@ def test_a_request_that_pauses_when_the_engine_is_closed_dies_with_it(
         if again:
             await engine.start(weights(2))
         for task in (pausing, queued):
-            with pytest.raises(Unreachable, match="it was closed meanwhile"):
+            with pytest.raises(ServerUnreachable, match="it was closed meanwhile"):
                 await task
         with pytest.raises(EngineDied, match="it was closed meanwhile"):
             await served
@@ -629,7 +652,7 @@ def test_silence_while_it_is_suspended_is_no_death() -> None:
 def test_a_server_that_is_not_there_is_unreachable() -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         await server.stop()
-        with pytest.raises(Unreachable, match="cannot be reached"):
+        with pytest.raises(ServerUnreachable, match="cannot be reached"):
             await engine.generate(a_request())
         with pytest.raises(ManagerError, match="cannot be reached"):
             await engine_at(server.url).start(weights())
@@ -651,7 +674,7 @@ def test_closing_kills_what_is_inside_and_leaves_the_server() -> None:
     with_server(test)
 
 
-def test_a_dialect_that_nobody_speaks_is_refused() -> None:
+def test_an_unknown_dialect_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="one of vllm, sglang, plain"):
         engine_at("http://127.0.0.1:1", "esperanto")
 
@@ -678,7 +701,7 @@ def test_one_table_describes_several_servers() -> None:
 def test_behind_a_gateway_a_busy_server_that_drops_a_connection_costs_no_request() -> None:
     async def main() -> None:
         async with asyncio.timeout(DEADLINE_S), ModelServer("vllm") as server:
-            gateway = Gateway([engine_at(server.url, slots=3)])
+            gateway = Router([engine_at(server.url, slots=3)])
             await gateway.start(weights())
             server.status, server.unlucky = 503, 3
             tasks = [asyncio.create_task(gateway.generate(a_request(tokens_max=30))) for _ in range(7)]
@@ -688,7 +711,7 @@ def test_behind_a_gateway_a_busy_server_that_drops_a_connection_costs_no_request
             server.fault, server.status, server.unlucky = "", 503, 3
             found = await asyncio.gather(*tasks)
             assert [len(each.tokens) for each in found] == [30] * 7
-            assert gateway.statistics().engines[0].lives >= 2
+            assert gateway.statistics().engines[0].incarnations >= 2
             await gateway.close()
 
     asyncio.run(main())
@@ -701,7 +724,7 @@ def test_behind_a_gateway_a_request_survives_its_server() -> None:
                 OpenAIEngine(EngineSettings(name=name, kind="openai", url=server.url), dialect="vllm")
                 for name, server in (("first", first), ("second", second))
             ]
-            gateway = Gateway(engines)
+            gateway = Router(engines)
             await gateway.start(weights())
             request = a_request(tokens_max=40)
             task = asyncio.create_task(gateway.generate(request))
@@ -723,7 +746,7 @@ def test_behind_a_gateway_a_request_survives_its_server() -> None:
 def test_behind_a_gateway_a_server_that_refuses_our_weights_goes_on_serving(tmp_path: Path) -> None:
     async def main() -> None:
         async with asyncio.timeout(DEADLINE_S), ModelServer("vllm") as server:
-            gateway = Gateway([engine_at(server.url)])
+            gateway = Router([engine_at(server.url)])
             await gateway.start(weights())
             request = a_request(tokens_max=40)
             task = asyncio.create_task(gateway.generate(request))
@@ -733,7 +756,7 @@ def test_behind_a_gateway_a_server_that_refuses_our_weights_goes_on_serving(tmp_
             assert (await task).versions == (1,) * 40
             await gateway.update(checkpoint(tmp_path, 2))
             (kept,) = gateway.statistics().engines
-            assert (kept.version, kept.trains, kept.lives) == (2, True, 1)
+            assert (kept.version, kept.output_is_trainable, kept.incarnations) == (2, True, 1)
             await gateway.close()
 
     asyncio.run(main())

@@ -18,14 +18,14 @@ import pytest
 from tests.rl.processes import DEADLINE_S, gone, leaving_nothing, until
 
 from tangram.errors import InvalidAction, InvalidConfig, ManagerError
-from tangram.processes.framing import FrameTooLong, framed
+from tangram.processes.framing import FrameTooLong, encode_frame
 from tangram.rl.config.rollout_settings import EngineSettings
 from tangram.rl.inference.engines import messages
-from tangram.rl.inference.engines.messages import Abort, Add
+from tangram.rl.inference.engines.messages import AbortRequest, AddRequest
 from tangram.rl.inference.engines.process import ProcessEngine
-from tangram.rl.inference.engines.protocol import EngineDied, Noise, Request, Sampling, Weights
+from tangram.rl.inference.engines.protocol import EngineDied, GenerationRequest, PolicyWeights, Sampling, SamplingSeed
 from tangram.rl.model.batching import Batcher
-from tangram.rl.model.transformer import Transformer, small
+from tangram.rl.model.transformer import Transformer, small_config
 from tangram.rl.model.weight_store import publish
 
 VOCABULARY = 29
@@ -36,9 +36,9 @@ SLOW = {"decode_s_per_step": 0.02}
 
 @functools.cache
 def model(version: int) -> Transformer:
-    return Transformer.new(small(VOCABULARY, width=16, heads=2, context_max=CONTEXT), seed=version).requires_grad_(
-        False
-    )
+    return Transformer.new(
+        small_config(VOCABULARY, width=16, heads=2, context_max=CONTEXT), seed=version
+    ).requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +55,16 @@ def settings(**options) -> EngineSettings:
     return EngineSettings(**({"slots": 4, "context_max": CONTEXT, "chunk": 8} | options))
 
 
-def request(number: int, count: int = 5, **sampling) -> Request:
-    return Request(
+def request(number: int, count: int = 5, **sampling) -> GenerationRequest:
+    return GenerationRequest(
         id=f"r{number}",
         tokens=tuple((number + position) % VOCABULARY for position in range(count)),
         sampling=Sampling(**({"tokens_max": 8} | sampling)),
-        noise=Noise(seed=number),
+        noise=SamplingSeed(seed=number),
     )
 
 
-def in_process(asked: Request, version: int = 0) -> tuple[int, ...]:
+def in_process(asked: GenerationRequest, version: int = 0) -> tuple[int, ...]:
     machine = Batcher(model(version), version, slots=1, context_max=CONTEXT, chunk=8, now=lambda: 0.0)
     machine.add(asked)
     while True:
@@ -72,7 +72,7 @@ def in_process(asked: Request, version: int = 0) -> tuple[int, ...]:
             return done[0][1].tokens
 
 
-def run(engine: ProcessEngine, weights: Weights | None, test: Callable[[], Awaitable[None]]) -> None:
+def run(engine: ProcessEngine, weights: PolicyWeights | None, test: Callable[[], Awaitable[None]]) -> None:
     """Nothing is left behind, whatever happened."""
 
     async def started() -> None:
@@ -86,7 +86,7 @@ def run(engine: ProcessEngine, weights: Weights | None, test: Callable[[], Await
 class Shared:
     """An engine for all tests that leave it as it was, in a loop of its own."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: PolicyWeights) -> None:
         self.runner = asyncio.Runner()
         self.engine = ProcessEngine(settings(**SLOW, prefill_s_per_token=0.002))
         self.runner.run(self.engine.start(weights))
@@ -106,7 +106,7 @@ class Shared:
 
 
 @pytest.fixture(scope="module")
-def shared(published: list[Weights]) -> Iterator[Shared]:
+def shared(published: list[PolicyWeights]) -> Iterator[Shared]:
     made = Shared(published[0])
     yield made
     made.close()
@@ -116,7 +116,7 @@ def shared(published: list[Weights]) -> Iterator[Shared]:
 
 
 def test_requests_are_answered_each_by_itself_with_their_tokens_and_steps_are_recorded_if_asked_for(
-    published: list[Weights],
+    published: list[PolicyWeights],
 ) -> None:
     engine = ProcessEngine(settings(), record_steps=True)
     first, asked = request(9), [request(number, tokens_max=3 + number) for number in range(9)]
@@ -164,7 +164,7 @@ def test_a_request_that_cannot_be_served_is_refused_and_disturbs_nobody(shared: 
     shared.run(test)
 
 
-def test_whoever_is_cancelled_aborts_his_request_in_the_engine(published: list[Weights]) -> None:
+def test_cancellation_aborts_the_request_in_the_engine(published: list[PolicyWeights]) -> None:
     engine = ProcessEngine(settings(slots=1, **SLOW))
 
     async def test() -> None:
@@ -184,7 +184,7 @@ def test_whoever_is_cancelled_aborts_his_request_in_the_engine(published: list[W
     run(engine, published[0], test)
 
 
-def test_emulated_hardware_is_as_slow_as_it_is_said_to_be(shared: Shared) -> None:
+def test_emulated_hardware_is_as_slow_as_declared(shared: Shared) -> None:
     async def test() -> None:
         got = await shared.engine.generate(request(1, 8, tokens_max=6))
         assert got.prefill_s >= 8 * 0.002
@@ -196,7 +196,7 @@ def test_emulated_hardware_is_as_slow_as_it_is_said_to_be(shared: Shared) -> Non
 # ---- weights ----
 
 
-def test_suspend_update_resume_continue_a_request_under_the_new_weights(published: list[Weights]) -> None:
+def test_suspend_update_resume_continue_a_request_under_the_new_weights(published: list[PolicyWeights]) -> None:
     engine = ProcessEngine(settings(**SLOW), dtype="float64")
 
     async def test() -> None:
@@ -222,7 +222,7 @@ def test_suspend_update_resume_continue_a_request_under_the_new_weights(publishe
 
 
 def test_weights_that_cannot_be_had_leave_the_old_ones(
-    shared: Shared, published: list[Weights], tmp_path: Path
+    shared: Shared, published: list[PolicyWeights], tmp_path: Path
 ) -> None:
     engine = shared.engine
     damaged = publish(model(1), model(1).config, tmp_path, 5)
@@ -234,7 +234,7 @@ def test_weights_that_cannot_be_had_leave_the_old_ones(
     async def test() -> None:
         for bad, reason in (
             (damaged, "checksum"),
-            (Weights(version=9, folder=str(tmp_path / "nowhere")), "No such file"),
+            (PolicyWeights(version=9, folder=str(tmp_path / "nowhere")), "No such file"),
             (published[2], "not finite"),
         ):
             with pytest.raises(ManagerError, match=reason) as failed:
@@ -252,7 +252,7 @@ def test_weights_that_cannot_be_had_leave_the_old_ones(
 # ---- ends ----
 
 
-def test_a_killed_engine_gives_each_request_back_with_what_was_written(published: list[Weights]) -> None:
+def test_a_killed_engine_gives_each_request_back_with_what_was_written(published: list[PolicyWeights]) -> None:
     engine = ProcessEngine(settings(slots=2, **SLOW))
 
     async def test() -> None:
@@ -280,7 +280,9 @@ def test_a_killed_engine_gives_each_request_back_with_what_was_written(published
     run(engine, published[0], test)
 
 
-def test_an_engine_without_work_may_be_silent_and_one_with_work_counts_as_dead_then(published: list[Weights]) -> None:
+def test_an_engine_without_work_may_be_silent_and_one_with_work_counts_as_dead_then(
+    published: list[PolicyWeights],
+) -> None:
     engine = ProcessEngine(settings(**SLOW), hang_s=1.5)
 
     async def test() -> None:
@@ -298,26 +300,26 @@ def test_an_engine_without_work_may_be_silent_and_one_with_work_counts_as_dead_t
         await until(lambda: engine.statistics().steps > known + 20)
         pid = engine.pid
         os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(EngineDied, match="said nothing for") as died:
+        with pytest.raises(EngineDied, match="sent nothing for") as died:
             await task
         assert died.value.written is not None and len(died.value.written.tokens) >= 8
         assert gone(pid)
 
         await engine.start(published[0])
         written = died.value.written.tokens
-        rest = Request(
+        rest = GenerationRequest(
             id="r1 again",
             tokens=request(1).tokens + written,
             sampling=Sampling(tokens_max=55 - len(written)),
             noise=request(1).noise,
         )
-        # Noise belongs to positions, so whoever goes on writes what would have been written.
+        # Noise depends on positions, so every engine continues with the same tokens.
         assert written + (await engine.generate(rest)).tokens == in_process(request(1, tokens_max=55))
 
     run(engine, published[0], test)
 
 
-def test_closing_ends_what_is_in_it(published: list[Weights]) -> None:
+def test_closing_ends_what_is_in_it(published: list[PolicyWeights]) -> None:
     engine = ProcessEngine(settings(**SLOW))
 
     async def test() -> None:
@@ -333,7 +335,7 @@ def test_closing_ends_what_is_in_it(published: list[Weights]) -> None:
     run(engine, published[0], test)
 
 
-def test_an_engine_that_does_not_listen_is_closed_all_the_same(published: list[Weights]) -> None:
+def test_an_engine_that_does_not_listen_is_closed_all_the_same(published: list[PolicyWeights]) -> None:
     engine = ProcessEngine(settings())
 
     async def test() -> None:
@@ -345,7 +347,7 @@ def test_an_engine_that_does_not_listen_is_closed_all_the_same(published: list[W
     run(engine, published[0], test)
 
 
-def test_it_is_not_started_twice(shared: Shared, published: list[Weights]) -> None:
+def test_it_is_not_started_twice(shared: Shared, published: list[PolicyWeights]) -> None:
     async def test() -> None:
         with pytest.raises(ManagerError, match="runs already"):
             await shared.engine.start(published[0])
@@ -360,28 +362,30 @@ def test_one_of_several_has_a_number_in_its_name() -> None:
 @pytest.mark.parametrize(
     ("options", "weights", "reason"),
     [
-        ({}, Weights(version=0, folder="/nowhere"), "No such file"),
+        ({}, PolicyWeights(version=0, folder="/nowhere"), "No such file"),
         ({"context_max": 2 * CONTEXT}, None, "context_max"),
         ({}, 2, "not finite"),
     ],
 )
 def test_a_start_that_fails_says_why_and_leaves_nothing(
-    published: list[Weights], options: dict, weights: Weights | int | None, reason: str
+    published: list[PolicyWeights], options: dict, weights: PolicyWeights | int | None, reason: str
 ) -> None:
     engine = ProcessEngine(settings(**options))
-    chosen = weights if isinstance(weights, Weights) else published[weights or 0]
+    chosen = weights if isinstance(weights, PolicyWeights) else published[weights or 0]
 
     async def test() -> None:
         with pytest.raises(ManagerError, match=reason) as failed:
             await engine.start(chosen)
-        assert not failed.value.retry or isinstance(weights, Weights)
+        assert not failed.value.retry or isinstance(weights, PolicyWeights)
         with pytest.raises(EngineDied):
             await engine.generate(request(1))
 
     run(engine, None, test)
 
 
-def test_a_child_that_falls_over_at_once_is_quoted(published: list[Weights], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_falls_over_at_once_is_quoted(
+    published: list[PolicyWeights], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tangram.rl.inference.engines.process.PROGRAM", "tangram.rl.model.there_is_no_such_program")
     engine = ProcessEngine(settings())
 
@@ -392,7 +396,7 @@ def test_a_child_that_falls_over_at_once_is_quoted(published: list[Weights], mon
     run(engine, None, test)
 
 
-def test_a_start_that_is_cancelled_leaves_nothing(published: list[Weights]) -> None:
+def test_a_start_that_is_cancelled_leaves_nothing(published: list[PolicyWeights]) -> None:
     engine = ProcessEngine(settings())
 
     async def test() -> None:
@@ -419,12 +423,12 @@ def test_settings_of_which_it_cannot_be_made_are_refused() -> None:
 OWNER = """
 import asyncio, sys
 from tangram.rl.inference.engines.process import ProcessEngine
-from tangram.rl.inference.engines.protocol import Weights
+from tangram.rl.inference.engines.protocol import PolicyWeights
 from tangram.rl.config.rollout_settings import EngineSettings
 
 async def main():
     engine = ProcessEngine(EngineSettings(slots=4, context_max={context}, chunk=8))
-    await engine.start(Weights(version=0, folder={folder!r}))
+    await engine.start(PolicyWeights(version=0, folder={folder!r}))
     print(engine.pid, flush=True)
     await asyncio.sleep(600)
 
@@ -433,7 +437,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_an_engine_ends_with_its_owner(published: list[Weights], number: signal.Signals) -> None:
+def test_an_engine_ends_with_its_owner(published: list[PolicyWeights], number: signal.Signals) -> None:
     program = OWNER.format(context=CONTEXT, folder=published[0].folder)
     with subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -453,21 +457,21 @@ def test_an_engine_ends_with_its_owner(published: list[Weights], number: signal.
 
 
 def test_messages_survive_being_cut_anywhere() -> None:
-    sent = [Add(request=request(1)), Abort(id="r1"), Add(request=request(2, top_k=2))]
-    content = b"".join(map(framed, sent))
+    sent = [AddRequest(request=request(1)), AbortRequest(id="r1"), AddRequest(request=request(2, top_k=2))]
+    content = b"".join(map(encode_frame, sent))
     for size in (1, 3, 7, len(content)):
-        frames = messages.commands()
+        frames = messages.command_frames()
         found = [each for at in range(0, len(content), size) for each in frames.feed(content[at : at + size])]
         assert found == sent
 
 
 def test_a_length_that_no_message_has_is_not_waited_for() -> None:
     with pytest.raises(FrameTooLong):
-        list(messages.commands().feed(b"\xff\xff\xff\xff"))
+        list(messages.command_frames().feed(b"\xff" * 8))
 
 
 def test_an_answer_is_no_command() -> None:
-    frame = framed(messages.Ready())
+    frame = encode_frame(messages.EngineReady())
     with pytest.raises(msgspec.ValidationError):
-        list(messages.commands().feed(frame))
-    assert list(messages.answers().feed(frame)) == [messages.Ready()]
+        list(messages.command_frames().feed(frame))
+    assert list(messages.reply_frames().feed(frame)) == [messages.EngineReady()]

@@ -14,23 +14,23 @@ from tests.rl.inference.conftest import a_request
 from tangram.bench import affinity as bench
 from tangram.errors import ManagerError
 from tangram.rl.config.rollout_settings import EngineSettings
-from tangram.rl.inference.affinity import PUBLISHED
+from tangram.rl.inference.affinity import HARDWARE_BY_CLASS
 from tangram.rl.inference.engines.process import ProcessEngine
-from tangram.rl.inference.engines.protocol import Weights
-from tangram.rl.inference.router import Gateway
-from tangram.rl.inference.router_records import EngineLost, Event
+from tangram.rl.inference.engines.protocol import PolicyWeights
+from tangram.rl.inference.router import Router
+from tangram.rl.inference.router_records import AnyRouterEvent, EngineLost
 
 DEADLINE_S = 180.0
 STEP_S = 0.02
 """Slow enough to be killed in the middle."""
 
 
-def published(folder: Path, version: int, seed: int) -> Weights:
+def published(folder: Path, version: int, seed: int) -> PolicyWeights:
     pytest.importorskip("torch")
-    from tangram.rl.model.transformer import Transformer, small
+    from tangram.rl.model.transformer import Transformer, small_config
     from tangram.rl.model.weight_store import publish
 
-    config = small(50, layers=1, width=32, heads=2, context_max=128)
+    config = small_config(50, layers=1, width=32, heads=2, context_max=128)
     return publish(Transformer.new(config, seed), config, str(folder), version)
 
 
@@ -40,14 +40,16 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def with_engines(
-    count: int, test: Callable[[Gateway, list[ProcessEngine], list[Event]], Awaitable[None]], weights: Weights
+    count: int,
+    test: Callable[[Router, list[ProcessEngine], list[AnyRouterEvent]], Awaitable[None]],
+    weights: PolicyWeights,
 ) -> None:
     async def main() -> None:
         settings = EngineSettings(count=count, context_max=128, decode_s_per_step=STEP_S)
         # 64 bits, so that another batch does not round a token into another one.
         engines = [ProcessEngine(settings, number, dtype="float64") for number in range(count)]
-        events: list[Event] = []
-        gateway = Gateway(engines, on_event=events.append)
+        events: list[AnyRouterEvent] = []
+        gateway = Router(engines, on_event=events.append)
         async with asyncio.timeout(DEADLINE_S):
             await gateway.start(weights)
             try:
@@ -62,7 +64,7 @@ def with_engines(
 
 
 def test_what_is_killed_in_the_middle_goes_on_token_for_token(tmp_path: Path) -> None:
-    async def test(gateway: Gateway, engines: list[ProcessEngine], events: list[Event]) -> None:
+    async def test(gateway: Router, engines: list[ProcessEngine], events: list[AnyRouterEvent]) -> None:
         requests = [a_request(tokens=5 + number, tokens_max=60, session=f"s{number}", stop=()) for number in range(4)]
         undisturbed = await asyncio.gather(*(gateway.generate(request) for request in requests))
         tasks = [asyncio.create_task(gateway.generate(request)) for request in requests]
@@ -85,7 +87,7 @@ def test_what_is_killed_in_the_middle_goes_on_token_for_token(tmp_path: Path) ->
 def test_an_engine_that_is_killed_during_an_update_comes_back_with_the_new_weights(tmp_path: Path) -> None:
     first, second = published(tmp_path, 1, seed=1), published(tmp_path, 2, seed=2)
 
-    async def test(gateway: Gateway, engines: list[ProcessEngine], events: list[Event]) -> None:
+    async def test(gateway: Router, engines: list[ProcessEngine], events: list[AnyRouterEvent]) -> None:
         task = asyncio.create_task(gateway.generate(a_request(tokens_max=80, stop=())))
         await until(lambda: gateway.statistics().engines[0].requests == 1)
         await asyncio.sleep(10 * STEP_S)
@@ -100,17 +102,17 @@ def test_an_engine_that_is_killed_during_an_update_comes_back_with_the_new_weigh
     with_engines(1, test, first)
 
 
-def test_weights_that_are_not_there_cost_nobody_anything(tmp_path: Path) -> None:
-    async def test(gateway: Gateway, engines: list[ProcessEngine], events: list[Event]) -> None:
+def test_missing_weights_cost_no_request_anything(tmp_path: Path) -> None:
+    async def test(gateway: Router, engines: list[ProcessEngine], events: list[AnyRouterEvent]) -> None:
         tasks = [asyncio.create_task(gateway.generate(a_request(tokens_max=60, stop=()))) for _ in range(4)]
         await until(lambda: sum(kept.requests for kept in gateway.statistics().engines) == 4)
-        lives = [engine.pid for engine in engines]
+        incarnations = [engine.pid for engine in engines]
         with pytest.raises(ManagerError, match=r"no engine took version 9.*/nonexistent/manifest.json"):
-            await gateway.update(Weights(version=9, folder="/nonexistent"))
+            await gateway.update(PolicyWeights(version=9, folder="/nonexistent"))
         found = await asyncio.gather(*tasks)
         assert {version for each in found for version in each.versions} == {1}
         assert gateway.statistics().version == 1
-        assert [engine.pid for engine in engines] == lives
+        assert [engine.pid for engine in engines] == incarnations
         assert not any(isinstance(event, EngineLost) for event in events)
 
     with_engines(2, test, published(tmp_path, 1, seed=1))
@@ -122,7 +124,7 @@ def test_weights_that_are_not_there_cost_nobody_anything(tmp_path: Path) -> None
 def test_the_fleets_of_the_benchmark_cost_about_the_same_and_differ_as_published() -> None:
     costs = [bench.cost(fleet) for fleet in bench.FLEETS]
     assert max(costs) / min(costs) < 1.06
-    compute, bandwidth = (bench.engine_settings(bench.FULL, name, 1) for name in PUBLISHED)
+    compute, bandwidth = (bench.engine_settings(bench.FULL, name, 1) for name in HARDWARE_BY_CLASS)
     assert bandwidth.prefill_s_per_token / compute.prefill_s_per_token == pytest.approx(989.5 / 148.0)
     assert bandwidth.decode_s_per_step / compute.decode_s_per_step == pytest.approx(3.35 / 4.0)
-    assert bench.drawn(bench.FULL, 1) == bench.drawn(bench.FULL, 1) != bench.drawn(bench.FULL, 2)
+    assert bench.draw_work(bench.FULL, 1) == bench.draw_work(bench.FULL, 1) != bench.draw_work(bench.FULL, 2)

@@ -10,25 +10,31 @@ import pytest
 from tests.rl.inference.conftest import Rig, a_request, at_gateway, drawn, fake, play, until, weights
 
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
-from tangram.rl.inference.engine_supervisor import GIVEN_UP_MAX, REFUSED_MAX
+from tangram.rl.inference.engine_supervisor import ABANDONED_MAX, REFUSED_MAX
 from tangram.rl.inference.engines.fake import FakeEngine
-from tangram.rl.inference.engines.openai import NoPlace
-from tangram.rl.inference.engines.protocol import EngineDied, Generation, Request, RequestRefused, Weights
-from tangram.rl.inference.router import GIVE_UP_DEATHS, READ_AGAIN, Gateway
+from tangram.rl.inference.engines.openai import ServerOverloaded
+from tangram.rl.inference.engines.protocol import (
+    EngineDied,
+    Generation,
+    GenerationRequest,
+    PolicyWeights,
+    RequestRefused,
+)
+from tangram.rl.inference.router import ABANDON_DEATHS, PREFILL_COST, Router
 from tangram.rl.inference.router_records import (
-    CameBack,
+    AnyRouterEvent,
     EngineLost,
     EngineRemoved,
     EngineStarted,
+    EngineState,
     EngineUpdated,
-    Event,
-    FellBack,
+    FallbackBegan,
+    FallbackEnded,
     NoEngine,
+    RequestAbandoned,
     RequestDropped,
-    RequestGivenUp,
     RequestResumed,
-    State,
-    said,
+    describe_event,
 )
 
 # ---- routing ----
@@ -46,7 +52,7 @@ def test_a_task_goes_to_the_class_that_it_prefers_and_others_to_the_default() ->
 def test_among_equals_the_one_with_the_fewest_tokens_outstanding_is_taken() -> None:
     async def test(rig: Rig) -> None:
         long = asyncio.create_task(rig.gateway.generate(a_request(tokens=100, tokens_max=50)))
-        await until(lambda: bool(rig.engines["a"].inside))
+        await until(lambda: bool(rig.engines["a"].active_requests))
         short = [await rig.gateway.generate(a_request()) for _ in range(3)]
         assert [each.engine for each in short] == ["b", "b", "b"]
         await long
@@ -59,7 +65,7 @@ def test_a_session_stays_where_its_prefix_is() -> None:
         first = await rig.gateway.generate(a_request(session="s", tokens=40))
         # The other one has less to do, but not so much less.
         busy = asyncio.create_task(rig.gateway.generate(a_request(tokens=5, tokens_max=20)))
-        await until(lambda: bool(rig.engines[first.engine].inside))
+        await until(lambda: bool(rig.engines[first.engine].active_requests))
         second = await rig.gateway.generate(a_request(session="s", tokens=60))
         assert (second.engine, second.reused, second.prefilled) == (first.engine, 48, 12)
         await busy
@@ -73,8 +79,8 @@ def test_a_session_leaves_an_engine_that_is_overloaded() -> None:
         first = await rig.gateway.generate(a_request(session="s", tokens=10, tokens_max=2))
         assert first.engine == "a"
         # Its prefix has 12 tokens, and the other engine has nothing to do.
-        busy = asyncio.create_task(rig.gateway.generate(a_request(tokens=round(READ_AGAIN * 12), tokens_max=1)))
-        await until(lambda: bool(rig.engines["a"].inside))
+        busy = asyncio.create_task(rig.gateway.generate(a_request(tokens=round(PREFILL_COST * 12), tokens_max=1)))
+        await until(lambda: bool(rig.engines["a"].active_requests))
         second = await rig.gateway.generate(a_request(session="s", tokens=20, tokens_max=1))
         assert second.engine == "b"
         assert rig.gateway.statistics().moved == 1
@@ -88,21 +94,23 @@ def test_a_session_whose_prefix_was_lost_with_an_update_is_not_held_to_its_engin
         assert (await rig.gateway.generate(a_request(session="s"))).engine == "a"
         await rig.gateway.update(weights(2))
         busy = asyncio.create_task(rig.gateway.generate(a_request(tokens=1, tokens_max=2)))
-        await until(lambda: bool(rig.engines["a"].inside))
+        await until(lambda: bool(rig.engines["a"].active_requests))
         assert (await rig.gateway.generate(a_request(session="s"))).engine == "b"
         await busy
 
     at_gateway(test, fake("a"), fake("b"))
 
 
-def test_what_cannot_train_serves_only_who_asks_for_its_class() -> None:
+def test_an_evaluation_engine_serves_only_tasks_of_its_class() -> None:
     async def test(rig: Rig) -> None:
         found = [await rig.gateway.generate(a_request(task=task)) for task in ("evaluation", "chain")]
         assert [each.engine for each in found] == ["server", "own"]
-        assert not rig.gateway.binding().task("evaluation").trains
-        assert rig.gateway.binding().task("chain").trains
+        assert not rig.gateway.binding().task("evaluation").output_is_trainable
+        assert rig.gateway.binding().task("chain").output_is_trainable
 
-    at_gateway(test, fake("server", "remote", trains=False), fake("own"), affinity={"evaluation": "remote"})
+    at_gateway(
+        test, fake("server", "remote", output_is_trainable=False), fake("own"), affinity={"evaluation": "remote"}
+    )
 
 
 # ---- falling back ----
@@ -122,35 +130,35 @@ def test_a_class_that_fails_is_replaced_visibly_until_it_is_back() -> None:
         statistics = gateway.statistics()
         assert (statistics.fallbacks, statistics.falling_back) == ({"frozenlake": 2}, ("frozenlake",))
         await until(lambda: compute.alive)
-        await until(lambda: gateway.statistics().engines[0].state is State.SERVING)
+        await until(lambda: gateway.statistics().engines[0].state is EngineState.SERVING)
         assert (await gateway.generate(a_request(task="frozenlake"))).engine == "c"
         assert not gateway.binding().task("frozenlake").falls_back
         assert gateway.statistics().falling_back == ()
-        assert [(each.wanted, each.used) for each in rig.told(FellBack)] == [("compute", "bandwidth")]
-        assert [each.hardware for each in rig.told(CameBack)] == ["compute"]
+        assert [(each.wanted, each.used) for each in rig.told(FallbackBegan)] == [("compute", "bandwidth")]
+        assert [each.hardware for each in rig.told(FallbackEnded)] == ["compute"]
 
     at_gateway(test, fake("c", "compute", start_s=5.0), fake("b", "bandwidth"), affinity={"frozenlake": "compute"})
 
 
-def test_who_trains_does_not_fall_back_to_what_cannot_train() -> None:
+def test_training_never_falls_back_to_an_evaluation_engine() -> None:
     async def test(rig: Rig) -> None:
         rig.engines["own"].die("power")
         waiting = asyncio.create_task(rig.gateway.generate(a_request(task="chain")))
         found = await waiting
-        assert found.engine == "own" and rig.engines["own"].answered == 1
-        assert rig.told(FellBack) == []
+        assert found.engine == "own" and rig.engines["own"].completed == 1
+        assert rig.told(FallbackBegan) == []
 
-    at_gateway(test, fake("server", "remote", trains=False), fake("own"), affinity={"chain": "default"})
+    at_gateway(test, fake("server", "remote", output_is_trainable=False), fake("own"), affinity={"chain": "default"})
 
 
-def test_a_class_that_nobody_has_and_nobody_knows_is_refused() -> None:
+def test_an_unknown_class_without_engines_is_refused() -> None:
     with pytest.raises(InvalidConfig, match=r"nearest: compute.*comptue"):
-        Gateway([fake("c", "compute")], affinity={"chain": "comptue"})
+        Router([fake("c", "compute")], affinity={"chain": "comptue"})
 
 
 def test_two_engines_of_one_name_are_refused() -> None:
     with pytest.raises(InvalidConfig, match="name of its own"):
-        Gateway([fake("a"), fake("a")])
+        Router([fake("a"), fake("a")])
 
 
 # ---- deaths ----
@@ -168,7 +176,7 @@ def test_a_request_whose_engine_dies_goes_on_elsewhere_from_its_tokens() -> None
         assert len(found.logprobs) == len(found.versions) == 20
         assert found.versions[:5] == (1,) * 5 and set(found.versions[5:]) <= {1, 2}
         assert found.finish == "length" and found.engine == "b"
-        rest = rig.engines["b"].asked[-1]
+        rest = rig.engines["b"].requests[-1]
         assert rest.id == request.id
         assert (len(rest.tokens), rest.sampling.tokens_max) == (15, 15)
         assert [(event.engine, event.written) for event in rig.told(RequestResumed)] == [("a", 5)]
@@ -197,15 +205,15 @@ def test_an_engine_that_dies_after_the_last_token_is_not_asked_again() -> None:
 
         def __init__(self) -> None:
             self.inner = fake("a")
-            self.name, self.hardware, self.trains = "a", "default", True
+            self.name, self.hardware, self.output_is_trainable = "a", "default", True
             self.asked = 0
 
-        async def generate(self, request: Request) -> Generation:
+        async def generate(self, request: GenerationRequest) -> Generation:
             self.asked += 1
             found = await self.inner.generate(request)
             raise EngineDied("a", "too late", found)
 
-        async def start(self, given: Weights) -> None:
+        async def start(self, given: PolicyWeights) -> None:
             await self.inner.close()
             await self.inner.start(given)
 
@@ -214,7 +222,7 @@ def test_an_engine_that_dies_after_the_last_token_is_not_asked_again() -> None:
 
     async def main() -> None:
         engine = Dying()
-        gateway = Gateway([engine])
+        gateway = Router([engine])
         await gateway.start(weights())
         request = a_request()
         found = await gateway.generate(request)
@@ -234,7 +242,7 @@ def test_an_engine_that_dies_again_and_again_is_removed_and_the_others_serve() -
         assert [event.engine for event in rig.told(EngineRemoved)] == ["bad"]
         assert [event.deaths for event in rig.told(EngineLost)] == [1, 2, 3]
         kept = rig.gateway.statistics().engines[0]
-        assert kept.state is State.REMOVED and "died 3 times" in kept.reason
+        assert kept.state is EngineState.REMOVED and "died 3 times" in kept.reason
         assert (await rig.gateway.generate(a_request())).engine == "good"
 
     at_gateway(test, fake("bad"), fake("good"), deaths_max=3)
@@ -251,7 +259,7 @@ def test_deaths_that_are_far_apart_do_not_remove_an_engine() -> None:
     at_gateway(test, fake("a"), deaths_max=3, deaths_window_s=300.0)
 
 
-def test_when_no_engine_is_left_everybody_is_told_why() -> None:
+def test_when_no_engine_remains_every_request_gets_the_reason() -> None:
     async def test(rig: Rig) -> None:
         waiting = [asyncio.create_task(rig.gateway.generate(a_request(tokens_max=50))) for _ in range(5)]
         await asyncio.sleep(0.3)
@@ -272,7 +280,7 @@ def test_a_start_at_which_no_engine_comes_up_says_why_and_leaves_nothing() -> No
     async def main() -> None:
         engine = fake("a")
         engine.refuse(starts=100)
-        gateway = Gateway([engine])
+        gateway = Router([engine])
         with pytest.raises(NoEngine, match=r"no engine started: a \(default\): died 3 times"):
             await gateway.start(weights())
         with pytest.raises(NoEngine, match="closed"):
@@ -292,20 +300,20 @@ def test_an_engine_that_hangs_and_notices_it_costs_only_time() -> None:
     at_gateway(test, fake("a"), fake("b"))
 
 
-def test_engines_that_died_while_idle_are_not_the_fault_of_who_finds_them() -> None:
+def test_a_request_is_not_blamed_for_an_engine_that_died_idle() -> None:
     async def test(rig: Rig) -> None:
         for engine in rig.engines.values():
             engine.die("power")
         request = a_request()
         assert (await rig.gateway.generate(request)).tokens == drawn(request)
 
-    at_gateway(test, *(fake(f"e{number}") for number in range(GIVE_UP_DEATHS + 2)))
+    at_gateway(test, *(fake(f"e{number}") for number in range(ABANDON_DEATHS + 2)))
 
 
 # ---- poison ----
 
 
-def poisonous(request: Request) -> bool:
+def poisonous(request: GenerationRequest) -> bool:
     return request.task == "poison"
 
 
@@ -316,22 +324,22 @@ def poisoned(rig: Rig) -> asyncio.Task[None]:
         while True:
             await asyncio.sleep(0.05)
             for engine in rig.engines.values():
-                ids = {request.id for request in engine.asked if poisonous(request)}
-                if ids & set(engine.inside):
+                ids = {request.id for request in engine.requests if poisonous(request)}
+                if ids & set(engine.active_requests):
                     engine.die("a bad token")
 
     return asyncio.create_task(watch())
 
 
 @pytest.mark.parametrize("engines", [1, 2, 5])
-def test_a_request_that_kills_engines_is_given_up_and_nobody_else_is(engines: int) -> None:
+def test_only_the_request_that_kills_engines_is_given_up(engines: int) -> None:
     async def test(rig: Rig) -> None:
         watch = poisoned(rig)
         innocent = [a_request(tokens_max=30) for _ in range(6)]
         tasks = [asyncio.create_task(rig.gateway.generate(request)) for request in innocent]
         await asyncio.sleep(0.2)
         poison = a_request(tokens_max=30, task="poison")
-        with pytest.raises(RequestGivenUp, match=rf"{poison.id} was inside at 3 deaths") as given_up:
+        with pytest.raises(RequestAbandoned, match=rf"{poison.id} was inside at 3 deaths") as given_up:
             await rig.gateway.generate(poison)
         assert given_up.value.request == poison.id
         found = await asyncio.gather(*tasks)
@@ -339,7 +347,7 @@ def test_a_request_that_kills_engines_is_given_up_and_nobody_else_is(engines: in
         assert [event.request for event in rig.told(RequestDropped)] == [poison.id]
         watch.cancel()
         assert rig.told(EngineRemoved) == [], "its deaths do not count against the engines"
-        await until(lambda: all(kept.state is State.SERVING for kept in rig.gateway.statistics().engines))
+        await until(lambda: all(kept.state is EngineState.SERVING for kept in rig.gateway.statistics().engines))
 
     at_gateway(test, *(fake(f"e{number}") for number in range(engines)), deaths_max=3)
 
@@ -350,12 +358,12 @@ def test_an_engine_that_dies_of_every_request_is_removed_though_it_starts_well_e
         requests = [a_request(tokens_max=30, task="poison") for _ in range(40)]
         found = await asyncio.gather(*map(rig.gateway.generate, requests), return_exceptions=True)
         watch.cancel()
-        given_up = [each for each in found if isinstance(each, RequestGivenUp)]
-        assert len(given_up) == GIVEN_UP_MAX
-        assert sum(isinstance(each, NoEngine) for each in found) == len(requests) - GIVEN_UP_MAX
+        given_up = [each for each in found if isinstance(each, RequestAbandoned)]
+        assert len(given_up) == ABANDONED_MAX
+        assert sum(isinstance(each, NoEngine) for each in found) == len(requests) - ABANDONED_MAX
         (removed,) = rig.told(EngineRemoved)
-        assert "and served nobody; the last time: engine a: a bad token" in removed.reason
-        assert len(rig.told(EngineLost)) <= GIVEN_UP_MAX + GIVE_UP_DEATHS
+        assert "and completed no request; the last time: engine a: a bad token" in removed.reason
+        assert len(rig.told(EngineLost)) <= ABANDONED_MAX + ABANDON_DEATHS
 
     at_gateway(test, fake("a"), deaths_max=3)
 
@@ -363,8 +371,8 @@ def test_an_engine_that_dies_of_every_request_is_removed_though_it_starts_well_e
 def test_requests_that_kill_an_engine_which_serves_others_in_between_do_not_remove_it() -> None:
     async def test(rig: Rig) -> None:
         watch = poisoned(rig)
-        for _ in range(2 * GIVEN_UP_MAX):
-            with pytest.raises(RequestGivenUp):
+        for _ in range(2 * ABANDONED_MAX):
+            with pytest.raises(RequestAbandoned):
                 await rig.gateway.generate(a_request(tokens_max=30, task="poison"))
             await rig.gateway.generate(a_request(tokens_max=2))
         watch.cancel()
@@ -376,22 +384,22 @@ def test_requests_that_kill_an_engine_which_serves_others_in_between_do_not_remo
 class Crowded(FakeEngine):
     """Has no place for anybody, and says so late to one of them."""
 
-    async def generate(self, request: Request) -> Generation:
+    async def generate(self, request: GenerationRequest) -> Generation:
         if request.task != "told":
             return await super().generate(request)
         await asyncio.sleep(500.0)
-        raise NoPlace(self.name, "no place", None)
+        raise ServerOverloaded(self.name, "no place", None)
 
 
-def test_an_engine_that_serves_nobody_between_its_deaths_is_removed_however_rarely_it_dies() -> None:
+def test_an_engine_without_completed_requests_is_removed_however_rarely_it_dies() -> None:
     async def test(rig: Rig) -> None:
-        with pytest.raises(NoEngine, match=r"died 3 times and served nobody; the last time: engine a: no place"):
+        with pytest.raises(NoEngine, match=r"died 3 times and completed no request; the last time: engine a: no place"):
             await rig.gateway.generate(a_request(task="told"))
 
     at_gateway(test, Crowded(drawn, name="a"), deaths_max=3, deaths_window_s=300.0)
 
 
-def test_nobody_is_given_up_for_the_death_of_an_engine_that_had_no_place() -> None:
+def test_deaths_of_a_busy_engine_do_not_count_against_requests() -> None:
     async def test(rig: Rig) -> None:
         requests = [a_request(task=task, tokens_max=100_000) for task in ("told", "other", "other")]
         found = await asyncio.gather(*map(rig.gateway.generate, requests), return_exceptions=True)
@@ -404,7 +412,7 @@ def test_nobody_is_given_up_for_the_death_of_an_engine_that_had_no_place() -> No
 class Choosy(FakeEngine):
     """Refuses what is of task `refused`, and lives."""
 
-    async def generate(self, request: Request) -> Generation:
+    async def generate(self, request: GenerationRequest) -> Generation:
         if request.task == "refused":
             await asyncio.sleep(0.1)
             raise RequestRefused(self.name, "it said 500: no")
@@ -512,7 +520,7 @@ def test_an_engine_that_refuses_what_others_take_is_restarted_with_the_new_weigh
     async def test(rig: Rig) -> None:
         request = a_request(tokens_max=30)
         task = asyncio.create_task(rig.gateway.generate(request))
-        await until(lambda: bool(rig.engines["a"].inside))
+        await until(lambda: bool(rig.engines["a"].active_requests))
         rig.engines["a"].refuse(updates=1)
         await rig.gateway.update(weights(2))
         await until(lambda: rig.engines["a"].alive and rig.engines["a"].version == 2)
@@ -533,7 +541,7 @@ def test_weights_that_no_engine_takes_are_told_and_all_go_on_with_those_before(c
         for engine in rig.engines.values():
             engine.refuse(updates=1)
         with pytest.raises(
-            ManagerError, match=r"no engine took version 9.*go on with version 1.*e0: .*no update"
+            ManagerError, match=r"no engine took version 9.*continue with version 1.*e0: .*no update"
         ) as told:
             await rig.gateway.update(weights(9))
         assert all(f"{name}: " in str(told.value) for name in rig.engines)
@@ -544,21 +552,21 @@ def test_weights_that_no_engine_takes_are_told_and_all_go_on_with_those_before(c
         assert (statistics.version, {kept.version for kept in statistics.engines}) == (1, {1})
         rig.engines["e0"].die()
         await rig.gateway.update(weights(2))
-        assert {kept.version for kept in rig.gateway.statistics().engines if kept.state is State.SERVING} == {2}
+        assert {kept.version for kept in rig.gateway.statistics().engines if kept.state is EngineState.SERVING} == {2}
 
     at_gateway(test, *(fake(f"e{number}", update_s=float(number)) for number in range(count)))
 
 
-def test_an_engine_that_starts_after_weights_that_nobody_took_gets_those_before() -> None:
+def test_an_engine_that_starts_after_refused_weights_gets_those_before() -> None:
     async def test(rig: Rig) -> None:
         with pytest.raises(ManagerError, match="no engine took version 9"):
             await rig.gateway.update(weights(9))
         rig.engines["a"].die()
         assert (await rig.gateway.generate(a_request())).versions == (1,) * 8
-        # Also if nobody serves when they come.
+        # Also if no engine serves when they arrive.
         rig.engines["a"].die()
         waiting = asyncio.create_task(rig.gateway.generate(a_request()))
-        await until(lambda: rig.gateway.statistics().engines[0].state is State.DOWN)
+        await until(lambda: rig.gateway.statistics().engines[0].state is EngineState.DOWN)
         with pytest.raises(ManagerError, match="no engine took version 9"):
             await rig.gateway.update(weights(9))
         assert (await waiting).versions == (1,) * 8
@@ -574,15 +582,15 @@ class Missing(FakeEngine):
         super().__init__(drawn, name=name, token_s=0.1)
         self._missing = missing
 
-    async def start(self, weights: Weights) -> None:
+    async def start(self, weights: PolicyWeights) -> None:
         self._require(weights)
         await super().start(weights)
 
-    async def update(self, weights: Weights) -> None:
+    async def update(self, weights: PolicyWeights) -> None:
         self._require(weights)
         await super().update(weights)
 
-    def _require(self, weights: Weights) -> None:
+    def _require(self, weights: PolicyWeights) -> None:
         if weights.version == self._missing:
             raise ManagerError(f"{weights.folder}: no such file")
 
@@ -601,19 +609,19 @@ def test_an_engine_that_hangs_in_an_update_is_restarted_with_the_new_weights() -
     at_gateway(test, fake("a"), update_s_max=10.0)
 
 
-def test_deaths_by_updates_are_not_the_fault_of_who_was_inside() -> None:
+def test_deaths_by_updates_are_not_blamed_on_requests() -> None:
     async def test(rig: Rig) -> None:
         request = a_request(tokens_max=200)
         task = asyncio.create_task(rig.gateway.generate(request))
         for version in range(2, 7):
             await asyncio.sleep(1.0)
             for engine in rig.engines.values():
-                if engine.inside:
+                if engine.active_requests:
                     engine.refuse(updates=1)
             await rig.gateway.update(weights(version))
             await until(lambda: all(kept.version == version for kept in rig.gateway.statistics().engines))  # noqa: B023
         assert (await task).tokens == drawn(request)
-        assert len(rig.told(EngineLost)) == 5 > GIVE_UP_DEATHS
+        assert len(rig.told(EngineLost)) == 5 > ABANDON_DEATHS
 
     at_gateway(test, fake("a"), fake("b"), deaths_max=50)
 
@@ -645,7 +653,7 @@ def test_an_engine_that_restarts_during_an_update_serves_only_the_newest_weights
     async def test(rig: Rig) -> None:
         rig.engines["a"].die()
         waiting = asyncio.create_task(rig.gateway.generate(a_request()))
-        await until(lambda: rig.gateway.statistics().engines[0].state is State.STARTING)
+        await until(lambda: rig.gateway.statistics().engines[0].state is EngineState.STARTING)
         await asyncio.sleep(1.0)
         await rig.gateway.update(weights(2))
         await rig.gateway.update(weights(3))
@@ -657,7 +665,7 @@ def test_an_engine_that_restarts_during_an_update_serves_only_the_newest_weights
 # ---- the end ----
 
 
-def test_closing_ends_whoever_is_inside_or_waits() -> None:
+def test_closing_ends_all_requests() -> None:
     async def main() -> None:
         rig = Rig(fake("a"), fake("b", "other", start_s=100.0), affinity={"x": "other"})
         starting = asyncio.create_task(rig.gateway.start(weights()))
@@ -673,7 +681,7 @@ def test_closing_ends_whoever_is_inside_or_waits() -> None:
         found = await asyncio.gather(starting, inside, update, third, return_exceptions=True)
         assert isinstance(found[1], NoEngine) and "closed" in str(found[1])
         assert isinstance(found[3], NoEngine)
-        assert {kept.state for kept in rig.gateway.statistics().engines} == {State.CLOSED}
+        assert {kept.state for kept in rig.gateway.statistics().engines} == {EngineState.CLOSED}
         rig.check_idle()
 
     play(main)
@@ -687,7 +695,7 @@ def test_a_listener_that_fails_disturbs_nobody() -> None:
         def listener(event: object) -> None:
             raise RuntimeError("no paper")
 
-        gateway = Gateway([fake("a")], on_event=listener)
+        gateway = Router([fake("a")], on_event=listener)
         await gateway.start(weights())
         request = a_request()
         assert (await gateway.generate(request)).tokens == drawn(request)
@@ -698,35 +706,39 @@ def test_a_listener_that_fails_disturbs_nobody() -> None:
         runner.run(main())
 
 
-def test_what_a_request_does_wrong_is_told_to_who_made_it() -> None:
+def test_errors_of_a_request_reach_its_caller() -> None:
     class Choosy:
         def __init__(self) -> None:
             self.inner = fake("a")
-            self.name, self.hardware, self.trains = "a", "default", True
+            self.name, self.hardware, self.output_is_trainable = "a", "default", True
 
-        async def generate(self, request: Request) -> Generation:
+        async def generate(self, request: GenerationRequest) -> Generation:
             raise InvalidInput("tokens", len(request.tokens), "fewer")
 
         def __getattr__(self, name: str) -> object:
             return getattr(self.inner, name)
 
     async def main() -> None:
-        gateway = Gateway([Choosy()])
+        gateway = Router([Choosy()])
         await gateway.start(weights())
         with pytest.raises(InvalidInput, match="expected fewer"):
             await gateway.generate(a_request())
         statistics = gateway.statistics()
-        assert (statistics.failed, statistics.engines[0].state, statistics.engines[0].load) == (1, State.SERVING, 0)
+        assert (statistics.failed, statistics.engines[0].state, statistics.engines[0].load) == (
+            1,
+            EngineState.SERVING,
+            0,
+        )
         await gateway.close()
 
     play(main)
 
 
 def test_no_engine_is_a_failure_of_the_world() -> None:
-    assert issubclass(NoEngine, ManagerError) and issubclass(RequestGivenUp, ManagerError)
+    assert issubclass(NoEngine, ManagerError) and issubclass(RequestAbandoned, ManagerError)
 
 
-# ---- what is told ----
+# ---- events ----
 
 
 @pytest.mark.parametrize(
@@ -734,23 +746,23 @@ def test_no_engine_is_a_failure_of_the_world() -> None:
     [
         (
             EngineLost(at_s=0.0, engine="a", reason="it ended with\nsignal 9", requests=1, deaths=2),
-            "engine a was lost with 1 request inside and is started again (death 2): it ended with signal 9.",
+            "engine a was lost with 1 request inside and is restarted (death 2): it ended with signal 9.",
         ),
-        (EngineRemoved(at_s=0.0, engine="a", reason="died 3 times."), "engine a is given up: died 3 times."),
+        (EngineRemoved(at_s=0.0, engine="a", reason="died 3 times."), "engine a is removed: died 3 times."),
         (
-            FellBack(at_s=0.0, task="chain", wanted="compute", used="bandwidth"),
+            FallbackBegan(at_s=0.0, task="chain", wanted="compute", used="bandwidth"),
             "task chain falls back to bandwidth, since no engine of class compute serves.",
         ),
-        (CameBack(at_s=0.0, task="chain", hardware="compute"), "task chain is served by class compute again."),
+        (FallbackEnded(at_s=0.0, task="chain", hardware="compute"), "task chain is served by class compute again."),
     ],
 )
-def test_an_event_is_said_in_one_sentence(event: Event, sentence: str) -> None:
-    assert said(event) == sentence
+def test_an_event_is_one_sentence(event: AnyRouterEvent, sentence: str) -> None:
+    assert describe_event(event) == sentence
 
 
 def test_every_event_has_a_sentence() -> None:
     example: dict[type, Any] = {float: 1.5, int: 2, str: "x"}
-    for kind in get_args(Event):
+    for kind in get_args(AnyRouterEvent):
         fields = {field.name: example[field.type] for field in msgspec.structs.fields(kind)}
-        text = said(kind(**fields))
+        text = describe_event(kind(**fields))
         assert text.endswith(".") and "\n" not in text

@@ -25,7 +25,7 @@ def test_an_engine_writes_while_it_fetches_and_stands_still_only_to_switch() -> 
     at_gateway(test, fake("a", fetch_s=4.0, update_s=0.5))
 
 
-def test_what_cannot_be_fetched_leaves_the_old_weights_and_nobody_stands_still() -> None:
+def test_a_failed_fetch_keeps_the_old_weights_and_suspends_no_engine() -> None:
     async def test(rig: Rig) -> None:
         rig.engines["a"].refuse(fetches=1)
         with pytest.raises(ManagerError, match=r"no engine took version 2.*no fetch"):
@@ -39,7 +39,7 @@ def test_what_cannot_be_fetched_leaves_the_old_weights_and_nobody_stands_still()
     at_gateway(test, fake("a", fetch_s=4.0))
 
 
-def test_who_cannot_fetch_what_others_take_is_restarted_with_it() -> None:
+def test_an_engine_that_cannot_fetch_what_others_take_is_restarted_with_it() -> None:
     async def test(rig: Rig) -> None:
         rig.engines["a"].refuse(fetches=1)
         await rig.gateway.update(weights(2))

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tangram.errors import InvalidAction
-from tangram.rl.inference.engines.protocol import Generation, Noise, Request, Sampling
-from tangram.rl.model.batching import Batcher, Happened
+from tangram.rl.inference.engines.protocol import Generation, GenerationRequest, Sampling, SamplingSeed
+from tangram.rl.model.batching import Batcher, BatcherStepResult
 from tangram.rl.model.sampling import BrokenLogits, draw, uniforms
-from tangram.rl.model.transformer import Transformer, small
+from tangram.rl.model.transformer import Transformer, small_config
 
 VOCABULARY = 23
 CONTEXT = 48
@@ -33,7 +33,7 @@ def _one_thread():
 @functools.cache
 def model(version: int, dtype: torch.dtype = torch.float64) -> Transformer:
     """Different weights for each version. What they say depends strongly on what they have read."""
-    config = small(VOCABULARY, layers=2, width=16, heads=2, context_max=CONTEXT)
+    config = small_config(VOCABULARY, layers=2, width=16, heads=2, context_max=CONTEXT)
     made = Transformer.new(config, seed=version, dtype=dtype).requires_grad_(False)
     assert made.head is not None
     made.head *= 40.0
@@ -46,13 +46,13 @@ def batcher(*, dtype: torch.dtype = torch.float64, **options) -> Batcher:
     return Batcher(model(0, dtype), 0, **chosen)
 
 
-def request(number: int, count: int = 10, *, session: str = "", **sampling) -> Request:
-    return Request(
+def request(number: int, count: int = 10, *, session: str = "", **sampling) -> GenerationRequest:
+    return GenerationRequest(
         id=f"r{number}",
         session=session,
         tokens=tuple((number * 5 + position * position) % VOCABULARY for position in range(count)),
         sampling=Sampling(**({"tokens_max": 6} | sampling)),
-        noise=Noise(seed=number),
+        noise=SamplingSeed(seed=number),
     )
 
 
@@ -66,13 +66,13 @@ def run(machine: Batcher, steps: int = 1000) -> dict[str, Generation]:
     return found
 
 
-def take(happened: Happened, found: dict[str, Generation]) -> None:
+def take(happened: BatcherStepResult, found: dict[str, Generation]) -> None:
     for id, generation in happened.done:
         assert id not in found, f"{id} ended twice"
         found[id] = generation
 
 
-def assert_as_if_alone(asked: Request, got: Generation, dtype: torch.dtype = torch.float64) -> None:
+def assert_as_if_alone(asked: GenerationRequest, got: Generation, dtype: torch.dtype = torch.float64) -> None:
     """Each token is what a plain forward pass of all before it gives, under the weights of its version."""
     tokens = list(asked.tokens)
     noise = uniforms(asked.noise, len(tokens), len(got.tokens))
@@ -154,22 +154,24 @@ def test_a_request_that_fills_the_context_ends_with_length() -> None:
         ("tokens", {"tokens": (1,) * CONTEXT}),
         ("tokens", {"tokens": (1, VOCABULARY)}),
         ("tokens", {"tokens": (-1, 1)}),
-        ("seed", {"noise": Noise(seed=-1)}),
+        ("seed", {"noise": SamplingSeed(seed=-1)}),
         ("id", {}),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused_at_the_door(field: str, change: dict) -> None:
     machine = batcher()
     machine.add(request(1))
-    asked = Request(**({each: getattr(request(1), each) for each in Request.__struct_fields__} | change))
+    asked = GenerationRequest(
+        **({each: getattr(request(1), each) for each in GenerationRequest.__struct_fields__} | change)
+    )
     with pytest.raises(InvalidAction) as refused:
-        machine.add(asked if field == "id" else Request(**{**_fields(asked), "id": "other"}))
+        machine.add(asked if field == "id" else GenerationRequest(**{**_fields(asked), "id": "other"}))
     assert refused.value.field == field
     assert list(run(machine)) == ["r1"]
 
 
-def _fields(asked: Request) -> dict:
-    return {each: getattr(asked, each) for each in Request.__struct_fields__}
+def _fields(asked: GenerationRequest) -> dict:
+    return {each: getattr(asked, each) for each in GenerationRequest.__struct_fields__}
 
 
 def test_broken_weights_are_told_and_not_sampled_from() -> None:
@@ -274,7 +276,7 @@ def test_what_was_written_so_far_is_told_once() -> None:
     while machine.busy:
         got = dict(machine.step().done)
         if len(told) % 2:
-            told += machine.take_written()
+            told += machine.take_deltas()
         else:
             told += [None]
     parts = [each for each in told if each is not None]
@@ -292,7 +294,7 @@ def test_the_next_request_of_a_session_reads_only_what_is_new() -> None:
     machine.add(first)
     got = run(machine)["r1"]
     more = first.tokens + got.tokens + (3, 1, 4)
-    second = Request(id="r2", session="s", tokens=more, sampling=first.sampling, noise=first.noise)
+    second = GenerationRequest(id="r2", session="s", tokens=more, sampling=first.sampling, noise=first.noise)
     machine.add(second)
     again = run(machine)["r2"]
     # The last token that was written has never been read.
@@ -305,7 +307,7 @@ def test_a_session_that_went_another_way_keeps_what_both_begin_with() -> None:
     first = request(1, session="s")
     machine.add(first)
     run(machine)
-    second = Request(
+    second = GenerationRequest(
         id="r2",
         session="s",
         tokens=(*first.tokens[:7], (first.tokens[7] + 1) % VOCABULARY, 2, 2),
@@ -352,7 +354,9 @@ def test_more_sessions_than_slots_keep_what_was_read() -> None:
     texts = {f"s{number}": request(number, 8).tokens for number in range(6)}
     for turn in range(4):
         asked = [
-            Request(id=name, session=name, tokens=text, sampling=Sampling(tokens_max=2), noise=Noise(seed=turn))
+            GenerationRequest(
+                id=name, session=name, tokens=text, sampling=Sampling(tokens_max=2), noise=SamplingSeed(seed=turn)
+            )
             for name, text in texts.items()
         ]
         for each in asked:
@@ -437,7 +441,7 @@ def test_a_continuation_after_an_update_equals_a_fresh_prefill_under_the_new_wei
     fresh = batcher(dtype=dtype)
     fresh.update(model(1, dtype), 1)
     fresh.add(
-        Request(
+        GenerationRequest(
             id="fresh",
             tokens=asked.tokens + got.tokens[:old],
             sampling=Sampling(tokens_max=10 - old),
@@ -481,7 +485,7 @@ def test_every_request_ends_once_with_what_it_would_have_got_alone(
     operations: list, slots: int, sessions: int, chunk: int, deterministic: bool
 ) -> None:
     machine = batcher(slots=slots, sessions=sessions, chunk=chunk, deterministic=deterministic)
-    asked: dict[str, Request] = {}
+    asked: dict[str, GenerationRequest] = {}
     aborted: set[str] = set()
     found: dict[str, Generation] = {}
     version = 0

@@ -14,20 +14,34 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.fork_servers import Pool, pooled_for_models
 
 from tangram import Emulated, Service, Status, connect
 from tangram.errors import InvalidAction, InvalidConfig, ManagerError
 from tangram.rl.environments import lookup_judge
-from tangram.rl.environments.lookup_judge import JudgeSettings, cache_folder, have_judge, keep, kept, kept_at
+from tangram.rl.environments.lookup_judge import (
+    JudgeSettings,
+    cache_folder,
+    cache_path,
+    ensure_judge,
+    load_cached,
+    store_cached,
+)
 
 torch = pytest.importorskip("torch") if os.environ.get("CI") != "true" else __import__("torch")
 
 from tangram.rl.model import judge as judge_module  # noqa: E402
-from tangram.rl.model.judge import Judge, Pairs, answers, obtain, train  # noqa: E402
+from tangram.rl.model.judge import NameJudge, NamePairs, answer_payloads, load_or_train, train  # noqa: E402
 
 DEADLINE_S = 300.0
 GROUPS = tuple(tuple(f"{letter}{number}" for number in range(6)) for letter in "abcd")
 TINY = JudgeSettings(groups=GROUPS, width=32, batch=64, steps_max=600)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fork_servers(fork_server_pool: Pool) -> Iterator[None]:
+    with pooled_for_models(fork_server_pool):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -43,21 +57,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a tiny judge in it."""
     folder = tmp_path_factory.mktemp("judges")
     torch.set_num_threads(1)
-    obtain(TINY, folder)
+    load_or_train(TINY, folder)
     return folder
 
 
-def ask(judge: Judge, given: str, expected: str) -> dict[str, float]:
-    [answer] = answers(judge, [json.dumps({"given": given, "expected": expected}).encode()])
+def ask(judge: NameJudge, given: str, expected: str) -> dict[str, float]:
+    [answer] = answer_payloads(judge, [json.dumps({"given": given, "expected": expected}).encode()])
     found: dict[str, float] = json.loads(answer)
     return found
 
 
 def test_it_tells_who_belongs_together_also_of_pairs_that_it_was_not_trained_on(folder: Path) -> None:
-    judge, pairs = obtain(TINY, folder), Pairs(TINY)
+    judge, pairs = load_or_train(TINY, folder), NamePairs(TINY)
     assert pairs.accuracy(judge) >= 0.99
     names = [name for group in GROUPS for name in group]
-    for different, same in zip(*pairs.held_out, strict=False):
+    for different, same in zip(*pairs.held_out_pairs, strict=False):
         assert ask(judge, *(names[at] for at in same))["score"] == 1.0
         assert ask(judge, *(names[at] for at in different))["score"] == 0.0
     said = ask(judge, "a0", "a1")
@@ -65,10 +79,12 @@ def test_it_tells_who_belongs_together_also_of_pairs_that_it_was_not_trained_on(
 
 
 def test_no_pair_is_both_taught_and_held_out() -> None:
-    pairs = Pairs(TINY)
-    taught, held_out = ({tuple(p) for part in parts for p in part.tolist()} for parts in (pairs.taught, pairs.held_out))
+    pairs = NamePairs(TINY)
+    taught, held_out = (
+        {tuple(p) for part in parts for p in part.tolist()} for parts in (pairs.training_pairs, pairs.held_out_pairs)
+    )
     assert not taught & held_out and len(taught | held_out) == 24 * 24
-    assert all(len(part) for part in pairs.held_out)
+    assert all(len(part) for part in pairs.held_out_pairs)
 
 
 def test_the_same_settings_make_the_same_judge() -> None:
@@ -80,57 +96,57 @@ def test_the_same_settings_make_the_same_judge() -> None:
 def test_one_that_does_not_pass_refuses_to_start_and_is_not_kept(tmp_path: Path) -> None:
     lazy = msgspec.structs.replace(TINY, steps_max=1)
     with pytest.raises(ManagerError, match=r"right about 0\.\d+ of the pairs of names, and 0\.99 are needed"):
-        obtain(lazy, tmp_path)
+        load_or_train(lazy, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_one_that_is_kept_is_examined_as_well(tmp_path: Path, folder: Path) -> None:
     """However it got there: here, that of other settings under this name, with a seal that fits."""
     lazy = msgspec.structs.replace(TINY, seed=7, steps_max=1)
-    content = kept(folder, TINY)
+    content = load_cached(folder, TINY)
     assert content is not None
-    keep(tmp_path, lazy, content)
-    obtain(lazy, tmp_path)  # which is a good judge
+    store_cached(tmp_path, lazy, content)
+    load_or_train(lazy, tmp_path)  # which is a good judge
     state = torch.load(io.BytesIO(content), weights_only=True)
     state["transformer.embedding"].zero_()
     spoilt = io.BytesIO()
     torch.save(state, spoilt)
-    keep(tmp_path, lazy, spoilt.getvalue())
+    store_cached(tmp_path, lazy, spoilt.getvalue())
     with pytest.raises(ManagerError, match="it would pay for wrong answers"):
-        obtain(lazy, tmp_path)
+        load_or_train(lazy, tmp_path)
 
 
 def test_what_is_kept_is_used_and_what_is_damaged_is_trained_anew(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    content = kept(folder, TINY)
+    content = load_cached(folder, TINY)
     assert content is not None
-    keep(tmp_path, TINY, content)
+    store_cached(tmp_path, TINY, content)
     trained = []
     monkeypatch.setattr(judge_module, "train", lambda *_: trained.append(1) or train(TINY))
-    obtain(TINY, tmp_path)
+    load_or_train(TINY, tmp_path)
     assert trained == []
-    path = kept_at(tmp_path, TINY)
+    path = cache_path(tmp_path, TINY)
     whole = path.read_bytes()
     for damaged in (b"", whole[:-1], whole[:100] + b"x" + whole[101:], b"no judge at all"):
         path.write_bytes(damaged)
-        assert kept(tmp_path, TINY) is None
-    obtain(TINY, tmp_path)
-    assert trained == [1] and kept(tmp_path, TINY) is not None
-    keep(tmp_path, TINY, b"a file of a transformer that was made otherwise")
-    obtain(TINY, tmp_path)
+        assert load_cached(tmp_path, TINY) is None
+    load_or_train(TINY, tmp_path)
+    assert trained == [1] and load_cached(tmp_path, TINY) is not None
+    store_cached(tmp_path, TINY, b"a file of a transformer that was made otherwise")
+    load_or_train(TINY, tmp_path)
     assert trained == [1, 1]
     assert [each.name for each in tmp_path.iterdir()] == [path.name], "no part of a file is left"
 
 
 def test_a_file_is_that_of_its_settings(folder: Path) -> None:
     others = [{"seed": 2}, {"width": 64}, {"groups": GROUPS[:3]}, {"accuracy_min": 0.5}]
-    paths = {kept_at(folder, TINY)} | {kept_at(folder, msgspec.structs.replace(TINY, **each)) for each in others}
+    paths = {cache_path(folder, TINY)} | {cache_path(folder, msgspec.structs.replace(TINY, **each)) for each in others}
     assert len(paths) == 5
     other = msgspec.structs.replace(TINY, seed=2)
-    kept_at(folder, other).write_bytes(kept_at(folder, TINY).read_bytes())
-    assert kept(folder, other) is None
-    kept_at(folder, other).unlink()
+    cache_path(folder, other).write_bytes(cache_path(folder, TINY).read_bytes())
+    assert load_cached(folder, other) is None
+    cache_path(folder, other).unlink()
 
 
 def test_the_folder_is_that_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -144,7 +160,7 @@ def test_the_folder_is_that_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_a_folder_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ManagerError, match=r"cannot be kept in .*XDG_CACHE_HOME names another folder"):
-        keep(tmp_path / "file", TINY, b"")
+        store_cached(tmp_path / "file", TINY, b"")
 
 
 @pytest.mark.parametrize("groups", [(("a", "b"),), (("a",), ("a",))])
@@ -171,21 +187,21 @@ def test_training_happens_once_in_a_process_of_its_own(tmp_path: Path, monkeypat
 
     async def main() -> None:
         await asyncio.gather(
-            have_judge(TINY, tmp_path, lambda *said: told.append(said)), have_judge(TINY, tmp_path, lambda *_: None)
+            ensure_judge(TINY, tmp_path, lambda *said: told.append(said)), ensure_judge(TINY, tmp_path, lambda *_: None)
         )
 
     within(main())
     assert told and told == sorted(told) and "accuracy" in told[-1][1]
-    assert kept(tmp_path, TINY) is not None and len(list(tmp_path.iterdir())) == 1
+    assert load_cached(tmp_path, TINY) is not None and len(list(tmp_path.iterdir())) == 1
     told.clear()
-    within(have_judge(TINY, tmp_path, lambda *said: told.append(said)))
+    within(ensure_judge(TINY, tmp_path, lambda *said: told.append(said)))
     assert told == []
 
 
 def test_what_went_wrong_there_is_said_here(tmp_path: Path) -> None:
     lazy = msgspec.structs.replace(TINY, steps_max=1)
     with pytest.raises(ManagerError, match="cannot be trained: the judge is right about"):
-        within(have_judge(lazy, tmp_path))
+        within(ensure_judge(lazy, tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -194,7 +210,7 @@ def test_whoever_is_cancelled_ends_the_training(tmp_path: Path) -> None:
 
     async def main() -> None:
         before = own_children()
-        training = asyncio.create_task(have_judge(long, tmp_path))
+        training = asyncio.create_task(ensure_judge(long, tmp_path))
         while own_children() == before:  # noqa: ASYNC110 - another process appears
             await asyncio.sleep(0.01)
         training.cancel()
@@ -211,7 +227,7 @@ def test_a_training_that_is_killed_is_an_error(tmp_path: Path) -> None:
 
     async def main() -> None:
         before = own_children()
-        training = asyncio.create_task(have_judge(long, tmp_path))
+        training = asyncio.create_task(ensure_judge(long, tmp_path))
         while not (new := own_children() - before):  # noqa: ASYNC110 - another process appears
             await asyncio.sleep(0.01)
         os.kill(new.pop(), signal.SIGKILL)

@@ -14,14 +14,14 @@ from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.rl.config.rollout_settings import SamplingSettings
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.model.learner import REFERENCE
-from tangram.rl.train.records import METRICS, Batch, Demonstration
+from tangram.rl.train.records import METRICS, Demonstration, TrainingBatch
 
 torch = pytest.importorskip("torch", reason="PyTorch is an extra, which is not installed")
 
 from tangram.rl.model import model_folder  # noqa: E402
 from tangram.rl.model.gradient_step import NotFinite  # noqa: E402
 from tangram.rl.model.learner import Learner, learning_rate  # noqa: E402
-from tangram.rl.model.transformer import Transformer, small  # noqa: E402
+from tangram.rl.model.transformer import Transformer, small_config  # noqa: E402
 
 VOCABULARY = 23
 LOW = {"toy": -1.0}
@@ -36,7 +36,7 @@ def one_thread() -> Any:
 
 
 def model(dtype: Any = torch.float32, seed: int = 3) -> Transformer:
-    return Transformer.new(small(VOCABULARY, width=16, heads=2, context_max=96), seed, dtype)
+    return Transformer.new(small_config(VOCABULARY, width=16, heads=2, context_max=96), seed, dtype)
 
 
 def learner(given: TrainSettings | None = None, of: Any = None, **objective: Any) -> Learner:
@@ -56,7 +56,7 @@ def far(some: list[Any], others: list[Any]) -> float:
     return max((a - b).abs().max().item() for a, b in zip(some, others, strict=True))
 
 
-def silent(version: int = 0) -> Batch:
+def silent(version: int = 0) -> TrainingBatch:
     """A batch in which every group got the same."""
     return batch(group(trajectory(turn([1], [2])), trajectory(turn([1], [3]), member=1)), version=version)
 
@@ -64,30 +64,30 @@ def silent(version: int = 0) -> Batch:
 # ---- losses of one's own ----
 
 
-def broken_later(tokens: Any, given: Any) -> Any:
+def broken_later(inputs: Any, given: Any) -> Any:
     """No number, but for the first minibatch."""
-    loss = -(tokens.share * tokens.advantage * tokens.logprobs).sum()
-    return (loss if torch.equal(tokens.logprobs, tokens.start) else loss * math.nan), {}
+    loss = -(inputs.loss_weight * inputs.advantage * inputs.logprobs).sum()
+    return (loss if torch.equal(inputs.logprobs, inputs.old_logprobs) else loss * math.nan), {}
 
 
-def broken_gradient(tokens: Any, given: Any) -> Any:
+def broken_gradient(inputs: Any, given: Any) -> Any:
     """A number, whose gradient is none."""
-    return (tokens.logprobs - tokens.logprobs.detach()).sqrt().sum(), {}
+    return (inputs.logprobs - inputs.logprobs.detach()).sqrt().sum(), {}
 
 
-def by_chance(tokens: Any, given: Any) -> Any:
-    noise = torch.rand(len(tokens.logprobs))
-    return -(tokens.share * noise * tokens.logprobs).sum(), {"noise": noise.mean()}
+def by_chance(inputs: Any, given: Any) -> Any:
+    noise = torch.rand(len(inputs.logprobs))
+    return -(inputs.loss_weight * noise * inputs.logprobs).sum(), {"noise": noise.mean()}
 
 
 FAULT: list[str] = []
 """Given: the loss that takes the place of `faulty`."""
 
 
-def faulty(tokens: Any, given: Any) -> Any:
+def faulty(inputs: Any, given: Any) -> Any:
     if FAULT:
-        return globals()[FAULT[0]](tokens, given)
-    return -(tokens.share * tokens.advantage * tokens.logprobs).sum(), {}
+        return globals()[FAULT[0]](inputs, given)
+    return -(inputs.loss_weight * inputs.advantage * inputs.logprobs).sum(), {}
 
 
 OWN = {name: f"{__name__}:{name}" for name in ("broken_later", "broken_gradient", "by_chance", "faulty")}
@@ -170,7 +170,7 @@ def test_old_samples_weigh_what_the_correction_says() -> None:
 
 def test_modes_do_not_change_what_a_batch_teaches() -> None:
     found = []
-    for mode in ("sync", "sync+", "one-off", "start-bound", "rollart"):
+    for mode in ("sync", "sync+", "one-off", "start-bound", "async"):
         one = learner(settings({"minibatch": 5}, {"mode": mode}))
         one.step(played(0))
         found.append(weights(one))
@@ -212,7 +212,7 @@ def test_what_was_cut_off_can_be_left_out() -> None:
     assert (metrics["trajectories"], metrics["tokens"], metrics["overlong_share"]) == (1, 1, 0.5)
 
 
-def written_by(first: int, *, version: int) -> Batch:
+def written_by(first: int, *, version: int) -> TrainingBatch:
     """A batch for the step from `version`, written by `first`."""
     members = (trajectory(turn([1], [2], version=first), reward=reward, member=reward) for reward in (0, 1))
     return batch(group(*members), version=version)
@@ -221,10 +221,10 @@ def written_by(first: int, *, version: int) -> Batch:
 @pytest.mark.parametrize(
     ("mode", "alpha", "first", "fine"),
     [
-        ("rollart", 1, 1, True),
-        ("rollart", 1, 0, False),
-        ("rollart", 1, 3, False),
-        ("rollart", 0, 1, False),
+        ("async", 1, 1, True),
+        ("async", 1, 0, False),
+        ("async", 1, 3, False),
+        ("async", 0, 1, False),
         ("start-bound", 1, 0, True),
         ("start-bound", 0, 1, False),
         ("start-bound", 0, 2, True),
@@ -248,7 +248,7 @@ def test_no_trajectory_is_older_than_the_mode_allows(mode: Any, alpha: int, firs
         assert same(weights(one), before)
 
 
-@pytest.mark.parametrize("mode", ["sync", "sync+", "start-bound", "rollart"])
+@pytest.mark.parametrize("mode", ["sync", "sync+", "start-bound", "async"])
 def test_without_a_correction_nothing_is_trained_on_that_is_older_than_the_weights(mode: Any) -> None:
     one = learner(settings({"correction": "none"}, {"mode": mode, "staleness": 0}))
     one.version = 2
@@ -309,27 +309,27 @@ def test_what_a_loss_returns_that_is_none_is_said_with_its_place_and_changes_not
     assert same(weights(one), before)
 
 
-def vector(tokens: Any, settings: Any) -> Any:
-    return -tokens.share * tokens.advantage * tokens.logprobs, {}
+def vector(inputs: Any, settings: Any) -> Any:
+    return -inputs.loss_weight * inputs.advantage * inputs.logprobs, {}
 
 
-def alone(tokens: Any, settings: Any) -> Any:
-    return tokens.logprobs.sum()
+def alone(inputs: Any, settings: Any) -> Any:
+    return inputs.logprobs.sum()
 
 
-def nothing(tokens: Any, settings: Any) -> Any:
+def nothing(inputs: Any, settings: Any) -> Any:
     return None
 
 
-def constant(tokens: Any, settings: Any) -> Any:
-    return tokens.logprobs.detach().sum(), {}
+def constant(inputs: Any, settings: Any) -> Any:
+    return inputs.logprobs.detach().sum(), {}
 
 
-def metric(tokens: Any, settings: Any) -> Any:
-    return tokens.logprobs.sum(), {"each": tokens.logprobs}
+def metric(inputs: Any, settings: Any) -> Any:
+    return inputs.logprobs.sum(), {"each": inputs.logprobs}
 
 
-def raising(tokens: Any, settings: Any) -> Any:
+def raising(inputs: Any, settings: Any) -> Any:
     return {}["mean"]
 
 
@@ -459,7 +459,7 @@ def test_after_a_warm_start_the_optimiser_is_new() -> None:
 
 def test_a_warm_start_comes_first_and_shows_something() -> None:
     one = learner()
-    with pytest.raises(InvalidInput, match="something is done"):
+    with pytest.raises(InvalidInput, match="at least one with an action"):
         one.imitate([Demonstration(task="toy", tokens=(1, 2), is_action=(False, False))])
     one.step(played(0))
     with pytest.raises(InvalidInput, match="before the first step"):

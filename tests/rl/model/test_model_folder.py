@@ -11,15 +11,16 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.extras import LazyExtra
 
 from tangram.errors import InvalidConfig, ManagerError
 
 torch = pytest.importorskip("torch", reason="PyTorch is an extra, which is not installed")
-transformers = pytest.importorskip("transformers", reason="transformers is an extra, which is not installed")
-safetensors_torch = pytest.importorskip("safetensors.torch", reason="it comes with transformers, which is an extra")
+transformers = LazyExtra("transformers")
+safetensors_torch = LazyExtra("safetensors.torch")
 
 from tangram.rl.model.model_folder import load, save  # noqa: E402
-from tangram.rl.model.transformer import ModelConfig, Stretched, Transformer, small  # noqa: E402
+from tangram.rl.model.transformer import RopeScaling, Transformer, TransformerConfig, small_config  # noqa: E402
 
 VOCABULARY, LENGTH = 61, 40
 SIZES: dict[str, Any] = {
@@ -211,20 +212,20 @@ def test_what_was_loaded_and_saved_is_read_by_transformers_and_by_us(tmp_path: P
     assert torch.equal(logits(again), logits(ours))
 
 
-STRETCHED = Stretched(factor=4.0, low=1.0, high=3.0, context=16)
+STRETCHED = RopeScaling(factor=4.0, low=1.0, high=3.0, context=16)
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        small(VOCABULARY),
-        msgspec.structs.replace(small(VOCABULARY), tied=True, kv_heads=1, head_width=6),
-        msgspec.structs.replace(small(VOCABULARY), qkv_bias=True, head_width=6, rope_theta=123.0),
-        msgspec.structs.replace(small(VOCABULARY), qkv_bias=True, output_bias=True, rope_stretched=STRETCHED),
+        small_config(VOCABULARY),
+        msgspec.structs.replace(small_config(VOCABULARY), tied=True, kv_heads=1, head_width=6),
+        msgspec.structs.replace(small_config(VOCABULARY), qkv_bias=True, head_width=6, rope_theta=123.0),
+        msgspec.structs.replace(small_config(VOCABULARY), qkv_bias=True, output_bias=True, rope_stretched=STRETCHED),
     ],
     ids=["small", "tied", "qkv-bias", "stretched"],
 )
-def test_our_own_models_are_read_by_transformers(tmp_path: Path, config: ModelConfig) -> None:
+def test_our_own_models_are_read_by_transformers(tmp_path: Path, config: TransformerConfig) -> None:
     ours = Transformer.new(config, 3)
     save(ours, tmp_path / "made" / "here")
     torch.testing.assert_close(logits(read(tmp_path / "made" / "here")), logits(ours), rtol=0, atol=1e-4)
@@ -232,7 +233,7 @@ def test_our_own_models_are_read_by_transformers(tmp_path: Path, config: ModelCo
 
 
 def test_whoever_may_read_the_config_may_read_the_weights(tmp_path: Path) -> None:
-    save(Transformer.new(small(VOCABULARY), 3), tmp_path / "made")
+    save(Transformer.new(small_config(VOCABULARY), 3), tmp_path / "made")
     modes = {path.name: path.stat().st_mode for path in (tmp_path / "made").iterdir()}
     assert modes["model.safetensors"] == modes["config.json"]
 
@@ -246,8 +247,8 @@ def test_a_loaded_model_can_be_trained_even_if_it_was_loaded_in_inference_mode(l
 
 def test_a_folder_with_something_in_it_is_not_overwritten(llama: Path) -> None:
     before = (llama / "model.safetensors").read_bytes()
-    with pytest.raises(ManagerError, match="llama is there already"):
-        save(Transformer.new(small(VOCABULARY), 1), llama)
+    with pytest.raises(ManagerError, match="llama exists already"):
+        save(Transformer.new(small_config(VOCABULARY), 1), llama)
     assert (llama / "model.safetensors").read_bytes() == before
 
 
@@ -256,7 +257,7 @@ def test_a_full_disk_is_told_and_leaves_nothing_behind(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
     try:
         with pytest.raises(ManagerError, match="made cannot be written"):
-            save(Transformer.new(small(VOCABULARY), 1), tmp_path / "made")
+            save(Transformer.new(small_config(VOCABULARY), 1), tmp_path / "made")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == []
@@ -407,4 +408,4 @@ def test_without_the_library_it_is_said_what_to_install(llama: Path, monkeypatch
     with pytest.raises(InvalidConfig, match=r"pip install 'arl-tangram\[transformers\]'"):
         load(llama)
     with pytest.raises(InvalidConfig, match="pip install"):
-        save(Transformer.new(small(VOCABULARY), 1), llama / "other")
+        save(Transformer.new(small_config(VOCABULARY), 1), llama / "other")

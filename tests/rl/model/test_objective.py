@@ -31,26 +31,26 @@ def logs(probabilities: Any) -> Any:
     return torch.tensor(probabilities, dtype=torch.float64).log()
 
 
-def bandit(theta: Any, settings: ObjectiveSettings, **fields: Any) -> objective.Tokens:
+def bandit(theta: Any, settings: ObjectiveSettings, **fields: Any) -> objective.LossInputs:
     """Each of the three arms, chosen once."""
     start, sampler = logs(START), logs(SAMPLER)
     given = dict(
         logprobs=theta.log_softmax(0),
-        start=start,
-        sampler=sampler,
-        weight=objective.weights(start, sampler, settings),
+        old_logprobs=start,
+        rollout_logprobs=sampler,
+        importance_weight=objective.importance_weights(start, sampler, settings),
         advantage=torch.tensor(ADVANTAGE, dtype=torch.float64),
-        share=torch.full((3,), 1 / 3, dtype=torch.float64),
+        loss_weight=torch.full((3,), 1 / 3, dtype=torch.float64),
         trajectory=torch.arange(3),
         entropy=None,
-        reference=None,
+        ref_logprobs=None,
     )
-    return objective.Tokens(**(given | fields))
+    return objective.LossInputs(**(given | fields))
 
 
 def gradient(settings: ObjectiveSettings, at: Any = None, **fields: Any) -> list[float]:
     theta = (logs(START) if at is None else at).clone().requires_grad_()
-    loss, _ = objective.whole(bandit(theta, settings, **fields), settings, objective.clipped)
+    loss, _ = objective.total_loss(bandit(theta, settings, **fields), settings, objective.grpo_clipped_loss)
     loss.backward()
     return theta.grad.tolist()
 
@@ -62,21 +62,21 @@ def test_the_gradient_of_a_bandit_is_that_of_the_truncated_weights() -> None:
     # Weights min(π/μ, 2): 0.5/0.2 = 2.5 is cut to 2, 0.3/0.3 = 1, 0.2/0.5 = 0.4. Times the advantages: 2, -0.5, 0.8,
     # together 2.3. The gradient of log π(a) is e_a - π; so that of the loss is -(2 - 2.3 * 0.5, ...) / 3.
     settings = ObjectiveSettings(correction="truncated", correction_max=2.0)
-    assert objective.weights(logs(START), logs(SAMPLER), settings).tolist() == pytest.approx([2.0, 1.0, 0.4])
+    assert objective.importance_weights(logs(START), logs(SAMPLER), settings).tolist() == pytest.approx([2.0, 1.0, 0.4])
     assert gradient(settings) == pytest.approx([-0.85 / 3, 1.19 / 3, -0.34 / 3])
-    assert objective.truncated(logs(START), logs(SAMPLER), settings).tolist() == [1.0, 0.0, 0.0]
+    assert objective.truncated_mask(logs(START), logs(SAMPLER), settings).tolist() == [1.0, 0.0, 0.0]
 
 
 def test_without_truncation_the_mean_over_the_sampler_is_the_gradient_on_policy() -> None:
     settings = ObjectiveSettings(correction="truncated", correction_max=100.0)
-    off = gradient(settings, share=torch.tensor(SAMPLER, dtype=torch.float64))
+    off = gradient(settings, loss_weight=torch.tensor(SAMPLER, dtype=torch.float64))
     mean = sum(p * a for p, a in zip(START, ADVANTAGE, strict=True))
     assert off == pytest.approx([-p * (a - mean) for p, a in zip(START, ADVANTAGE, strict=True)])
 
 
 def test_without_a_correction_the_sampler_does_not_count() -> None:
     settings = ObjectiveSettings(correction="none")
-    assert objective.weights(logs(START), logs(SAMPLER), settings).tolist() == [1.0, 1.0, 1.0]
+    assert objective.importance_weights(logs(START), logs(SAMPLER), settings).tolist() == [1.0, 1.0, 1.0]
     total = sum(ADVANTAGE)
     expected = [-(a - total * p) / 3 for p, a in zip(START, ADVANTAGE, strict=True)]
     assert gradient(settings) == pytest.approx(expected)
@@ -98,16 +98,16 @@ def test_gradients_are_those_of_finite_differences(correction: Any) -> None:
 
     def loss(at: Any) -> Any:
         spread = -(at.softmax(0) * at.log_softmax(0)).sum().expand(3)
-        tokens = bandit(at, settings, reference=reference, entropy=spread)
-        return objective.whole(tokens, settings, objective.clipped)[0]
+        tokens = bandit(at, settings, ref_logprobs=reference, entropy=spread)
+        return objective.total_loss(tokens, settings, objective.grpo_clipped_loss)[0]
 
     assert torch.autograd.gradcheck(loss, (theta.requires_grad_(),))
 
 
 def test_nothing_is_learned_through_the_weight() -> None:
     start = logs(START).requires_grad_()
-    assert not objective.weights(start, logs(SAMPLER), ObjectiveSettings()).requires_grad
-    assert not objective.distilled(logs(SAMPLER), start).requires_grad
+    assert not objective.importance_weights(start, logs(SAMPLER), ObjectiveSettings()).requires_grad
+    assert not objective.distillation_advantage(logs(SAMPLER), start).requires_grad
 
 
 # ---- the clip -----------------------------------------------------------------------------------------------------
@@ -130,8 +130,8 @@ def test_the_clip_bites_only_where_the_step_has_gone_far_enough(ratio: float, ad
     one = torch.ones(1, dtype=torch.float64)
     logprobs = (one.log() + math.log(ratio)).requires_grad_()
     zero = one * 0.0
-    tokens = objective.Tokens(logprobs, zero, zero, one, one * advantage, one, zero.long(), None, None)
-    loss, metrics = objective.clipped(tokens, settings)
+    tokens = objective.LossInputs(logprobs, zero, zero, one, one * advantage, one, zero.long(), None, None)
+    loss, metrics = objective.grpo_clipped_loss(tokens, settings)
     loss.backward()
     assert metrics["clip_share"] == float(clipped)
     assert logprobs.grad.item() == pytest.approx(0.0 if clipped else -ratio * advantage)
@@ -140,16 +140,16 @@ def test_the_clip_bites_only_where_the_step_has_gone_far_enough(ratio: float, ad
 def test_a_ratio_beyond_all_bounds_is_still_a_number() -> None:
     settings = ObjectiveSettings(correction="behaviour")
     far = torch.tensor([-1e4, 0.0]), torch.tensor([0.0, -1e4])
-    assert torch.isfinite(objective.ratio(*far)).all()
-    assert torch.isfinite(objective.divergence(*far)).all()
-    assert objective.weights(far[1], far[0], settings).tolist() == [1.0, 1.0]
+    assert torch.isfinite(objective.probability_ratio(*far)).all()
+    assert torch.isfinite(objective.kl_divergence(*far)).all()
+    assert objective.importance_weights(far[1], far[0], settings).tolist() == [1.0, 1.0]
 
 
 # ---- divergences --------------------------------------------------------------------------------------------------
 
 
 def test_the_mean_of_the_divergence_is_that_of_kullback_and_leibler() -> None:
-    pointwise = objective.divergence(logs(SAMPLER), logs(START))
+    pointwise = objective.kl_divergence(logs(SAMPLER), logs(START))
     exact = sum(m * math.log(m / p) for m, p in zip(SAMPLER, START, strict=True))
     assert sum(m * k for m, k in zip(SAMPLER, pointwise.tolist(), strict=True)) == pytest.approx(exact)
     assert (pointwise >= 0.0).all()
@@ -159,22 +159,24 @@ def test_the_reference_pulls_by_one_less_the_ratio() -> None:
     settings = ObjectiveSettings(kl=0.5)
     logprobs, reference = logs(START).requires_grad_(), logs(SAMPLER)
     zero = torch.zeros(3, dtype=torch.float64)
-    tokens = objective.Tokens(
+    tokens = objective.LossInputs(
         logprobs, logs(START), logs(START), zero + 1, zero, zero + 1, zero.long(), None, reference
     )
-    loss, metrics = objective.whole(tokens, settings, objective.clipped)
+    loss, metrics = objective.total_loss(tokens, settings, objective.grpo_clipped_loss)
     loss.backward()
     expected = [0.5 * (1.0 - m / p) for p, m in zip(START, SAMPLER, strict=True)]
     assert logprobs.grad.tolist() == pytest.approx(expected)
-    assert metrics["kl_reference"] == pytest.approx(objective.divergence(logs(START), reference).mean().item())
+    assert metrics["kl_reference"] == pytest.approx(objective.kl_divergence(logs(START), reference).mean().item())
 
 
 def test_following_a_teacher_descends_the_divergence_from_it() -> None:
     settings = ObjectiveSettings(kind="distill")
     teacher = logs((0.1, 0.1, 0.8))
     share = torch.tensor(START, dtype=torch.float64)  # as π_start samples them
-    advantage = objective.distilled(teacher, logs(START))
-    made = gradient(settings, advantage=advantage, share=share, weight=torch.ones(3, dtype=torch.float64))
+    advantage = objective.distillation_advantage(teacher, logs(START))
+    made = gradient(
+        settings, advantage=advantage, loss_weight=share, importance_weight=torch.ones(3, dtype=torch.float64)
+    )
     theta = logs(START).requires_grad_()
     (theta.softmax(0) * (theta.log_softmax(0) - teacher)).sum().backward()
     assert made == pytest.approx(theta.grad.tolist())
@@ -224,17 +226,17 @@ CUT = turn([1], [2, 3], cut=True)
 def chosen(*groups: Any, low: float = -1.0, advantage: Any = None, **settings: Any) -> tuple[list[Any], Any]:
     made = ObjectiveSettings(**settings)
     how = advantage or objective.advantage_named(made.advantage)
-    found, metrics = objective.choose(groups, made, how, {"toy": low})
+    found, metrics = objective.select_trajectories(groups, made, how, {"toy": low})
     return [(each.trajectory.member, round(each.advantage, 4)) for each in found], metrics
 
 
 def test_a_group_in_which_all_got_the_same_is_dropped_or_kept() -> None:
     same = group(trajectory(MOVE, reward=0.1 + 0.2), trajectory(MOVE, reward=0.3, member=1), number=0)
     told = group(trajectory(MOVE, reward=0.0, member=2), trajectory(MOVE, reward=1.0, member=3), number=1)
-    found, metrics = chosen(same, told, advantage=objective.centred)
+    found, metrics = chosen(same, told, advantage=objective.centred_advantages)
     assert found == [(2, -0.5), (3, 0.5)]
     assert metrics["zero_variance_share"] == 0.5
-    kept, metrics = chosen(same, told, advantage=objective.centred, zero_variance="keep")
+    kept, metrics = chosen(same, told, advantage=objective.centred_advantages, zero_variance="keep")
     assert kept == [(0, 0.0), (1, 0.0), (2, -0.5), (3, 0.5)]
     assert metrics["zero_variance_share"] == 0.5
 
@@ -242,7 +244,7 @@ def test_a_group_in_which_all_got_the_same_is_dropped_or_kept() -> None:
 def test_what_was_cut_off_is_kept_masked_or_punished() -> None:
     truncated = trajectory(MOVE, reward=1.0, member=0, ending=Ending.TRUNCATED)
     of_three = group(truncated, trajectory(MOVE, CUT, reward=0.5, member=1), trajectory(MOVE, reward=0.0, member=2))
-    plain = {"advantage": objective.centred}
+    plain = {"advantage": objective.centred_advantages}
     found, metrics = chosen(of_three, **plain)
     assert found == [(0, 0.5), (1, 0.0), (2, -0.5)]
     assert metrics["overlong_share"] == pytest.approx(2 / 3)
@@ -264,7 +266,7 @@ def test_in_distillation_rewards_count_for_nothing() -> None:
 
 
 def test_a_trajectory_without_a_token_counts_in_its_group_alone() -> None:
-    found, _ = chosen(group(trajectory(reward=1.0), trajectory(MOVE, member=1)), advantage=objective.centred)
+    found, _ = chosen(group(trajectory(reward=1.0), trajectory(MOVE, member=1)), advantage=objective.centred_advantages)
     assert found == [(1, -0.5)]
 
 
@@ -284,6 +286,6 @@ def test_an_advantage_that_does_not_fit_its_group_is_refused() -> None:
 
 def test_a_minibatch_is_averaged_over_tokens_or_trajectories_or_by_a_constant() -> None:
     counts = np.array([1, 3])
-    assert objective.shares(counts, "tokens", 10).tolist() == [0.25, 0.25]
-    assert objective.shares(counts, "sequence", 10).tolist() == pytest.approx([1 / 2, 1 / 6])
-    assert objective.shares(counts, "constant", 10).tolist() == [1 / 20, 1 / 20]
+    assert objective.loss_weights(counts, "tokens", 10).tolist() == [0.25, 0.25]
+    assert objective.loss_weights(counts, "sequence", 10).tolist() == pytest.approx([1 / 2, 1 / 6])
+    assert objective.loss_weights(counts, "constant", 10).tolist() == [1 / 20, 1 / 20]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.extras import LazyExtra
 from tests.rl.played import played, trajectory, turn
 
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
@@ -14,20 +15,20 @@ from tangram.rl.inference.engines.protocol import Sampling
 from tangram.rl.train.records import Demonstration
 
 torch = pytest.importorskip("torch", reason="PyTorch is an extra, which is not installed")
-transformers = pytest.importorskip("transformers", reason="transformers is an extra, which is not installed")
+transformers = LazyExtra("transformers")
 
 from tangram.rl.model import model_folder  # noqa: E402
-from tangram.rl.model.policy import HuggingFacePolicy, OurPolicy, load, policy_of, score  # noqa: E402
-from tangram.rl.model.sample_batches import Samples  # noqa: E402
+from tangram.rl.model.policy import HuggingFacePolicy, TransformerPolicy, as_policy, load, score  # noqa: E402
+from tangram.rl.model.sample_batches import PackedSamples  # noqa: E402
 from tangram.rl.model.sampling import draw  # noqa: E402
-from tangram.rl.model.transformer import ModelConfig, Transformer, small  # noqa: E402
+from tangram.rl.model.transformer import Transformer, TransformerConfig, small_config  # noqa: E402
 from tangram.rl.model.weight_store import pull  # noqa: E402
 
 VOCABULARY = 23
 
 
 def ours(dtype: Any = torch.float32) -> Transformer:
-    config = ModelConfig(
+    config = TransformerConfig(
         vocabulary=VOCABULARY, width=16, layers=2, heads=4, kv_heads=2, head_width=4, inner=24, context_max=96
     )
     model = Transformer.new(config, 3, dtype)
@@ -44,13 +45,13 @@ def gpt2() -> Any:
     return transformers.GPT2LMHeadModel(config)
 
 
-def of(samples: Samples, policy: Any, rows_max: int = 64, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+def of(samples: PackedSamples, policy: Any, rows_max: int = 64, **options: Any) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities and entropies of all action tokens."""
     logprobs, entropies = np.zeros((2, len(samples.targets)))
-    for asked in samples.passes(np.arange(len(samples)), rows_max, policy.vocabulary):
+    for asked in samples.microbatches(np.arange(len(samples)), rows_max, policy.vocabulary):
         said = score(policy, asked, entropy=True, **options)
-        logprobs[asked.chosen] = said.logprobs.detach().numpy()
-        entropies[asked.chosen] = said.entropy.detach().numpy()
+        logprobs[asked.action_indices] = said.logprobs.detach().numpy()
+        entropies[asked.action_indices] = said.entropy.detach().numpy()
     return logprobs, entropies
 
 
@@ -60,19 +61,19 @@ def members(seed: int = 0, **options: Any) -> list[Any]:
 
 @pytest.fixture(params=["ours", "gpt2"])
 def policy(request: pytest.FixtureRequest) -> Any:
-    return policy_of(ours() if request.param == "ours" else gpt2())
+    return as_policy(ours() if request.param == "ours" else gpt2())
 
 
 def test_each_token_has_the_log_probability_that_the_whole_model_gives_it(policy: Any) -> None:
     trajectories = members()
-    found, entropies = of(Samples.of_trajectories(trajectories), policy)
+    found, entropies = of(PackedSamples.from_trajectories(trajectories), policy)
     expected: list[float] = []
     spread: list[float] = []
     for each in trajectories:
         tokens = torch.tensor([each.tokens])
-        made = policy.module(tokens) if isinstance(policy, OurPolicy) else policy.module(tokens).logits
+        made = policy.module(tokens) if isinstance(policy, TransformerPolicy) else policy.module(tokens).logits
         logs = made.log_softmax(-1)[0]
-        places = [number for number, mine in enumerate(each.is_action) if mine]
+        places = [number for number, mine in enumerate(each.action_mask) if mine]
         expected += [logs[place - 1, each.tokens[place]].item() for place in places]
         spread += [-(logs[place - 1].exp() * logs[place - 1]).sum().item() for place in places]
     np.testing.assert_allclose(found, expected, atol=1e-5)
@@ -81,15 +82,15 @@ def test_each_token_has_the_log_probability_that_the_whole_model_gives_it(policy
 
 @pytest.mark.parametrize("rows_max", [1, 3])
 def test_it_does_not_matter_how_texts_are_put_together(policy: Any, rows_max: int) -> None:
-    samples = Samples.of_trajectories(members(1))
+    samples = PackedSamples.from_trajectories(members(1))
     np.testing.assert_allclose(of(samples, policy, rows_max)[0], of(samples, policy)[0], atol=1e-5)
 
 
 def test_texts_of_different_lengths_are_read_apart() -> None:
     short = [trajectory(turn([1], [2]), member=number) for number in range(20)]
     long = [trajectory(turn([1] * 40, [2] * 9), member=number) for number in range(20)]
-    samples = Samples.of_trajectories([each for pair in zip(short, long, strict=True) for each in pair])
-    shapes = [tuple(asked.tokens.shape) for asked in samples.passes(np.arange(40), 64, VOCABULARY)]
+    samples = PackedSamples.from_trajectories([each for pair in zip(short, long, strict=True) for each in pair])
+    shapes = [tuple(asked.tokens.shape) for asked in samples.microbatches(np.arange(40), 64, VOCABULARY)]
     assert shapes == [(20, 1), (20, 48)]
 
 
@@ -113,26 +114,26 @@ def test_temperature_and_what_was_left_are_as_in_sampling(policy: Any, sampling:
             seen = [token for each in turns for token in (*each.observation_tokens, *each.tokens)] + observation
             for _ in range(4):
                 given = torch.tensor([seen + tokens])
-                made = policy.module(given) if isinstance(policy, OurPolicy) else policy.module(given).logits
+                made = policy.module(given) if isinstance(policy, TransformerPolicy) else policy.module(given).logits
                 drawn = draw(made[:, -1], [sampling], chance.random(1))
                 tokens.append(drawn.tokens[0])
                 logprobs.append(drawn.logprobs[0])
-                kept.append(drawn.kept[0])
-                among = list(drawn.kept[0] or range(VOCABULARY))
+                kept.append(drawn.kept_ids[0])
+                among = list(drawn.kept_ids[0] or range(VOCABULARY))
                 shares = (made[0, -1, among].double() / sampling.temperature).softmax(0)
                 entropies.append(-(shares * shares.log()).sum().item())
             turns.append(turn(observation, tokens, logprobs, kept=None if kept[0] is None else kept))
         trajectories.append(trajectory(*turns, member=number))
-    samples = Samples.of_trajectories(trajectories)
+    samples = PackedSamples.from_trajectories(trajectories)
     found, spread = of(samples, policy, temperature=sampling.temperature)
-    np.testing.assert_allclose(found, samples.sampler, atol=1e-5)
+    np.testing.assert_allclose(found, samples.sampler_logprobs, atol=1e-5)
     np.testing.assert_allclose(spread, entropies, atol=1e-5)
 
 
 def test_gradients_are_numbers_where_ids_were_left_out(policy: Any) -> None:
-    samples = Samples.of_trajectories([trajectory(turn([1], [2, 3], kept=[[2], [3, 4]]), turn([5], [6]))])
-    (asked,) = samples.passes(np.arange(1), 8, VOCABULARY)
-    said = score(policy, asked, entropy=True, entropy_learned=True)
+    samples = PackedSamples.from_trajectories([trajectory(turn([1], [2, 3], kept=[[2], [3, 4]]), turn([5], [6]))])
+    (asked,) = samples.microbatches(np.arange(1), 8, VOCABULARY)
+    said = score(policy, asked, entropy=True, entropy_gradient=True)
     assert said.logprobs[0] == 0.0 == said.entropy[0]
     (said.logprobs.sum() + said.entropy.sum()).backward()
     assert all(torch.isfinite(each.grad).all() for each in policy.parameters() if each.grad is not None)
@@ -142,20 +143,20 @@ def test_gradients_are_numbers_where_ids_were_left_out(policy: Any) -> None:
 def test_ours_and_that_of_transformers_say_the_same_of_one_checkpoint(tmp_path: Path) -> None:
     model_folder.save(ours(), tmp_path / "model")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    samples = Samples.of_trajectories(members(2))
+    samples = PackedSamples.from_trajectories(members(2))
     mine = load(tmp_path / "model")
-    assert isinstance(mine, OurPolicy)
+    assert isinstance(mine, TransformerPolicy)
     np.testing.assert_allclose(of(samples, mine)[0], of(samples, HuggingFacePolicy(theirs))[0], atol=1e-5)
 
 
 def test_a_model_of_another_kind_is_read_by_transformers(tmp_path: Path) -> None:
-    policy = policy_of(gpt2())
+    policy = as_policy(gpt2())
     policy.save(tmp_path / "model")
     assert len({path.stat().st_mode for path in (tmp_path / "model").iterdir()}) == 1, "for the same readers"
     found = load(tmp_path / "model")
     assert isinstance(found, HuggingFacePolicy)
     assert (found.vocabulary, found.context_max) == (VOCABULARY, 96)
-    samples = Samples.of_trajectories(members(3))
+    samples = PackedSamples.from_trajectories(members(3))
     np.testing.assert_array_equal(of(samples, found)[0], of(samples, policy)[0])
 
 
@@ -166,17 +167,17 @@ def test_a_folder_that_nobody_can_read_is_told_with_both_reasons(tmp_path: Path)
 
 def test_what_is_published_is_what_engines_pull(tmp_path: Path) -> None:
     model = ours()
-    weights = policy_of(model).publish(tmp_path, 4)
+    weights = as_policy(model).publish(tmp_path, 4)
     pulled = pull(weights)
     assert all(torch.equal(value, pulled.state_dict()[name]) for name, value in model.state_dict().items())
 
 
 def test_what_others_serve_is_published_as_a_checkpoint(tmp_path: Path) -> None:
-    policy = policy_of(gpt2())
+    policy = as_policy(gpt2())
     weights = policy.publish(tmp_path, 4)
     assert weights.version == 4
     assert isinstance(load(weights.folder), HuggingFacePolicy)
-    with pytest.raises(ManagerError, match="there already"):
+    with pytest.raises(ManagerError, match="exists already"):
         policy.publish(tmp_path, 4)
     assert policy.publish(tmp_path, 4, replace=True) == weights
     assert [path.name for path in tmp_path.iterdir()] == ["00000004"]
@@ -186,7 +187,7 @@ def test_what_others_serve_is_published_as_a_checkpoint(tmp_path: Path) -> None:
 def test_what_cannot_be_published_leaves_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    policy: Any = OurPolicy(ours(), for_others=True) if kind == "ours" else policy_of(gpt2())
+    policy: Any = TransformerPolicy(ours(), for_external_servers=True) if kind == "ours" else as_policy(gpt2())
     weights = policy.publish(tmp_path, 4)
     before = (Path(weights.folder) / "model.safetensors").read_bytes()
     with monkeypatch.context() as patched:
@@ -204,14 +205,14 @@ def test_what_cannot_be_published_leaves_what_was_there(
 
 def test_our_policies_are_published_as_checkpoints_for_servers_of_others(tmp_path: Path) -> None:
     model_folder.save(ours(), tmp_path / "model")
-    weights = load(tmp_path / "model", for_others=True).publish(tmp_path / "published", 0)
+    weights = load(tmp_path / "model", for_external_servers=True).publish(tmp_path / "published", 0)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(weights.folder)
     assert theirs.config.model_type == "llama"
 
 
 def test_weights_of_another_size_are_not_restored(tmp_path: Path) -> None:
-    model_folder.save(Transformer.new(small(VOCABULARY, width=8, heads=2), 0), tmp_path / "other")
-    policy = policy_of(ours())
+    model_folder.save(Transformer.new(small_config(VOCABULARY, width=8, heads=2), 0), tmp_path / "other")
+    policy = as_policy(ours())
     before = [each.clone() for each in policy.parameters()]
     with pytest.raises(InvalidConfig, match="sizes of the policy"):
         policy.restore(tmp_path / "other")
@@ -240,25 +241,25 @@ def test_a_copy_for_reference_stays_as_it_is(policy: Any) -> None:
 )
 def test_what_cannot_have_been_sampled_is_refused_by_name(wrong: Any, match: str) -> None:
     with pytest.raises(InvalidInput, match=match):
-        Samples.of_trajectories([wrong])
+        PackedSamples.from_trajectories([wrong])
 
 
 def test_what_the_model_cannot_read_is_refused() -> None:
     with pytest.raises(InvalidInput, match="ids from 0 to 22"):
-        Samples.of_trajectories([trajectory(turn([1], [23]))]).require_known(VOCABULARY, 96)
+        PackedSamples.from_trajectories([trajectory(turn([1], [23]))]).require_readable(VOCABULARY, 96)
     with pytest.raises(InvalidInput, match="ids from 0 to 22"):
-        Samples.of_trajectories([trajectory(turn([1], [2], kept=[[2, 99]]))]).require_known(VOCABULARY, 96)
-    fits = Samples.of_trajectories([trajectory(turn([1] * 90, [2] * 7))])
-    fits.require_known(VOCABULARY, 96)  # the last token is never read
+        PackedSamples.from_trajectories([trajectory(turn([1], [2], kept=[[2, 99]]))]).require_readable(VOCABULARY, 96)
+    fits = PackedSamples.from_trajectories([trajectory(turn([1] * 90, [2] * 7))])
+    fits.require_readable(VOCABULARY, 96)  # the last token is never read
     with pytest.raises(InvalidInput, match="at most 97"):
-        Samples.of_trajectories([trajectory(turn([1] * 90, [2] * 8))]).require_known(VOCABULARY, 96)
+        PackedSamples.from_trajectories([trajectory(turn([1] * 90, [2] * 8))]).require_readable(VOCABULARY, 96)
 
 
 def test_demonstrations_are_samples_too() -> None:
     shown = Demonstration(task="toy", tokens=(1, 2, 3, 4, 5), is_action=(False, True, False, True, False))
     idle = Demonstration(task="toy", tokens=(1, 2), is_action=(False, False))
-    samples = Samples.of_demonstrations([idle, shown])
+    samples = PackedSamples.from_demonstrations([idle, shown])
     assert samples.targets.tolist() == [2, 4]
-    (asked,) = samples.passes(np.arange(1), 8, VOCABULARY)
+    (asked,) = samples.microbatches(np.arange(1), 8, VOCABULARY)
     assert asked.tokens.tolist() == [[1, 2, 3]]
-    assert asked.at.tolist() == [0, 2]
+    assert asked.positions.tolist() == [0, 2]

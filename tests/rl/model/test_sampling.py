@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tangram.errors import InvalidAction, InvalidConfig
-from tangram.rl.inference.engines.protocol import Noise, Sampling
-from tangram.rl.model.sampling import BrokenLogits, draw, philox, require_noise, uniforms
+from tangram.rl.inference.engines.protocol import Sampling, SamplingSeed
+from tangram.rl.model.sampling import BrokenLogits, draw, philox, require_valid_seed, uniforms
 
 # Counter, key and words as the authors of Philox publish them in Random123 (tests/kat_vectors, philox4x32 10).
 KNOWN_ANSWERS = [
@@ -48,13 +48,13 @@ def test_philox_gives_the_known_answers_side_by_side() -> None:
 
 
 def test_the_noise_of_a_position_does_not_depend_on_where_one_begins() -> None:
-    noise = Noise(seed=2**63 + 5, member=3, attempt=1)
+    noise = SamplingSeed(seed=2**63 + 5, member=3, attempt=1)
     assert uniforms(noise, 10, 20).tolist() == [uniforms(noise, position, 1)[0] for position in range(10, 30)]
 
 
 def test_seed_member_attempt_and_position_each_change_the_noise() -> None:
     places = [
-        (Noise(seed=seed, member=member, attempt=attempt), position)
+        (SamplingSeed(seed=seed, member=member, attempt=attempt), position)
         for seed in (0, 1, 2**32, 2**64 - 1)
         for member in (0, 1, 2)
         for attempt in (0, 1, 2)
@@ -64,7 +64,7 @@ def test_seed_member_attempt_and_position_each_change_the_noise() -> None:
 
 
 def test_noise_is_uniform_from_0_to_below_1() -> None:
-    found = uniforms(Noise(seed=7), 0, 100_000)
+    found = uniforms(SamplingSeed(seed=7), 0, 100_000)
     assert found.min() >= 0.0 and found.max() < 1.0
     counts = np.histogram(found, bins=20, range=(0.0, 1.0))[0]
     assert ((counts - 5000) ** 2 / 5000).sum() < CHI_SQUARE_19
@@ -72,11 +72,15 @@ def test_noise_is_uniform_from_0_to_below_1() -> None:
 
 @pytest.mark.parametrize(
     ("field", "noise"),
-    [("seed", Noise(seed=-1)), ("seed", Noise(seed=2**64)), ("member", Noise(seed=0, member=2**32))],
+    [
+        ("seed", SamplingSeed(seed=-1)),
+        ("seed", SamplingSeed(seed=2**64)),
+        ("member", SamplingSeed(seed=0, member=2**32)),
+    ],
 )
-def test_noise_for_which_there_is_no_room_is_refused(field: str, noise: Noise) -> None:
+def test_noise_for_which_there_is_no_room_is_refused(field: str, noise: SamplingSeed) -> None:
     with pytest.raises(InvalidAction, match=field):
-        require_noise(noise)
+        require_valid_seed(noise)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +97,7 @@ def test_noise_for_which_there_is_no_room_is_refused(field: str, noise: Noise) -
 def test_tokens_come_as_often_as_their_probability_says(sampling: Sampling) -> None:
     count = 20_000
     row = torch.randn(20, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 1.5
-    drawn = draw(row.expand(count, -1), [sampling] * count, uniforms(Noise(seed=11), 0, count))
+    drawn = draw(row.expand(count, -1), [sampling] * count, uniforms(SamplingSeed(seed=11), 0, count))
 
     shares = softmax((row / sampling.temperature).tolist())
     order = sorted(range(20), key=lambda token: -shares[token])
@@ -124,11 +128,11 @@ def test_rows_with_different_settings_are_drawn_as_if_each_were_alone() -> None:
         Sampling(top_p=0.5),
         Sampling(temperature=3.0),
     ]
-    noise = uniforms(Noise(seed=5), 0, 6)
+    noise = uniforms(SamplingSeed(seed=5), 0, 6)
     together = draw(logits, samplings, noise)
     for row in range(6):
         alone = draw(logits[row : row + 1], samplings[row : row + 1], noise[row : row + 1])
-        assert (together.tokens[row], together.kept[row]) == (alone.tokens[0], alone.kept[0])
+        assert (together.tokens[row], together.kept_ids[row]) == (alone.tokens[0], alone.kept_ids[0])
         assert together.logprobs[row] == pytest.approx(alone.logprobs[0], abs=1e-12)
 
 
@@ -142,10 +146,10 @@ def test_temperature_0_takes_the_most_likely_and_tells_its_probability_at_temper
 
 def test_the_ids_that_were_left_are_told_where_some_were_left_out() -> None:
     logits = torch.tensor([[3.0, 1.0, 2.0, 0.0]])
-    assert draw(logits, [Sampling(top_k=2, keep_ids=True)], [0.5]).kept == [(0, 2)]
-    assert draw(logits, [Sampling(top_p=0.6, keep_ids=True)], [0.5]).kept == [(0,)]
-    assert draw(logits, [Sampling(keep_ids=True)], [0.5]).kept == [None]
-    assert draw(logits, [Sampling(top_k=2)], [0.5]).kept == [None]
+    assert draw(logits, [Sampling(top_k=2, keep_ids=True)], [0.5]).kept_ids == [(0, 2)]
+    assert draw(logits, [Sampling(top_p=0.6, keep_ids=True)], [0.5]).kept_ids == [(0,)]
+    assert draw(logits, [Sampling(keep_ids=True)], [0.5]).kept_ids == [None]
+    assert draw(logits, [Sampling(top_k=2)], [0.5]).kept_ids == [None]
 
 
 @given(

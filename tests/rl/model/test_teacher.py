@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.fork_servers import Pool, pooled_for_models
 from tests.rl.environments.outside import DEADLINE_S, connection
 
 from tangram import Client, Emulated, Service, Status
@@ -34,32 +35,38 @@ from tangram.rl.config.training_settings import (
     TrainingSettings,
     TrainSettings,
 )
-from tangram.rl.environments.protocol import Outside
+from tangram.rl.environments.protocol import ExternalResources
 from tangram.rl.environments.registry import words_of
 from tangram.rl.rollout import rewards as reward_module
 from tangram.rl.rollout.assembly import assembled
-from tangram.rl.rollout.codec import Words
+from tangram.rl.rollout.codec import WordCodec
 from tangram.rl.rollout.records import Ending, Group, Stage, Trajectory, Turn
-from tangram.rl.rollout.rewards import Played, RewardFailed, Score, TeacherReward, make_reward
+from tangram.rl.rollout.rewards import PlayedTrajectory, RewardFailed, Score, TeacherReward, make_reward
 from tangram.rl.rollout.rollout import tickets
-from tangram.rl.rollout.teachers import DEVICE_BYTES_MIN, hear_teachers, joined, needs_of_teachers
+from tangram.rl.rollout.teachers import DEVICE_BYTES_MIN, merge_needs, needs_of_teachers, require_teachers
 from tangram.rl.runs.trajectory_log import TrajectoryLog, read
-from tangram.rl.train.behaviour_cloning import imitated
+from tangram.rl.train.behaviour_cloning import clone_behaviour
 from tangram.rl.train.pipeline import train
-from tangram.rl.train.records import Over
-from tangram.runtime.trace_recorder import opened
+from tangram.rl.train.records import RunEnded
+from tangram.runtime.trace_recorder import open_trace
 
 torch = pytest.importorskip("torch") if os.environ.get("CI") != "true" else __import__("torch")
 
 from tangram.rl.model import teacher as teacher_module  # noqa: E402
 from tangram.rl.model.model_folder import load, save  # noqa: E402
-from tangram.rl.model.policy import policy_of  # noqa: E402
-from tangram.rl.model.teacher import TeacherEngine, answers  # noqa: E402
-from tangram.rl.model.transformer import Transformer, small  # noqa: E402
+from tangram.rl.model.policy import as_policy  # noqa: E402
+from tangram.rl.model.teacher import TeacherEngine, answer_payloads  # noqa: E402
+from tangram.rl.model.transformer import Transformer, small_config  # noqa: E402
 
 TASKS = ("chain", "frozenlake")
-CODEC = Words(words_of(TASKS))
+CODEC = WordCodec(words_of(TASKS))
 CLOSE = 1e-5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fork_servers(fork_server_pool: Pool) -> Iterator[None]:
+    with pooled_for_models(fork_server_pool):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +87,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With two teachers, `one` and `other`; and `strange`, which has five tokens more."""
     folder = tmp_path_factory.mktemp("teachers")
     for seed, (name, more) in enumerate((("one", 0), ("other", 0), ("strange", 5))):
-        model = Transformer.new(small(CODEC.size + more, width=32, heads=2, context_max=256), seed)
+        model = Transformer.new(small_config(CODEC.size + more, width=32, heads=2, context_max=256), seed)
         with torch.no_grad():  # a new one finds all tokens alike
             model.head.mul_(50.0)
         save(model, folder / name)
@@ -116,7 +123,7 @@ def said(payload: bytes) -> list[float]:
 
 def test_a_batch_is_answered_as_each_alone_by_a_plain_forward_pass(folder: Path) -> None:
     model, questions = load(folder / "one"), asked(6)
-    found = answers(policy_of(model), [json.dumps(each).encode() for each in questions])
+    found = answer_payloads(as_policy(model), [json.dumps(each).encode() for each in questions])
     for each, answer in zip(questions, found, strict=True):
         right = plain(model, each["tokens"], each["at"], each["temperature"] or 1.0)
         assert said(answer) == pytest.approx(right, abs=CLOSE)
@@ -124,13 +131,13 @@ def test_a_batch_is_answered_as_each_alone_by_a_plain_forward_pass(folder: Path)
 
 def test_a_batch_that_is_too_large_is_read_in_parts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, payloads = load(folder / "one"), [json.dumps(each).encode() for each in asked(6)]
-    teacher = policy_of(model)
-    at_once = answers(teacher, payloads)
+    teacher = as_policy(model)
+    at_once = answer_payloads(teacher, payloads)
     read: list[int] = []
     logits = teacher.logits
     monkeypatch.setattr(teacher, "logits", lambda tokens, at: (read.append(len(tokens)), logits(tokens, at))[1])
     monkeypatch.setattr(teacher_module, "LOGITS_MAX", 2 * 20 * CODEC.size)
-    in_parts = answers(teacher, payloads)
+    in_parts = answer_payloads(teacher, payloads)
     assert read == [2, 1, 1, 1, 1], "two of twelve tokens at most, nineteen only alone with five and twelve"
     for one, other in zip(at_once, in_parts, strict=True):
         assert said(one) == pytest.approx(said(other), abs=CLOSE)
@@ -152,7 +159,7 @@ def test_a_batch_that_is_too_large_is_read_in_parts(folder: Path, monkeypatch: p
 def test_a_question_that_cannot_be_meant_is_refused(folder: Path, change: dict[str, Any], why: str) -> None:
     payload = json.dumps({"tokens": [1, 2, 3], "at": [1], "temperature": 1.0} | change).encode()
     with pytest.raises(InvalidAction, match=why):
-        answers(policy_of(load(folder / "one")), [payload])
+        answer_payloads(as_policy(load(folder / "one")), [payload])
 
 
 def test_a_teacher_with_broken_weights_says_nothing(folder: Path) -> None:
@@ -160,7 +167,7 @@ def test_a_teacher_with_broken_weights_says_nothing(folder: Path) -> None:
     with torch.no_grad():
         model.norm[0] = float("nan")
     with pytest.raises(ManagerError, match="weights are broken"):
-        answers(policy_of(model), [json.dumps(asked(1)[0]).encode()])
+        answer_payloads(as_policy(model), [json.dumps(asked(1)[0]).encode()])
 
 
 def test_a_model_of_another_kind_is_read_by_transformers(tmp_path: Path) -> None:
@@ -172,7 +179,7 @@ def test_a_model_of_another_kind_is_read_by_transformers(tmp_path: Path) -> None
     built = TeacherEngine(str(tmp_path / "gpt2")).build().eval()
     questions = asked(4)
     for each, answer in zip(
-        questions, answers(policy_of(built), [json.dumps(each).encode() for each in questions]), strict=True
+        questions, answer_payloads(as_policy(built), [json.dumps(each).encode() for each in questions]), strict=True
     ):
         right = plain(lambda tokens: model(tokens).logits, each["tokens"], each["at"], each["temperature"] or 1.0)
         assert said(answer) == pytest.approx(right, abs=CLOSE)
@@ -210,19 +217,19 @@ def test_two_teachers_share_a_device_that_has_room_for_one(folder: Path, tmp_pat
                         assert answer.json()["logprobs"] == pytest.approx(right, abs=CLOSE)
 
     asyncio.run(main())
-    with opened(tmp_path / "trace") as (_, lines):
+    with open_trace(tmp_path / "trace") as (_, lines):
         gone = [line.message.service for line in lines if isinstance(line.message, Evicted)]
     assert gone[:3] == ["one", "other", "one"]
 
 
-def played(client: Client | None, temperature: float = 1.0) -> Played:
+def played(client: Client | None, temperature: float = 1.0) -> PlayedTrajectory:
     turn = Turn(
         observation="a", observation_tokens=(4, 5), action="b", tokens=(6, 7, 1), logprobs=(-0.5, -1.0, -0.25),
         versions=(0, 0, 0),
     )  # fmt: skip
-    return Played(
+    return PlayedTrajectory(
         id="t/0/0.0", task="t", seed=0, turns=(turn, turn), total=0.75, environment=None, temperature=temperature,  # type: ignore[arg-type]
-        outside=Outside(client=client, run="rl", trajectory="t/0/0.0"),
+        outside=ExternalResources(client=client, run="rl", trajectory="t/0/0.0"),
     )  # fmt: skip
 
 
@@ -349,10 +356,10 @@ def test_teachers_that_are_asked_are_services(folder: Path) -> None:
 def test_devices_are_joined_with_those_of_tasks() -> None:
     one, other = Service(name="a", engine="m:n"), Service(name="b", engine="m:n")
     tasks = {"services": [one], "devices": [Emulated(memory_bytes=10, bandwidth=1e9)], "quotas": [1]}
-    both = joined(tasks, {"services": [other], "devices": [Emulated(memory_bytes=30)]})
+    both = merge_needs(tasks, {"services": [other], "devices": [Emulated(memory_bytes=30)]})
     assert both["services"] == [one, other] and both["quotas"] == [1]
     assert both["devices"] == [Emulated(memory_bytes=30, bandwidth=1e9), Emulated(memory_bytes=30)]
-    assert joined(tasks, {}) is tasks
+    assert merge_needs(tasks, {}) is tasks
 
 
 @pytest.mark.parametrize(
@@ -402,11 +409,11 @@ def test_a_teacher_that_somebody_else_serves_is_asked_for_its_vocabulary(folder:
             settings = settings_of(folder, by_task=("one", "one"), outside=elsewhere)
             sizes = f"has {CODEC.size + 5} tokens, got 'one of {CODEC.size} tokens'"
             with pytest.raises(InvalidConfig, match=f"teacher one: vocabulary: .*{sizes}"):
-                await hear_teachers(client, settings, CODEC.size)
-            await hear_teachers(client, settings, CODEC.size + 5)
+                await require_teachers(client, settings, CODEC.size)
+            await require_teachers(client, settings, CODEC.size + 5)
             other = settings_of(folder, by_task=("other", "one"), outside=elsewhere)
             with pytest.raises(InvalidConfig, match="teacher other: service"):
-                await hear_teachers(client, other, CODEC.size)
+                await require_teachers(client, other, CODEC.size)
 
     asyncio.run(main())
 
@@ -429,8 +436,8 @@ def test_trajectories_of_a_rollout_have_the_log_probabilities_of_their_teachers(
     models = {task: load(folder / name) for task, name in zip(TASKS, ("one", "other"), strict=True)}
     assert {each.task for each in found} == set(TASKS)
     for each in found:
-        assert each.ending.rewarded and each.teacher_logprobs is not None
-        at = [place for place, mine in enumerate(each.is_action) if mine]
+        assert each.ending.is_rewarded and each.teacher_logprobs is not None
+        at = [place for place, mine in enumerate(each.action_mask) if mine]
         right = plain(models[each.task], list(each.tokens), at, 0.8)
         assert len(each.teacher_logprobs) == len(each.logprobs) == len(at)
         assert each.teacher_logprobs == pytest.approx(right, abs=CLOSE)
@@ -448,13 +455,13 @@ class Distance:
     def __init__(self) -> None:
         self.found: list[float] = []
 
-    def began(self, trajectory: str, task: str) -> None: ...
+    def on_begin(self, trajectory: str, task: str) -> None: ...
 
-    def stage(self, trajectory: str, stage: Stage) -> None: ...
+    def on_stage(self, trajectory: str, stage: Stage) -> None: ...
 
-    def ended(self, trajectory: Trajectory) -> None: ...
+    def on_end(self, trajectory: Trajectory) -> None: ...
 
-    def group(self, group: Group) -> None:
+    def on_group(self, group: Group) -> None:
         self.found.append(statistics.fmean(each.metrics["teacher_kl"] for each in group.members))
 
 
@@ -473,10 +480,10 @@ def test_a_student_comes_closer_to_its_teacher_by_what_the_teacher_says_alone(tm
     )
     distance, lines = Distance(), list[Any]()
 
-    async def main() -> Over:
+    async def main() -> RunEnded:
         async with asyncio.timeout(DEADLINE_S):
-            await imitated(settings, tmp_path / "walker", agent="expert", episodes=96, steps=40)
-            return await train(settings, tmp_path / "run", tell=lines.append, watch=distance)
+            await clone_behaviour(settings, tmp_path / "walker", agent="expert", episodes=96, steps=40)
+            return await train(settings, tmp_path / "run", on_line=lines.append, observer=distance)
 
     assert asyncio.run(main()).step == 10
     first, last = statistics.fmean(distance.found[:6]), statistics.fmean(distance.found[-6:])

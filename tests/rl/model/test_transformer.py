@@ -14,11 +14,18 @@ from tangram.errors import InvalidConfig, InvalidInput
 
 torch = pytest.importorskip("torch", reason="PyTorch is an extra, which is not installed")
 
-from tangram.rl.model.transformer import Cache, ModelConfig, Stretched, Transformer, rotary_table, small  # noqa: E402
+from tangram.rl.model.transformer import (  # noqa: E402
+    KVCache,
+    RopeScaling,
+    Transformer,
+    TransformerConfig,
+    rotary_table,
+    small_config,
+)
 
 VOCABULARY, LENGTH = 50, 48
 
-PLAIN = small(VOCABULARY, context_max=64)
+PLAIN = small_config(VOCABULARY, context_max=64)
 GROUPED = msgspec.structs.replace(PLAIN, kv_heads=2, head_width=10, qkv_bias=True, output_bias=True, tied=True)
 CONFIGS = pytest.mark.parametrize("config", [PLAIN, GROUPED], ids=["plain", "grouped"])
 DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
@@ -32,7 +39,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def made(config: ModelConfig, seed: int = 1, dtype: Any = torch.float64) -> Transformer:
+def made(config: TransformerConfig, seed: int = 1, dtype: Any = torch.float64) -> Transformer:
     """With logits, biases and norms that are far from each other: what is mixed up shows."""
     model = Transformer.new(config, seed, dtype)
     chance = torch.Generator().manual_seed(seed)
@@ -63,18 +70,18 @@ def plain(model: Transformer, tokens: Any) -> Any:
 @DTYPES
 @pytest.mark.parametrize("chunks", [[LENGTH], [1] * LENGTH, [5, 1, 17, 2, 7, 1, 1, 14], [47, 1]], ids=str)
 def test_reading_by_chunks_of_any_size_gives_what_a_plain_forward_gives(
-    config: ModelConfig, dtype: Any, tolerance: float, chunks: list[int]
+    config: TransformerConfig, dtype: Any, tolerance: float, chunks: list[int]
 ) -> None:
     assert sum(chunks) == LENGTH
     model, tokens = made(config, dtype=dtype), texts(3)
     expected = plain(model, tokens)
-    cache = Cache(config, 5, 60, dtype)
+    cache = KVCache(config, 5, 60, dtype)
     start = 0
     with torch.inference_mode():
         for chunk in chunks:
             key_length = min(60, start + max(chunk, 20))
             at = torch.full((3,), start)
-            found = model.read(tokens[:, start : start + chunk], at, ints(4, 0, 2), cache, key_length)
+            found = model.forward_cached(tokens[:, start : start + chunk], at, ints(4, 0, 2), cache, key_length)
             start += chunk
             torch.testing.assert_close(found, expected[:, start - 1], rtol=0, atol=tolerance)
             if dtype == torch.float64:
@@ -82,7 +89,7 @@ def test_reading_by_chunks_of_any_size_gives_what_a_plain_forward_gives(
 
 
 @CONFIGS
-def test_texts_at_different_positions_are_written_on_side_by_side(config: ModelConfig) -> None:
+def test_texts_at_different_positions_are_written_on_side_by_side(config: TransformerConfig) -> None:
     """Greedy, each with its own start, as an engine does it."""
     model, prompts = made(config), [texts(1, length, seed=length)[0] for length in (3, 11, 20, 7)]
     alone = []
@@ -92,24 +99,24 @@ def test_texts_at_different_positions_are_written_on_side_by_side(config: ModelC
             written = torch.cat((written, plain(model, written[None])[0, -1:].argmax(-1)))
         alone.append(written.tolist())
 
-    cache, slots = Cache(config, 4, 64, torch.float64), torch.arange(4)
+    cache, slots = KVCache(config, 4, 64, torch.float64), torch.arange(4)
     lengths = ints(*(len(prompt) for prompt in prompts))
     padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
     together = [prompt.tolist() for prompt in prompts]
     with torch.inference_mode():
-        logits = model.read(padded, torch.zeros(4, dtype=torch.int64), slots, cache, 24, lengths)
+        logits = model.forward_cached(padded, torch.zeros(4, dtype=torch.int64), slots, cache, 24, lengths)
         for step in range(20):
             tokens = logits.argmax(-1)
             for row, token in zip(together, tokens.tolist(), strict=True):
                 row.append(token)
-            logits = model.read(tokens[:, None], lengths + step, slots, cache, 64)
+            logits = model.forward_cached(tokens[:, None], lengths + step, slots, cache, 64)
     assert together == alone
 
 
 def test_many_texts_come_and_go_in_random_order_and_none_disturbs_another() -> None:
     """Chunks of random rows, slots and padding; a slot is used again without being cleared."""
     model, chance = made(GROUPED), random.Random(5)
-    cache = Cache(GROUPED, 6, LENGTH, torch.float64)
+    cache = KVCache(GROUPED, 6, LENGTH, torch.float64)
     text_by_slot: dict[int, Any] = {}
     read_by_slot: dict[int, int] = {}
     checked = 0
@@ -125,7 +132,7 @@ def test_many_texts_come_and_go_in_random_order_and_none_disturbs_another() -> N
             tokens = texts(len(slots), count, seed=1000 + turn)
             for row, slot in enumerate(slots):
                 tokens[row, : valid[row]] = text_by_slot[slot][start[row] : start[row] + valid[row]]
-            found = model.read(tokens, ints(*start), ints(*slots), cache, LENGTH, ints(*valid))
+            found = model.forward_cached(tokens, ints(*start), ints(*slots), cache, LENGTH, ints(*valid))
             for row, slot in enumerate(slots):
                 read_by_slot[slot] += valid[row]
                 if valid[row]:
@@ -140,12 +147,12 @@ def test_many_texts_come_and_go_in_random_order_and_none_disturbs_another() -> N
 
 def test_padding_is_never_written_where_it_could_be_read() -> None:
     model, tokens = made(PLAIN), texts(2)
-    cache = Cache(PLAIN, 2, LENGTH, torch.float64)
+    cache = KVCache(PLAIN, 2, LENGTH, torch.float64)
     slots, none = torch.arange(2), torch.zeros(2, dtype=torch.int64)
     with torch.inference_mode():
-        model.read(tokens[:, :20], none, slots, cache, LENGTH)
+        model.forward_cached(tokens[:, :20], none, slots, cache, LENGTH)
         before = [(keys.clone(), values.clone()) for keys, values in zip(cache.keys, cache.values, strict=True)]
-        model.read(tokens[:, 20:30], ints(20, 0), slots, cache, LENGTH, ints(4, 0))
+        model.forward_cached(tokens[:, 20:30], ints(20, 0), slots, cache, LENGTH, ints(4, 0))
     for (keys, values), keys_now, values_now in zip(before, cache.keys, cache.values, strict=True):
         for was, now in ((keys, keys_now), (values, values_now)):
             changed = (was != now).any(-1).any(1)[:, :LENGTH]
@@ -159,10 +166,10 @@ def test_what_padding_consists_of_changes_no_bit() -> None:
     other[0, 9:] = (other[0, 9:] + 1) % VOCABULARY
     found = []
     for each in (tokens, other):
-        cache = Cache(PLAIN, 2, LENGTH)
+        cache = KVCache(PLAIN, 2, LENGTH)
         with torch.inference_mode():
-            logits = model.read(each, ints(0, 0), ints(0, 1), cache, LENGTH, ints(9, 16))
-            found += [logits, model.read(ints(7, 8)[:, None], ints(9, 16), ints(0, 1), cache, LENGTH)]
+            logits = model.forward_cached(each, ints(0, 0), ints(0, 1), cache, LENGTH, ints(9, 16))
+            found += [logits, model.forward_cached(ints(7, 8)[:, None], ints(9, 16), ints(0, 1), cache, LENGTH)]
     assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
 
 
@@ -179,13 +186,13 @@ def test_a_forward_depends_neither_on_padding_nor_on_neighbours() -> None:
 
 @CONFIGS
 @pytest.mark.parametrize("count", [1, 8])
-def test_decoding_is_bitwise_independent_of_what_other_slots_hold(config: ModelConfig, count: int) -> None:
+def test_decoding_is_bitwise_independent_of_what_other_slots_hold(config: TransformerConfig, count: int) -> None:
     """At constant slots and key length, on one thread."""
     model, slots, mine = made(config, dtype=torch.float32), torch.arange(8), 3
     tokens = texts(1, 40, seed=9)[0]
     found = []
     for neighbours in (0, 1, 2):
-        cache = Cache(config, 8, LENGTH)
+        cache = KVCache(config, 8, LENGTH)
         beside = texts(8, 40, seed=20 + neighbours)
         starts = torch.zeros(8, dtype=torch.int64)
         logits = []
@@ -197,7 +204,7 @@ def test_decoding_is_bitwise_independent_of_what_other_slots_hold(config: ModelC
                 if neighbours == 2:
                     valid = torch.randint(0, count + 1, (8,), generator=torch.Generator().manual_seed(at))
                 valid[mine] = count
-                logits.append(model.read(batch, starts, slots, cache, LENGTH, valid)[mine])
+                logits.append(model.forward_cached(batch, starts, slots, cache, LENGTH, valid)[mine])
                 starts = starts + valid
         found.append(torch.stack(logits))
     assert torch.equal(found[0], found[1])
@@ -208,12 +215,12 @@ def test_which_slot_a_text_lies_in_changes_no_bit() -> None:
     model, tokens = made(PLAIN, dtype=torch.float32), texts(8, 24)
     found = []
     for shift in (0, 1, 5):
-        cache, logits = Cache(PLAIN, 8, LENGTH), []
+        cache, logits = KVCache(PLAIN, 8, LENGTH), []
         with torch.inference_mode():
             for at in range(24):
                 batch = tokens[:, at : at + 1].roll(shift, 0)
                 starts = torch.full((8,), at)
-                logits.append(model.read(batch, starts, torch.arange(8), cache, LENGTH).roll(-shift, 0))
+                logits.append(model.forward_cached(batch, starts, torch.arange(8), cache, LENGTH).roll(-shift, 0))
         found.append(torch.stack(logits))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
@@ -221,14 +228,16 @@ def test_which_slot_a_text_lies_in_changes_no_bit() -> None:
 
 @CONFIGS
 @pytest.mark.parametrize("count", [1, 6])
-def test_slots_that_are_copied_give_the_bits_of_slots_that_lie_together(config: ModelConfig, count: int) -> None:
+def test_slots_that_are_copied_give_the_bits_of_slots_that_lie_together(config: TransformerConfig, count: int) -> None:
     model, tokens = made(config, dtype=torch.float32), texts(4, 30)
     found = []
     for slots in (ints(0, 1, 2, 3), ints(2, 3, 4, 5), ints(6, 0, 5, 2)):
-        cache, logits = Cache(config, 7, LENGTH), []
+        cache, logits = KVCache(config, 7, LENGTH), []
         with torch.inference_mode():
             for at in range(0, 30, count):
-                logits.append(model.read(tokens[:, at : at + count], torch.full((4,), at), slots, cache, LENGTH))
+                logits.append(
+                    model.forward_cached(tokens[:, at : at + count], torch.full((4,), at), slots, cache, LENGTH)
+                )
         found.append(torch.stack(logits))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
@@ -238,20 +247,20 @@ def test_the_key_length_changes_only_the_last_bits() -> None:
     model, tokens = made(GROUPED), texts(2, 20)
     found = []
     for key_length in (20, 33, 64):
-        cache = Cache(GROUPED, 2, 64, torch.float64)
+        cache = KVCache(GROUPED, 2, 64, torch.float64)
         with torch.inference_mode():
-            found.append(model.read(tokens, ints(0, 0), ints(0, 1), cache, key_length))
+            found.append(model.forward_cached(tokens, ints(0, 0), ints(0, 1), cache, key_length))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-9)
     torch.testing.assert_close(found[0], found[2], rtol=0, atol=1e-9)
 
 
 def test_a_token_behind_the_keys_that_are_looked_at_is_our_bug() -> None:
-    model, cache = made(PLAIN), Cache(PLAIN, 1, LENGTH, torch.float64)
+    model, cache = made(PLAIN), KVCache(PLAIN, 1, LENGTH, torch.float64)
     with torch.inference_mode():
-        with pytest.raises(AssertionError, match="behind the 10 keys"):
-            model.read(ints(1)[:, None], ints(10), ints(0), cache, 10)
+        with pytest.raises(AssertionError, match="beyond the 10 keys"):
+            model.forward_cached(ints(1)[:, None], ints(10), ints(0), cache, 10)
         with pytest.raises(AssertionError, match="49 keys of 48"):
-            model.read(ints(1)[:, None], ints(10), ints(0), cache, 49)
+            model.forward_cached(ints(1)[:, None], ints(10), ints(0), cache, 49)
 
 
 # ---- the model itself ----
@@ -278,7 +287,7 @@ def test_a_new_policy_is_close_to_uniform(tied: bool) -> None:
 
 
 @CONFIGS
-def test_gradients_are_those_of_finite_differences(config: ModelConfig) -> None:
+def test_gradients_are_those_of_finite_differences(config: TransformerConfig) -> None:
     model, tokens = made(config), texts(2, 7)
     chosen = texts(2, 7, seed=8)
 
@@ -301,9 +310,9 @@ def test_gradients_are_those_of_finite_differences(config: ModelConfig) -> None:
 
 def test_a_model_that_has_served_can_be_trained() -> None:
     """What is made in inference mode cannot be used in training: the table of angles must not be."""
-    model, cache = Transformer.new(PLAIN, 1), Cache(PLAIN, 1, LENGTH)
+    model, cache = Transformer.new(PLAIN, 1), KVCache(PLAIN, 1, LENGTH)
     with torch.inference_mode():
-        model.read(texts(1, 4), ints(0), ints(0), cache, LENGTH)
+        model.forward_cached(texts(1, 4), ints(0), ints(0), cache, LENGTH)
     model(texts(1, 4)).sum().backward()
     assert model.layers[0].qkv.grad is not None
 
@@ -337,10 +346,10 @@ def test_half_precision_works() -> None:
     model, tokens = Transformer.new(GROUPED, 1), texts(2, 10)
     expected = plain(model, tokens)[:, -1]
     model = model.bfloat16()
-    cache = Cache(GROUPED, 2, LENGTH, torch.bfloat16)
+    cache = KVCache(GROUPED, 2, LENGTH, torch.bfloat16)
     with torch.inference_mode():
-        model.read(tokens[:, :6], ints(0, 0), ints(0, 1), cache, LENGTH)
-        found = model.read(tokens[:, 6:], ints(6, 6), ints(0, 1), cache, LENGTH)
+        model.forward_cached(tokens[:, :6], ints(0, 0), ints(0, 1), cache, LENGTH)
+        found = model.forward_cached(tokens[:, 6:], ints(6, 6), ints(0, 1), cache, LENGTH)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), expected, rtol=0, atol=0.05)
 
@@ -369,22 +378,22 @@ def test_sizes_that_cannot_be_are_refused(changed: dict[str, Any], field: str) -
 
 def test_heads_that_do_not_divide_the_width_are_refused() -> None:
     with pytest.raises(InvalidConfig, match="a divisor of width, which is 64"):
-        small(VOCABULARY, heads=5)
+        small_config(VOCABULARY, heads=5)
 
 
 @pytest.mark.parametrize("changed", [{"factor": 0.5}, {"low": 4.0, "high": 1.0}, {"low": 0.0}, {"context": 0}])
 def test_a_stretch_that_cannot_be_is_refused(changed: dict[str, Any]) -> None:
     fields: dict[str, Any] = {"factor": 8.0, "low": 1.0, "high": 4.0, "context": 64}
-    Stretched(**fields)
+    RopeScaling(**fields)
     with pytest.raises(InvalidConfig):
-        Stretched(**(fields | changed))
+        RopeScaling(**(fields | changed))
 
 
 def test_a_cache_longer_than_the_context_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="context_max"):
-        Cache(PLAIN, 1, PLAIN.context_max + 1)
+        KVCache(PLAIN, 1, PLAIN.context_max + 1)
     with pytest.raises(InvalidConfig, match="slots"):
-        Cache(PLAIN, 0, 8)
+        KVCache(PLAIN, 0, 8)
 
 
 def test_a_text_longer_than_the_context_is_refused() -> None:

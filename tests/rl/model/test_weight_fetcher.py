@@ -19,19 +19,19 @@ from tests.rl.processes import until
 from tangram.errors import ManagerError
 from tangram.rl.inference.engines.messages import Fetched, UpdateFailed
 from tangram.rl.inference.engines.process import ProcessEngine
-from tangram.rl.inference.engines.protocol import EngineDied, Weights
+from tangram.rl.inference.engines.protocol import EngineDied, PolicyWeights
 from tangram.rl.model import weight_fetcher
 from tangram.rl.model.transformer import Transformer
-from tangram.rl.model.weight_fetcher import Fetcher
-from tangram.rl.model.weight_store import forget, publish, pulling
+from tangram.rl.model.weight_fetcher import WeightFetcher
+from tangram.rl.model.weight_store import prune_versions, publish, pull_incrementally
 
 
 @pytest.fixture
-def published(tmp_path: Path) -> list[Weights]:
+def published(tmp_path: Path) -> list[PolicyWeights]:
     return [publish(model(version), model(version).config, tmp_path / "published", version) for version in (0, 1)]
 
 
-def stuck(weights: Weights, folder: Path, version: int = 7) -> Weights:
+def stuck(weights: PolicyWeights, folder: Path, version: int = 7) -> PolicyWeights:
     """A version whose reading waits until somebody opens the other end."""
     path = folder / f"{version:08d}"
     shutil.copytree(weights.folder, path)
@@ -40,10 +40,10 @@ def stuck(weights: Weights, folder: Path, version: int = 7) -> Weights:
     [bucket] = path.glob("*.bucket")
     bucket.unlink()
     os.mkfifo(bucket)
-    return Weights(version=version, folder=str(path))
+    return PolicyWeights(version=version, folder=str(path))
 
 
-def open_up(weights: Weights) -> None:
+def open_up(weights: PolicyWeights) -> None:
     """Whoever waits for it finds nothing in it."""
     [bucket] = Path(weights.folder).glob("*.bucket")
     os.close(os.open(bucket, os.O_WRONLY))
@@ -53,7 +53,7 @@ def open_up(weights: Weights) -> None:
 
 
 def test_it_writes_while_it_fetches_and_what_it_writes_is_what_it_would_have_written(
-    published: list[Weights], tmp_path: Path
+    published: list[PolicyWeights], tmp_path: Path
 ) -> None:
     engine = ProcessEngine(settings(**SLOW))
     slow = stuck(published[1], tmp_path)
@@ -72,7 +72,7 @@ def test_it_writes_while_it_fetches_and_what_it_writes_is_what_it_would_have_wri
     run(engine, published[0], test)
 
 
-def test_what_was_fetched_is_taken_by_the_update_and_not_before(published: list[Weights]) -> None:
+def test_what_was_fetched_is_taken_by_the_update_and_not_before(published: list[PolicyWeights]) -> None:
     engine = ProcessEngine(settings(**SLOW), dtype="float64")
 
     async def test() -> None:
@@ -96,7 +96,9 @@ def test_what_was_fetched_is_taken_by_the_update_and_not_before(published: list[
     run(engine, published[0], test)
 
 
-def test_what_cannot_be_fetched_leaves_the_old_weights_and_says_so(published: list[Weights], tmp_path: Path) -> None:
+def test_what_cannot_be_fetched_leaves_the_old_weights_and_says_so(
+    published: list[PolicyWeights], tmp_path: Path
+) -> None:
     engine = ProcessEngine(settings())
     damaged = publish(model(1), model(1).config, tmp_path, 5)
     bucket = next(Path(damaged.folder).glob("*.bucket"))
@@ -109,7 +111,7 @@ def test_what_cannot_be_fetched_leaves_the_old_weights_and_says_so(published: li
     async def test() -> None:
         for bad, reason in (
             (damaged, "checksum"),
-            (Weights(version=9, folder=str(tmp_path / "nowhere")), "No such file"),
+            (PolicyWeights(version=9, folder=str(tmp_path / "nowhere")), "No such file"),
             (publish(broken, broken.config, tmp_path, 6), "not finite"),
         ):
             with pytest.raises(ManagerError, match=reason) as failed:
@@ -126,7 +128,7 @@ def test_what_cannot_be_fetched_leaves_the_old_weights_and_says_so(published: li
 
 
 def test_killed_half_way_through_a_fetch_it_has_died_and_starts_with_the_newest(
-    published: list[Weights], tmp_path: Path
+    published: list[PolicyWeights], tmp_path: Path
 ) -> None:
     engine = ProcessEngine(settings(**SLOW))
     slow = stuck(published[1], tmp_path)
@@ -146,17 +148,17 @@ def test_killed_half_way_through_a_fetch_it_has_died_and_starts_with_the_newest(
     run(engine, published[0], test)
 
 
-def test_a_fetch_that_hangs_is_noticed(published: list[Weights], tmp_path: Path) -> None:
+def test_a_fetch_that_hangs_is_noticed(published: list[PolicyWeights], tmp_path: Path) -> None:
     engine = ProcessEngine(settings(), hang_s=1.5)
 
     async def test() -> None:
-        with pytest.raises(EngineDied, match="said nothing for"):
+        with pytest.raises(EngineDied, match="sent nothing for"):
             await engine.fetch(stuck(published[1], tmp_path))
 
     run(engine, published[0], test)
 
 
-def test_closing_does_not_wait_for_a_fetch(published: list[Weights], tmp_path: Path) -> None:
+def test_closing_does_not_wait_for_a_fetch(published: list[PolicyWeights], tmp_path: Path) -> None:
     engine = ProcessEngine(settings())
 
     async def test() -> None:
@@ -184,8 +186,8 @@ class Told:
         return self.answers
 
 
-def fetcher(told: Told) -> Fetcher:
-    return Fetcher(model(0).config, torch.float32, told, beat_s=60.0)
+def fetcher(told: Told) -> WeightFetcher:
+    return WeightFetcher(model(0).config, torch.float32, told, beat_s=60.0)
 
 
 def weights_of(found: Transformer) -> list[torch.Tensor]:
@@ -197,40 +199,40 @@ def same(one: Transformer, other: Transformer) -> bool:
 
 
 def test_the_newer_of_two_fetches_wins_and_the_older_is_told(
-    published: list[Weights], monkeypatch: pytest.MonkeyPatch
+    published: list[PolicyWeights], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told, reached = Told(), threading.Event()
 
     def slowly(weights, into):
-        for _ in pulling(weights, into):
+        for _ in pull_incrementally(weights, into):
             reached.set()
             yield
             while weights.version == 0:  # until the fetcher takes no more of it
                 time.sleep(0.01)
                 yield
 
-    monkeypatch.setattr(weight_fetcher, "pulling", slowly)
+    monkeypatch.setattr(weight_fetcher, "pull_incrementally", slowly)
     fetched = fetcher(told)
     fetched.begin(1, published[0])
     assert reached.wait(60.0)
     fetched.begin(2, published[1])
     first, second = asyncio.run(told.until(2))
-    assert isinstance(first, UpdateFailed) and first.ask == 1 and "others were asked for" in first.reason
+    assert isinstance(first, UpdateFailed) and first.ask == 1 and "a later version was requested" in first.reason
     assert second == Fetched(ask=2, version=1)
-    assert same(fetched.exchanged(published[1], model(0)), model(1))
+    assert same(fetched.swap(published[1], model(0)), model(1))
 
 
-def test_there_are_never_more_than_two_sets_of_weights(published: list[Weights]) -> None:
+def test_there_are_never_more_than_two_sets_of_weights(published: list[PolicyWeights]) -> None:
     told = Told()
     fetched = fetcher(told)
     first = Transformer.new(model(0).config, seed=9).requires_grad_(False)
     fetched.begin(1, published[1])
-    second = fetched.exchanged(published[1], first)
+    second = fetched.swap(published[1], first)
     assert same(second, model(1))
     fetched.begin(2, published[0])
-    third = fetched.exchanged(published[0], second)
+    third = fetched.swap(published[0], second)
     assert third is first and same(third, model(0))
-    assert same(fetched.exchanged(published[1], third), model(1)), "what was not fetched is read at once"
+    assert same(fetched.swap(published[1], third), model(1)), "what was not fetched is read at once"
 
 
 def test_a_version_that_is_forgotten_while_it_is_fetched_is_had_whole(
@@ -239,15 +241,15 @@ def test_a_version_that_is_forgotten_while_it_is_fetched_is_had_whole(
     weights = [
         publish(model(version), model(version).config, tmp_path, version, bucket_bytes=2000) for version in (0, 1)
     ]
-    monkeypatch.setattr("tangram.rl.model.weight_store.PIECE_BYTES", 500)
+    monkeypatch.setattr("tangram.rl.model.weight_store.CHUNK_BYTES", 500)
     into = Transformer.new(model(0).config, seed=9).requires_grad_(False)
-    reading = pulling(weights[0], into)
+    reading = pull_incrementally(weights[0], into)
     next(reading)
-    assert [each.version for each in forget(tmp_path, keep=1)] == [0]
+    assert [each.version for each in prune_versions(tmp_path, keep=1)] == [0]
     assert len(list(reading)) > 10
     assert same(into, model(0))
     before = weights_of(into)
     with pytest.raises(ManagerError, match="No such file"):
-        list(pulling(weights[0], into))
+        list(pull_incrementally(weights[0], into))
     assert all(map(torch.equal, weights_of(into), before))
     assert model(0).config.context_max == CONTEXT

@@ -18,14 +18,14 @@ import msgspec
 import pytest
 
 from tangram.errors import InvalidInput, ManagerError
-from tangram.rl.inference.engines.protocol import Weights
+from tangram.rl.inference.engines.protocol import PolicyWeights
 
 torch = pytest.importorskip("torch", reason="PyTorch is an extra, which is not installed")
 
-from tangram.rl.model.transformer import Transformer, small  # noqa: E402
-from tangram.rl.model.weight_store import forget, publish, pull, versions  # noqa: E402
+from tangram.rl.model.transformer import Transformer, small_config  # noqa: E402
+from tangram.rl.model.weight_store import prune_versions, publish, pull, versions  # noqa: E402
 
-CONFIG = small(50, layers=2)
+CONFIG = small_config(50, layers=2)
 BUCKET_BYTES = 60_000
 """Several tensors in some buckets, and one that is larger in another."""
 DEADLINE_S = 60.0
@@ -41,7 +41,7 @@ def same(one: Transformer, other: Transformer) -> bool:
 
 
 @pytest.fixture
-def published(tmp_path: Path) -> Weights:
+def published(tmp_path: Path) -> PolicyWeights:
     return publish(model(1), CONFIG, tmp_path, 3, bucket_bytes=BUCKET_BYTES)
 
 
@@ -69,7 +69,7 @@ def test_a_state_that_is_not_contiguous_is_published_as_it_reads(tmp_path: Path)
     assert same(pull(publish(state, CONFIG, tmp_path, 1)), first)
 
 
-def test_a_model_is_updated_where_it_stands(published: Weights) -> None:
+def test_a_model_is_updated_where_it_stands(published: PolicyWeights) -> None:
     serving = model(2)
     addresses = [weight.data_ptr() for weight in serving.parameters()]
     assert pull(published, serving) is serving
@@ -77,11 +77,11 @@ def test_a_model_is_updated_where_it_stands(published: Weights) -> None:
     assert [weight.data_ptr() for weight in serving.parameters()] == addresses
 
 
-def test_a_model_of_another_dtype_keeps_it(published: Weights) -> None:
+def test_a_model_of_another_dtype_keeps_it(published: PolicyWeights) -> None:
     assert same(pull(published, model(2, torch.float64)), model(1).double())
 
 
-def test_a_model_that_was_pulled_in_inference_mode_can_be_trained(published: Weights) -> None:
+def test_a_model_that_was_pulled_in_inference_mode_can_be_trained(published: PolicyWeights) -> None:
     with torch.inference_mode():
         pulled = pull(published)
         pull(published, pulled)
@@ -89,7 +89,7 @@ def test_a_model_that_was_pulled_in_inference_mode_can_be_trained(published: Wei
     assert pulled.embedding.grad is not None
 
 
-def test_pulled_weights_do_not_change_with_the_files(published: Weights) -> None:
+def test_pulled_weights_do_not_change_with_the_files(published: PolicyWeights) -> None:
     pulled = pull(published)
     for path in Path(published.folder).glob("*.bucket"):
         path.write_bytes(bytes(path.stat().st_size))
@@ -104,27 +104,27 @@ def test_versions_are_told_in_order_and_old_ones_are_forgotten(tmp_path: Path) -
     for version in (2, 10, 9, 100_000_000):
         publish(model(version), CONFIG, tmp_path, version)
     assert [each.version for each in versions(tmp_path)] == [2, 9, 10, 100_000_000]
-    assert [each.version for each in forget(tmp_path)] == [2, 9]
+    assert [each.version for each in prune_versions(tmp_path)] == [2, 9]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00000010", "100000000"]
     assert same(pull(versions(tmp_path)[0]), model(10))
-    assert forget(tmp_path, keep=5) == []
-    assert [each.version for each in forget(tmp_path, keep=0)] == [10, 100_000_000]
+    assert prune_versions(tmp_path, keep=5) == []
+    assert [each.version for each in prune_versions(tmp_path, keep=0)] == [10, 100_000_000]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_version_is_published_once(tmp_path: Path, published: Weights) -> None:
-    with pytest.raises(ManagerError, match="00000003 is there already"):
+def test_a_version_is_published_once(tmp_path: Path, published: PolicyWeights) -> None:
+    with pytest.raises(ManagerError, match="00000003 exists already"):
         publish(model(2), CONFIG, tmp_path, 3)
     assert same(pull(published), model(1))
     assert os.listdir(tmp_path) == ["00000003"]
 
 
-def test_what_is_no_version_is_not_told_and_not_removed(tmp_path: Path, published: Weights) -> None:
+def test_what_is_no_version_is_not_told_and_not_removed(tmp_path: Path, published: PolicyWeights) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "00000001").mkdir()
     (tmp_path / "00000002").touch()
     assert versions(tmp_path) == [published]
-    forget(tmp_path, keep=0)
+    prune_versions(tmp_path, keep=0)
     assert sorted(os.listdir(tmp_path)) == ["00000001", "00000002", "notes"]
 
 
@@ -153,7 +153,7 @@ def empty(path: Path) -> None:
 @pytest.mark.parametrize("bucket", [0, 1, -1])
 @pytest.mark.parametrize("how", [flip, cut, lengthen, empty, Path.unlink], ids=lambda how: how.__name__)
 def test_a_damaged_bucket_is_named_and_the_old_weights_stay(
-    published: Weights, how: Callable[[Path], None], bucket: int
+    published: PolicyWeights, how: Callable[[Path], None], bucket: int
 ) -> None:
     path = sorted(Path(published.folder).glob("*.bucket"))[bucket]
     how(path)
@@ -193,7 +193,7 @@ def changed(manifest: dict[str, Any], **fields: Any) -> dict[str, Any]:
     ],
 )
 def test_a_manifest_that_lies_is_named_and_the_old_weights_stay(
-    published: Weights, lie: Callable[[dict[str, Any]], Any]
+    published: PolicyWeights, lie: Callable[[dict[str, Any]], Any]
 ) -> None:
     path = Path(published.folder) / "manifest.json"
     path.write_text(json.dumps(lie(json.loads(path.read_text()))))
@@ -203,13 +203,13 @@ def test_a_manifest_that_lies_is_named_and_the_old_weights_stay(
     assert same(serving, model(2))
 
 
-def test_weights_that_are_gone_are_told(tmp_path: Path, published: Weights) -> None:
-    forget(tmp_path, keep=0)
+def test_weights_that_are_gone_are_told(tmp_path: Path, published: PolicyWeights) -> None:
+    prune_versions(tmp_path, keep=0)
     with pytest.raises(ManagerError, match=r"00000003/manifest\.json: No such file"):
         pull(published)
 
 
-def test_a_model_of_other_sizes_is_not_touched(published: Weights) -> None:
+def test_a_model_of_other_sizes_is_not_touched(published: PolicyWeights) -> None:
     other = msgspec.structs.replace(CONFIG, inner=64)
     serving = Transformer.new(other, 2)
     with pytest.raises(ManagerError, match=r"manifest\.json: expected .*inner=64"):
@@ -236,7 +236,7 @@ def test_what_is_not_the_state_of_the_model_is_not_published(tmp_path: Path, sta
 # ---- the publisher fails ----
 
 
-def test_a_full_disk_is_told_and_leaves_nothing_behind(tmp_path: Path, published: Weights) -> None:
+def test_a_full_disk_is_told_and_leaves_nothing_behind(tmp_path: Path, published: PolicyWeights) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
     try:
@@ -255,13 +255,13 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
 
 PUBLISHER = """
 import sys
-from tangram.rl.model.transformer import Transformer, small
-from tangram.rl.model.weight_store import forget, publish
-config = small(50)
+from tangram.rl.model.transformer import Transformer, small_config
+from tangram.rl.model.weight_store import prune_versions, publish
+config = small_config(50)
 for version in range(1000000):
     publish(Transformer.new(config, version), config, sys.argv[1], version, bucket_bytes=20_000)
     print(version, flush=True)
-    forget(sys.argv[1], keep=5)
+    prune_versions(sys.argv[1], keep=5)
 """
 
 

@@ -13,7 +13,7 @@ from tests.client.conftest import why_not
 from tests.server.shared import serving, shared
 
 from tangram.client.client import Client, connect
-from tangram.client.remote import RemoteTransport
+from tangram.client.remote_transport import RemoteTransport
 from tangram.client.transport import LocalTransport
 from tangram.clock import VirtualLoop
 from tangram.core.action import Action, Outcome, Status
@@ -23,9 +23,10 @@ from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.managers.fake import FakeManager
 from tangram.managers.quotas.manager import Quota, QuotaManager, Rate
-from tangram.managers.work import Hold
-from tangram.rl.observe.pool_usage import PoolObserver, PoolWatch
+from tangram.managers.work import HoldGrant
+from tangram.rl.observe.pool_usage import LocalPoolUsage, PoolUsageMonitor
 from tangram.rl.train.records import PoolUse
+from tangram.runtime.event_inbox import EventInbox
 from tangram.runtime.orchestrator import Decider, Orchestrator
 from tangram.sim.baselines import Baseline, PodsConfig
 
@@ -41,9 +42,10 @@ def on_virtual_time(
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         manager = FakeManager(node="node0", cores=cores)
-        held = QuotaManager(quotas, lambda event: orchestrator.tell(event))
+        inbox = EventInbox()
+        held = QuotaManager(quotas, inbox.send)
         scheduler = decider or Scheduler(policy("adaptive"), (*manager.pools(), *held.pools()))
-        orchestrator = Orchestrator(scheduler, {"node0": manager}, {Hold: held}, clock=loop.clock)
+        orchestrator = Orchestrator(scheduler, {"node0": manager}, {HoldGrant: held}, clock=loop.clock, inbox=inbox)
         async with Client(LocalTransport(orchestrator, held)) as client:
             await test(client)
 
@@ -51,7 +53,7 @@ def on_virtual_time(
         runner.run(main())
 
 
-def use_of(watch: PoolWatch, name: str = CPU_POOL) -> PoolUse:
+def use_of(watch: PoolUsageMonitor, name: str = CPU_POOL) -> PoolUse:
     return {each.name: each for each in watch.since_last()}[name]
 
 
@@ -79,12 +81,12 @@ class LedgerIntegral:
 
 
 def test_no_client_tells_nothing() -> None:
-    assert PoolWatch(None).since_last() == ()
+    assert PoolUsageMonitor(None).since_last() == ()
 
 
 def test_known_sleeps_give_their_counts_and_unit_seconds() -> None:
     async def test(client: Client) -> None:
-        watch = PoolWatch(client)
+        watch = PoolUsageMonitor(client)
         async with client.sandbox(trajectory="t1") as box:
             for _ in range(3):
                 await box.exec("sleep 2", cpus=1)
@@ -104,7 +106,7 @@ def test_known_sleeps_give_their_counts_and_unit_seconds() -> None:
 
 def test_waiting_shows_while_a_pool_is_short_and_afterwards() -> None:
     async def test(client: Client) -> None:
-        watch = PoolWatch(client)
+        watch = PoolUsageMonitor(client)
 
         async def play(name: str) -> None:
             async with client.sandbox(trajectory=name) as box:
@@ -125,7 +127,7 @@ def test_waiting_shows_while_a_pool_is_short_and_afterwards() -> None:
 
 def test_a_trajectory_reserves_the_most_that_it_ever_held_from_its_beginning() -> None:
     async def test(client: Client) -> None:
-        watch = PoolWatch(client)
+        watch = PoolUsageMonitor(client)
         async with client.sandbox(trajectory="t1") as box:
             await box.exec("sleep 1", cpus=1)
             first = use_of(watch)
@@ -142,7 +144,7 @@ def test_a_trajectory_reserves_the_most_that_it_ever_held_from_its_beginning() -
 
 def test_what_is_under_way_counts_up_to_now() -> None:
     async def test(client: Client) -> None:
-        watch = PoolWatch(client)
+        watch = PoolUsageMonitor(client)
         async with client.sandbox() as box:
             doing = asyncio.create_task(box.exec("sleep 10", cpus=2))
             await asyncio.sleep(4.0)
@@ -161,7 +163,11 @@ def test_what_is_under_way_counts_up_to_now() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_many_answers_add_up_to_one_and_never_hold_more_than_is_reserved(seed: int) -> None:
     async def test(client: Client) -> None:
-        often, once, ledger = PoolWatch(client), PoolWatch(client), LedgerIntegral(orchestrator_of(client))
+        often, once, ledger = (
+            PoolUsageMonitor(client),
+            PoolUsageMonitor(client),
+            LedgerIntegral(orchestrator_of(client)),
+        )
         random_ = random.Random(seed)
 
         async def play(name: str) -> None:
@@ -194,7 +200,7 @@ def test_many_answers_add_up_to_one_and_never_hold_more_than_is_reserved(seed: i
 
 def test_the_pools_of_a_quota_are_told_as_one_in_requests_at_once() -> None:
     async def test(client: Client) -> None:
-        watch = PoolWatch(client)
+        watch = PoolUsageMonitor(client)
         for _ in range(2):
             async with client.quota("search", trajectory="t1"):
                 await asyncio.sleep(3.0)
@@ -214,7 +220,7 @@ def test_the_pools_of_a_quota_are_told_as_one_in_requests_at_once() -> None:
 
 def test_a_rate_alone_counts_requests_under_way() -> None:
     async def test(client: Client) -> None:
-        watch = PoolWatch(client)
+        watch = PoolUsageMonitor(client)
         async with client.quota("slow"):
             await asyncio.sleep(3.0)
         waiting = asyncio.create_task(_use_quota(client, "slow"))
@@ -235,19 +241,19 @@ async def _use_quota(client: Client, name: str) -> None:
 
 def test_those_who_ride_in_one_batch_hold_its_devices_once() -> None:
     async def test(client: Client) -> None:
-        usage = PoolObserver(orchestrator_of(client))
+        usage = LocalPoolUsage(orchestrator_of(client))
         actions = [
             Action(id=f"a{number}", demand=Demand({GPU: fixed(2)}), trajectory=f"t{number}") for number in range(3)
         ]
         share = (Share("gpu@node0", 2, 2, (0, 1)),)
         start = orchestrator_of(client).now()
         for each in actions:
-            usage.observe(start, Submit(action=each), [])
+            usage.observer.observe(start, Submit(action=each), [])
         grants = [Start(action=each, grant=Grant(each.id, "node0", share, 2, 1, "a0")) for each in actions]
-        usage.observe(start, Submit(action=Action(id="b", demand=Demand({GPU: fixed(2)}))), list(grants))
+        usage.observer.observe(start, Submit(action=Action(id="b", demand=Demand({GPU: fixed(2)}))), list(grants))
         for seconds, each in zip((1.0, 2.0, 4.0), actions, strict=True):
             outcome = Outcome(action=each.id, status=Status.SUCCEEDED, execution_s=seconds, attempts=1)
-            usage.observe(start + seconds, Finished(action=each.id), [Settle(outcome=outcome)])
+            usage.observer.observe(start + seconds, Finished(action=each.id), [Settle(outcome=outcome)])
         (told,) = (each for each in usage.since_last() if each.name == "gpu@node0")
         assert told.actions == 3
         assert told.held_unit_s == pytest.approx(8.0), "the last one out frees them"
@@ -259,9 +265,9 @@ def test_those_who_ride_in_one_batch_hold_its_devices_once() -> None:
 def test_other_observers_go_on_and_a_closed_watch_sees_nothing() -> None:
     async def test(client: Client) -> None:
         seen: list[float] = []
-        first = PoolWatch(client)
+        first = PoolUsageMonitor(client)
         orchestrator_of(client).observe(lambda now, event, effects: seen.append(now))
-        second = PoolWatch(client)
+        second = PoolUsageMonitor(client)
         async with client.sandbox():
             pass
         count = len(seen)
@@ -281,7 +287,7 @@ def test_a_baseline_is_watched_as_well() -> None:
     pools: tuple[Pool, ...] = cpu_node("node0", 2.0, 4.0)
 
     async def test(client: Client) -> None:
-        watch = PoolWatch(client)
+        watch = PoolUsageMonitor(client)
         async with client.sandbox(trajectory="t1") as box:
             await box.exec("sleep 2", cpus=1)
         told = use_of(watch)
@@ -296,7 +302,7 @@ def test_an_idle_trajectory_is_forgotten_after_a_time_or_for_others(monkeypatch:
     monkeypatch.setattr("tangram.rl.observe.pool_usage.TRAJECTORIES_MAX", 10)
 
     async def test(client: Client) -> None:
-        watch = PoolWatch(client)
+        watch = PoolUsageMonitor(client)
 
         async def reserved(*numbers: int) -> float:
             for number in numbers:
@@ -324,7 +330,7 @@ def test_real_programs_are_counted(tmp_path: Path, backend: str) -> None:
 
     async def main() -> None:
         async with connect(backend=backend, state=tmp_path / "state", cores=1.0) as client:
-            watch = PoolWatch(client)
+            watch = PoolUsageMonitor(client)
 
             async def play(name: str) -> None:
                 async with client.sandbox(trajectory=name, memory="128MiB") as box:
@@ -350,7 +356,7 @@ def test_a_service_elsewhere_tells_its_cpu(tmp_path: Path) -> None:
         async with shared(tmp_path, backend="fake", cores=2.0) as client, asyncio.timeout(60.0):
             async with client.sandbox(trajectory="before"):
                 pass
-            watch = PoolWatch(client)
+            watch = PoolUsageMonitor(client)
             told: list[PoolUse] = []
             while not told:  # until it has looked for the first time
                 await asyncio.sleep(0.01)
@@ -377,9 +383,9 @@ def test_a_service_that_stopped_answering_breaks_nothing(tmp_path: Path) -> None
         async with serving(tmp_path, backend="fake") as up:
             client = connect(up.address, reconnect_s=0.5)
             async with client:
-                watch = PoolWatch(client)
+                watch = PoolUsageMonitor(client)
                 assert isinstance(client.transport, RemoteTransport)
-                wire = client.transport.wire
+                wire = client.transport.connection
                 address, told = wire.url, 0
                 wire.url = "http://127.0.0.1:9"
                 for _ in range(3):

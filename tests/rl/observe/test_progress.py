@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tests.rl import recordings
 
+from tangram.reports.live import LINE_EVERY_S
 from tangram.rl.inference.engines.protocol import EngineStatistics
-from tangram.rl.observe.rollout_progress import LINE_EVERY_S, WINDOW_S, RolloutProgress
+from tangram.rl.observe.rollout_progress import WINDOW_S, RolloutProgress
 from tangram.rl.rollout.records import Ending, Group, Stage, Trajectory
 
 
@@ -49,7 +50,7 @@ def text(console: Console) -> str:
 
 def trajectory(member: int = 0, ending: Ending = Ending.FINISHED, **changes: object) -> Trajectory:
     found = recordings.played("chain", "random", 1, member=member)
-    reward = 0.5 if ending.rewarded else None
+    reward = 0.5 if ending.is_rewarded else None
     return msgspec.structs.replace(found, ending=ending, reward=reward, **changes)
 
 
@@ -67,64 +68,64 @@ def engine(name: str = "engine-0", **changes: object) -> EngineStatistics:
 
 def test_a_trajectory_is_counted_where_it_is() -> None:
     progress = RolloutProgress(2)
-    progress.began("chain/0/0.0", "chain")
-    assert {stage: n for stage, n in progress.in_stages().items() if n} == {"beginning": 1}
+    progress.on_begin("chain/0/0.0", "chain")
+    assert {stage: n for stage, n in progress.stage_counts().items() if n} == {"beginning": 1}
     for stage in (Stage.RESET, Stage.GENERATE, Stage.STEP, Stage.REWARD):
-        progress.stage("chain/0/0.0", stage)
-        assert {stage: n for stage, n in progress.in_stages().items() if n} == {stage.value: 1}
+        progress.on_stage("chain/0/0.0", stage)
+        assert {stage: n for stage, n in progress.stage_counts().items() if n} == {stage.value: 1}
     done = trajectory(0)
-    progress.ended(done)
-    assert {stage: n for stage, n in progress.in_stages().items() if n} == {"buffer": 1}
-    progress.group(group(done))
-    assert not any(progress.in_stages().values())
+    progress.on_end(done)
+    assert {stage: n for stage, n in progress.stage_counts().items() if n} == {"buffer": 1}
+    progress.on_group(group(done))
+    assert not any(progress.stage_counts().values())
     assert (progress.groups_done, progress.tasks["chain"].reward) == (1, 0.5)
 
 
 def test_groups_that_lose_members_and_those_that_are_dropped_are_told_apart() -> None:
     progress = RolloutProgress(3)
     failed = trajectory(1, Ending.ENV_FAILED, cause="sandbox lost")
-    progress.ended(failed)
-    progress.group(group(trajectory(0), left_out=(failed,), wanted=2))
-    progress.group(group(left_out=(failed,), wanted=2))
+    progress.on_end(failed)
+    progress.on_group(group(trajectory(0), left_out=(failed,), wanted=2))
+    progress.on_group(group(left_out=(failed,), wanted=2))
     assert (progress.groups_done, progress.groups_short, progress.groups_dropped) == (1, 1, 1)
     assert "1 of 3 groups (1 with fewer members), 1 dropped" in progress.line()
     assert "not finished: env_failed 1" in progress.line()
-    assert progress.last_trouble == "chain/0/1.0 env_failed: sandbox lost"
+    assert progress.last_failure == "chain/0/1.0 env_failed: sandbox lost"
 
 
 def test_rewards_are_of_those_that_have_one() -> None:
     progress = RolloutProgress(1)
-    progress.ended(trajectory(0))
-    progress.ended(trajectory(1, Ending.STALE))
-    progress.ended(msgspec.structs.replace(trajectory(2), reward=float("nan")))
+    progress.on_end(trajectory(0))
+    progress.on_end(trajectory(1, Ending.STALE))
+    progress.on_end(msgspec.structs.replace(trajectory(2), reward=float("nan")))
     assert progress.tasks["chain"].reward == 0.5
-    progress.began("x", "other")
+    progress.on_begin("x", "other")
     assert progress.tasks["other"].reward is None and "other -" in progress.line()
 
 
 def test_engines_are_up_suspended_or_dead() -> None:
     progress = RolloutProgress(1)
-    progress.engines([engine("a"), engine("b")])
+    progress.set_engines([engine("a"), engine("b")])
     assert progress.engine_states() == {"up": 2, "suspended": 0, "dead": 0}
-    progress.engines([engine("a", suspended_s=1.0), engine("b")])
+    progress.set_engines([engine("a", suspended_s=1.0), engine("b")])
     assert progress.engine_states() == {"up": 1, "suspended": 1, "dead": 0}
-    progress.engines([engine("a", suspended_s=1.0)])
+    progress.set_engines([engine("a", suspended_s=1.0)])
     assert progress.engine_states() == {"up": 1, "suspended": 0, "dead": 1}
-    progress.engines([engine("a", suspended_s=1.0), engine("b")])
+    progress.set_engines([engine("a", suspended_s=1.0), engine("b")])
     assert progress.engine_states()["dead"] == 0
-    progress.engines([engine("a", suspended_s=1.0), engine("b")], dead={"b"})
+    progress.set_engines([engine("a", suspended_s=1.0), engine("b")], dead={"b"})
     assert progress.engine_states() == {"up": 1, "suspended": 0, "dead": 1}
 
 
 def test_tokens_per_second_are_those_of_the_last_seconds() -> None:
     clock = Clock()
     progress = RolloutProgress(1, clock=clock)
-    progress.engines([engine(decode_tokens=500)])
+    progress.set_engines([engine(decode_tokens=500)])
     clock.now += 2.0
-    progress.engines([engine(decode_tokens=700)])
+    progress.set_engines([engine(decode_tokens=700)])
     assert progress.tokens_per_s() == pytest.approx(100.0)
     clock.now += 1.0
-    progress.engines([engine(decode_tokens=40)])  # it was started anew
+    progress.set_engines([engine(decode_tokens=40)])  # it was started anew
     assert progress.tokens_per_s() == pytest.approx(240 / 3)
     clock.now += 2 * WINDOW_S
     assert progress.tokens_per_s() == pytest.approx(0.0, abs=1e-9)
@@ -135,20 +136,20 @@ def test_without_engines_the_tokens_are_those_of_trajectories() -> None:
     progress = RolloutProgress(1, clock=clock)
     clock.now += 2.0
     done = trajectory()
-    progress.ended(done)
+    progress.on_end(done)
     assert progress.tokens_per_s() == pytest.approx(len(done.versions) / 2)
 
 
 def test_the_time_left_is_that_of_the_pace_so_far() -> None:
     clock = Clock()
     progress = RolloutProgress(4, clock=clock)
-    assert progress.left_s() is None
+    assert progress.remaining_s() is None
     clock.now += 30.0
-    progress.group(group(trajectory()))
-    assert progress.left_s() == pytest.approx(90.0) and "about 1 min 30 s left" in progress.line()
+    progress.on_group(group(trajectory()))
+    assert progress.remaining_s() == pytest.approx(90.0) and "about 1 min 30 s left" in progress.line()
     for _ in range(5):
-        progress.group(group(trajectory()))
-    assert progress.left_s() == 0.0
+        progress.on_group(group(trajectory()))
+    assert progress.remaining_s() == 0.0
 
 
 # ---- the look ---------------------------------------------------------------------------------------------------
@@ -158,11 +159,11 @@ def test_a_log_gets_a_line_now_and_then_and_one_at_the_end() -> None:
     clock, console = Clock(), log()
     with RolloutProgress(2, console=console, clock=clock) as progress:
         for member in range(100):
-            progress.ended(trajectory(member))
+            progress.on_end(trajectory(member))
         assert text(console) == ""
         clock.now += LINE_EVERY_S
-        progress.stage("a", Stage.STEP)
-        progress.stage("a", Stage.REWARD)
+        progress.on_stage("a", Stage.STEP)
+        progress.on_stage("a", Stage.REWARD)
         assert text(console).count("\n") == 1
     lines = text(console).splitlines()
     assert len(lines) == 2 and all(line.startswith("rollout: 0 of 2 groups, 100 trajectories ended") for line in lines)
@@ -172,11 +173,11 @@ def test_a_log_gets_a_line_now_and_then_and_one_at_the_end() -> None:
 def test_a_terminal_shows_all_of_it_and_is_left_clean() -> None:
     console = terminal()
     with RolloutProgress(4, console=console) as progress:
-        progress.began("chain/0/0.0", "chain")
-        progress.stage("chain/0/0.0", Stage.GENERATE)
-        progress.ended(trajectory(1, Ending.TRUNCATED))
-        progress.engines([engine("engine-0", version=3, active=2, waiting=1), engine("engine-1")])
-        progress.engines([engine("engine-0", version=3, active=2, waiting=1)])
+        progress.on_begin("chain/0/0.0", "chain")
+        progress.on_stage("chain/0/0.0", Stage.GENERATE)
+        progress.on_end(trajectory(1, Ending.TRUNCATED))
+        progress.set_engines([engine("engine-0", version=3, active=2, waiting=1), engine("engine-1")])
+        progress.set_engines([engine("engine-0", version=3, active=2, waiting=1)])
         shown = Console(file=io.StringIO(), width=120)
         shown.print(progress.render())
         for words in (
@@ -197,7 +198,7 @@ def test_quiet_writes_nothing() -> None:
         clock = Clock()
         with RolloutProgress(1, console=console, quiet=True, clock=clock) as progress:
             clock.now += 100.0
-            progress.ended(trajectory())
+            progress.on_end(trajectory())
         assert text(console) == ""
 
 
@@ -211,10 +212,10 @@ def test_it_ends_also_when_the_rollout_breaks() -> None:
 @given(found=st.lists(recordings.trajectories(), max_size=4), name=recordings.texts)
 def test_no_name_steers_a_terminal(found: list[Trajectory], name: str) -> None:
     progress = RolloutProgress(1)
-    progress.began(name, name)
-    progress.engines([engine(name)])
+    progress.on_begin(name, name)
+    progress.set_engines([engine(name)])
     for each in found:
-        progress.ended(each)
+        progress.on_end(each)
     shown = log()
     shown.print(progress.render())
     shown.print(progress.line(), markup=False, highlight=False)

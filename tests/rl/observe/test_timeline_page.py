@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.rl.recordings import HOSTILE, simple, span
 
-from tangram.rl.observe.timeline import timeline
+from tangram.rl.observe.timeline import build_timeline
 from tangram.rl.observe.timeline_page import write_timeline
 from tangram.rl.rollout.records import Stage
 
@@ -52,7 +52,7 @@ class Seen:
 
     @property
     def range(self) -> str:
-        return self.page.locator("#seen").text_content()
+        return self.page.locator("#lanes-range").text_content()
 
     def point(self, x: int, y: int) -> str:
         box = self.page.locator("#lanes canvas").bounding_box()
@@ -77,7 +77,7 @@ def seen(browser: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterat
         for n in range(200)
     ]
     path = tmp_path / "t.html"
-    write_timeline(path, timeline(found, 10.0), HOSTILE[3], HOSTILE[4])
+    write_timeline(path, build_timeline(found, 10.0), HOSTILE[3], HOSTILE[4])
     one = Seen(browser, path, request.param)
     yield one
     one.context.close()
@@ -103,7 +103,7 @@ def test_it_draws_zooms_and_tells_and_obeys_no_text(seen: Seen) -> None:
     seen.page.keyboard.down("Shift")
     seen.page.mouse.wheel(0, -100)
     seen.page.keyboard.up("Shift")
-    seen.page.wait_for_function("document.getElementById('seen').textContent !== '0.00 s to 10.00 s of 10.00 s'")
+    seen.page.wait_for_function("document.getElementById('lanes-range').textContent !== '0.00 s to 10.00 s of 10.00 s'")
     first = seen.point(100, 140)
     seen.page.evaluate("document.getElementById('scroller').scrollTop = 500")
     seen.page.wait_for_function("document.getElementById('scroller').scrollTop === 500")

@@ -26,15 +26,26 @@ from tangram.cli.train import summary
 from tangram.errors import InvalidConfig, InvalidTrace
 from tangram.reports.formatting import percent
 from tangram.rl.config.training_settings import TrainSettings
-from tangram.rl.observe.pool_usage import Use
+from tangram.rl.observe.pool_usage import take_report
+from tangram.rl.observe.run_history import RunHistory, step_time_parts
+from tangram.rl.observe.timeline_trace import trace_of_training
 from tangram.rl.observe.training_progress import TrainingProgress
-from tangram.rl.observe.training_report import write_report
-from tangram.rl.observe.training_report_page import report_page
-from tangram.rl.observe.training_report_run import Run, parts_of
+from tangram.rl.observe.training_report import report_page, write_report
 from tangram.rl.rollout.records import Stage
 from tangram.rl.runs.metrics_log import read_metrics
 from tangram.rl.runs.trajectory_log import TrajectoryLog
-from tangram.rl.train.records import AnyLine, Began, Evaluated, Noticed, Over, PoolUse, TaskStep, Trained, Warmed
+from tangram.rl.train.records import (
+    AnyMetricsLine,
+    Evaluated,
+    Noticed,
+    PoolUse,
+    RunBegan,
+    RunEnded,
+    TaskStep,
+    Trained,
+    WarmStartChecked,
+)
+from tangram.runtime.pool_usage import PoolUsage
 
 CHROMIUM = os.environ.get("TANGRAM_CHROMIUM", "/usr/bin/chromium")
 ARGS = [
@@ -44,13 +55,13 @@ ARGS = [
 BYTES_MAX = 1 << 20
 
 
-def written(folder: Path, lines: list[AnyLine]) -> str:
+def written(folder: Path, lines: list[AnyMetricsLine]) -> str:
     write_lines(folder, lines)
     return write_report(folder).read_text()
 
 
 def data_of(text: str) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="report-data">(.*?)</script>', text, re.DOTALL)
+    found = re.search(r'<script type="application/json" id="charts-data">(.*?)</script>', text, re.DOTALL)
     assert found is not None
     decoded: dict[str, Any] = msgspec.json.decode(found[1])
     return decoded
@@ -78,7 +89,7 @@ def test_scores_of_the_page_are_those_of_the_evaluations(tmp_path: Path) -> None
     lines = run_lines(steps=60)
     text = written(tmp_path, lines)
     found = [line for line in lines if isinstance(line, Evaluated)]
-    warm = next(line for line in lines if isinstance(line, Warmed) and line.over)
+    warm = next(line for line in lines if isinstance(line, WarmStartChecked) and line.over)
     for task in TASKS:
         row = cells(text, "Learning curves", task)
         assert row[1] == f"{warm.scores[task]:.3f}", "the same as the command line says under this name"
@@ -139,7 +150,7 @@ def test_discarded_work_is_told_by_cause(tmp_path: Path) -> None:
     trained = sum(line.metrics["tokens"] for line in steps)
     assert batches > trained, "some groups teach nothing"
     rows = {name: cells(text, "Discarded work", name)[1:] for name in
-            ("tokens written", "tokens in no batch", "tokens in a batch, of groups that teach nothing")}  # fmt: skip
+            ("tokens decoded", "tokens in no batch", "tokens in a batch, of groups that teach nothing")}  # fmt: skip
     share = [percent(part / (batches + 420)).replace("\u00a0", " ") for part in (420, batches - trained)]
     assert list(rows.values()) == [
         [f"{batches + 420:,.0f}", ""],
@@ -162,8 +173,8 @@ def test_dropped_groups_are_told_as_at_the_end_whatever_was_given_up_meanwhile(t
     assert told["groups_dropped"] == {"stale": 3, "lost_lineage": 41}
     view = TrainingProgress(TrainSettings(), quiet=True)
     for line in lines:
-        view.tell(line)
-    assert view.so_far.dropped == told["groups_dropped"]
+        view.on_line(line)
+    assert view.status.dropped == told["groups_dropped"]
 
 
 def test_the_p99_of_a_pool_is_that_of_all_its_actions(tmp_path: Path) -> None:
@@ -171,13 +182,13 @@ def test_the_p99_of_a_pool_is_that_of_all_its_actions(tmp_path: Path) -> None:
     hundredth, though it is all of its step."""
 
     def use(*lengths_s: float) -> PoolUse:
-        found = Use(0.0)
+        usage = PoolUsage("cpu", 0.0)
         for length_s in lengths_s:
-            found.tally.add(0.0, length_s, 0.0)
-        return found.told("cpu", 0)
+            usage.tally.add(0.0, length_s, 0.0)
+        return take_report(usage, 0.0, 0)
 
     uses = [*(use(*[0.95] * 100) for _ in range(10)), use(60.0)]
-    pools = Run(replaced(run_lines(steps=11), uses)).pools()
+    pools = RunHistory(replaced(run_lines(steps=11), uses)).pools()
     assert pools[0].act_p99_s is not None and 0.9 < pools[0].act_p99_s <= 1.0
     assert pools[0].act_p99_worst_s > 50.0
     unknown = [msgspec.structs.replace(each, act_cells={}) for each in uses]
@@ -187,7 +198,7 @@ def test_the_p99_of_a_pool_is_that_of_all_its_actions(tmp_path: Path) -> None:
     )
 
 
-def replaced(lines: list[AnyLine], uses: list[PoolUse]) -> list[AnyLine]:
+def replaced(lines: list[AnyMetricsLine], uses: list[PoolUse]) -> list[AnyMetricsLine]:
     """With these of a pool in its steps."""
     left = iter(uses)
     return [msgspec.structs.replace(line, pools=(next(left),)) if isinstance(line, Trained) else line for line in lines]
@@ -198,14 +209,14 @@ def test_notices_are_listed_and_marked(tmp_path: Path) -> None:
     assert "17 trajectories wait for pool search" in text
     marks = data_of(text)["marks"]
     assert [mark["step"] for mark in marks] == [10, 15]
-    assert cells(text, "What happened", "engine")[1] == "10"
+    assert cells(text, "Events", "engine")[1] == "10"
 
 
 @pytest.mark.parametrize("evaluation_s", [0.0, 0.2, 50.0])
 def test_the_parts_of_a_step_are_the_step(evaluation_s: float) -> None:
     line = next(line for line in run_lines(steps=10) if isinstance(line, Trained))
     line = msgspec.structs.replace(line, evaluation_s=evaluation_s)
-    parts = parts_of(line)
+    parts = step_time_parts(line)
     assert sum(parts.values()) == pytest.approx(line.step_s)
     assert parts["wait: generate"] == pytest.approx(line.waited_for["generate"])
     assert sum(part for name, part in parts.items() if name.startswith("wait: ")) == pytest.approx(line.wait_s)
@@ -215,9 +226,9 @@ def test_the_timeline_of_a_log_is_told(tmp_path: Path) -> None:
     with TrajectoryLog(tmp_path / "trajectories.jsonl") as log:
         log.append(simple("t/0/0.0", [span(Stage.GENERATE, 0.0, 1.0), span(Stage.STEP, 1.0, 3.0)]))
     text = written(tmp_path, run_lines(steps=3))
-    assert "No engine was writing for 67% of the time: 100% of that for environment: step." in text
+    assert "No engine was decoding for 67% of the time: 100% of that for environment: step." in text
     (tmp_path / "trajectories.jsonl").write_text("no log\n")
-    assert "is not told here" in write_report(tmp_path).read_text()
+    assert "is not shown here" in write_report(tmp_path).read_text()
 
 
 # ---- odd runs ---------------------------------------------------------------------------------------------------
@@ -267,8 +278,8 @@ def test_a_run_that_goes_on_has_no_end(tmp_path: Path) -> None:
     write_lines(tmp_path, run_lines(steps=5, cause=""), torn='{"type":"Trained","at')
     assert "It has no end yet" in write_report(tmp_path).read_text()
     over = run_lines(steps=5, cause="interrupted")
-    began = Began(at_s=50.0, began_at=0.0, step=5, mode="rollart", alpha=1, resumed_from="x")
-    assert Run([*over, began]).over is None
+    began = RunBegan(at_s=50.0, began_at=0.0, step=5, mode="async", alpha=1, resumed_from="x")
+    assert RunHistory([*over, began]).end is None
 
 
 def test_numbers_that_are_none_leave_gaps(tmp_path: Path) -> None:
@@ -277,7 +288,7 @@ def test_numbers_that_are_none_leave_gaps(tmp_path: Path) -> None:
     line = lines[at]
     assert isinstance(line, Trained)
     bad = {**line.metrics, "gradient_norm": float("nan"), "loss": float("inf")}
-    run = Run([*lines[:at], msgspec.structs.replace(line, metrics=bad), *lines[at + 1 :]])
+    run = RunHistory([*lines[:at], msgspec.structs.replace(line, metrics=bad), *lines[at + 1 :]])
     values = series(chart(report_page(run, tmp_path), "Gradient norm"), "gradient_norm")
     assert values[0] is None
     assert all(value is not None for value in values[1:])
@@ -290,16 +301,16 @@ def test_a_step_is_judged_by_the_alpha_that_it_was_made_with(tmp_path: Path) -> 
              for line in lines]  # fmt: skip
     at = next(at for at, line in enumerate(lines) if isinstance(line, Trained) and line.step == 3)
     for alpha, older in ((1, "none older than α"), (0, "1 trajectory older than α")):
-        began = Began(at_s=0.0, began_at=0.0, step=2, mode="rollart", alpha=alpha, resumed_from="x")
+        began = RunBegan(at_s=0.0, began_at=0.0, step=2, mode="async", alpha=alpha, resumed_from="x")
         text = written(tmp_path / str(alpha), [*lines[:at], began, *lines[at:]])
         assert f"at most 2, with α = 3, then {alpha}; {older}." in text
-        assert f"in mode rollart with α = 3, then {alpha}:" in text
+        assert f"in mode async with α = 3, then {alpha}:" in text
 
 
 def test_older_samples_than_alpha_are_told(tmp_path: Path) -> None:
     lines = run_lines(steps=4, alpha=2, mode="start-bound")
     began = lines[0]
-    assert isinstance(began, Began)
+    assert isinstance(began, RunBegan)
     text = written(tmp_path, [msgspec.structs.replace(began, alpha=1), *lines[1:]])
     assert "older than α" in text
     assert "none older than α" not in text
@@ -337,7 +348,7 @@ def test_the_report_is_the_same_again_and_goes_where_it_is_told(tmp_path: Path) 
 # ---- text that others chose --------------------------------------------------------------------------------------
 
 
-def hostile_lines() -> list[AnyLine]:
+def hostile_lines() -> list[AnyMetricsLine]:
     names = [name for name in HOSTILE if name.isprintable() and name] + ["</script><b>bold</b>", 'a" onload="x']
     base = next(line for line in run_lines(steps=1) if isinstance(line, Trained))
     its = TaskStep(groups=1, trajectories=8, reward=0.5, turns=1.0, tokens=1.0, staleness_mean=0.0, staleness_max=0)
@@ -352,12 +363,12 @@ def hostile_lines() -> list[AnyLine]:
     )
     scores = dict.fromkeys(names, 0.5)
     return [
-        Began(at_s=0.0, began_at=0.0, mode=names[0], alpha=1, settings={name: name for name in names}),
-        Warmed(at_s=1.0, step=1, loss=1.0, scores=scores, over=True, cause=names[0]),
+        RunBegan(at_s=0.0, began_at=0.0, mode=names[0], alpha=1, settings={name: name for name in names}),
+        WarmStartChecked(at_s=1.0, step=1, loss=1.0, scores=scores, over=True, cause=names[0]),
         line,
         Evaluated(at_s=line.at_s, step=1, seconds=1.0, scores=scores),
         *(Noticed(at_s=line.at_s, kind=name, text=name) for name in names),
-        Over(at_s=line.at_s, step=1, cause=names[-2]),
+        RunEnded(at_s=line.at_s, step=1, cause=names[-2]),
     ]
 
 
@@ -452,7 +463,7 @@ def test_pointing_tells_values_and_a_table_tells_all(browser: Any, tmp_path: Pat
     assert stages.locator("button").get_attribute("aria-expanded") == "true"
     stages.locator("button").click()
     assert stages.locator("table").count() == 0
-    seen.page.locator("summary", has_text="More of the trainer").click()
+    seen.page.locator("summary", has_text="More metrics").click()
     assert seen.page.locator("figure[data-chart] h3", has_text="Learning rate").is_visible()
     assert seen.page.locator("details[open] figure svg").count() > 0
     seen.fine(path)
@@ -460,7 +471,7 @@ def test_pointing_tells_values_and_a_table_tells_all(browser: Any, tmp_path: Pat
 
 @pytest.mark.parametrize("what", ["hostile", "one", "resumed", "failed", "began", "empty", "sparse"])
 def test_odd_runs_are_drawn_without_complaint(browser: Any, tmp_path: Path, what: str) -> None:
-    runs: dict[str, list[AnyLine]] = {
+    runs: dict[str, list[AnyMetricsLine]] = {
         "hostile": hostile_lines(),
         "one": run_lines(steps=1, evaluate_every=0, notices=False),
         "resumed": resumed_lines(),
@@ -481,3 +492,17 @@ def test_odd_runs_are_drawn_without_complaint(browser: Any, tmp_path: Path, what
         "[...document.querySelectorAll('svg *')].map((one) => one.outerHTML).join('')"
     )
     seen.fine(path)
+
+
+# ---- the Chrome trace -------------------------------------------------------------------------------------------
+
+
+def test_the_trace_has_every_step_with_its_parts_and_the_counters() -> None:
+    run = RunHistory(run_lines())
+    events = trace_of_training(run).events()
+    steps = [event for event in events if event["ph"] == "X" and event["name"].startswith("step ")]
+    assert [event["name"] for event in steps] == [f"step {line.step}" for line in run.steps]
+    assert [event["dur"] for event in steps] == [pytest.approx(1e6 * line.step_s, abs=1) for line in run.steps]
+    assert {"wait", "train", "push"} <= {event["name"] for event in events if event["ph"] == "X"}
+    assert {"reward", "groups", "held-out reward"} <= {event["name"] for event in events if event["ph"] == "C"}
+    assert sum(event["ph"] == "i" for event in events) == len(run.notices)

@@ -20,11 +20,10 @@ from tangram.rl.config.rollout_settings import (
     RolloutSettings,
     TaskSettings,
 )
-from tangram.rl.inference.engines.protocol import Weights
+from tangram.rl.inference.engines.protocol import PolicyWeights
 from tangram.rl.inference.router_records import NoEngine
-from tangram.rl.rollout.assembly import assembled, first_model, require_playable, require_served
-from tangram.rl.rollout.codec import Codec
-from tangram.rl.rollout.rollout import Collected, tickets
+from tangram.rl.rollout.assembly import TrainedWeights, assembled, first_model, require_playable, require_servable
+from tangram.rl.rollout.rollout import CollectedBatch, tickets
 from tangram.rl.train.weights_folder import PREFIX, SHARED_MEMORY
 
 if os.environ.get("CI") != "true":
@@ -38,8 +37,8 @@ def half(transcript: dict[str, object]) -> float:
     return 0.5
 
 
-def played(settings: RolloutSettings, groups: int) -> Collected:
-    async def main() -> Collected:
+def played(settings: RolloutSettings, groups: int) -> CollectedBatch:
+    async def main() -> CollectedBatch:
         async with asyncio.timeout(120), assembled(settings) as made:
             return await made.rollout.collect(tickets(settings), groups)
 
@@ -58,7 +57,7 @@ def test_a_reward_that_runs_outside_gets_a_connection_though_the_task_needs_none
 
 def test_a_task_that_acts_outside_is_played_by_plain_processes_too() -> None:
     batch = played(settings_of(tasks=(TaskSettings(name="codefix"),)), 1)
-    assert batch.groups[0].whole
+    assert batch.groups[0].is_complete
 
 
 def test_nothing_is_left() -> None:
@@ -97,8 +96,8 @@ def test_servers_of_others_are_trained_on_with_the_weights_of_the_trainer_or_not
     for name in ("config.json", "model.safetensors"):
         (folder / name).touch()
 
-    async def first(codec: Codec, published: Path) -> Weights:
-        return Weights(version=0, folder=str(folder))
+    async def first() -> PolicyWeights:
+        return PolicyWeights(version=0, folder=str(folder))
 
     async def main() -> None:
         async with asyncio.timeout(60), ModelServer("vllm", control=control) as server:
@@ -109,7 +108,9 @@ def test_servers_of_others_are_trained_on_with_the_weights_of_the_trainer_or_not
                 assert server.weights == "none", "a rollout takes a server as it is"
                 assert made.weights.version == 0
             told: list[str] = []
-            async with assembled(settings, first=first, progress=lambda share, words: told.append(words)):
+            async with assembled(
+                settings, trained=TrainedWeights(folder, first), progress=lambda share, words: told.append(words)
+            ):
                 assert server.weights == str(folder)
             assert told == ["the trainer starts", "engines start: theirs"]
 
@@ -162,23 +163,23 @@ def test_our_engines_are_refused_for_a_policy_that_they_cannot_load(tmp_path: Pa
         asyncio.run(main())
     assert not said, "nothing was started"
     theirs = (EngineSettings(kind="openai", url="http://127.0.0.1:1"),)
-    require_served(msgspec.structs.replace(wrong, engines=theirs))
+    require_servable(msgspec.structs.replace(wrong, engines=theirs))
 
 
 def test_a_checkpoint_brings_its_words(tmp_path: Path) -> None:
     from tangram.rl.environments.registry import words_of
     from tangram.rl.model.model_folder import save
-    from tangram.rl.model.transformer import Transformer, small
-    from tangram.rl.rollout.codec import Words
+    from tangram.rl.model.transformer import Transformer, small_config
+    from tangram.rl.rollout.codec import WordCodec
 
-    words = Words((*words_of(["chain"]), "more"))
-    save(Transformer.new(small(words.size, width=32, heads=2), 1), tmp_path / "policy")
+    words = WordCodec((*words_of(["chain"]), "more"))
+    save(Transformer.new(small_config(words.size, width=32, heads=2), 1), tmp_path / "policy")
     (tmp_path / "policy" / "words.json").write_bytes(msgspec.json.encode(words.words))
     policy = PolicySettings(checkpoint=str(tmp_path / "policy"))
     usual = settings_of(tasks=(TaskSettings(name="chain"),), policy=policy)
     batch = played(usual, 1)
-    assert batch.groups[0].whole
+    assert batch.groups[0].is_complete
     with pytest.raises(
         InvalidConfig, match=r"engines\[0\].context_max: expected at most 256, the context of .*, got 257"
     ):
-        require_served(msgspec.structs.replace(usual, engines=(EngineSettings(context_max=257),)))
+        require_servable(msgspec.structs.replace(usual, engines=(EngineSettings(context_max=257),)))

@@ -11,32 +11,32 @@ from tests.rl.rollout.world import run
 from tangram.clock import VirtualLoop
 from tangram.rl.config.rollout_settings import GroupSettings, RolloutSettings, TaskSettings
 from tangram.rl.environments.registry import resolve, words_of
-from tangram.rl.inference.engines.fake import FakeEngine, spoken
-from tangram.rl.inference.engines.protocol import Request, Weights
-from tangram.rl.rollout.codec import Words
-from tangram.rl.rollout.rollout import Collected, Rollout, tickets
+from tangram.rl.inference.engines.fake import FakeEngine, text_script
+from tangram.rl.inference.engines.protocol import GenerationRequest, PolicyWeights
+from tangram.rl.rollout.codec import WordCodec
+from tangram.rl.rollout.rollout import CollectedBatch, Rollout, tickets
 
 TASKS = ("frozenlake", "chain")
 
 
-def collected(agent: str) -> Collected:
+def collected(agent: str) -> CollectedBatch:
     configured = RolloutSettings(
         groups=GroupSettings(size=2), tasks=tuple(TaskSettings(name=task) for task in TASKS)
     )  # fmt: skip
-    codec = Words(words_of(TASKS))
+    codec = WordCodec(words_of(TASKS))
 
-    def speak(request: Request) -> str:
+    def speak(request: GenerationRequest) -> str:
         """What the agent says to the last observation, which ends with the mark after which it is its turn."""
-        words = codec.action(request.tokens[:-1]).split()
-        last = len(words) - words[::-1].index(Words.ACT) if Words.ACT in words else 0
+        words = codec.decode_action(request.tokens[:-1]).split()
+        last = len(words) - words[::-1].index(WordCodec.ACT) if WordCodec.ACT in words else 0
         said = " ".join(words[last:])
         return resolve(request.task).agents[agent](random.Random(request.id)).act(said)
 
-    async def playing() -> Collected:
+    async def playing() -> CollectedBatch:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        engine = FakeEngine(spoken(codec, speak), token_s=0.01)
-        await engine.start(Weights(version=0, folder="none"))
+        engine = FakeEngine(text_script(codec, speak), token_s=0.01)
+        await engine.start(PolicyWeights(version=0, folder="none"))
         async with Rollout(configured, engine, codec, clock=loop.clock) as rollout:
             return await rollout.collect(tickets(configured), 8)
 
@@ -46,7 +46,7 @@ def collected(agent: str) -> Collected:
 @pytest.mark.parametrize("agent", ["random"])
 def test_built_in_tasks_are_played_to_their_end(agent: str) -> None:
     batch = collected(agent)
-    assert len(batch.groups) == 8 and all(group.whole for group in batch.groups)
+    assert len(batch.groups) == 8 and all(group.is_complete for group in batch.groups)
     assert {group.task for group in batch.groups} == set(TASKS)
     for group in batch.groups:
         first = {each.turns[0].observation for each in group.members}
@@ -63,18 +63,18 @@ def test_the_options_of_a_task_change_its_limits_and_the_settings_have_the_last_
             TaskSettings(name="long", environment="frozenlake", options={"turns": 12}),
         ),
     )
-    codec = Words(words_of(TASKS))
+    codec = WordCodec(words_of(TASKS))
     asked: dict[str, int] = {}
 
-    def babble(request: Request) -> tuple[int, ...]:
+    def babble(request: GenerationRequest) -> tuple[int, ...]:
         asked[request.task] = request.sampling.tokens_max
-        return tuple(codec.written("start"))
+        return tuple(codec.encode_action("start"))
 
-    async def playing() -> Collected:
+    async def playing() -> CollectedBatch:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         engine = FakeEngine(babble)
-        await engine.start(Weights(version=0, folder="none"))
+        await engine.start(PolicyWeights(version=0, folder="none"))
         async with Rollout(configured, engine, codec, clock=loop.clock) as rollout:
             return await rollout.collect(tickets(configured), 3)
 

@@ -15,15 +15,14 @@ from tangram.clock import VirtualLoop
 from tangram.errors import ManagerError
 from tangram.rl.config.rollout_settings import GroupSettings
 from tangram.rl.environments.protocol import Step
-from tangram.rl.inference.engines.protocol import Generation, Noise, Request, RequestRefused
+from tangram.rl.inference.engines.protocol import Generation, GenerationRequest, RequestRefused, SamplingSeed
 from tangram.rl.rollout.environment_closer import CLOSE_S_MAX
-from tangram.rl.rollout.episode import Episode
 from tangram.rl.rollout.records import Ending, Group, Stage, Trajectory
-from tangram.rl.rollout.rewards import Played, Score
+from tangram.rl.rollout.rewards import PlayedTrajectory, Score
 from tangram.rl.rollout.rollout import Rollout, RolloutStatistics
 
-GO = CODEC.written("go")
-LOOK = CODEC.observation("look", first=True)
+GO = CODEC.encode_action("go")
+LOOK = CODEC.encode_observation("look", first=True)
 
 
 class Played1:
@@ -41,7 +40,6 @@ def play(
     *,
     talker: Talker | None = None,
     reward: Any = None,
-    fresh: Callable[[Episode], bool] | None = None,
     meanwhile: Callable[[Rollout, Talker], None] | None = None,
     at_s: float = 0.0,
     context_max: int = 256,
@@ -57,7 +55,6 @@ def play(
             settings(context_max=context_max, **task),
             writes,
             CODEC,
-            fresh=fresh,
             on_end=world.ended.append,
             clock=loop.clock,
             rewards={"scripted": reward} if reward else None,
@@ -68,7 +65,7 @@ def play(
             group = await rollout.play(ticket())
         world.check(rollout)
         assert writes.inside == {}
-        (record,) = group.all()
+        (record,) = group.all_trajectories()
         assert [record.id] == [each.id for each in world.ended]
         return Played1(record, world, writes, rollout.statistics())
 
@@ -82,7 +79,7 @@ def test_finished_with_all_that_was_said_and_the_reward_of_the_environment() -> 
     record = play(Plan(turns=2, reset_s=0.5, step_s=0.25, reward=0.75)).record
     assert (record.ending, record.reward, record.cause) == (Ending.FINISHED, 0.75, "")
     assert record.tokens == (*LOOK, *GO, *LOOK, *GO)
-    assert record.is_action == (False, False, True, True) * 2
+    assert record.action_mask == (False, False, True, True) * 2
     assert record.observation == "end"
     assert [span.stage for span in record.spans] == [
         Stage.RESET, Stage.GENERATE, Stage.STEP, Stage.GENERATE, Stage.STEP, Stage.REWARD,
@@ -95,7 +92,7 @@ def test_each_request_continues_the_session_with_all_tokens_so_far() -> None:
     assert [request.tokens for request in asked] == [LOOK, (*LOOK, *GO, *LOOK)]
     assert {request.session for request in asked} == {"scripted/0/0.0"}
     assert {request.task for request in asked} == {"scripted"}
-    assert {request.noise for request in asked} == {Noise(seed=0, member=0, attempt=0)}
+    assert {request.noise for request in asked} == {SamplingSeed(seed=0, member=0, attempt=0)}
     assert len({request.id for request in asked}) == 2
     assert all(request.sampling.stop == CODEC.stop and request.sampling.tokens_max == 4 for request in asked)
 
@@ -121,7 +118,7 @@ def test_the_last_turn_is_cut_to_the_room_that_is_left() -> None:
 class Refusing(Talker):
     """A server that does not take the first request."""
 
-    async def generate(self, request: Request) -> Generation:
+    async def generate(self, request: GenerationRequest) -> Generation:
         if not self.asked:
             self.asked.append(request)
             raise RequestRefused("server", "400: too long")
@@ -190,7 +187,7 @@ def test_env_failed_names_the_word_that_the_policy_does_not_know() -> None:
 )
 def test_env_failed_when_a_step_is_none(odd: object) -> None:
     record = play(Plan(odd=odd)).record
-    assert record.ending is Ending.ENV_FAILED and "step gave no Step" in record.cause
+    assert record.ending is Ending.ENV_FAILED and "step returned no valid Step" in record.cause
 
 
 def test_an_environment_that_cancels_itself_failed() -> None:
@@ -210,7 +207,7 @@ class Odd:
     def __init__(self, reward: float | None) -> None:
         self._reward = reward
 
-    async def score(self, played: Played) -> Score:
+    async def score(self, played: PlayedTrajectory) -> Score:
         if self._reward is None:
             raise ZeroDivisionError("division by zero")
         return Score(value=self._reward)
@@ -220,25 +217,6 @@ class Odd:
 def test_a_reward_that_is_no_number_failed(reward: float | None) -> None:
     record = play(reward=Odd(reward)).record
     assert record.ending is Ending.REWARD_FAILED and record.cause
-
-
-def test_stale_before_a_turn_asks_for_no_more_tokens() -> None:
-    played = play(Plan(turns=5), fresh=lambda episode: len(episode.turns) < 2)
-    assert played.record.ending is Ending.STALE and len(played.record.turns) == 2
-    assert len(played.talker.asked) == 2 and played.world.closed == 1
-    assert played.record.cause == "its first token is of version 0"
-
-
-def test_freshness_is_counted_from_the_first_token() -> None:
-    seen = []
-
-    def fresh(episode: Episode) -> bool:
-        seen.append(episode.version_first)
-        return True
-
-    talker = Talker(version=3)
-    play(Plan(turns=2), talker=talker, fresh=fresh)
-    assert seen[:2] == [None, None] and set(seen[2:]) == {3}
 
 
 @pytest.mark.parametrize("ending", [Ending.STALE, Ending.CANCELLED])
@@ -273,18 +251,6 @@ def test_a_step_that_keeps_its_cancellation_to_itself_does_not_go_on() -> None:
 
     played = play(Plan(deaf=True, step_s=1.0), meanwhile=abort, at_s=1.5)
     assert played.record.ending is Ending.STALE and len(played.talker.asked) == 1
-
-
-def test_a_hook_may_abort_the_episode_that_asks_it() -> None:
-    aborts: list[Rollout] = []
-
-    def fresh(episode: Episode) -> bool:
-        if len(episode.turns) == 1 and aborts:
-            aborts[0].abort([episode.id], Ending.CANCELLED, "by its own hook")
-        return True
-
-    record = play(fresh=fresh, meanwhile=lambda rollout, talker: aborts.append(rollout)).record
-    assert (record.ending, record.cause) == (Ending.CANCELLED, "by its own hook")
 
 
 # ---- retries ----

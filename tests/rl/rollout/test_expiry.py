@@ -13,10 +13,10 @@ from tests.rl.rollout.world import CODEC, PATH, Judge, Plan, World, run, setting
 from tangram.clock import VirtualLoop
 from tangram.errors import ManagerError
 from tangram.rl.config.rollout_settings import EngineSettings, GroupSettings, RolloutSettings, TaskSettings
-from tangram.rl.inference.engines.fake import FakeEngine, spoken
-from tangram.rl.inference.engines.protocol import Weights
-from tangram.rl.rollout.records import Ending, Group, Ticket
-from tangram.rl.rollout.rollout import BARREN_MAX, Rollout, tickets
+from tangram.rl.inference.engines.fake import FakeEngine, text_script
+from tangram.rl.inference.engines.protocol import PolicyWeights
+from tangram.rl.rollout.records import Ending, Group, GroupTicket
+from tangram.rl.rollout.rollout import EMPTY_GROUPS_MAX, Rollout, tickets
 
 TURN_S = 2.0
 """Two tokens, a second each."""
@@ -24,15 +24,15 @@ TURN_S = 2.0
 Meanwhile = Callable[[Rollout, FakeEngine], Any]
 
 
-def weights(version: int) -> Weights:
-    return Weights(version=version, folder="")
+def weights(version: int) -> PolicyWeights:
+    return PolicyWeights(version=version, folder="")
 
 
 def play(
     groups: GroupSettings,
     plan: Callable[[str, int], Plan] | Plan | None = None,
     *meanwhile: tuple[float, Meanwhile],
-    of: Ticket | None = None,
+    of: GroupTicket | None = None,
     reward: Judge | None = None,
     **options: Any,
 ) -> tuple[Group, World, FakeEngine]:
@@ -41,7 +41,7 @@ def play(
     async def playing() -> tuple[Group, World, FakeEngine]:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        world, engine = World(plan), FakeEngine(spoken(CODEC, lambda request: "go"), token_s=TURN_S / 2)
+        world, engine = World(plan), FakeEngine(text_script(CODEC, lambda request: "go"), token_s=TURN_S / 2)
         await engine.start(weights(0))
         rollout = Rollout(
             settings(groups=groups, retries=0),
@@ -57,8 +57,8 @@ def play(
                 loop.call_later(at_s, do, rollout, engine)
             group = await rollout.play(of or ticket())
         world.check(rollout)
-        assert engine.inside == ()
-        assert sorted(each.id for each in group.all()) == sorted(each.id for each in world.ended)
+        assert engine.active_requests == ()
+        assert sorted(each.id for each in group.all_trajectories()) == sorted(each.id for each in world.ended)
         return group, world, engine
 
     return run(playing())
@@ -71,19 +71,19 @@ def update(version: int) -> Meanwhile:
     return become
 
 
-def expire(version_min: int, lost: list[int] | None = None) -> Meanwhile:
+def discard_older_than(version_min: int, lost: list[int] | None = None) -> Meanwhile:
     def do(rollout: Rollout, engine: FakeEngine) -> None:
-        count = rollout.expire(version_min, f"older than {version_min}")
+        count = rollout.discard_older_than(version_min, f"older than {version_min}")
         if lost is not None:
             lost.append(count)
 
     return do
 
 
-def expire_after(version_max: int, lost: list[int] | None = None) -> Meanwhile:
+def discard_newer_than(version_max: int, lost: list[int] | None = None) -> Meanwhile:
     def do(rollout: Rollout, engine: FakeEngine) -> None:
         engine.version = version_max
-        count = rollout.expire_after(version_max, f"newer than {version_max}")
+        count = rollout.discard_newer_than(version_max, f"newer than {version_max}")
         if lost is not None:
             lost.append(count)
 
@@ -103,8 +103,8 @@ PAIR = GroupSettings(size=2)
 
 def test_members_in_play_that_are_too_old_are_stopped_and_played_again() -> None:
     lost: list[int] = []
-    group, _, _ = play(PAIR, Plan(turns=2, step_s=5.0), (3.0, update(1)), (3.5, expire(1, lost)))
-    assert lost == [2] and group.whole and group.version_first == 1
+    group, _, _ = play(PAIR, Plan(turns=2, step_s=5.0), (3.0, update(1)), (3.5, discard_older_than(1, lost)))
+    assert lost == [2] and group.is_complete and group.version_first == 1
     assert [each.id for each in group.members] == ["scripted/0/0.1", "scripted/0/1.1"]
     assert {each.id: (each.ending, each.cause) for each in group.left_out} == {
         f"scripted/0/{member}.0": (Ending.STALE, "older than 1") for member in (0, 1)
@@ -113,7 +113,7 @@ def test_members_in_play_that_are_too_old_are_stopped_and_played_again() -> None
 
 def test_members_that_had_ended_and_are_too_old_are_left_out_and_played_again() -> None:
     lost: list[int] = []
-    group, world, _ = play(PAIR, slow_second, (5.0, update(1)), (6.0, expire(1, lost)))
+    group, world, _ = play(PAIR, slow_second, (5.0, update(1)), (6.0, discard_older_than(1, lost)))
     assert lost == [2] and group.version_first == 1
     assert world.endings()["scripted/0/0.0"] is Ending.FINISHED, "its record was told, and stays"
     assert sorted(each.id for each in group.left_out) == ["scripted/0/0.0", "scripted/0/1.0"]
@@ -122,7 +122,7 @@ def test_members_that_had_ended_and_are_too_old_are_left_out_and_played_again() 
 
 def test_members_that_are_young_enough_stay() -> None:
     lost: list[int] = []
-    group, _, _ = play(PAIR, slow_second, (1.5, update(1)), (6.0, update(2)), (7.0, expire(0, lost)))
+    group, _, _ = play(PAIR, slow_second, (1.5, update(1)), (6.0, update(2)), (7.0, discard_older_than(0, lost)))
     assert lost == [0] and group.left_out == ()
     assert [each.versions for each in group.members] == [(0, 1), (0, 1, 2, 2)]
 
@@ -130,17 +130,17 @@ def test_members_that_are_young_enough_stay() -> None:
 def test_what_is_being_written_is_looked_at_when_it_is_there() -> None:
     """At the moment of the expiry the first turn is not written yet, so nobody knows how old it is."""
     lost: list[int] = []
-    group, _, engine = play(GroupSettings(size=1), Plan(turns=2), (1.2, update(1)), (1.5, expire(1, lost)))
+    group, _, engine = play(GroupSettings(size=1), Plan(turns=2), (1.2, update(1)), (1.5, discard_older_than(1, lost)))
     assert lost == [0]
     assert [(each.id, each.ending, each.versions) for each in group.left_out] == [
         ("scripted/0/0.0", Ending.STALE, (0, 1))
     ]
-    assert group.version_first == 1 and len(engine.asked) == 1 + 2, "no second turn of it was asked for"
+    assert group.version_first == 1 and len(engine.requests) == 1 + 2, "no second turn of it was asked for"
 
 
 def test_a_member_is_stopped_while_its_reward_is_computed() -> None:
     group, _, _ = play(
-        GroupSettings(size=1), Plan(turns=1), (2.5, update(1)), (3.0, expire(1)), reward=Judge(seconds=5.0)
+        GroupSettings(size=1), Plan(turns=1), (2.5, update(1)), (3.0, discard_older_than(1)), reward=Judge(seconds=5.0)
     )
     assert [each.ending for each in group.left_out] == [Ending.STALE]
     assert group.members[0].attempt == 1
@@ -152,13 +152,13 @@ def test_members_besides_take_the_place_of_those_that_are_too_old() -> None:
     def plan(trajectory: str, number: int) -> Plan:
         return Plan(turns=1, reset_s=10.0) if "/2." in trajectory or "/1." in trajectory else slow_second("/1.", 0)
 
-    group, _, _ = play(GroupSettings(size=2, members_extra=1), plan, (5.0, update(1)), (5.0, expire(1)))
+    group, _, _ = play(GroupSettings(size=2, members_extra=1), plan, (5.0, update(1)), (5.0, discard_older_than(1)))
     assert [each.id for each in group.members] == ["scripted/0/1.0", "scripted/0/2.0"]
     assert [each.id for each in group.left_out] == ["scripted/0/0.0"], "and it was not played again"
 
 
 def test_a_group_is_dropped_or_closed_with_what_it_has_as_its_settings_say() -> None:
-    old = (5.0, update(1)), (6.0, expire(1))
+    old = (5.0, update(1)), (6.0, discard_older_than(1))
     dropped, _, _ = play(GroupSettings(size=2, on_loss="drop"), slow_second, *old)
     assert dropped.members == () and "older than 1" in dropped.cause
     # Member 1 begins late and is young enough; member 0 had ended and is not.
@@ -171,7 +171,7 @@ def test_a_group_is_dropped_or_closed_with_what_it_has_as_its_settings_say() -> 
 
 def test_refills_of_members_that_are_too_old_are_counted() -> None:
     groups = GroupSettings(size=1, refills_max=2)
-    times = [(3.0 * n, do) for n in range(1, 9) for do in (update(n), expire(n))]
+    times = [(3.0 * n, do) for n in range(1, 9) for do in (update(n), discard_older_than(n))]
     group, world, _ = play(groups, Plan(turns=2, step_s=20.0), *times)
     assert group.members == () and len(world.ended) == 3
     assert set(world.endings().values()) == {Ending.STALE}
@@ -179,10 +179,10 @@ def test_refills_of_members_that_are_too_old_are_counted() -> None:
 
 def test_a_group_of_another_series_is_never_too_old() -> None:
     lost: list[int] = []
-    evaluated = Ticket(task="scripted", number=0, seed=0, series="eval", size=2)
-    times = (3.0, update(1)), (3.5, expire(1, lost)), (3.6, expire_after(0, lost))
+    evaluated = GroupTicket(task="scripted", number=0, seed=0, series="eval", size=2)
+    times = (3.0, update(1)), (3.5, discard_older_than(1, lost)), (3.6, discard_newer_than(0, lost))
     group, _, _ = play(PAIR, Plan(turns=2, step_s=5.0), *times, of=evaluated)
-    assert lost == [0, 0] and group.whole and group.left_out == ()
+    assert lost == [0, 0] and group.is_complete and group.left_out == ()
 
 
 @pytest.mark.parametrize("rounds", range(8))
@@ -199,7 +199,7 @@ def test_a_group_that_grows_too_old_while_it_ends_begins_nothing_any_more(rounds
             if left:
                 loop.call_soon(later, left - 1)
             else:
-                lost.append(rollout.expire(1, "older than 1"))
+                lost.append(rollout.discard_older_than(1, "older than 1"))
 
         later(rounds)
 
@@ -212,11 +212,6 @@ def test_a_group_that_grows_too_old_while_it_ends_begins_nothing_any_more(rounds
         assert all(each.version_first == 1 for each in group.members)
 
 
-def test_the_hook_for_freshness_is_still_asked() -> None:
-    group, _, _ = play(GroupSettings(size=1, refills_max=0), None, fresh=lambda episode: len(episode.turns) < 1)
-    assert [each.ending for each in group.left_out] == [Ending.STALE] and group.members == ()
-
-
 # ---- of a lineage that is lost --------------------------------------------------------------------------------------
 
 
@@ -227,7 +222,7 @@ def test_members_with_any_token_of_lost_weights_are_played_again() -> None:
     def plan(trajectory: str, number: int) -> Plan:
         return Plan(turns=3, step_s=1.0) if "/0." in trajectory else Plan(turns=2, step_s=20.0)
 
-    group, _, _ = play(PAIR, plan, (2.5, update(1)), (5.5, expire_after(0, lost)))
+    group, _, _ = play(PAIR, plan, (2.5, update(1)), (5.5, discard_newer_than(0, lost)))
     assert lost == [1]
     assert [(each.id, each.ending) for each in group.left_out] == [("scripted/0/0.0", Ending.STALE)]
     assert [each.id for each in group.members] == ["scripted/0/0.1", "scripted/0/1.0"]
@@ -235,7 +230,7 @@ def test_members_with_any_token_of_lost_weights_are_played_again() -> None:
 
 
 def test_members_that_had_ended_with_tokens_of_lost_weights_are_played_again() -> None:
-    group, _, _ = play(PAIR, slow_second, (0.5, update(3)), (2.5, update(2)), (6.0, expire_after(2)))
+    group, _, _ = play(PAIR, slow_second, (0.5, update(3)), (2.5, update(2)), (6.0, discard_newer_than(2)))
     assert sorted(each.id for each in group.members) == ["scripted/0/0.1", "scripted/0/1.1"]
     assert all(version == 2 for each in group.members for version in each.versions)
 
@@ -243,7 +238,7 @@ def test_members_that_had_ended_with_tokens_of_lost_weights_are_played_again() -
 def test_what_lost_weights_have_begun_to_write_is_not_kept() -> None:
     """The engine goes back in the middle of a turn: half of it is of weights that are no more."""
     lost: list[int] = []
-    group, _, _ = play(GroupSettings(size=1), Plan(turns=1), (0.5, update(1)), (1.5, expire_after(0, lost)))
+    group, _, _ = play(GroupSettings(size=1), Plan(turns=1), (0.5, update(1)), (1.5, discard_newer_than(0, lost)))
     assert lost == [0]
     assert [(each.ending, each.versions) for each in group.left_out] == [(Ending.STALE, (1, 0))]
     assert group.members[0].versions == (0, 0)
@@ -251,13 +246,13 @@ def test_what_lost_weights_have_begun_to_write_is_not_kept() -> None:
 
 def test_what_goes_on_after_weights_were_lost_is_kept() -> None:
     """It was writing then, by weights that survived; later turns may be of later weights again."""
-    group, _, _ = play(GroupSettings(size=1), Plan(turns=2), (1.5, expire_after(0)), (2.5, update(1)))
+    group, _, _ = play(GroupSettings(size=1), Plan(turns=2), (1.5, discard_newer_than(0)), (2.5, update(1)))
     assert group.left_out == () and group.members[0].versions == (0, 0, 1, 1)
 
 
 def test_after_weights_were_lost_nothing_is_too_old_until_it_is_said_again() -> None:
-    group, _, _ = play(GroupSettings(size=1), Plan(turns=2), (0.1, expire(5)), (0.2, expire_after(0)))
-    assert group.left_out == () and group.whole
+    group, _, _ = play(GroupSettings(size=1), Plan(turns=2), (0.1, discard_older_than(5)), (0.2, discard_newer_than(0)))
+    assert group.left_out == () and group.is_complete
 
 
 # ---- tasks that bring nothing ---------------------------------------------------------------------------------------
@@ -279,7 +274,7 @@ def in_mix(doing: Callable[[Rollout, RolloutSettings], Any], plan: Callable[[str
     async def playing() -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        world, engine = World(plan), FakeEngine(spoken(CODEC, lambda request: "go"), token_s=1.0)
+        world, engine = World(plan), FakeEngine(text_script(CODEC, lambda request: "go"), token_s=1.0)
         await engine.start(weights(0))
         configured = mixed("good", "bad")
         async with Rollout(configured, engine, CODEC, on_end=world.ended.append, clock=loop.clock) as rollout:
@@ -309,7 +304,9 @@ def test_a_stream_names_a_task_of_a_mix_that_brings_nothing() -> None:
             async for group in rollout.stream(islice(tickets(configured), 400), in_flight=4):
                 taken.append(group)
 
-        with pytest.raises(ManagerError, match=rf"task bad: {BARREN_MAX + 1} groups in a row ended .*connection lost"):
+        with pytest.raises(
+            ManagerError, match=rf"task bad: {EMPTY_GROUPS_MAX + 1} groups in a row ended .*connection lost"
+        ):
             await take()
         assert any(group.members for group in taken) and len(taken) < 100
 

@@ -19,9 +19,9 @@ from tests.rl.rollout.world import CODEC, Judge, Plan, World, chance, run, setti
 from tangram.clock import VirtualLoop
 from tangram.errors import ManagerError
 from tangram.rl.config.rollout_settings import GroupSettings
-from tangram.rl.inference.engines.fake import FakeEngine, spoken
-from tangram.rl.inference.engines.protocol import Weights
-from tangram.rl.inference.router import Gateway
+from tangram.rl.inference.engines.fake import FakeEngine, text_script
+from tangram.rl.inference.engines.protocol import PolicyWeights
+from tangram.rl.inference.router import Router
 from tangram.rl.inference.router_records import NoEngine
 from tangram.rl.rollout.records import Ending, Stage, Trajectory
 from tangram.rl.rollout.rollout import Rollout, tickets
@@ -77,7 +77,7 @@ def check_record(seed: int, record: Trajectory) -> None:
         assert record.cause
     else:
         assert record.ending is ending_if_left_alone(seed, record.id), f"{record.id}: {record.cause}"
-    assert (record.reward == 0.5) == record.ending.rewarded
+    assert (record.reward == 0.5) == record.ending.is_rewarded
     resets = [span for span in record.spans if span.stage is Stage.RESET]
     assert len(resets) <= RETRIES + 1
     ends = [(span.began_s, span.ended_s) for span in record.spans]
@@ -125,10 +125,10 @@ def test_every_trajectory_ends_once_and_rightly_whatever_fails(seed: int) -> Non
         assert isinstance(loop, VirtualLoop)
         world = World(lambda trajectory, number: plan_of(seed, trajectory, number))
         judge = Judge(0.5, lambda trajectory: judge_fails(seed, trajectory))
-        answer = spoken(CODEC, lambda request: "go go go")
+        answer = text_script(CODEC, lambda request: "go go go")
         engines = [FakeEngine(answer, name=name, token_s=0.1, start_s=0.3) for name in "ab"]
-        gateway = Gateway(engines, deaths_max=draw.choice([2, 9]))
-        await gateway.start(Weights(version=1, folder="none"))
+        gateway = Router(engines, deaths_max=draw.choice([2, 9]))
+        await gateway.start(PolicyWeights(version=1, folder="none"))
         rollout = Rollout(
             configured, gateway, CODEC, on_end=world.ended.append, clock=loop.clock,
             rewards={"scripted": judge}, barrier=draw.random() < 0.2,
@@ -140,7 +140,7 @@ def test_every_trajectory_ends_once_and_rightly_whatever_fails(seed: int) -> Non
                 await collecting(rollout)
         finally:
             await gateway.close()
-        assert [engine.inside for engine in engines] == [(), ()]
+        assert [engine.active_requests for engine in engines] == [(), ()]
         assert judge.inside == 0
         assert gateway.statistics().requests == 0
         world.check(rollout)
@@ -165,10 +165,10 @@ def test_every_trajectory_ends_once_and_rightly_whatever_fails(seed: int) -> Non
         assert len(batch.groups) == GROUPS
         for group in batch.groups:
             assert groups.size_min <= len(group.members) <= groups.size
-            assert group.whole or group.cause
+            assert group.is_complete or group.cause
             if groups.on_loss == "drop":
-                assert group.whole
-            attempts = Counter(each.member for each in group.all())
+                assert group.is_complete
+            attempts = Counter(each.member for each in group.all_trajectories())
             assert max(attempts.values()) <= groups.refills_max + 1
         assert math.isfinite(batch.ended_s)
 

@@ -13,7 +13,7 @@ from tangram.clock import VirtualLoop
 from tangram.errors import ManagerError
 from tangram.rl.config.rollout_settings import GroupSettings
 from tangram.rl.rollout.records import Ending, Group, Stage
-from tangram.rl.rollout.rollout import HOPELESS_MAX, Collected, Rollout, tickets
+from tangram.rl.rollout.rollout import PERMANENT_FAILURES_MAX, CollectedBatch, Rollout, tickets
 
 
 def member_of(trajectory: str) -> int:
@@ -46,7 +46,7 @@ def play(
             group = await rollout.play(ticket())
         world.check(rollout)
         assert talker.inside == {}
-        assert sorted(each.id for each in group.all()) == sorted(each.id for each in world.ended)
+        assert sorted(each.id for each in group.all_trajectories()) == sorted(each.id for each in world.ended)
         return group, world, talker
 
     return run(playing())
@@ -58,7 +58,7 @@ def slow_by_member(trajectory: str, number: int) -> Plan:
 
 def test_a_whole_group_has_its_members_in_order() -> None:
     group, _, _ = play(GroupSettings(size=4), lambda trajectory, number: Plan(step_s=5.0 - member_of(trajectory)))
-    assert group.whole and group.cause == "" and group.left_out == ()
+    assert group.is_complete and group.cause == "" and group.left_out == ()
     assert [each.member for each in group.members] == [0, 1, 2, 3]
     assert {each.seed for each in group.members} == {0}
 
@@ -73,7 +73,7 @@ def test_members_that_wait_for_their_siblings_say_so() -> None:
 
 def test_the_first_that_end_are_kept_and_the_others_cancelled_everywhere() -> None:
     group, world, talker = play(GroupSettings(size=2, members_extra=2), slow_by_member)
-    assert group.whole
+    assert group.is_complete
     assert [each.member for each in group.members] == [0, 1]
     assert {(each.member, each.ending) for each in group.left_out} == {
         (2, Ending.CANCELLED),
@@ -94,7 +94,7 @@ def test_surplus_is_cancelled_in_the_engine() -> None:
         return Plan(turns=2, step_s=steps[member_of(trajectory)])
 
     group, _, talker = play(GroupSettings(size=2, members_extra=1), plan)
-    assert group.whole and talker.aborted == ["scripted/0/2.0/2"]
+    assert group.is_complete and talker.aborted == ["scripted/0/2.0/2"]
 
 
 def test_extra_members_take_the_place_of_lost_ones() -> None:
@@ -102,7 +102,7 @@ def test_extra_members_take_the_place_of_lost_ones() -> None:
         GroupSettings(size=2, members_extra=1, on_loss="drop"),
         lambda trajectory, number: Plan(fail="step" if member_of(trajectory) == 0 else ""),
     )
-    assert group.whole and [each.member for each in group.members] == [1, 2]
+    assert group.is_complete and [each.member for each in group.members] == [1, 2]
     assert [each.ending for each in group.left_out] == [Ending.ENV_FAILED]
 
 
@@ -111,7 +111,7 @@ def test_refill_plays_a_lost_member_as_a_new_attempt() -> None:
         GroupSettings(size=3),
         lambda trajectory, number: Plan(fail="step" if trajectory in ("scripted/0/1.0", "scripted/0/1.1") else ""),
     )
-    assert group.whole
+    assert group.is_complete
     assert [(each.member, each.attempt) for each in group.members] == [(0, 0), (1, 2), (2, 0)]
     assert [each.id for each in group.left_out] == ["scripted/0/1.0", "scripted/0/1.1"]
     noises = {(request.session, request.noise.member, request.noise.attempt) for request in talker.asked}
@@ -125,7 +125,7 @@ def test_refill_covers_rewards_and_staleness_too() -> None:
         rollout.abort(["scripted/0/1.0"], Ending.STALE)
 
     group, _, _ = play(GroupSettings(size=2), reward=judge, meanwhile=abort, at_s=0.5)
-    assert group.whole
+    assert group.is_complete
     assert {each.ending for each in group.left_out} == {Ending.REWARD_FAILED, Ending.STALE}
 
 
@@ -144,7 +144,7 @@ def test_after_its_refills_a_group_is_closed_or_dropped(size_min: int, members: 
         GroupSettings(size=3, refills_max=2, size_min=size_min),
         lambda trajectory, number: Plan(fail="reset" if member_of(trajectory) == 0 else ""),
     )
-    assert len(group.members) == members and not group.whole
+    assert len(group.members) == members and not group.is_complete
     assert "env_failed" in group.cause
     assert attempt_of(max(world.made)) in (0, 2) and len(world.made) == 5
 
@@ -174,7 +174,7 @@ def test_drop_stops_the_whole_group_at_the_first_loss() -> None:
         return Plan(turns=1, step_s=member, fail="step" if member == 1 else "")
 
     group, world, _ = play(GroupSettings(size=3, on_loss="drop"), plan)
-    assert group.members == () and not group.whole
+    assert group.members == () and not group.is_complete
     endings = {each.member: each.ending for each in group.left_out}
     assert endings == {0: Ending.FINISHED, 1: Ending.ENV_FAILED, 2: Ending.CANCELLED}
     assert world.closed == 3
@@ -197,7 +197,7 @@ def test_a_hung_environment_delays_only_itself() -> None:
     ("plan", "context_max", "said"),
     [
         (Plan(says="look " * 300), 256, "the first observation, of 301 tokens, leaves no room.*raise context_max"),
-        (Plan(says="mumble"), 256, "it said what the policy cannot read: 'mumble'"),
+        (Plan(says="mumble"), 256, "the policy cannot read its observation: 'mumble'"),
     ],
 )
 def test_what_fails_before_the_first_turn_for_a_reason_that_stays_is_given_up_early(
@@ -211,16 +211,16 @@ def test_what_fails_before_the_first_turn_for_a_reason_that_stays_is_given_up_ea
         world = World(lambda trajectory, number: plan)
         configured = settings(groups=GroupSettings(size=2), context_max=context_max)
         async with Rollout(configured, Talker(), CODEC, clock=loop.clock) as rollout:
-            with pytest.raises(ManagerError, match=rf"{HOPELESS_MAX + 1} groups in a row ended .*{said}"):
+            with pytest.raises(ManagerError, match=rf"{PERMANENT_FAILURES_MAX + 1} groups in a row ended .*{said}"):
                 await rollout.collect(tickets(configured), 8, in_flight=1)
         return world
 
     world = run(playing())
-    assert sum(world.made.values()) == 2 * (HOPELESS_MAX + 1)
+    assert sum(world.made.values()) == 2 * (PERMANENT_FAILURES_MAX + 1)
 
 
 def test_one_that_cannot_begin_costs_no_rollout_whose_others_can() -> None:
-    async def playing() -> Collected:
+    async def playing() -> CollectedBatch:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         World(lambda trajectory, number: Plan(says="look" if int(trajectory.split("/")[1]) % 3 == 2 else "mumble"))
@@ -228,4 +228,4 @@ def test_one_that_cannot_begin_costs_no_rollout_whose_others_can() -> None:
         async with Rollout(configured, Talker(), CODEC, clock=loop.clock) as rollout:
             return await rollout.collect(tickets(configured), 3, in_flight=1)
 
-    assert all(group.whole for group in run(playing()).groups)
+    assert all(group.is_complete for group in run(playing()).groups)

@@ -12,7 +12,7 @@ from tangram.clock import VirtualLoop
 from tangram.rl.config.rollout_settings import GroupSettings
 from tangram.rl.rollout.records import Ending, Group, Span, Stage, Trajectory, Turn
 from tangram.rl.rollout.redundancy import report
-from tangram.rl.rollout.rollout import Collected, Rollout, tickets
+from tangram.rl.rollout.rollout import CollectedBatch, Rollout, tickets
 
 
 def record(
@@ -81,7 +81,7 @@ def test_kept_stands_beside_cancelled_for_each_task_and_for_all() -> None:
     assert u.waste.tokens == 0.0 and u.cancelled.tokens_mean is None
     assert found.all.kept.trajectories == 3
     lines = "\n".join(found.lines())
-    assert "t: in vain 60.0% of tokens" in lines and "cancelled      1 trajectories" in lines and "all:" in lines
+    assert "t: wasted 60.0% of tokens" in lines and "cancelled      1 trajectories" in lines and "all:" in lines
 
 
 def test_a_whole_group_that_came_too_late_is_surplus() -> None:
@@ -98,7 +98,7 @@ def test_nothing_played_is_nothing_wasted() -> None:
 def test_the_first_to_end_are_the_short_ones_and_the_report_says_so() -> None:
     """Members differ in their turns alone: those that are kept have fewer than those that are cancelled had."""
 
-    async def playing() -> Collected:
+    async def playing() -> CollectedBatch:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         World(lambda trajectory, number: Plan(turns=1 + 3 * int(trajectory.split("/")[-1].split(".")[0])))

@@ -13,16 +13,16 @@ from tests.rl import recordings
 
 from tangram.errors import InvalidConfig, InvalidInput
 from tangram.rl.config.rollout_settings import GroupSettings, RewardSettings, RolloutSettings, TaskSettings
-from tangram.rl.environments.protocol import Outside, Step
+from tangram.rl.environments.protocol import ExternalResources, Step
 from tangram.rl.environments.registry import resolve
-from tangram.rl.inference.engines.protocol import Generation, Noise, Request, Sampling
-from tangram.rl.rollout.codec import Words
+from tangram.rl.inference.engines.protocol import Generation, GenerationRequest, Sampling, SamplingSeed
+from tangram.rl.rollout.codec import WordCodec
 from tangram.rl.rollout.records import Ending, Trajectory
-from tangram.rl.rollout.replay import Difference, Replayed, as_generator, replay, settings_of
+from tangram.rl.rollout.replay import ReplayDifference, ReplayResult, as_generator, replay, settings_of
 from tangram.rl.rollout.rollout import Rollout, tickets
 
 
-def replayed(trajectory: Trajectory, task: Any = None, **settings: Any) -> Replayed:
+def replayed(trajectory: Trajectory, task: Any = None, **settings: Any) -> ReplayResult:
     return asyncio.run(replay(trajectory, TaskSettings(name=trajectory.task, **settings), task=task))
 
 
@@ -39,7 +39,7 @@ class Counting:
     hangs: ClassVar[asyncio.Event] = asyncio.Event()
     close_fails: ClassVar[bool] = False
 
-    def __init__(self, outside: Outside, over: int = 3) -> None:
+    def __init__(self, outside: ExternalResources, over: int = 3) -> None:
         self._over = over
         self._heard = 0
 
@@ -68,7 +68,7 @@ def counted(count: int, ending: Ending = Ending.FINISHED, **changes: Any) -> Tra
     )
     usual: dict[str, Any] = dict(
         id="counting/0/0.0", task="counting", group="counting/0", member=0, attempt=0, seed=7, turns=turns,
-        observation=f"a {count}", ending=ending, reward=sum([0.1] * count) if ending.rewarded else None,
+        observation=f"a {count}", ending=ending, reward=sum([0.1] * count) if ending.is_rewarded else None,
     )  # fmt: skip
     return Trajectory(**{**usual, **changes})
 
@@ -85,31 +85,31 @@ def test_what_the_built_in_tasks_played_is_played_the_same_again(task: str, agen
     for seed in range(5):
         trajectory = recordings.played(task, agent, seed)
         found = replayed(trajectory)
-        assert found.same, found
+        assert found.is_same, found
         assert found.turns == len(trajectory.turns) > 0
 
 
 def test_what_was_truncated_or_had_no_reward_is_the_same_too() -> None:
-    assert replayed(counted(3), Counting).same
-    assert replayed(counted(2, Ending.TRUNCATED), Counting).same
-    assert replayed(counted(3, Ending.REWARD_FAILED), Counting).same
-    assert replayed(counted(2, Ending.REWARD_FAILED), Counting).same
+    assert replayed(counted(3), Counting).is_same
+    assert replayed(counted(2, Ending.TRUNCATED), Counting).is_same
+    assert replayed(counted(3, Ending.REWARD_FAILED), Counting).is_same
+    assert replayed(counted(2, Ending.REWARD_FAILED), Counting).is_same
 
 
 def test_an_action_that_was_never_answered_is_not_played() -> None:
     cut_off = counted(2, Ending.CANCELLED, observation="")
-    assert replayed(cut_off, Counting) == Replayed(id=cut_off.id, task="counting", turns=1)
+    assert replayed(cut_off, Counting) == ReplayResult(id=cut_off.id, task="counting", turns=1)
     never = counted(0, Ending.ENV_FAILED, observation="")
-    assert replayed(never, Counting) == Replayed(id=never.id, task="counting", turns=0)
+    assert replayed(never, Counting) == ReplayResult(id=never.id, task="counting", turns=0)
 
 
 def test_options_and_environment_are_those_of_the_settings() -> None:
     settings = RolloutSettings(tasks=(TaskSettings(name="counting", options={"over": 4}),))
     trajectory = counted(4)
-    assert asyncio.run(replay(trajectory, settings_of(trajectory, settings), task=Counting)).same
-    assert not asyncio.run(replay(trajectory, settings_of(trajectory, None), task=Counting)).same
+    assert asyncio.run(replay(trajectory, settings_of(trajectory, settings), task=Counting)).is_same
+    assert not asyncio.run(replay(trajectory, settings_of(trajectory, None), task=Counting)).is_same
     named = TaskSettings(name="counting", environment=f"{__name__}:Counting")
-    assert asyncio.run(replay(counted(3), named)).same
+    assert asyncio.run(replay(counted(3), named)).is_same
 
 
 # ---- another ----------------------------------------------------------------------------------------------------
@@ -120,15 +120,15 @@ def test_an_observation_that_differs_is_told_with_its_turn() -> None:
     turns = (*trajectory.turns[:1], msgspec.structs.replace(trajectory.turns[1], observation="b"), trajectory.turns[2])
     found = replayed(msgspec.structs.replace(trajectory, turns=turns, observation="c"), Counting)
     assert found.differences == (
-        Difference(turn=1, what="observation", recorded="b", replayed="a 1"),
-        Difference(turn=3, what="observation", recorded="c", replayed="a 3"),
+        ReplayDifference(turn=1, what="observation", recorded="b", replayed="a 1"),
+        ReplayDifference(turn=3, what="observation", recorded="c", replayed="a 3"),
     )
 
 
 def test_a_reward_that_differs_is_told() -> None:
     found = replayed(counted(3, reward=1.0), Counting)
     assert [(each.turn, each.what, each.recorded) for each in found.differences] == [(3, "reward", "1.0")]
-    assert replayed(counted(3, reward=0.1 * 3), Counting).same  # the last bit is the order of a sum
+    assert replayed(counted(3, reward=0.1 * 3), Counting).is_same  # the last bit is the order of a sum
 
 
 def test_an_ending_that_differs_is_told() -> None:
@@ -140,7 +140,7 @@ def test_an_ending_that_differs_is_told() -> None:
 
 def test_a_reward_from_elsewhere_is_not_compared_and_that_is_said() -> None:
     found = replayed(counted(3, reward=5.0), Counting, reward=RewardSettings(kind="command"))
-    assert found.same and found.not_compared == "the reward, which a command gave"
+    assert found.is_same and found.not_compared == "the reward, which a command gave"
 
 
 @given(trajectory=recordings.trajectories())
@@ -158,7 +158,7 @@ def test_an_environment_that_raises_or_hangs_fails_the_replay_and_is_closed(monk
     monkeypatch.setattr(Counting, "fails_at", 1)
     before = Counting.closed
     found = replayed(counted(3), Counting)
-    assert not found.same and found.differences == () and found.turns == 1
+    assert not found.is_same and found.differences == () and found.turns == 1
     assert found.failed == "RuntimeError: broken at \x1b[2J a"
     monkeypatch.setattr(Counting, "fails_at", None)
     monkeypatch.setattr(Counting, "hangs_at", 2)
@@ -187,7 +187,7 @@ def test_an_environment_is_closed_when_a_replay_is_cancelled(monkeypatch) -> Non
 
 
 class Outsider(Counting):
-    def __init__(self, outside: Outside) -> None:
+    def __init__(self, outside: ExternalResources) -> None:
         super().__init__(outside)
         outside.require_client("outsider")
 
@@ -205,10 +205,10 @@ def test_a_task_that_nobody_knows_is_told() -> None:
 # ---- as an engine -----------------------------------------------------------------------------------------------
 
 
-def request(trajectory: Trajectory, tokens: tuple[int, ...], **changes: Any) -> Request:
-    noise = Noise(seed=trajectory.seed, member=trajectory.member, attempt=trajectory.attempt)
+def request(trajectory: Trajectory, tokens: tuple[int, ...], **changes: Any) -> GenerationRequest:
+    noise = SamplingSeed(seed=trajectory.seed, member=trajectory.member, attempt=trajectory.attempt)
     usual: dict[str, Any] = dict(id="r", session=trajectory.id, task=trajectory.task, tokens=tokens, noise=noise)
-    return Request(sampling=Sampling(), **{**usual, **changes})
+    return GenerationRequest(sampling=Sampling(), **{**usual, **changes})
 
 
 def test_the_record_answers_each_turn_by_session_or_by_noise() -> None:
@@ -247,14 +247,14 @@ def test_what_was_not_asked_then_is_refused() -> None:
 class Guessing:
     """Writes well-formed actions by chance, as the noise says."""
 
-    def __init__(self, codec: Words, task: str) -> None:
+    def __init__(self, codec: WordCodec, task: str) -> None:
         self._codec = codec
         self._make = resolve(task).agents["random"]
 
-    async def generate(self, request: Request) -> Generation:
+    async def generate(self, request: GenerationRequest) -> Generation:
         await asyncio.sleep(0)
         chance = random.Random(f"{request.noise} {len(request.tokens)}")
-        tokens = self._codec.written(self._make(chance).act(""))[: request.sampling.tokens_max]
+        tokens = self._codec.encode_action(self._make(chance).act(""))[: request.sampling.tokens_max]
         ended = tokens[-1] in request.sampling.stop
         logprobs = tuple(-chance.random() for _ in tokens)
         return Generation(
@@ -264,14 +264,14 @@ class Guessing:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_whole_rollout_is_played_again_out_of_its_record(seed: int) -> None:
-    codec = Words(resolve("frozenlake").words)
+    codec = WordCodec(resolve("frozenlake").words)
     settings = RolloutSettings(
         seed=seed, groups=GroupSettings(size=3), tasks=(TaskSettings(name="frozenlake", turns_max=6),)
     )
 
     async def rollout(generator: Any) -> list[Trajectory]:
         async with Rollout(settings, generator, codec) as one:
-            return sorted((await one.collect(tickets(settings), 2)).all(), key=lambda each: each.id)
+            return sorted((await one.collect(tickets(settings), 2)).all_trajectories(), key=lambda each: each.id)
 
     def untimed(trajectory: Trajectory) -> Trajectory:
         return msgspec.structs.replace(trajectory, spans=(), began_s=0.0, ended_s=0.0)
@@ -280,4 +280,4 @@ def test_a_whole_rollout_is_played_again_out_of_its_record(seed: int) -> None:
     second = asyncio.run(rollout(as_generator(first)))
     assert len(first) == 6
     assert [untimed(each) for each in second] == [untimed(each) for each in first]
-    assert all(replayed(each, turns_max=6).same for each in first)
+    assert all(replayed(each, turns_max=6).is_same for each in first)

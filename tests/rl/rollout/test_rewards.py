@@ -16,7 +16,7 @@ from tangram import Client, Emulated, Service, Status
 from tangram.client.models import Inference
 from tangram.errors import ActionLost, AdmissionRefused, InvalidConfig, ManagerError
 from tangram.rl.config.rollout_settings import RewardSettings
-from tangram.rl.environments.protocol import Outside, Step
+from tangram.rl.environments.protocol import ExternalResources, Step
 from tangram.rl.rollout import rewards as reward_module
 from tangram.rl.rollout.records import Turn
 from tangram.rl.rollout.rewards import (
@@ -24,13 +24,13 @@ from tangram.rl.rollout.rewards import (
     EnvironmentReward,
     FunctionReward,
     ModelReward,
-    Played,
+    PlayedTrajectory,
     RewardFailed,
     Score,
     Verdict,
+    effective_settings,
+    finite_reward,
     make_reward,
-    number_of,
-    settings_for,
 )
 
 TURN = Turn(
@@ -79,10 +79,10 @@ class Showing(Plain):
         return self._evidence
 
 
-def played(environment: Any = None, client: Client | None = None, **options: Any) -> Played:
+def played(environment: Any = None, client: Client | None = None, **options: Any) -> PlayedTrajectory:
     said: dict[str, Any] = dict(id="t/0/0.0", task="t", seed=0, turns=(TURN,), total=0.25)
-    outside = Outside(client=client, run="rl", trajectory="t/0/0.0")
-    return Played(**said | options, environment=environment or Plain(), outside=outside)
+    outside = ExternalResources(client=client, run="rl", trajectory="t/0/0.0")
+    return PlayedTrajectory(**said | options, environment=environment or Plain(), outside=outside)
 
 
 def connected(folder: Path, test: Callable[[Client], Awaitable[None]], **options: Any) -> None:
@@ -117,7 +117,7 @@ class Answers:
         return Inference(service=service, status=found, reason="because")
 
 
-def score(reward: Any, ended: Played) -> Score:
+def score(reward: Any, ended: PlayedTrajectory) -> Score:
     async def main() -> Score:
         found: Score = await reward.score(ended)
         return found
@@ -125,7 +125,7 @@ def score(reward: Any, ended: Played) -> Score:
     return asyncio.run(main())
 
 
-def why_failed(reward: Any, ended: Played) -> str:
+def why_failed(reward: Any, ended: PlayedTrajectory) -> str:
     with pytest.raises(RewardFailed) as raised:
         score(reward, ended)
     assert str(raised.value) == raised.value.reason
@@ -137,13 +137,13 @@ def why_failed(reward: Any, ended: Played) -> str:
 
 @pytest.mark.parametrize(("value", "number"), [(1, 1.0), (0.5, 0.5), (True, 1.0), (-3, -3.0), (10**15, 1e15)])
 def test_a_number_is_a_reward(value: Any, number: float) -> None:
-    assert number_of(value, "x") == number
+    assert finite_reward(value, "x") == number
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None, "1.0", b"1", [], {}, 10**400, object])
 def test_what_is_no_finite_number_is_named(value: Any) -> None:
     with pytest.raises(RewardFailed) as raised:
-        number_of(value, "the function")
+        finite_reward(value, "the function")
     assert raised.value.reason.startswith("the function: expected a finite number as a reward, got ")
     assert repr(value)[:20] in raised.value.reason
 
@@ -185,10 +185,10 @@ def test_a_task_may_have_a_usual_reward_and_the_settings_have_the_last_word() ->
     class Task:
         usual_reward = RewardSettings(kind="command")
 
-    assert settings_for(Task, RewardSettings()).kind == "command"
+    assert effective_settings(Task, RewardSettings()).kind == "command"
     said = RewardSettings(kind="model", service="judge")
-    assert settings_for(Task, said) is said
-    assert settings_for(Plain, RewardSettings()).kind == "environment"
+    assert effective_settings(Task, said) is said
+    assert effective_settings(Plain, RewardSettings()).kind == "environment"
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from tangram.client.client import Client
 from tangram.clock import VirtualLoop
 from tangram.errors import InvalidConfig, ManagerError
 from tangram.rl.config.rollout_settings import EngineSettings, GroupSettings, RolloutSettings, TaskSettings
-from tangram.rl.environments.protocol import Outside
-from tangram.rl.inference.engines.protocol import Generation, Request
-from tangram.rl.rollout.records import Ending, Group, Stage, Ticket, Trajectory
-from tangram.rl.rollout.rollout import BARREN_MAX, Collected, Rollout, tickets
+from tangram.rl.environments.protocol import ExternalResources
+from tangram.rl.inference.engines.protocol import Generation, GenerationRequest
+from tangram.rl.rollout.records import Ending, Group, GroupTicket, Stage, Trajectory
+from tangram.rl.rollout.rollout import EMPTY_GROUPS_MAX, CollectedBatch, Rollout, tickets
 
 PAIR = GroupSettings(size=2)
 
@@ -96,8 +96,8 @@ def test_collect_keeps_the_first_whole_groups_and_cancels_the_others() -> None:
         assert [group.id for group in batch.groups] == ["scripted/4", "scripted/3", "scripted/2"]
         assert {group.id for group in batch.left_out} == {"scripted/0", "scripted/1"}
         assert all(group.members == () and "enough other groups" in group.cause for group in batch.left_out)
-        assert {each.ending for group in batch.left_out for each in group.all()} == {Ending.CANCELLED}
-        assert {each.id for each in batch.all()} == set(world.endings())
+        assert {each.ending for group in batch.left_out for each in group.all_trajectories()} == {Ending.CANCELLED}
+        assert {each.id for each in batch.all_trajectories()} == set(world.endings())
         assert world.open == [] or rollout.statistics().closing > 0
         assert batch.ended_s == pytest.approx(3 * 9.0, abs=1e-3)
 
@@ -137,7 +137,7 @@ def test_collect_gives_up_when_no_group_comes_out_whole() -> None:
 
     @in_rollout(Plan(fail="reset"), configured)
     async def collected(rollout: Rollout, world: World, talker: Talker) -> None:
-        with pytest.raises(ManagerError, match=rf"{BARREN_MAX + 1} groups in a row .*connection lost"):
+        with pytest.raises(ManagerError, match=rf"{EMPTY_GROUPS_MAX + 1} groups in a row .*connection lost"):
             await rollout.collect(tickets(configured), 2)
 
 
@@ -163,7 +163,7 @@ def test_a_stream_that_is_left_stops_its_groups() -> None:
     async def streamed(rollout: Rollout, world: World, talker: Talker) -> None:
         stream = rollout.stream(tickets(configured), in_flight=3)
         async for group in stream:
-            assert group.whole
+            assert group.is_complete
             break
         await stream.aclose()
         await asyncio.sleep(0.001)
@@ -178,7 +178,7 @@ def test_groups_that_nobody_takes_hold_up_the_stream() -> None:
     async def streamed(rollout: Rollout, world: World, talker: Talker) -> None:
         stream = rollout.stream(tickets(configured), in_flight=2, ready_max=3)
         first = await anext(aiter(stream))
-        assert first.whole
+        assert first.is_complete
         await asyncio.sleep(100.0)
         assert len(world.ended) == 2 * (1 + 5)
         await stream.aclose()
@@ -198,7 +198,7 @@ def test_what_an_engine_raised_reaches_whoever_takes_groups() -> None:
 
         with pytest.raises(ManagerError, match="no engine is left"):
             await take()
-        assert [group.whole for group in taken] == [True, True]
+        assert [group.is_complete for group in taken] == [True, True]
         cancelled = [each for each in world.ended if each.ending is Ending.CANCELLED]
         assert len(cancelled) == 4 and all("no engine is left" in each.cause for each in cancelled)
         with pytest.raises(ManagerError, match="no engine is left"):
@@ -305,7 +305,7 @@ def test_a_barrier_waits_for_those_that_begin_anew_and_not_for_those_that_ended(
     @in_rollout(plan, configured, barrier=True)
     async def played(rollout: Rollout, world: World, talker: Talker) -> None:
         group = await rollout.play(ticket())
-        assert group.whole
+        assert group.is_complete
         assert {each.member: played_until(each) for each in world.ended} == {0: 1.0, 2: 7.0, 1: 8.0}
         waited = [span for each in group.members for span in each.spans if span.waiting_s > 4.0]
         assert {span.waited_for for span in waited} >= {"the slowest environment"}
@@ -315,19 +315,19 @@ def test_whoever_watches_is_told_of_every_stage() -> None:
     told: list[str] = []
 
     class Watcher:
-        def began(self, trajectory: str, task: str) -> None:
+        def on_begin(self, trajectory: str, task: str) -> None:
             told.append(f"began {trajectory} of {task}")
 
-        def stage(self, trajectory: str, stage: Stage) -> None:
+        def on_stage(self, trajectory: str, stage: Stage) -> None:
             told.append(str(stage))
 
-        def ended(self, trajectory: Trajectory) -> None:
+        def on_end(self, trajectory: Trajectory) -> None:
             told.append(f"{trajectory.ending}")
 
-        def group(self, group: Group) -> None:
+        def on_group(self, group: Group) -> None:
             told.append(f"group of {len(group.members)}")
 
-    @in_rollout(Plan(turns=1), settings(), watch=Watcher())
+    @in_rollout(Plan(turns=1), settings(), observer=Watcher())
     async def played(rollout: Rollout, world: World, talker: Talker) -> None:
         await rollout.play(ticket())
 
@@ -394,12 +394,12 @@ def test_tickets_that_cannot_be_played_are_refused() -> None:
     @in_rollout(None, configured)
     async def played(rollout: Rollout, world: World, talker: Talker) -> None:
         with pytest.raises(InvalidConfig, match="one that the settings name: scripted"):
-            await rollout.play(Ticket(task="other", number=0, seed=0))
+            await rollout.play(GroupTicket(task="other", number=0, seed=0))
         first = asyncio.ensure_future(rollout.play(ticket()))
         await asyncio.sleep(0.5)
         with pytest.raises(InvalidConfig, match="is being played"):
             await rollout.play(ticket())
-        assert (await first).whole
+        assert (await first).is_complete
 
 
 def test_the_same_tickets_twice_at_once_are_refused_to_the_second_alone() -> None:
@@ -410,11 +410,11 @@ def test_the_same_tickets_twice_at_once_are_refused_to_the_second_alone() -> Non
         both = await asyncio.gather(
             rollout.collect(tickets(configured), 2), rollout.collect(tickets(configured), 2), return_exceptions=True
         )
-        assert isinstance(both[0], Collected) and len(both[0].groups) == 2
+        assert isinstance(both[0], CollectedBatch) and len(both[0].groups) == 2
         assert isinstance(both[1], InvalidConfig) and "scripted/0" in str(both[1])
         world.ended.clear()
         again = await rollout.collect(tickets(configured), 2)
-        assert [group.whole for group in again.groups] == [True, True]
+        assert [group.is_complete for group in again.groups] == [True, True]
 
 
 def test_only_the_endings_of_what_is_stopped_can_be_given_to_abort() -> None:
@@ -425,7 +425,7 @@ def test_only_the_endings_of_what_is_stopped_can_be_given_to_abort() -> None:
 
 
 class Sized(Scripted):
-    def __init__(self, outside: Outside, size: int = 1) -> None:
+    def __init__(self, outside: ExternalResources, size: int = 1) -> None:
         if size < 1:
             raise ValueError(f"size {size} is too small")
         super().__init__(outside)
@@ -458,11 +458,11 @@ def test_what_else_a_first_environment_raises_is_left_to_be_tried_again() -> Non
 
     @in_rollout(None, configured)
     async def played(rollout: Rollout, world: World, talker: Talker) -> None:
-        assert (await rollout.play(Ticket(task="late", number=0, seed=0))).whole
+        assert (await rollout.play(GroupTicket(task="late", number=0, seed=0))).is_complete
 
 
 class Late(Scripted):
-    def __init__(self, outside: Outside) -> None:
+    def __init__(self, outside: ExternalResources) -> None:
         if outside.trajectory.endswith("/options"):
             raise OSError("not yet")
         super().__init__(outside)
@@ -476,26 +476,26 @@ def test_groups_that_came_to_nothing_are_left_out_with_their_cause_while_others_
     told: list[Group] = []
 
     class Watcher:
-        def began(self, trajectory: str, task: str) -> None: ...
+        def on_begin(self, trajectory: str, task: str) -> None: ...
 
-        def stage(self, trajectory: str, stage: Stage) -> None: ...
+        def on_stage(self, trajectory: str, stage: Stage) -> None: ...
 
-        def ended(self, trajectory: Trajectory) -> None: ...
+        def on_end(self, trajectory: Trajectory) -> None: ...
 
-        def group(self, group: Group) -> None:
+        def on_group(self, group: Group) -> None:
             told.append(group)
 
     @in_rollout(
         lambda trajectory, number: Plan(fail="step" if trajectory.startswith("bad") else ""),
         configured,
-        watch=Watcher(),
+        observer=Watcher(),
     )
     async def played(rollout: Rollout, world: World, talker: Talker) -> None:
         batch = await rollout.collect(tickets(configured), 2)
         assert {group.task for group in batch.groups} == {"good"}
         lost = [group for group in batch.left_out if "connection lost" in group.cause]
         assert lost and {group.task for group in lost} == {"bad"}
-        assert all(each.ending is Ending.ENV_FAILED for group in lost for each in group.all())
+        assert all(each.ending is Ending.ENV_FAILED for group in lost for each in group.all_trajectories())
         assert {group.id for group in told} == {group.id for group in (*batch.groups, *batch.left_out)}
 
 
@@ -509,7 +509,7 @@ class Wrong(Talker):
         super().__init__()
         self._fields = fields
 
-    async def generate(self, request: Request) -> Generation:
+    async def generate(self, request: GenerationRequest) -> Generation:
         return msgspec.structs.replace(await super().generate(request), **self._fields)
 
 
@@ -620,7 +620,7 @@ def test_a_stream_that_nobody_closes_ends_with_the_rollout() -> None:
         stream = rollout.stream(tickets(rollout.settings), in_flight=2)
         try:
             async with rollout:
-                assert (await anext(stream)).whole
+                assert (await anext(stream)).is_complete
                 raise KeyError("mine")
         finally:
             world.check(rollout)

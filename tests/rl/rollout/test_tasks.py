@@ -11,47 +11,47 @@ from tests.rl.rollout.world import CODEC, PATH, Plan, Scripted, Talker, World, r
 
 from tangram.clock import VirtualLoop
 from tangram.rl.config.rollout_settings import GroupSettings, TaskSettings
-from tangram.rl.environments.protocol import Outside
+from tangram.rl.environments.protocol import ExternalResources
 from tangram.rl.inference.engines.protocol import Sampling
-from tangram.rl.rollout.contexts import Arena, House, Slots
-from tangram.rl.rollout.environment_closer import Closings
+from tangram.rl.rollout.contexts import EpisodeSlots, RolloutContext, TaskContext
+from tangram.rl.rollout.environment_closer import EnvironmentCloser
 from tangram.rl.rollout.episode import Episode
-from tangram.rl.rollout.group_runner import Band
-from tangram.rl.rollout.records import Ending, Ticket
+from tangram.rl.rollout.group_runner import GroupRunner
+from tangram.rl.rollout.records import Ending, GroupTicket
 from tangram.rl.rollout.rewards import EnvironmentReward
 
 
 class Stage:
     """An episode without a rollout around it, in the task of the test."""
 
-    def __init__(self, plan: Plan | None = None, fresh: Callable[[Episode], bool] | None = None) -> None:
+    def __init__(self, plan: Plan | None = None, stale: Callable[[Episode], bool] | None = None) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         self.world = World(plan)
         self.talker = Talker()
-        self.closings = Closings()
-        self.house = House(
+        self.closings = EnvironmentCloser()
+        self.house = RolloutContext(
             generator=self.talker,
             codec=CODEC,
             context_max=256,
             clock=loop.clock,
             began=0.0,
-            closings=self.closings,
+            closer=self.closings,
             barrier=None,
-            fresh=fresh,
-            moved=lambda episode, before: None,
-            ended=self.world.ended.append,
+            stop_if_stale=stale or (lambda episode: False),
+            on_stage_change=lambda episode, before: None,
+            on_end=self.world.ended.append,
         )
-        self.arena = Arena(
+        self.arena = TaskContext(
             settings=TaskSettings(name="scripted", environment=PATH, retries=0),
-            make=Scripted,
-            outside=Outside(),
+            task=Scripted,
+            outside=ExternalResources(),
             sampling=Sampling(tokens_max=4, stop=CODEC.stop),
             reward=EnvironmentReward(),
-            slots=Slots(2, 0),
+            slots=EpisodeSlots(2, 0),
         )
 
-    def episode(self, of: Ticket | None = None, member: int = 0, attempt: int = 0) -> Episode:
+    def episode(self, of: GroupTicket | None = None, member: int = 0, attempt: int = 0) -> Episode:
         return Episode(self.house, self.arena, of or ticket(), member, attempt)
 
     async def over(self) -> None:
@@ -83,15 +83,60 @@ def test_a_stop_that_comes_too_late_to_be_felt_is_not_felt_later() -> None:
     """The hook stops it in the very moment in which it would have ended."""
 
     async def playing() -> None:
-        def fresh(episode: Episode) -> bool:
+        def stop_if_stale(episode: Episode) -> bool:
             if len(episode.turns) == 3:
                 episode.stop(Ending.CANCELLED, "in the last moment")
-            return True
+            return False
 
-        stage = Stage(Plan(turns=3), fresh)
+        stage = Stage(Plan(turns=3), stop_if_stale)
         record = await stage.episode().play()
         assert record.ending is Ending.CANCELLED
         await asyncio.sleep(1.0)
+        await stage.over()
+
+    on_stage(playing)
+
+
+def test_stale_before_a_turn_asks_for_no_more_tokens() -> None:
+    async def playing() -> None:
+        stage = Stage(Plan(turns=5), lambda episode: len(episode.turns) >= 2)
+        record = await stage.episode().play()
+        assert record.ending is Ending.STALE and len(record.turns) == 2
+        assert record.cause == "its first token is of version 0"
+        assert len(stage.talker.asked) == 2
+        await stage.over()
+        assert stage.world.closed == 1
+
+    on_stage(playing)
+
+
+def test_freshness_is_counted_from_the_first_token() -> None:
+    async def playing() -> None:
+        seen = []
+
+        def stop_if_stale(episode: Episode) -> bool:
+            seen.append(episode.version_first)
+            return False
+
+        stage = Stage(Plan(turns=2), stop_if_stale)
+        stage.talker.version = 3
+        await stage.episode().play()
+        assert seen[:2] == [None, None] and set(seen[2:]) == {3}
+        await stage.over()
+
+    on_stage(playing)
+
+
+def test_a_check_of_freshness_may_stop_the_episode() -> None:
+    async def playing() -> None:
+        def stop_if_stale(episode: Episode) -> bool:
+            if len(episode.turns) == 1:
+                episode.stop(Ending.CANCELLED, "by its own check")
+            return False
+
+        stage = Stage(Plan(), stop_if_stale)
+        record = await stage.episode().play()
+        assert (record.ending, record.cause) == (Ending.CANCELLED, "by its own check")
         await stage.over()
 
     on_stage(playing)
@@ -145,7 +190,7 @@ def test_members_whose_tasks_never_began_end_as_well() -> None:
 
     async def playing() -> None:
         stage = Stage(Plan(fail="make"))
-        band = Band(ticket(), GroupSettings(size=3), stage.episode, lambda: 0.0)
+        band = GroupRunner(ticket(), GroupSettings(size=3), stage.episode, lambda: 0.0)
         task = asyncio.create_task(band.play())
         asyncio.get_running_loop().call_soon(task.cancel)
         with pytest.raises(asyncio.CancelledError):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
+from tests.extras import LazyExtra
 
 from tangram.errors import InvalidConfig
 from tangram.rl.rollout.tokenizer import MARK, TextCodec, has_tokenizer
 
-if os.environ.get("CI") != "true":
-    pytest.importorskip("transformers")
+transformers = LazyExtra("transformers")
 
 TEMPLATE = (
     "{% for message in messages %}<im> {{ message.role }} {{ message.content }}<end>\n{% endfor %}"
@@ -21,14 +20,13 @@ TEMPLATE = (
 
 def folder_of(tmp_path: Path, *, chats: bool, end: str | None = "<end>", template: str = TEMPLATE) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     words = ["<unk>", "<im>", "<end>", "user", "assistant", "go", "left", "right", "wall", "\n", MARK, "<eot>"]
     made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
     made.add_special_tokens(["<im>", "<end>", "<eot>"])
     made.add_tokens(["\n"])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", eos_token=end)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", eos_token=end)
     if chats:
         tokenizer.chat_template = template
     tokenizer.save_pretrained(tmp_path)
@@ -36,17 +34,15 @@ def folder_of(tmp_path: Path, *, chats: bool, end: str | None = "<end>", templat
 
 
 def test_a_chat_put_together_piece_by_piece_is_what_the_template_makes_of_the_whole(tmp_path: Path) -> None:
-    from transformers import PreTrainedTokenizerFast
-
     folder = folder_of(tmp_path, chats=True)
     codec = TextCodec(folder)
     pieces = (
-        *codec.observation("wall left", first=True),
-        *codec.written("go right"),
-        *codec.observation("wall right", first=False),
-        *codec.written("go left"),
+        *codec.encode_observation("wall left", first=True),
+        *codec.encode_action("go right"),
+        *codec.encode_observation("wall right", first=False),
+        *codec.encode_action("go left"),
     )
-    whole = PreTrainedTokenizerFast.from_pretrained(folder).apply_chat_template(
+    whole = transformers.PreTrainedTokenizerFast.from_pretrained(folder).apply_chat_template(
         [
             {"role": "user", "content": "wall left"},
             {"role": "assistant", "content": "go right"},
@@ -56,42 +52,42 @@ def test_a_chat_put_together_piece_by_piece_is_what_the_template_makes_of_the_wh
         return_dict=False,
     )
     assert list(pieces) == whole[: len(pieces)]
-    assert codec.action(codec.written("go right")) == "go right" and codec.stop == (2,)
+    assert codec.decode_action(codec.encode_action("go right")) == "go right" and codec.stop == (2,)
 
 
 def test_a_turn_ends_once_also_where_its_end_is_not_that_of_the_text(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, chats=True, template=TEMPLATE.replace("<end>", "<eot>"))
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 11]}')
     codec = TextCodec(folder)
-    assert codec.stop == (2, 11) and codec.written("go") == (5, 11)
-    follows = codec.observation("wall", first=False)
+    assert codec.stop == (2, 11) and codec.encode_action("go") == (5, 11)
+    follows = codec.encode_observation("wall", first=False)
     assert 11 not in follows[: follows.index(8)], "the action has it already"
-    assert codec.observation("wall", first=False, cut=True) == (11, *follows)
+    assert codec.encode_observation("wall", first=False, cut=True) == (11, *follows)
 
 
 def test_an_answer_that_was_cut_is_ended_by_what_follows_it(tmp_path: Path) -> None:
     codec = TextCodec(folder_of(tmp_path, chats=True))
-    whole = codec.observation("wall", first=False, cut=True)
-    assert whole == (*codec.stop, *codec.observation("wall", first=False))
+    whole = codec.encode_observation("wall", first=False, cut=True)
+    assert whole == (*codec.stop, *codec.encode_observation("wall", first=False))
 
 
 def test_without_a_template_observations_are_lines(tmp_path: Path) -> None:
     codec = TextCodec(folder_of(tmp_path, chats=False))
-    line = codec.written("\n")[0]
-    assert codec.observation("wall", first=True) == (8, line)
-    assert codec.observation("wall", first=False) == (line, 8, line)
+    line = codec.encode_action("\n")[0]
+    assert codec.encode_observation("wall", first=True) == (8, line)
+    assert codec.encode_observation("wall", first=False) == (line, 8, line)
 
 
 def test_an_observation_that_holds_the_mark_is_kept_whole(tmp_path: Path) -> None:
     codec = TextCodec(folder_of(tmp_path, chats=True))
-    assert codec.observation(f"wall {MARK} left", first=False).count(10) == 1
+    assert codec.encode_observation(f"wall {MARK} left", first=False).count(10) == 1
 
 
 def test_all_tokens_that_end_an_answer_are_known(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, chats=True)
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 1], "temperature": 0.7}')
     codec = TextCodec(folder)
-    assert codec.stop == (2, 1) and codec.written("go") == (5, 2)
+    assert codec.stop == (2, 1) and codec.encode_action("go") == (5, 2)
     codec.save(tmp_path / "saved")
     assert TextCodec(tmp_path / "saved").stop == (2, 1)
     (folder / "generation_config.json").write_text('{"eos_token_id": "end"}')

@@ -20,7 +20,7 @@ from tangram.rl.environments.calls import ENDING_S_MAX
 from tangram.rl.environments.protocol import Step
 from tangram.rl.rollout.environment_closer import CLOSE_S_MAX
 from tangram.rl.rollout.records import Ending, Group
-from tangram.rl.rollout.rewards import Played, Score
+from tangram.rl.rollout.rewards import PlayedTrajectory, Score
 from tangram.rl.rollout.rollout import Rollout, RolloutStatistics, tickets
 from tangram.rl.runs.trajectory_log import TrajectoryLog, read
 
@@ -30,8 +30,8 @@ TIMEOUT_S = 3.0
 
 class Outcome:
     def __init__(self, group: Group, statistics: RolloutStatistics, world: World, ended_s: float) -> None:
-        self.bad = next(each for each in group.all() if each.id == BAD)
-        self.others = [each for each in group.all() if each.id != BAD]
+        self.bad = next(each for each in group.all_trajectories() if each.id == BAD)
+        self.others = [each for each in group.all_trajectories() if each.id != BAD]
         self.statistics = statistics
         self.world = world
         self.ended_s = ended_s
@@ -84,7 +84,7 @@ def test_a_call_that_keeps_cancellations_to_itself_delays_its_own_trajectory_alo
     assert all(each.ended_s == pytest.approx(2.0, abs=1e-2) for each in outcome.others)
     assert outcome.statistics.stuck == 2 and outcome.world.closed == 4
     assert [record.getMessage() for record in caplog.records].count(
-        f"a call of the environment of {BAD} does not end, {ENDING_S_MAX:g} s after it was cancelled; it is left behind"
+        f"a call of the environment of {BAD} does not end, {ENDING_S_MAX:g} s after it was cancelled; it is abandoned"
     ) == 2
     assert outcome.ended_s <= 2 * (TIMEOUT_S + 1.0) + ENDING_S_MAX + 1.0
 
@@ -192,7 +192,7 @@ class Scores:
     def __init__(self, score: Any) -> None:
         self._score = score
 
-    async def score(self, played: Played) -> Any:
+    async def score(self, played: PlayedTrajectory) -> Any:
         if played.id != BAD:
             return Score(value=1.0)
         if isinstance(self._score, BaseException):

@@ -18,18 +18,18 @@ from tangram.clock import VirtualLoop
 from tangram.errors import ManagerError
 from tangram.rl.config.rollout_settings import EngineSettings, GroupSettings, RolloutSettings, TaskSettings
 from tangram.rl.environments.agents import RandomAgent
-from tangram.rl.environments.protocol import MakeAgent, Outside, Step
-from tangram.rl.inference.engines.protocol import Generation, Request
-from tangram.rl.rollout.codec import Words
-from tangram.rl.rollout.records import Ending, Ticket, Trajectory
-from tangram.rl.rollout.rewards import Played, RewardFailed, Score
+from tangram.rl.environments.protocol import ExternalResources, MakeAgent, Step
+from tangram.rl.inference.engines.protocol import Generation, GenerationRequest
+from tangram.rl.rollout.codec import WordCodec
+from tangram.rl.rollout.records import Ending, GroupTicket, Trajectory
+from tangram.rl.rollout.rewards import PlayedTrajectory, RewardFailed, Score
 from tangram.rl.rollout.rollout import Rollout
 
 T = TypeVar("T")
 
 FOR_EVER_S = 1e6
 PATH = "tests.rl.rollout.world:Scripted"
-CODEC = Words(["look", "go", "end"])
+CODEC = WordCodec(["look", "go", "end"])
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +67,7 @@ class Scripted:
     tokens_max: ClassVar[int] = 4
     agents: ClassVar[Mapping[str, MakeAgent]] = {"random": lambda chance: RandomAgent(chance, ("go",))}
 
-    def __init__(self, outside: Outside) -> None:
+    def __init__(self, outside: ExternalResources) -> None:
         world = World.current
         assert world is not None
         self.trajectory = outside.trajectory
@@ -179,10 +179,10 @@ class Talker:
         self.waiting_s = waiting_s
         self.dead: Exception | None = None
         self.inside: dict[str, asyncio.Future[None]] = {}
-        self.asked: list[Request] = []
+        self.asked: list[GenerationRequest] = []
         self.aborted: list[str] = []
 
-    async def generate(self, request: Request) -> Generation:
+    async def generate(self, request: GenerationRequest) -> Generation:
         if self.dead is not None:
             raise self.dead
         assert request.id not in self.inside, f"{request.id} twice"
@@ -197,7 +197,7 @@ class Talker:
         finally:
             timer.cancel()
             del self.inside[request.id]
-        tokens = CODEC.written("go")[: request.sampling.tokens_max]
+        tokens = CODEC.encode_action("go")[: request.sampling.tokens_max]
         return Generation(
             tokens=tokens,
             logprobs=(-1.0,) * len(tokens),
@@ -228,7 +228,7 @@ class Judge:
         self.fails = fails
         self.inside = 0
 
-    async def score(self, played: Played) -> Score:
+    async def score(self, played: PlayedTrajectory) -> Score:
         self.inside += 1
         try:
             await asyncio.sleep(self.seconds)
@@ -247,8 +247,8 @@ def settings(*, groups: GroupSettings | None = None, context_max: int = 256, **t
     )
 
 
-def ticket(number: int = 0) -> Ticket:
-    return Ticket(task="scripted", number=number, seed=number)
+def ticket(number: int = 0) -> GroupTicket:
+    return GroupTicket(task="scripted", number=number, seed=number)
 
 
 def run(doing: Coroutine[Any, Any, T]) -> T:

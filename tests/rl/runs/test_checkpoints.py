@@ -21,11 +21,11 @@ from tests.rl.samples import run_state, waiting
 from tangram.errors import InvalidInput, ManagerError
 from tangram.rl.config.training_settings import CheckpointSettings, TrainSettings
 from tangram.rl.runs import checkpoints
-from tangram.rl.runs.checkpoints import STATE, WHOLE, RunState, read_checkpoint, steps_in, write_state
+from tangram.rl.runs.checkpoints import CHECKSUMS_FILE, STATE, RunState, read_checkpoint, steps_in, write_state
 from tangram.rl.runs.run_folder import RunFolder, open_run
-from tangram.rl.runs.sample_log import log_files, needed
-from tangram.rl.train.records import Warmed
-from tangram.runtime.orchestrator import undisturbed
+from tangram.rl.runs.sample_log import log_files, strip_for_training
+from tangram.rl.train.records import WarmStartChecked
+from tangram.runtime.shielding import shielded
 
 SETTINGS = TrainSettings(checkpoints=CheckpointSettings(keep=2))
 
@@ -36,7 +36,7 @@ async def saved(folder: RunFolder, state: RunState, weights: bytes = b"weights")
         (path / "optimiser").mkdir()
         (path / "optimiser" / "00.bucket").write_bytes(weights)
         (path / "words.json").write_text("[]")
-        await undisturbed(asyncio.to_thread(write_state, path, state))
+        await shielded(asyncio.to_thread(write_state, path, state))
 
 
 def save(folder: RunFolder, state: RunState) -> None:
@@ -49,22 +49,22 @@ def files(folder: RunFolder) -> list[str]:
 
 def test_what_is_saved_is_read_again(tmp_path: Path) -> None:
     state = run_state(40, waiting=[waiting(7, 39, 40)], in_flight=[8, 9], trained=[(0, 6)], ticket_next=10)
-    warm = Warmed(at_s=1.0, step=50, loss=0.5, scores={"lake": 0.3}, over=True)
+    warm = WarmStartChecked(at_s=1.0, step=50, loss=0.5, scores={"lake": 0.3}, over=True)
     state = msgspec.structs.replace(state, warm=warm, random=b"\x00\xff", evaluations=3, note="a note")
     with open_run(tmp_path / "run", SETTINGS, resume=False) as folder:
-        assert folder.latest() is None
+        assert folder.latest_checkpoint() is None
         save(folder, state)
-        assert folder.has(40) and not folder.has(20)
-        found = folder.latest()
+        assert folder.has_checkpoint(40) and not folder.has_checkpoint(20)
+        found = folder.latest_checkpoint()
     assert found is not None and found.warnings == () and found.step == 40
     assert (found.path / "optimiser" / "00.bucket").read_bytes() == b"weights"
-    kept = msgspec.structs.replace(state.buffer.waiting[0], group=needed(state.buffer.waiting[0].group))
+    kept = msgspec.structs.replace(state.buffer.waiting[0], group=strip_for_training(state.buffer.waiting[0].group))
     buffer = msgspec.structs.replace(state.buffer, waiting=(kept,))
     assert found.state == msgspec.structs.replace(state, buffer=buffer)
 
 
 def test_old_checkpoints_go_with_their_logs_once_a_newer_one_is_there(tmp_path: Path) -> None:
-    with open_run(tmp_path / "run", SETTINGS, resume=False) as folder, folder.go_on(None) as log:
+    with open_run(tmp_path / "run", SETTINGS, resume=False) as folder, folder.open_sample_log(None) as log:
         for step in (0, 20, 40, 60):
             log.rotate(step)
             save(folder, run_state(step))
@@ -73,7 +73,7 @@ def test_old_checkpoints_go_with_their_logs_once_a_newer_one_is_there(tmp_path: 
 
 
 def test_a_checkpoint_that_fails_leaves_nothing_and_takes_nothing_away(tmp_path: Path) -> None:
-    with open_run(tmp_path / "run", SETTINGS, resume=False) as folder, folder.go_on(None) as log:
+    with open_run(tmp_path / "run", SETTINGS, resume=False) as folder, folder.open_sample_log(None) as log:
         for step in (0, 20):
             log.rotate(step)
             save(folder, run_state(step))
@@ -84,11 +84,11 @@ def test_a_checkpoint_that_fails_leaves_nothing_and_takes_nothing_away(tmp_path:
             asyncio.run(half_saved(folder, 40, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
         with pytest.raises(InvalidInput, match=f"that {STATE} was written"):
             asyncio.run(half_saved(folder, 40))
-        with pytest.raises(ManagerError, match="is there already"):
+        with pytest.raises(ManagerError, match="exists already"):
             save(folder, run_state(20))
         assert files(folder) == ["00000000", "00000020"]
         assert [step for step, _ in log_files(folder.samples)] == [0, 20, 40]
-        found = folder.latest()
+        found = folder.latest_checkpoint()
     assert found is not None and found.step == 20
 
 
@@ -99,7 +99,7 @@ async def half_saved(folder: RunFolder, step: int, error: Exception | None = Non
             raise error
 
 
-def test_a_full_disk_is_told_and_the_checkpoint_before_stays(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_the_checkpoint_before_stays(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with open_run(tmp_path / "run", SETTINGS, resume=False) as folder:
         save(folder, run_state(20))
@@ -125,10 +125,10 @@ def test_room_is_made_on_a_full_disk_alone_and_the_newest_that_is_whole_stays(
         assert folder.make_room() and steps_in(folder.checkpoints) == [20, 40]
         assert not folder.make_room() and steps_in(folder.checkpoints) == [20, 40]
         asyncio.run(saved(folder, run_state(60), bytes(100_000)))
-        assert not folder.make_room(), "all of them would go in vain"
+        assert not folder.make_room(), "deleting all of them would not be enough"
 
 
-def test_whoever_is_cancelled_leaves_a_whole_checkpoint_or_none(tmp_path: Path) -> None:
+def test_cancellation_leaves_a_complete_checkpoint_or_none(tmp_path: Path) -> None:
     asyncio.run(_cancelled(tmp_path))
 
 
@@ -161,7 +161,7 @@ async def _goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "seal", slow)
     with open_run(tmp_path / "run", SETTINGS, resume=False) as folder:
         await saved(folder, run_state(20))
-        assert ticked.is_set() and folder.has(20)
+        assert ticked.is_set() and folder.has_checkpoint(20)
 
 
 async def _tick(ticked: asyncio.Event) -> None:
@@ -183,36 +183,36 @@ def damaged(tmp_path: Path, name: str, at: int | None) -> str:
             content = bytearray(file.read_bytes())
             content[at] ^= 1
             file.write_bytes(content[: at + 1])
-        found = folder.latest()
+        found = folder.latest_checkpoint()
     assert found is not None and found.step == 20
     (warning,) = found.warnings
     return warning
 
 
 @pytest.mark.parametrize("at", [None, 0, -2])
-@pytest.mark.parametrize("name", [STATE, WHOLE, "optimiser/00.bucket", "words.json"])
+@pytest.mark.parametrize("name", [STATE, CHECKSUMS_FILE, "optimiser/00.bucket", "words.json"])
 def test_a_damaged_checkpoint_is_passed_over_with_a_word(tmp_path: Path, name: str, at: int | None) -> None:
     warning = damaged(tmp_path, name, at)
-    assert "00000040 is damaged" in warning and "_File" not in warning
+    assert "00000040 is damaged" in warning and "_FileChecksum" not in warning
 
 
-def test_damage_is_said_in_words(tmp_path: Path) -> None:
+def test_damage_is_described(tmp_path: Path) -> None:
     said = damaged(tmp_path / "cut", "optimiser/00.bucket", 3)
     assert said.endswith("optimiser/00.bucket is not what was written: it has 4 bytes instead of 7")
     said = damaged(tmp_path / "flipped", "optimiser/00.bucket", 6)
-    assert re.search(r"its 7 bytes are others \(CRC-32 [0-9a-f]{8} instead of [0-9a-f]{8}\)$", said)
+    assert re.search(r"its 7 bytes differ \(CRC-32 [0-9a-f]{8} instead of [0-9a-f]{8}\)$", said)
 
 
 def test_a_run_that_went_back_makes_the_checkpoint_anew(tmp_path: Path) -> None:
     damaged(tmp_path, STATE, None)
     with open_run(tmp_path / "run", SETTINGS, resume=True) as folder:
-        found = folder.latest()
+        found = folder.latest_checkpoint()
         assert found is not None
-        with folder.go_on(found) as log:
+        with folder.open_sample_log(found) as log:
             assert files(folder) == ["00000020", "00000040.damaged"] and log.step == 20
             log.rotate(40)
             save(folder, run_state(40))
-            assert (latest := folder.latest()) is not None and latest.step == 40 and latest.warnings == ()
+            assert (latest := folder.latest_checkpoint()) is not None and latest.step == 40 and latest.warnings == ()
             log.rotate(60)
             save(folder, run_state(60))
             log.rotate(80)
@@ -225,15 +225,15 @@ def test_if_none_is_whole_that_is_said(tmp_path: Path) -> None:
         save(folder, run_state(20))
         (folder.checkpoints / "00000020" / STATE).unlink()
         with pytest.raises(ManagerError, match=r"00000020 is damaged.*there is no other"):
-            folder.latest()
+            folder.latest_checkpoint()
 
 
 def test_the_newest_before_a_step_can_be_had_for_a_trainer_that_cannot_read_the_newest(tmp_path: Path) -> None:
     with open_run(tmp_path / "run", SETTINGS, resume=False) as folder:
         save(folder, run_state(20))
         save(folder, run_state(40))
-        assert (found := folder.latest(before=40)) is not None and found.step == 20
-        assert folder.latest(before=20) is None
+        assert (found := folder.latest_checkpoint(before=40)) is not None and found.step == 20
+        assert folder.latest_checkpoint(before=20) is None
 
 
 def test_a_state_of_another_release_is_not_guessed_at(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_a_state_of_another_release_is_not_guessed_at(tmp_path: Path) -> None:
         save(folder, run_state(20))
         save(folder, msgspec.structs.replace(run_state(40), format=2))
         with pytest.raises(ManagerError, match="expected a state of format 1, got 2; resume it with the release"):
-            folder.latest()
+            folder.latest_checkpoint()
 
 
 # ---- killed ----
@@ -256,10 +256,10 @@ from tests.rl.samples import group, run_state, waiting
 async def main(path, resume):
     settings = TrainSettings(checkpoints=CheckpointSettings(keep=2))
     with open_run(path, settings, resume=resume) as folder:
-        found = folder.latest() if resume else None
+        found = folder.latest_checkpoint() if resume else None
         number = 0 if found is None else found.state.ticket_next
         step = 0 if found is None else found.step + 1
-        with folder.go_on(found) as log:
+        with folder.open_sample_log(found) as log:
             print(os.getpid(), flush=True)
             while True:
                 state = run_state(step, waiting=[waiting(number, step)], ticket_next=number + 3)
@@ -301,7 +301,7 @@ def test_a_run_that_is_killed_at_any_time_has_a_whole_checkpoint_and_a_readable_
 
 def require_whole(path: Path, told: int) -> None:
     with open_run(path, SETTINGS, resume=True) as folder:
-        found = folder.latest()
+        found = folder.latest_checkpoint()
         assert found is not None and found.warnings == () and found.step in (told, told + 1)
         assert (found.path / "weights").read_bytes() == bytes([found.step % 256]) * 100_000
         assert all(name.isdecimal() for name in files(folder)), "what was unfinished is swept"

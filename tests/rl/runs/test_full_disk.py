@@ -1,4 +1,4 @@
-"""A disk that is full: whichever file of a checkpoint finds no room, that is told, and the checkpoint before stays."""
+"""A full disk: whichever file of a checkpoint finds no room, the error is reported and the checkpoint before stays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.rl.samples import run_state, waiting
 
 from tangram.errors import ManagerError
 from tangram.rl.rollout.assembly import save_codec
-from tangram.rl.rollout.codec import Codec, Words
+from tangram.rl.rollout.codec import Codec, WordCodec
 from tangram.rl.rollout.tokenizer import TextCodec
 from tangram.rl.runs.checkpoints import write_state
 from tangram.rl.runs.run_folder import RunFolder, open_run
@@ -22,7 +22,7 @@ from tangram.rl.runs.run_folder import RunFolder, open_run
 pytest.importorskip("torch", reason="PyTorch is an extra, which is not installed")
 
 from tangram.rl.model.learner import Learner
-from tangram.rl.model.transformer import Transformer, small
+from tangram.rl.model.transformer import Transformer, small_config
 
 PAGE = os.sysconf("SC_PAGESIZE")
 """By which the room of a tmpfs is counted: each file takes one at least."""
@@ -55,7 +55,7 @@ def used(disk: Path) -> int:
 
 def learner() -> Learner:
     """With a reference, and with an optimiser that has something to be kept."""
-    model = Transformer.new(small(23, layers=1, width=16, heads=2, context_max=96), 3)
+    model = Transformer.new(small_config(23, layers=1, width=16, heads=2, context_max=96), 3)
     made = Learner(settings({"kl": 0.1}), model, reward_low={"toy": -1.0}, tokens_longest=32)
     made.step(played(0))
     return made
@@ -69,7 +69,7 @@ async def saved(folder: RunFolder, step: int, made: Learner, codec: Codec) -> No
 
 
 @pytest.mark.parametrize("kind", ["words", "text"])
-def test_whichever_file_of_a_checkpoint_finds_no_room_is_told_and_the_one_before_stays(
+def test_a_file_of_a_checkpoint_without_room_is_reported_and_the_one_before_stays(
     disk: Path, tmp_path: Path, kind: str
 ) -> None:
     """The disk grows page by page, until the second checkpoint fits as well."""
@@ -80,20 +80,20 @@ def test_whichever_file_of_a_checkpoint_finds_no_room_is_told_and_the_one_before
         (tmp_path / "tokenizer").mkdir()
         codec: Codec = TextCodec(folder_of(tmp_path / "tokenizer", chats=True))
     else:
-        codec = Words(("go", "look"))
+        codec = WordCodec(("go", "look"))
     made = learner()
     told: list[str] = []
     with open_run(disk, settings({"kl": 0.1}), resume=False) as folder:
         asyncio.run(saved(folder, 0, made, codec))
         files = [path for path in (folder.checkpoints / "00000000").rglob("*") if path.is_file()]
         taken = used(disk)
-        while not folder.has(1):
+        while not folder.has_checkpoint(1):
             resize(disk, taken + len(told))
             try:
                 asyncio.run(saved(folder, 1, made, codec))
             except ManagerError as error:
                 told.append(str(error))
                 assert [path.name for path in folder.checkpoints.iterdir()] == ["00000000"]
-                assert (found := folder.latest()) is not None and (found.step, found.warnings) == (0, ())
+                assert (found := folder.latest_checkpoint()) is not None and (found.step, found.warnings) == (0, ())
     assert len(told) >= len(files) > 5, "there was a size at which each of them found no room"
     assert all("cannot be written" in text and "No space left on device" in text for text in told)

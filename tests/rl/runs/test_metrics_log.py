@@ -1,4 +1,4 @@
-"""The metrics of a run: what is told is there, whole, and what belongs to lost weights does not count."""
+"""The metrics log: every line is complete, and lines of abandoned weights do not count."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ import msgspec
 import pytest
 
 from tangram.errors import InvalidConfig, InvalidTrace, ManagerError
-from tangram.rl.runs.metrics_log import METRICS_FILE, TENSORBOARD, MetricsLog, left_at, read_metrics, scalars
+from tangram.rl.runs.metrics_log import METRICS_FILE, TENSORBOARD, MetricsLog, last_logged, read_metrics, scalars
 from tangram.rl.train.records import (
-    AnyLine,
-    Began,
+    AnyMetricsLine,
     EngineUse,
     Evaluated,
     Noticed,
-    Over,
     PoolUse,
+    RunBegan,
+    RunEnded,
     TaskStep,
     Trained,
-    Warmed,
+    WarmStartChecked,
 )
 
 if os.environ.get("CI") != "true":
     pytest.importorskip("tensorboardX")
 
 
-def began(step: int = 0, resumed_from: str = "") -> Began:
-    return Began(at_s=0.0, began_at=1.0, step=step, mode="rollart", alpha=1, resumed_from=resumed_from)
+def began(step: int = 0, resumed_from: str = "") -> RunBegan:
+    return RunBegan(at_s=0.0, began_at=1.0, step=step, mode="async", alpha=1, resumed_from=resumed_from)
 
 
 def trained(step: int, reward: float = 0.5, **changes: object) -> Trained:
@@ -60,15 +60,15 @@ def evaluated(step: int) -> Evaluated:
     return Evaluated(at_s=1.0, step=step, seconds=1.0, scores={"chain": 0.4})
 
 
-def warmed(step: int) -> Warmed:
-    return Warmed(at_s=0.0, step=step, loss=1.0, scores={"chain": 0.2})
+def warmed(step: int) -> WarmStartChecked:
+    return WarmStartChecked(at_s=0.0, step=step, loss=1.0, scores={"chain": 0.2})
 
 
-def written(folder: Path, *lines: AnyLine, resume: bool = False) -> Path:
+def written(folder: Path, *lines: AnyMetricsLine, resume: bool = False) -> Path:
     with MetricsLog(folder, resume=resume) as log:
         for line in lines:
-            log.tell(line)
-        assert not log.left_out
+            log.append(line)
+        assert not log.tensorboard_error
     return folder / METRICS_FILE
 
 
@@ -76,11 +76,11 @@ def steps(path: Path) -> list[tuple[str, int]]:
     return [(type(line).__name__, line.step) for line in read_metrics(path) if not isinstance(line, Noticed)]
 
 
-# ---- what is told is there --------------------------------------------------------------------------------------
+# ---- what is written is there -----------------------------------------------------------------------------------
 
 
 def test_what_is_read_equals_what_was_told(tmp_path: Path) -> None:
-    told: list[AnyLine] = [
+    told: list[AnyMetricsLine] = [
         began(),
         warmed(10),
         trained(
@@ -91,7 +91,7 @@ def test_what_is_read_equals_what_was_told(tmp_path: Path) -> None:
         ),
         evaluated(1),
         Noticed(at_s=2.0, kind="stall", text="17 trajectories wait for pool `search`"),
-        Over(at_s=3.0, step=1, cause="steps", checkpoint="checkpoints/1"),
+        RunEnded(at_s=3.0, step=1, cause="steps", checkpoint="checkpoints/1"),
     ]
     assert read_metrics(written(tmp_path, *told)) == told
 
@@ -110,16 +110,16 @@ def test_text_with_half_a_character_is_written(tmp_path: Path) -> None:
     assert isinstance(line, Noticed) and line.text == "broken \\ud800 text"
 
 
-def test_a_line_is_in_the_file_as_soon_as_it_is_told(tmp_path: Path) -> None:
+def test_a_line_is_in_the_file_when_append_returns(tmp_path: Path) -> None:
     with MetricsLog(tmp_path, resume=False) as log:
-        log.tell(began())
-        assert steps(log.path) == [("Began", 0)]
+        log.append(began())
+        assert steps(log.path) == [("RunBegan", 0)]
 
 
 def test_a_line_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.write
     with MetricsLog(tmp_path, resume=False) as log:
-        log.tell(began())
+        log.append(began())
 
         def full(file: int, data: memoryview) -> int:
             if len(data) > 20:
@@ -129,11 +129,11 @@ def test_a_line_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path: Path, mon
         whole = log.path.read_bytes()
         monkeypatch.setattr(os, "write", lambda file, data: full(file, data) if len(data) > 5 else real(file, data))
         with pytest.raises(ManagerError, match="No space left"):
-            log.tell(Noticed(at_s=0.0, kind="stall", text="x" * 3))
+            log.append(Noticed(at_s=0.0, kind="stall", text="x" * 3))
         monkeypatch.undo()
         assert log.path.read_bytes() == whole
-        log.tell(trained(1))
-    assert steps(log.path) == [("Began", 0), ("Trained", 1)]
+        log.append(trained(1))
+    assert steps(log.path) == [("RunBegan", 0), ("Trained", 1)]
 
 
 def test_a_new_run_does_not_write_into_an_old_one(tmp_path: Path) -> None:
@@ -149,14 +149,14 @@ def test_what_a_killed_process_left_of_a_line_is_cut_off(tmp_path: Path, torn: b
     path = written(tmp_path, began(), trained(1))
     with path.open("ab") as file:
         file.write(torn)
-    assert steps(path) == [("Began", 0), ("Trained", 1)]
+    assert steps(path) == [("RunBegan", 0), ("Trained", 1)]
     written(tmp_path, began(1, "checkpoints/1"), trained(2), resume=True)
-    assert steps(path) == [("Began", 0), ("Trained", 1), ("Began", 1), ("Trained", 2)]
+    assert steps(path) == [("RunBegan", 0), ("Trained", 1), ("RunBegan", 1), ("Trained", 2)]
 
 
 def test_a_file_of_one_torn_line_begins_anew(tmp_path: Path) -> None:
     (tmp_path / METRICS_FILE).write_bytes(b'{"type":"Beg')
-    assert steps(written(tmp_path, began(), resume=True)) == [("Began", 0)]
+    assert steps(written(tmp_path, began(), resume=True)) == [("RunBegan", 0)]
 
 
 def test_a_malformed_line_is_named(tmp_path: Path) -> None:
@@ -176,11 +176,11 @@ def test_steps_after_the_checkpoint_that_a_run_went_on_from_do_not_count(tmp_pat
     written(tmp_path, began(), warmed(10), trained(1), evaluated(1), trained(2), evaluated(2), trained(3))
     path = written(tmp_path, began(1, "checkpoints/1"), trained(2, 0.9), resume=True)
     assert steps(path) == [
-        ("Began", 0),
-        ("Warmed", 10),
+        ("RunBegan", 0),
+        ("WarmStartChecked", 10),
         ("Trained", 1),
         ("Evaluated", 1),
-        ("Began", 1),
+        ("RunBegan", 1),
         ("Trained", 2),
     ]
     last = read_metrics(path)[-1]
@@ -192,13 +192,13 @@ def test_a_run_that_went_back_by_itself_forgets_what_it_lost(tmp_path: Path) -> 
     path = written(
         tmp_path, began(), trained(1), *lost, Noticed(at_s=0.0, kind="rollback", text="to 1"), trained(2, 0.9)
     )
-    assert steps(path) == [("Began", 0), ("Trained", 1), ("Trained", 2)]
+    assert steps(path) == [("RunBegan", 0), ("Trained", 1), ("Trained", 2)]
 
 
 def test_a_run_that_went_back_and_made_no_step_since_has_lost_what_it_lost(tmp_path: Path) -> None:
     back = Noticed(at_s=0.0, kind="rollback", text="to 1", step=1)
     path = written(tmp_path, began(), trained(1), evaluated(1), trained(2), evaluated(2), trained(3), back)
-    assert steps(path) == [("Began", 0), ("Trained", 1), ("Evaluated", 1)]
+    assert steps(path) == [("RunBegan", 0), ("Trained", 1), ("Evaluated", 1)]
 
 
 def test_an_evaluation_that_comes_late_counts(tmp_path: Path) -> None:
@@ -206,22 +206,26 @@ def test_an_evaluation_that_comes_late_counts(tmp_path: Path) -> None:
     assert ("Evaluated", 1) in steps(path) and len(steps(path)) == 5
 
 
-def test_whoever_goes_on_knows_when_the_run_was_left_and_what_was_looked_at(tmp_path: Path) -> None:
-    over = Over(at_s=99.0, step=3, cause="killed")
+def test_the_last_logged_time_and_evaluation_of_a_resumed_run(tmp_path: Path) -> None:
+    over = RunEnded(at_s=99.0, step=3, cause="killed")
     late = msgspec.structs.replace(evaluated(2), at_s=50.0)
     written(tmp_path, began(), trained(1), evaluated(1), trained(2), trained(3), late, over)
     path = tmp_path / METRICS_FILE
-    assert left_at(path, 1) == (evaluated(1).at_s, 1)
-    assert left_at(path, 2) == (50.0, 2), "an evaluation that came late counts, the steps that are lost do not"
-    assert left_at(path, 3) == (99.0, 2)
+    assert last_logged(path, 1) == (evaluated(1).at_s, 1)
+    assert last_logged(path, 2) == (50.0, 2), "an evaluation that came late counts, the steps that are lost do not"
+    assert last_logged(path, 3) == (99.0, 2)
     with path.open("ab") as file:
         file.write(b"damaged\n")
-    assert left_at(path, 3) == (0.0, -1)
+    assert last_logged(path, 3) == (0.0, -1)
 
 
 def test_a_warm_start_that_is_done_again_counts_once(tmp_path: Path) -> None:
     written(tmp_path, began(), warmed(10), warmed(20))
-    assert steps(written(tmp_path, began(), warmed(10), resume=True)) == [("Began", 0), ("Began", 0), ("Warmed", 10)]
+    assert steps(written(tmp_path, began(), warmed(10), resume=True)) == [
+        ("RunBegan", 0),
+        ("RunBegan", 0),
+        ("WarmStartChecked", 10),
+    ]
 
 
 # ---- TensorBoard ------------------------------------------------------------------------------------------------
@@ -271,7 +275,7 @@ def test_tensorboard_shows_the_scalars_of_every_step(tmp_path: Path) -> None:
 def test_what_tensorboard_was_told_is_there_though_its_process_is_killed(tmp_path: Path) -> None:
     with MetricsLog(tmp_path, resume=False) as log:
         for step in (1, 2, 3):
-            log.tell(trained(step))
+            log.append(trained(step))
             assert [number for number, _ in events(tmp_path)] == list(range(1, step + 1))
 
 
@@ -292,21 +296,21 @@ def test_tensorboard_forgets_the_steps_that_a_run_lost_without_ending(tmp_path: 
     assert [number for number, values in events(tmp_path) if "warm/loss" in values] == [10], "it is not lost with them"
 
 
-def test_without_tensorboardx_the_rest_is_written_and_it_is_said(
+def test_without_tensorboardx_the_rest_is_written_and_the_reason_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorboardX.record_writer", None)
     with MetricsLog(tmp_path, resume=False) as log:
-        log.tell(trained(1))
-        assert "tensorboardX" in log.left_out and "arl-tangram[rl]" in log.left_out
+        log.append(trained(1))
+        assert "tensorboardX" in log.tensorboard_error and "arl-tangram[rl]" in log.tensorboard_error
     assert steps(log.path) == [("Trained", 1)] and not (tmp_path / TENSORBOARD).exists()
 
 
 def test_a_folder_that_tensorboard_cannot_have_does_not_stop_a_run(tmp_path: Path) -> None:
     (tmp_path / TENSORBOARD).write_text("a file")
     with MetricsLog(tmp_path, resume=False) as log:
-        log.tell(trained(1))
-        assert "cannot be written" in log.left_out
+        log.append(trained(1))
+        assert "cannot be written" in log.tensorboard_error
     assert steps(log.path) == [("Trained", 1)]
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from tangram.errors import InvalidConfig, ManagerError
-from tangram.files.atomic_directory import remove_whole
+from tangram.files.atomic_directory import remove_atomically
 from tangram.rl.buffer.sample_buffer import BufferState
 from tangram.rl.runs.checkpoints import (
     VANISHED_MAX,
     DamagedCheckpoint,
     RunState,
     folder_name,
-    held,
-    held_newest,
+    pin_checkpoint,
+    pin_newest_checkpoint,
     read_checkpoint,
     seal,
     write_state,
@@ -54,7 +54,7 @@ def deleted_first(checkpoints: Path, then: Callable[[], None]) -> Callable[[Path
     """In place of the linking: whatever is to be held is deleted before, and then something else happens."""
 
     def link(to: Path, file: Path) -> None:
-        remove_whole(checkpoints / file.relative_to(checkpoints).parts[0])
+        remove_atomically(checkpoints / file.relative_to(checkpoints).parts[0])
         then()
         raise FileNotFoundError(file)
 
@@ -71,9 +71,9 @@ def test_it_stays_whole_when_its_run_deletes_it(
             raise OSError(18, "Invalid cross-device link")
 
         monkeypatch.setattr(Path, "hardlink_to", another_disk)
-    with held_newest(checkpoints, no_warning) as found:
+    with pin_newest_checkpoint(checkpoints, no_warning) as found:
         assert found.path == checkpoints / folder_name(20)
-        remove_whole(found.path)
+        remove_atomically(found.path)
         assert read_checkpoint(found.folder).step == 20
         assert (found.folder / "model.safetensors").read_text() == "weights of 20"
         assert (found.folder / "reference" / "model.safetensors").is_file()
@@ -90,7 +90,7 @@ def test_if_it_is_gone_before_it_is_held_the_newest_is_taken_then(
         monkeypatch.setattr(Path, "hardlink_to", link)
 
     monkeypatch.setattr(Path, "hardlink_to", deleted_first(checkpoints, saved_meanwhile))
-    with held_newest(checkpoints, no_warning) as found:
+    with pin_newest_checkpoint(checkpoints, no_warning) as found:
         assert found.path.name == folder_name(30)
 
 
@@ -99,7 +99,7 @@ def test_there_is_an_end_to_checkpoints_that_vanish(checkpoints: Path, monkeypat
     monkeypatch.setattr(Path, "hardlink_to", deleted_first(checkpoints, lambda: void(saved(checkpoints, next(steps)))))
     with (
         pytest.raises(ManagerError, match=f"{VANISHED_MAX} checkpoints in a row were deleted"),
-        held_newest(checkpoints, no_warning),
+        pin_newest_checkpoint(checkpoints, no_warning),
     ):
         pass
     assert [each.name for each in checkpoints.parent.iterdir()] == ["checkpoints"]
@@ -109,32 +109,35 @@ def void(_: object) -> None:
     pass
 
 
-def test_one_that_is_named_and_gone_is_said_to_be(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_checkpoint_that_is_gone_is_reported(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "hardlink_to", deleted_first(checkpoints, lambda: None))
     with (
         pytest.raises(InvalidConfig, match="checkpoint: expected one that is there: its run has just deleted it"),
-        held(checkpoints / folder_name(10)),
+        pin_checkpoint(checkpoints / folder_name(10)),
     ):
         pass
 
 
-def test_what_is_damaged_is_said_of_the_checkpoint_and_passed_over(checkpoints: Path) -> None:
+def test_damage_is_reported_for_the_original_and_the_checkpoint_skipped(checkpoints: Path) -> None:
     (checkpoints / folder_name(20) / "model.safetensors").write_text("weights of 21")
     warnings: list[str] = []
-    with held_newest(checkpoints, warnings.append) as found:
+    with pin_newest_checkpoint(checkpoints, warnings.append) as found:
         assert found.path.name == folder_name(10)
     assert len(warnings) == 1 and f"checkpoint {checkpoints / folder_name(20)} is damaged" in warnings[0]
-    with pytest.raises(DamagedCheckpoint, match="00000020 is damaged"), held(checkpoints / folder_name(20)):
+    with pytest.raises(DamagedCheckpoint, match="00000020 is damaged"), pin_checkpoint(checkpoints / folder_name(20)):
         pass
     (checkpoints / folder_name(10) / "state.msgpack").unlink()
-    with pytest.raises(ManagerError, match="no checkpoint in it is whole"), held_newest(checkpoints, warnings.append):
+    with (
+        pytest.raises(ManagerError, match="every checkpoint in it is damaged"),
+        pin_newest_checkpoint(checkpoints, warnings.append),
+    ):
         pass
 
 
-def test_what_somebody_left_who_was_killed_goes_with_the_next(checkpoints: Path) -> None:
+def test_leftovers_of_a_killed_reader_are_removed_by_the_next(checkpoints: Path) -> None:
     left = checkpoints.parent / f"{PREFIX}killed"
     (left / folder_name(20)).mkdir(parents=True)
     (left / LOCK).touch()
-    with held_newest(checkpoints, no_warning):
+    with pin_newest_checkpoint(checkpoints, no_warning):
         assert not left.exists()
     assert [each.name for each in checkpoints.parent.iterdir()] == ["checkpoints"]

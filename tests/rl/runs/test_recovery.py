@@ -16,9 +16,9 @@ from tangram.rl.buffer.number_ranges import NumberRanges
 from tangram.rl.buffer.records import BufferState
 from tangram.rl.buffer.sample_buffer import SampleBuffer
 from tangram.rl.runs.checkpoints import Checkpoint, RunState
-from tangram.rl.runs.recovery import recovered
-from tangram.rl.runs.sample_log import Entry, Lost, Put, SampleLog, needed, read_after
-from tangram.rl.train.records import Batch
+from tangram.rl.runs.recovery import recover_buffer
+from tangram.rl.runs.sample_log import GroupLost, GroupPut, SampleEntry, SampleLog, read_after, strip_for_training
+from tangram.rl.train.records import TrainingBatch
 
 
 def checkpoint(state: RunState, *warnings: str) -> Checkpoint:
@@ -33,13 +33,13 @@ def ids(state: BufferState) -> list[str]:
 
 
 def test_what_waited_and_what_was_put_since_waits() -> None:
-    back = recovered(checkpoint(run_state(40, waiting=[waiting(3, 39)])), [Put(group=group(4, 39, 40))])
+    back = recover_buffer(checkpoint(run_state(40, waiting=[waiting(3, 39)])), [GroupPut(group=group(4, 39, 40))])
     assert ids(back.buffer) == ["lake/3", "lake/4"] and back.dropped == {}
     assert [each.version for each in back.buffer.waiting] == [39, 39]
 
 
 def test_what_has_a_token_of_weights_that_are_lost_is_dropped_with_that_cause() -> None:
-    back = recovered(checkpoint(run_state(40)), [Put(group=group(4, 40, 41)), Put(group=group(5, 40))])
+    back = recover_buffer(checkpoint(run_state(40)), [GroupPut(group=group(4, 40, 41)), GroupPut(group=group(5, 40))])
     assert ids(back.buffer) == ["lake/5"] and back.dropped == {"lake/4": "lost_lineage"}
     assert back.buffer.dropped == ((4, 4),) and back.buffer.dropped_by_cause == {"lost_lineage": 1}
     assert back.buffer.trajectories_discarded == 2 and back.buffer.tokens_discarded == 4
@@ -47,28 +47,36 @@ def test_what_has_a_token_of_weights_that_are_lost_is_dropped_with_that_cause() 
 
 def test_what_the_checkpoint_says_was_trained_on_or_dropped_does_not_return() -> None:
     state = run_state(40, trained=[(0, 4)], dropped=[(6, 6)])
-    entries: list[Entry] = [Put(group=group(4, 40)), Put(group=group(6, 40)), Lost(id="lake/2", cause="failed")]
-    back = recovered(checkpoint(state), entries)
+    entries: list[SampleEntry] = [
+        GroupPut(group=group(4, 40)),
+        GroupPut(group=group(6, 40)),
+        GroupLost(id="lake/2", cause="failed"),
+    ]
+    back = recover_buffer(checkpoint(state), entries)
     assert back.buffer == state.buffer and back.dropped == {}
 
 
 def test_what_was_lost_since_stays_lost() -> None:
     state = run_state(40, waiting=[waiting(3, 39)], in_flight=[5])
-    entries = [Lost(id="lake/3", cause="stale"), Lost(id="lake/5", cause="failed"), Lost(id="lake/9", cause="failed")]
-    back = recovered(checkpoint(state), entries)
+    entries = [
+        GroupLost(id="lake/3", cause="stale"),
+        GroupLost(id="lake/5", cause="failed"),
+        GroupLost(id="lake/9", cause="failed"),
+    ]
+    back = recover_buffer(checkpoint(state), entries)
     assert ids(back.buffer) == [] and back.buffer.in_flight == ()
     assert back.buffer.dropped == ((3, 3), (5, 5), (9, 9))
     assert back.buffer.dropped_by_cause == {"stale": 1, "failed": 2} and back.dropped["lake/9"] == "failed"
 
 
 def test_what_was_in_play_is_played_anew() -> None:
-    back = recovered(checkpoint(run_state(40, in_flight=[5, 6])), [Put(group=group(6, 40))])
+    back = recover_buffer(checkpoint(run_state(40, in_flight=[5, 6])), [GroupPut(group=group(6, 40))])
     assert back.buffer.in_flight == (ticket(5),) and ids(back.buffer) == ["lake/6"]
 
 
 def test_an_entry_that_is_there_twice_counts_once() -> None:
-    entries = [Put(group=group(4, 40)), Lost(id="lake/5", cause="stale")] * 2
-    back = recovered(checkpoint(run_state(40, waiting=[waiting(4, 40)])), entries)
+    entries = [GroupPut(group=group(4, 40)), GroupLost(id="lake/5", cause="stale")] * 2
+    back = recover_buffer(checkpoint(run_state(40, waiting=[waiting(4, 40)])), entries)
     assert ids(back.buffer) == ["lake/4"] and back.dropped == {"lake/5": "stale"}
 
 
@@ -80,15 +88,15 @@ def test_the_text_says_all_of_it(tmp_path: Path) -> None:
     with log.path.open("ab") as file:
         file.write(b"torn")
     state = run_state(40, waiting=[waiting(3, 39)], in_flight=[8])
-    back = recovered(checkpoint(state, "checkpoint 60 is damaged"), read_after(tmp_path, 40))
+    back = recover_buffer(checkpoint(state, "checkpoint 60 is damaged"), read_after(tmp_path, 40))
     notes = f"checkpoint 60 is damaged; {log.path}: 4 bytes at its end could not be read"
-    assert back.text(SampleBuffer.restore(back.buffer, now=0.0, **BOUNDS).statistics()) == (
-        "from step 40, version 40: 2 groups wait to be trained on, 1 that were in play are played anew, "
+    assert back.describe(SampleBuffer.restore(back.buffer, now=0.0, **BOUNDS).statistics()) == (
+        "from step 40, version 40: 2 groups wait to be trained on, 1 in flight are played again, "
         f"1 dropped (failed), 2 dropped (lost_lineage); {notes}"
     )
-    smaller = SampleBuffer.restore(back.buffer, now=0.0, batch=1, alpha=0, bytes_max=1 << 30)
-    assert back.text(smaller.statistics()) == (
-        "from step 40, version 40: 1 groups wait to be trained on, 0 that were in play are played anew, "
+    smaller = SampleBuffer.restore(back.buffer, now=0.0, batch=1, staleness_bound=0, bytes_max=1 << 30)
+    assert back.describe(smaller.statistics()) == (
+        "from step 40, version 40: 1 groups wait to be trained on, 0 in flight are played again, "
         f"1 dropped (failed), 1 dropped (full), 2 dropped (lost_lineage), 1 dropped (stale); {notes}"
     )
 
@@ -96,7 +104,7 @@ def test_the_text_says_all_of_it(tmp_path: Path) -> None:
 # ---- any history ----
 
 BATCH, ALPHA = 2, 2
-BOUNDS = dict(batch=BATCH, alpha=ALPHA, bytes_max=1 << 30)
+BOUNDS = dict(batch=BATCH, staleness_bound=ALPHA, bytes_max=1 << 30)
 
 
 class World:
@@ -117,8 +125,8 @@ class World:
         """By number, the weights that sampled its tokens."""
         self.trained_at: dict[int, int] = {}
         """By number, the version that was made of it."""
-        self.training: Batch | None = None
-        self.logs: dict[int, list[Entry]] = {0: []}
+        self.training: TrainingBatch | None = None
+        self.logs: dict[int, list[SampleEntry]] = {0: []}
         self.disk: list[RunState] = []
         self.saving: RunState | None = None
         self.save()
@@ -132,7 +140,7 @@ class World:
         if self.again:
             number = self.again.pop()
         else:
-            while self.buffer.knows(self.next):
+            while self.buffer.has_started(self.next):
                 self.next += 1
             number, self.next = self.next, self.next + 1
             self.buffer.start(ticket(number))
@@ -152,20 +160,20 @@ class World:
         if self.playing:
             number = self.chance.choice(sorted(self.playing))
             ended = group(number, *self.playing.pop(number))
-            self.log(Put(group=needed(ended)))
+            self.log(GroupPut(group=strip_for_training(ended)))
             self.tell(self.buffer.put(ended, 0.0))
 
     def lose(self) -> None:
         if self.playing:
             number = self.chance.choice(sorted(self.playing))
             del self.playing[number]
-            self.log(Lost(id=f"lake/{number}", cause="failed"))
-            self.buffer.lose(f"lake/{number}", "failed")
+            self.log(GroupLost(id=f"lake/{number}", cause="failed"))
+            self.buffer.drop(f"lake/{number}", "failed")
 
     def take(self) -> None:
         if self.training is None and self.saving is None:
             self.training = self.buffer.take(0.0)
-            self.tell(self.buffer.evict())
+            self.tell(self.buffer.drop_stale())
 
     def train(self) -> None:
         if self.training is None:
@@ -177,16 +185,16 @@ class World:
             for sampled in self.sampled_by[number]:
                 assert sampled in self.weights.values(), f"{number} was sampled by weights that are lost"
             self.trained_at[number] = version
-        self.buffer.trained(self.training)
+        self.buffer.finish_step(self.training)
         self.training, self.made = None, self.made + 1
         self.weights[version] = self.made
-        self.tell(self.buffer.evict())
+        self.tell(self.buffer.drop_stale())
 
     def tell(self, dropped: Sequence[object]) -> None:
         for each in dropped:
-            self.log(Lost(id=each.group.id, cause=each.cause))  # type: ignore[attr-defined]
+            self.log(GroupLost(id=each.group.id, cause=each.cause))  # type: ignore[attr-defined]
 
-    def log(self, entry: Entry) -> None:
+    def log(self, entry: SampleEntry) -> None:
         self.logs[max(self.logs)].append(entry)
 
     def save(self) -> None:
@@ -216,13 +224,13 @@ class World:
             self.disk.pop()
         state = self.disk[-1]
         entries = [each for step, log in sorted(self.logs.items()) if step >= state.step for each in log]
-        back = recovered(checkpoint(state), entries)
+        back = recover_buffer(checkpoint(state), entries)
         self.logs = {step: log for step, log in self.logs.items() if step < state.step} | {state.step: entries}
         self.weights = {version: made for version, made in self.weights.items() if version <= state.version}
         self.trained_at = {number: at for number, at in self.trained_at.items() if at <= state.version}
         self.playing, self.training, self.saving = {}, None, None
         self.buffer = SampleBuffer.restore(back.buffer, now=0.0, **BOUNDS)
-        self.tell(self.buffer.evict())
+        self.tell(self.buffer.drop_stale())
         self.next = state.ticket_next
         self.again = [each.number for each in self.buffer.in_flight]
         self.require_accounted(started)

@@ -33,9 +33,9 @@ USUAL = TrainSettings(seed=3, tasks=(LAKE, CHAIN), engines=(EngineSettings(slots
 
 def test_a_new_run_has_its_folder_and_its_settings(tmp_path: Path) -> None:
     with open_run(tmp_path / "runs" / "first", USUAL, resume=False) as folder:
-        assert folder.path == tmp_path / "runs" / "first" and folder.changed == ()
-        assert folder.latest() is None
-        with folder.go_on(None) as log:
+        assert folder.path == tmp_path / "runs" / "first" and folder.setting_changes == ()
+        assert folder.latest_checkpoint() is None
+        with folder.open_sample_log(None) as log:
             log.append(group(1, 0))
         assert len(list(folder.samples_after(0))) == 1
     assert read_settings(tmp_path / "runs" / "first") == USUAL
@@ -44,13 +44,13 @@ def test_a_new_run_has_its_folder_and_its_settings(tmp_path: Path) -> None:
 
 def test_a_folder_that_holds_a_run_is_not_begun_again(tmp_path: Path) -> None:
     open_run(tmp_path, USUAL, resume=False).close()
-    with pytest.raises(InvalidConfig, match="a new folder: this one holds a run; go on with it by --resume, or name"):
+    with pytest.raises(InvalidConfig, match="a new folder: this one holds a run; resume it with --resume, or choose"):
         open_run(tmp_path, USUAL, resume=False)
     with open_run(tmp_path, USUAL, resume=True) as folder:
-        assert folder.changed == ()
+        assert folder.setting_changes == ()
 
 
-def test_where_environments_are_found_is_kept_until_somebody_says_otherwise(tmp_path: Path) -> None:
+def test_folders_of_environments_are_kept_until_others_are_given(tmp_path: Path) -> None:
     open_run(tmp_path, USUAL, resume=False).close()
     assert read_modules(tmp_path) == ()
     open_run(tmp_path, USUAL, resume=True, modules=("/a", "/b")).close()
@@ -95,9 +95,9 @@ def test_what_is_no_folder_is_said(tmp_path: Path) -> None:
 
 
 def test_what_was_logged_before_any_checkpoint_means_nothing(tmp_path: Path) -> None:
-    with open_run(tmp_path, USUAL, resume=False) as folder, folder.go_on(None) as log:
+    with open_run(tmp_path, USUAL, resume=False) as folder, folder.open_sample_log(None) as log:
         log.append(group(1, 0))
-    with open_run(tmp_path, USUAL, resume=True) as folder, folder.go_on(folder.latest()):
+    with open_run(tmp_path, USUAL, resume=True) as folder, folder.open_sample_log(folder.latest_checkpoint()):
         assert list(folder.samples_after(0)) == []
 
 
@@ -107,7 +107,7 @@ def test_what_was_logged_before_any_checkpoint_means_nothing(tmp_path: Path) -> 
 def test_a_second_owner_is_refused_with_the_process_of_the_first(tmp_path: Path) -> None:
     with open_run(tmp_path, USUAL, resume=False):
         for resume in (False, True):
-            with pytest.raises(InvalidConfig, match=f"nobody trains in: process {os.getpid()} does; stop it"):
+            with pytest.raises(InvalidConfig, match=f"no other process trains in: process {os.getpid()} does; stop it"):
                 open_run(tmp_path, USUAL, resume=resume)
     open_run(tmp_path, USUAL, resume=True).close()
 
@@ -132,7 +132,7 @@ def test_an_owner_that_is_killed_owns_nothing(tmp_path: Path) -> None:
     open_run(path, TrainSettings(), resume=True).close()
 
 
-def test_whoever_is_refused_leaves_no_descriptor(tmp_path: Path) -> None:
+def test_a_refused_run_leaves_no_descriptor(tmp_path: Path) -> None:
     begun(tmp_path, USUAL)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
@@ -181,7 +181,7 @@ def test_what_gives_the_samples_and_weights_their_meaning_stays(tmp_path: Path, 
 def test_before_anything_is_saved_everything_may_change_and_is_told(tmp_path: Path, key: str) -> None:
     open_run(tmp_path, USUAL, resume=False).close()
     with open_run(tmp_path, REFUSED[key], resume=True) as folder:
-        assert folder.changed
+        assert folder.setting_changes
     assert read_settings(tmp_path) == REFUSED[key]
 
 
@@ -212,9 +212,9 @@ def test_all_else_may_change_and_is_told(tmp_path: Path) -> None:
         policy=PolicySettings(seed=9),
     )
     with open_run(tmp_path, other, resume=True) as folder:
-        assert set(folder.changed) == {
+        assert set(folder.setting_changes) == {
             "training.steps: 200 became 500",
-            "training.mode: 'rollart' became 'sync+'",
+            "training.mode: 'async' became 'sync+'",
             "training.batch: 16 became 8",
             "objective.learning_rate: 0.0007 became 0.0001",
             "engines: ['engine', 'b'] became ['engine']",
@@ -224,7 +224,7 @@ def test_all_else_may_change_and_is_told(tmp_path: Path) -> None:
         }
     assert read_settings(tmp_path) == other
     with open_run(tmp_path, other, resume=True) as folder:
-        assert folder.changed == ()
+        assert folder.setting_changes == ()
 
 
 def test_settings_that_cannot_be_read_are_said_with_their_file(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import resource
 import signal
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 
 import msgspec
@@ -19,22 +18,22 @@ from tests.rl.recordings import HOSTILE, groups
 from tests.rl.samples import group
 
 from tangram.errors import ManagerError
+from tangram.files.append_log import FRAME_HEADER, encode_frame
 from tangram.rl.rollout.records import Group
 from tangram.rl.runs.sample_log import (
-    HEADER,
-    Lost,
-    Put,
+    GroupLost,
+    GroupPut,
     SampleLog,
-    join_after,
     log_files,
-    needed,
+    merge_after,
     prune_logs,
     read_after,
+    strip_for_training,
 )
 
 
 def ids(folder: Path, step: int = 0) -> list[str]:
-    return [each.group.id if isinstance(each, Put) else f"-{each.id}" for each in read_after(folder, step)]
+    return [each.group.id if isinstance(each, GroupPut) else f"-{each.id}" for each in read_after(folder, step)]
 
 
 def test_what_training_needs_of_a_group_is_kept_and_the_rest_is_not(tmp_path: Path) -> None:
@@ -43,10 +42,21 @@ def test_what_training_needs_of_a_group_is_kept_and_the_rest_is_not(tmp_path: Pa
         log.append(played)
         log.append_lost("lake/4", "stale")
     (put, lost) = read_after(tmp_path, 0)
-    assert lost == Lost(id="lake/4", cause="stale")
-    assert isinstance(put, Put) and put.group == needed(played)
+    assert lost == GroupLost(id="lake/4", cause="stale")
+    assert isinstance(put, GroupPut) and put.group == strip_for_training(played)
     before, after = played.members[1], put.group.members[1]
-    for name in ("id", "tokens", "is_action", "logprobs", "versions", "reward", "seed", "member", "attempt", "ending"):
+    for name in (
+        "id",
+        "tokens",
+        "action_mask",
+        "logprobs",
+        "versions",
+        "reward",
+        "seed",
+        "member",
+        "attempt",
+        "ending",
+    ):
         assert getattr(after, name) == getattr(before, name), name
     assert put.group.left_out == () and after.spans == () and after.turns[0].action == ""
 
@@ -63,8 +73,8 @@ def test_any_group_that_may_be_is_read_as_it_was(tmp_path_factory: pytest.TempPa
     with SampleLog(folder, 0) as log:
         for each in played:
             log.append(each)
-    back = [each.group for each in read_after(folder, 0) if isinstance(each, Put)]
-    assert msgspec.msgpack.encode(back) == msgspec.msgpack.encode([needed(each) for each in played])
+    back = [each.group for each in read_after(folder, 0) if isinstance(each, GroupPut)]
+    assert msgspec.msgpack.encode(back) == msgspec.msgpack.encode([strip_for_training(each) for each in played])
 
 
 @pytest.mark.parametrize("text", HOSTILE)
@@ -127,12 +137,12 @@ def test_a_flipped_bit_costs_what_follows_and_nothing_else(
     content[at] ^= 1 << bit
     log.path.write_bytes(content)
     logs = read_after(folder, 0)
-    found = [each.group.id for each in logs if isinstance(each, Put)]
+    found = [each.group.id for each in logs if isinstance(each, GroupPut)]
     assert found == [f"lake/{number}" for number in range(4)][: sum(end <= at for end in ends[1:])]
     assert len(logs.torn) == 1
 
 
-def test_a_full_disk_is_told_and_leaves_only_whole_records(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_leaves_only_complete_records(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with SampleLog(tmp_path, 0) as log:
         log.append(group(1, 0))
@@ -152,7 +162,7 @@ def test_a_full_disk_is_told_and_leaves_only_whole_records(tmp_path: Path) -> No
         log.rotate(20)
         log.append(group(4, 0))
     logs = read_after(tmp_path, 0)
-    assert [each.group.id for each in logs if isinstance(each, Put)] == ["lake/1", "lake/3", "lake/4"]
+    assert [each.group.id for each in logs if isinstance(each, GroupPut)] == ["lake/1", "lake/3", "lake/4"]
     assert logs.torn == []
 
 
@@ -165,12 +175,12 @@ def test_a_log_that_is_closed_says_so(tmp_path: Path) -> None:
 
 def test_a_log_of_another_format_is_not_guessed_at(tmp_path: Path) -> None:
     content = msgspec.msgpack.encode({"type": "log", "format": 2, "step": 0})
-    (tmp_path / "00000000.log").write_bytes(HEADER.pack(len(content), zlib.crc32(content)) + content)
+    (tmp_path / "00000000.log").write_bytes(encode_frame(content))
     with pytest.raises(ManagerError, match="expected a log of format 1, got 2"):
         list(read_after(tmp_path, 0))
     with pytest.raises(ManagerError, match="expected a log of format 1, got 2"):
         SampleLog(tmp_path, 0)
-    assert (tmp_path / "00000000.log").stat().st_size > HEADER.size
+    assert (tmp_path / "00000000.log").stat().st_size > FRAME_HEADER.size
 
 
 def test_logs_of_a_lineage_that_is_lost_become_one(tmp_path: Path) -> None:
@@ -179,7 +189,7 @@ def test_logs_of_a_lineage_that_is_lost_become_one(tmp_path: Path) -> None:
             log.append(group(number, 0))
             log.rotate(step)
         log.append(group(3, 0))
-    join_after(tmp_path, 20)
+    merge_after(tmp_path, 20)
     assert [path.name for _, path in log_files(tmp_path)] == ["00000000.log", "00000020.log"]
     assert ids(tmp_path, 20) == ["lake/1", "lake/2", "lake/3"] and ids(tmp_path) == [f"lake/{n}" for n in range(4)]
     assert not list(tmp_path.glob(".*")) and len(list(tmp_path.iterdir())) == 2
@@ -190,7 +200,6 @@ def test_logs_of_a_lineage_that_is_lost_become_one(tmp_path: Path) -> None:
 
 PROGRAM = """
 import sys
-import zlib
 from tangram.rl.runs.sample_log import SampleLog
 from tests.rl.samples import group
 with SampleLog(sys.argv[1], 0) as log:

@@ -1,4 +1,4 @@
-"""The log of a rollout: what is written is read, to the last bit, and what is broken is told."""
+"""The trajectory log: records are read back to the last bit, and malformed content is reported."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tests.rl import recordings
 
 from tangram.errors import InvalidConfig, InvalidInput, InvalidTrace, ManagerError
+from tangram.files import append_log
 from tangram.rl.config.rollout_settings import RolloutSettings, TaskSettings
 from tangram.rl.inference.router_records import EngineLost
 from tangram.rl.rollout.records import Ending, Trajectory, Turn
@@ -26,7 +27,7 @@ from tangram.rl.runs.trajectory_log import (
     LOG_FORMAT,
     EngineEvent,
     GroupClosing,
-    Statistics,
+    StatisticsRecord,
     TrajectoryLog,
     engine_event,
     read,
@@ -52,7 +53,7 @@ def trajectory(number: int = 0, **changes: object) -> Trajectory:
     return Trajectory(**{**usual, **changes})  # type: ignore[arg-type]
 
 
-def written(path: Path, *found: trajectory_log.Record) -> Path:
+def written(path: Path, *found: trajectory_log.LogRecord) -> Path:
     with TrajectoryLog(path, began_at=5.0) as log:
         for record in found:
             log.append(record)
@@ -79,7 +80,7 @@ def test_what_is_read_equals_what_was_written(tmp_path_factory, suffix: str, fou
 def test_groups_come_back_whole(tmp_path_factory, found) -> None:
     with TrajectoryLog(tmp_path_factory.mktemp("log") / "run.jsonl") as log:
         for group in found:
-            for each in group.all():
+            for each in group.all_trajectories():
                 log.append(each)
             log.append(GroupClosing.of(group, at_s=1.0))
     assert [bits(group) for group in read(log.path).groups()] == [bits(group) for group in found]
@@ -154,7 +155,7 @@ def test_a_whole_record_without_its_line_end_is_left_out(tmp_path: Path) -> None
     path.write_bytes(path.read_bytes()[:-1])
     reading = read(path)
     assert len(reading.trajectories()) == 1
-    assert "run.jsonl:3" in reading.torn and "left out" in reading.torn
+    assert "run.jsonl:3" in reading.torn and "skipped" in reading.torn
 
 
 def test_a_killed_process_leaves_all_that_it_appended(tmp_path: Path) -> None:
@@ -175,7 +176,7 @@ def test_a_killed_process_leaves_all_that_it_appended(tmp_path: Path) -> None:
 
 
 @each_suffix
-def test_a_full_disk_is_told_and_leaves_only_whole_records(tmp_path: Path, suffix: str) -> None:
+def test_a_full_disk_is_reported_and_leaves_only_complete_records(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"run.{suffix}"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with TrajectoryLog(path) as log:
@@ -183,7 +184,7 @@ def test_a_full_disk_is_told_and_leaves_only_whole_records(tmp_path: Path, suffi
         size = path.stat().st_size
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, before[1]))
-            with pytest.raises(ManagerError, match=r"run.*cannot be written.*1 records before are whole"):
+            with pytest.raises(ManagerError, match=r"run.*cannot be written.*all records before are complete"):
                 log.append(trajectory(1))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -220,7 +221,7 @@ def test_after_its_end_nothing_is_appended(tmp_path: Path) -> None:
 def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
     with TrajectoryLog(tmp_path / "run.jsonl") as log:
         with pytest.raises(InvalidInput, match="surrogates"):
-            log.append(Statistics(at_s=0.0, values={"\udc80": 1.0}))
+            log.append(StatisticsRecord(at_s=0.0, values={"\udc80": 1.0}))
         log.append(trajectory())
     assert len(read(log.path).trajectories()) == 1
 
@@ -228,10 +229,10 @@ def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
 def test_a_record_that_is_too_long_is_refused_by_both(tmp_path: Path, monkeypatch) -> None:
     path = written(tmp_path / "run.jsonl", trajectory(0))
     with TrajectoryLog(tmp_path / "other.jsonl") as log:
-        monkeypatch.setattr(trajectory_log, "LINE_BYTES_MAX", 100)
+        monkeypatch.setattr(append_log, "LINE_BYTES_MAX", 100)
         with pytest.raises(InvalidInput, match="at most 100 bytes"):
             log.append(trajectory())
-    monkeypatch.setattr(trajectory_log, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(append_log, "CHUNK_BYTES", 64)
     with pytest.raises(InvalidTrace, match=r"run\.jsonl:2.*at most 100 bytes"):
         list(read(path))
 
@@ -260,7 +261,7 @@ def test_a_file_that_is_no_log_is_refused(tmp_path: Path, content: bytes) -> Non
         read(path)
 
 
-def test_another_format_is_told_by_its_number(tmp_path: Path) -> None:
+def test_an_unknown_format_is_reported_with_its_number(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"format": 99, "everything": "is new"}\n')
     with pytest.raises(InvalidTrace, match=f"format: expected rollout log format {LOG_FORMAT}, got 99"):
@@ -288,7 +289,7 @@ BROKEN = [
 
 @pytest.mark.parametrize("line", BROKEN, ids=range(len(BROKEN)))
 @each_suffix
-def test_a_broken_line_is_told_with_its_number(tmp_path: Path, line: bytes, suffix: str) -> None:
+def test_a_malformed_line_is_reported_with_its_number(tmp_path: Path, line: bytes, suffix: str) -> None:
     path = written(tmp_path / f"run.{suffix}", trajectory(0))
     with path.open("ab") as file:
         file.write(gzip.compress(line + b"\n") if suffix == "jsonl.gz" else line + b"\n")
@@ -298,7 +299,7 @@ def test_a_broken_line_is_told_with_its_number(tmp_path: Path, line: bytes, suff
         next(reading)
 
 
-def test_a_line_that_contradicts_itself_is_told_and_steers_no_terminal(tmp_path: Path) -> None:
+def test_a_contradictory_line_is_reported_without_control_characters(tmp_path: Path) -> None:
     path = written(tmp_path / "run.jsonl", trajectory(0, id="\x1b[2J"))
     path.write_bytes(path.read_bytes().replace(b'"ending":"finished"', b'"ending":"stale"'))
     with pytest.raises(InvalidTrace, match=r"run\.jsonl:2.*reward 1\.0") as told:
@@ -321,7 +322,7 @@ def test_a_damaged_compression_is_told(tmp_path: Path) -> None:
 def test_a_closing_of_what_is_not_there_is_told(tmp_path: Path) -> None:
     closing = GroupClosing(id="lake/0", task="lake", seed=0, members=("lake/0/9.0",), wanted=1)
     path = written(tmp_path / "run.jsonl", trajectory(0), closing)
-    with pytest.raises(InvalidTrace, match="stands before it"):
+    with pytest.raises(InvalidTrace, match="precedes it"):
         list(read(path).groups())
     stale = trajectory(1, ending=Ending.STALE, reward=None)
     path = written(tmp_path / "b.jsonl", stale, msgspec.structs.replace(closing, members=(stale.id,)))

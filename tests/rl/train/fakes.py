@@ -22,21 +22,23 @@ from tangram.rl.config.training_settings import (
     TrainSettings,
     WarmStartSettings,
 )
-from tangram.rl.environments.protocol import Outside, Step
+from tangram.rl.environments.protocol import ExternalResources, Step
 from tangram.rl.inference.engines.fake import FakeEngine
-from tangram.rl.inference.engines.protocol import Request, Weights
-from tangram.rl.inference.router import Gateway
-from tangram.rl.rollout.assembly import Assembled
-from tangram.rl.rollout.codec import Words
+from tangram.rl.inference.engines.protocol import GenerationRequest, PolicyWeights
+from tangram.rl.inference.router import Router
+from tangram.rl.rollout.assembly import RolloutAssembly
+from tangram.rl.rollout.codec import WordCodec
 from tangram.rl.rollout.rollout import Rollout
-from tangram.rl.runs.recovery import recovered
+from tangram.rl.runs.recovery import recover_buffer
 from tangram.rl.runs.run_folder import open_run
-from tangram.rl.train.loop import Training
-from tangram.rl.train.pipeline import bounds_of, upcoming
-from tangram.rl.train.records import AnyLine, Batch, Demonstration, Stepped
+from tangram.rl.train.coordination import BackgroundTasks, ChangeCondition, EngineEventListener, RunReporter
+from tangram.rl.train.loop import TrainingLoop
+from tangram.rl.train.pipeline import buffer_options, remaining_tickets
+from tangram.rl.train.records import AnyMetricsLine, Demonstration, TrainingBatch, TrainStepResult
+from tangram.rl.train.step_metrics import StepMetrics
 from tangram.rl.train.trainer import TrainerDied
 
-WORDS = Words(("go", "look"))
+WORDS = WordCodec(("go", "look"))
 STEP_S = 0.004
 """Of an environment, mean."""
 
@@ -50,7 +52,7 @@ class Random:
     tokens_max: ClassVar[int] = 3
     agents: ClassVar[dict[str, Any]] = {"teacher": lambda chance: Goes()}
 
-    def __init__(self, outside: Outside, *, fails: float = 0.0, step_s: float = STEP_S) -> None:
+    def __init__(self, outside: ExternalResources, *, fails: float = 0.0, step_s: float = STEP_S) -> None:
         self._fails, self._step_s = fails, step_s
         self._chance = random.Random(outside.trajectory)
         self._turns = self._chance.randint(1, self.turns_max)
@@ -73,7 +75,7 @@ class Random:
 class Sometimes(Random):
     """Of which one group of three never ends by itself."""
 
-    def __init__(self, outside: Outside) -> None:
+    def __init__(self, outside: ExternalResources) -> None:
         super().__init__(outside, step_s=0.001)
         self._never = int(outside.trajectory.split("/")[1]) % 3 == 0 if outside.trajectory.count("/") > 1 else False
 
@@ -93,7 +95,7 @@ class FakeTrainer:
 
     def __init__(self, dies: Callable[[int], bool] = lambda version: False, step_s: float = 0.01) -> None:
         self.dies = dies
-        self.batches: list[Batch] = []
+        self.batches: list[TrainingBatch] = []
         """Those of the lineage that survives, in order."""
         self.starts = 0
         self.deaths_at_start = 0
@@ -114,14 +116,14 @@ class FakeTrainer:
     def trained(self) -> list[str]:
         return [group.id for batch in self.batches for group in batch.groups]
 
-    async def start(self, checkpoint: Path | None = None) -> Weights:
+    async def start(self, checkpoint: Path | None = None) -> PolicyWeights:
         self.starts += 1
         if self.starts > 1 and self.deaths_at_start:
             self.deaths_at_start -= 1
             raise TrainerDied("killed by a test while it started")
         self._version = int((checkpoint / "trainer").read_text()) if checkpoint is not None else 0
         self.batches = self.batches[: self._version]
-        return Weights(version=self._version, folder="")
+        return PolicyWeights(version=self._version, folder="")
 
     async def imitate(self, episodes: Sequence[Demonstration]) -> float:
         self.imitations += 1
@@ -130,10 +132,10 @@ class FakeTrainer:
             raise TrainerDied("killed by a test while it imitated")
         return 0.0
 
-    async def publish(self, version: int) -> Weights:
-        return Weights(version=version, folder="")
+    async def publish(self, version: int) -> PolicyWeights:
+        return PolicyWeights(version=version, folder="")
 
-    async def step(self, batch: Batch) -> Stepped:
+    async def step(self, batch: TrainingBatch) -> TrainStepResult:
         assert batch.version == self._version, f"a batch for {batch.version}, and the trainer has {self._version}"
         await asyncio.sleep(self._step_s)
         if self.dies(self._version):
@@ -142,8 +144,11 @@ class FakeTrainer:
         self.batches.append(batch)
         self._version += 1
         self._stepped.set()
-        return Stepped(
-            weights=Weights(version=self._version, folder=""), metrics={"loss": 0.0}, train_s=self._step_s, push_s=0.0
+        return TrainStepResult(
+            weights=PolicyWeights(version=self._version, folder=""),
+            metrics={"loss": 0.0},
+            train_s=self._step_s,
+            push_s=0.0,
         )
 
     async def save(self, folder: Path) -> None:
@@ -154,7 +159,7 @@ class FakeTrainer:
 
 
 def settings_of(
-    mode: str = "rollart",
+    mode: str = "async",
     *,
     alpha: int = 1,
     steps: int = 12,
@@ -187,14 +192,16 @@ def settings_of(
     )
 
 
-def answer(request: Request) -> Sequence[int]:
-    return (*WORDS.written("go"),)
+def answer(request: GenerationRequest) -> Sequence[int]:
+    return (*WORDS.encode_action("go"),)
 
 
 class House:
     """One life of the process that trains."""
 
-    def __init__(self, training: Training, engine: FakeEngine, trainer: FakeTrainer, lines: list[AnyLine]) -> None:
+    def __init__(
+        self, training: TrainingLoop, engine: FakeEngine, trainer: FakeTrainer, lines: list[AnyMetricsLine]
+    ) -> None:
         self.training, self.engine, self.trainer, self.lines = training, engine, trainer, lines
 
     def of(self, kind: type) -> list[Any]:
@@ -205,33 +212,35 @@ class House:
 async def house(
     settings: TrainSettings, folder: Path, trainer: FakeTrainer, *, resume: bool = False, looked: int = -1
 ) -> AsyncIterator[House]:
-    lines: list[AnyLine] = []
+    lines: list[AnyMetricsLine] = []
     engine = FakeEngine(answer, token_s=0.001)
-    holder: list[Training] = []
     with open_run(folder, settings, resume=resume) as run:
-        found = run.latest() if resume else None
-        back = recovered(found, run.samples_after(found.step)) if found is not None else None
+        found = run.latest_checkpoint() if resume else None
+        back = recover_buffer(found, run.samples_after(found.step)) if found is not None else None
         weights = await trainer.start(found.path if found is not None else None)
-        gateway = Gateway([engine], on_event=lambda event: holder[0].happened(event) if holder else None)
+        reporter = RunReporter(lines.append, at_s=found.state.at_s if found is not None else 0.0)
+        metrics, changed = StepMetrics(), ChangeCondition()
+        background = BackgroundTasks(changed)
+        gateway = Router([engine], on_event=EngineEventListener(reporter, metrics, background).on_event)
         await gateway.start(weights)
         try:
-            bounds = bounds_of(settings)
+            bounds = buffer_options(settings)
             buffer = SampleBuffer(**bounds) if back is None else SampleBuffer.restore(back.buffer, now=0.0, **bounds)
             rollout = Rollout(
-                settings.as_played(), gateway, WORDS, fresh=lambda episode: holder[0].fresh(episode),
-                barrier=settings.training.mode == "sync",
-            )  # fmt: skip
+                settings.with_trainable_groups(), gateway, WORDS, barrier=settings.training.mode == "sync"
+            )
             async with rollout:
-                made = Assembled(
-                    settings=settings, codec=WORDS, client=None, gateway=gateway, rollout=rollout, weights=weights,
+                made = RolloutAssembly(
+                    settings=settings, codec=WORDS, client=None, router=gateway, rollout=rollout, weights=weights,
                     folder=folder,
                 )  # fmt: skip
-                training = Training(
-                    settings, run, run.go_on(found), made, trainer, buffer, upcoming(settings, buffer),
-                    state=found.state if found is not None else None, looked=looked,
-                    dropped=tuple(back.dropped.values()) if back is not None else (), tell=lines.append, progress=None,
+                reporter.start()
+                training = TrainingLoop(
+                    settings, run, run.open_sample_log(found), made, trainer, buffer,
+                    remaining_tickets(settings, buffer), reporter, metrics, changed, background,
+                    state=found.state if found is not None else None, last_evaluated=looked,
+                    dropped=tuple(back.dropped.values()) if back is not None else (), progress=None,
                 )  # fmt: skip
-                holder.append(training)
                 try:
                     yield House(training, engine, trainer, lines)
                 finally:

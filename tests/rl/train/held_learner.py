@@ -11,7 +11,7 @@ from tests.rl.train.tiny import come_to
 from tangram.rl.model import objective
 from tangram.rl.model.learner import Learner
 
-clipped = objective.clipped
+clipped = objective.grpo_clipped_loss
 
 
 def _holding(name: str, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,25 +11,25 @@ from typing import Any
 
 from tests.rl.processes import DEADLINE_S, children
 
-from tangram.rl.buffer.records import number_of
+from tangram.rl.buffer.records import group_number
 from tangram.rl.rollout.records import Group
 from tangram.rl.runs.metrics_log import read_metrics
-from tangram.rl.runs.sample_log import Put, read_after
-from tangram.rl.train.records import AnyLine, Trained
+from tangram.rl.runs.sample_log import GroupPut, read_after
+from tangram.rl.train.records import AnyMetricsLine, Trained
 from tangram.rl.train.weights_folder import PREFIX, SHARED_MEMORY
 
 
 def lines_of(folder: Path, kind: type | None = None) -> list[Any]:
     """Those of the lineage that survived."""
-    found: list[AnyLine] = read_metrics(folder / "metrics.jsonl")
+    found: list[AnyMetricsLine] = read_metrics(folder / "metrics.jsonl")
     return [line for line in found if kind is None or isinstance(line, kind)]
 
 
 def samples_of(folder: Path) -> dict[int, Group]:
-    logged = [entry.group for entry in read_after(folder / "samples", 0) if isinstance(entry, Put)]
-    by_number = {number_of(group.id): group for group in logged}
+    logged = [entry.group for entry in read_after(folder / "samples", 0) if isinstance(entry, GroupPut)]
+    by_number = {group_number(group.id): group for group in logged}
     for group in logged:
-        assert by_number[number_of(group.id)].members == group.members, "a number stands for one group"
+        assert by_number[group_number(group.id)].members == group.members, "a number stands for one group"
     return by_number
 
 

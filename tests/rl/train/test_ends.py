@@ -16,13 +16,13 @@ from tests.rl.train.fakes import FakeTrainer, House, house, settings_of
 
 from tangram.errors import InvalidConfig, ManagerError
 from tangram.rl.config.training_settings import TrainSettings
-from tangram.rl.inference.engines.protocol import Weights
-from tangram.rl.rollout.codec import Words
-from tangram.rl.runs.sample_log import Lost, read_after
+from tangram.rl.inference.engines.protocol import PolicyWeights
+from tangram.rl.rollout.codec import WordCodec
+from tangram.rl.runs.sample_log import GroupLost, read_after
 from tangram.rl.train import evaluator
 from tangram.rl.train.evaluator import Scores
-from tangram.rl.train.records import Evaluated, Noticed, Over, Trained, Warmed
-from tangram.rl.train.warm_start import shown
+from tangram.rl.train.records import Evaluated, Noticed, RunEnded, Trained, WarmStartChecked
+from tangram.rl.train.warm_start import collect_demonstrations
 
 DEADLINE_S = 60.0
 
@@ -58,7 +58,7 @@ class Looking:
         return Scores(mean={"random": 0.5}, spread={"random": 0.0}, episodes={"random": 2})
 
 
-MODES = ("sync+", "one-off", "rollart")
+MODES = ("sync+", "one-off", "async")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -94,7 +94,7 @@ def test_an_evaluation_that_fails_ends_the_run_with_what_was_reached(
             looking.error = ManagerError("no engine is left")
             with pytest.raises(ManagerError, match="no engine is left"):
                 await running
-            (over,) = made.of(Over)
+            (over,) = made.of(RunEnded)
             assert over.cause == "no engine is left" and made.lines[-1] is over
             assert over.checkpoint.endswith(f"{over.step:08d}")
 
@@ -124,7 +124,7 @@ def test_engines_that_are_all_gone_while_the_policy_is_looked_at_end_the_run(tmp
             made.engine.die()
             with pytest.raises(ManagerError, match="engine"):
                 await running
-            assert "engine" in made.of(Over)[0].cause
+            assert "engine" in made.of(RunEnded)[0].cause
 
     asyncio.run(whole())
 
@@ -273,7 +273,7 @@ def test_weights_that_the_buffer_does_not_know_are_never_saved(tmp_path: Path, m
                 raise ManagerError("trainer: /dev/shm is full")
             return made
 
-        async def never_again(checkpoint: Path | None = None) -> Weights:
+        async def never_again(checkpoint: Path | None = None) -> PolicyWeights:
             if checkpoint is not None:
                 raise ManagerError("trainer: /dev/shm is full")
             return await start(checkpoint)
@@ -283,7 +283,7 @@ def test_weights_that_the_buffer_does_not_know_are_never_saved(tmp_path: Path, m
         async with leaving_no_task(settings_of(every=100), tmp_path, trainer) as made:
             with pytest.raises(ManagerError, match="full"):
                 await made.training.run()
-            assert made.of(Over)[0].checkpoint.endswith("00000000")
+            assert made.of(RunEnded)[0].checkpoint.endswith("00000000")
 
     asyncio.run(whole())
 
@@ -299,7 +299,7 @@ def test_weights_that_are_gone_before_an_engine_has_read_them_are_passed_over(
         async with leaving_no_task(settings, tmp_path, trainer) as made:
             fetch = made.engine.fetch
 
-            async def slow(weights: Weights) -> None:
+            async def slow(weights: PolicyWeights) -> None:
                 seen = len(trainer.batches)
                 for _ in range(50):
                     await asyncio.sleep(0.001)
@@ -322,7 +322,7 @@ def test_what_is_too_old_is_not_played_again_by_weights_that_are_as_old(tmp_path
         async with leaving_no_task(settings_of(steps=10, evaluations=0, step_s=0.0005), tmp_path, trainer) as made:
             made.engine.fetch_s = 0.1
             await made.training.run()
-            attempts = [int(request.session.rpartition(".")[2]) for request in made.engine.asked]
+            attempts = [int(request.session.rpartition(".")[2]) for request in made.engine.requests]
             assert max(attempts) <= 3, "one for each update, and not one after the other"
             assert max(max(batch.staleness) for batch in trainer.batches) <= 1
 
@@ -339,15 +339,15 @@ def test_a_warm_start_whose_trainer_dies_begins_anew(tmp_path: Path) -> None:
         async with leaving_no_task(settings_of(warm_until=1.0, steps=2), tmp_path, trainer) as made:
             assert (await made.training.run()).cause == "steps"
             assert trainer.starts == 2 and trainer.imitations > 2
-            assert [line.over for line in made.of(Warmed)][-2:] == [False, True]
-            assert "killed by a test while it imitated; the warm start begins anew" in made.of(Noticed)[0].text
+            assert [line.over for line in made.of(WarmStartChecked)][-2:] == [False, True]
+            assert "killed by a test while it imitated; the warm start begins again" in made.of(Noticed)[0].text
 
     asyncio.run(whole())
 
 
 def test_what_an_agent_says_that_the_policy_has_no_word_for_is_said_of_its_task() -> None:
-    with pytest.raises(InvalidConfig, match=r"task random: expected words that the policy knows.*'go' is none of"):
-        asyncio.run(shown(settings_of(warm_until=1.0), None, Words(("look",)), None))
+    with pytest.raises(InvalidConfig, match=r"task random: expected words of the policy's vocabulary.*'go' is none of"):
+        asyncio.run(collect_demonstrations(settings_of(warm_until=1.0), None, WordCodec(("look",)), None))
 
 
 def test_nothing_is_saved_of_a_warm_start_that_failed(tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def test_nothing_is_saved_of_a_warm_start_that_failed(tmp_path: Path) -> None:
         async with leaving_no_task(settings_of(warm_until=1.0), tmp_path, trainer) as made:
             with pytest.raises(ManagerError, match="died 4 times"):
                 await made.training.run()
-            (over,) = made.of(Over)
+            (over,) = made.of(RunEnded)
             assert over.checkpoint == "" and not list((tmp_path / "checkpoints").iterdir())
 
     asyncio.run(whole())
@@ -378,7 +378,7 @@ def play(
     asyncio.run(whole())
 
 
-@pytest.mark.parametrize("mode", ["sync+", "start-bound", "rollart"])
+@pytest.mark.parametrize("mode", ["sync+", "start-bound", "async"])
 def test_what_a_small_batch_of_a_wave_did_not_wait_for_does_not_hold_up_the_next(mode: str, tmp_path: Path) -> None:
     """One member of each wave takes for ever: a batch that is enough without it begins, and it is stopped."""
     settings = settings_of(
@@ -392,9 +392,9 @@ def test_what_a_small_batch_of_a_wave_did_not_wait_for_does_not_hold_up_the_next
         assert len(trainer.trained) == len(set(trainer.trained))
         assert {len(batch.groups) for batch in trainer.batches} <= {2, 3}
         assert max(max(batch.staleness) for batch in trainer.batches) == 0
-        lost = [each for each in read_after(tmp_path / "samples", 0) if isinstance(each, Lost)]
+        lost = [each for each in read_after(tmp_path / "samples", 0) if isinstance(each, GroupLost)]
         assert {each.cause for each in lost} == {"left_behind"}, "as it is counted, for whoever resumes"
-        assert made.of(Over)[0].dropped_so_far == made.training.buffer.dropped
+        assert made.of(RunEnded)[0].dropped_so_far == made.training.buffer.dropped
         assert set(made.training.buffer.dropped) == {"left_behind"}
 
     play(settings, tmp_path, trainer, check)
@@ -407,7 +407,7 @@ def _slow_one_of_three(settings: TrainSettings) -> TrainSettings:
     return msgspec.structs.replace(settings, tasks=(task,))
 
 
-@pytest.mark.parametrize("mode", ["start-bound", "rollart"])
+@pytest.mark.parametrize("mode", ["start-bound", "async"])
 def test_alpha_0_plays_and_trains_in_turn_whatever_pull_says(mode: str, tmp_path: Path) -> None:
     trainer = FakeTrainer()
 

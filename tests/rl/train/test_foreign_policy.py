@@ -7,17 +7,18 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.extras import LazyExtra
 from tests.rl.processes import leaving_nothing
 from tests.rl.trainers import EPISODE, SETTINGS, SIZE, batch
 
 from tangram.rl.config.rollout_settings import EngineSettings, PolicySettings
-from tangram.rl.inference.engines.protocol import Weights
+from tangram.rl.inference.engines.protocol import PolicyWeights
 from tangram.rl.train.trainer_process import ProcessTrainer
 
 torch = pytest.importorskip("torch", reason="PyTorch is an extra, which is not installed")
-transformers = pytest.importorskip("transformers", reason="transformers is an extra, which is not installed")
+transformers = LazyExtra("transformers")
 
-from tangram.rl.model.policy import HuggingFacePolicy, load, policy_of  # noqa: E402
+from tangram.rl.model.policy import HuggingFacePolicy, as_policy, load  # noqa: E402
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
@@ -32,7 +33,7 @@ def test_it_is_trained_published_for_servers_of_others_and_goes_back_to_a_checkp
     torch.manual_seed(5)
     sizes = {"n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
     config = transformers.GPT2Config(vocab_size=SIZE, bos_token_id=None, eos_token_id=None, **sizes)
-    policy_of(transformers.GPT2LMHeadModel(config)).save(tmp_path / "gpt2")
+    as_policy(transformers.GPT2LMHeadModel(config)).save(tmp_path / "gpt2")
     settings = msgspec.structs.replace(
         SETTINGS,
         policy=PolicySettings(checkpoint=str(tmp_path / "gpt2")),
@@ -42,7 +43,7 @@ def test_it_is_trained_published_for_servers_of_others_and_goes_back_to_a_checkp
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
 
-    def weights_in(weights: Weights) -> list[torch.Tensor]:
+    def weights_in(weights: PolicyWeights) -> list[torch.Tensor]:
         policy = load(weights.folder)
         assert isinstance(policy, HuggingFacePolicy)
         return [each.detach().clone() for each in policy.parameters()]

@@ -20,7 +20,7 @@ from tests.rl.train.proof import assert_sound, lines_of, nothing_left
 from tests.rl.train.tiny import HOLDS
 
 from tangram.rl.runs.run_folder import open_run, read_settings
-from tangram.rl.train.records import Began, Noticed, Over, Trained, Warmed
+from tangram.rl.train.records import Noticed, RunBegan, RunEnded, Trained, WarmStartChecked
 
 pytest.importorskip("torch", reason="PyTorch is an extra, which is not installed")
 
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[3]
 BATCH = 2
 DEADLINE_S = 180.0
 """Far more than a life takes on a machine that others use too."""
-TRAINER, ENGINE, NURSERY = "trainer_child", "engine_child", "tangram-nursery"
+TRAINER, ENGINE, FORK_SERVER = "trainer_child", "engine_child", "tangram-fork"
 CONFIG = """
 [policy]
 layers = 1
@@ -79,7 +79,7 @@ def until(condition: Callable[[], Any], what: str) -> Any:
 class Run:
     """Lives of `tangram train` in one folder."""
 
-    def __init__(self, folder: Path, *, mode: str = "rollart", steps: int = 6, warm_until: float = 0.0) -> None:
+    def __init__(self, folder: Path, *, mode: str = "async", steps: int = 6, warm_until: float = 0.0) -> None:
         self.steps, self.mode = steps, mode
         self.run = folder / "run"
         self.holds = folder / "holds"
@@ -179,7 +179,7 @@ class Run:
 
     def assert_sound(self) -> None:
         assert_sound(self.run, steps=self.steps, batch=BATCH, age_max={"sync+": 0}.get(self.mode, 1))
-        assert self.lines(Over)[-1].cause == "steps"
+        assert self.lines(RunEnded)[-1].cause == "steps"
         assert not list((self.run / "checkpoints").glob(".unfinished*")) and self.steps in self.checkpoints()
         with open_run(self.run, read_settings(self.run), resume=True):
             pass  # nobody holds it
@@ -191,7 +191,7 @@ def test_trainers_and_engines_that_are_killed_cost_no_sample(tmp_path: Path) -> 
         run = Run(tmp_path, steps=7, warm_until=1.0)
         killed = {
             "imitate": [TRAINER], "step.0": [TRAINER], "save.2": [TRAINER], "step.3": [ENGINE],
-            "step.5": [NURSERY], "save.7": [TRAINER],
+            "step.5": [FORK_SERVER], "save.7": [TRAINER],
         }  # fmt: skip
         run.hold(*killed)
         with run.life():
@@ -201,7 +201,7 @@ def test_trainers_and_engines_that_are_killed_cost_no_sample(tmp_path: Path) -> 
                 run.release(place)
             assert run.ended() == 0, run.said.read_text()
     run.assert_sound()
-    assert "the warm start begins anew" in run.notices("trainer")[0]
+    assert "the warm start begins again" in run.notices("trainer")[0]
     went_back_to = [text.partition("checkpoint of step ")[2][0] for text in run.notices("rollback")]
     assert went_back_to == ["0", "0", "4", "6"]
     assert len(run.notices("engine")) >= 2
@@ -217,14 +217,14 @@ def test_a_run_that_is_killed_again_and_again_goes_on(tmp_path: Path) -> None:
                 run.comes_to(place)
                 run.process.kill()
         with run.life():
-            until(lambda: len(run.lines(Began)) > 3, "it goes on")
+            until(lambda: len(run.lines(RunBegan)) > 3, "it goes on")
             time.sleep(random.uniform(0.0, 0.3))  # any moment is as good
             run.process.kill()
         run.whole()
     run.assert_sound()
-    assert len([line for line in run.lines(Warmed) if line.over]) == 1
-    assert "no checkpoint yet" in run.lines(Began)[1].left
-    assert [line.step for line in run.lines(Began)][:4] == [0, 0, 0, 2]
+    assert len([line for line in run.lines(WarmStartChecked) if line.over]) == 1
+    assert "no checkpoint yet" in run.lines(RunBegan)[1].left
+    assert [line.step for line in run.lines(RunBegan)][:4] == [0, 0, 0, 2]
 
 
 def test_signals_end_a_run_with_what_was_reached(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_signals_end_a_run_with_what_was_reached(tmp_path: Path) -> None:
                 run.signal_in(f"step.{version}", number)
                 run.release(f"step.{version}")
                 assert run.ended() == code
-            assert run.lines(Over)[-1].cause == "interrupted"
+            assert run.lines(RunEnded)[-1].cause == "interrupted"
             step = run.lines(Trained)[-1].step
             assert step == run.checkpoints()[-1] == version + 1, "the step is finished and saved, and no other begun"
         run.hold("step.6")

@@ -15,9 +15,9 @@ from tangram.errors import ManagerError
 from tangram.rl.config.rollout_settings import GroupSettings
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.runs.checkpoints import folder_name, read_checkpoint, steps_in
-from tangram.rl.train.records import Batch, Evaluated, Noticed, Over, Trained
+from tangram.rl.train.records import Evaluated, Noticed, RunEnded, Trained, TrainingBatch
 
-MODES = ("sync", "sync+", "one-off", "start-bound", "rollart")
+MODES = ("sync", "sync+", "one-off", "start-bound", "async")
 
 
 def run_whole(settings: TrainSettings, folder: Path, trainer: FakeTrainer) -> House:
@@ -30,7 +30,7 @@ def run_whole(settings: TrainSettings, folder: Path, trainer: FakeTrainer) -> Ho
     return asyncio.run(whole())
 
 
-def staleness_max(batches: list[Batch]) -> int:
+def staleness_max(batches: list[TrainingBatch]) -> int:
     return max(max(batch.staleness) for batch in batches)
 
 
@@ -39,9 +39,9 @@ def test_every_mode_trains_as_often_as_it_was_told(mode: str, tmp_path: Path) ->
     trainer = FakeTrainer()
     made = run_whole(settings_of(mode), tmp_path, trainer)
     assert [line.step for line in made.of(Trained)] == list(range(1, 13))
-    assert made.of(Over)[0].cause == "steps"
+    assert made.of(RunEnded)[0].cause == "steps"
     assert len(trainer.trained) == len(set(trainer.trained)) == 12 * 3
-    assert made.engine.inside == ()
+    assert made.engine.active_requests == ()
 
 
 @pytest.mark.parametrize(("mode", "most"), [("sync", 0), ("sync+", 0), ("one-off", 1)])
@@ -59,7 +59,7 @@ def test_with_alpha_0_no_mode_trains_on_anything_older_though_batches_are_small(
     settings = settings_of(mode, alpha=0, batch=4, batch_min=1, batch_wait_s=0.001, steps=20)
     trainer = FakeTrainer(step_s=0.0)
     run_whole(settings, tmp_path, trainer)
-    assert staleness_max(trainer.batches) <= settings.training.alpha
+    assert staleness_max(trainer.batches) <= settings.training.staleness_bound
     assert len(trainer.trained) == len(set(trainer.trained))
 
 
@@ -103,7 +103,7 @@ def test_a_batch_may_be_small_once_it_has_waited(tmp_path: Path) -> None:
 
 def test_a_run_ends_after_its_seconds(tmp_path: Path) -> None:
     made = run_whole(settings_of(steps=100_000, seconds_max=0.3), tmp_path, FakeTrainer())
-    assert made.of(Over)[0].cause == "seconds"
+    assert made.of(RunEnded)[0].cause == "seconds"
 
 
 # ---- whoever dies -------------------------------------------------------------------------------------------------
@@ -125,16 +125,16 @@ def test_a_trainer_that_dies_goes_on_from_the_last_checkpoint(mode: str, tmp_pat
     assert [batch.version for batch in trainer.batches] == list(range(12))
     assert len(trainer.trained) == len(set(trainer.trained)) == 36
     assert [line.kind for line in made.of(Noticed)] == ["rollback"] * 4
-    told = made.of(Over)[0].dropped_so_far
+    told = made.of(RunEnded)[0].dropped_so_far
     assert told == made.training.buffer.dropped, "also of what was given up"
     counts = [sum(line.dropped_so_far.values()) for line in made.of(Trained)]
     assert counts == sorted(counts) and counts[-1] <= sum(told.values()), "what was dropped stays dropped"
-    if mode == "rollart":
+    if mode == "async":
         assert staleness_max(trainer.batches) <= 1
     assert_lineage(trainer.batches)
 
 
-def assert_lineage(batches: list[Batch]) -> None:
+def assert_lineage(batches: list[TrainingBatch]) -> None:
     """No token is of weights that the step did not come from."""
     for batch in batches:
         for group in batch.groups:
@@ -147,7 +147,7 @@ def test_a_trainer_that_always_dies_ends_the_run(tmp_path: Path) -> None:
         async with house(settings_of(), tmp_path, FakeTrainer(lambda version: version == 2)) as made:
             with pytest.raises(ManagerError, match="the trainer died 4 times and got no further: trainer: killed"):
                 await made.training.run()
-            assert made.of(Over)[0].cause.startswith("the trainer died")
+            assert made.of(RunEnded)[0].cause.startswith("the trainer died")
 
     asyncio.run(whole())
 
@@ -156,7 +156,7 @@ def test_a_trainer_that_always_dies_ends_the_run(tmp_path: Path) -> None:
 def test_no_sample_is_trained_on_twice_whenever_the_run_is_killed(seed: int, tmp_path: Path) -> None:
     """The process is killed at random moments and resumed; the trainer dies besides."""
     chance = random.Random(seed)
-    mode, alpha = chance.choice((("rollart", 1), ("rollart", 2), ("one-off", 1), ("start-bound", 1), ("sync+", 0)))
+    mode, alpha = chance.choice((("async", 1), ("async", 2), ("one-off", 1), ("start-bound", 1), ("sync+", 0)))
     settings = settings_of(mode, alpha=alpha, seed=seed, fails=0.05, every=chance.choice((1, 2, 5)), steps=30)
     trainer = FakeTrainer(lambda version: chance.random() < 0.05)
 
@@ -178,7 +178,7 @@ def test_no_sample_is_trained_on_twice_whenever_the_run_is_killed(seed: int, tmp
     assert [batch.version for batch in trainer.batches] == list(range(30))
     assert len(trainer.trained) == len(set(trainer.trained)) == 90
     assert_lineage(trainer.batches)
-    if mode == "rollart":
+    if mode == "async":
         assert staleness_max(trainer.batches) <= alpha
 
 

@@ -23,26 +23,26 @@ from tangram.errors import InvalidConfig
 from tangram.rl.config.rollout_settings import GroupSettings, OutsideSettings, RewardSettings, SamplingSettings
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.observe.training_report import write_report
-from tangram.rl.train.records import AnyLine, Began, Evaluated, Noticed, Over, Trained
+from tangram.rl.train.records import AnyMetricsLine, Evaluated, Noticed, RunBegan, RunEnded, Trained
 
 torch = pytest.importorskip("torch", reason="PyTorch is an extra, which is not installed")
 
 from tangram.rl.model.learner import Learner  # noqa: E402
 from tangram.rl.model.model_folder import load  # noqa: E402
-from tangram.rl.model.transformer import Transformer, small  # noqa: E402
+from tangram.rl.model.transformer import Transformer, small_config  # noqa: E402
 from tangram.rl.train.pipeline import require_trainable, train  # noqa: E402
 
-AGE_MAX = {"sync": 0, "sync+": 0, "one-off": 1, "start-bound": None, "rollart": 1}
+AGE_MAX = {"sync": 0, "sync+": 0, "one-off": 1, "start-bound": None, "async": 1}
 STEPS, BATCH = 3, 2
 DEADLINE_S = 120.0
 
 
 def trained(
-    settings: TrainSettings, folder: Path, *, resume: bool = False, tell: Callable[[AnyLine], None] | None = None
-) -> Over:
-    async def main() -> Over:
+    settings: TrainSettings, folder: Path, *, resume: bool = False, tell: Callable[[AnyMetricsLine], None] | None = None
+) -> RunEnded:
+    async def main() -> RunEnded:
         async with asyncio.timeout(DEADLINE_S):
-            over = await train(settings, folder, resume=resume, tell=tell)
+            over = await train(settings, folder, resume=resume, on_line=tell)
         assert asyncio.all_tasks() == {asyncio.current_task()}
         return over
 
@@ -65,7 +65,7 @@ def test_modes_differ_in_when_things_happen_and_in_nothing_else(tmp_path: Path) 
     """Each mode trains really; the rate is so small that the policy stays what it was."""
     for mode, age_max in AGE_MAX.items():
         settings = settings_of(mode, steps=STEPS, learning_rate=1e-12, evaluations=2)
-        told: list[AnyLine] = []
+        told: list[AnyMetricsLine] = []
         over = trained(settings, tmp_path / mode, tell=told.append)
         assert over.cause == "steps" and over.step == STEPS
         assert lines_of(tmp_path / mode)[1:] == told[1:], "what is told is what is written"
@@ -75,7 +75,7 @@ def test_modes_differ_in_when_things_happen_and_in_nothing_else(tmp_path: Path) 
         newest = weights(tmp_path / mode / "checkpoints" / f"{STEPS:08d}")
         assert all(tensor.isfinite().all() for tensor in newest.values())
     assert_same_samples({mode: tmp_path / mode for mode in AGE_MAX})
-    assert_readable(tmp_path / "rollart")
+    assert_readable(tmp_path / "async")
 
 
 def assert_same_samples(folders: dict[str, Path]) -> None:
@@ -93,7 +93,7 @@ def assert_same_samples(folders: dict[str, Path]) -> None:
 def assert_readable(folder: Path) -> None:
     """By all who read the folder of a run."""
     page = write_report(folder).read_text()
-    assert "rollart" in page and "pick" in page
+    assert "async" in page and "pick" in page
     assert list((folder / "tensorboard").glob("events.*"))
     said = CliRunner().invoke(app, ["rl", "eval", str(folder), "--episodes", "2", "--json"], catch_exceptions=False)
     assert said.exit_code == 0, said.output
@@ -105,7 +105,7 @@ def test_the_same_batch_makes_the_same_weights_in_every_mode() -> None:
     batch = played(5)
     made = []
     for mode in AGE_MAX:
-        model = Transformer.new(small(23, width=16, heads=2, context_max=96), 3)
+        model = Transformer.new(small_config(23, width=16, heads=2, context_max=96), 3)
         learner = Learner(settings_of(mode), model, reward_low={}, tokens_longest=32)
         norm = learner.step(batch)["gradient_norm"]
         made.append((norm, {name: each.detach() for name, each in model.named_parameters()}))
@@ -117,13 +117,13 @@ def test_the_same_batch_makes_the_same_weights_in_every_mode() -> None:
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["one-off", "start-bound", "rollart"])
+@pytest.mark.parametrize("mode", ["one-off", "start-bound", "async"])
 def test_samples_that_are_older_are_never_trained_on_with_a_ratio_of_1(mode: str) -> None:
     with pytest.raises(InvalidConfig) as raised:
         settings_of(mode, objective={"correction": "none"})
     assert raised.value.field == "objective.correction" and "a ratio of 1" in str(raised.value)
     settings_of("sync+", objective={"correction": "none"})
-    for name in ("start-bound", "rollart"):
+    for name in ("start-bound", "async"):
         settings_of(name, alpha=0, objective={"correction": "none"})
 
 
@@ -173,8 +173,8 @@ def test_a_run_that_goes_on_makes_the_same_steps_to_the_last_bit(tmp_path: Path)
         trained(msgspec.structs.replace(settings_of("sync+", steps=4), seed=9), parts, resume=True)
     assert raised.value.field == "seed"
     assert trained(settings_of("sync+", steps=4), parts, resume=True).step == 4
-    assert [line.resumed_from.rpartition("/")[2] for line in lines_of(parts, Began)] == ["", "00000002"]
-    ended, went_on = lines_of(parts, Over)[0], lines_of(parts, Began)[1]
+    assert [line.resumed_from.rpartition("/")[2] for line in lines_of(parts, RunBegan)] == ["", "00000002"]
+    ended, went_on = lines_of(parts, RunEnded)[0], lines_of(parts, RunBegan)[1]
     assert went_on.at_s >= ended.at_s, "time goes on where the run was left"
     assert_sound(parts, steps=4, batch=BATCH, age_max=0)
     for step in (1, 2, 3, 4):
@@ -200,12 +200,12 @@ def test_a_run_whose_checkpoints_find_no_room_goes_on_and_says_so(
         if os.environ.get("CI") == "true":
             pytest.fail("needs root, to mount a small disk")
         pytest.skip("needs root, to mount a small disk")
-    told: list[AnyLine] = []
+    told: list[AnyMetricsLine] = []
     disk = tmp_path / "run" / "checkpoints"
 
-    def tell(line: AnyLine) -> None:
+    def tell(line: AnyMetricsLine) -> None:
         told.append(line)
-        if isinstance(line, Began):
+        if isinstance(line, RunBegan):
             subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "tmpfs", str(disk)], check=True)
 
     try:

@@ -14,7 +14,7 @@ from tests.rl.train.tiny import settings_of
 from tests.server.process import Process
 
 from tangram.rl.config.rollout_settings import OutsideSettings
-from tangram.rl.train.records import AnyLine, Over, Trained
+from tangram.rl.train.records import AnyMetricsLine, RunEnded, Trained
 
 pytest.importorskip("torch", reason="PyTorch is an extra, which is not installed")
 
@@ -36,10 +36,10 @@ def test_a_service_that_is_killed_costs_no_sample_and_no_run(tmp_path: Path) -> 
         pytest.skip(reason)
     service = Process(tmp_path / "service", backend="sandbox", node="cores = 2")
 
-    async def main() -> Over:
+    async def main() -> RunEnded:
         made = {step: asyncio.Event() for step in KILLED_AFTER}
 
-        def tell(line: AnyLine) -> None:
+        def tell(line: AnyMetricsLine) -> None:
             if isinstance(line, Trained) and line.step in made:
                 made[line.step].set()
 
@@ -52,7 +52,7 @@ def test_a_service_that_is_killed_costs_no_sample_and_no_run(tmp_path: Path) -> 
         settings = settings_of(steps=STEPS, task={"environment": "tests.rl.train.tiny:PickInside", "concurrency": 4})
         settings = msgspec.structs.replace(settings, outside=OutsideSettings(url=service.url))
         async with asyncio.timeout(DEADLINE_S):
-            over, _ = await asyncio.gather(train(settings, tmp_path / "run", tell=tell), kill())
+            over, _ = await asyncio.gather(train(settings, tmp_path / "run", on_line=tell), kill())
         return over
 
     with nothing_left(), service:

@@ -19,17 +19,17 @@ from tests.rl.trainers import EPISODE, SETTINGS, SIZE, batch, group, trainer_in
 
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.rl.config.training_settings import ObjectiveSettings
-from tangram.rl.inference.engines.protocol import Weights
+from tangram.rl.inference.engines.protocol import PolicyWeights
 from tangram.rl.model.weight_store import pull, versions
 from tangram.rl.train.trainer import TrainerDied
-from tangram.rl.train.trainer_process import ProcessTrainer, stripped
+from tangram.rl.train.trainer_process import ProcessTrainer, strip_batch
 
 
 def run(trainer: ProcessTrainer, test: Callable[[], Awaitable[None]]) -> None:
     leaving_nothing(test, trainer.close)
 
 
-def content(weights: Weights) -> list[torch.Tensor]:
+def content(weights: PolicyWeights) -> list[torch.Tensor]:
     return [each.detach().clone() for each in pull(weights).state_dict().values()]
 
 
@@ -50,7 +50,7 @@ def test_it_imitates_steps_and_publishes_each_version_once(tmp_path: Path) -> No
 
     async def test() -> None:
         first = await trainer.start()
-        assert first == Weights(version=0, folder=str(tmp_path / "published" / "00000000"))
+        assert first == PolicyWeights(version=0, folder=str(tmp_path / "published" / "00000000"))
         before = content(first)
         assert await trainer.imitate([EPISODE, EPISODE]) == 6.0
         assert same(content(first), before), "nothing is published"
@@ -117,7 +117,7 @@ def test_the_learner_of_a_run_makes_the_same_version_of_the_same_checkpoint_and_
 
 
 def test_only_what_is_trained_on_is_sent() -> None:
-    sent = stripped(batch(4))
+    sent = strip_batch(batch(4))
     assert sent.version == 4 and sent.staleness == batch(4).staleness
     [only] = sent.groups
     assert only.left_out == () and len(only.members) == 2
@@ -232,7 +232,7 @@ def test_what_a_learner_raises_is_quoted_and_so_is_that_there_is_no_memory(tmp_p
 
     async def test() -> None:
         await trainer.start()
-        with pytest.raises(TrainerDied, match=r"(?s)code 1; it said last.*ZeroDivisionError: a loss of one's own"):
+        with pytest.raises(TrainerDied, match=r"(?s)code 1; its last output.*ZeroDivisionError: a loss of one's own"):
             await trainer.step(batch(0, group("broken")))
         await trainer.start()
         with pytest.raises(TrainerDied, match="can't allocate memory"):
@@ -299,12 +299,12 @@ def test_one_that_stands_still_counts_as_dead(tmp_path: Path) -> None:
 
     async def test() -> None:
         await trainer.start()
-        with pytest.raises(TrainerDied, match="said nothing for"):
+        with pytest.raises(TrainerDied, match="sent nothing for"):
             await trainer.step(batch(0, group("wait", cause=str(here))))
         await trainer.start()
         pid = trainer.pid
         os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(TrainerDied, match="said nothing for"):
+        with pytest.raises(TrainerDied, match="sent nothing for"):
             await trainer.imitate([EPISODE])
         assert gone(pid)
 
@@ -317,7 +317,7 @@ def test_one_that_computes_may_take_long_but_not_for_ever(tmp_path: Path) -> Non
     async def test() -> None:
         await trainer.start()
         assert (await trainer.step(batch(0, group("compute", cause="3.0")))).train_s > 3.0
-        with pytest.raises(TrainerDied, match="worked at one thing for"):
+        with pytest.raises(TrainerDied, match="worked at one request for"):
             await trainer.step(batch(1, group("compute", cause="600.0")))
 
     run(trainer, test)

@@ -17,49 +17,60 @@ from tangram.clock import Clock, VirtualLoop
 from tangram.managers.quotas.manager import Quota, Rate
 from tangram.rl.config.rollout_settings import GroupSettings, RolloutSettings, TaskSettings
 from tangram.rl.environments.agents import RandomAgent
-from tangram.rl.environments.protocol import MakeAgent, Outside, Step
-from tangram.rl.inference.engines.fake import FakeEngine, spoken
-from tangram.rl.inference.engines.protocol import Weights
-from tangram.rl.inference.router import Gateway
+from tangram.rl.environments.protocol import ExternalResources, MakeAgent, Step
+from tangram.rl.inference.engines.fake import FakeEngine, text_script
+from tangram.rl.inference.engines.protocol import PolicyWeights
+from tangram.rl.inference.router import Router
 from tangram.rl.rollout.records import Ending, Group, Stage
 from tangram.rl.rollout.rollout import Rollout
-from tangram.rl.train.watchdog import Live, Seen, Stall, StallWatch, free, seen, waited_for, waiting_pools
+from tangram.rl.train.watchdog import (
+    LiveTrajectory,
+    RunSnapshot,
+    Stall,
+    Watchdog,
+    abort_stuck,
+    describe_waits,
+    snapshot_run,
+    waiting_pools,
+)
 
 STALL_S = 120.0
 
 
 def live(
-    number: int, stage: str = "step", since_s: float = 130.0, what: str = "the environment", pool: str = ""
-) -> Live:
-    return Live(id=f"lake/{number}/0.0", task="lake", stage=stage, since_s=since_s, what=what, pool=pool)
+    number: int, stage: str = "step", stage_s: float = 130.0, what: str = "the environment", pool: str = ""
+) -> LiveTrajectory:
+    return LiveTrajectory(
+        id=f"lake/{number}/0.0", task="lake", stage=stage, stage_s=stage_s, waiting_for=what, pool=pool
+    )
 
 
 # ---- when ----
 
 
 def test_a_run_in_which_nothing_moves_is_told_once_each_time() -> None:
-    watch = StallWatch(STALL_S, 3, now=1000.0)
-    assert watch.look(1119.0, Seen()) is None
-    first = watch.look(1121.0, Seen())
-    assert first is not None and (first.number, first.for_s, first.give_up) == (1, 121.0, False)
-    assert watch.look(1122.0, Seen()) is None
-    second = watch.look(1242.0, Seen())
-    assert second is not None and (second.number, second.for_s) == (2, 242.0)
+    watch = Watchdog(STALL_S, 3, now=1000.0)
+    assert watch.check(1119.0, RunSnapshot()) is None
+    first = watch.check(1121.0, RunSnapshot())
+    assert first is not None and (first.number, first.stalled_s, first.give_up) == (1, 121.0, False)
+    assert watch.check(1122.0, RunSnapshot()) is None
+    second = watch.check(1242.0, RunSnapshot())
+    assert second is not None and (second.number, second.stalled_s) == (2, 242.0)
 
 
 def test_progress_puts_a_stall_off_and_the_row_is_forgotten() -> None:
-    watch = StallWatch(STALL_S, 2, now=0.0)
-    assert watch.look(120.0, Seen()) is not None
-    watch.progress(200.0)
-    assert watch.look(300.0, Seen()) is None
-    again = watch.look(320.0, Seen())
+    watch = Watchdog(STALL_S, 2, now=0.0)
+    assert watch.check(120.0, RunSnapshot()) is not None
+    watch.on_progress(200.0)
+    assert watch.check(300.0, RunSnapshot()) is None
+    again = watch.check(320.0, RunSnapshot())
     assert again is not None and again.number == 1 and not again.give_up
 
 
 def test_with_the_last_of_those_that_there_may_be_in_a_row_it_is_given_up() -> None:
-    watch = StallWatch(STALL_S, 3, now=0.0)
-    stuck = Seen(live=(live(1, since_s=1000.0),))
-    told = [watch.look(STALL_S * (number + 1), stuck) for number in range(3)]
+    watch = Watchdog(STALL_S, 3, now=0.0)
+    stuck = RunSnapshot(trajectories=(live(1, stage_s=1000.0),))
+    told = [watch.check(STALL_S * (number + 1), stuck) for number in range(3)]
     assert [(each.number, each.give_up, each.abort) for each in told if each] == [
         (1, False, ("lake/1/0.0",)),
         (2, False, ("lake/1/0.0",)),
@@ -69,26 +80,26 @@ def test_with_the_last_of_those_that_there_may_be_in_a_row_it_is_given_up() -> N
 
 def test_whatever_moves_is_seen_without_a_word() -> None:
     for moved in (
-        Seen(live=(live(1), live(2, since_s=5.0))),
-        Seen(live=(live(1),), tokens=7),
-        Seen(live=(live(1),), training=(3, 5.0)),
+        RunSnapshot(trajectories=(live(1), live(2, stage_s=5.0))),
+        RunSnapshot(trajectories=(live(1),), tokens=7),
+        RunSnapshot(trajectories=(live(1),), training=(3, 5.0)),
     ):
-        watch = StallWatch(STALL_S, 3, now=0.0)
-        assert watch.look(130.0, moved) is None
-        assert watch.look(600.0, replace(moved, live=(live(1, since_s=600.0),), training=None)) is not None
+        watch = Watchdog(STALL_S, 3, now=0.0)
+        assert watch.check(130.0, moved) is None
+        assert watch.check(600.0, replace(moved, trajectories=(live(1, stage_s=600.0),), training=None)) is not None
 
 
 def test_what_is_played_again_and_gets_stuck_again_does_not_begin_a_new_row() -> None:
-    watch = StallWatch(STALL_S, 3, now=0.0)
+    watch = Watchdog(STALL_S, 3, now=0.0)
     for number in range(1, 4):
-        told = watch.look(number * 130.0, Seen(live=(live(number, since_s=125.0),), tokens=0))
+        told = watch.check(number * 130.0, RunSnapshot(trajectories=(live(number, stage_s=125.0),), tokens=0))
         assert told is not None and told.number == number
     stopped = replace(group(1, 0).members[0], ending=Ending.CANCELLED, reward=None)
-    watch.ended(stopped, 400.0)
-    told = watch.look(520.0, Seen(live=(live(5, since_s=120.0),)))
+    watch.on_trajectory_end(stopped, 400.0)
+    told = watch.check(520.0, RunSnapshot(trajectories=(live(5, stage_s=120.0),)))
     assert told is not None and told.give_up, "what was stopped is no progress"
-    watch.ended(group(1, 0).members[0], 530.0)
-    told = watch.look(660.0, Seen())
+    watch.on_trajectory_end(group(1, 0).members[0], 530.0)
+    told = watch.check(660.0, RunSnapshot())
     assert told is not None and told.number == 1
 
 
@@ -99,45 +110,52 @@ def test_what_is_played_again_and_gets_stuck_again_does_not_begin_a_new_row() ->
     ("what", "words"),
     [
         (
-            Seen(live=tuple(live(number, pool="search") for number in range(17))),
+            RunSnapshot(trajectories=tuple(live(number, pool="search") for number in range(17))),
             "all 17 trajectories wait for pool `search` since 130 s",
         ),
         (
-            Seen(live=tuple(live(number, "generate", what="an engine") for number in range(3)), engines={"e0": 3}),
+            RunSnapshot(
+                trajectories=tuple(live(number, "generate", what="an engine") for number in range(3)), engines={"e0": 3}
+            ),
             "all 3 trajectories wait for engine e0",
         ),
         (
-            Seen(live=tuple(live(n, "generate", what="an engine") for n in range(6)), engines={"e0": 1, "e1": 3}),
+            RunSnapshot(
+                trajectories=tuple(live(n, "generate", what="an engine") for n in range(6)), engines={"e0": 1, "e1": 3}
+            ),
             "3 trajectories wait for engine e1; 2 trajectories wait for an engine that serves; "
             "1 trajectory waits for engine e0",
         ),
-        (Seen(live=(live(1),)), "the only trajectory waits for the environment of task lake in step since 130 s"),
         (
-            Seen(live=(live(1), live(2, since_s=140.0), live(3, "queue", 90.0, "concurrency of lake"))),
+            RunSnapshot(trajectories=(live(1),)),
+            "the only trajectory waits for the environment of task lake in step since 130 s",
+        ),
+        (
+            RunSnapshot(trajectories=(live(1), live(2, stage_s=140.0), live(3, "queue", 90.0, "concurrency of lake"))),
             "2 trajectories wait for the environment of task lake in step since 140 s; "
             "1 trajectory waits for concurrency of lake since 90 s",
         ),
         (
-            Seen(live=(live(1, "reward", what="the reward"),), training=(12, 300.0)),
+            RunSnapshot(trajectories=(live(1, "reward", what="the reward"),), training=(12, 300.0)),
             "the trainer has worked on step 12 for 300 s (raise training.stall_s if it should); "
             "the only trajectory waits for the reward of task lake in reward since 130 s",
         ),
-        (Seen(idle="the buffer is full"), "no trajectory is in play: the buffer is full"),
-        (Seen(), "no trajectory is in play"),
+        (RunSnapshot(idle="the buffer is full"), "no trajectory is in flight: the buffer is full"),
+        (RunSnapshot(), "no trajectory is in flight"),
     ],
 )
-def test_what_is_waited_for_is_named(what: Seen, words: str) -> None:
-    assert waited_for(what) == words
+def test_what_is_waited_for_is_named(what: RunSnapshot, words: str) -> None:
+    assert describe_waits(what) == words
 
 
 def test_those_who_wait_behind_others_are_stopped_only_if_nothing_else_helps() -> None:
-    watch = StallWatch(STALL_S, 3, now=0.0)
-    stuck = (live(1, since_s=200.0), live(2, since_s=300.0))
+    watch = Watchdog(STALL_S, 3, now=0.0)
+    stuck = (live(1, stage_s=200.0), live(2, stage_s=300.0))
     behind = (live(3, "queue", 400.0, "concurrency of lake"), live(4, "generate", 250.0, "the slowest environment"))
-    behind = (*behind, live(5, since_s=350.0, pool="cpu"))
-    first = watch.look(200.0, Seen(live=(*stuck, *behind)))
+    behind = (*behind, live(5, stage_s=350.0, pool="cpu"))
+    first = watch.check(200.0, RunSnapshot(trajectories=(*stuck, *behind)))
     assert first is not None and first.abort == ("lake/2/0.0", "lake/1/0.0")
-    second = watch.look(400.0, Seen(live=(*stuck, *behind)))
+    second = watch.check(400.0, RunSnapshot(trajectories=(*stuck, *behind)))
     assert second is not None and [each.split("/")[1] for each in second.abort] == ["3", "5", "2", "4", "1"]
 
 
@@ -155,19 +173,19 @@ def clock() -> Clock:
     return loop.clock
 
 
-async def stalled(rollout: Rollout, look: Callable[[], Seen]) -> Stall:
+async def stalled(rollout: Rollout, look: Callable[[], RunSnapshot]) -> Stall:
     """Looks as an owner does, until there is a stall."""
     loop = asyncio.get_running_loop()
-    watch = StallWatch(STALL_S, 3, now=loop.time())
+    watch = Watchdog(STALL_S, 3, now=loop.time())
     while True:
         await asyncio.sleep(5.0)
-        stall = watch.look(loop.time(), look())
+        stall = watch.check(loop.time(), look())
         if stall is not None:
             return stall
 
 
 def is_whole(played: Group) -> bool:
-    return played.whole and played.cause == ""
+    return played.is_complete and played.cause == ""
 
 
 @pytest.mark.parametrize("stage", ["reset", "step"])
@@ -177,10 +195,10 @@ def test_an_environment_that_hangs_is_named_and_played_again(stage: str) -> None
         chosen = refilled(reset_timeout_s=1e5, step_timeout_s=1e5)
         async with Rollout(chosen, Talker(), CODEC, on_end=world.ended.append, clock=clock()) as rollout:
             playing = asyncio.create_task(rollout.play(ticket()))
-            stall = await stalled(rollout, lambda: seen(rollout))
+            stall = await stalled(rollout, lambda: snapshot_run(rollout))
             assert stall.abort == ("scripted/0/1.0",)
             assert f"waits for the environment of task scripted in {stage} since" in stall.text
-            assert free(rollout, stall) == 1
+            assert abort_stuck(rollout, stall) == 1
             played = await playing
             assert is_whole(played) and [each.id for each in played.members] == ["scripted/0/0.0", "scripted/0/1.1"]
             assert [each.cause for each in played.left_out] == [stall.text]
@@ -195,10 +213,10 @@ def test_whoever_holds_the_places_of_a_task_is_stopped_and_not_those_who_wait_fo
         chosen = refilled(step_timeout_s=1e5, concurrency=1)
         async with Rollout(chosen, Talker(), CODEC, clock=clock()) as rollout:
             playing = asyncio.create_task(rollout.play(ticket()))
-            stall = await stalled(rollout, lambda: seen(rollout))
+            stall = await stalled(rollout, lambda: snapshot_run(rollout))
             assert stall.abort == ("scripted/0/0.0",)
             assert "1 trajectory waits for concurrency of scripted" in stall.text
-            free(rollout, stall)
+            abort_stuck(rollout, stall)
             assert is_whole(await playing)
         world.check(rollout)
 
@@ -210,10 +228,10 @@ def test_behind_a_barrier_the_slowest_is_named() -> None:
         world = World(lambda trajectory, number: Plan(hang="step" if trajectory.endswith("/0.0") else ""))
         async with Rollout(refilled(step_timeout_s=1e5), Talker(), CODEC, barrier=True, clock=clock()) as rollout:
             playing = asyncio.create_task(rollout.play(ticket()))
-            stall = await stalled(rollout, lambda: seen(rollout))
+            stall = await stalled(rollout, lambda: snapshot_run(rollout))
             assert stall.abort == ("scripted/0/0.0",)
             assert "1 trajectory waits for the slowest environment" in stall.text
-            free(rollout, stall)
+            abort_stuck(rollout, stall)
             assert is_whole(await playing)
         world.check(rollout)
 
@@ -224,20 +242,20 @@ def test_behind_a_barrier_the_slowest_is_named() -> None:
 def test_an_engine_that_writes_nothing_is_named_and_others_serve_its_requests(kind: str) -> None:
     async def test() -> None:
         world = World()
-        talk = spoken(CODEC, lambda request: "go")
+        talk = text_script(CODEC, lambda request: "go")
         engines = [FakeEngine(talk, name=name, token_s=1.0) for name in ("e0", "e1")]
-        gateway = Gateway(engines)
-        await gateway.start(Weights(version=0, folder="/weights/0"))
+        gateway = Router(engines)
+        await gateway.start(PolicyWeights(version=0, folder="/weights/0"))
         async with Rollout(refilled(), gateway, CODEC, clock=clock()) as rollout:
             if kind == "suspended":
                 await engines[0].suspend()
             else:
                 engines[0].hang()
             playing = asyncio.create_task(rollout.play(ticket()))
-            stall = await stalled(rollout, lambda: seen(rollout, gateway))
+            stall = await stalled(rollout, lambda: snapshot_run(rollout, gateway))
             assert "waits for engine e0" in stall.text and "e1" not in stall.text
             (aborted,) = stall.abort
-            free(rollout, stall)
+            abort_stuck(rollout, stall)
             if kind == "suspended":
                 await engines[0].resume()
             else:
@@ -255,14 +273,14 @@ def test_a_slow_engine_is_no_stall() -> None:
     async def test() -> None:
         world = World(Plan(turns=2))
         engine = FakeEngine(lambda request: (1,) * 40, token_s=100.0)
-        gateway = Gateway([engine])
-        await gateway.start(Weights(version=0, folder="/weights/0"))
+        gateway = Router([engine])
+        await gateway.start(PolicyWeights(version=0, folder="/weights/0"))
         async with Rollout(replace(refilled(), tasks=(long_actions(),)), gateway, CODEC, clock=clock()) as rollout:
-            watch = StallWatch(STALL_S, 3, now=asyncio.get_running_loop().time())
+            watch = Watchdog(STALL_S, 3, now=asyncio.get_running_loop().time())
             playing = asyncio.create_task(rollout.play(ticket()))
             while not playing.done():
                 await asyncio.sleep(5.0)
-                assert watch.look(asyncio.get_running_loop().time(), seen(rollout, gateway)) is None
+                assert watch.check(asyncio.get_running_loop().time(), snapshot_run(rollout, gateway)) is None
             assert is_whole(await playing)
         await gateway.close()
         world.check(rollout)
@@ -282,7 +300,7 @@ class Searching:
     tokens_max: ClassVar[int] = 4
     agents: ClassVar[Mapping[str, MakeAgent]] = {"random": lambda chance: RandomAgent(chance, ("go",))}
 
-    def __init__(self, outside: Outside) -> None:
+    def __init__(self, outside: ExternalResources) -> None:
         self._outside = outside
 
     async def reset(self, seed: int) -> str:
@@ -306,10 +324,10 @@ def test_a_pool_that_somebody_else_holds_is_named_and_nobody_waits_for_it_any_mo
             somebody = client.quota("search")
             await somebody.__aenter__()
             playing = asyncio.create_task(rollout.play(replace(ticket(), task="search")))
-            stall = await stalled(rollout, lambda: seen(rollout, None, client))
+            stall = await stalled(rollout, lambda: snapshot_run(rollout, None, client))
             assert "all 2 trajectories wait for pool `search` since" in stall.text
             assert sorted(stall.abort) == ["search/0/0.0", "search/0/1.0"]
-            assert free(rollout, stall) == 2
+            assert abort_stuck(rollout, stall) == 2
             await asyncio.sleep(10.0)
             assert sorted(waiting_pools(client)) == ["search/0/0.1", "search/0/1.1"], "they are played again"
             await somebody.__aexit__(None, None, None)
@@ -335,11 +353,11 @@ def test_an_episode_says_what_it_waits_for() -> None:
             playing = asyncio.create_task(rollout.play(ticket()))
             for _ in range(3):
                 await asyncio.sleep(19.0)
-                (episode,) = rollout.in_play()
-                said.append(episode.waiting())
+                (episode,) = rollout.in_flight()
+                said.append(episode.current_wait())
             await playing
-            assert rollout.in_play() == () and episode.waiting().stage == ""
-        assert [(each.stage, each.since_s, each.what) for each in said] == [
+            assert rollout.in_flight() == () and episode.current_wait().stage == ""
+        assert [(each.stage, each.since_s, each.waiting_for) for each in said] == [
             (Stage.GENERATE, 9.0, "an engine"),
             (Stage.GENERATE, 28.0, "an engine"),
             (Stage.STEP, 17.0, "the environment"),

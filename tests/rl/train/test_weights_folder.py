@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tangram.rl.train.weights_folder import PREFIX, published_folder
+from tangram.rl.train.weights_folder import PREFIX, weights_folder
 
 HOLDS = """
 import sys, time
 from pathlib import Path
-from tangram.rl.train.weights_folder import published_folder
-with published_folder(Path(sys.argv[1])) as folder:
+from tangram.rl.train.weights_folder import weights_folder
+with weights_folder(Path(sys.argv[1])) as folder:
     (folder / "bucket").write_bytes(b"x" * 1000)
     print(folder, flush=True)
     time.sleep(600)
@@ -29,7 +29,7 @@ def there(below: Path) -> list[Path]:
 
 def test_it_is_gone_at_the_end_also_after_an_error(tmp_path: Path) -> None:
     def fail() -> None:
-        with published_folder(tmp_path) as folder:
+        with weights_folder(tmp_path) as folder:
             (folder / "00000000").mkdir()
             assert there(tmp_path) == [folder]
             raise KeyError
@@ -49,7 +49,7 @@ def test_what_a_killed_owner_left_is_deleted_by_the_next_and_what_is_in_use_is_n
         os.kill(owners[0].pid, signal.SIGKILL)
         owners[0].wait()
         assert there(tmp_path) == sorted(folders)
-        with published_folder(tmp_path) as mine:
+        with weights_folder(tmp_path) as mine:
             assert there(tmp_path) == sorted([folders[1], mine])
             assert (folders[1] / "bucket").stat().st_size == 1000
     finally:

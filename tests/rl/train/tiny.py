@@ -23,7 +23,7 @@ from tangram.rl.config.training_settings import (
     TrainSettings,
     WarmStartSettings,
 )
-from tangram.rl.environments.protocol import MakeAgent, Outside, Step
+from tangram.rl.environments.protocol import ExternalResources, MakeAgent, Step
 
 HOLDS = "TANGRAM_TEST_HOLDS"
 LOOK_S = 0.005
@@ -53,7 +53,7 @@ class Pick:
     tokens_max: ClassVar[int] = 3
     agents: ClassVar[Mapping[str, MakeAgent]] = {"teacher": lambda chance: Teacher(chance)}
 
-    def __init__(self, outside: Outside, *, hangs: str = "") -> None:
+    def __init__(self, outside: ExternalResources, *, hangs: str = "") -> None:
         self._hangs = Path(hangs) if hangs else None
         self._chance = random.Random()
         self._left = self.turns_max
@@ -81,7 +81,7 @@ class PickInside(Pick):
 
     acts_outside: ClassVar[bool] = True
 
-    def __init__(self, outside: Outside) -> None:
+    def __init__(self, outside: ExternalResources) -> None:
         super().__init__(outside)
         self._box = outside.require_client("pick").sandbox(memory="64MiB", trajectory=outside.trajectory)
 
@@ -115,7 +115,7 @@ def broken_now_and_then(judged: Any) -> float:
 
 
 def settings_of(
-    mode: str = "rollart",
+    mode: str = "async",
     *,
     alpha: int = 1,
     steps: int = 3,

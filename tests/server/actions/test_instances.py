@@ -23,7 +23,7 @@ import tangram
 from tangram.cli.screen import screen
 from tangram.client.client import Client, connect
 from tangram.config import RunLimits
-from tangram.managers.functions.boxed_host import ALLOWANCE_BYTES
+from tangram.managers.functions.host import ALLOWANCE_BYTES
 from tangram.managers.work import GIB, MIB
 from tangram.runtime.views import View
 
@@ -62,7 +62,7 @@ class Bench:
     def __init__(self, found: Tenants, a: Client, b: Client) -> None:
         self.admin, self.asks_a, self.asks_b = found.admin, found.a, found.b
         self.a, self.b = a, b
-        self.scheduler: Any = found.up.desk.orchestrator.decider
+        self.scheduler: Any = found.up.action_service.orchestrator.decider
 
     async def functions(self, caller: Caller | None = None) -> list[str]:
         """Those that have instances, as somebody sees them, or the admin."""

@@ -26,17 +26,17 @@ from tests.server.asking import (
 )
 from tests.server.shared import serving
 
-from tangram.client import remote
+from tangram.client import remote_transport
 from tangram.client.client import Client, connect
 from tangram.errors import InvalidConfig, ManagerError, TangramError
 from tangram.managers.fake import FakeManager
 from tangram.managers.work import Exec
-from tangram.server.serve import Up
+from tangram.server.serve import RunningService
 
 
-def commands(up: Up) -> list[str]:
+def commands(up: RunningService) -> list[str]:
     """What the manager was asked to run, in order."""
-    manager = up.desk.orchestrator.any_manager
+    manager = up.action_service.orchestrator.any_manager
     assert isinstance(manager, FakeManager)
     return [str(call.detail.command) for call in manager.calls if isinstance(call.detail, Exec)]
 
@@ -94,7 +94,7 @@ def test_after_a_result_was_acknowledged_it_may_be_gone_but_nothing_runs_again(t
             await caller.run("it", "echo once")
             for _ in range(2):
                 assert (await caller.ask("POST", "/v1/acknowledge", {"actions": ["it", "never"]})).status == 204
-            await up.desk.journal.compact()
+            await up.action_service.journal.compact()
             gone = await caller.ask("GET", "/v1/actions/it", wait_s=0)
             assert gone.status == 200 or gone.code == "not_found"
             assert len(commands(up)) == 1
@@ -226,7 +226,7 @@ CUTS: dict[str, Callable[[bytes], bool]] = {
 def test_a_connection_that_is_cut_in_any_phase_costs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    monkeypatch.setattr(remote, "WAIT_S", 0.2)  # so that it is asked for several times
+    monkeypatch.setattr(remote_transport, "LONG_POLL_S", 0.2)  # so that it is asked for several times
 
     async def main() -> None:
         async with serving(tmp_path) as up, between() as way:
@@ -269,7 +269,7 @@ def test_a_service_that_is_restarted_between_brings_what_was_submitted_before(tm
                 await client.__aenter__()
                 await admin.ask("PATCH", "/v1/pools/cpu@local", {"total": 0})  # so that it waits
                 using = asyncio.create_task(opened_and_used(client))
-                await until(lambda: up.desk.orchestrator.decider.queue.waiting > 0)  # type: ignore[attr-defined]
+                await until(lambda: up.action_service.orchestrator.decider.queue.waiting > 0)  # type: ignore[attr-defined]
             async with serving(tmp_path) as up:
                 way.target = up.address
                 try:
@@ -334,7 +334,7 @@ def test_what_is_no_service_is_said_in_one_sentence(what: str) -> None:
 def test_a_proxy_that_has_lost_its_service_for_a_while_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "RETRY_S_MAX", 0.1)
+    monkeypatch.setattr(remote_transport, "RETRY_S_MAX", 0.1)
 
     async def main() -> None:
         async with serving(tmp_path) as up, impostor(IMPOSTORS["a proxy"]) as proxy, between() as way:

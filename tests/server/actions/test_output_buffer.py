@@ -12,20 +12,20 @@ import pytest
 from tests.server.asking import DEADLINE_S, asked, line, open_ports, until
 
 from tangram.processes.streams import STDERR, STDOUT
-from tangram.runtime.wire import Chunk
+from tangram.runtime.wire import OutputChunk
 from tangram.server.actions import output_buffer
-from tangram.server.actions.output_buffer import PIECE_BYTES, Tail
+from tangram.server.actions.output_buffer import SEGMENT_BYTES_MAX, OutputBuffer
 from tangram.server.http import listener
 
 
-async def read(output: Tail, after: int = 0) -> list[Chunk]:
+async def read(output: OutputBuffer, after: int = 0) -> list[OutputChunk]:
     async with asyncio.timeout(DEADLINE_S):
         return [chunk async for chunk in output.follow(after)]
 
 
 def test_what_was_written_is_told_in_order_and_its_end_is_said() -> None:
     async def main() -> None:
-        output = Tail(1 << 20)
+        output = OutputBuffer(1 << 20)
         for stream, data in ((STDOUT, b"one "), (STDOUT, b"two"), (STDERR, b"!"), (STDOUT, b"three")):
             output(stream, data)
         output.close()
@@ -35,7 +35,7 @@ def test_what_was_written_is_told_in_order_and_its_end_is_said() -> None:
             (7, "stderr", b"!"),
             (8, "stdout", b"three"),
         ]
-        assert end == Chunk(offset=13)
+        assert end == OutputChunk(offset=13)
 
     asyncio.run(main())
 
@@ -46,7 +46,7 @@ def test_every_byte_is_told_once_or_counted_as_skipped(seed: int) -> None:
 
     async def main() -> None:
         chance = random.Random(seed)
-        output, written = Tail(3 * PIECE_BYTES), bytearray()
+        output, written = OutputBuffer(3 * SEGMENT_BYTES_MAX), bytearray()
 
         async def write() -> None:
             for _ in range(2000):
@@ -84,14 +84,14 @@ def test_every_byte_is_told_once_or_counted_as_skipped(seed: int) -> None:
 
 def test_what_nobody_read_is_skipped_and_that_is_said() -> None:
     async def main() -> None:
-        output = Tail(2 * PIECE_BYTES)
+        output = OutputBuffer(2 * SEGMENT_BYTES_MAX)
         for number in range(10):
-            output(STDOUT, bytes([number]) * PIECE_BYTES)
+            output(STDOUT, bytes([number]) * SEGMENT_BYTES_MAX)
         output.close()
         first, *rest = await read(output)
         assert first.skipped == first.offset > 0
-        assert first.skipped + sum(len(chunk.data) for chunk in (first, *rest)) == 10 * PIECE_BYTES
-        assert rest[-1] == Chunk(offset=10 * PIECE_BYTES)
+        assert first.skipped + sum(len(chunk.data) for chunk in (first, *rest)) == 10 * SEGMENT_BYTES_MAX
+        assert rest[-1] == OutputChunk(offset=10 * SEGMENT_BYTES_MAX)
 
     asyncio.run(main())
 
@@ -99,16 +99,16 @@ def test_what_nobody_read_is_skipped_and_that_is_said() -> None:
 @pytest.mark.parametrize("streams", [(STDOUT,), (STDOUT, STDERR)], ids=["one stream", "both in turn"])
 def test_a_program_that_writes_byte_by_byte_takes_no_more_than_its_limit(streams: tuple[int, ...]) -> None:
     async def main() -> None:
-        bytes_max = 256 << 10
-        output = Tail(bytes_max)
+        bytes_max = 64 << 10
+        output = OutputBuffer(bytes_max)
         tracemalloc.start()
         try:
-            for number in range(400_000):
+            for number in range(100_000):
                 output(streams[number % len(streams)], b"x")
             held, _ = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-        assert output.bytes_kept <= bytes_max
+        assert output.buffered_bytes <= bytes_max
         assert held < 4 * bytes_max
 
     asyncio.run(main())
@@ -117,17 +117,17 @@ def test_a_program_that_writes_byte_by_byte_takes_no_more_than_its_limit(streams
 def test_a_reader_who_waits_looks_at_nothing_but_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at = 0
 
-    class Counting(output_buffer.Piece):
+    class Counting(output_buffer.OutputSegment):
         @property
         def end(self) -> int:
             nonlocal looked_at
             looked_at += 1
             return super().end
 
-    monkeypatch.setattr(output_buffer, "Piece", Counting)
+    monkeypatch.setattr(output_buffer, "OutputSegment", Counting)
 
     async def main() -> None:
-        output = Tail(1 << 20)
+        output = OutputBuffer(1 << 20)
         for number in range(2000):
             output((STDOUT, STDERR)[number % 2], b"x")
         follower = output.follow()
@@ -143,10 +143,10 @@ def test_a_reader_who_waits_looks_at_nothing_but_what_is_new(monkeypatch: pytest
 
 def test_a_place_beyond_the_end_is_waited_at_and_ends() -> None:
     async def main() -> None:
-        output = Tail(1 << 20)
+        output = OutputBuffer(1 << 20)
         output(STDOUT, b"abc")
         output.close()
-        assert await read(output, after=1 << 53) == [Chunk(offset=3)]
+        assert await read(output, after=1 << 53) == [OutputChunk(offset=3)]
 
     asyncio.run(main())
 
@@ -159,13 +159,13 @@ def test_output_is_followed_over_http_while_it_comes_and_after_its_end(tmp_path:
             url = f"{caller.address}/v1/actions/it/output"
             async with caller.session.get(url) as response:
                 assert response.headers["content-type"] == "application/x-ndjson"
-                first = msgspec.json.decode(await response.content.readline(), type=Chunk)
+                first = msgspec.json.decode(await response.content.readline(), type=OutputChunk)
                 assert (first.stream, first.data) == ("stdout", b"one\n")
                 await caller.ask("POST", "/v1/actions/it/cancel")
-                last = [msgspec.json.decode(said, type=Chunk) async for said in response.content][-1]
-                assert last == Chunk(offset=4)
+                last = [msgspec.json.decode(said, type=OutputChunk) async for said in response.content][-1]
+                assert last == OutputChunk(offset=4)
             found = await caller.ask("GET", "/v1/actions/it/output", after=2)
-            lines = [msgspec.json.decode(said, type=Chunk) for said in found.content.splitlines()]
+            lines = [msgspec.json.decode(said, type=OutputChunk) for said in found.content.splitlines()]
             assert lines[0].data == b"e\n" and lines[-1].stream == ""
 
     asyncio.run(main())
@@ -174,7 +174,7 @@ def test_output_is_followed_over_http_while_it_comes_and_after_its_end(tmp_path:
 def test_who_follows_and_does_not_read_holds_up_nothing_and_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "READ_S", 0.5)
+    monkeypatch.setattr(listener, "SEND_TIMEOUT_S", 0.5)
 
     ports = open_ports(monkeypatch)
 

@@ -17,9 +17,9 @@ from tangram.managers.base import Lease
 from tangram.managers.fake import FakeManager
 from tangram.managers.work import Close, Work
 from tangram.processes.streams import Output
-from tangram.runtime.orchestrator import Settled
+from tangram.runtime.orchestrator import SettledAction
 from tangram.runtime.wire import Caps
-from tangram.server.http.auth import Record
+from tangram.server.http.auth import RunRecord
 from tangram.server.journal.adapter import encode
 from tangram.server.journal.journal import Journal
 
@@ -75,22 +75,22 @@ def test_a_revocation_that_the_service_did_not_survive_is_brought_to_its_end_bef
     closed = keeping(monkeypatch, "code/box", "math/box")
 
     async def main() -> None:
-        record = msgspec.msgpack.encode(Record(weight=1.0, caps=Caps(), made_at=0.0))
+        record = msgspec.msgpack.encode(RunRecord(weight=1.0, caps=Caps(), made_at=0.0))
         async with Journal(config_of(tmp_path).service.journal) as journal:
-            await journal.run_ending("code", record)
+            await journal.record_run_ending("code", record)
             for name in ("code/box", "math/box"):
                 await note_box(journal, name)
             await note_exec(journal, "code/done", sandbox="box")
             await note_exec(journal, "code/queued", sandbox="box")
             await note_exec(journal, "code/running", sandbox="box", started=True, idempotent=True)
             outcome = Outcome(action="code/done", status=Status.SUCCEEDED)
-            await journal.settled("code/done", encode(Settled(outcome=outcome)))
+            await journal.record_settled("code/done", encode(SettledAction(outcome=outcome)))
         async with (
             serving(tmp_path, admin_token_file=str(token_file(tmp_path))) as up,
             asking(up.address, ADMIN_TOKEN) as admin,
         ):
             assert closed == ["code/box"]
-            assert up.recovered.queued == up.recovered.again == 0
+            assert up.recovery_report.queued == up.recovery_report.rerun == 0
             code = await make_run(admin, "code")
             assert (await code.ask("GET", "/v1/sandboxes")).json == {"sandboxes": []}
             for id in ("done", "queued", "running"):

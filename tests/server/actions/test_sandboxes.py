@@ -120,7 +120,7 @@ class SlowWrites:
 
 
 def has_left(manager: FakeManager) -> bool:
-    return any(call.what == "exit" for call in manager.calls)
+    return any(call.method == "exit" for call in manager.calls)
 
 
 LATE = (
@@ -151,7 +151,7 @@ def test_a_service_that_goes_down_waits_for_work_on_files_and_has_all_else_tried
                 writing = asyncio.create_task(caller.ask("PUT", "/v1/sandboxes/box/files", body=b"x", path="x"))
                 await slow.begun.wait()
                 leaving = asyncio.create_task(service.aclose())
-                await until(lambda: up.desk.gate.is_closed)
+                await until(lambda: up.action_service.drain_gate.is_closed)
                 for method, path in LATE:
                     late = await caller.ask(method, path, body=b"x" if method in ("PUT", "POST") else None)
                     assert (late.status, late.code) == (503, "draining") and late.error["retry"], (method, path, late)
@@ -167,7 +167,7 @@ def test_a_service_that_goes_down_waits_for_work_on_files_and_has_all_else_tried
 def test_work_on_files_that_outlasts_the_service_is_to_be_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve, "GATE_S", 0.05)
+    monkeypatch.setattr(serve, "DRAIN_GATE_TIMEOUT_S", 0.05)
 
     async def main() -> None:
         slow = SlowWrites(monkeypatch)
@@ -194,12 +194,12 @@ def test_a_sandbox_is_in_use_while_somebody_works_on_its_files(tmp_path: Path, m
             await caller.open()
             writing = asyncio.create_task(caller.ask("PUT", "/v1/sandboxes/box/files", body=b"x", path="x"))
             await slow.begun.wait()
-            clock.set(2 * up.desk.limits.sandbox_idle_s)
-            await up.desk.sweep()
+            clock.set(2 * up.action_service.limits.sandbox_idle_s)
+            await up.action_service.sweep()
             slow.go_on.set()
             assert (await writing).status == 204
-            clock.set(4 * up.desk.limits.sandbox_idle_s)
-            await up.desk.sweep()
+            clock.set(4 * up.action_service.limits.sandbox_idle_s)
+            await up.action_service.sweep()
             assert (await caller.ask("GET", "/v1/sandboxes")).json == {"sandboxes": []}
 
     asyncio.run(main())

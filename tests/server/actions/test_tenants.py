@@ -18,7 +18,7 @@ from tests.server.asking import Answer, Caller, Line, line, make_run, tenants
 
 from tangram.managers.fake import FakeManager
 from tangram.managers.quotas.manager import Quota
-from tangram.runtime.views import HIDDEN
+from tangram.runtime.views import HIDDEN_NAME
 
 SECRETS = (
     "alphaville",
@@ -208,9 +208,9 @@ def test_of_others_a_run_sees_that_they_hold_units_and_no_word_of_theirs(tmp_pat
                     assert secret not in found.content.decode(), (path, secret)
             view = (await b.ask("GET", "/v1/view")).json
             holders = [holder for pool in view["pools"] for holder in pool["holders"]]
-            assert {holder["run"] for holder in holders} == {HIDDEN, b.name}
-            assert all(holder["id"] == HIDDEN for holder in holders if holder["run"] == HIDDEN)
-            assert {run["name"] for run in view["runs"]} == {HIDDEN, b.name}
+            assert {holder["run"] for holder in holders} == {HIDDEN_NAME, b.name}
+            assert all(holder["id"] == HIDDEN_NAME for holder in holders if holder["run"] == HIDDEN_NAME)
+            assert {run["name"] for run in view["runs"]} == {HIDDEN_NAME, b.name}
             assert all(action["run"] == b.name for action in (*view["running"], *view["waiting"]))
             everything = (await admin.ask("GET", "/v1/view")).content.decode()
             assert a.name in everything and "secretbox" in everything

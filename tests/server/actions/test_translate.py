@@ -12,42 +12,42 @@ from hypothesis import strategies as st
 from tangram.core.demand import fixed
 from tangram.errors import AdmissionRefused, InvalidAction
 from tangram.managers.work import HOST_IMAGE, Commit, Open
-from tangram.runtime.views import HIDDEN
+from tangram.runtime.views import HIDDEN_NAME
 from tangram.runtime.wire import NAME, RUN, Caps, Submission
 from tangram.server.actions.translate import (
     CHOICES_MAX,
-    KINDS,
+    KINDS_BY_WORK,
     UNITS_MAX,
-    Names,
-    Rules,
-    capped,
+    AdmissionPolicy,
+    TenantNamespace,
     running_pool,
-    translated,
+    translate,
+    with_running_cap,
 )
-from tangram.server.http.auth import Caller, Standing
+from tangram.server.http.auth import Principal, Revocation
 
 IMAGES = {"a:one": "a:one", "a:added": "sha256-1", "b:other": "b:other", "ab:third": "ab:third"}
-RULES = Rules(quota_pools=frozenset({"search", "search/requests"}), capture_bytes_max=1 << 20)
-A = Caller("a", "a", False, Caps(), Standing())
-ADMIN = Caller("admin", "", True, Caps(), Standing())
+RULES = AdmissionPolicy(quota_pools=frozenset({"search", "search/requests"}), capture_bytes_max=1 << 20)
+A = Principal("a", "a", False, Caps(), Revocation())
+ADMIN = Principal("admin", "", True, Caps(), Revocation())
 
 words = st.from_regex(NAME, fullmatch=True).map(lambda name: name[:100])
 runs = st.from_regex(RUN, fullmatch=True)
 
 
-def said(caller: Caller = A, rules: Rules = RULES, **fields: Any) -> Any:
+def said(caller: Principal = A, rules: AdmissionPolicy = RULES, **fields: Any) -> Any:
     record = {"id": "it", "work": {"type": "Exec", "command": "true"}, "sandbox": "box"} | fields
     asked = msgspec.json.decode(msgspec.json.encode(record), type=Submission)
-    return translated(asked, caller, Names(caller.space, IMAGES), rules)
+    return translate(asked, caller, TenantNamespace(caller.tenant, IMAGES), rules)
 
 
 @given(runs, words, runs, words)
 def test_no_two_callers_can_mean_the_same_thing(one: str, name: str, other: str, word: str) -> None:
-    mine, others = Names(one, {}), Names(other, {})
+    mine, others = TenantNamespace(one, {}), TenantNamespace(other, {})
     if (one, name) != (other, word):
-        assert mine.inner("id", name) != others.inner("id", word)
-        assert mine.own_image(name) != others.own_image(word)
-        assert mine.image_key(name) != others.image_key(word)
+        assert mine.qualify("id", name) != others.qualify("id", word)
+        assert mine.qualify_image(name) != others.qualify_image(word)
+        assert mine.qualify_image_key(name) != others.qualify_image_key(word)
 
 
 @given(st.text(max_size=120))
@@ -60,9 +60,9 @@ def test_no_two_callers_can_mean_the_same_thing(one: str, name: str, other: str,
 @example("x\\y")
 @example("é")
 def test_a_name_holds_nothing_that_could_lead_elsewhere(name: str) -> None:
-    names = Names("a", {})
+    names = TenantNamespace("a", {})
     try:
-        inner = names.inner("id", name)
+        inner = names.qualify("id", name)
     except InvalidAction:
         assert not (0 < len(name) <= 100 and NAME.fullmatch(name))
     else:
@@ -71,9 +71,9 @@ def test_a_name_holds_nothing_that_could_lead_elsewhere(name: str) -> None:
 
 @given(runs, words)
 def test_a_name_comes_back_as_it_was_said(run: str, name: str) -> None:
-    names = Names(run, {})
-    assert names.outer(names.inner("id", name)) == name
-    assert names.outer(names.own_image(name)) == name
+    names = TenantNamespace(run, {})
+    assert names.unqualify(names.qualify("id", name)) == name
+    assert names.unqualify(names.qualify_image(name)) == name
 
 
 @pytest.mark.parametrize(
@@ -83,21 +83,25 @@ def test_a_name_comes_back_as_it_was_said(run: str, name: str) -> None:
         ("image 'b:one' is gone", "image 'one' is gone"),
         ("/usr/b/c and job/x and a.b/c", "/usr/b/c and job/x and a.b/c"),
         ("http://b:80 is b:one", "http://b:80 is one"),
-        ("one of host, a:one, ab:third, b:other", f"one of host, {HIDDEN}, {HIDDEN}, other"),
+        ("one of host, a:one, ab:third, b:other", f"one of host, {HIDDEN_NAME}, {HIDDEN_NAME}, other"),
     ],
 )
 def test_sentences_lose_the_names_of_spaces_and_nothing_else(text: str, shown: str) -> None:
-    assert Names("b", IMAGES).outer(text) == shown
+    assert TenantNamespace("b", IMAGES).unqualify(text) == shown
 
 
 def test_images_are_those_of_the_caller() -> None:
-    names = Names("a", IMAGES)
-    assert (names.image(HOST_IMAGE), names.image("one"), names.image("added")) == (HOST_IMAGE, "a:one", "sha256-1")
+    names = TenantNamespace("a", IMAGES)
+    assert (names.resolve_image(HOST_IMAGE), names.resolve_image("one"), names.resolve_image("added")) == (
+        HOST_IMAGE,
+        "a:one",
+        "sha256-1",
+    )
     for name in ("other", "b:other", "a:one", "sha256-1", "", "../b:other"):
         with pytest.raises(InvalidAction) as caught:
-            names.image(name)
+            names.resolve_image(name)
         assert caught.value.expected == "one of 'host', 'added', 'one'"
-    assert (names.known_as("sha256-1"), names.known_as("b:other"), names.known_as("nothing")) == ("added", "", "")
+    assert (names.image_name("sha256-1"), names.image_name("b:other"), names.image_name("nothing")) == ("added", "", "")
 
 
 def test_a_commit_makes_an_image_of_its_run() -> None:
@@ -121,7 +125,7 @@ def test_kinds_are_not_made_up() -> None:
     for kind in ("open", "prepare", "warm", "exec2", "EXEC"):
         with pytest.raises(InvalidAction, match="kind"):
             said(kind=kind)
-    assert all(kinds for kinds in KINDS.values())
+    assert all(kinds for kinds in KINDS_BY_WORK.values())
 
 
 def test_what_is_asked_for_is_what_such_work_is_for() -> None:
@@ -164,11 +168,11 @@ def test_network_is_for_whom_the_admin_allows_it() -> None:
     with pytest.raises(AdmissionRefused) as caught:
         said(work=work)
     assert caught.value.limit == "network"
-    allowed = Caller("a", "a", False, Caps(network=True), Standing())
+    allowed = Principal("a", "a", False, Caps(network=True), Revocation())
     _, opened = said(allowed, work=work)
     assert isinstance(opened, Open) and opened.spec.network
     with pytest.raises(AdmissionRefused):
-        said(Caller("a", "a", False, Caps(network=False), Standing()), Rules(network=True), work=work)
+        said(Principal("a", "a", False, Caps(network=False), Revocation()), AdmissionPolicy(network=True), work=work)
     assert said(ADMIN, work=work)[1].spec.network
 
 
@@ -182,7 +186,7 @@ def test_the_output_that_is_kept_has_a_limit() -> None:
 def test_no_address_is_called_that_the_config_does_not_name() -> None:
     def post(url: str, *allowed: str) -> None:
         work = {"type": "Post", "endpoint": {"name": "x", "url": url}, "body": "", "key": "k"}
-        said(rules=Rules(endpoints=allowed), work=work, sandbox="")
+        said(rules=AdmissionPolicy(endpoints=allowed), work=work, sandbox="")
 
     with pytest.raises(AdmissionRefused, match="none"):
         post("http://169.254.169.254/latest")
@@ -200,14 +204,14 @@ def test_functions_are_called_only_where_there_are_sandboxes_for_them() -> None:
     with pytest.raises(AdmissionRefused) as caught:
         said(work=work, sandbox="")
     assert caught.value.limit == "functions"
-    action, _ = said(rules=Rules(functions=True), work=work, sandbox="")
+    action, _ = said(rules=AdmissionPolicy(functions=True), work=work, sandbox="")
     assert action.demand.pools["function/a/f"] == fixed(1)
     work["function"] = work["function"] | {"paths": ["/python3" + "9" * 5000 + ".zip"]}
     with pytest.raises(InvalidAction, match="paths"):
-        said(rules=Rules(functions=True), work=work, sandbox="")
+        said(rules=AdmissionPolicy(functions=True), work=work, sandbox="")
 
 
 def test_a_cap_on_what_runs_is_a_pool_of_its_run() -> None:
-    action, _ = said(Caller("a", "a", False, Caps(running_max=2), Standing()))
+    action, _ = said(Principal("a", "a", False, Caps(running_max=2), Revocation()))
     assert running_pool("a") not in action.demand.pools, "then a submission would change when the cap does"
-    assert capped(action).demand.pools[running_pool("a")] == fixed(1)
+    assert with_running_cap(action).demand.pools[running_pool("a")] == fixed(1)

@@ -117,11 +117,11 @@ class Model:
         self.tenants = tenants
         self.waiting: deque[Doing] = deque()
         self.running: list[Doing] = []
-        self.rows: list[v.Row] = []
+        self.rows: list[v.TimelineRow] = []
         self.told: dict[str, tuple[Doing, str]] = {}
         self.spent: deque[float] = deque()
         self.resident = [""] * DEVICES
-        self.history: deque[v.Bucket] = deque(maxlen=v.BUCKETS_MAX)
+        self.history: deque[v.HistoryBucket] = deque(maxlen=v.BUCKETS_MAX)
         self.busy: dict[str, float] = {}
         self.busy_steps = 0
         self.bucket_rows = 0
@@ -238,7 +238,7 @@ class Model:
         cpu = doing.units if doing.kind.pool == "cpu" else 0
         times = (doing.submitted_s, doing.granted_s, self.now, waiting, execution, doing.overhead_s)
         who = (doing.id, doing.tenant.name, walk.name, doing.kind.name, doing.status)
-        self.rows.append(v.Row(len(self.rows) + 1, *who, *times, cpu, "node-a"))
+        self.rows.append(v.TimelineRow(len(self.rows) + 1, *who, *times, cpu, "node-a"))
         ends = self.settled[doing.tenant.name]
         ends[doing.status] = ends.get(doing.status, 0) + 1
         spent = self.spending[doing.tenant.name]
@@ -277,7 +277,7 @@ class Model:
             return
         rows = self.rows[self.bucket_rows :]
         act = percentiles([row.ended_s - row.submitted_s for row in rows])
-        bucket = v.Bucket(
+        bucket = v.HistoryBucket(
             from_s=self.now - v.BUCKET_S,
             ended=len(rows),
             p50_s=act.p50_s,
@@ -329,13 +329,14 @@ class Model:
         held = {
             pool: [d for d in self.running if d.kind.pool == pool] for pool in ("cpu", "gpu", "search-api")
         }  # fmt: skip
-        numa = tuple(v.Part(index=k, total=NUMA_CORES, held=self.cores(k)) for k in range(2))
+        numa = tuple(v.PoolPart(index=k, total=NUMA_CORES, held=self.cores(k)) for k in range(2))
         taken = {k for d in held["gpu"] for k in d.parts}
         devices = tuple(
-            v.Part(index=k, total=1, held=int(k in taken), service=self.resident[k]) for k in range(DEVICES)
+            v.PoolPart(index=k, total=1, held=int(k in taken), service=self.resident[k]) for k in range(DEVICES)
         )
         boxes = [
-            v.Holder(id=f"{w.name}-box", run=w.tenant.name, units=w.tenant.memory_mib) for w in self.open_sandboxes()
+            v.PoolHolder(id=f"{w.name}-box", run=w.tenant.name, units=w.tenant.memory_mib)
+            for w in self.open_sandboxes()
         ]
         return (
             self.pool("cpu", "cpu", "milli-cores", CORES, holders_of(held["cpu"]), parts=numa),
@@ -350,9 +351,9 @@ class Model:
         kind: str,
         unit: str,
         total: int,
-        holders: tuple[v.Holder, ...],
+        holders: tuple[v.PoolHolder, ...],
         *,
-        parts: tuple[v.Part, ...] = (),
+        parts: tuple[v.PoolPart, ...] = (),
         window_s: float | None = None,
     ) -> v.PoolView:
         units = sum(holder.units for holder in holders)
@@ -372,7 +373,7 @@ class Model:
             holders=holders,
         )
 
-    def run(self, tenant: Tenant, recent: list[v.Row]) -> v.RunView:
+    def run(self, tenant: Tenant, recent: list[v.TimelineRow]) -> v.RunView:
         name = tenant.name
         mine = [d for d in self.running if d.tenant is tenant]
         cores = sum(d.units for d in mine if d.kind.pool == "cpu") / CORES
@@ -389,7 +390,7 @@ class Model:
             sandboxes=sum(1 for walk in self.open_sandboxes() if walk.tenant is tenant),
             settled=dict(self.settled[name]),
             act=percentiles([row.ended_s - row.submitted_s for row in recent if row.run == name]),
-            spending=v.Spending(
+            spending=v.TimeBreakdown(
                 total_s=sum(waiting.values()) + sum(rest.values()),
                 waiting_s=waiting,
                 execution_s=rest["execution"],
@@ -443,11 +444,11 @@ class Model:
             last_used_s=self.now if active else walk.last_used_s,
         )
 
-    def timeline(self, after: int, limit: int) -> v.Timeline:
+    def timeline(self, after: int, limit: int) -> v.TimelineView:
         first = max(after, len(self.rows) - v.TIMELINE_ROWS_MAX)
         rows = tuple(self.rows[first : first + limit])
         last = rows[-1].seq if rows else after
-        return v.Timeline(instance=self.instance, rows=rows, last=last, forgotten=first - after)
+        return v.TimelineView(instance=self.instance, rows=rows, last=last, forgotten=first - after)
 
     def story(self, id: str) -> v.Story | None:
         if id not in self.told:
@@ -472,9 +473,9 @@ def ending(doing: Doing) -> str:
     return "" if doing.status == "succeeded" else f"{doing.status}: as the model drew it"
 
 
-def holders_of(doings: list[Doing]) -> tuple[v.Holder, ...]:
+def holders_of(doings: list[Doing]) -> tuple[v.PoolHolder, ...]:
     ordered = sorted(doings, key=lambda d: -d.units)[:200]
-    return tuple(v.Holder(id=d.id, run=d.tenant.name, units=d.units, parts=d.parts) for d in ordered)
+    return tuple(v.PoolHolder(id=d.id, run=d.tenant.name, units=d.units, parts=d.parts) for d in ordered)
 
 
 def percentiles(times: list[float]) -> v.Percentiles:
@@ -485,8 +486,8 @@ def percentiles(times: list[float]) -> v.Percentiles:
     return v.Percentiles(count=len(times), mean_s=sum(times) / len(times), p50_s=p50, p95_s=p95, p99_s=p99)
 
 
-def classes(rows: list[v.Row]) -> tuple[v.ClassView, ...]:
-    by_name: dict[str, list[v.Row]] = {}
+def classes(rows: list[v.TimelineRow]) -> tuple[v.ClassView, ...]:
+    by_name: dict[str, list[v.TimelineRow]] = {}
     for row in rows:
         by_name.setdefault(row.name, []).append(row)
     found = []

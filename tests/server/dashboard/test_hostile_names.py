@@ -10,7 +10,7 @@ from tests.server.dashboard.conftest import Opener
 from tests.server.dashboard.fake_model import Kind, Model, Tenant
 from tests.server.dashboard.fake_service import FakeService
 
-from tangram.runtime.views import HIDDEN, View
+from tangram.runtime.views import HIDDEN_NAME, View
 
 SCRIPT = "<script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
 TURNED = "run\u202egnp.exe\u2066 \u200f"
@@ -120,9 +120,11 @@ def test_what_has_no_name_cannot_be_clicked(screen: Opener, still: FakeService) 
 
     def hide(view: View) -> View:
         def hidden(action):
-            return msgspec.structs.replace(action, id=HIDDEN, run=HIDDEN, trajectory=HIDDEN, name=HIDDEN)
+            return msgspec.structs.replace(
+                action, id=HIDDEN_NAME, run=HIDDEN_NAME, trajectory=HIDDEN_NAME, name=HIDDEN_NAME
+            )
 
-        boxes = tuple(msgspec.structs.replace(box, name=HIDDEN, run=HIDDEN) for box in view.sandboxes)
+        boxes = tuple(msgspec.structs.replace(box, name=HIDDEN_NAME, run=HIDDEN_NAME) for box in view.sandboxes)
         return msgspec.structs.replace(
             view,
             waiting=tuple(map(hidden, view.waiting)),
@@ -135,7 +137,7 @@ def test_what_has_no_name_cannot_be_clicked(screen: Opener, still: FakeService) 
     page = screen(still).go("actions")
     page.views()
     waiting = still.model.view().waiting
-    assert page.texts("table[aria-label='Waiting actions'] tbody .link:disabled") == [HIDDEN] * len(waiting)
+    assert page.texts("table[aria-label='Waiting actions'] tbody .link:disabled") == [HIDDEN_NAME] * len(waiting)
     assert page.page.locator("tbody [data-run]").count() == 0
     page.turn_to("sandboxes")
-    assert set(page.texts("tbody tr td:nth-child(1)")) == {HIDDEN}
+    assert set(page.texts("tbody tr td:nth-child(1)")) == {HIDDEN_NAME}

@@ -7,7 +7,7 @@ import pytest
 from tests.server.dashboard.conftest import Opener
 from tests.server.dashboard.fake_service import FakeService
 
-from tangram.runtime.views import Holder, Part, View
+from tangram.runtime.views import PoolHolder, PoolPart, View
 
 
 def test_header_tells_state_version_policy_uptime_and_what_was_recovered(screen: Opener, still: FakeService) -> None:
@@ -80,10 +80,10 @@ def test_a_holder_on_two_numa_nodes_and_unlisted_ones_fill_exactly_what_is_held(
     screen: Opener, still: FakeService
 ) -> None:
     holders = (
-        Holder(id="a/wide", run="a", units=12_000, parts=(0, 1)),
-        Holder(id="b/one", run="b", units=4_000, parts=(0,)),
+        PoolHolder(id="a/wide", run="a", units=12_000, parts=(0, 1)),
+        PoolHolder(id="b/one", run="b", units=4_000, parts=(0,)),
     )
-    parts = (Part(index=0, total=16_000, held=9_000), Part(index=1, total=16_000, held=14_000))
+    parts = (PoolPart(index=0, total=16_000, held=9_000), PoolPart(index=1, total=16_000, held=14_000))
 
     def changed(view: View) -> View:
         cpu = msgspec.structs.replace(view.pools[0], held=23_000, holders=holders, parts=parts)

@@ -15,24 +15,24 @@ from tests.server.shared import config_of
 
 from tangram.clock import SimClock
 from tangram.config import RunLimits, admin_token
-from tangram.config.files import TOKEN_LENGTH_MAX as CONFIG_LENGTH_MAX
+from tangram.config.file_checks import TOKEN_LENGTH_MAX as CONFIG_LENGTH_MAX
 from tangram.errors import AdmissionRefused, InvalidAction, ManagerError
 from tangram.runtime.wire import Caps, RunRequest
 from tangram.server.http import auth
 from tangram.server.http.auth import (
-    ANYBODY,
-    FAILURES_BURST,
-    FAILURES_PER_S,
-    PREFIX,
-    RESERVED,
+    ADMIN_PRINCIPAL,
+    RESERVED_RUN_NAMES,
     TOKEN_LENGTH_MAX,
-    Bucket,
-    Guesses,
-    Runs,
-    hash_of,
+    TOKEN_PREFIX,
+    WRONG_TOKENS_BURST,
+    WRONG_TOKENS_PER_S,
+    RunRegistry,
+    TokenBucket,
+    WrongTokenLimiter,
+    hash_token,
 )
 from tangram.server.http.routes import ROUTES
-from tangram.server.journal.journal import Run
+from tangram.server.journal.journal import JournaledRun
 
 
 class Facts:
@@ -43,15 +43,15 @@ class Facts:
         self.may_go_on = asyncio.Event()
         self.may_go_on.set()
 
-    async def run_changed(self, run: str, token_hash: bytes, record: bytes) -> None:
+    async def record_run(self, run: str, token_hash: bytes, record: bytes) -> None:
         await self.may_go_on.wait()
         self.written.append((run, token_hash, record))
 
-    async def run_ending(self, run: str, record: bytes) -> None:
+    async def record_run_ending(self, run: str, record: bytes) -> None:
         await self.may_go_on.wait()
-        self.ending = Run(name=run, token_hash=b"", record=record, ending=True)
+        self.ending = JournaledRun(name=run, token_hash=b"", record=record, ending=True)
 
-    async def run_removed(self, run: str) -> None:
+    async def remove_run(self, run: str) -> None:
         await self.may_go_on.wait()
 
 
@@ -69,29 +69,37 @@ def test_a_token_is_found_by_its_hash_and_by_nothing_else(monkeypatch: pytest.Mo
 
     async def main() -> None:
         facts = Facts()
-        token = (await Runs(facts, (), ADMIN_TOKEN).make("a", RunRequest())).token
+        token = (await RunRegistry(facts, (), ADMIN_TOKEN).create("a", RunRequest())).token
         [(_, token_hash, record)] = facts.written
         assert token_hash == hashlib.sha256(token.encode()).digest()
-        runs = Runs(facts, (Run(name="a", token_hash=token_hash, record=record),), ADMIN_TOKEN)
-        found = runs.caller(token)
-        assert found is not None and (found.run, found.admin) == ("a", False)
-        for wrong in (token[:-1], token + "x", token[: len(PREFIX)], token.upper(), ADMIN_TOKEN[:-1], "é", "\ud800"):
-            assert runs.caller(wrong) is None
+        runs = RunRegistry(facts, (JournaledRun(name="a", token_hash=token_hash, record=record),), ADMIN_TOKEN)
+        found = runs.authenticate(token)
+        assert found is not None and (found.run, found.is_admin) == ("a", False)
+        for wrong in (
+            token[:-1],
+            token + "x",
+            token[: len(TOKEN_PREFIX)],
+            token.upper(),
+            ADMIN_TOKEN[:-1],
+            "é",
+            "\ud800",
+        ):
+            assert runs.authenticate(wrong) is None
             assert compared[-1][0] == hashlib.sha256(wrong.encode(errors="surrogatepass")).digest()
-        assert runs.caller(ADMIN_TOKEN) is ANYBODY
+        assert runs.authenticate(ADMIN_TOKEN) is ADMIN_PRINCIPAL
         # The one comparison is of hashes, in constant time.
         assert compared and all(len(one) == len(other) == 32 for one, other in compared)
-        assert {other for _, other in compared} == {hash_of(ADMIN_TOKEN)}
+        assert {other for _, other in compared} == {hash_token(ADMIN_TOKEN)}
 
     asyncio.run(main())
 
 
 def test_what_is_too_long_for_a_token_is_not_even_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        runs = Runs(Facts(), (), "x" * TOKEN_LENGTH_MAX)
-        assert runs.caller("x" * TOKEN_LENGTH_MAX) is ANYBODY
-        monkeypatch.setattr(auth, "hash_of", lambda token: pytest.fail("hashed"))
-        assert runs.caller("x" * (TOKEN_LENGTH_MAX + 1)) is None
+        runs = RunRegistry(Facts(), (), "x" * TOKEN_LENGTH_MAX)
+        assert runs.authenticate("x" * TOKEN_LENGTH_MAX) is ADMIN_PRINCIPAL
+        monkeypatch.setattr(auth, "hash_token", lambda token: pytest.fail("hashed"))
+        assert runs.authenticate("x" * (TOKEN_LENGTH_MAX + 1)) is None
 
     asyncio.run(main())
 
@@ -101,29 +109,31 @@ def test_every_token_that_the_config_takes_is_taken_at_the_door(tmp_path: Path) 
     path.write_text("t" * CONFIG_LENGTH_MAX)
     path.chmod(0o600)
     token = admin_token(config_of(tmp_path, admin_token_file=str(path)))
-    assert Runs(Facts(), (), token).caller(token) is ANYBODY
+    assert RunRegistry(Facts(), (), token).authenticate(token) is ADMIN_PRINCIPAL
 
 
 def test_only_a_hash_of_a_token_is_kept_and_it_is_told_once() -> None:
     async def main() -> None:
         facts = Facts()
-        runs = Runs(facts, (), ADMIN_TOKEN)
-        made = await runs.make("a", RunRequest())
-        assert made.token.startswith(PREFIX) and len(made.token) > 40
+        runs = RunRegistry(facts, (), ADMIN_TOKEN)
+        made = await runs.create("a", RunRequest())
+        assert made.token.startswith(TOKEN_PREFIX) and len(made.token) > 40
         ((_, token_hash, record),) = facts.written
-        assert token_hash == hash_of(made.token) and made.token.encode() not in record
-        assert [run.token for run in runs.all()] == [""]
+        assert token_hash == hash_token(made.token) and made.token.encode() not in record
+        assert [run.token for run in runs.replies()] == [""]
         assert (await runs.change("a", RunRequest(weight=2.0))).token == ""
-        assert (await runs.make("b", RunRequest())).token != made.token
+        assert (await runs.create("b", RunRequest())).token != made.token
 
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("name", [*RESERVED, "", "-a", "A", "a/b", "a:b", "a b", "a\n", "é", "a" * 41, "..", "a.b"])
+@pytest.mark.parametrize(
+    "name", [*RESERVED_RUN_NAMES, "", "-a", "A", "a/b", "a:b", "a b", "a\n", "é", "a" * 41, "..", "a.b"]
+)
 def test_names_of_runs_that_could_mean_something_else_are_refused(name: str) -> None:
     async def main() -> None:
         with pytest.raises(InvalidAction):
-            await Runs(Facts(), ()).make(name, RunRequest())
+            await RunRegistry(Facts(), ()).create(name, RunRequest())
 
     asyncio.run(main())
 
@@ -131,26 +141,26 @@ def test_names_of_runs_that_could_mean_something_else_are_refused(name: str) -> 
 def test_two_who_make_one_run_at_once_do_not_both_get_a_token() -> None:
     async def main() -> None:
         facts = Facts()
-        runs = Runs(facts, (), ADMIN_TOKEN)
+        runs = RunRegistry(facts, (), ADMIN_TOKEN)
         facts.may_go_on.clear()
-        making = [asyncio.create_task(runs.make("a", RunRequest())) for _ in range(2)]
+        making = [asyncio.create_task(runs.create("a", RunRequest())) for _ in range(2)]
         await asyncio.sleep(0)
         facts.may_go_on.set()
         first, second = await asyncio.gather(*making, return_exceptions=True)
         assert isinstance(second, AdmissionRefused) and second.limit == "run_exists"
-        assert not isinstance(first, BaseException) and runs.caller(first.token) is not None
+        assert not isinstance(first, BaseException) and runs.authenticate(first.token) is not None
 
     asyncio.run(main())
 
 
-async def revoke(runs: Runs, name: str) -> None:
+async def revoke(runs: RunRegistry, name: str) -> None:
     async with runs.revoking(name):
         pass
 
 
-async def revoke_in_vain(runs: Runs, name: str) -> None:
+async def revoke_in_vain(runs: RunRegistry, name: str) -> None:
     async with runs.revoking(name):
-        with pytest.raises(AdmissionRefused, match="being ended"):
+        with pytest.raises(AdmissionRefused, match="being revoked"):
             await revoke(runs, name)
         raise ManagerError("something is left")
 
@@ -158,8 +168,8 @@ async def revoke_in_vain(runs: Runs, name: str) -> None:
 def test_a_run_that_is_revoked_while_it_is_changed_does_not_come_back() -> None:
     async def main() -> None:
         facts = Facts()
-        runs = Runs(facts, (), ADMIN_TOKEN)
-        token = (await runs.make("a", RunRequest())).token
+        runs = RunRegistry(facts, (), ADMIN_TOKEN)
+        token = (await runs.create("a", RunRequest())).token
         facts.may_go_on.clear()
         changing = asyncio.create_task(runs.change("a", RunRequest(caps=Caps(network=True))))
         await asyncio.sleep(0)
@@ -167,7 +177,7 @@ def test_a_run_that_is_revoked_while_it_is_changed_does_not_come_back() -> None:
         await asyncio.sleep(0)
         facts.may_go_on.set()
         await asyncio.gather(changing, revoking)
-        assert runs.caller(token) is None and runs.all() == []
+        assert runs.authenticate(token) is None and runs.replies() == []
 
     asyncio.run(main())
 
@@ -175,21 +185,24 @@ def test_a_run_that_is_revoked_while_it_is_changed_does_not_come_back() -> None:
 def test_a_run_that_could_not_be_ended_keeps_its_name_until_it_is_revoked_again() -> None:
     async def main() -> None:
         facts = Facts()
-        runs = Runs(facts, (), ADMIN_TOKEN)
-        token = (await runs.make("a", RunRequest(weight=2.0))).token
+        runs = RunRegistry(facts, (), ADMIN_TOKEN)
+        token = (await runs.create("a", RunRequest(weight=2.0))).token
         with pytest.raises(ManagerError):
             await revoke_in_vain(runs, "a")
-        for each in (runs, Runs(facts, [facts.ending], ADMIN_TOKEN)):  # the second one is that of the next service
-            assert each.ending == ["a"] and each.caller(token) is None
-            assert [(run.name, run.weight, run.ending) for run in each.all()] == [("a", 2.0, True)]
+        for each in (
+            runs,
+            RunRegistry(facts, [facts.ending], ADMIN_TOKEN),
+        ):  # the second one is that of the next service
+            assert each.ending == ["a"] and each.authenticate(token) is None
+            assert [(run.name, run.weight, run.ending) for run in each.replies()] == [("a", 2.0, True)]
             with pytest.raises(AdmissionRefused) as caught:
-                await each.make("a", RunRequest())
+                await each.create("a", RunRequest())
             assert caught.value.limit == "run_ending"
             with pytest.raises(InvalidAction):
-                each.acting("a")
+                each.impersonate("a")
             await revoke(each, "a")
-            assert each.all() == []
-            await each.make("a", RunRequest())
+            assert each.replies() == []
+            await each.create("a", RunRequest())
 
     asyncio.run(main())
 
@@ -198,11 +211,11 @@ def test_at_most_so_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auth, "RUNS_MAX", 2)
 
     async def main() -> None:
-        runs = Runs(Facts(), ())
+        runs = RunRegistry(Facts(), ())
         for name in ("a", "b"):
-            await runs.make(name, RunRequest())
+            await runs.create(name, RunRequest())
         with pytest.raises(AdmissionRefused) as caught:
-            await runs.make("c", RunRequest())
+            await runs.create("c", RunRequest())
         assert caught.value.limit == "runs_max"
 
     asyncio.run(main())
@@ -213,28 +226,28 @@ def test_at_most_so_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_wrong_tokens_are_slowed_down_by_address() -> None:
     now = 0.0
-    guesses = Guesses(lambda: now)
-    for _ in range(int(FAILURES_BURST)):
-        assert guesses.wait_s("1.2.3.4") == 0.0
-        guesses.wrong("1.2.3.4")
-    assert guesses.wait_s("1.2.3.4") > 0.0
-    assert guesses.wait_s("4.3.2.1") == 0.0
-    now += guesses.wait_s("1.2.3.4")
-    assert guesses.wait_s("1.2.3.4") == 0.0
+    guesses = WrongTokenLimiter(lambda: now)
+    for _ in range(int(WRONG_TOKENS_BURST)):
+        assert guesses.retry_after_s("1.2.3.4") == 0.0
+        guesses.record_failure("1.2.3.4")
+    assert guesses.retry_after_s("1.2.3.4") > 0.0
+    assert guesses.retry_after_s("4.3.2.1") == 0.0
+    now += guesses.retry_after_s("1.2.3.4")
+    assert guesses.retry_after_s("1.2.3.4") == 0.0
 
 
 def test_of_guesses_from_ever_new_addresses_the_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auth, "ADDRESSES_MAX", 100)
-    guesses = Guesses(lambda: 0.0)
+    monkeypatch.setattr(auth, "TRACKED_ADDRESSES_MAX", 100)
+    guesses = WrongTokenLimiter(lambda: 0.0)
     for number in range(1000):
-        for _ in range(int(FAILURES_BURST)):
-            guesses.wrong(str(number))
-    waiting = [number for number in range(1000) if guesses.wait_s(str(number)) > 0.0]
+        for _ in range(int(WRONG_TOKENS_BURST)):
+            guesses.record_failure(str(number))
+    waiting = [number for number in range(1000) if guesses.retry_after_s(str(number)) > 0.0]
     assert waiting == list(range(900, 1000))
 
 
 def test_a_bucket_gives_its_burst_and_then_its_rate() -> None:
-    bucket = Bucket(2.0, 3.0, 0.0)
+    bucket = TokenBucket(2.0, 3.0, 0.0)
     assert [bucket.take(0.0) for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
     assert bucket.take(0.5) == 0.0 and bucket.take(0.5) > 0.0
     assert bucket.take(0.4) > 0.0  # a clock that goes back gives nothing
@@ -247,12 +260,12 @@ def test_wrong_tokens_are_rate_limited_and_right_ones_from_the_same_address_are_
     async def main() -> None:
         async with tenants(tmp_path, clock=clock) as (_, admin, a, _):
             guesser = Caller(admin.session, admin.address, "wrong")
-            codes = [(await guesser.ask("GET", "/v1/about")).code for _ in range(int(FAILURES_BURST) + 1)]
-            assert codes[:-1] == ["unauthorized"] * int(FAILURES_BURST) and codes[-1] == "rate"
+            codes = [(await guesser.ask("GET", "/v1/about")).code for _ in range(int(WRONG_TOKENS_BURST) + 1)]
+            assert codes[:-1] == ["unauthorized"] * int(WRONG_TOKENS_BURST) and codes[-1] == "rate"
             refused = await guesser.ask("GET", "/v1/about")
             assert (refused.status, refused.error["limit"]) == (429, "wrong_tokens")
             assert refused.headers["retry-after"] == "1"
-            clock.set(clock.now() + 1.0 / FAILURES_PER_S)
+            clock.set(clock.now() + 1.0 / WRONG_TOKENS_PER_S)
             assert [(await guesser.ask("GET", "/v1/about")).code for _ in range(2)] == ["unauthorized", "rate"]
             # Many may share an address, behind a proxy: who has a right token is let in.
             for token in (a.token, ADMIN_TOKEN):
@@ -272,7 +285,7 @@ def test_wrong_tokens_are_rate_limited_and_right_ones_from_the_same_address_are_
 
 
 def test_no_token_and_no_right_one_are_refused_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auth, "FAILURES_BURST", 1e6)
+    monkeypatch.setattr(auth, "WRONG_TOKENS_BURST", 1e6)
 
     async def main() -> None:
         async with tenants(tmp_path) as (_, admin, a, _):
@@ -291,7 +304,7 @@ def test_no_token_and_no_right_one_are_refused_everywhere(tmp_path: Path, monkey
             ]
             nobody = Caller(admin.session, admin.address)
             for route in ROUTES:
-                if route.public:
+                if route.is_public:
                     continue
                 path = route.path.replace("{id:path}", "x").replace("{id}", "x").replace("{name}", "x")
                 path = path.replace("{key}", "x").replace("{run}", "x")
@@ -347,7 +360,7 @@ def test_tokens_are_in_no_answer_no_log_and_no_file(tmp_path: Path, caplog: pyte
     files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "token"]
     assert any(path.name == "journal.db" for path in files)
     for token in tokens:
-        secret = token.removeprefix(PREFIX)[:20]
+        secret = token.removeprefix(TOKEN_PREFIX)[:20]
         assert secret not in caplog.text
         for answer in answers:
             assert secret not in str(answer)

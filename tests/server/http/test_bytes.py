@@ -17,10 +17,10 @@ from tests.server.asking import ADMIN_TOKEN, Caller, Line, asked, asking, line, 
 from tests.server.shared import serving
 
 from tangram.config import RunLimits
+from tangram.server.components import STREAM_BYTES_MAX
 from tangram.server.http import middleware
 from tangram.server.journal.journal import RECORD_BYTES_MAX
-from tangram.server.journal.store import Store
-from tangram.server.serve import STREAM_BYTES_MAX
+from tangram.server.journal.store import JournalStore
 
 MIB = 1 << 20
 LARGE = 16 * MIB
@@ -125,7 +125,7 @@ async def unread(raw: Line, caller: Caller, path: str) -> None:
 def test_large_answers_that_a_run_does_not_read_hold_up_its_own_large_ones_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr(middleware, "ANSWERS_OF_RUN_MAX", 2)
+    monkeypatch.setattr(middleware, "LARGE_RESPONSES_PER_TENANT_MAX", 2)
 
     async def main() -> None:
         async with tenants(tmp_path, backend="process") as (up, _, a, b):
@@ -167,15 +167,15 @@ def test_a_large_result_is_answered_alike_however_it_is_asked_for(tmp_path: Path
 def test_large_bodies_that_a_run_sends_slowly_hold_up_its_own_large_ones_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(middleware, "BODIES_OF_RUN_MAX", 2)
+    monkeypatch.setattr(middleware, "BODIES_PER_TENANT_MAX", 2)
     begun: list[int] = []
-    pieces = middleware.pieces
+    pieces = middleware.body_chunks
 
     def counting(request: Any, *args: Any) -> AsyncIterator[bytes]:
         begun.append(int(request.headers.get("content-length", "0")))
         return pieces(request, *args)
 
-    monkeypatch.setattr(middleware, "pieces", counting)
+    monkeypatch.setattr(middleware, "body_chunks", counting)
 
     async def main() -> None:
         async with tenants(tmp_path) as (up, _, a, b), contextlib.AsyncExitStack() as stack:
@@ -200,18 +200,18 @@ def test_large_bodies_that_a_run_sends_slowly_hold_up_its_own_large_ones_only(
 def test_a_run_is_revoked_while_the_file_of_the_journal_is_made_smaller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Store, "vacuum", lambda self: True)  # a file that never ends
+    monkeypatch.setattr(JournalStore, "vacuum", lambda self: True)  # a file that never ends
 
     async def main() -> None:
         async with tenants(tmp_path, backend="process") as (up, admin, a, _):
             await a.open()
             await a.submit("wordy", wordy(MIB), sandbox="box")
-            compacting = asyncio.create_task(up.desk.journal.compact())
+            compacting = asyncio.create_task(up.action_service.journal.compact())
             assert (await admin.ask("DELETE", f"/v1/runs/{a.name}")).status == 204
             assert not compacting.done()
             again = await make_run(admin, a.name)
             assert (await again.ask("GET", "/v1/actions/wordy", wait_s=0)).code == "not_found"
-            assert up.desk.journal.kept_bytes[a.name] == 0
+            assert up.action_service.journal.unfetched_bytes[a.name] == 0
             compacting.cancel()
 
     asyncio.run(main())
@@ -228,7 +228,7 @@ def test_a_result_that_the_journal_cannot_take_is_lost_and_costs_nobody_else_any
             await caller.open()
             work = {"type": "Exec", "command": "cat; cat >&2", "stdin": base64.b64encode(b"x" * 15_000).decode()}
             outcome = (await caller.submit("large", work, sandbox="box")).json["settled"]["outcome"]
-            assert outcome["status"] == "lost" and "the journal takes 20000 at once" in outcome["reason"]
+            assert outcome["status"] == "lost" and "a journal record has at most 20000" in outcome["reason"]
             assert (await caller.run("small", "echo fine")).json["settled"]["outcome"]["status"] == "succeeded"
 
     asyncio.run(main())

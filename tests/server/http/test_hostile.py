@@ -118,7 +118,7 @@ def test_headers_without_end_are_cut_off(tmp_path: Path, monkeypatch: pytest.Mon
 def test_who_says_nothing_or_says_its_headers_byte_by_byte_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "HEADER_S", 0.3)
+    monkeypatch.setattr(listener, "HEADER_TIMEOUT_S", 0.3)
 
     async def main() -> None:
         async with asked(tmp_path) as caller, line(caller.address) as silent, line(caller.address) as slow:
@@ -141,7 +141,7 @@ def test_who_says_nothing_or_says_its_headers_byte_by_byte_is_cut_off(
 
 def test_blank_lines_do_not_keep_a_connection_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "KEEP_ALIVE_S", 1.0)
-    monkeypatch.setattr(listener, "HEADER_S", 1.0)
+    monkeypatch.setattr(listener, "HEADER_TIMEOUT_S", 1.0)
 
     async def main() -> None:
         async with asked(tmp_path) as caller, line(caller.address) as first, line(caller.address) as later:
@@ -157,7 +157,7 @@ def test_blank_lines_do_not_keep_a_connection_open(tmp_path: Path, monkeypatch: 
 def test_a_connection_that_is_used_again_and_again_is_not_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "HEADER_S", 2.0)
+    monkeypatch.setattr(listener, "HEADER_TIMEOUT_S", 2.0)
 
     async def main() -> None:
         async with asked(tmp_path) as caller:
@@ -178,7 +178,7 @@ def test_a_connection_that_is_used_again_and_again_is_not_cut_off(
     ids=["record", "file", "tree"],
 )
 def test_a_body_that_comes_slowly_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: bytes) -> None:
-    monkeypatch.setattr(middleware, "BODY_S", 0.3)
+    monkeypatch.setattr(middleware, "BODY_TIMEOUT_S", 0.3)
     monkeypatch.setattr(middleware, "SPOOL_BYTES", 1)  # each piece goes to the disk, where time passes as well
 
     async def main() -> None:
@@ -204,7 +204,7 @@ def test_a_body_that_comes_slowly_is_refused(tmp_path: Path, monkeypatch: pytest
 
 
 def test_who_goes_on_sending_after_its_answer_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "LINGER_S", 0.3)
+    monkeypatch.setattr(listener, "LINGER_TIMEOUT_S", 0.3)
     ports = open_ports(monkeypatch)
 
     async def main() -> None:
@@ -234,7 +234,7 @@ def test_who_sends_the_rest_of_its_body_in_time_keeps_its_connection(tmp_path: P
 
 @pytest.mark.parametrize("path", ["files", "tree"])
 def test_who_does_not_read_its_answer_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    monkeypatch.setattr(listener, "READ_S", 0.3)
+    monkeypatch.setattr(listener, "SEND_TIMEOUT_S", 0.3)
     ports = open_ports(monkeypatch)
 
     async def main() -> None:
@@ -274,16 +274,16 @@ def test_many_idle_connections_hold_up_nobody(tmp_path: Path, monkeypatch: pytes
 
 
 def test_slow_uploads_of_one_run_hold_up_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(middleware, "UPLOADS_OF_RUN_MAX", 2)
+    monkeypatch.setattr(middleware, "UPLOADS_PER_TENANT_MAX", 2)
     begun = 0
-    pieces = middleware.pieces
+    pieces = middleware.body_chunks
 
     def counting(*args: object) -> AsyncIterator[bytes]:
         nonlocal begun
         begun += 1
         return pieces(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(middleware, "pieces", counting)
+    monkeypatch.setattr(middleware, "body_chunks", counting)
 
     async def main() -> None:
         async with tenants(tmp_path) as (up, _, a, b), contextlib.AsyncExitStack() as stack:
@@ -559,7 +559,7 @@ def test_whoever_hangs_up_at_any_moment_leaves_the_service_well(
 
 
 def test_a_service_that_stops_ends_those_who_do_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "STOP_S", 1.0)
+    monkeypatch.setattr(listener, "GRACEFUL_SHUTDOWN_S", 1.0)
     ports = open_ports(monkeypatch)
 
     async def main() -> None:
@@ -578,7 +578,7 @@ def test_the_fake_manager_is_asked_nothing_by_what_was_refused(tmp_path: Path) -
     async def main() -> None:
         async with tenants(tmp_path, limits=SMALL) as (up, _, a, _):
             await a.open()
-            manager = up.desk.orchestrator.any_manager
+            manager = up.action_service.orchestrator.any_manager
             assert isinstance(manager, FakeManager)
             before = len(manager.calls)
             await a.ask("PUT", "/v1/sandboxes/box/files", body=io.BytesIO(b"x" * (2 << 20)), path="f")

@@ -17,7 +17,7 @@ import pytest
 from tests.server.asking import ADMIN_TOKEN, Caller, asked, asking, line, make_run, tenants, token_file
 from tests.server.shared import config_of, serving
 
-from tangram.cli.serve import FORMAT, OneLine
+from tangram.cli.serve import FORMAT, OneLineFormatter
 from tangram.client.client import connect
 from tangram.clock import SimClock
 from tangram.config import RunLimits
@@ -107,7 +107,7 @@ FIELDS = {
     b'{"id":"%s",%s}' % (b"y" * 101, WORK): "id: expected `str` of length <= 100, got 'yyy",
     b'{"id":7,%s}' % WORK: "id: expected `str`, got `int`",
     b'{"id":"x","idd":"y",%s}' % WORK: "idd: expected no field of this name, got 'y'",
-    b'{"id":"x"}': "work: expected this field, which is required, got none",
+    b'{"id":"x"}': "work: expected this required field, got none",
     b'{"id":"x","sandbox":"b","work":{"type":"Open","spec":{"root":true}}}': "work.spec.root: expected no field",
     b'{"id":"x","work":{"type":"No"}}': (
         "work.type: expected one of 'Call', 'Close', 'Commit', 'Exec', 'Hold', 'Infer', 'Open', 'Post', got 'No'"
@@ -414,14 +414,14 @@ def test_nothing_that_somebody_sends_begins_a_line_of_the_log(tmp_path: Path, ca
     asyncio.run(main())
     wrong = [record for record in caplog.records if "wrong token" in record.getMessage()]
     assert wrong and all("'" in record.getMessage() for record in wrong), "an address is quoted: it may be anything"
-    shown = "\n".join(OneLine(FORMAT).format(record) for record in caplog.records)
+    shown = "\n".join(OneLineFormatter(FORMAT).format(record) for record in caplog.records)
     assert not [said for said in shown.splitlines() if said.startswith(FORGED)]
 
 
 def test_a_record_of_the_log_is_one_line_whatever_is_in_it() -> None:
     for text in ("a\nb", "a\rb", "a\u2028b", "a\x85b", "a\x1b[2Jb", "a\0b", "a\u202eb", "a\x0bb\x0cc"):
         record = logging.LogRecord("tangram", logging.INFO, "", 0, "said %s", (text,), None)
-        shown = OneLine(FORMAT).format(record)
+        shown = OneLineFormatter(FORMAT).format(record)
         assert len(shown.splitlines()) == 1 and shown.isprintable()
 
 
@@ -628,7 +628,7 @@ def test_plain_http_at_a_port_of_tls_fails_cleanly(
             async with line(plain) as raw:
                 await raw.send(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
                 assert b"HTTP/1.1 200" not in await raw.ended()
-            with pytest.raises(ManagerError, match="if it speaks TLS, its address begins with https://"):
+            with pytest.raises(ManagerError, match="if it speaks TLS, use an address with https://"):
                 async with connect(plain):
                     pass
             trust = ssl.create_default_context(cafile=certificate["tls_certificate"])

@@ -20,14 +20,14 @@ from tools.reference.http_page import http_page
 
 from tangram.config import RunLimits
 from tangram.managers.quotas.manager import Quota
-from tangram.runtime.wire import NAME_WORDS
+from tangram.runtime.wire import NAME_DESCRIPTION
 from tangram.server.http.middleware import STATUS_BY_CODE
-from tangram.server.http.openapi import document
+from tangram.server.http.openapi import openapi_document
 from tangram.server.http.routes import ROUTES
 
 EXAMPLES_MAX = 12
 """Of each operation and each way to make them: all take less than a minute."""
-DOCUMENT = msgspec.json.decode(document())
+DOCUMENT = msgspec.json.decode(openapi_document())
 
 
 def operations() -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -48,10 +48,10 @@ def test_every_route_is_in_it_and_nothing_else() -> None:
 
 def test_what_a_name_may_be_is_said_in_words_in_the_document_and_on_the_page() -> None:
     submission = DOCUMENT["components"]["schemas"]["Submission"]["properties"]
-    assert submission["id"]["description"] == NAME_WORDS
+    assert submission["id"]["description"] == NAME_DESCRIPTION
     rows = http_page("").partition("### Submission")[2].partition("###")[0].splitlines()
-    assert f"| `id` | text: {NAME_WORDS} |  |" in rows
-    assert f'| `sandbox` | text: nothing, or {NAME_WORDS}; default `""` |  |' in rows
+    assert f"| `id` | text: {NAME_DESCRIPTION} |  |" in rows
+    assert f'| `sandbox` | text: nothing, or {NAME_DESCRIPTION}; default `""` |  |' in rows
 
 
 def test_every_reference_leads_somewhere() -> None:
@@ -92,13 +92,13 @@ def test_every_refusal_is_in_it_as_a_problem() -> None:
         for status, answer in operation["responses"].items():
             assert answer["description"]
             if int(status) >= 400 and (path, status) != ("/readyz", "503"):
-                assert answer["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/Problem"}
+                assert answer["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorResponse"}
 
 
 def test_only_what_is_public_needs_no_token() -> None:
     assert DOCUMENT["security"] == [{"token": []}]
     public = {path for _, path, operation in operations() if operation.get("security") == []}
-    assert public == {route.path for route in ROUTES if route.public} == {"/healthz", "/readyz"}
+    assert public == {route.path for route in ROUTES if route.is_public} == {"/healthz", "/readyz"}
 
 
 def test_anybody_can_read_it_at_a_service(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from tangram.core.demand import CPU, Demand, cores
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.errors import AdmissionRefused, ManagerError
-from tangram.managers.fake import FakeManager, Script
+from tangram.managers.fake import FakeManager, FakeScript
 from tangram.managers.work import Close, Exec, Open, SandboxSpec, Work
-from tangram.runtime.orchestrator import Orchestrator, Settled, Ticket
+from tangram.runtime.orchestrator import ActionTicket, Orchestrator, SettledAction
 
 DEADLINE_S = 60.0
 
@@ -30,48 +30,48 @@ class Noting:
         self.go_on.set()
         self.failure: Exception | None = None
 
-    async def starting(self, ticket: Ticket) -> None:
+    async def record_start(self, ticket: ActionTicket) -> None:
         await self._note("starting", ticket)
         assert self.done(ticket, "start") < ticket.attempt, "it was launched before it was written down"
 
-    async def settled(self, ticket: Ticket, settled: Settled) -> Settled:
+    async def record_settled(self, ticket: ActionTicket, settled: SettledAction) -> SettledAction:
         assert not ticket.settled.done(), "its caller was told before it was written down"
         await self._note(settled.outcome.status.value, ticket)
         return settled
 
-    async def _note(self, what: str, ticket: Ticket) -> None:
+    async def _note(self, what: str, ticket: ActionTicket) -> None:
         await self.go_on.wait()
         if self.failure is not None:
             raise self.failure
         self.told.append((ticket.action.id, what))
 
-    def done(self, ticket: Ticket, what: str) -> int:
-        return sum(call.what == what and call.subject == ticket.action.id for call in self.manager.calls)
+    def done(self, ticket: ActionTicket, what: str) -> int:
+        return sum(call.method == what and call.subject == ticket.action.id for call in self.manager.calls)
 
 
 class Rig:
-    def __init__(self, scripts: dict[str, Script] | None = None) -> None:
+    def __init__(self, scripts: dict[str, FakeScript] | None = None) -> None:
         self.manager = FakeManager(scripts or {}, cores=2)
         self.scheduler = Scheduler(policy("adaptive"), self.manager.pools())
         self.memory = Noting(self.manager)
-        self.orchestrator = Orchestrator(self.scheduler, {"fake": self.manager}, memory=self.memory)
+        self.orchestrator = Orchestrator(self.scheduler, {"fake": self.manager}, journal=self.memory)
 
-    def submit(self, id: str, work: Work, *, key: str = "", cpus: float = 1, sandbox: str = "box") -> Ticket:
+    def submit(self, id: str, work: Work, *, key: str = "", cpus: float = 1, sandbox: str = "box") -> ActionTicket:
         action = Action(id=id, demand=Demand({CPU: cores(cpus)}), sandbox=sandbox, key=key)
         return self.orchestrator.submit(action, work)
 
-    async def run(self, id: str, work: Work, **options: Any) -> Settled:
-        return await self.orchestrator.settle(self.submit(id, work, **options))
+    async def run(self, id: str, work: Work, **options: Any) -> SettledAction:
+        return await self.orchestrator.wait_settled(self.submit(id, work, **options))
 
     async def open(self) -> None:
         assert (await self.run("open", OPEN)).outcome.status is Status.SUCCEEDED
 
 
 OPEN, TRUE = Open(spec=SandboxSpec()), Exec(command="true")
-HELD = {"held": Script(ends=False)}
+HELD = {"held": FakeScript(ends=False)}
 
 
-def play(test: Callable[[Rig], Awaitable[None]], scripts: dict[str, Script] | None = None) -> Rig:
+def play(test: Callable[[Rig], Awaitable[None]], scripts: dict[str, FakeScript] | None = None) -> Rig:
     async def main() -> Rig:
         rig = Rig(scripts)
         async with asyncio.timeout(DEADLINE_S), rig.orchestrator:
@@ -89,7 +89,7 @@ def test_a_start_is_written_down_before_it_is_made_and_an_end_before_it_is_told(
         await asyncio.sleep(0.01)
         assert rig.memory.done(ticket, "start") == 0
         rig.memory.go_on.set()
-        await rig.orchestrator.settle(ticket)
+        await rig.orchestrator.wait_settled(ticket)
         assert rig.memory.told[-2:] == [("a", "starting"), ("a", "succeeded")]
 
     play(test)
@@ -100,7 +100,7 @@ def test_every_attempt_is_written_down() -> None:
         await rig.run("a", TRUE, key="flaky")
         assert [what for id, what in rig.memory.told if id == "a"] == ["starting", "starting", "starting", "succeeded"]
 
-    play(test, {"flaky": Script(start_failures=2)})
+    play(test, {"flaky": FakeScript(start_failures=2)})
 
 
 def test_a_memory_that_fails_at_a_start_ends_everything_and_starts_nothing() -> None:
@@ -113,7 +113,7 @@ def test_a_memory_that_fails_at_a_start_ends_everything_and_starts_nothing() -> 
 
     with pytest.raises(ManagerError, match="disk is full"):
         play(test)
-    assert not any(call.what == "start" and call.subject == "a" for call in seen[0].manager.calls)
+    assert not any(call.method == "start" and call.subject == "a" for call in seen[0].manager.calls)
 
 
 def test_a_memory_that_fails_at_an_end_tells_whoever_waits() -> None:
@@ -140,7 +140,7 @@ def test_an_id_is_taken_until_its_end_is_written_down() -> None:
         with pytest.raises(AdmissionRefused, match="already live"):
             rig.submit("a", TRUE)
         rig.memory.go_on.set()
-        assert (await rig.orchestrator.settle(ticket)).outcome.status is Status.CANCELLED
+        assert (await rig.orchestrator.wait_settled(ticket)).outcome.status is Status.CANCELLED
 
     play(test, HELD)
 
@@ -149,22 +149,22 @@ def test_an_id_is_taken_until_its_end_is_written_down() -> None:
 
 
 def test_a_pause_lets_what_runs_end_and_leaves_what_waits_to_the_memory() -> None:
-    tickets: list[Ticket] = []
+    tickets: list[ActionTicket] = []
 
     async def test(rig: Rig) -> None:
         tickets.extend(rig.submit(f"a{n}", TRUE, key="short") for n in range(6))
         await tickets[0].started
-        assert await rig.orchestrator.pause(DEADLINE_S) == 0
-        with pytest.raises(AdmissionRefused, match="closed"):
+        assert await rig.orchestrator.drain(DEADLINE_S) == 0
+        with pytest.raises(AdmissionRefused, match="closing"):
             rig.submit("late", TRUE)
 
-    rig = play(test, {"short": Script(duration_s=0.02)})
+    rig = play(test, {"short": FakeScript(duration_s=0.02)})
     told = {id for id, what in rig.memory.told if what == "succeeded"} - {"open"}
     begun = {id for id, what in rig.memory.told if what == "starting"} - {"open"}
     assert told == begun and 0 < len(told) < 6, "what was begun was not let end, or everything was begun"
     for ticket in tickets:
         if ticket.action.id not in told:
-            with pytest.raises(ManagerError, match="goes on when it is back"):
+            with pytest.raises(ManagerError, match="continues when it is back"):
                 ticket.settled.result()
 
 
@@ -172,7 +172,7 @@ def test_a_pause_waits_no_longer_than_its_limit_and_settles_nothing_that_still_r
     async def test(rig: Rig) -> None:
         ticket = rig.submit("a", TRUE, key="held")
         await ticket.started
-        assert await rig.orchestrator.pause(0.01) == 1
+        assert await rig.orchestrator.drain(0.01) == 1
 
     rig = play(test, HELD)
     assert [what for id, what in rig.memory.told if id == "a"] == ["starting"]
@@ -200,7 +200,7 @@ def test_a_sandbox_is_gone_when_its_closing_has_settled_however_it_settled() -> 
         action = Action(
             id="close", demand=Demand({CPU: cores(1)}), sandbox="box", kind="close", deadline_s=0.01, idempotent=True
         )
-        settled = await rig.orchestrator.settle(rig.orchestrator.submit(action, Close()))
+        settled = await rig.orchestrator.wait_settled(rig.orchestrator.submit(action, Close()))
         assert settled.outcome.status is not Status.SUCCEEDED, "there was no core for it"
         with pytest.raises(ManagerError, match="no sandbox"):
             rig.orchestrator.manager_of("box")

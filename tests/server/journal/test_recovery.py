@@ -9,13 +9,13 @@ import pytest
 from tests.server.shared import config_of, keeping, note_box, note_exec, serving
 
 from tangram.server.journal.journal import Journal
-from tangram.server.journal.recovery import Report
+from tangram.server.journal.recovery import RecoveryReport
 
 
 def test_what_runs_again_is_counted_when_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keeping(monkeypatch, "code/kept")
 
-    async def main() -> Report:
+    async def main() -> RecoveryReport:
         async with Journal(config_of(tmp_path).service.journal) as journal:
             for name in ("code/kept", "code/gone"):
                 await note_box(journal, name)
@@ -24,11 +24,11 @@ def test_what_runs_again_is_counted_when_it_does(tmp_path: Path, monkeypatch: py
                 await note_exec(journal, f"code/again-{box}", sandbox=box, started=True, idempotent=True)
                 await note_exec(journal, f"code/once-{box}", sandbox=box, started=True)
         async with serving(tmp_path) as up:
-            return up.recovered
+            return up.recovery_report
 
     report = asyncio.run(main())
-    assert report == Report(queued=1, again=1, lost=2, refused=2, sandboxes=1, sandboxes_lost=1)
-    assert "1 queued again, 1 run again, 2 lost while running, 2 not taken up again" in str(report)
+    assert report == RecoveryReport(queued=1, rerun=1, lost=2, refused=2, sandboxes=1, sandboxes_lost=1)
+    assert "1 queued again, 1 run again, 2 lost while running, 2 not resumed" in str(report)
 
 
 def test_instances_of_functions_that_were_left_are_ended_without_a_warning(

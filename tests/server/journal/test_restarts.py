@@ -19,12 +19,12 @@ from tests.server.process import Process
 from tests.server.shared import wire_of
 
 from tangram.client.client import Client, connect
-from tangram.client.remote import Wire
+from tangram.client.remote_transport import RemoteConnection
 from tangram.core.action import Status
 from tangram.errors import ManagerError, SessionEnded
 from tangram.managers.sandboxes.cgroups import groups
-from tangram.processes.streams import HELD_SHELL
-from tangram.sim.trace_summary import survey
+from tangram.processes.streams import SESSION_SHELL_SCRIPT
+from tangram.sim.trace_summary import summarize
 
 DEADLINE_S = 120.0
 STOPPING = "stopping signal=SIGTERM"
@@ -85,7 +85,7 @@ def test_a_sandbox_is_there_after_a_restart_with_its_files_and_what_ran_in_it(ke
                 assert (await other.exec("cat file")).stdout == "kept"
 
     play(kept, test)
-    assert "taken over" in kept.log
+    assert "adopted" in kept.log
 
 
 def test_what_ran_is_lost_and_what_may_run_again_does_and_what_waited_comes_in_its_order(kept: Process) -> None:
@@ -124,20 +124,20 @@ def test_what_was_lost_by_a_restart_is_seen_wherever_ends_are_and_counted_once(t
             await restarted(process)
             reasons = {(await running).reason, (await waiting).reason}
             assert len(reasons) == 2
-            view = msgspec.json.decode(await wire.ask("GET", "/v1/view"))
+            view = msgspec.json.decode(await wire.call("GET", "/v1/view"))
             assert view["runs"][0]["settled"] == {"lost": 2} and view["runs"][0]["act"]["count"] == 0
-            rows = msgspec.json.decode(await wire.ask("GET", "/v1/timeline"))["rows"]
+            rows = msgspec.json.decode(await wire.call("GET", "/v1/timeline"))["rows"]
             assert [row[5] for row in rows] == ["lost", "lost"]
-            story = msgspec.json.decode(await wire.ask("GET", f"/v1/actions/{rows[0][1]}/story"))
+            story = msgspec.json.decode(await wire.call("GET", f"/v1/actions/{rows[0][1]}/story"))
             assert story["status"] == "lost" and story["explanation"] == "the service was restarted while it ran"
             assert story["lines"][-1]["text"] == "lost: the service was restarted while it ran"
-            metrics = (await wire.ask("GET", "/metrics")).decode()
+            metrics = (await wire.call("GET", "/metrics")).decode()
             assert 'tangram_actions_total{run="default",status="lost"} 2' in metrics
             await asyncio.to_thread(process.stop)
-            seen = survey(process.folder / "events.jsonl")
+            seen = summarize(process.folder / "events.jsonl")
             assert [run.statuses for run in seen.runs] == [{"lost": 2}] and seen.unsettled == 0
             await asyncio.to_thread(process.start)
-            assert 'status="lost"' not in (await wire.ask("GET", "/metrics")).decode(), "it was counted before"
+            assert 'status="lost"' not in (await wire.call("GET", "/metrics")).decode(), "it was counted before"
 
     play(process, test)
 
@@ -145,7 +145,7 @@ def test_what_was_lost_by_a_restart_is_seen_wherever_ends_are_and_counted_once(t
 async def until_waiting(t: Client, count: int) -> None:
     """So many actions are in the queue."""
     wire = wire_of(t)
-    while msgspec.json.decode(await wire.ask("GET", "/v1/view"))["waiting_total"] < count:  # noqa: ASYNC110
+    while msgspec.json.decode(await wire.call("GET", "/v1/view"))["waiting_total"] < count:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
 
@@ -156,11 +156,11 @@ def test_a_result_that_nobody_fetched_is_there_after_a_kill(tmp_path: Path) -> N
         wire = wire_of(t)
         async with t.sandbox(memory="64MiB") as box:
             body = {"id": "mine", "sandbox": box.name, "work": {"type": "Exec", "command": "echo $$; date +%s%N"}}
-            first = await wire.ask("POST", "/v1/actions", body, wait_s=30.0)
+            first = await wire.call("POST", "/v1/actions", body, wait_s=30.0)
             assert b"succeeded" in first
             await restarted(process)
-            assert await wire.ask("GET", "/v1/actions/mine", wait_s=0.0) == first
-            assert await wire.ask("POST", "/v1/actions", body, wait_s=0.0) == first, "it ran again"
+            assert await wire.call("GET", "/v1/actions/mine", wait_s=0.0) == first
+            assert await wire.call("POST", "/v1/actions", body, wait_s=0.0) == first, "it ran again"
 
     play(process, test)
 
@@ -227,7 +227,7 @@ def test_a_session_that_ended_with_the_service_says_so_whatever_else_ran_in_its_
             running = asyncio.create_task(box.exec("touch a; sleep 60", cpus=1))
             await until_running("a", box)
             os.kill(kept.pid, signal.SIGSTOP)
-            (shell,) = found_by(HELD_SHELL, kept.folder / "state")
+            (shell,) = found_by(SESSION_SHELL_SCRIPT, kept.folder / "state")
             os.kill(shell, signal.SIGKILL)
             await until(lambda: not os.path.exists(f"/proc/{shell}"), "its spawner has noticed its end")
             await restarted(kept)
@@ -252,15 +252,15 @@ def test_a_service_that_closes_sandboxes_takes_over_what_was_kept_and_its_stop_l
         kept.configure(service='sandboxes_on_stop = "close"')
         await restarted(kept, kill=False)
         assert await box.read_text("file") == "kept", "it was not taken over"
-        assert owner in groups.owners() and found_by("9301", state)
+        assert owner in groups.owner_names() and found_by("9301", state)
         await asyncio.to_thread(kept.stop)
-        assert list((state / "owners").iterdir()) == [] and owner not in groups.owners()
+        assert list((state / "owners").iterdir()) == [] and owner not in groups.owner_names()
         assert processes_of(state, set()) == {} and not found_by("9301", state) and mounts_below(state) == []
         await asyncio.to_thread(kept.start)
         assert (await box.exec("true")).status is Status.LOST
 
     play(kept, test)
-    assert "1 sandbox taken over" in kept.log and "did not survive the end" in kept.log
+    assert "1 sandbox adopted" in kept.log and "did not survive the end" in kept.log
 
 
 def test_two_services_on_one_journal_are_one_too_many(tmp_path: Path) -> None:
@@ -275,18 +275,18 @@ def test_two_services_on_one_journal_are_one_too_many(tmp_path: Path) -> None:
 # ---- the journal, seen from outside -------------------------------------------------------------------------------
 
 
-async def noted(wire: Wire, count: int, text: str) -> list[str]:
+async def noted(wire: RemoteConnection, count: int, text: str) -> list[str]:
     """Ids of actions that have settled, and whose results nobody took away."""
     ids = [f"a{n}" for n in range(count)]
     for id in ids:
         body = {"id": id, "sandbox": "box", "work": {"type": "Exec", "command": f"echo {text}"}}
-        await wire.ask("POST", "/v1/actions", body, wait_s=30.0)
+        await wire.call("POST", "/v1/actions", body, wait_s=30.0)
     return ids
 
 
 @asynccontextmanager
-async def asking(url: str, reconnect_s: float = 60.0) -> AsyncIterator[Wire]:
-    wire = Wire(url, "", "", reconnect_s)
+async def asking(url: str, reconnect_s: float = 60.0) -> AsyncIterator[RemoteConnection]:
+    wire = RemoteConnection(url, "", "", reconnect_s)
     await wire.open()
     try:
         yield wire
@@ -317,11 +317,11 @@ def test_a_disk_that_is_full_stops_the_service_and_nothing_acknowledged_is_lost(
     async def fill() -> list[str]:
         acknowledged = []
         async with asking(process.url, reconnect_s=0.0) as wire:
-            await wire.ask("POST", "/v1/actions", OPEN, wait_s=30.0)
+            await wire.call("POST", "/v1/actions", OPEN, wait_s=30.0)
             for n in range(10_000):
                 body = {"id": f"a{n}", "sandbox": "box", "work": {"type": "Exec", "command": f"echo {'x' * 50_000}"}}
                 try:
-                    reply = await wire.ask("POST", "/v1/actions", body, wait_s=30.0)
+                    reply = await wire.call("POST", "/v1/actions", body, wait_s=30.0)
                 except ManagerError:
                     return acknowledged
                 assert b"succeeded" in reply
@@ -336,7 +336,7 @@ def test_a_disk_that_is_full_stops_the_service_and_nothing_acknowledged_is_lost(
     async def look() -> None:
         async with asking(process.url) as wire:
             for id in acknowledged:
-                assert b"succeeded" in await wire.ask("GET", f"/v1/actions/{id}", wait_s=0.0)
+                assert b"succeeded" in await wire.call("GET", f"/v1/actions/{id}", wait_s=0.0)
 
     with process:
         asyncio.run(look())
@@ -347,7 +347,7 @@ def test_a_log_that_was_cut_is_said_and_what_was_committed_before_is_there(tmp_p
 
     async def fill() -> list[str]:
         async with asking(process.url) as wire:
-            await wire.ask("POST", "/v1/actions", OPEN, wait_s=30.0)
+            await wire.call("POST", "/v1/actions", OPEN, wait_s=30.0)
             return await noted(wire, 20, "kept")
 
     process.start()
@@ -359,7 +359,7 @@ def test_a_log_that_was_cut_is_said_and_what_was_committed_before_is_there(tmp_p
     async def look() -> None:
         async with asking(process.url) as wire:
             for id in ids[:-1]:
-                assert b"succeeded" in await wire.ask("GET", f"/v1/actions/{id}", wait_s=0.0)
+                assert b"succeeded" in await wire.call("GET", f"/v1/actions/{id}", wait_s=0.0)
 
     with process:
         asyncio.run(look())

@@ -9,9 +9,9 @@ import pytest
 
 from tangram.core.messages import Tick
 from tangram.core.trace import Header
-from tangram.runtime.trace_recorder import opened
-from tangram.server.observe import event_log
-from tangram.server.observe.event_log import FLUSH_S, EventLog
+from tangram.files import append_log
+from tangram.runtime.trace_recorder import open_trace
+from tangram.server.observe.event_log import FLUSH_INTERVAL_S, EventLog
 
 
 def many(log: EventLog, count: int, now: float = 0.0) -> None:
@@ -22,7 +22,7 @@ def many(log: EventLog, count: int, now: float = 0.0) -> None:
 def test_a_reader_gets_what_there_was_when_it_began_however_much_is_written_since(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl", Header(policy="adaptive"))
     many(log, 100)
-    file, size = log.opened()
+    file, size = log.open_snapshot()
     with file:
         content = file.read(1000)
         many(log, 5000)
@@ -39,7 +39,7 @@ def test_an_event_is_in_the_file_with_the_first_one_after_a_while(tmp_path: Path
     many(log, 1, now=0.0)
     many(log, 1, now=0.5)
     before = log.path.read_bytes().count(b"\n")
-    many(log, 1, now=0.5 + FLUSH_S)
+    many(log, 1, now=0.5 + FLUSH_INTERVAL_S)
     assert before < 4 == log.path.read_bytes().count(b"\n")
     log.close()
 
@@ -59,13 +59,13 @@ def test_when_the_disk_is_full_the_log_ends_with_its_last_whole_line(
         return written
 
     with monkeypatch.context() as full:
-        full.setattr(event_log.os, "write", write)
+        full.setattr(append_log.os, "write", write)
         log.flush()
     many(log, 10)
-    file, size = log.opened()
+    file, size = log.open_snapshot()
     with file:
         content = file.read()
     log.close()
     assert content == log.path.read_bytes() and len(content) == size and content.endswith(b"\n")
-    with opened(log.path) as (_, lines):
+    with open_trace(log.path) as (_, lines):
         assert 0 < len(list(lines)) < 10

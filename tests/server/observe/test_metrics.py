@@ -29,8 +29,15 @@ from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.errors import InvariantError
 from tangram.server.observe import metrics as module
-from tangram.server.observe.metrics import COUNTER, FAMILIES, FAMILY_BY_NAME, HISTOGRAM, Metrics
-from tangram.server.observe.observer import Picture
+from tangram.server.observe.metrics import (
+    COUNTER,
+    FAMILIES,
+    FAMILY_BY_NAME,
+    HISTOGRAM,
+    MetricsCollector,
+    ReportedMetrics,
+)
+from tangram.server.observe.state_observer import StateObserver
 from tangram.server.observe.time_breakdown import OTHER
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -91,8 +98,9 @@ class World:
     def __init__(self) -> None:
         self.scheduler = Scheduler(policy("fcfs"), cpu_node("n0", 2, memory_gib=1))
         self.clock = SimClock()
-        self.picture = Picture(self.scheduler, clock=self.clock, version="1.2")
-        self.metrics = Metrics(self.picture)
+        self.picture = StateObserver(self.scheduler, clock=self.clock, version="1.2")
+        self.metrics = ReportedMetrics()
+        self.collector = MetricsCollector(self.metrics, self.picture)
 
     def send(self, event: Event) -> list[Effect]:
         effects = self.scheduler.handle(event, self.clock.now())
@@ -106,7 +114,7 @@ class World:
         self.send(Finished(action=id, usage=Usage(overhead_s=0.0)))
 
     def read(self) -> Series:
-        return read(self.metrics.text())[1]
+        return read(self.collector.render())[1]
 
 
 def labels(**values: str) -> tuple[tuple[str, str], ...]:
@@ -114,7 +122,7 @@ def labels(**values: str) -> tuple[tuple[str, str], ...]:
 
 
 def test_every_family_is_there_with_its_kind() -> None:
-    kinds, series = read(World().metrics.text())
+    kinds, series = read(World().collector.render())
     own = {name: kind for name, kind in kinds.items() if not name.startswith("process_")}
     assert own == {family.name: family.kind for family in FAMILIES}
     assert series["tangram_build_info", labels(version="1.2", policy="fcfs", durability="none")] == 1
@@ -187,7 +195,7 @@ def test_a_node_that_drains_is_told() -> None:
     world = World()
     for state, told in ((NodeState.DRAINING, 1.0), (NodeState.UP, 0.0)):
         world.send(NodeChanged(node="n0", state=state))
-        assert read(world.metrics.text())[1]["tangram_node_draining", (("node", "n0"),)] == told
+        assert read(world.collector.render())[1]["tangram_node_draining", (("node", "n0"),)] == told
 
 
 def test_where_the_time_went_adds_up() -> None:
@@ -224,7 +232,7 @@ def test_a_run_named_like_the_rest_is_counted_with_it() -> None:
 def test_requests_are_counted_by_route_and_status() -> None:
     world = World()
     for status in (200, 200, 404):
-        world.metrics.answered("/v1/actions", status, 0.02)
+        world.metrics.on_response("/v1/actions", status, 0.02)
     world.metrics.count("tangram_refusals_total", {"limit": "requests_per_s"})
     world.metrics.set("tangram_journal_log_bytes", None, 4096)
     series = world.read()
@@ -238,7 +246,7 @@ def test_series_are_bounded_and_none_is_lost(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(module, "SERIES_MAX", 3)
     world = World()
     for number in range(50):
-        world.metrics.answered(f"/guess/{number}", 404, 0.0)
+        world.metrics.on_response(f"/guess/{number}", 404, 0.0)
     found = {where: value for (name, where), value in world.read().items() if name == "tangram_http_requests_total"}
     assert len(found) == 4 and sum(found.values()) == 50
     assert found[labels(route=OTHER, status=OTHER)] == 47

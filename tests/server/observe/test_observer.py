@@ -43,11 +43,12 @@ from tangram.core.scheduler import Scheduler
 from tangram.managers.fake import FakeManager
 from tangram.managers.work import Exec, Open, SandboxSpec
 from tangram.runtime.orchestrator import Orchestrator
-from tangram.runtime.views import BUCKET_S, BUCKETS_MAX, HIDDEN, PoolView, RunView, Story, View
+from tangram.runtime.tally import CELL_BOUNDS_S, Tally
+from tangram.runtime.views import BUCKET_S, BUCKETS_MAX, HIDDEN_NAME, PoolView, RunView, Story, View
 from tangram.server.observe import accounts, stories
 from tangram.server.observe.accounts import OTHER
-from tangram.server.observe.history import BOUNDS, SLICE_S, SLICES, Hour, Tally
-from tangram.server.observe.observer import Picture, Rows
+from tangram.server.observe.history import SLICE_S, SLICES, LastHour
+from tangram.server.observe.state_observer import SettledActionLog, StateObserver
 
 API = Pool(kind="api", total=1)
 
@@ -58,7 +59,7 @@ class World:
     def __init__(self, *pools: Pool, scheduling: str = "fcfs", limits: Limits | None = None) -> None:
         self.scheduler = Scheduler(policy(scheduling), pools, limits=limits)
         self.clock = SimClock()
-        self.picture = Picture(self.scheduler, clock=self.clock, calendar=lambda: 1e9, version="1.2")
+        self.picture = StateObserver(self.scheduler, clock=self.clock, calendar=lambda: 1e9, version="1.2")
 
     def wait(self, seconds: float) -> None:
         self.clock.set(self.clock.now() + seconds)
@@ -141,13 +142,13 @@ def test_the_timeline_goes_on_where_it_was_left() -> None:
 
 @given(st.integers(0, 30), st.integers(0, 40), st.integers(0, 12), st.sampled_from([None, "r0", "r1"]))
 def test_the_ring_of_rows_answers_as_a_list_of_all_would(count: int, after: int, limit: int, run: str | None) -> None:
-    rows, kept = Rows(rows_max=8), []
+    rows, kept = SettledActionLog(rows_max=8), []
     world = World(*cpu_node("n0", 2))
     for number in range(count):
         world.run(f"a{number % 10}", run=f"r{number % 2}")
-        past = world.picture.rows.find(f"a{number % 10}", None)
+        past = world.picture.settled_actions.find(f"a{number % 10}", None)
         assert past is not None
-        rows.keep(past)
+        rows.append(past)
         kept.append(past)
     remembered = [past.row for past in kept[-8:] if past.row.seq > after]
     mine = [row for row in remembered if run in (None, row.run)]
@@ -167,7 +168,7 @@ def test_who_comes_under_the_name_of_a_run_that_has_ended_sees_none_of_its_rows(
     world = World(*cpu_node("n0", 2))
     world.run("a", run="r")
     world.run("b", run="other")
-    world.picture.hide("r")
+    world.picture.hide_run("r")
     world.run("c", run="r")
     assert [row.id for row in world.picture.timeline(0, 10, "r").rows] == ["c"]
     assert world.picture.story("a", "r") is None and world.picture.story("c", "r") is not None
@@ -178,7 +179,7 @@ def test_who_comes_under_the_name_of_a_run_that_has_ended_begins_at_zero() -> No
     world = World(*cpu_node("n0", 2))
     world.run("a", 2.0, run="r", task="t")
     world.run("b", run="other")
-    world.picture.hide("r")
+    world.picture.hide_run("r")
     world.run("c", 1.0, run="r", task="u")
     run = world.of_run("r")
     assert run.settled == {"succeeded": 1} and run.spending.execution_s == 1.0
@@ -232,7 +233,7 @@ def test_the_story_of_an_action_from_its_submission_to_its_end() -> None:
         "waits for cpu",
         "granted 1 core of cpu@n0",
         "started",
-        "asked to stop: timeout of 5 s passed",
+        "stopping: timeout of 5 s passed",
         "timed out: timeout of 5 s passed; waited 3.000 s, ran 5.000 s, overhead 0.000 s, used 1.250 CPU seconds",
     ]
 
@@ -245,7 +246,7 @@ def test_a_story_tells_of_every_attempt() -> None:
     world.finish("a")
     assert texts(world.story("a"))[1:] == [
         "granted 1 unit of api",
-        "the attempt failed: no image; it takes its old turn again",
+        "the attempt failed: no image; queued again in its old position",
         "attempt 2: granted 1 unit of api",
         "started",
         "succeeded in 2 attempts; waited 0.000 s, ran 0.000 s, overhead 0.000 s",
@@ -259,7 +260,7 @@ def test_a_node_that_goes_down_is_in_the_story_of_what_ran_there() -> None:
     world.wait(2.0)
     world.send(NodeChanged(node="n0", state=NodeState.DOWN))
     assert texts(world.story("again"))[-2:] == [
-        "the attempt failed: node n0 went down; it takes its old turn again",
+        "the attempt failed: node n0 went down; queued again in its old position",
         "waits for cpu",
     ]
     assert world.of_run("default").waiting == 1 and world.of_run("default").running == 0
@@ -273,10 +274,10 @@ def test_a_story_of_thousands_of_resizes_stays_short() -> None:
         world.wait(30.0)
         world.submit(f"a{number}", {CPU: cores(1, 8)}, duration_s=100.0)
         world.finish(f"a{number}", 20.0)
-    life = world.picture.lives.by_id["elastic"]
-    assert len(life.notes) == stories.NOTES_MAX and life.missed > 0
+    life = world.picture.tracker.by_id["elastic"]
+    assert len(life.notes) == stories.NOTES_MAX and life.dropped_notes > 0
     assert any(text.startswith("resized: ") for text in texts(world.story("elastic")))
-    assert texts(world.story("elastic"))[-1] == f"{life.missed} more things happened, which are not kept"
+    assert texts(world.story("elastic"))[-1] == f"{life.dropped_notes} more events are not kept"
 
 
 # ---- who sees what ----
@@ -310,14 +311,14 @@ def test_a_run_finds_no_name_of_another_anywhere() -> None:
 def test_a_run_sees_that_somebody_holds_units() -> None:
     world = two_tenants()
     holders = {(one.id, one.run): one.units for one in world.pool("cpu@n0", "mine").holders}
-    assert holders == {(HIDDEN, HIDDEN): 1000, ("mine/held", "mine"): 1000}
+    assert holders == {(HIDDEN_NAME, HIDDEN_NAME): 1000, ("mine/held", "mine"): 1000}
     assert {(one.id, one.units) for one in world.pool("memory@n0", "mine").holders} == {
-        (HIDDEN, 512),
+        (HIDDEN_NAME, 512),
         ("mine/box", 256),
     }
     view = world.picture.view("mine")
-    others = world.of_run(HIDDEN, "mine")
-    assert [run.name for run in view.runs] == ["mine", HIDDEN]
+    others = world.of_run(HIDDEN_NAME, "mine")
+    assert [run.name for run in view.runs] == ["mine", HIDDEN_NAME]
     assert (others.share, others.waiting, others.running, others.sandboxes, others.settled) == (1.0, 1, 1, 1, {})
     assert [entry.id for entry in view.waiting] == ["mine/waits"] and view.waiting_total == 1
     assert [entry.id for entry in view.running] == ["mine/held"] and view.running_total == 1
@@ -328,7 +329,7 @@ def test_a_run_sees_that_somebody_holds_units() -> None:
 def test_the_reason_of_a_wait_does_not_name_the_action_of_another_run_that_goes_first() -> None:
     world = two_tenants()
     [waits] = world.picture.view("mine").waiting
-    assert waits.reason.startswith(f"mine/waits waits behind {HIDDEN}, which goes first and waits for 2 cores")
+    assert waits.reason.startswith(f"mine/waits waits behind {HIDDEN_NAME}, which goes first and waits for 2 cores")
     full = {entry.id: entry.reason for entry in world.picture.view(None).waiting}
     assert "behind theirs/blocks, which" in full["mine/waits"]
 
@@ -358,8 +359,8 @@ def test_the_history_of_a_run_is_its_own() -> None:
 def test_runs_and_classes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accounts, "RUNS_MAX", 3)
     monkeypatch.setattr(accounts, "CLASSES_MAX", 8)
-    monkeypatch.setattr(accounts, "RUN_CLASSES_MAX", 4)
-    monkeypatch.setattr(accounts, "RUN_TASKS_MAX", 2)
+    monkeypatch.setattr(accounts, "CLASSES_PER_RUN_MAX", 4)
+    monkeypatch.setattr(accounts, "TASKS_PER_RUN_MAX", 2)
     world = World(*cpu_node("n0", 2))
     for run, number in itertools.product(("a", "b", "c", "d", "e", OTHER), range(6)):
         world.run(f"{run}{number}", 1.0, run=run, task=f"item{number}", key="k" if number < 5 else "l")
@@ -404,27 +405,27 @@ def test_percentiles_lie_within_a_cell_of_the_true_ones(seconds: list[float]) ->
     for part, value in ((0.5, found.p50_s), (0.95, found.p95_s), (0.99, found.p99_s)):
         # The smallest that at least this part did not exceed.
         true = ordered[max(0, -(-round(part * 100) * len(seconds) // 100) - 1)]
-        upper = next(bound for bound in BOUNDS if bound >= true)
-        lower = max([bound for bound in BOUNDS if bound < true], default=0.0)
+        upper = next(bound for bound in CELL_BOUNDS_S if bound >= true)
+        lower = max([bound for bound in CELL_BOUNDS_S if bound < true], default=0.0)
         assert lower <= value <= upper
 
 
 def test_bounds_grow_by_less_than_a_sixth() -> None:
-    assert all(1.0 < high / low < 1.16 for low, high in itertools.pairwise(BOUNDS))
+    assert all(1.0 < high / low < 1.16 for low, high in itertools.pairwise(CELL_BOUNDS_S))
 
 
 def test_the_hour_forgets() -> None:
-    hour, chosen = Hour(), random.Random(1)
+    hour, chosen = LastHour(), random.Random(1)
     for number in range(40):
         tally = Tally()
         for _ in range(10):
             tally.add(chosen.random(), chosen.random(), 0.1)
         hour.forget(number)
         hour.add(tally, number)
-    assert hour.all.count == SLICES * 10
-    assert sum(hour.all.cells.values()) == SLICES * 10
+    assert hour.total.count == SLICES * 10
+    assert sum(hour.total.cells.values()) == SLICES * 10
     hour.forget(100)
-    assert (hour.all.count, hour.all.cells, hour.all.total_s) == (0, {}, 0.0)
+    assert (hour.total.count, hour.total.cells, hour.total.total_s) == (0, {}, 0.0)
 
 
 def test_percentiles_of_run_and_class_cover_the_last_hour() -> None:
@@ -658,7 +659,7 @@ def test_memory_does_not_grow_with_what_was_seen() -> None:
     picture = world.picture
     for number in range(3000):
         world.run(f"a{number}", 0.01, run=f"r{number % 400}", task=f"item{number}", trajectory=f"t{number % 10}")
-    kept = (picture.lives.by_id, picture.boxes.by_name, picture.lives.trajectories)
+    kept = (picture.tracker.by_id, picture.sandboxes.by_name, picture.tracker.trajectories)
     assert [len(each) for each in kept[:2]] == [0, 0]
     assert len(picture.accounts.runs) == accounts.RUNS_MAX
     assert len(picture.accounts.classes) <= accounts.CLASSES_MAX + accounts.RUNS_MAX + 1
@@ -669,18 +670,18 @@ def test_it_sees_a_real_orchestrator() -> None:
     manager = FakeManager({}, cores=2)
     pools = manager.pools()
     scheduler = Scheduler(policy("adaptive"), pools)
-    picture = Picture(scheduler, version="0")
+    picture = StateObserver(scheduler, version="0")
 
     async def main() -> View:
         async with (
             asyncio.timeout(60.0),
-            Orchestrator(scheduler, {pools[0].node: manager}, observer=picture) as running,
+            Orchestrator(scheduler, {pools[0].node: manager}, observers=[picture]) as running,
         ):
             opening = Action(id="open", demand=Demand({CPU: cores(1)}), sandbox="box", kind="open")
-            await running.settle(running.submit(opening, Open(spec=SandboxSpec())))
+            await running.wait_settled(running.submit(opening, Open(spec=SandboxSpec())))
             for number in range(5):
                 action = Action(id=f"a{number}", demand=Demand({CPU: learned()}), sandbox="box")
-                settled = await running.settle(running.submit(action, Exec(command="echo hi")))
+                settled = await running.wait_settled(running.submit(action, Exec(command="echo hi")))
                 assert settled.outcome.status is Status.SUCCEEDED
             return picture.view(None)
 

@@ -35,10 +35,10 @@ from tangram.core.messages import (
 )
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
-from tangram.runtime.views import Spending
+from tangram.runtime.views import TimeBreakdown
 from tangram.server.observe import time_breakdown
-from tangram.server.observe.observer import Picture
-from tangram.server.observe.time_breakdown import IDLE_S, START
+from tangram.server.observe.state_observer import StateObserver
+from tangram.server.observe.time_breakdown import IDLE_TIMEOUT_S, START
 
 NODE = cpu_node("n0", 2)
 WAITING, STARTING, EXECUTING = "waiting", "starting", "executing"
@@ -50,7 +50,7 @@ class World:
     def __init__(self, *pools: Pool) -> None:
         self.scheduler = Scheduler(policy("fcfs"), pools)
         self.clock = SimClock()
-        self.picture = Picture(self.scheduler, clock=self.clock)
+        self.picture = StateObserver(self.scheduler, clock=self.clock)
         self.phase_by_action: dict[str, tuple[str, float]] = {}
         """Live actions."""
         self.trajectory_by_action: dict[str, str] = {}
@@ -117,9 +117,9 @@ class World:
         accounts = self.picture.accounts.all_runs()
         assert sum(account.waiting for account in accounts) == self.scheduler.queue.waiting
         assert sum(account.running for account in accounts) == len(self.scheduler.grants.holding)
-        assert sorted(self.picture.lives.by_id) == sorted(self.scheduler.entries)
+        assert sorted(self.picture.tracker.by_id) == sorted(self.scheduler.entries)
 
-    def spent(self) -> Spending:
+    def spent(self) -> TimeBreakdown:
         [view] = self.picture.view(None).runs
         return view.spending
 
@@ -161,7 +161,7 @@ def test_a_trajectory_thinks_between_its_actions_and_not_after_the_last() -> Non
         world.finished(f"a{number}", overhead_s=1.0)
         world.wait(10.0)
     world.send(Tick())
-    expected = Spending(total_s=19.0, waiting_s={START: 1.0}, execution_s=6.0, overhead_s=2.0, thinking_s=10.0)
+    expected = TimeBreakdown(total_s=19.0, waiting_s={START: 1.0}, execution_s=6.0, overhead_s=2.0, thinking_s=10.0)
     assert world.spent() == expected
 
 
@@ -177,7 +177,7 @@ def test_actions_at_once_are_not_counted_twice() -> None:
     world.wait(4.0)
     world.finished("long")
     # In the first 6 s each has half, and half of what the short one has is overhead.
-    assert world.spent() == Spending(total_s=10.0, waiting_s={}, execution_s=8.5, overhead_s=1.5)
+    assert world.spent() == TimeBreakdown(total_s=10.0, waiting_s={}, execution_s=8.5, overhead_s=1.5)
 
 
 def test_what_waits_while_another_action_of_its_trajectory_executes_costs_the_trajectory_nothing() -> None:
@@ -190,7 +190,7 @@ def test_what_waits_while_another_action_of_its_trajectory_executes_costs_the_tr
     world.started("second")
     world.wait(2.0)
     world.finished("second")
-    assert world.spent() == Spending(total_s=5.0, execution_s=5.0)
+    assert world.spent() == TimeBreakdown(total_s=5.0, execution_s=5.0)
 
 
 def test_waiting_counts_for_the_kind_that_was_short() -> None:
@@ -261,7 +261,7 @@ def test_an_attempt_that_fails_counts_as_start_and_the_next_one_anew() -> None:
     world.started("a")
     world.wait(1.0)
     world.finished("a")
-    assert world.spent() == Spending(total_s=6.0, waiting_s={START: 5.0}, execution_s=1.0)
+    assert world.spent() == TimeBreakdown(total_s=6.0, waiting_s={START: 5.0}, execution_s=1.0)
 
 
 def test_cancelled_in_the_queue_its_waiting_counts() -> None:
@@ -276,16 +276,16 @@ def test_cancelled_in_the_queue_its_waiting_counts() -> None:
 
 def test_after_an_hour_of_nothing_a_trajectory_is_another_one() -> None:
     world = World(Pool(kind="api", total=1))
-    for pause_s in (IDLE_S - 10.0, IDLE_S + 10.0):
+    for pause_s in (IDLE_TIMEOUT_S - 10.0, IDLE_TIMEOUT_S + 10.0):
         world.submit("a", "t", api=fixed(1))
         world.started("a")
         world.wait(1.0)
         world.finished("a")
         world.wait(pause_s)
         world.send(Tick())
-    assert len(world.picture.lives.trajectories) == 0
+    assert len(world.picture.tracker.trajectories) == 0
     world.submit("a", "t", api=fixed(1))
-    assert world.spent().thinking_s == IDLE_S - 10.0
+    assert world.spent().thinking_s == IDLE_TIMEOUT_S - 10.0
 
 
 def test_a_trajectory_ends_with_its_last_sandbox_also_if_something_in_it_ends_after_that() -> None:
@@ -298,30 +298,30 @@ def test_a_trajectory_ends_with_its_last_sandbox_also_if_something_in_it_ends_af
 
     begin("open", "open")
     world.finished("open")
-    assert len(world.picture.lives.trajectories) == 1, "it is open"
+    assert len(world.picture.tracker.trajectories) == 1, "it is open"
     begin("program", "exec")
     begin("close", "close")
     world.finished("close")
-    assert len(world.picture.lives.trajectories) == 1, "the program has yet to be stopped"
+    assert len(world.picture.tracker.trajectories) == 1, "the program has yet to be stopped"
     world.finished("program")
-    assert len(world.picture.lives.trajectories) == 0
+    assert len(world.picture.tracker.trajectories) == 0
 
 
 def test_trajectories_in_which_nothing_is_under_way_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time_breakdown, "IDLE_MAX", 5)
+    monkeypatch.setattr(time_breakdown, "IDLE_TRAJECTORIES_MAX", 5)
     world = World(Pool(kind="api", total=1))
     for number in range(20):
         world.submit(f"a{number}", f"t{number}", api=fixed(1))
         world.started(f"a{number}")
         world.finished(f"a{number}")
-    assert len(world.picture.lives.trajectories) == 5
+    assert len(world.picture.tracker.trajectories) == 5
 
 
 def test_kinds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time_breakdown, "KINDS_MAX", 2)
-    sums = time_breakdown.Sums()
+    sums = time_breakdown.TimeSums()
     for kind in ("a", "b", "c", "d", "a"):
-        sums.waited(kind, 1.0)
+        sums.add_waiting(kind, 1.0)
     assert sums.waiting_s == {"a": 2.0, "b": 1.0, time_breakdown.OTHER: 2.0}
 
 
@@ -353,7 +353,7 @@ def test_every_second_is_counted_once_whatever_happens(steps: list[tuple[str, fl
                 world.finished(action)
     assert not world.phase_by_action
     expected = world.divided()
-    spent = world.picture.accounts.run("default").spending.view()
+    spent = world.picture.accounts.run("default").time_breakdown.view()
     assert sum(spent.waiting_s.values()) - spent.waiting_s.get(START, 0.0) == pytest.approx(expected["waiting"])
     assert spent.waiting_s.get(START, 0.0) == pytest.approx(expected[START])
     assert spent.execution_s == pytest.approx(expected["execution"])

@@ -1,121 +1,98 @@
-"""Reservation: coding agents on real sandboxes, first with a core reserved for each trajectory, then by action.
+"""Reservation: coding agents on real sandboxes, with a core reserved per trajectory and with cores scheduled by action.
 
 A batch of scripted agents repairs planted bugs in a small Python project: they look around, run tests, edit, and are
 rewarded by the whole test suite. All start at once, on 2 cores. On the reserved side a trajectory is admitted when a
 core is free and keeps it to its end; by action a core is held only while something executes. The agents, the sandboxes,
-the orchestrator and the cores are the same; the sides follow each other, in turning order from seed to seed. ACT counts
-from submission, so waiting for admission is in it: it falls on the first action, which opens the sandbox.
+the orchestrator and the cores are the same; the order of the sides alternates from seed to seed. ACT counts from
+submission, so it includes waiting for admission, in the first action, which opens the sandbox.
 
-Both sides are recorded. The recording of the second one is read back and simulated: `sim_error` says how far the mean
-ACT of the simulation is from the measured one.
+Both sides are recorded. The recording of the second one is replayed in the simulator: `sim_error` is the relative error
+of the simulated mean ACT.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_least, at_most, paired
+from tangram.bench.base import PRINTED, BenchRun, Progress, at_least, at_most, paired_ratio
 from tangram.bench.reservation import measured, sides
-from tangram.bench.reservation.agents import Script, draw
-from tangram.bench.reservation.measured import Measured
-from tangram.bench.reservation.neighbours import Neighbours, disturbed
+from tangram.bench.reservation.agents import AgentScript, draw_scripts
+from tangram.bench.reservation.measured import SideMeasurement
+from tangram.bench.reservation.neighbours import NeighbourLoad, disturbance_warning
 from tangram.bench.reservation.project import NEEDS
 from tangram.bench.reservation.sides import BY_ACTION, RESERVED, SIDES
-from tangram.errors import InvalidConfig, ManagerError
-from tangram.files.atomic_file import whole_file
-from tangram.managers.sandboxes.bwrap.manager import PROGRAMS
+from tangram.errors import ManagerError
+from tangram.files.atomic_file import atomic_write
 from tangram.reports.statistics import mean_of
-from tangram.runtime.trace_recorder import opened
+from tangram.runtime.trace_recorder import open_trace
 from tangram.sim.baselines import PodsConfig
 from tangram.sim.recordings import load_recording
-from tangram.sim.result import Result
+from tangram.sim.result import SimulationResult
 from tangram.sim.simulate import simulate
 
-BACKENDS = ("sandbox", "process")
-OPTIONS = ("report", "backend")
-"""What `measure` takes besides what all benchmarks do."""
+OPTIONS = ("report", "perfetto", "backend")
 RECORDINGS = {RESERVED: "reserved.jsonl", BY_ACTION: "actions.jsonl"}
-"""Of the first seed, in the folder of the report."""
+"""File names of the first seed's recordings, in the folder of the report."""
 LONGER = 3.0
-"""About as many times longer an action of the reserved side takes: progress is told in time."""
+"""Approximate ratio of action times on the reserved side to those by action, for progress in proportion to time."""
 
-Row = dict[str, float]
+MetricRow = dict[str, float]
 
 
-class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+class ReservationSizes(msgspec.Struct, frozen=True, kw_only=True):
     groups: int = 3
     siblings: int = 4
     """Trajectories of one group, which share the bug."""
     cores: int = 2
     think_faster: float = 15.0
-    """The tests of the project take half a second, so the agents think that much faster than real ones did: over its
-    span a trajectory then uses about as much of a core as was measured of real ones, which is 0.07 to 0.25."""
+    """Divisor of think times. The tests of the project take half a second; with this factor a trajectory uses about the
+    share of a core that was measured for real agents, 0.07 to 0.25."""
     seeds: int = 3
 
 
-FULL = Sizes()
-QUICK = Sizes(seeds=1)
+LABEL = "measured"
+FULL = ReservationSizes()
+QUICK = ReservationSizes(seeds=1)
 
 
-class Played(msgspec.Struct, frozen=True, kw_only=True):
-    """One seed."""
+class SeedResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The results of one seed."""
 
     seed: int
-    scripts: tuple[Script, ...]
+    scripts: tuple[AgentScript, ...]
     rewards: dict[str, dict[str, float]]
     """By side and trajectory."""
-    measured: dict[str, Measured]
+    measured: dict[str, SideMeasurement]
     """By side."""
     others: dict[str, float]
-    """By side: the share of the cores that other programs took."""
-    simulated: dict[str, Result]
+    """By side: the share of the cores used by other programs."""
+    simulated: dict[str, SimulationResult]
     """By side, both simulated from the recording of the side by action."""
 
 
 # ---- the measurement --------------------------------------------------------------------------------------------
 
 
-def measure(
-    sizes: Sizes,
-    *,
-    trace: Path | None,
-    processes: int | None,
-    progress: Progress,
-    report: Path | None = None,
-    backend: str = "",
-) -> BenchResult:
-    backend = backend or usual_backend()[0]
-    if backend not in BACKENDS:
-        raise InvalidConfig("backend", backend, f"one of {', '.join(BACKENDS)}")
+def measure(sizes: ReservationSizes, run: BenchRun) -> None:
     _require_programs()
-    with tempfile.TemporaryDirectory(prefix="tangram-bench-") as folder:
-        played = _play(sizes, backend, Path(folder), progress)
-        result = _result(sizes, backend, played)
-        if report is not None:
-            from tangram.bench.reservation.report import write
+    played = _run_seeds(sizes, run)
+    _add_metrics(sizes, run, played)
+    if run.report is not None:
+        from tangram.bench.reservation.report import write
 
-            for name in RECORDINGS.values():
-                with whole_file("report", report.parent / name) as file:
-                    file.write((Path(folder) / f"0-{name}").read_bytes())
-            write(report, result, played)
-    return result
+        for name in RECORDINGS.values():
+            with atomic_write("report", run.report.parent / name) as file:
+                file.write((run.folder / f"0-{name}").read_bytes())
+        write(run.report, run.result(), played)
+    if run.perfetto is not None:
+        from tangram.sim.trace_events import trace_of_results
 
-
-def usual_backend() -> tuple[str, str]:
-    """Sandboxes where they are possible, and else processes, with the reason."""
-    missing = [package for name, package in PROGRAMS.items() if not shutil.which(name)]
-    if os.geteuid() != 0:
-        return "process", "sandboxes need root"
-    if missing:
-        return "process", f"sandboxes need {' and '.join(missing)} (apt-get install {' '.join(missing)})"
-    return "sandbox", ""
+        trace_of_results({side: played[0].measured[side].result for side in SIDES}).write(run.perfetto)
 
 
 def _require_programs() -> None:
@@ -125,47 +102,49 @@ def _require_programs() -> None:
         raise ManagerError(f"the agents need {absent}; apt-get install {' '.join(sorted(missing))}", retry=False)
 
 
-def _play(sizes: Sizes, backend: str, folder: Path, progress: Progress) -> list[Played]:
-    state = folder / "state"
+def _run_seeds(sizes: ReservationSizes, run: BenchRun) -> list[SeedResult]:
+    state = run.folder / "state"
     state.mkdir(mode=0o711)
     batches = [
-        draw(seed, groups=sizes.groups, siblings=sizes.siblings, think_faster=sizes.think_faster)
+        draw_scripts(seed, groups=sizes.groups, siblings=sizes.siblings, think_faster=sizes.think_faster)
         for seed in range(sizes.seeds)
     ]
     bugs = {script.bug.name: script.bug for scripts in batches for script in scripts}
-    sides.prepare(list(bugs.values()), cores=sizes.cores, backend=backend, state=state)
-    told = _Progress(progress, batches)
-    found = []
+    sides.prepare(list(bugs.values()), cores=sizes.cores, backend=run.backend, state=state)
+    progress = _ReservationProgress(run.progress, batches)
+    results = []
     for seed, scripts in enumerate(batches):
         rewards, shown, others = {}, {}, {}
         for side in SIDES if seed % 2 == 0 else reversed(SIDES):
-            path = folder / f"{seed}-{RECORDINGS[side]}"
-            neighbours = Neighbours(sizes.cores)
+            path = run.folder / f"{seed}-{RECORDINGS[side]}"
+            neighbours = NeighbourLoad(sizes.cores)
             rewards[side] = asyncio.run(
                 sides.run_side(
                     side,
                     scripts,
                     cores=sizes.cores,
-                    backend=backend,
+                    backend=run.backend,
                     state=state,
                     record=path,
-                    told=told.side(seed, side),
+                    on_action=progress.side(seed, side),
                 )
             )
             others[side] = neighbours.share()
             keeps = sides.REQUEST if side == RESERVED else 0.0
-            shown[side] = measured.read(path, [script.name for script in scripts], name=side, keeps_cores=keeps)
-        told.simulating(seed)
-        simulated = _simulate(folder / f"{seed}-{RECORDINGS[BY_ACTION]}", scripts)
-        found.append(
-            Played(seed=seed, scripts=scripts, rewards=rewards, measured=shown, others=others, simulated=simulated)
+            shown[side] = measured.read_recording(
+                path, [script.name for script in scripts], name=side, keeps_cores=keeps
+            )
+        progress.simulating(seed)
+        simulated = _simulate(run.folder / f"{seed}-{RECORDINGS[BY_ACTION]}", scripts)
+        results.append(
+            SeedResult(seed=seed, scripts=scripts, rewards=rewards, measured=shown, others=others, simulated=simulated)
         )
-    return found
+    return results
 
 
-def _simulate(recorded: Path, scripts: tuple[Script, ...]) -> dict[str, Result]:
-    """Both sides on virtual time, from the recording of the side by action alone."""
-    with opened(recorded) as (header, _):
+def _simulate(recorded: Path, scripts: tuple[AgentScript, ...]) -> dict[str, SimulationResult]:
+    """Simulate both sides from the recording of the side by action."""
+    with open_trace(recorded) as (header, _):
         pools = header.pools
     names = {script.name for script in scripts}
     workload = load_recording(recorded)
@@ -179,10 +158,10 @@ def _simulate(recorded: Path, scripts: tuple[Script, ...]) -> dict[str, Result]:
     }
 
 
-class _Progress:
-    """The share of all actions that are done, those of the reserved side counted as longer, and who is at work."""
+class _ReservationProgress:
+    """The completed share of all actions, weighted for the reserved side, and the trajectories in progress."""
 
-    def __init__(self, progress: Progress, batches: list[tuple[Script, ...]]) -> None:
+    def __init__(self, progress: Progress, batches: list[tuple[AgentScript, ...]]) -> None:
         self._progress = progress
         self._batches = batches
         self._done = 0.0
@@ -193,7 +172,7 @@ class _Progress:
         left = {script.name: script.actions for script in scripts}
         of = f"seed {seed + 1} of {len(self._batches)}, {side}"
 
-        def told(trajectory: str) -> None:
+        def report_action(trajectory: str) -> None:
             left[trajectory] -= 1
             self._done += LONGER if side == RESERVED else 1.0
             ended = sum(count == 0 for count in left.values())
@@ -201,7 +180,7 @@ class _Progress:
             words = f"{of}: {ended} of {len(left)} trajectories, {acted} actions"
             self._progress(self._done / self._total, words)
 
-        return told
+        return report_action
 
     def simulating(self, seed: int) -> None:
         self._progress(self._done / self._total, f"seed {seed + 1} of {len(self._batches)}: simulating the recording")
@@ -210,15 +189,15 @@ class _Progress:
 # ---- what is made of it -----------------------------------------------------------------------------------------
 
 
-def row_of(result: Result) -> Row:
-    """The numbers of one side under one seed."""
-    found = result.summary()
-    assert found["actions_lost"] == 0.0, "what our side loses ends the benchmark before"
-    return {name: found[name] for name in ("act_mean_s", "act_p50_s", "act_p99_s", "waiting_mean_s", "step_s")}
+def row_of(result: SimulationResult) -> MetricRow:
+    """Return the numbers of one side under one seed."""
+    summary = result.summary()
+    assert summary["actions_lost"] == 0.0, "lost actions end the benchmark earlier"
+    return {name: summary[name] for name in ("act_mean_s", "act_p50_s", "act_p99_s", "waiting_mean_s", "step_s")}
 
 
-def _side(played: list[Played], side: str) -> Row:
-    """Means over seeds, in the order of the table."""
+def _side_means(played: list[SeedResult], side: str) -> MetricRow:
+    """Return means over seeds, in table order."""
     rows = []
     for each in played:
         result, core_time, rewards = each.measured[side].result, each.measured[side].core_time, each.rewards[side]
@@ -229,37 +208,35 @@ def _side(played: list[Played], side: str) -> Row:
     return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
 
 
-def _result(sizes: Sizes, backend: str, played: list[Played]) -> BenchResult:
-    found = Findings()
+def _add_metrics(sizes: ReservationSizes, run: BenchRun, played: list[SeedResult]) -> None:
     rows = {side: [row_of(each.measured[side].result) for each in played] for side in SIDES}
-    found.add("act_ratio", paired(rows[RESERVED], rows[BY_ACTION], "act_mean_s"), at_least(3.0))
-    found.add("p50_ratio", paired(rows[RESERVED], rows[BY_ACTION], "act_p50_s"), PRINTED)
-    found.add("p99_ratio", paired(rows[RESERVED], rows[BY_ACTION], "act_p99_s"), PRINTED)
-    found.add("step_ratio", paired(rows[RESERVED], rows[BY_ACTION], "step_s"), at_least(1.5))
+    run.add("act_ratio", paired_ratio(rows[RESERVED], rows[BY_ACTION], "act_mean_s"), at_least(3.0))
+    run.add("p50_ratio", paired_ratio(rows[RESERVED], rows[BY_ACTION], "act_p50_s"), PRINTED)
+    run.add("p99_ratio", paired_ratio(rows[RESERVED], rows[BY_ACTION], "act_p99_s"), PRINTED)
+    run.add("step_ratio", paired_ratio(rows[RESERVED], rows[BY_ACTION], "step_s"), at_least(1.5))
     for side, name, goal in ((BY_ACTION, "sim_error", at_most(0.2)), (RESERVED, "sim_error_reserved", PRINTED)):
-        found.add(name, mean_of([_error(each, side) for each in played]), goal)
+        run.add(name, mean_of([_error(each, side) for each in played]), goal)
     differ = [
         name
         for each in played
         for name, reward in each.rewards[RESERVED].items()
         if each.rewards[BY_ACTION][name] != reward
     ]
-    found.add("rewards_differ", len(differ), at_most(0.0))
-    found.add("load", mean_of([_load(each) for each in played]), PRINTED)
+    run.add("rewards_differ", len(differ), at_most(0.0))
+    run.add("load", mean_of([_load(each) for each in played]), PRINTED)
     for side in SIDES:
-        found.sides[side] = _side(played, side)
-    found.notes += _notes(sizes, backend, played)
-    settings = msgspec.to_builtins(sizes) | {"backend": backend, "policy": sides.POLICY, "request": sides.REQUEST}
-    return found.result("reservation", "measured", settings)
+        run.sides[side] = _side_means(played, side)
+    run.notes += _notes(sizes, run.backend, played)
+    run.settings |= {"backend": run.backend, "policy": sides.POLICY, "request": sides.REQUEST}
 
 
-def _error(each: Played, side: str) -> float:
+def _error(each: SeedResult, side: str) -> float:
     simulated, real = row_of(each.simulated[side]), row_of(each.measured[side].result)
     return abs(simulated["act_mean_s"] / real["act_mean_s"] - 1.0)
 
 
-def _load(each: Played) -> float:
-    """CPU seconds of all actions over the cores times the mean time that a trajectory takes once it is admitted."""
+def _load(each: SeedResult) -> float:
+    """Return the CPU seconds of all actions over the cores times the mean time of an admitted trajectory."""
     result = each.measured[RESERVED].result
     spans: dict[str, list[float]] = {}
     for row in result.rows:
@@ -268,18 +245,18 @@ def _load(each: Played) -> float:
     return result.core_s / (result.cores * span_s)
 
 
-def _notes(sizes: Sizes, backend: str, played: list[Played]) -> list[str]:
+def _notes(sizes: ReservationSizes, backend: str, played: list[SeedResult]) -> list[str]:
     actions = sum(script.actions for script in played[0].scripts)
     notes = [
-        f"{len(played[0].scripts)} trajectories a seed, {actions} actions under seed 0, opening and closing included;"
-        f" thinking is drawn from the fit to real agents and {sizes.think_faster:g} times shorter. ACT counts from"
+        f"{len(played[0].scripts)} trajectories per seed, {actions} actions under seed 0, opening and closing included;"
+        f" think times are drawn from the fit to real agents, divided by {sizes.think_faster:g}. ACT counts from"
         " submission, waiting for admission included.",
         "core use: CPU seconds of actions / (cores x step). The rest of the core time was held by an action that did"
         " not use it, kept for an agent that was thinking, free while some action waited, or free while none did.",
         "sim_error: |mean ACT of the recording simulated / measured - 1|; sim_error_reserved: the same for the reserved"
         " side, simulated from the recording of the other side.",
     ]
-    disturbance = disturbed([each.others[side] for each in played for side in SIDES])
+    disturbance = disturbance_warning([each.others[side] for each in played for side in SIDES])
     if disturbance:
         notes.append(disturbance)
     if backend == "process":

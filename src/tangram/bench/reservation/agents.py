@@ -1,8 +1,8 @@
-"""The agents: trajectories that are scripted beforehand and played on real sandboxes.
+"""The agents: scripted trajectories, played on real sandboxes.
 
-Owns what every agent does and how long it thinks, drawn from a seed alone: a script knows nothing of who schedules it,
-so both sides of a comparison meet the same work. Thinking is drawn from the distribution that the `coding` workload is
-fitted to, divided by a factor that the caller gives.
+Owns the behaviour and think times of every agent, drawn from a seed alone: a script is independent of the scheduling,
+so both sides of a comparison get the same work. Think times follow the distribution that the `coding` workload is
+fitted to, divided by a factor from the caller.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from tangram.client.sandbox import Image, Sandbox
 from tangram.core.action import Status
 from tangram.errors import ManagerError
 from tangram.sim.workloads.coding import THINK
-from tangram.sim.workloads.fit import stream
+from tangram.sim.workloads.fit import random_stream
 
 REWARD_CPUS = (1.0, 2.0)
 LOOKS = (2, 5)
 LOOKS_AGAIN = (1, 3)
-"""How often an agent looks around before it has seen the tests fail, and afterwards: least and most."""
+"""How often an agent looks around before it has seen the tests fail, and afterwards: minimum and maximum."""
 SCRIPT_SHARE = 0.6
-"""Of the agents that write a short program to understand what they see."""
+"""Share of agents that write a short program to inspect the code."""
 OUTCOMES = ("right", "right", "wrong", "second try")
-"""Of the siblings of a group, in turn: how the repair goes."""
+"""Outcomes of the repair, in turn for the siblings of a group."""
 MEMORY = "128MiB"
-"""Of one sandbox: two Python processes and the files."""
+"""Per sandbox: two Python processes and the files."""
 
 OUTLINE = (
     "import ast, pathlib, sys\n"
@@ -40,7 +40,7 @@ OUTLINE = (
     "        if isinstance(node, ast.FunctionDef):\n"
     "            print(path, node.lineno, node.name, ast.get_docstring(node) or '')\n"
 )
-"""A program that an agent writes to see what there is."""
+"""A program that an agent writes to inspect the code."""
 PATCH = (
     "import pathlib, sys\n"
     "path, before, after = sys.argv[1:]\n"
@@ -53,15 +53,15 @@ PATCH = (
 
 
 class Edit(msgspec.Struct, frozen=True):
-    """A change of one line through the files of the sandbox, which is no action."""
+    """A change of one line through the file API of the sandbox; not an action."""
 
     path: str
     before: str
     after: str
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """The agent thinks, then does one thing."""
+class AgentTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """Think time, then one operation."""
 
     think_s: float
     key: str
@@ -70,16 +70,16 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     reward: bool = False
 
 
-class Script(msgspec.Struct, frozen=True, kw_only=True):
+class AgentScript(msgspec.Struct, frozen=True, kw_only=True):
     """One trajectory."""
 
     name: str
     bug: Bug
-    turns: tuple[Turn, ...]
+    turns: tuple[AgentTurn, ...]
 
     @property
     def actions(self) -> int:
-        """Opening and closing the sandbox included."""
+        """Number of actions, with opening and closing the sandbox."""
         return 2 + sum(isinstance(turn.does, str) for turn in self.turns)
 
     @property
@@ -90,25 +90,25 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
 # ---- what they do -----------------------------------------------------------------------------------------------
 
 
-def draw(seed: int, *, groups: int, siblings: int, think_faster: float) -> tuple[Script, ...]:
-    """The trajectories of a batch: siblings share the bug, and each goes its own way."""
-    found = []
+def draw_scripts(seed: int, *, groups: int, siblings: int, think_faster: float) -> tuple[AgentScript, ...]:
+    """Draw the trajectories of a batch: siblings share the bug, and differ in their steps."""
+    scripts = []
     for number in range(groups * siblings):
         group, sibling = divmod(number, siblings)
-        rng = stream("reservation", seed, "agent", number)
+        rng = random_stream("reservation", seed, "agent", number)
         bug = BUGS[(seed + group) % len(BUGS)]
-        does = [*_way(rng, bug, OUTCOMES[sibling % len(OUTCOMES)]), ("reward", SUITE)]
+        does = [*_draw_turns(rng, bug, OUTCOMES[sibling % len(OUTCOMES)]), ("reward", SUITE)]
         thinks = (THINK.draw(rng, len(does)) / think_faster).tolist()
         turns = [
-            Turn(think_s=think_s, key=key, does=what, reward=key == "reward")
+            AgentTurn(think_s=think_s, key=key, does=what, reward=key == "reward")
             for think_s, (key, what) in zip(thinks, does, strict=True)
         ]
-        found.append(Script(name=f"agent/{number}", bug=bug, turns=tuple(turns)))
-    return tuple(found)
+        scripts.append(AgentScript(name=f"agent/{number}", bug=bug, turns=tuple(turns)))
+    return tuple(scripts)
 
 
-def _way(rng: np.random.Generator, bug: Bug, outcome: str) -> list[tuple[str, str | Edit]]:
-    """From the first look to the last: find, see it fail, repair, see it pass, look at the difference."""
+def _draw_turns(rng: np.random.Generator, bug: Bug, outcome: str) -> list[tuple[str, str | Edit]]:
+    """Draw all turns of an agent: explore, see the test fail, repair, see it pass, look at the diff."""
     tests: tuple[str, str] = ("tests", f"{PYTHON} -m unittest {bug.tests} 2>&1")
     way: list[tuple[str, str | Edit]] = [*_looks(rng, bug, LOOKS), tests, *_looks(rng, bug, LOOKS_AGAIN)]
     if rng.random() < SCRIPT_SHARE:
@@ -137,7 +137,7 @@ def _looks(rng: np.random.Generator, bug: Bug, bounds: tuple[int, int]) -> list[
 
 
 def _edit(rng: np.random.Generator, path: str, before: str, after: str) -> tuple[str, str | Edit]:
-    """By sed, by a program, or through the files."""
+    """An edit by sed, by a program, or through the file API."""
     ways: list[tuple[str, str | Edit]] = [
         ("edit", substitute(path, before, after)),
         ("edit", shlex.join([PYTHON, "-c", PATCH, path, before, after])),
@@ -149,20 +149,20 @@ def _edit(rng: np.random.Generator, path: str, before: str, after: str) -> tuple
 # ---- playing ----------------------------------------------------------------------------------------------------
 
 
-async def play(t: Client, script: Script, image: Image, told: Callable[[], None]) -> float:
-    """The whole trajectory on a sandbox of its own. Returns the reward: the share of all tests that passed.
+async def play_script(t: Client, script: AgentScript, image: Image, on_action: Callable[[], None]) -> float:
+    """Play the whole trajectory in a new sandbox and return the reward: the share of passed tests.
 
-    `told` is called after each action. What our side fails is raised, never a reward of 0.
+    `on_action` is called after each action. An infrastructure failure raises and never becomes a reward of 0.
     """
     reward = 0.0
     async with t.sandbox(
         image=image, memory=MEMORY, env=ENVIRONMENT, run="reservation", trajectory=script.name, task=script.bug.name
     ) as box:
-        told()
+        on_action()
         for turn in script.turns:
             await asyncio.sleep(turn.think_s)
             if isinstance(turn.does, Edit):
-                await _carry_out(box, turn.does)
+                await _apply_edit(box, turn.does)
                 continue
             result = await box.exec(turn.does, key=turn.key, cpus=REWARD_CPUS if turn.reward else None)
             if result.status is not Status.SUCCEEDED:
@@ -172,12 +172,12 @@ async def play(t: Client, script: Script, image: Image, told: Callable[[], None]
                 if not total:
                     raise ManagerError(f"the tests of {script.name} did not run: {result.stdout[-500:]}", retry=False)
                 reward = good / total
-            told()
-    told()
+            on_action()
+    on_action()
     return reward
 
 
-async def _carry_out(box: Sandbox, edit: Edit) -> None:
+async def _apply_edit(box: Sandbox, edit: Edit) -> None:
     text = await box.read_text(edit.path)
     assert text.count(edit.before) == 1, f"{edit.before!r} is {text.count(edit.before)} times in {edit.path}"
     await box.write(edit.path, text.replace(edit.before, edit.after))

@@ -1,16 +1,15 @@
-"""What a recorded side shows: every action with its times, and what the cores did meanwhile.
+"""Measurements from the recording of a side: every action with its times, and the use of the cores.
 
-Owns the reading of a trace as measurements. Never looks at anything but the trace. Times count from the first
-reservation of a trajectory, and the step ends when the last one has been released. What the cores did is divided,
-moment by moment, into
+Reads a trace and nothing else. Times count from the first reservation of a trajectory, and the step ends when the last
+one has been released. At every moment the cores are divided into
 
     used       by programs of actions: their CPU seconds, spread evenly over the time of their grant
-    held       reserved for an action that ran and did not use them: a program that waited, started or ended
-    thinking   reserved for a trajectory none of whose actions ran: its agent was thinking
-    wanted     reserved for nobody and unused, while some action waited
-    unwanted   reserved for nobody and unused, and no action waited
+    held       reserved for a running action that did not use them: its program waited, started or ended
+    thinking   reserved for a trajectory without a running action: its agent was thinking
+    wanted     not reserved and unused, while some action waited
+    unwanted   not reserved and unused, and no action waited
 
-which add up to all cores over the whole step.
+which sum to all cores over the whole step.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ import numpy as np
 from tangram.core.action import Action, Outcome
 from tangram.core.demand import CORE, CPU
 from tangram.core.messages import Finished, Message, Release, Reserve, Resize, Settle, Start, Submit
-from tangram.runtime.trace_recorder import opened
-from tangram.sim.result import COMPLETED, ActionRow, Result
+from tangram.runtime.trace_recorder import open_trace
+from tangram.sim.result import COMPLETED, ActionRow, SimulationResult
 
 USED, HELD, THINKING, WAITING = range(4)
 CURVES = 4
-"""What is followed over time: cores of the first three kinds, and the number of waiting actions."""
+"""Curves over time: cores of the first three kinds, and the number of waiting actions."""
 
 
 class CoreTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Shares of the core time of a step; together 1."""
+    """Shares of the core time of a step; they sum to 1."""
 
     used: float
     held: float
@@ -42,15 +41,15 @@ class CoreTime(msgspec.Struct, frozen=True, kw_only=True):
     unwanted: float
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
+class SideMeasurement(msgspec.Struct, frozen=True, kw_only=True):
     """One side under one seed."""
 
-    result: Result
+    result: SimulationResult
     core_time: CoreTime
 
 
-class _Act:
-    """One action on its way through the trace."""
+class _TracedAction:
+    """One action in the trace."""
 
     __slots__ = ("action", "ended_at", "granted_at", "node", "outcome", "reserves", "submitted_at", "width")
 
@@ -66,44 +65,47 @@ class _Act:
         """(since, cores), in order."""
 
 
-def read(path: Path, trajectories: Iterable[str], *, name: str, keeps_cores: float = 0.0) -> Measured:
-    """The given trajectories of a recording. `keeps_cores`: what each one keeps from its first grant to its release."""
+def read_recording(path: Path, trajectories: Iterable[str], *, name: str, keeps_cores: float = 0.0) -> SideMeasurement:
+    """Read the given trajectories of a recording. `keeps_cores`: cores that each one keeps from its first grant to its
+    release."""
     wanted = frozenset(trajectories)
-    acts: dict[str, _Act] = {}
+    acts: dict[str, _TracedAction] = {}
     boxes: dict[str, tuple[float, float]] = {}
     """When each sandbox was reserved and released."""
-    with opened(path) as (header, lines):
+    with open_trace(path) as (header, lines):
         cores = sum(pool.total for pool in header.pools if pool.kind == CPU) / CORE
         for line in lines:
-            _take(line.message, line.t, acts, boxes)
+            _apply_message(line.message, line.t, acts, boxes)
     own = [act for act in acts.values() if act.action.trajectory in wanted]
     assert all(act.outcome is not None for act in own), "every action of a whole recording has settled"
     spans = {act.action.sandbox: boxes[act.action.sandbox] for act in own}
     start = min(since for since, _ in spans.values())
     end = max(until for _, until in spans.values())
-    moments = _Moments(cores, start, end)
+    moments = _CoreTimeline(cores, start, end)
     for act in own:
         moments.add_action(act)
     if keeps_cores:
         moments.add_trajectories(own, spans, keeps_cores)
-    result = Result(
+    result = SimulationResult(
         name=name,
         workload="coding agents",
         seed=0,
         rows=_rows(own, start),
         episode_ends=[until - start for _, until in spans.values()],
-        episodes_failed=len({act.action.sandbox for act in own if not _completed(act)}),
+        episodes_failed=len({act.action.sandbox for act in own if not _is_completed(act)}),
         makespan_s=end - start,
         cores=cores,
         core_s=sum(act.outcome.usage.cpu_s for act in own if act.outcome is not None),
         busy=moments.busy(),
     )
-    return Measured(result=result, core_time=moments.core_time())
+    return SideMeasurement(result=result, core_time=moments.core_time())
 
 
-def _take(message: Message, now: float, acts: dict[str, _Act], boxes: dict[str, tuple[float, float]]) -> None:
+def _apply_message(
+    message: Message, now: float, acts: dict[str, _TracedAction], boxes: dict[str, tuple[float, float]]
+) -> None:
     if isinstance(message, Submit):
-        acts[message.action.id] = _Act(message.action, now)
+        acts[message.action.id] = _TracedAction(message.action, now)
     elif isinstance(message, Reserve):
         boxes[message.sandbox] = (now, now)
     elif isinstance(message, Release):
@@ -121,11 +123,11 @@ def _take(message: Message, now: float, acts: dict[str, _Act], boxes: dict[str, 
         act.ended_at, act.outcome = now, message.outcome
 
 
-def _completed(act: _Act) -> bool:
+def _is_completed(act: _TracedAction) -> bool:
     return act.outcome is not None and act.outcome.status.value in COMPLETED
 
 
-def _rows(acts: list[_Act], start: float) -> list[ActionRow]:
+def _rows(acts: list[_TracedAction], start: float) -> list[ActionRow]:
     rows = []
     turns: dict[str, int] = {}
     for act in acts:
@@ -152,20 +154,20 @@ def _rows(acts: list[_Act], start: float) -> list[ActionRow]:
     return sorted(rows, key=lambda row: row.ended_at)
 
 
-class _Moments:
-    """Cores in use, held, kept and wanted over time, as steps that add up."""
+class _CoreTimeline:
+    """Cores in use, held, kept and wanted over time, as sums of step functions."""
 
     def __init__(self, cores: float, start: float, end: float) -> None:
         self._cores = cores
         self._start, self._end = start, end
         self._steps: list[tuple[float, int, float]] = []
-        """(time, which curve, by how much it changes)."""
+        """(time, curve, change of its value)."""
 
     def _between(self, since: float, until: float, curve: int, amount: float) -> None:
         if until > since and amount:
             self._steps += [(since, curve, amount), (until, curve, -amount)]
 
-    def add_action(self, act: _Act) -> None:
+    def add_action(self, act: _TracedAction) -> None:
         granted = act.ended_at if act.granted_at is None else act.granted_at
         self._between(act.submitted_at, granted, WAITING, 1.0)
         if act.granted_at is None or act.outcome is None:
@@ -176,8 +178,8 @@ class _Moments:
         for (since, reserved), until in zip(act.reserves, ends, strict=True):
             self._between(since, until, HELD, max(0.0, reserved - rate))
 
-    def add_trajectories(self, acts: list[_Act], spans: dict[str, tuple[float, float]], cores: float) -> None:
-        """Kept from the first grant to the release, but for the time in which an action holds them."""
+    def add_trajectories(self, acts: list[_TracedAction], spans: dict[str, tuple[float, float]], cores: float) -> None:
+        """Add the cores kept from the first grant to the release, except while an action holds them."""
         for box, (_, released) in spans.items():
             granted = [(act.granted_at, act.ended_at) for act in acts if act.action.sandbox == box]
             inside = sorted((since, until) for since, until in granted if since is not None)
@@ -188,7 +190,7 @@ class _Moments:
             self._between(at, released, THINKING, cores)
 
     def _curves(self) -> tuple[np.ndarray, np.ndarray]:
-        """The times at which anything changes, and the curves from each of them to the next."""
+        """Return the times at which anything changes, and the curves from each of them to the next."""
         times = np.unique(np.clip([self._start, self._end, *(at for at, _, _ in self._steps)], self._start, self._end))
         changes = np.zeros((CURVES, len(times)))
         for at, curve, amount in self._steps:

@@ -1,7 +1,7 @@
 """The project that the agents work on: a small Python package, its tests, and the bugs that can be planted in it.
 
-Owns the text of every file. Knows nothing of sandboxes: it says which shell commands make the project, and which plant
-a bug. Everything in it is real: the tests pass without a bug, and fail with one.
+Owns the text of every file, and the shell commands that create the project and plant a bug. Independent of sandboxes.
+Everything is real: the tests pass without a bug, and fail with one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import shlex
 import msgspec
 
 PYTHON = "/usr/bin/python3"
-"""The one of the machine, which every sandbox sees."""
+"""The interpreter of the machine, which every sandbox sees."""
 
 NEEDS = {
     PYTHON: "python3",
@@ -22,24 +22,24 @@ NEEDS = {
     "/usr/bin/xargs": "findutils",
     "/usr/bin/diff": "diffutils",
 }
-"""What the agents call besides coreutils, and the package of Debian that has it."""
+"""Programs that the agents call in addition to coreutils, and their Debian packages."""
 
 SUITE = f"ls tests/test_*.py | xargs -P {{cpus}} -n 2 {PYTHON} -m unittest 2>&1"
-"""All tests, two files to a process, as many processes at a time as there are cores."""
+"""All tests, two files per process, as many processes at a time as there are cores."""
 
 ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": "1"}
-"""Python tells a stale byte code file by the second of its source, and an agent edits faster than that."""
+"""Python detects a stale byte code file by the second of its source, and an agent edits faster than that."""
 
 
 class Bug(msgspec.Struct, frozen=True, kw_only=True):
-    """One data set item: what the siblings of a group are asked to repair."""
+    """One data set item: what the siblings of a group repair."""
 
     name: str
     module: str
     right: str
     planted: str
     misguided: str
-    """A repair that some agents try: it satisfies a part of the tests."""
+    """A repair that some agents try: it satisfies only a part of the tests."""
 
     @property
     def path(self) -> str:
@@ -47,17 +47,17 @@ class Bug(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tests(self) -> str:
-        """The file of the tests that show it."""
+        """The test file that detects the bug."""
         return f"tests/test_{self.module}.py"
 
     @property
     def plant(self) -> str:
-        """The command that puts it into the project."""
+        """The command that plants the bug."""
         return substitute(self.path, self.right, self.planted)
 
 
 def substitute(path: str, before: str, after: str) -> str:
-    """A sed command for one line of a file, leaving its indentation as it is."""
+    """Return a sed command for one line of a file that keeps the indentation."""
     wanted = re.sub(r"([\\/.*\[\]^$])", r"\\\1", before)
     written = re.sub(r"([\\/&])", r"\\\1", after)
     script = rf"s/^\( *\){wanted}$/\1{written}/"
@@ -65,9 +65,9 @@ def substitute(path: str, before: str, after: str) -> str:
 
 
 def passed(output: str) -> tuple[int, int]:
-    """Tests that passed, and all: what the processes of the suite printed, in whatever order.
+    """Return the number of passed tests and of all tests, from the output of the suite's processes in any order.
 
-    A line comes whole, but it may stand behind the dots that another process has printed so far.
+    A line is contiguous, but may follow dots that another process has printed.
     """
     ran = sum(int(count) for count in re.findall(r"Ran (\d+) tests? in ", output))
     wrong = sum(int(count) for count in re.findall(r"(?:failures|errors)=(\d+)", output))
@@ -127,7 +127,7 @@ Dates, text, statistics, money, graphs and numerals, each in a module of its own
 
 Run one file of tests with `python3 -m unittest tests/test_dates.py`.
 """,
-    "almanac/__init__.py": '"""Small things that everybody writes again."""\n',
+    "almanac/__init__.py": '"""Small functions that many programs need."""\n',
     "almanac/dates.py": '''\
 """Days and years of the Gregorian calendar."""
 
@@ -162,7 +162,7 @@ def words_of(text):
 
 
 def wrap(text, width):
-    """Lines of at most so many characters; a longer word has a line of its own."""
+    """Wrap into lines of at most `width` characters; a longer word has its own line."""
     lines, line = [], ""
     for word in words_of(text):
         if line and len(line) + 1 + len(word) > width:
@@ -518,7 +518,8 @@ class Numbers(unittest.TestCase):
 
 
 def setup() -> tuple[str, ...]:
-    """The commands that make the project in an empty workspace. The last one runs all its tests, which must pass."""
+    """Return the commands that create the project in an empty workspace. The last one runs all its tests, which must
+    pass."""
     write = [f"mkdir -p {' '.join(sorted({path.rpartition('/')[0] for path in FILES} - {''}))}"]
     write += [f"cat > {path} <<'END'\n{text}END" for path, text in FILES.items()]
     keep = "mkdir -p .before && cp -r almanac .before/"

@@ -17,16 +17,16 @@ POLICIES = {
     "adaptive": "size-aware, sharing cores by learned use, resizing running actions (the default)",
     "adaptive:no-resize": "the same without resizing what runs",
 }
-"""Every name that `policy` takes, with one line on it."""
+"""The policy names, each with a description of one line."""
 
 
 def policy(name: str) -> SchedulingPolicy:
-    """The policy of that name. Raises InvalidConfig with the nearest valid one."""
+    """Returns the policy of that name. Raises InvalidConfig with the closest valid name."""
     family, _, option = name.partition(":")
     if name == "fcfs":
         return Fcfs()
     if name == "paper":
-        # Here, because it brings numpy along, which a program that only submits actions does not need.
+        # Imported here because it needs numpy, and a program that only submits actions does not.
         from tangram.core.policies.paper import Paper
 
         return Paper()

@@ -1,21 +1,22 @@
 """The default policy: size-aware, sharing, resizing.
 
-What it does beyond the published algorithm (docs/concepts/policies.md has the reasons, measured):
+What it does beyond the published algorithm (docs/concepts/policies.md has the measured reasons):
 
-- order by expected unit-seconds, smallest first, and calls of APIs by arrival; ageing in the scheduler keeps that
-  from starving anybody;
-- CPU that nobody declared is reserved by learned real use, with a generous limit, because tool calls mostly wait. An
-  action whose expected remaining work is large reserves, and so weighs, less: it runs on what the short ones leave;
-- elastic CPU actions share by heSRPT over what runs and what waits, and are resized as that changes;
-- beyond its minimum, an elastic action leaves room for the inelastic ones that come and go;
-- devices are chosen by time to finish including the restore, priced by how many others want devices; calls of one
-  service that wait together share them, and an idle device gets the service that is most likely to be called next.
+- The order is by expected unit-seconds, smallest first; API calls go by arrival. Ageing in the scheduler prevents
+  starvation.
+- Undeclared CPU is reserved by learned use, with a generous limit, because tool calls mostly wait. An action with much
+  expected remaining work reserves less, and so has a smaller weight: it runs on what short actions leave.
+- Elastic CPU actions share by heSRPT over running and waiting actions, and are resized as these change.
+- Beyond its minimum, an elastic action leaves room for inelastic actions, which come and go.
+- Devices are chosen by the time to finish, restore included, priced by the demand for devices. Waiting calls of one
+  service share them, and an idle device gets the service that is most likely to be called next.
 
-With nothing learned yet an action counts as one core for one second, which is first come, first served.
+Before anything is learned an action counts as one core for one second, which gives first come, first served.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from heapq import nsmallest
 from typing import TYPE_CHECKING
@@ -25,59 +26,76 @@ from tangram.core.demand import CORE, CPU, GPU, Amounts
 from tangram.core.lanes import Entry
 from tangram.core.ledger import PoolState
 from tangram.core.policies import devices
-from tangram.core.policies.base import Adjust, Begin, Decision
+from tangram.core.policies.base import Adjust, Begin, Decision, Retry
 
 if TYPE_CHECKING:
     from tangram.core.snapshot import Candidate, Snapshot
 
 RESERVE_MARGIN = 1.1
-"""Reserve this much above the learned mean use: contention slows everybody, a little slack slows nobody."""
+"""Reserve this factor of the learned mean use: contention slows all actions, a little slack slows none."""
 RESERVE_MIN = 4
-"""Milli-cores reserved at least: the smallest weight that the kernel can tell from the next one."""
+"""The least reserve in milli-cores: smaller weights are equal to the kernel."""
 SMALL_CORE_S = 0.5
-"""Expected core-seconds up to which an action reserves its full use. Beyond, the reserve falls with the square of
-what is expected to remain: in overload the short calls then run as if alone, and long ones share the rest."""
+"""Expected core-seconds up to which an action reserves its full use. Beyond it the reserve falls with the square of the
+expected remaining work: in overload short calls run as if alone, and long ones share the rest."""
 REVIEW_FIRST_S = 4.0
-"""A running call is looked at again after this time ..."""
+"""A running call is first reviewed after this time."""
 REVIEW_GROWTH = 3.0
-"""... and then whenever its age has grown by this factor."""
+"""After that it is reviewed whenever its age has grown by this factor."""
 REVIEW_STEP_S = 0.01
-"""No review is closer to the one before: rounding may put the moment that it waits for just behind it."""
+"""The least time between two reviews: rounding may put a review just before the moment that it waits for."""
 REVIEW_SHARE = 0.25
-"""A review that would change the reserve by less than this share leaves it."""
+"""A review changes the reserve only by at least this share."""
 RESERVE_MAX = 950
-"""Milli-cores at most, for what nobody declared. Whoever needs more than a core for sure says so. A little less than a
-core, because those who only wait hold RESERVE_MIN each, and would keep a whole one from fitting beside them."""
+"""The largest reserve of undeclared CPU in milli-cores. An action that needs more than a core declares it. A little
+less than a core, because waiting processes hold RESERVE_MIN each and a whole core would not fit beside them."""
 IDLE_SHARE = 0.5
-"""An action that was measured to use less than this share of its reserve does not need it: the reserve follows the use,
-since CPU that is reserved for it was there to be used."""
-REVIEWS_MAX = 16
-"""Reviews per round; those left over wait for the next event."""
+"""The reserve of an action follows its measured use when that is less than this share of the reserve."""
 TIMEOUT_SHARE = 0.5
-"""Past this share of its timeout an action reserves its full use again: sharing must not make it time out."""
+"""After this share of its timeout an action reserves its full use again, so that sharing does not make it time out."""
 
 FUTURE_EXPONENT = 0.35
-"""heSRPT is optimal when nobody else comes. A part of the speed-up exponent divides more evenly, which measured best
-over loads 0.3 to 0.9 for both mean and tail: wide shares use units less efficiently, and others do come."""
+"""heSRPT is optimal without further arrivals. A part of the speed-up exponent divides more evenly, which measured best
+over loads from 0.3 to 0.9 for mean and tail: wide shares use units less efficiently, and further actions arrive."""
 WIDTH_HEADROOM = 8
-"""An action is launched this many times wider than its first share, so that it can grow when others leave."""
+"""An action is launched this many times wider than its first share, so that it can grow when other actions end."""
 RESIZE_SHARE = 0.04
-"""A resize must change the limit by this share at least; smaller ones cost more than they bring."""
+"""The least relative change of a resize: smaller ones cost more than they gain."""
 RESIZES_MAX = 32
-"""Resizes per round and pool that make actions narrower, and as many that make them wider: each is a file write."""
+"""The number of shrinking resizes per round and pool, and of growing ones: each is a file write."""
 REST_S = 0.02
-"""When to look again at a pool where more than that many were to become narrower."""
+"""The delay before the next round of a pool in which more actions than that should shrink."""
 GROW_AGE_S = 0.05
-"""An action that has just started becomes wider once it has run so long: it may be about to end."""
+"""An action grows only after it has run this long: before that it may be about to end."""
 CROWD_MAX = 48
-"""Waiting actions that take part in the division; with more, everybody is at its minimum anyway."""
+"""Waiting actions that take part in the division. With more, all are at their minimum anyway."""
 EVEN_FACTOR = 0.6
-"""Without resizing: an action that speeds up well takes this times p / (1 - p) even parts. p / (1 - p) is the optimum
-when every unit has the same price; a little less leaves room for whoever comes next."""
+"""Without resizing, an action with a high speed-up takes this times p / (1 - p) even parts. p / (1 - p) is optimal when
+every unit has the same price; a little less leaves room for the next action."""
 EVEN_MIN = 1.2
-"""Even parts that every action takes at least, since some of those present are about to leave."""
+"""The least number of even parts per action, since some of the present actions are about to end."""
 LOAD_MIN = 0.05
-"""Offered load taken for granted when sizing without resizing."""
+"""The least offered load that is assumed when sizing without resizing."""
+
+
+PEAK_MEMORY_S = 60.0
+"""Time constant of the fading peak of inelastic use."""
+
+
+class _Peak:
+    """The most units of a pool that inelastic actions held, fading exponentially."""
+
+    __slots__ = ("_at", "_units", "pool")
+
+    def __init__(self, pool: PoolState) -> None:
+        self.pool = pool
+        self._units = 0.0
+        self._at = 0.0
+
+    def update(self, units: int, now: float) -> float:
+        self._units = max(float(units), self._units * math.exp((self._at - now) / PEAK_MEMORY_S))
+        self._at = now
+        return self._units
 
 
 class Adaptive:
@@ -86,10 +104,12 @@ class Adaptive:
     def __init__(self, *, resize: bool = True) -> None:
         self.name = "adaptive" if resize else "adaptive:no-resize"
         self.resize = resize
+        self._peaks: dict[str, _Peak] = {}
+        """The peaks of inelastic use, by CPU pool."""
 
     def order(self, entry: Entry, snapshot: Snapshot) -> float:
-        """Expected unit-seconds at the minimum: what the action takes away from the others. Calls of APIs keep their
-        order: what they take of a quota does not depend on how long they last."""
+        """Expected unit-seconds at the minimum: what the action takes from the others. API calls keep their order,
+        because what they take of a quota does not depend on their duration."""
         pools = entry.action.demand.pools
         cpu = pools.get(CPU)
         if cpu is not None:
@@ -98,7 +118,7 @@ class Adaptive:
         return snapshot.estimate(entry).work_s * pools[GPU].min if GPU in pools else 0.0
 
     def reserve(self, entry: Entry, snapshot: Snapshot) -> int:
-        """Learned use, less for what is expected to run long; RESERVE_MAX while nothing is known."""
+        """The learned use, less for actions that are expected to run long. RESERVE_MAX before anything is learned."""
         estimate = snapshot.estimate(entry)
         limit = entry.action.demand.pools[CPU].max
         if not estimate.observations:
@@ -106,7 +126,7 @@ class Adaptive:
         full = min(estimate.busy * RESERVE_MARGIN * CORE, RESERVE_MAX)
         ran_s = 0.0 if entry.started_at is None else snapshot.now - entry.started_at
         timeout_s = entry.action.timeout_s
-        if snapshot.aged(entry) or (timeout_s is not None and ran_s >= TIMEOUT_SHARE * timeout_s):
+        if snapshot.is_aged(entry) or (timeout_s is not None and ran_s >= TIMEOUT_SHARE * timeout_s):
             return min(limit, max(RESERVE_MIN, int(full)))
         remaining = estimate.remaining_s(ran_s) * estimate.busy
         if remaining > SMALL_CORE_S:
@@ -114,7 +134,7 @@ class Adaptive:
         return min(limit, max(RESERVE_MIN, int(full)))
 
     def plan(self, snapshot: Snapshot) -> Iterator[Decision]:
-        for entry in snapshot.due(REVIEWS_MAX):
+        for entry in snapshot.due_reviews:
             yield self._review(snapshot, entry)
         targets: dict[str, float] = {}
         pools = list(snapshot.changed.values()) if self.resize else []
@@ -128,7 +148,7 @@ class Adaptive:
             if pool in crowded:
                 if pool.free < CORE or not pool.elastic_held or snapshot.waiting(pool):
                     continue
-                # The crowd has what it came for: what it leaves is divided anew.
+                # No action waits any more: divide what the crowd left over.
                 self._divide(snapshot, pool, targets)
             if targets:
                 yield from self._grow(snapshot, pool, targets)
@@ -151,10 +171,10 @@ class Adaptive:
             return Begin(entry, node)
         return self._begin_elastic(snapshot, entry, node, cpu, targets)
 
-    # ---- CPU that nobody declared ----
+    # ---- undeclared CPU ----
 
     def _review(self, snapshot: Snapshot, entry: Entry) -> Decision:
-        """It has run for a while: what is expected to remain has changed, and with it what it should reserve."""
+        """Adapts the reserve of an action to its remaining work, which changes as it runs."""
         assert entry.started_at is not None and entry.grant is not None
         pool = snapshot.pool(CPU, entry.grant.node)
         reserve = min(self.reserve(entry, snapshot), entry.reserved + max(0, pool.free))
@@ -165,7 +185,7 @@ class Adaptive:
         ran_s = snapshot.now - entry.started_at
         review_s = max(REVIEW_FIRST_S, (REVIEW_GROWTH - 1.0) * ran_s)
         if reserve == RESERVE_MIN:
-            # Nothing changes before it has aged or comes near its timeout.
+            # Nothing changes before it ages or comes near its timeout.
             review_s = max(review_s, snapshot.ages_in_s(entry))
         timeout_s = entry.action.timeout_s
         if timeout_s is not None and ran_s < TIMEOUT_SHARE * timeout_s:
@@ -174,41 +194,51 @@ class Adaptive:
 
     # ---- elastic CPU ----
 
+    def _headroom(self, snapshot: Snapshot, pool: PoolState) -> float:
+        """Milli-cores to leave for inelastic actions: the most that they held lately, at most half of the pool."""
+        peak = self._peaks.get(pool.name)
+        if peak is None or peak.pool is not pool:
+            if len(self._peaks) > 2 * len(snapshot.pools):  # drop pools of nodes that have left
+                self._peaks = {name: peak for name, peak in self._peaks.items() if name in snapshot.pools}
+            peak = self._peaks[pool.name] = _Peak(pool)
+        held = snapshot.inelastic_held(pool)
+        return max(0.0, min(peak.update(held, snapshot.now), pool.total / 2) - held)
+
     def _begin_elastic(
         self, snapshot: Snapshot, entry: Entry, node: str, cpu: Amounts, targets: dict[str, float]
     ) -> Decision:
         pool = snapshot.pool(CPU, node)
-        # Its minimum fits, and a core left idle for who may come serves nobody: only what is above it is spared.
-        room = max(cpu.min, pool.free - snapshot.headroom(pool))
+        # Headroom only limits what is above the minimum: the minimum fits, and an idle core would help no action.
+        room = max(cpu.min, pool.free - self._headroom(snapshot, pool))
         if not self.resize:
             return Begin(entry, node, cpu.floor(min(self._lasting_units(snapshot, entry, pool, cpu, room), room)))
-        # Cores are whole only in its width: what can be resized may as well start with a part of one.
+        # Only the width is in whole cores: an action that can be resized may start with a fraction of a core.
         units = max(cpu.min, min(int(min(targets.get(entry.id, cpu.min), room)), cpu.max))
         return Begin(entry, node, units, limit=units, width=cpu.floor(min(units * WIDTH_HEADROOM, pool.total)))
 
     def _lasting_units(self, snapshot: Snapshot, entry: Entry, pool: PoolState, cpu: Amounts, room: float) -> float:
-        """Units for an action that keeps them to its end, in milli-cores.
+        """Returns milli-cores for an action that keeps them to its end.
 
-        The larger of an even part of the pool among those present, more for what speeds up well, and of what everybody
-        could have at the present load. The latter is load ** (-1 / (1 - p)) times the minimum: on k units an action
-        with speed-up k ** p takes k ** (1 - p) times its work, so that fills the pool exactly.
+        The larger of an even part of the pool among the present actions, more with a high speed-up, and of what every
+        action could have at the present load. The latter is load ** (-1 / (1 - p)) times the minimum: on k units an
+        action with speed-up k ** p takes k ** (1 - p) times its work, so this fills the pool exactly.
         """
         exponent = snapshot.estimate(entry).exponent
         waiting, _ = snapshot.waiting_counts(pool)
         present = max(1, waiting + len(snapshot.running(pool)))
         even = pool.total / present * max(EVEN_MIN, EVEN_FACTOR * exponent / (1.0 - exponent))
-        load = max(LOAD_MIN, snapshot.offered(CPU) / max(pool.total, 1))
+        load = max(LOAD_MIN, snapshot.offered_load(CPU) / max(pool.total, 1))
         steady = cpu.min * max(1.0, float(load ** (-1.0 / (1.0 - exponent))))
         return max(even, min(steady, room / max(1, waiting)))
 
     def _divide(self, snapshot: Snapshot, pool: PoolState, targets: dict[str, float]) -> bool:
-        """heSRPT over the elastic actions that run and wait on this pool: milli-cores per action, into `targets`.
-        True if there is a crowd instead, or nothing to divide."""
+        """Divides a pool by heSRPT over its running and waiting elastic actions: writes milli-cores per action to
+        `targets`. Returns True if it is too crowded to divide."""
         if pool.free < CORE and pool.elastic_held == pool.elastic_min:
             return True
         elastic, rigid = snapshot.waiting_counts(pool)
         if rigid or elastic * CORE >= pool.total:
-            # Everybody is at its minimum, and who is not yet, shrinks to it.
+            # All actions shrink to their minimum.
             if pool.elastic_held > pool.elastic_min:
                 for entry in snapshot.running(pool).values():
                     targets[entry.id] = float(entry.action.demand.pools[CPU].min)
@@ -216,7 +246,7 @@ class Adaptive:
         if not elastic and not pool.elastic_held:
             return False
         running = list(snapshot.running(pool).values())
-        units = max(float(pool.elastic_min), pool.free + pool.elastic_held - snapshot.headroom(pool))
+        units = max(float(pool.elastic_min), pool.free + pool.elastic_held - self._headroom(snapshot, pool))
         waiting = self._joining(snapshot, pool, units - pool.elastic_min) if elastic else []
         minimum = [float(entry.action.demand.pools[CPU].min) for entry in (*running, *waiting)]
         sizes, exponents, maximum = [], [], []
@@ -236,7 +266,7 @@ class Adaptive:
         return False
 
     def _joining(self, snapshot: Snapshot, pool: PoolState, room: float) -> list[Entry]:
-        """The waiting elastic actions, smallest first, whose minima fit beside those of the running ones."""
+        """Returns the waiting elastic actions, smallest first, whose minima fit beside those of the running ones."""
         joining = []
         for entry in sorted(snapshot.waiting_elastic(pool, CROWD_MAX), key=lambda entry: (entry.key, entry.seq)):
             least = entry.action.demand.pools[CPU].min
@@ -247,7 +277,8 @@ class Adaptive:
         return joining
 
     def _shrink(self, snapshot: Snapshot, pool: PoolState, targets: dict[str, float]) -> Iterator[Decision]:
-        """Make room. Down to its minimum by any amount: a few milli-cores too many keep a whole action waiting."""
+        """Shrinks running actions. An action may shrink to its minimum by any amount, because a few milli-cores can
+        decide whether another action fits."""
         changes = []
         for entry in snapshot.running(pool).values():
             target = int(targets.get(entry.id, entry.reserved))
@@ -256,16 +287,16 @@ class Adaptive:
                 changes.append((target - entry.reserved, entry, target))
         if len(changes) > RESIZES_MAX:
             changes = nsmallest(RESIZES_MAX, changes)
-            snapshot.look_again(pool, REST_S)
+            yield Retry(pool.name, REST_S)
         for _, entry, target in changes:
             yield Adjust(entry, target, target)
 
     def _grow(self, snapshot: Snapshot, pool: PoolState, targets: dict[str, float]) -> Iterator[Decision]:
-        left, since = RESIZES_MAX, snapshot.now - GROW_AGE_S
+        budget, since = RESIZES_MAX, snapshot.now - GROW_AGE_S
         for entry in list(snapshot.running(pool).values()):
             if entry.stop is not None or entry.started_at is None or entry.started_at > since:
                 continue
             target = min(int(targets.get(entry.id, 0)), entry.width, entry.reserved + pool.free)
-            if target > entry.reserved * (1.0 + RESIZE_SHARE) and left:
-                left -= 1
+            if target > entry.reserved * (1.0 + RESIZE_SHARE) and budget:
+                budget -= 1
                 yield Adjust(entry, target, target)

@@ -1,8 +1,8 @@
 """What a scheduling policy reads and what it returns.
 
-A policy is a pure decision: `plan(snapshot)` reads the live state through a Snapshot and yields decisions. The
-scheduler checks and writes each decision before it asks for the next one, so the snapshot is always true and nobody
-but the scheduler writes. A policy keeps no state about actions; what it needs to know, the snapshot tells.
+A policy only decides: `plan(snapshot)` reads the live state through a Snapshot and yields decisions. The scheduler
+checks and applies each decision before it takes the next one, so the snapshot is always up to date and only the
+scheduler writes. A policy keeps no state about actions.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 
 
 class Begin(msgspec.Struct, frozen=True, gc=False):
-    """Start this action now. `units` counts in its elastic pool, or in CPU if it has no elastic one."""
+    """Start this action now. `units` counts in its elastic pool, or in CPU if it has none."""
 
     entry: Entry
     node: str
     units: int = 0
-    """0: the minimum, or the reserve of CPU that nobody declared."""
+    """0: the minimum, or the learned reserve of undeclared CPU."""
     limit: int = 0
-    """CPU quota in milli-cores; 0: as much as is reserved."""
+    """CPU quota in milli-cores. 0: equal to the reserve."""
     width: int = 0
-    """Parallelism shown to the program; 0: as much as `units`."""
+    """Parallelism shown to the program. 0: equal to `units`."""
     riders: tuple[Entry, ...] = ()
-    """Waiting actions of the same service that ride in its device chunk."""
+    """Waiting actions of the same service that share its device chunk."""
     review_s: float = 0.0
-    """Offer it to the policy again in `snapshot.due()` once it has run this long; 0: never."""
+    """Add it to `snapshot.due_reviews` once it has run this long. 0: never."""
 
 
 class Hold(msgspec.Struct, frozen=True, gc=False):
-    """Keep this action's minimum aside while the plan goes on, so that the next candidate sees what is left.
+    """Hold the minimum of this action while the plan continues, so that the next candidate sees what remains.
 
-    The first Begin of the plan gives all that is held back; an action that was held and not begun waits on."""
+    The first Begin of the plan frees everything that is held. An action that was held but not begun keeps waiting."""
 
     entry: Entry
     node: str
@@ -52,7 +52,7 @@ class Adjust(msgspec.Struct, frozen=True, gc=False):
     reserved: int
     limit: int
     review_s: float = 0.0
-    """Offer it again after this many seconds; 0: as set before."""
+    """Add it to `snapshot.due_reviews` after this many seconds. 0: as set before."""
 
 
 class Preload(msgspec.Struct, frozen=True, gc=False):
@@ -63,33 +63,41 @@ class Preload(msgspec.Struct, frozen=True, gc=False):
     devices: tuple[int, ...]
 
 
-Decision = Begin | Hold | Adjust | Preload
+class Retry(msgspec.Struct, frozen=True, gc=False):
+    """Offer the waiting actions of this pool again after a while, even if nothing else happens."""
+
+    pool: str
+    after_s: float
+
+
+Decision = Begin | Hold | Adjust | Preload | Retry
 
 
 class SchedulingPolicy(Protocol):
-    """Chosen by name; see `tangram.core.policies.policy`."""
+    """A policy. `tangram.core.policies.policy` returns one by name."""
 
     name: str
     strict: bool
-    """True: an action that cannot start closes the pools that it lacks to everybody behind it in the order.
-    False: only an aged one does, and others may go ahead; of a run's calls those whose service is loaded on free
-    devices go first."""
+    """True: an action that cannot start closes the pools that it lacks to all actions behind it. False: only an aged
+    action does, others may be overtaken, and calls whose service is loaded on free devices go first within their
+    run."""
 
     def order(self, entry: Entry, snapshot: Snapshot) -> float:
-        """The place of a new action within its run and priority: smaller goes first, ties by arrival."""
+        """Returns the order of a new action within its run and priority: smaller goes first, ties by arrival."""
         ...
 
     def reserve(self, entry: Entry, snapshot: Snapshot) -> int:
-        """Milli-cores to reserve for an action of which nobody declared its CPU."""
+        """Returns the milli-cores to reserve for an action with undeclared CPU."""
         ...
 
     def plan(self, snapshot: Snapshot) -> Iterator[Decision]:
-        """Decide for the actions that `snapshot.candidates()` offers. Passing one over leaves it waiting."""
+        """Yields decisions about the actions that `snapshot.candidates()` offers. An action that is not begun keeps
+        waiting."""
         ...
 
 
 class ArrivalOrder:
-    """Shared by the policies that keep arrival order and give every undeclared action one exclusive core."""
+    """Base of the policies that keep arrival order and give every undeclared action one exclusive core."""
 
     strict = True
 

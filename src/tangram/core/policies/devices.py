@@ -1,7 +1,7 @@
-"""How the default policy uses devices: how many for a call, who rides along, and what is restored ahead.
+"""Devices in the default policy: how many a call gets, which calls share them, and what is restored ahead.
 
-Every function reads the snapshot alone. A restore is what a change of service costs; a batch shares devices among
-calls that wait together; an idle device is the time to bring back what is likely to be called next.
+Every function only reads the snapshot. Each change of service costs a restore. A batch shares devices among calls that
+wait together. An idle device is used to restore the service that is likely to be called next.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from tangram.core.snapshot import Snapshot
 
 AHEAD_FACTOR = 3.0
-"""A service is restored ahead in the place of others only if it is worth this many times as much as they are: worth
-changes with every call, and services of equal worth would drive each other out."""
+"""A service replaces others ahead of its call only if it is worth this many times as much: worth changes with every
+call, and services of equal worth would evict each other repeatedly."""
 
 
 def begin(snapshot: Snapshot, entry: Entry, node: str) -> Begin:
@@ -31,7 +31,7 @@ def begin(snapshot: Snapshot, entry: Entry, node: str) -> Begin:
 
 
 def _degree(snapshot: Snapshot, entry: Entry, node: str) -> int:
-    """The degree that ends soonest, restore included, each device priced by how many others want one."""
+    """Returns the number of devices with the earliest end, restore included, priced by the demand for devices."""
     pool = snapshot.pool(GPU, node)
     amounts = entry.action.demand.pools[GPU]
     loaded = snapshot.resident_degrees(entry, node)
@@ -48,8 +48,8 @@ def _degree(snapshot: Snapshot, entry: Entry, node: str) -> int:
 
 
 def _riders(snapshot: Snapshot, entry: Entry, node: str, units: int) -> tuple[Entry, ...]:
-    """Calls of the same service, of whatever run, that wait: they take no devices. As many as leave an even part to
-    every other chunk that could take some, by arrival."""
+    """Returns waiting calls of the same service, from all runs, to share the devices of this call. Leaves an even part
+    to every other chunk that could take some; by arrival."""
     service = entry.action.service
     most = snapshot.batch_max(service) - 1 if service else 0
     if most < 1:
@@ -70,38 +70,38 @@ def _riders(snapshot: Snapshot, entry: Entry, node: str, units: int) -> tuple[En
     else:
         chunks = sum(degree == units for degree in snapshot.resident_degrees(entry, node))
     most = min(most, -(-together // max(1, chunks)) - 1)
-    found: list[Entry] = []
+    riders: list[Entry] = []
     for lane in lanes:
         waiting = (other for other in lane.fifo if other.lane is lane and other is not entry)
         admitted = (o for o in waiting if o.place is None and o.action.demand.pools[GPU].admits(units))
-        found.extend(other for other, _ in zip(admitted, range(most), strict=False))
-    return tuple(sorted(found)[:most])
+        riders.extend(other for other, _ in zip(admitted, range(most), strict=False))
+    return tuple(sorted(riders)[:most])
 
 
 def restore_ahead(snapshot: Snapshot, pool: PoolState) -> Iterator[Preload]:
-    """The next service, onto devices that nobody wants now: of one that is waited for, but not for devices; else of the
-    one that is worth most, if that is much more than what it may drive out."""
+    """Restores a service onto devices that no waiting call needs: a service whose calls wait for something else, or
+    else the service that is worth most, if that is much more than what it may evict."""
     if pool.free < 1:
         return
-    wanted, wanted_units, most = "", 0, 0.0
+    service, service_units, most = "", 0, 0.0
     for lane in snapshot.waiting_lanes(pool):
-        amounts = lane.first()[3].action.demand.pools[GPU]
+        amounts = lane.first().action.demand.pools[GPU]
         if not pool.fits(amounts.min):
-            return  # it waits for devices, and is not to find them busy
-        if lane.service and not wanted and not snapshot.has_free_copy(lane.service):
-            wanted, wanted_units, most = lane.service, amounts.min, float("inf")
+            return  # a call waits for these devices
+        if lane.service and not service and not snapshot.has_free_copy(lane.service):
+            service, service_units, most = lane.service, amounts.min, float("inf")
     calls_per_s = 0.0
-    if not wanted:
-        for service, units in snapshot.called_services():
-            worth = snapshot.sure_worth(service)
-            calls_per_s += snapshot.calls_per_s(service)
-            if worth > most and pool.fits(units) and not snapshot.is_anywhere(service):
-                wanted, wanted_units, most = service, units, worth
-    if wanted:
-        devices, lost = snapshot.least_worth(pool, wanted_units)
+    if not service:
+        for called, units in snapshot.called_services():
+            worth = snapshot.sure_worth(called)
+            calls_per_s += snapshot.calls_per_s(called)
+            if worth > most and pool.fits(units) and not snapshot.is_anywhere(called):
+                service, service_units, most = called, units, worth
+    if service:
+        devices, lost = snapshot.least_worth(pool, service_units)
         lost *= AHEAD_FACTOR
-        if pool.free < 2 * wanted_units:
-            # Whoever comes during the restore, and finds no other devices, waits for half of it.
-            lost += (calls_per_s * snapshot.restore_s(wanted)) ** 2 / 2.0
+        if pool.free < 2 * service_units:
+            # A call that arrives during the restore and finds no other devices waits for half of it on average.
+            lost += (calls_per_s * snapshot.restore_s(service)) ** 2 / 2.0
         if most > lost:
-            yield Preload(wanted, pool.node, devices)
+            yield Preload(service, pool.node, devices)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Fixed(ArrivalOrder):
-    """`fixed:K`; K counts cores or devices. Waits until all K are free, as a fixed reservation does."""
+    """The policy `fixed:K`. K counts cores or devices. An action waits until all K are free."""
 
     def __init__(self, units: int) -> None:
         self.name = f"fixed:{units}"
@@ -27,7 +27,7 @@ class Fixed(ArrivalOrder):
                 continue
             amounts = entry.action.demand.pools[entry.elastic]
             pool = snapshot.pool(entry.elastic, candidate.node)
-            wanted = self.units * CORE if entry.elastic == CPU else self.units
-            units = amounts.floor(min(wanted, pool.total))
+            degree = self.units * CORE if entry.elastic == CPU else self.units
+            units = amounts.floor(min(degree, pool.total))
             if pool.fits(units):
                 yield Begin(entry, candidate.node, units)

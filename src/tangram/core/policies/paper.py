@@ -1,13 +1,13 @@
 """The published elastic algorithm (ARL-Tangram, Algorithms 1 to 4), with its printed errors repaired.
 
-One round: the longest prefix of the queue that fits with every action at its minimum are the candidates; they are
-split by elastic pool; a dynamic programme divides the free units of each pool among them; the tail of the candidates
-is left waiting as long as that lowers the sum of completion times, where the actions that are not selected are
-estimated by a heap of completion times. Repaired are: units up to, not exactly, what is free; one pass of the
-programme for all evictions; one fresh heap per trial; chunks that split. See docs/decisions/paper-policy.md.
+One round: the candidates are the longest prefix of the queue that fits with every action at its minimum. They are split
+by elastic pool, and a dynamic programme divides the free units of each pool among them. The tail of the candidates is
+left waiting as long as that lowers the sum of completion times; actions that are not selected are estimated by a heap
+of completion times. Repairs: the programme uses up to, not exactly, the free units; one pass serves all evictions; each
+trial has a fresh heap; chunks split. See docs/decisions/paper-policy.md.
 
-The order is arrival within a run; runs take turns by fair share, and an action that lacks one pool does not stop
-those that do not need it: the paper leaves both open.
+The order is arrival within a run. Runs take turns by fair share, and an action that lacks one pool does not block
+actions that do not need it: the paper specifies neither.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from tangram.core.snapshot import Candidate, Snapshot
 
 DEPTH = 2
-"""Units, as multiples of its minimum, that the first action of the estimate tries; the publication's value."""
+"""Multiples of its minimum that the first action of the estimate tries. The value of the publication."""
 
 ESTIMATED_MAX = 128
-"""Actions beyond the candidates that the estimate looks at; those further back change little and cost a pass each."""
+"""Actions beyond the candidates in the estimate. Further ones change little and cost a pass each."""
 
 CANDIDATES_MAX = 128
-"""Candidates of one round; a node starts more than this many at once only when it was empty."""
+"""Candidates of one round. A node starts more than this many at once only if it was empty."""
 
 Completion = tuple[float, int]
-"""Seconds from now at which an action ends, and the units that it frees."""
+"""Seconds from now until an action ends, and the units that it frees."""
 
 
 class Paper(ArrivalOrder):
@@ -57,25 +57,25 @@ class Paper(ArrivalOrder):
             pool = self._key_pool(snapshot, candidate)
             if pool is not None:
                 by_pool.setdefault(pool.name, []).append(candidate)
-        # What is still held belongs to the candidates; each pool's programme divides it anew.
+        # What is held belongs to the candidates. The programme of each pool divides it again.
         starts = [Begin(c.entry, c.node) for c in candidates if self._key_pool(snapshot, c) is None]
         for name, group in by_pool.items():
             pool = snapshot.pools[name]
             if pool.kind == GPU:
-                besides = [c for key, others in by_pool.items() if key != name for c in others if c.node == pool.node]
-                starts.extend(self._arrange(snapshot, pool, group, _left_by(besides, chunks[name])))
+                others = [c for key, some in by_pool.items() if key != name for c in some if c.node == pool.node]
+                starts.extend(self._arrange(snapshot, pool, group, _left_by(others, chunks[name])))
             else:
                 starts.extend(self._arrange(snapshot, pool, group, ()))
-        # Largest chunk first: then any division that fits by count fits by place, whatever chunk is preferred.
+        # Largest chunk first: then every division that fits by count also fits by position.
         yield from sorted(starts, key=_devices, reverse=True)
 
     def _key_pool(self, snapshot: Snapshot, candidate: Candidate) -> PoolState | None:
-        """The pool whose units the programme divides for this action: its elastic one, or its devices."""
+        """Returns the pool whose units the programme divides for this action: its elastic one, or its devices."""
         kind = candidate.entry.elastic or (GPU if GPU in candidate.entry.action.demand.pools else "")
         return snapshot.pool(kind, candidate.node) if kind else None
 
     def _arrange(self, snapshot: Snapshot, pool: PoolState, group: list[Candidate], chunks: Counts) -> list[Begin]:
-        """Units for the candidates of one pool, the tail evicted as long as that helps."""
+        """Divides one pool among its candidates and evicts the tail as long as that helps."""
         if pool.kind == GPU:
             arrangement = arrange_chunks([self._durations(snapshot, c.entry, pool) for c in group], chunks)
         else:
@@ -93,7 +93,7 @@ class Paper(ArrivalOrder):
         return [(units, snapshot.seconds(entry, pool, units)) for units in amounts.all(pool.total)]
 
     def _evict_tail(self, snapshot: Snapshot, pool: PoolState, group: list[Candidate], arrangement: Arrangement) -> int:
-        """How many of the group to start. At least one: an idle pool is never withheld."""
+        """Returns how many of the group to start. At least one: an idle pool is never withheld."""
         behind = snapshot.waiting_in_order(pool, ESTIMATED_MAX)
         running = [(snapshot.remaining_s(entry), held) for entry, held in snapshot.holders(pool)]
         kept = len(group)
@@ -117,7 +117,8 @@ class Paper(ArrivalOrder):
         running: list[Completion],
         behind: list[Entry],
     ) -> float:
-        """Exact part: the candidates that start now. Estimated part: everybody else on this pool, in order."""
+        """Returns the exact cost of the candidates that start now plus the estimated cost of all others on this
+        pool."""
         choice = arrangement.choice(kept)
         ends = list(running)
         for candidate, units in zip(group, choice, strict=False):
@@ -126,7 +127,8 @@ class Paper(ArrivalOrder):
         return arrangement.cost(kept) + self._estimate(snapshot, pool, ends, rest[:ESTIMATED_MAX])
 
     def _estimate(self, snapshot: Snapshot, pool: PoolState, ends: list[Completion], rest: list[Entry]) -> float:
-        """Completion times of the rest, each with its minimum as units come free; the first tries 1 to DEPTH minima."""
+        """Returns the sum of completion times of the rest, each with its minimum as units become free. The first one
+        tries 1 to DEPTH minima."""
         if not rest:
             return 0.0
         first = rest[0].action.demand.pools[pool.kind]
@@ -144,7 +146,7 @@ class Paper(ArrivalOrder):
         return best
 
     def _queue_up(self, snapshot: Snapshot, pool: PoolState, heap: list[Completion], entry: Entry, units: int) -> float:
-        """When the action would end if it took the next `units` that come free."""
+        """Returns when the action would end if it took the next `units` that become free."""
         taken, free, at = pool.counted(units), 0, 0.0
         while heap and free < taken:
             at, freed = heappop(heap)
@@ -157,7 +159,7 @@ class Paper(ArrivalOrder):
 
 
 def _devices(start: Begin) -> int:
-    """How many devices it takes."""
+    """Returns the number of devices that it takes."""
     amounts = start.entry.action.demand.pools.get(GPU)
     if amounts is None:
         return 0
@@ -165,11 +167,12 @@ def _devices(start: Begin) -> int:
 
 
 def _left_by(candidates: list[Candidate], chunks: Counts) -> Counts:
-    """The free chunks that are left to divide when these candidates, elastic in another pool, have their devices."""
+    """Returns the free chunks that remain after these candidates, which are elastic in another pool, have their
+    devices."""
     sizes = [c.entry.action.demand.pools[GPU].min for c in candidates if GPU in c.entry.action.demand.pools]
     for size in sorted(sizes, reverse=True):
-        left = without_chunk(chunks, level_of(size))
-        if left is None:
-            raise InvariantError(f"paper holds {sizes} devices besides those it divides, which are not free together")
-        chunks = left
+        remaining = without_chunk(chunks, level_of(size))
+        if remaining is None:
+            raise InvariantError(f"paper holds chunks of {sizes} devices for other pools, which are not free together")
+        chunks = remaining
     return chunks

@@ -1,8 +1,8 @@
-"""The survey: what this machine offers to managers, what is missing, and how to get it.
+"""Diagnostics: what this machine offers to managers, what is missing, and how to install it.
 
-Owns the list of components and what is said of each. Believes no version number where it can try: a control group is
-made and removed, a namespace is entered, an overlay is mounted, each where nobody else sees it. Promises to leave the
-machine as it was found, and that whatever goes wrong is a Finding and never an exception.
+Owns the list of components and their findings. Tries a feature rather than comparing version numbers: it creates and
+removes a control group, enters a namespace, mounts an overlay, each where no other process sees it. Promises to leave
+the machine as it was, and to report every failure as a Finding rather than raise it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import glob
-import http.client
 import json
 import os
 import platform
@@ -18,7 +17,6 @@ import pwd
 import re
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,21 +26,22 @@ from pathlib import Path
 import msgspec
 
 from tangram.errors import ManagerError, TangramError
-from tangram.managers.sandboxes.bwrap.images.store import FORBIDDEN, FREE_BYTES_MIN, SANDBOX_UID
+from tangram.managers.http import BlockingHttpClient
+from tangram.managers.sandboxes.bwrap.images.store import FREE_BYTES_MIN, MOUNT_FORBIDDEN_CHARACTERS, SANDBOX_UID
 from tangram.managers.sandboxes.bwrap.manager import PROGRAMS
 from tangram.managers.sandboxes.bwrap.owner import state_directory
 from tangram.managers.sandboxes.bwrap.seccomp import filter_program
-from tangram.managers.sandboxes.bwrap.spawner.lock import LOCK as SPAWNER_LOCK
+from tangram.managers.sandboxes.bwrap.spawner.lock import LOCK_FILE as SPAWNER_LOCK
 from tangram.managers.sandboxes.cgroups import cgroupfs
 from tangram.managers.sandboxes.cgroups.hierarchies import (
     CPUSET,
-    OWN_GROUP,
+    OWN_CGROUP_FILE,
     OWNER_LEAF,
-    WHAT_TO_DO_V1,
-    WHAT_TO_DO_V2,
-    Hierarchies,
+    REMEDY_V1,
+    REMEDY_V2,
+    CgroupHierarchies,
     find_hierarchies,
-    place,
+    writable_directories,
 )
 from tangram.managers.sandboxes.machine import available_memory_bytes, numa_cells
 from tangram.managers.work import GIB, MIB
@@ -50,17 +49,17 @@ from tangram.managers.work import GIB, MIB
 OK, LIMITED, MISSING = "ok", "limited", "missing"
 SANDBOX, DOCKER, PROCESS = "sandbox", "docker", "process"
 
-ATTEMPTS = Path(__file__).with_name("kernel_probes.py")
+KERNEL_PROBES = Path(__file__).with_name("kernel_probes.py")
 PROGRAM_S = 1.0
-"""For a program to say its version. A machine with many devices takes longer, and is then not asked."""
-ATTEMPTS_S = 20.0
-"""Together they take a tenth of a second; on an emulated machine seconds."""
+"""Time for a program to print its version. A machine with many devices may need longer; its version is then unknown."""
+KERNEL_PROBES_S_MAX = 20.0
+"""For all probes. They take a tenth of a second; on an emulated machine seconds."""
 ENGINE_S = 1.0
 DOCKER_SOCKET = "/var/run/docker.sock"
 BUBBLEWRAP_MIN = (0, 7)
-"""The first with --size, which bounds the shared memory of a sandbox."""
+"""Version of bubblewrap that introduced --size, which limits the shared memory of a sandbox."""
 OPEN_FILES_ENOUGH = 4096
-"""A running action takes about ten, an open sandbox a few."""
+"""A running action takes about ten descriptors, an open sandbox a few."""
 
 TEST_SETTINGS_V1 = {
     "cpu": ("cpu.cfs_quota_us", "50000"),
@@ -77,59 +76,60 @@ TEST_SETTINGS_V2 = {
     "freezer": ("cgroup.freeze", "1"),
     CPUSET: ("cpuset.cpus", "{cpu}"),
 }
-"""What is set in a group without processes, to see that it can be."""
+"""Values that are set in a group without processes, to test that they can be set."""
 
 USER_NAMESPACE_SETTINGS = {
     "kernel/unprivileged_userns_clone": ("0", "1"),
     "user/max_user_namespaces": ("0", "15000"),
     "kernel/apparmor_restrict_unprivileged_userns": ("1", "0"),
 }
-"""Below /proc/sys, each where its kernel has it: the value that forbids them, and one that does not."""
+"""Files below /proc/sys, each of which exists only on some kernels: the value that forbids user namespaces, and one
+that allows them."""
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """What is said of one component."""
+class Diagnostic(msgspec.Struct, frozen=True, kw_only=True):
+    """The finding about one component."""
 
     component: str
     state: str
     """`ok`, `limited` (something works less well) or `missing`."""
     found: str
     to_do: str = ""
-    """How to get what is missing."""
+    """How to install what is missing."""
     needed_by: tuple[str, ...] = ()
-    """Backends that cannot do without it."""
+    """Backends that require it."""
     package: str = ""
-    """Of Debian and Ubuntu, which brings it."""
+    """The package of Debian and Ubuntu that contains it."""
 
 
-class Survey(msgspec.Struct, frozen=True, kw_only=True):
-    findings: tuple[Finding, ...]
+class MachineReport(msgspec.Struct, frozen=True, kw_only=True):
+    findings: tuple[Diagnostic, ...]
 
-    def why_not(self, backend: str) -> str:
-        """What keeps a backend from being used; empty if nothing does."""
+    def unavailable_reason(self, backend: str) -> str:
+        """What prevents the use of a backend; empty if nothing does."""
         lacking = [each for each in self.findings if each.state == MISSING and backend in each.needed_by]
         return "; ".join(f"{each.component}: {each.found}" for each in lacking)
 
     @property
-    def install(self) -> str:
+    def install_command(self) -> str:
         """The command that installs all missing packages; empty if there is none."""
         wanted = dict.fromkeys(each.package for each in self.findings if each.state == MISSING and each.package)
-        return f"{as_root()}apt-get install -y {' '.join(wanted)}" if wanted else ""
+        return f"{sudo_prefix()}apt-get install -y {' '.join(wanted)}" if wanted else ""
 
 
-def as_root() -> str:
-    """What stands before a command that needs root."""
+def sudo_prefix() -> str:
+    """The prefix of a command that needs root."""
     return "" if os.geteuid() == 0 else "sudo "
 
 
-def survey(state: Path | None = None) -> Survey:
-    """All components, in the order in which they build on each other. Takes a fraction of a second."""
-    looks: list[tuple[str, Callable[[], Finding | list[Finding]]]] = [
+def diagnose(state: Path | None = None) -> MachineReport:
+    """All components, in the order in which they depend on each other. Takes a fraction of a second."""
+    looks: list[tuple[str, Callable[[], Diagnostic | list[Diagnostic]]]] = [
         ("python", _python),
         ("kernel", _kernel),
         ("user", _user),
         ("cgroups", _control_groups),
-        ("namespaces", _attempted),
+        ("namespaces", _kernel_features),
         ("programs", lambda: [_program(name, package) for name, package in PROGRAMS.items()]),
         ("state directory", lambda: _state(state or state_directory())),
         ("open files", _open_files),
@@ -140,46 +140,46 @@ def survey(state: Path | None = None) -> Survey:
         ("devices", _devices),
         ("docker engine", _docker),
     ]
-    return Survey(findings=tuple([finding for look in looks for finding in _looked(*look)]))
+    return MachineReport(findings=tuple([finding for look in looks for finding in _run_check(*look)]))
 
 
-def _looked(component: str, look: Callable[[], Finding | list[Finding]]) -> list[Finding]:
-    """A machine that does not even show what it has keeps nobody from seeing the rest."""
+def _run_check(component: str, look: Callable[[], Diagnostic | list[Diagnostic]]) -> list[Diagnostic]:
+    """A component that cannot even be examined does not hide the others."""
     try:
         found = look()
     except (OSError, ValueError, TangramError) as error:
-        found = Finding(component=component, state=LIMITED, found=f"cannot be looked at: {error}")
+        found = Diagnostic(component=component, state=LIMITED, found=f"cannot be examined: {error}")
     return found if isinstance(found, list) else [found]
 
 
-def _lacking(component: str, found: str, to_do: str) -> Finding:
-    """Something that sandboxes need of the machine. What it would let root do, only root can see."""
+def _missing(component: str, found: str, to_do: str) -> Diagnostic:
+    """A feature that sandboxes need. Whether root may use it can only be tested by root."""
     if os.geteuid() != 0:
-        return Finding(component=component, state=LIMITED, found=found, to_do="look again as root")
-    return Finding(component=component, state=MISSING, found=found, to_do=to_do, needed_by=(SANDBOX,))
+        return Diagnostic(component=component, state=LIMITED, found=found, to_do="run it again as root")
+    return Diagnostic(component=component, state=MISSING, found=found, to_do=to_do, needed_by=(SANDBOX,))
 
 
-# ---- the ground ---------------------------------------------------------------------------------------------------
+# ---- kernel and user ------------------------------------------------------------------------------------------------
 
 
-def _python() -> Finding:
-    return Finding(component="python", state=OK, found=f"{platform.python_version()} ({sys.executable})")
+def _python() -> Diagnostic:
+    return Diagnostic(component="python", state=OK, found=f"{platform.python_version()} ({sys.executable})")
 
 
-def _kernel() -> Finding:
+def _kernel() -> Diagnostic:
     names = os.uname()
-    return Finding(component="kernel", state=OK, found=f"{names.sysname} {names.release} {names.machine}")
+    return Diagnostic(component="kernel", state=OK, found=f"{names.sysname} {names.release} {names.machine}")
 
 
-def _user() -> Finding:
+def _user() -> Diagnostic:
     user = os.geteuid()
     try:
         name = pwd.getpwuid(user).pw_name
     except KeyError:
         name = "without a name"
     if user == 0:
-        return Finding(component="user", state=OK, found="root", needed_by=(SANDBOX,))
-    return Finding(
+        return Diagnostic(component="user", state=OK, found="root", needed_by=(SANDBOX,))
+    return Diagnostic(
         component="user",
         state=MISSING,
         found=f"{name} ({user}), not root",
@@ -192,89 +192,89 @@ def _user() -> Finding:
 
 
 @contextlib.contextmanager
-def left_as_found() -> Iterator[None]:
-    """What making groups of version 2 changes above them is undone: controllers that were enabled for their sake, and
-    the step of this process into a leaf. The kernel refuses to take a controller from whoever uses it meanwhile."""
+def restoring_cgroups() -> Iterator[None]:
+    """Undoes what creating version 2 groups changed above them: controllers that were enabled for it, and the move of
+    this process into a leaf. The kernel refuses to disable a controller that is in use meanwhile."""
     found = find_hierarchies()
     mount = found.by_controller.get("cpu") if found.version == 2 else None
     if mount is None:
         yield
         return
-    own = _group_of_this_process(mount)
+    own = _own_cgroup(mount)
     places = list(dict.fromkeys([mount, own]))
-    before = {group: _enabled(group) for group in places}
+    before = {group: _enabled_controllers(group) for group in places}
     try:
         yield
     finally:
         for group in places:
-            for name in _enabled(group):
+            for name in _enabled_controllers(group):
                 if name not in before[group]:
                     with contextlib.suppress(OSError):
                         cgroupfs.write(group / "cgroup.subtree_control", f"-{name}")
-        if _group_of_this_process(mount) == own / OWNER_LEAF:
+        if _own_cgroup(mount) == own / OWNER_LEAF:
             with contextlib.suppress(OSError):
                 cgroupfs.write(own / "cgroup.procs", str(os.getpid()))
                 (own / OWNER_LEAF).rmdir()
 
 
-def _group_of_this_process(mount: Path) -> Path:
-    return mount / _own_paths().get("", "/").lstrip("/")
+def _own_cgroup(mount: Path) -> Path:
+    return mount / _own_cgroup_paths().get("", "/").lstrip("/")
 
 
-def _own_paths() -> dict[str, str]:
+def _own_cgroup_paths() -> dict[str, str]:
     """The group of this process by controller, as the kernel names it; version 2 under the empty name."""
     found = {}
-    for line in Path(OWN_GROUP).read_text(encoding="utf-8").splitlines():
+    for line in Path(OWN_CGROUP_FILE).read_text(encoding="utf-8").splitlines():
         _, names, path = line.split(":", 2)
         found.update(dict.fromkeys(names.split(","), path))
     return found
 
 
-def _enabled(group: Path) -> list[str]:
+def _enabled_controllers(group: Path) -> list[str]:
     with contextlib.suppress(OSError):
         return cgroupfs.read(group / "cgroup.subtree_control").split()
     return []
 
 
-def _control_groups() -> list[Finding]:
-    with left_as_found():
+def _control_groups() -> list[Diagnostic]:
+    with restoring_cgroups():
         return _all_controllers(find_hierarchies())
 
 
-def _all_controllers(found: Hierarchies) -> list[Finding]:
-    to_do = WHAT_TO_DO_V1 if found.version == 1 else WHAT_TO_DO_V2
+def _all_controllers(found: CgroupHierarchies) -> list[Diagnostic]:
+    to_do = REMEDY_V1 if found.version == 1 else REMEDY_V2
     try:
-        at = found.by_controller if found.version == 1 else place(found)
+        at = found.by_controller if found.version == 1 else writable_directories(found)
         reason = "" if at else "none are mounted"
     except (ManagerError, OSError) as error:
         at, reason = {}, str(error).removesuffix(to_do).rstrip(". ")
     if reason:
-        return [_lacking("cgroups", reason, to_do)]
+        return [_missing("cgroups", reason, to_do)]
     where = os.path.commonpath([*at.values()])
-    whole = Finding(component="cgroups", state=OK, found=f"version {found.version} at {where}", needed_by=(SANDBOX,))
-    return [whole, *(_controller(found, name, at, to_do) for name in _settings(found))]
+    whole = Diagnostic(component="cgroups", state=OK, found=f"version {found.version} at {where}", needed_by=(SANDBOX,))
+    return [whole, *(_controller(found, name, at, to_do) for name in _test_settings(found))]
 
 
-def _settings(found: Hierarchies) -> dict[str, tuple[str, str]]:
+def _test_settings(found: CgroupHierarchies) -> dict[str, tuple[str, str]]:
     return TEST_SETTINGS_V1 if found.version == 1 else TEST_SETTINGS_V2
 
 
-def _controller(found: Hierarchies, name: str, at: dict[str, Path], to_do: str) -> Finding:
+def _controller(found: CgroupHierarchies, name: str, at: dict[str, Path], to_do: str) -> Diagnostic:
     component = f"cgroup {name}"
     # Version 2 has the freezer built in.
     above = at.get("cpu" if found.version == 2 and name == "freezer" else name)
-    reason = "the machine does not offer it" if above is None else _tried_group(above, *_settings(found)[name])
+    reason = "the machine does not offer it" if above is None else _try_cgroup(above, *_test_settings(found)[name])
     if not reason:
         needed_by = () if name == CPUSET else (SANDBOX,)
-        return Finding(component=component, state=OK, found=f"works at {above}", needed_by=needed_by)
+        return Diagnostic(component=component, state=OK, found=f"works at {above}", needed_by=needed_by)
     if name == CPUSET and os.geteuid() == 0:
-        told = "nothing: processes are given their CPUs one by one, which they can change"
-        return Finding(component=component, state=LIMITED, found=reason, to_do=told)
-    return _lacking(component, reason, to_do)
+        to_do = "nothing: CPUs are set as the affinity of each process, which it can change"
+        return Diagnostic(component=component, state=LIMITED, found=reason, to_do=to_do)
+    return _missing(component, reason, to_do)
 
 
-def _tried_group(above: Path, file: str, value: str) -> str:
-    """Make a group, set something in it, remove it. Returns why not, or nothing."""
+def _try_cgroup(above: Path, file: str, value: str) -> str:
+    """Create a group, set a value in it, remove it. Returns the reason of a failure, or an empty string."""
     group = above / f"tangram-doctor-{os.getpid()}"
     try:
         group.mkdir()
@@ -282,7 +282,7 @@ def _tried_group(above: Path, file: str, value: str) -> str:
         return f"no group can be made in {above}: {error.strerror}"
     try:
         if file == "cpuset.cpus" and (group / "cpuset.mems").exists() and (group / "cgroup.clone_children").exists():
-            cgroupfs.fill_cpuset(group)
+            cgroupfs.inherit_cpuset(group)
         cgroupfs.write(group / file, value.format(cpu=min(os.sched_getaffinity(0))))
     except OSError as error:
         return f"{file} cannot be set: {error.strerror}"
@@ -292,40 +292,44 @@ def _tried_group(above: Path, file: str, value: str) -> str:
     return ""
 
 
-# ---- what is tried in other processes -----------------------------------------------------------------------------
+# ---- probes in child processes --------------------------------------------------------------------------------------
 
 
-def _attempted() -> list[Finding]:
+def _kernel_features() -> list[Diagnostic]:
     try:
         code, no_filter = filter_program().hex(), ""
     except ManagerError as error:
         code, no_filter = "", str(error)
-    reasons = _attempt(code)
+    reasons = _run_kernel_probes(code)
     reasons.setdefault("seccomp", no_filter)
     spaces = {name: why for name, why in reasons.items() if name not in ("user", "tmpfs", "overlay", "seccomp")}
     failed = {name: why for name, why in spaces.items() if why}
     container = "a container around this must be privileged"
     return [
-        _thing("namespaces", ", ".join(spaces), "; ".join(f"{name}: {why}" for name, why in failed.items()), container),
+        _kernel_feature(
+            "namespaces", ", ".join(spaces), "; ".join(f"{name}: {why}" for name, why in failed.items()), container
+        ),
         _user_namespaces(reasons["user"]),
-        _thing("tmpfs", "mounted", reasons["tmpfs"], container),
-        _thing("overlayfs", "mounted over tmpfs", reasons["overlay"], f"modprobe overlay; {container}"),
-        _thing(
+        _kernel_feature("tmpfs", "mounted", reasons["tmpfs"], container),
+        _kernel_feature("overlayfs", "mounted over tmpfs", reasons["overlay"], f"modprobe overlay; {container}"),
+        _kernel_feature(
             "seccomp",
-            f"a filter of {len(code) // 16} instructions was taken on",
+            f"a filter of {len(code) // 16} instructions was installed",
             reasons["seccomp"],
             "a kernel with CONFIG_SECCOMP_FILTER",
         ),
     ]
 
 
-def _attempt(code: str) -> dict[str, str]:
-    """The reason of failure by the name of the attempt."""
+def _run_kernel_probes(code: str) -> dict[str, str]:
+    """The reason of failure by the name of the probe."""
     request = {"user": SANDBOX_UID, "filter": code, "folder": tempfile.gettempdir()}
-    words = [sys.executable, "-I", "-S", str(ATTEMPTS)]
+    argv = [sys.executable, "-I", "-S", str(KERNEL_PROBES)]
     reason = ""
     try:
-        done = subprocess.run(words, input=json.dumps(request).encode(), capture_output=True, timeout=ATTEMPTS_S)
+        done = subprocess.run(
+            argv, input=json.dumps(request).encode(), capture_output=True, timeout=KERNEL_PROBES_S_MAX
+        )
         if done.returncode == 0:
             return msgspec.json.decode(done.stdout, type=dict[str, str])
         reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
@@ -334,28 +338,28 @@ def _attempt(code: str) -> dict[str, str]:
     return dict.fromkeys(("mount", "user", "tmpfs", "overlay", "seccomp"), f"could not be tried: {reason}")
 
 
-def _thing(component: str, works: str, reason: str, to_do: str) -> Finding:
-    """What every sandbox needs of the kernel."""
+def _kernel_feature(component: str, works: str, reason: str, to_do: str) -> Diagnostic:
+    """The kernel features that every sandbox needs."""
     if reason:
-        return _lacking(component, reason, to_do)
-    return Finding(component=component, state=OK, found=works, needed_by=(SANDBOX,))
+        return _missing(component, reason, to_do)
+    return Diagnostic(component=component, state=OK, found=works, needed_by=(SANDBOX,))
 
 
-def _user_namespaces(reason: str) -> Finding:
+def _user_namespaces(reason: str) -> Diagnostic:
     settings = _user_namespace_settings()
-    said = "".join(f", {name.replace('/', '.')} {value}" for name, value in settings.items())
+    details = "".join(f", {name.replace('/', '.')} {value}" for name, value in settings.items())
     if not reason:
-        return Finding(component="user namespaces", state=OK, found=f"work for unprivileged users{said}")
+        return Diagnostic(component="user namespaces", state=OK, found=f"work for unprivileged users{details}")
     commands = [
-        f"{as_root()}sysctl {name.replace('/', '.')}={good}"
+        f"{sudo_prefix()}sysctl {name.replace('/', '.')}={good}"
         for name, (bad, good) in USER_NAMESPACE_SETTINGS.items()
         if settings.get(name) == bad
     ]
     to_do = "; ".join(commands) or "a container around this must allow them"
-    return Finding(
+    return Diagnostic(
         component="user namespaces",
         state=LIMITED,
-        found=f"{reason}{said}",
+        found=f"{reason}{details}",
         to_do=f"sandboxes with user=root need them: {to_do}",
     )
 
@@ -371,13 +375,13 @@ def _user_namespace_settings() -> dict[str, str]:
 # ---- programs -----------------------------------------------------------------------------------------------------
 
 
-def _program(name: str, package: str) -> Finding:
+def _program(name: str, package: str) -> Diagnostic:
     path = shutil.which(name)
-    # A package may have another name than its program, and people know the package.
+    # A package may have another name than its program, and users know the package.
     component = name if name in ("catatonit", "setpriv", "cp") else package
-    install = f"{as_root()}apt-get install -y {package}"
+    install = f"{sudo_prefix()}apt-get install -y {package}"
     if path is None:
-        return Finding(
+        return Diagnostic(
             component=component,
             state=MISSING,
             found=f"no program {name}",
@@ -385,29 +389,29 @@ def _program(name: str, package: str) -> Finding:
             needed_by=(SANDBOX,),
             package=package,
         )
-    said = _said(path, "--version").partition("\n")[0]
-    number = re.search(r"\d+(\.\d+)+", said)
+    details = _program_output(path, "--version").partition("\n")[0]
+    number = re.search(r"\d+(\.\d+)+", details)
     version = number[0] if number else "of unknown version"
-    if name == "bwrap" and number and _numbers(number[0]) < BUBBLEWRAP_MIN:
+    if name == "bwrap" and number and _parse_version(number[0]) < BUBBLEWRAP_MIN:
         least = ".".join(map(str, BUBBLEWRAP_MIN))
-        return Finding(
+        return Diagnostic(
             component=component,
             state=MISSING,
             found=f"{version} ({path}) is too old",
             to_do=f"{least} or later: Debian 12, Ubuntu 24.04",
             needed_by=(SANDBOX,),
         )
-    return Finding(component=component, state=OK, found=f"{version} ({path})", needed_by=(SANDBOX,))
+    return Diagnostic(component=component, state=OK, found=f"{version} ({path})", needed_by=(SANDBOX,))
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _parse_version(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("."))
 
 
-def _said(*words: str) -> str:
-    """What a program prints; empty if it fails or takes too long."""
+def _program_output(*argv: str) -> str:
+    """The output of a program; empty if it fails or takes too long."""
     try:
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROGRAM_S)
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROGRAM_S)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.decode(errors="replace").strip() if done.returncode == 0 else ""
@@ -416,26 +420,26 @@ def _said(*words: str) -> str:
 # ---- the state directory and limits -------------------------------------------------------------------------------
 
 
-def _state(state: Path) -> Finding:
+def _state(state: Path) -> Diagnostic:
     component = "state directory"
     there = next(path for path in (state, *state.absolute().parents) if os.path.exists(path))
     wrong = ""
-    if any(character in str(state) for character in FORBIDDEN):
-        wrong = "its path has a character that means something to a mount (':', ',' or '\\')"
+    if any(character in str(state) for character in MOUNT_FORBIDDEN_CHARACTERS):
+        wrong = "its path has a character that is special in mount options (':', ',' or '\\')"
     elif not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         wrong = f"{there} may not be written"
     if wrong:
-        return _lacking(component, f"{state}: {wrong}", "name another one with TANGRAM_STATE=DIR")
+        return _missing(component, f"{state}: {wrong}", "name another one with TANGRAM_STATE=DIR")
     free = shutil.disk_usage(there).free
-    said = f"{state}{'' if there == state else ' (will be made)'}, {_size(free)} free{_leftovers(state)}"
+    details = f"{state}{'' if there == state else ' (will be made)'}, {_format_size(free)} free{_leftovers(state)}"
     if free < FREE_BYTES_MIN:
-        to_do = f"images of other machines need {_size(FREE_BYTES_MIN)} free: make room, or TANGRAM_STATE=DIR"
-        return Finding(component=component, state=LIMITED, found=said, to_do=to_do, needed_by=(SANDBOX,))
-    return Finding(component=component, state=OK, found=said, needed_by=(SANDBOX,))
+        to_do = f"images of other machines need {_format_size(FREE_BYTES_MIN)} free: make room, or TANGRAM_STATE=DIR"
+        return Diagnostic(component=component, state=LIMITED, found=details, to_do=to_do, needed_by=(SANDBOX,))
+    return Diagnostic(component=component, state=OK, found=details, needed_by=(SANDBOX,))
 
 
 def _leftovers(state: Path) -> str:
-    """Of owners that died. Looking takes no lock that an owner would miss."""
+    """Of owners that have died. Reads without taking any lock that an owner needs."""
     dead = kept = living = 0
     try:
         for directory in (state / "owners").iterdir():
@@ -447,13 +451,13 @@ def _leftovers(state: Path) -> str:
                 dead += 1
     except OSError:
         return ""
-    said = f", {living} in use" if living else ""
-    said += f", {kept} with sandboxes that wait for their service to be started again" if kept else ""
-    return said + (f", {dead} left by owners that died, which the next start sweeps" if dead else "")
+    details = f", {living} in use" if living else ""
+    details += f", {kept} with sandboxes that wait for their service to be started again" if kept else ""
+    return details + (f", {dead} left by owners that died, which the next start sweeps" if dead else "")
 
 
 def _is_held(lock: Path) -> bool:
-    """Whoever has it holds it as long as it lives."""
+    """The owner holds the lock as long as it lives."""
     try:
         fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -467,36 +471,36 @@ def _is_held(lock: Path) -> bool:
     return False
 
 
-def _open_files() -> Finding:
+def _open_files() -> Diagnostic:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    soft_said, hard_said = ("unlimited" if limit == resource.RLIM_INFINITY else str(limit) for limit in (soft, hard))
-    said = f"{soft_said}, can be raised to {hard_said}"
+    soft_text, hard_text = ("unlimited" if limit == resource.RLIM_INFINITY else str(limit) for limit in (soft, hard))
+    details = f"{soft_text}, can be raised to {hard_text}"
     if soft != resource.RLIM_INFINITY and soft < OPEN_FILES_ENOUGH:
         to_do = f"for hundreds of sandboxes: ulimit -n {OPEN_FILES_ENOUGH}"
-        return Finding(component="open files", state=LIMITED, found=said, to_do=to_do)
-    return Finding(component="open files", state=OK, found=said)
+        return Diagnostic(component="open files", state=LIMITED, found=details, to_do=to_do)
+    return Diagnostic(component="open files", state=OK, found=details)
 
 
-# ---- what there is to share ---------------------------------------------------------------------------------------
+# ---- resources ------------------------------------------------------------------------------------------------------
 
 
-def _cores() -> Finding:
+def _cores() -> Diagnostic:
     usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    said = f"{usable} of {present}"
+    details = f"{usable} of {present}"
     quota = _cpu_quota()
     if quota is not None and quota < usable:
         to_do = f"this process has a quota: connect(cores={quota:g})"
-        return Finding(component="cores", state=LIMITED, found=f"{said}, quota {quota:g}", to_do=to_do)
-    return Finding(component="cores", state=OK, found=said if quota is None else f"{said}, quota {quota:g}")
+        return Diagnostic(component="cores", state=LIMITED, found=f"{details}, quota {quota:g}", to_do=to_do)
+    return Diagnostic(component="cores", state=OK, found=details if quota is None else f"{details}, quota {quota:g}")
 
 
-def _groups_above(controller: str) -> list[Path]:
-    """Groups that this process is in, from the top, as far as they are shown."""
+def _ancestor_cgroups(controller: str) -> list[Path]:
+    """The groups that contain this process, from the top, as far as they are visible."""
     found = find_hierarchies()
     mount = found.by_controller.get(controller)
     if mount is None:
         return []
-    path = _own_paths().get("" if found.version == 2 else controller, "/")
+    path = _own_cgroup_paths().get("" if found.version == 2 else controller, "/")
     parts = [part for part in path.split("/") if part]
     places = [mount.joinpath(*parts[:count]) for count in range(len(parts) + 1)]
     return [each for each in places if each.is_dir()]
@@ -504,8 +508,8 @@ def _groups_above(controller: str) -> list[Path]:
 
 def _cpu_quota() -> float | None:
     quotas = []
-    for group in _groups_above("cpu"):
-        with contextlib.suppress(OSError, ValueError):  # the topmost has none
+    for group in _ancestor_cgroups("cpu"):
+        with contextlib.suppress(OSError, ValueError):  # the root group has no limit
             if (group / "cpu.max").exists():
                 quota, period = cgroupfs.read(group / "cpu.max").split()
             else:
@@ -515,37 +519,39 @@ def _cpu_quota() -> float | None:
     return min(quotas, default=None)
 
 
-def _numa() -> Finding:
+def _numa() -> Diagnostic:
     cells = numa_cells(tuple(sorted(os.sched_getaffinity(0))))
-    said = ", ".join(f"{len(cpus)} cores" for cpus in cells.values()) or "the kernel shows none"
-    return Finding(component="NUMA nodes", state=OK, found=f"{len(cells) or 1} ({said})")
+    details = ", ".join(f"{len(cpus)} cores" for cpus in cells.values()) or "the kernel shows none"
+    return Diagnostic(component="NUMA nodes", state=OK, found=f"{len(cells) or 1} ({details})")
 
 
-def _memory() -> Finding:
+def _memory() -> Diagnostic:
     total, free = _meminfo("MemTotal"), available_memory_bytes()
-    said = f"{_size(free)} of {_size(total)} available"
+    details = f"{_format_size(free)} of {_format_size(total)} available"
     limits = []
-    for group in _groups_above("memory"):
+    for group in _ancestor_cgroups("memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
             with contextlib.suppress(OSError, ValueError):
                 limits.append(int(cgroupfs.read(group / name)))
     limit = min(limits, default=total)
     if limit < total:
         to_do = f"this process has a limit: connect(memory='{limit // MIB}MiB') or less"
-        return Finding(component="memory", state=LIMITED, found=f"{said}, limit {_size(limit)}", to_do=to_do)
-    return Finding(component="memory", state=OK, found=said)
+        return Diagnostic(
+            component="memory", state=LIMITED, found=f"{details}, limit {_format_size(limit)}", to_do=to_do
+        )
+    return Diagnostic(component="memory", state=OK, found=details)
 
 
-def _swap() -> Finding:
+def _swap() -> Diagnostic:
     total = _meminfo("SwapTotal")
     if not total:
-        return Finding(component="swap", state=OK, found="none")
+        return Diagnostic(component="swap", state=OK, found="none")
     found = find_hierarchies()
     memory = found.by_controller.get("memory")
     if found.version == 1 and memory is not None and not (memory / "memory.memsw.limit_in_bytes").exists():
         to_do = "memory limits of sandboxes do not count it: swapoff -a, or boot with swapaccount=1"
-        return Finding(component="swap", state=LIMITED, found=_size(total), to_do=to_do)
-    return Finding(component="swap", state=OK, found=f"{_size(total)}, of which sandboxes get none")
+        return Diagnostic(component="swap", state=LIMITED, found=_format_size(total), to_do=to_do)
+    return Diagnostic(component="swap", state=OK, found=f"{_format_size(total)}, of which sandboxes get none")
 
 
 def _meminfo(name: str) -> int:
@@ -555,42 +561,39 @@ def _meminfo(name: str) -> int:
     return 0
 
 
-def _size(count: int) -> str:
+def _format_size(count: int) -> str:
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.0f} MiB"
 
 
-def _devices() -> Finding:
+def _devices() -> Diagnostic:
     nodes = glob.glob("/dev/nvidia[0-9]*") + glob.glob("/dev/dri/renderD*")
-    said = _said("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader") if nodes else ""
-    if said:
-        lines = said.splitlines()
-        return Finding(component="devices", state=OK, found=f"{len(lines)}: {'; '.join(dict.fromkeys(lines))}")
-    return Finding(component="devices", state=OK, found=", ".join(sorted(nodes)) or "none")
+    details = _program_output("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader") if nodes else ""
+    if details:
+        lines = details.splitlines()
+        return Diagnostic(component="devices", state=OK, found=f"{len(lines)}: {'; '.join(dict.fromkeys(lines))}")
+    return Diagnostic(component="devices", state=OK, found=", ".join(sorted(nodes)) or "none")
 
 
 # ---- Docker -------------------------------------------------------------------------------------------------------
 
 
-def _docker() -> Finding:
+def _docker() -> Diagnostic:
     component, needed_by = "docker engine", (DOCKER,)
     version, reason = _engine_version(DOCKER_SOCKET)
     if not version:
         start = "systemctl start docker" if shutil.which("dockerd") else "apt-get install -y docker.io"
-        to_do = f"only for the backend docker: {as_root()}{start}"
-        return Finding(component=component, state=MISSING, found=reason, to_do=to_do, needed_by=needed_by)
-    return Finding(component=component, state=OK, found=f"{version} at {DOCKER_SOCKET}", needed_by=needed_by)
+        to_do = f"only for the backend docker: {sudo_prefix()}{start}"
+        return Diagnostic(component=component, state=MISSING, found=reason, to_do=to_do, needed_by=needed_by)
+    return Diagnostic(component=component, state=OK, found=f"{version} at {DOCKER_SOCKET}", needed_by=needed_by)
 
 
 def _engine_version(path: str) -> tuple[str, str]:
-    """Its version, or why there is none."""
-    connection = http.client.HTTPConnection("engine", timeout=ENGINE_S)
-    with socket.socket(socket.AF_UNIX) as unix, contextlib.closing(connection):
-        unix.settimeout(ENGINE_S)
-        try:
-            unix.connect(path)
-            connection.sock = unix
-            connection.request("GET", "/version")
-            return str(json.loads(connection.getresponse().read())["Version"]), ""
-        except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException) as error:
-            said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            return "", f"none answers at {path}: {said}"
+    """Its version, or why it cannot be used."""
+    try:
+        _, content = BlockingHttpClient("http://engine", unix_socket=path).request(
+            "GET", "/version", timeout_s=ENGINE_S
+        )
+        return str(json.loads(content)["Version"]), ""
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return "", f"none answers at {path}: {reason}"

@@ -1,12 +1,12 @@
-"""Attempts: what the kernel lets this user do, tried in processes that are thrown away.
+"""Kernel probes: what the kernel allows this user, tried in child processes that are thrown away.
 
-It is run by its path, without site-packages, and imports only the standard library. Owns nothing: whatever an attempt
-makes is private to its process and gone with it. Takes a JSON object on its standard input and prints one that has the
-reason of failure by the name of the attempt; an empty reason says that it worked.
+Run by its path, without site-packages; imports only the standard library. Owns nothing: all changes of a probe are
+private to its process. Reads a JSON object from its standard input and prints one with the reason of failure by the
+name of the probe; an empty reason means success.
 
-    user    the user of whom it is tried as, when this is root
+    user    the user as whom it is tried, if this process is root
     filter  a filter of system calls, in hexadecimal digits; empty: none is tried
-    folder  a directory that exists, over which a file system is mounted where nobody else sees it
+    folder  an existing directory, over which a file system is mounted in a private namespace
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ NAMESPACES = {
     "uts": CLONE_NEWUTS,
     "cgroup": CLONE_NEWCGROUP,
 }
-"""Those that a sandbox has of its own, besides that of users."""
+"""The namespaces of a sandbox, except the user namespace."""
 
 REASON_BYTES_MAX = 1000
-SECONDS_MAX = 5
-"""Of one attempt. Each takes about a millisecond."""
+PROBE_S_MAX = 5
+"""For one probe. Each takes about a millisecond."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def call(step: str, result: int) -> None:
+def check_result(step: str, result: int) -> None:
     if result != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"{step}: {os.strerror(code)}")
 
 
 def unshare(step: str, flags: int) -> None:
-    """Who is not root has the right to the others only in a user namespace of its own."""
+    """Without root, the other namespaces can only be created together with a user namespace."""
     user, group = os.geteuid(), os.getegid()
     flags |= CLONE_NEWUSER if user != 0 else 0
-    call(step, _libc.unshare(flags))
+    check_result(step, _libc.unshare(flags))
     if flags & CLONE_NEWUSER:
         for name, text in (("uid_map", f"0 {user} 1"), ("setgroups", "deny"), ("gid_map", f"0 {group} 1")):
             write(f"/proc/self/{name}", text)
 
 
 def write(path: str, text: str) -> None:
-    """Without an encoding that would have to be looked up: the files of Python may be out of reach by then."""
+    """Without a text encoding, which would have to be imported: the files of Python may be out of reach by then."""
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.write(fd, text.encode())
@@ -70,20 +70,26 @@ def write(path: str, text: str) -> None:
 
 
 def mount(what: str, where: str, kind: str, flags: int = 0, options: str = "") -> None:
-    words = (what.encode(), os.fsencode(where), kind.encode() or None, ctypes.c_ulong(flags), options.encode() or None)
-    call(f"mount {kind or where}", _libc.mount(*words))
+    arguments = (
+        what.encode(),
+        os.fsencode(where),
+        kind.encode() or None,
+        ctypes.c_ulong(flags),
+        options.encode() or None,
+    )
+    check_result(f"mount {kind or where}", _libc.mount(*arguments))
 
 
-def with_private_mounts() -> None:
+def make_mounts_private() -> None:
     unshare("unshare", CLONE_NEWNS)
     mount("none", "/", "", MS_REC | MS_PRIVATE)
 
 
-# ---- the attempts -------------------------------------------------------------------------------------------------
+# ---- the probes -----------------------------------------------------------------------------------------------------
 
 
-def users(user: int) -> None:
-    """A user namespace, made by an unprivileged user, who may mount in it."""
+def user_namespace(user: int) -> None:
+    """A user namespace that an unprivileged user creates, and may mount in."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(user, user, user)
@@ -100,16 +106,16 @@ def namespace(flag: int) -> None:
         if child == 0:
             os._exit(0 if os.getpid() == 1 else 1)
         if os.waitpid(child, 0)[1] != 0:
-            raise OSError("the first process of a namespace has not the number 1")
+            raise OSError("the first process of a namespace does not have process id 1")
 
 
 def tmpfs(folder: str) -> None:
-    with_private_mounts()
+    make_mounts_private()
     mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=64,mode=0755")
 
 
 def overlay(folder: str) -> None:
-    """Over memory, as a sandbox has it: a file of the lower layer is changed, and its change is in the upper one."""
+    """Over a tmpfs, as in a sandbox: changing a file of the lower layer must write to the upper layer."""
     tmpfs(folder)
     lower, upper, work, root = (os.path.join(folder, name) for name in ("lower", "upper", "work", "root"))
     for place in (lower, upper, work, root):
@@ -120,7 +126,7 @@ def overlay(folder: str) -> None:
     write(f"{root}/file", " and upper")
     with open(f"{upper}/file", "rb") as file:
         if file.read() != b"lower and upper":
-            raise OSError("what was written is not in the upper layer")
+            raise OSError("the change is not in the upper layer")
 
 
 def seccomp(code: bytes) -> None:
@@ -128,22 +134,22 @@ def seccomp(code: bytes) -> None:
     program = ctypes.create_string_buffer(
         struct.pack("HxxxxxxP", len(code) // INSTRUCTION_BYTES, ctypes.addressof(body))
     )
-    call("no_new_privs", _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    call("seccomp", _libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program, 0, 0))
+    check_result("no_new_privs", _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    check_result("seccomp", _libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program, 0, 0))
 
 
-# ---- trying -------------------------------------------------------------------------------------------------------
+# ---- running probes -------------------------------------------------------------------------------------------------
 
 
-def tried(attempt: Callable[[], None]) -> str:
-    """In a process of its own. Why it failed, or nothing."""
+def run_probe(probe: Callable[[], None]) -> str:
+    """Run a probe in a child process. Returns the reason of a failure, or an empty string."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        signal.alarm(SECONDS_MAX)
+        signal.alarm(PROBE_S_MAX)
         reason = ""
         try:
-            attempt()
+            probe()
         except OSError as error:
             reason = error.strerror or str(error)
         except BaseException as error:
@@ -151,22 +157,22 @@ def tried(attempt: Callable[[], None]) -> str:
         os.write(writer, reason.encode()[:REASON_BYTES_MAX])
         os._exit(0)
     os.close(writer)
-    said = b""
+    output = b""
     while part := os.read(reader, REASON_BYTES_MAX):
-        said += part
+        output += part
     os.close(reader)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return said.decode() or ("" if code == 0 else f"it ended with {code}")
+    return output.decode() or ("" if code == 0 else f"it ended with {code}")
 
 
-def all_of(request: dict[str, Any]) -> dict[str, str]:
-    attempts: dict[str, Callable[[], None]] = {"user": lambda: users(request["user"])}
-    attempts |= {name: lambda flag=flag: namespace(flag) for name, flag in NAMESPACES.items()}  # type: ignore[misc]
-    attempts |= {"tmpfs": lambda: tmpfs(request["folder"]), "overlay": lambda: overlay(request["folder"])}
+def run_all_probes(request: dict[str, Any]) -> dict[str, str]:
+    probes: dict[str, Callable[[], None]] = {"user": lambda: user_namespace(request["user"])}
+    probes |= {name: lambda flag=flag: namespace(flag) for name, flag in NAMESPACES.items()}  # type: ignore[misc]
+    probes |= {"tmpfs": lambda: tmpfs(request["folder"]), "overlay": lambda: overlay(request["folder"])}
     if request["filter"]:
-        attempts["seccomp"] = lambda: seccomp(bytes.fromhex(request["filter"]))
-    return {name: tried(attempt) for name, attempt in attempts.items()}
+        probes["seccomp"] = lambda: seccomp(bytes.fromhex(request["filter"]))
+    return {name: run_probe(probe) for name, probe in probes.items()}
 
 
 if __name__ == "__main__":
-    json.dump(all_of(json.load(sys.stdin)), sys.stdout)
+    json.dump(run_all_probes(json.load(sys.stdin)), sys.stdout)

@@ -1,224 +1,399 @@
-"""The host of one function: its template and its instances, from none to the limit and back to none.
+"""The host of one function: its instances, from none to the limit and back to none.
 
-Owns which instance is idle, which one ends when, and whether there is a template. How many run at once is for the pool
-of the function to say, which the scheduler counts. Promises that an idle function has no process after its idle times,
-that an instance which may not be used again never is, and that closing leaves nothing.
+Owns the state of each instance (idle or busy), its idle time, and the memory that is reserved for it. Promises that the
+number of instances never exceeds `max_instances`, including those that are being opened or removed, or cannot be
+removed; that a discarded instance is never used again; and that `close` removes all instances.
+
+Before a host opens an instance, idle instances of others end as far as their memory is needed. A call without enough
+memory, or with only memory that other actions wait for, does not start: it waits in the queue of the scheduler and
+holds no resources.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from typing import Any
+import hashlib
+import secrets
+from collections import deque
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, Protocol
 
 import msgspec
 
-from tangram.errors import ManagerError
-from tangram.managers.base import STOP_GRACE_S
-from tangram.managers.functions.instance import Gone, Instance
-from tangram.managers.functions.templates import Template
+from tangram.core.action import Action
+from tangram.core.messages import Grant
+from tangram.errors import AdmissionRefused, ManagerError
+from tangram.managers.base import InsufficientMemory, Manager
+from tangram.managers.functions.forked_instance import ForkedInstance, FunctionForkServer
+from tangram.managers.functions.instance import Instance
+from tangram.managers.functions.sandbox_instance import SandboxInstance
 from tangram.managers.functions.work import FunctionSpec
-from tangram.processes.process_tree import Census
+from tangram.managers.work import MIB, PROCESSES_MAX, SandboxSpec
 
-CALLS_MAX = 1000
-"""Of one instance: what a function leaves in memory is its own matter, but not for ever."""
-TEMPLATE_IDLE_FACTOR = 2.0
-"""A template without an instance ends after this times the idle time of instances."""
-END_S_MAX = STOP_GRACE_S + 12.0
-"""Until an instance that is to end is gone. Then its template does not do its work and is ended with all it has."""
+PREFIX = "function-"
+"""The beginning of the names of instances. Sandboxes of tenants have a '/' in their names, which these never have."""
+ALLOWANCE_BYTES = 128 * MIB
+"""Memory of a sandbox beyond that of the function: for the program, and for arguments and replies in transit."""
+DISK_BYTES = 256 * MIB
+"""The disk of a sandbox, for files that calls write. It counts as memory."""
+REMOVAL_RETRY_S = 30.0
+"""The time between attempts to remove an instance."""
+OWN_PROCESSES = 8
+"""Processes of a sandbox beyond those of a call: the first one, the program, and those that read and write files."""
 
-log = logging.getLogger("tangram.functions")
+Reserve = Callable[[str, int, str], None]
+"""Reserves memory for an instance. Arguments: its name, MiB of memory, and the run. Raises AdmissionRefused."""
+Release = Callable[[str], None]
+
+MEMORY_SHORTAGE = "memory"
+"""The limit that is reached when there is no memory now, but waiting for it will help."""
+COMMON_LIMITS = (MEMORY_SHORTAGE, "capacity", "sandboxes_max")
+"""Limits of the machine: idle instances of any owner make room. Others concern their owner alone."""
 
 
-class Statistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one function, or of several together."""
+class MemoryWaiter(msgspec.Struct, frozen=True):
+    """An action that waits for memory."""
+
+    action: str
+    sandbox: str
+    """The sandbox whose memory it waits for; for a call, its future instance."""
+
+
+class MemoryQueue(Protocol):
+    """The part of the scheduler that instances depend on."""
+
+    def first_waiter(self) -> MemoryWaiter | None:
+        """The first action that waits for memory which instances have."""
+        ...
+
+    def is_waiting(self, action: str) -> bool: ...
+
+    def has_memory(self, sandbox: str) -> bool:
+        """Whether memory is reserved under this name."""
+        ...
+
+
+class EmptyMemoryQueue:
+    """No action waits for memory."""
+
+    def first_waiter(self) -> MemoryWaiter | None:
+        return None
+
+    def is_waiting(self, action: str) -> bool:
+        return False
+
+    def has_memory(self, sandbox: str) -> bool:
+        return False
+
+
+class FunctionStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters of one function, or the sums for several."""
 
     instances: int = 0
-    """That live now."""
+    """The number of open instances at present."""
     idle: int = 0
-    templates: int = 0
-    begun: int = 0
-    """Instances so far."""
+    fork_servers: int = 0
+    started: int = 0
+    """The number of instances that were ever opened."""
     calls: int = 0
     busy_s: float = 0.0
     """Seconds in which instances served calls."""
     instance_s: float = 0.0
     """Seconds in which there were instances."""
 
-    def __add__(self, other: Statistics) -> Statistics:
-        return Statistics(**{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__})
+    def __add__(self, other: FunctionStatistics) -> FunctionStatistics:
+        return FunctionStatistics(
+            **{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__}
+        )
 
 
-class Host:
-    def __init__(self, spec: FunctionSpec, census: Census) -> None:
+class HostContext(msgspec.Struct, frozen=True, kw_only=True):
+    """What all hosts have in common."""
+
+    manager: Manager | None
+    """The manager of the sandboxes that serve as instances; None: instances are forked processes of this machine."""
+    reserve: Reserve
+    release: Release
+    queue: MemoryQueue
+    image: str
+    idle_s_max: float
+    """The upper limit of the idle time of an instance. A function may declare a shorter one."""
+    is_over: Callable[[str], bool]
+    """Whether this owner has more instances than it may have."""
+    reclaim: Callable[[str, bool], Awaitable[bool]]
+    """Waits until an instance of this owner is gone, or of any owner: one that is ending, or an idle one, which ends
+    for it. False: there is none."""
+    idle: dict[Instance, FunctionHost]
+    """The idle instances of all hosts; the one with the longest idle time comes first."""
+
+
+class FunctionHost:
+    def __init__(
+        self, spec: FunctionSpec, run: str, owner: str, context: HostContext, on_empty: Callable[[], None]
+    ) -> None:
         self.spec = spec
-        self._census = census
+        self.run = run
+        self.owner = owner
+        self.context = context
+        self._on_empty = on_empty
         self._loop = asyncio.get_running_loop()
-        self._template: Template | None = None
-        self._template_by_instance: dict[Instance, Template] = {}
-        """Of all that live."""
-        self._idle: list[Instance] = []
-        """The one that was used last is used next, so that the others become superfluous."""
-        self._beginning = 0
-        """Callers that wait for an instance."""
-        self._leaving: dict[Template, asyncio.Task[None]] = {}
-        self._template_timer: asyncio.TimerHandle | None = None
-        self._warned = False
-        self._closed = False
-        self._past = Statistics()
-        self._busy_since: dict[Instance, float] = {}
+        self._instances: set[Instance] = set()
+        """All that exist, or may exist."""
+        self.idle: list[Instance] = []
+        """A stack: the most recently used instance is used next, so that the others reach their idle time."""
+        self._removals: dict[Instance, asyncio.Task[bool]] = {}
+        self._waiters: deque[asyncio.Future[None]] = deque()
+        self.active_calls = 0
+        """The number of calls in progress."""
+        self._tag = _digest(owner, run, spec.name)
+        self.promised: list[str] = []
+        """Calls that waited for memory and are to take an idle instance instead."""
+        self._past = FunctionStatistics()
+        self._is_closing = False
+        self._fork_server: FunctionForkServer | None = None
+        if context.manager is None:
+            self._fork_server = FunctionForkServer(spec)
+            self._fork_server.on_end(self._check_empty)
+
+    # ---- calls that wait for memory ----
+
+    def name_for(self, action: Action, grant: Grant) -> str:
+        """The name of the instance for whose memory this attempt of a call waits. A repetition has the same name."""
+        return f"{PREFIX}{self._tag}{_digest(action.id, str(grant.attempt))}"
+
+    def is_awaited_by(self, waiter: MemoryWaiter) -> bool:
+        """Whether it is a call of this function that waits."""
+        return waiter.sandbox.startswith(f"{PREFIX}{self._tag}")
+
+    def promise(self, waiter: MemoryWaiter) -> bool:
+        """Let a call take an idle instance instead of waiting for the memory of a new one. False: all idle instances
+        are promised to others.
+
+        A promise only limits how many calls stop waiting. It does not reserve an instance: another call, which holds
+        its cores already, may take it first. If that call waited instead, for a call that is still queued for cores,
+        the two could block each other. The promised call then takes the next idle instance, or waits for memory again.
+        """
+        self.promised = [action for action in self.promised if self.context.queue.is_waiting(action)]
+        if len(self.promised) >= len(self.idle):
+            return False
+        self.promised.append(waiter.action)
+        self.context.release(waiter.sandbox)
+        return True
+
+    @property
+    def instances(self) -> frozenset[Instance]:
+        """Those included that are being opened or removed."""
+        return frozenset(self._instances)
+
+    @property
+    def endings(self) -> list[asyncio.Task[bool]]:
+        """One for each instance that is being removed: done when it is gone."""
+        return list(self._removals.values())
+
+    def sandbox_spec(self) -> SandboxSpec:
+        spec = self.spec
+        return SandboxSpec(
+            image=self.context.image,
+            memory_bytes=spec.memory_bytes + ALLOWANCE_BYTES,
+            disk_bytes=DISK_BYTES,
+            processes_max=min(spec.processes_max + OWN_PROCESSES, PROCESSES_MAX),
+            network=False,
+            user="agent",
+        )
 
     # ---- instances for calls ----
 
     def take_idle(self) -> Instance | None:
-        while self._idle:
-            instance = self._idle.pop()
-            self._disarm(instance)
-            if instance.usable:
-                self._busy_since[instance] = self._loop.time()
-                return instance
-            self.end_now(instance)  # it has died, or lost its socket
-        return None
-
-    async def take(self) -> Instance:
-        """A new one. Raises FunctionBroken, or ManagerError."""
-        self._beginning += 1
-        instance: Instance | None = None
-        try:
-            template = self._present_template()
-            self._warn(await asyncio.shield(template.ready))
-            if self._closed:
-                raise ManagerError("functions are being closed")
-            instance = template.begin()
-            self._template_by_instance[instance] = template
-            instance.gone.add_done_callback(lambda _, gone=instance: self._on_gone(gone))  # type: ignore[misc]
-            await asyncio.shield(instance.ready)
-        except BaseException:
-            if instance is not None:
-                self.end_now(instance)
-            raise
-        finally:
-            self._beginning -= 1
-            self._rest()
-        self._busy_since[instance] = self._loop.time()
+        if not self.idle:
+            return None
+        instance = self.idle[-1]
+        self._end_idling(instance)
+        instance.busy_since = self._loop.time()
         return instance
 
-    def _present_template(self) -> Template:
-        if self._closed:
-            raise ManagerError("functions are being closed")
-        if self._template is None:
+    @property
+    def has_room(self) -> bool:
+        return len(self._instances) < self.spec.max_instances
+
+    def wait_turn(self) -> asyncio.Future[None]:
+        """Returns a future that is done when there may be an instance, or room for one."""
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        self._waiters.append(waiter)
+        return waiter
+
+    def wake_next(self) -> None:
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+        self._check_empty()
+
+    async def open(self, action: Action, grant: Grant, *, held: bool) -> Instance:
+        """Open a new instance. `held`: its memory is reserved under the name for this call. Raises AdmissionRefused,
+        InvalidAction, ManagerError."""
+        assert self.has_room, "a caller checks for room before it opens an instance"
+        awaited = self.name_for(action, grant)
+        instance = self._new_instance(awaited if held else f"{PREFIX}{secrets.token_hex(8)}")
+        self._instances.add(instance)
+        try:
+            await self._require_cap()
+            if not held:
+                await self._reserve(instance, awaited)
+        except BaseException:
+            self._forget(instance)
+            if held:
+                self.context.release(instance.name)
+            raise
+        try:
+            await instance.open(action, grant)
+        except BaseException:
+            self.discard(instance)
+            raise
+        instance.is_open = True
+        instance.busy_since = self._loop.time()
+        return instance
+
+    def _new_instance(self, name: str) -> Instance:
+        if self._fork_server is not None:
+            forked = ForkedInstance(name, self._fork_server)
+            forked.on_end = partial(self._on_end, forked)
+            return forked
+        assert self.context.manager is not None
+        return SandboxInstance(name, self.context.manager, self.spec, self.sandbox_spec())
+
+    def _on_end(self, instance: Instance) -> None:
+        """Called when an instance has ended; drops it if it was idle. Otherwise its call discards it."""
+        if instance in self.context.idle:
+            self.discard(instance)
+
+    async def _require_cap(self) -> None:
+        while self.context.is_over(self.owner):
+            if not await self.context.reclaim(self.owner, False):
+                raise ManagerError(f"run {self.run} may have fewer sandboxes than it had when this call was let in")
+
+    async def _reserve(self, instance: Instance, awaited: str) -> None:
+        """Idle instances make room. Memory that others wait for already is not taken: the call waits behind them, as it
+        does where there is no memory, under the name `awaited`."""
+        context, memory_mib = self.context, -(-self.sandbox_spec().memory_bytes // MIB)
+        while context.queue.first_waiter() is None:
             try:
-                self._template = Template(self.spec, self._census, self._part_with)
-            except OSError as error:
-                raise ManagerError(f"the template of {self.spec.name} cannot be started: {error}") from error
-        return self._template
+                context.reserve(instance.name, memory_mib, self.run)
+                return
+            except AdmissionRefused as refused:
+                if await context.reclaim(self.owner, refused.limit in COMMON_LIMITS):
+                    continue
+                if refused.limit != MEMORY_SHORTAGE:
+                    raise
+                break
+        raise InsufficientMemory(awaited, memory_mib)
 
-    def _warn(self, forks: bool) -> None:
-        if not forks and not self._warned:
-            self._warned = True
-            log.warning(
-                "importing function %s starts threads, so its instances cannot be forked: each one imports it anew."
-                " Start threads when the function is called, not when its module is imported.",
-                self.spec.name,
-            )
+    def release(self, instance: Instance) -> None:
+        """Make an instance available to other calls."""
+        self._note_busy(instance)
+        instance.idle_since = self._loop.time()
+        self.idle.append(instance)
+        self.context.idle[instance] = self
+        idle_s = min(self.spec.idle_s, self.context.idle_s_max)
+        instance.idle_timer = self._loop.call_later(idle_s, self.discard, instance)
+        self.wake_next()
 
-    def give_back(self, instance: Instance) -> None:
-        """It can be used again."""
-        self._not_busy(instance)
-        self._idle.append(instance)
-        if len(self._template_by_instance) > self.spec.max_instances:
-            self.end_now(self._idle[0])
-        else:
-            instance.idle_timer = self._loop.call_later(self.spec.idle_s, self.end_now, instance)
+    def _note_busy(self, instance: Instance) -> None:
+        since, instance.busy_since = instance.busy_since, None
+        if since is not None:
+            self._past += FunctionStatistics(busy_s=self._loop.time() - since)
 
-    async def end(self, instance: Instance, grace_s: float) -> Gone:
-        """Until nothing of it is left."""
-        self._withdraw(instance)
-        template = self._template_by_instance.get(instance)
-        if template is not None:
-            template.end(instance, grace_s)
-            await asyncio.wait({instance.gone}, timeout=END_S_MAX)
-            if not instance.gone.done():
-                self._part_with(template)
-        return await asyncio.shield(instance.gone)
+    def on_load_failed(self) -> None:
+        """The next instance imports the function again: what was missing may be there then."""
+        if self._fork_server is not None:
+            self._fork_server.close()
 
-    def end_now(self, instance: Instance) -> None:
-        """Whoever wants to know when it is gone looks at `gone`."""
-        self._withdraw(instance)
-        template = self._template_by_instance.get(instance)
-        if template is not None:
-            template.end(instance, 0.0)
+    # ---- their end ----
 
-    def _withdraw(self, instance: Instance) -> None:
-        self._disarm(instance)
-        if instance in self._idle:
-            self._idle.remove(instance)
+    def discard(self, instance: Instance) -> asyncio.Future[bool]:
+        """Remove an instance. The result of the future is False if it could not be removed."""
+        self._end_idling(instance)
+        if instance not in self._instances:  # it is gone already
+            gone: asyncio.Future[bool] = self._loop.create_future()
+            gone.set_result(True)
+            return gone
+        removal = self._removals.get(instance)
+        if removal is None:
+            self._note_busy(instance)
+            if instance.removal_timer is not None:
+                instance.removal_timer.cancel()
+            removal = self._removals[instance] = self._loop.create_task(self._remove(instance))
+        return removal
 
-    def _disarm(self, instance: Instance) -> None:
+    async def _remove(self, instance: Instance) -> bool:
+        """An instance that cannot be removed still uses its memory, so it keeps its reservation and counts towards
+        `max_instances` until a later attempt succeeds or the host is closed."""
+        is_removed = False
+        try:
+            await instance.close()
+            self.context.release(instance.name)
+            is_removed = True
+            return True
+        except (ManagerError, OSError) as error:
+            message = f"instance {instance.name} of function {self.spec.name} cannot be removed"
+            context: dict[str, Any] = {"message": message, "exception": error}
+            self._loop.call_exception_handler(context)
+            return False
+        finally:
+            del self._removals[instance]
+            if is_removed or self._is_closing:
+                if instance.is_open:
+                    lived_s = self._loop.time() - instance.opened_s
+                    self._past += FunctionStatistics(started=1, calls=instance.calls, instance_s=lived_s)
+                self._forget(instance)
+            else:
+                instance.removal_timer = self._loop.call_later(REMOVAL_RETRY_S, self.discard, instance)
+
+    def _forget(self, instance: Instance) -> None:
+        self._instances.discard(instance)
+        self.wake_next()
+
+    def _end_idling(self, instance: Instance) -> None:
+        if self.context.idle.pop(instance, None) is not None:
+            self.idle.remove(instance)
         if instance.idle_timer is not None:
             instance.idle_timer.cancel()
             instance.idle_timer = None
 
-    def _on_gone(self, instance: Instance) -> None:
-        self._withdraw(instance)
-        self._not_busy(instance)
-        if self._template_by_instance.pop(instance, None) is not None:
-            lived_s = self._loop.time() - instance.began_s
-            self._past += Statistics(begun=1, calls=instance.calls, instance_s=lived_s)
-        self._rest()
+    def leave(self) -> None:
+        """A call is over."""
+        self.active_calls -= 1
+        self._check_empty()
 
-    def _not_busy(self, instance: Instance) -> None:
-        since = self._busy_since.pop(instance, None)
-        if since is not None:
-            self._past += Statistics(busy_s=self._loop.time() - since)
-
-    # ---- the template ----
-
-    def _rest(self) -> None:
-        """Without instances the template has some time left."""
-        if self._template_timer is not None:
-            self._template_timer.cancel()
-            self._template_timer = None
-        if self._template is not None and not self._template_by_instance and not self._beginning:
-            after_s = TEMPLATE_IDLE_FACTOR * self.spec.idle_s
-            self._template_timer = self._loop.call_later(after_s, self._part_with, self._template)
-
-    def _part_with(self, template: Template) -> None:
-        """It ends, and so do its instances. The next call gets another one."""
-        if self._template is template:
-            self._template = None
-        if template not in self._leaving:
-            task = self._leaving[template] = self._loop.create_task(template.close())
-            task.add_done_callback(lambda task: self._on_left(template, task))
-
-    def _on_left(self, template: Template, task: asyncio.Task[None]) -> None:
-        del self._leaving[template]
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            context: dict[str, Any] = {"message": f"function {self.spec.name} left processes", "exception": error}
-            self._loop.call_exception_handler(context)
+    def _check_empty(self) -> None:
+        if not self._instances and not self.active_calls and not (self._fork_server and self._fork_server.is_running):
+            self._on_empty()
 
     async def close(self) -> None:
-        """Everything ends at once."""
-        self._closed = True
-        for instance in list(self._idle):
-            self._withdraw(instance)
-        if self._template is not None:
-            self._part_with(self._template)
-        while self._leaving:
-            await asyncio.wait(self._leaving.values())
-        if self._template_timer is not None:
-            self._template_timer.cancel()
+        self._is_closing = True
+        for instance in list(self._instances):
+            self.discard(instance)
+        while self._removals:
+            await asyncio.wait(self._removals.values())
+        if self._fork_server is not None:
+            await self._fork_server.wait_closed()
 
-    def statistics(self) -> Statistics:
+    # ---- statistics ----
+
+    def statistics(self) -> FunctionStatistics:
         now = self._loop.time()
-        living = list(self._template_by_instance)
-        return self._past + Statistics(
-            instances=len(living),
-            idle=len(self._idle),
-            templates=(self._template is not None) + len(self._leaving),
-            begun=len(living),
-            calls=sum(instance.calls for instance in living),
-            busy_s=sum(now - since for since in self._busy_since.values()),
-            instance_s=sum(now - instance.began_s for instance in living),
+        opened = [instance for instance in self._instances if instance.is_open]
+        return self._past + FunctionStatistics(
+            instances=len(opened),
+            idle=len(self.idle),
+            fork_servers=self._fork_server is not None and self._fork_server.is_running,
+            started=len(opened),
+            calls=sum(instance.calls for instance in opened),
+            busy_s=sum(now - instance.busy_since for instance in opened if instance.busy_since is not None),
+            instance_s=sum(now - instance.opened_s for instance in opened),
         )
+
+
+def _digest(*words: str) -> str:
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]

@@ -1,215 +1,116 @@
-"""An instance of a function, seen from its owner: a socket, two streams and the news of its end.
+"""An instance of a function: the interface that the host and the lease of a call need of it.
 
-Owns our ends of them. Decides nothing: whoever has it says what it is to do and when it is to end. Promises that a call
-brings exactly one of two: a reply, or the news that the instance is gone; and that no descriptor outlives that news.
+An instance runs the program of `program.py`: in a sandbox (`sandbox_instance`) or as a process that was forked from one
+that has imported the function (`forked_instance`). It executes one command at a time, each for an action and its grant.
 """
 
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import Callable
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from tangram.errors import ManagerError
-from tangram.managers.functions.template import REPLY, REQUEST
-from tangram.managers.functions.work import ANSWER_BYTES_MAX, Failure
-from tangram.managers.work import KIB, MIB, Executed
-from tangram.processes.capture import Capture
-from tangram.processes.streams import STDERR, STDOUT, Output, Stream
+from tangram.core.action import Action
+from tangram.core.messages import Grant
+from tangram.managers.base import Lease
+from tangram.managers.functions.work import Failure
+from tangram.managers.work import LeaseResult
+from tangram.processes.streams import Output
 
-CAPTURE_BYTES_MAX = 256 * KIB
-"""Of each stream of a call: it is there to explain failures."""
-HEAD_BYTES_MAX = 1 * MIB
-"""Of what is said about a call: mostly a traceback, which the instance cuts."""
-READ_BYTES = 256 * KIB
-
-
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """What an instance says of a call."""
-
-    failure: Failure | None
-    cpu_s: float
-    peak_bytes: int
-    keep: bool
-    """Whether it can be called again."""
-    value: bytes = b""
-    """msgpack."""
+NOT_FOUND, SIGNALLED = 127, 128
+"""Exit codes as a shell reports them: of a program that does not exist; and the base to which the number of the signal
+is added that ended a program."""
+SHOWN_CHARACTERS = 1000
+"""How much of the output of an instance a reason quotes, from its end."""
 
 
-class Gone(msgspec.Struct, frozen=True, kw_only=True):
-    """What the template says of an instance that has ended, with all that it started."""
+class FunctionLoadFailed(Exception):
+    """The function cannot be imported, or not be called at all: an error of the function."""
 
-    gone: int
-    """Its number."""
-    code: int | None = None
-    """Negative for a signal; None: nobody knows, and `error` says why."""
-    cpu_s: float = 0.0
-    peak_bytes: int = 0
-    excess: int = 0
-    """It was ended because it had so many processes."""
-    left: list[int] = []
-    """Processes that could not be killed."""
-    error: str = ""
+    def __init__(self, failure: Failure, stdout: bytes = b"", stderr: bytes = b"") -> None:
+        self.failure = failure
+        self.stdout = stdout
+        self.stderr = stderr
+        super().__init__(failure.message)
 
 
-class Garbled(Exception):
-    """An instance said what is no reply: the function wrote to a descriptor that is not its own."""
+class InstanceLost(Exception):
+    """The instance ended during a call, and the function did not cause it."""
 
 
-_decode = msgspec.msgpack.Decoder(Reply).decode
+class Command(msgspec.Struct, frozen=True, kw_only=True):
+    """A command to an instance."""
+
+    token: str
+    """Marks the reply; see `program`."""
+    arguments: bytes | None
+    """The pickled arguments of a call; None: load the function."""
+    output: Output
 
 
-class Instance:
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.pid = 0
+Run = Callable[[Awaitable[Lease]], Awaitable[LeaseResult]]
+"""Waits for the start and the end of a lease, on behalf of the call that needs it."""
+
+
+class Instance(ABC):
+    is_isolated = True
+    """Nothing but the function can have ended its process."""
+    loads_once = True
+    """The function is loaded before the first call; else with each call."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_open = False
+        """It has everything that a call needs."""
         self.calls = 0
-        self.cpu_s = 0.0
-        """Of its calls so far."""
+        self.opened_s = asyncio.get_running_loop().time()
+        self.busy_since: float | None = None
+        self.idle_since = 0.0
         self.idle_timer: asyncio.TimerHandle | None = None
-        self._loop = asyncio.get_running_loop()
-        self.began_s = self._loop.time()
-        self.ready: asyncio.Future[None] = self._loop.create_future()
-        """It can be called. Raises what kept it from that."""
-        self.gone: asyncio.Future[Gone] = self._loop.create_future()
-        """Nothing of it is left."""
-        self._socket, self._given = socket.socketpair()
-        self._socket.setblocking(False)
-        self._streams = (Stream(STDOUT), Stream(STDERR))
-        self._captures = (Capture(0), Capture(0))
-        self._on_reply: Callable[[Reply | Garbled], None] | None = None
-        self._heard = bytearray()
-        self._ahead = memoryview(b"")
-        self._closed = False
-        self._loop.add_reader(self._socket, self._read)
+        self.removal_timer: asyncio.TimerHandle | None = None
+        """Set after it could not be removed: it is tried again."""
+        self.on_end: Callable[[], None] = lambda: None
+        """Called when the process ends between two commands. Only forked instances notice it."""
 
-    @property
-    def given(self) -> list[int]:
-        """The ends that it gets: of its socket and of its streams."""
-        return [self._given.fileno(), self._streams[0].writer, self._streams[1].writer]
+    @abstractmethod
+    async def open(self, action: Action, grant: Grant) -> None:
+        """Make it. Raises InvalidAction, ManagerError."""
 
-    def close_given(self) -> None:
-        self._given.close()
-        for stream in self._streams:
-            stream.close_writer()
+    @abstractmethod
+    async def prepare(self, action: Action, grant: Grant, run: Run) -> None:
+        """Get ready to load the function. Raises FunctionLoadFailed, ManagerError."""
 
-    @property
-    def usable(self) -> bool:
-        """Whether it still listens. It may have died a moment ago."""
-        if self._closed or self.gone.done():
-            return False
-        try:
-            return self._socket.recv(1, socket.MSG_PEEK) != b""
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
+    @abstractmethod
+    async def execute(self, command: Command, action: Action, grant: Grant) -> Lease:
+        """Start a command. Its lease ends when the program has carried it out, or has ended."""
 
-    # ---- a call ----
+    @abstractmethod
+    async def close(self) -> None:
+        """Remove the instance. Blocks until all its processes have ended. Raises ManagerError; may be called again."""
 
-    def expect(self, on_reply: Callable[[Reply | Garbled], None]) -> None:
-        """Its next reply goes there."""
-        assert self._on_reply is None, "an instance serves one call at a time"
-        self._on_reply = on_reply
+    @abstractmethod
+    def import_failure(self, ended: LeaseResult, reason: str, stderr: str) -> Failure:
+        """Why loading ended without a reply. Raises ManagerError if the function did not cause it."""
 
-    def listen(self, output: Output | None) -> None:
-        """What it writes from now on belongs to a call."""
-        self._captures = (Capture(CAPTURE_BYTES_MAX), Capture(CAPTURE_BYTES_MAX))
-        for stream, capture in zip(self._streams, self._captures, strict=True):
-            stream.begin(capture, output)
+    @abstractmethod
+    def exit_failure(self, ended: LeaseResult, stderr: str) -> Failure:
+        """Why a call ended without a reply. Raises InstanceLost if the function did not cause it."""
 
-    def call(self, arguments: bytes, on_reply: Callable[[Reply | Garbled], None]) -> None:
-        self.expect(on_reply)
-        self.calls += 1
-        self._ahead = memoryview(REQUEST.pack(len(arguments)) + arguments)
-        self._write()
 
-    def executed(self) -> Executed:
-        """What the call wrote. What comes later is discarded."""
-        for stream in self._streams:
-            stream.end()
-        out, err = self._captures
-        return Executed(
-            stdout=out.content(), stderr=err.content(), stdout_bytes=out.total_bytes, stderr_bytes=err.total_bytes
-        )
+def exit_message(code: int | None, number: int) -> str:
+    """`number`: the signal that ended it, or 0."""
+    if not number:
+        return f"it ended its own process with exit code {code} instead of returning"
+    return f"it crashed: its process was ended by {signal_name(number)}"
 
-    def end_of_life(self, gone: Gone) -> None:
-        """The template has said so."""
-        if self.gone.done():
-            return
-        if not self.ready.done():
-            self.ready.set_exception(ManagerError(gone.error or "an instance ended before it could be called"))
-            self.ready.exception()  # taken note of: whoever waited may have gone
-        for stream in self._streams:
-            stream.end()  # to what it wrote in the end
-        self.close()
-        self.gone.set_result(gone)
 
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._loop.remove_reader(self._socket)
-            self._loop.remove_writer(self._socket)
-            self._socket.close()
-            self.close_given()
-            for stream in self._streams:
-                stream.close()
+def signal_of(code: int | None) -> int:
+    """The signal that probably ended a process with this exit code; 0 for other codes. A program may exit with it."""
+    return 0 if code is None or not SIGNALLED < code <= SIGNALLED + signal.NSIG else code - SIGNALLED
 
-    # ---- its socket ----
 
-    def _write(self) -> None:
-        if self._closed:
-            return
-        try:
-            while self._ahead:
-                self._ahead = self._ahead[self._socket.send(self._ahead) :]
-        except BlockingIOError:
-            self._loop.add_writer(self._socket, self._write)
-            return
-        except OSError:
-            self._ahead = memoryview(b"")  # it is gone, which its template tells
-        self._loop.remove_writer(self._socket)
-
-    def _read(self) -> None:
-        try:
-            data = self._socket.recv(READ_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self._loop.remove_reader(self._socket)  # its end is told by the template
-            return
-        self._heard += data
-        if self._on_reply is None:
-            self._heard.clear()  # nobody asked
-            return
-        try:
-            reply = self._parsed()
-        except (Garbled, msgspec.MsgspecError) as error:
-            self._loop.remove_reader(self._socket)
-            self._tell(error if isinstance(error, Garbled) else Garbled(str(error)))
-            return
-        if reply is not None:
-            self._tell(reply)
-
-    def _parsed(self) -> Reply | None:
-        """None: not all of it has come."""
-        if len(self._heard) < REPLY.size:
-            return None
-        head, value = REPLY.unpack_from(self._heard)
-        if head > HEAD_BYTES_MAX or value > ANSWER_BYTES_MAX:
-            raise Garbled(f"a reply of {head} and {value} bytes")
-        if len(self._heard) < REPLY.size + head + value:
-            return None
-        said = _decode(memoryview(self._heard)[REPLY.size : REPLY.size + head])
-        found = bytes(self._heard[REPLY.size + head : REPLY.size + head + value])
-        self._heard = bytearray()
-        return msgspec.structs.replace(said, value=found)
-
-    def _tell(self, reply: Reply | Garbled) -> None:
-        tell, self._on_reply = self._on_reply, None
-        assert tell is not None
-        tell(reply)
+def signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"

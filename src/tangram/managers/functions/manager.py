@@ -1,54 +1,136 @@
-"""The function manager: calls of stateless Python functions, each in an instance that is there only when needed.
+"""The function manager: calls of stateless Python functions, each in an instance that exists only when it is needed.
 
-Owns the hosts of all functions. Decides nothing: how many calls run at once is said by the pool of each function, which
-the client announces when it first calls it. Isolates nothing: functions are code of the user, and run as the user. What
-it promises is that a function which fails, hangs, leaks or is killed harms neither this process nor another call.
+    Call ──▶ FunctionManager ── FunctionHost (one per function and run) ── instances ── the program with the function
+
+An instance is a sandbox of a manager (functions of tenants), or a process that is forked from one that has imported the
+function (functions of the user of this process, which are not isolated). Owns the hosts of all functions. The pool of
+each function limits how many calls run at once, and the grant of a call gives its cores; the manager of the sandboxes
+enforces them. Functions of two runs never share a sandbox, nor two functions of one run; nothing of a tenant is
+unpickled here; a function that fails, hangs, leaks or is killed harms no other call; and an idle instance yields its
+memory to any action that waits for it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import sys
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from operator import is_not
 from types import TracebackType
 from typing import Self
+
+import msgspec
 
 from tangram.core.action import Action
 from tangram.core.messages import Grant, Pool
 from tangram.errors import ManagerError
-from tangram.managers.base import Lease
-from tangram.managers.functions.host import Host, Statistics
-from tangram.managers.functions.leases import CallLease
+from tangram.managers.base import Lease, Manager
+from tangram.managers.functions.host import (
+    PREFIX,
+    EmptyMemoryQueue,
+    FunctionHost,
+    FunctionStatistics,
+    HostContext,
+    MemoryQueue,
+    MemoryWaiter,
+    Release,
+    Reserve,
+)
+from tangram.managers.functions.instance import Instance
+from tangram.managers.functions.lease import CallLease
+from tangram.managers.functions.sandbox_instance import close_sandbox
 from tangram.managers.functions.work import Call
-from tangram.managers.work import Work
-from tangram.processes.process_tree import Census
+from tangram.managers.work import HOST_IMAGE, SandboxSpec, Work
 from tangram.processes.streams import Output
 
 LOSSES_MAX = 10_000
-"""Actions of which it is remembered why they were lost, for the words that their last attempt ends with."""
+"""Actions whose last loss is remembered, for the error that their last attempt ends with."""
+
+Key = tuple[str, str, str]
+"""The key of a host: the owner, the run and the name of the function."""
+
+
+class FunctionInstanceView(msgspec.Struct, frozen=True, kw_only=True):
+    """One instance, for reports."""
+
+    sandbox: str
+    function: str
+    owner: str
+    run: str
+    spec: SandboxSpec
+    calls: int
+    """So far, the present one included."""
+    idle_s: float | None
+    """Since its last call; None: it serves one, or is being opened or removed."""
+
+
+def _reserve_nothing(instance: str, memory_mib: int, run: str) -> None:
+    pass
+
+
+def _release_nothing(instance: str) -> None:
+    pass
 
 
 class FunctionManager:
-    def __init__(self) -> None:
-        self._hosts: dict[str, Host] = {}
-        self._census = Census()
+    def __init__(
+        self, manager: Manager | None = None, reserve: Reserve = _reserve_nothing,
+        release: Release = _release_nothing, *, image: str = HOST_IMAGE, idle_s_max: float = math.inf,
+        owner_of: Callable[[Action], str] = lambda action: action.run,
+        instances_max: Callable[[str], int] = lambda owner: sys.maxsize, queue: MemoryQueue | None = None,
+    ) -> None:  # fmt: skip
+        """`manager`: whose sandboxes instances are; it is entered before this one and left after it. None: instances
+        are processes of this machine, which all runs share. `reserve` and `release` are called for each instance that
+        is made and removed. `owner_of`: the owner of the instances that a call makes; `instances_max`: how many such an
+        owner may have; `queue`: the actions that wait for memory."""
+        self._manager = manager
+        self._owner_of = owner_of
+        self._instances_max = instances_max
+        self._queue = queue or EmptyMemoryQueue()
+        self._idle: dict[Instance, FunctionHost] = {}
+        self._context = HostContext(
+            manager=manager, reserve=reserve, release=release, queue=self._queue, image=image, idle_s_max=idle_s_max,
+            is_over=self._is_over, reclaim=self._reclaim, idle=self._idle,
+        )  # fmt: skip
+        self._hosts: dict[Key, FunctionHost] = {}
+        """Those that have instances or calls."""
+        self._reclaiming: asyncio.Task[None] | None = None
+        """Set while idle instances end for actions that wait for memory."""
+        self._leases: set[CallLease] = set()
         self._losses: OrderedDict[str, str] = OrderedDict()
+        self._past = FunctionStatistics()
+        """The statistics of hosts that have been closed."""
         self._open = False
 
     def pools(self) -> tuple[Pool, ...]:
-        """Of the functions that were called so far."""
-        return tuple(Pool(kind=host.spec.pool, total=host.spec.max_instances) for host in self._hosts.values())
+        """The pools of the functions that have instances."""
+        specs = {host.spec.pool: host.spec for host in self._hosts.values()}
+        return tuple(Pool(kind=kind, total=spec.max_instances) for kind, spec in specs.items())
 
     async def __aenter__(self) -> Self:
         assert not self._open, "a manager is entered once at a time"
+        await self._sweep()
         self._open = True
         return self
+
+    async def _sweep(self) -> None:
+        """Close instances that the manager kept from an earlier process: their programs lost their owner."""
+        kept: dict[str, SandboxSpec] = getattr(self._manager, "adopted", {})
+        for name in [name for name in kept if name.startswith(PREFIX)]:
+            assert self._manager is not None
+            await close_sandbox(self._manager, name)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._open = False
-        hosts, self._hosts = list(self._hosts.values()), {}
-        await asyncio.gather(*(host.close() for host in hosts))
+        await asyncio.gather(*(lease.abort("functions are being closed") for lease in list(self._leases)))
+        if self._reclaiming is not None:
+            await asyncio.wait({self._reclaiming})
+        await asyncio.gather(*(host.close() for host in list(self._hosts.values())))
 
     async def start(self, action: Action, grant: Grant, work: Work, output: Output | None = None) -> Lease:
         if not isinstance(work, Call):
@@ -56,30 +138,142 @@ class FunctionManager:
         if not self._open:
             raise ManagerError("the function manager is not open", retry=False)
         self._require_attempt(action, grant, work)
-        lease = CallLease(self._host(work), work, output, lambda why: self._remember(action.id, why))
+        host = self._host(action, work)
+        lease = CallLease(host, action, grant, work, output, lambda why: self._remember(action.id, why))
+        self._leases.add(lease)
+        lease.task.add_done_callback(lambda _: self._leases.discard(lease))
         await lease.begin()
         return lease
 
     def _require_attempt(self, action: Action, grant: Grant, work: Call) -> None:
-        """The scheduler repeats what was lost as often as its limits say, the function perhaps less often."""
+        """The scheduler retries a lost action up to its own limit; the function may allow fewer retries."""
         if grant.attempt > work.function.retries + 1:
             why = self._losses.pop(action.id, "it was lost")
             raise ManagerError(f"{why}; it was tried {grant.attempt - 1} times", retry=False)
-
-    def _host(self, work: Call) -> Host:
-        spec = work.function
-        host = self._hosts.get(spec.name)
-        if host is None:
-            host = self._hosts[spec.name] = Host(spec, self._census)
-        elif host.spec is not spec and host.spec != spec:
-            raise ManagerError(f"another function is called {spec.name} already", retry=False)
-        return host
 
     def _remember(self, action: str, lost: str) -> None:
         self._losses[action] = lost
         if len(self._losses) > LOSSES_MAX:
             self._losses.popitem(last=False)
 
-    def statistics(self) -> Statistics:
-        """Of all functions together."""
-        return sum((host.statistics() for host in self._hosts.values()), Statistics())
+    def _host(self, action: Action, work: Call) -> FunctionHost:
+        spec, owner, run = work.function, self._owner_of(action), action.run
+        if self._manager is None:
+            owner = run = ""  # nothing is isolated, and all runs share instances
+        key = (owner, run, spec.name)
+        host = self._hosts.get(key)
+        if host is None:
+            host = self._hosts[key] = FunctionHost(spec, run, owner, self._context, lambda: self._forget(key))
+        elif host.spec is not spec and host.spec != spec:
+            raise ManagerError(f"another function is called {spec.name} already", retry=False)
+        return host
+
+    def _forget(self, key: Key) -> None:
+        host = self._hosts.pop(key, None)
+        if host is not None:
+            self._past += host.statistics()
+
+    # ---- instances that end for others ----
+
+    def _hosts_of(self, owner: str) -> list[FunctionHost]:
+        return [host for host in self._hosts.values() if host.owner == owner]
+
+    def _is_over(self, owner: str) -> bool:
+        return sum(len(host.instances) for host in self._hosts_of(owner)) > self._instances_max(owner)
+
+    async def _reclaim(self, owner: str, of_all: bool) -> bool:
+        """The instances of the same owner come first. What is ending is waited for before another one ends."""
+        removal = self._removal(lambda host: host.owner == owner)
+        if removal is None and of_all:
+            removal = self._removal(_any)
+        if removal is None:
+            return False
+        await asyncio.wait({removal})
+        return True
+
+    def _removal(self, concerns: Callable[[FunctionHost], bool]) -> asyncio.Future[bool] | None:
+        """The removal of an instance that is ending, or else of the one with the longest idle time."""
+        for host in self._hosts.values():
+            if host.endings and concerns(host):
+                return host.endings[0]
+        pair = next((pair for pair in self._idle.items() if concerns(pair[1])), None)
+        return None if pair is None else pair[1].discard(pair[0])
+
+    def reclaim_idle(self) -> None:
+        """Called when the state of the scheduler has changed. While actions wait for memory, idle instances end, one
+        after the other; a call of the function of an idle instance takes it over instead."""
+        if self._open and self._reclaiming is None and self._idle and self._queue.first_waiter() is not None:
+            self._reclaiming = asyncio.get_running_loop().create_task(self._reclaim_all())
+
+    async def _reclaim_all(self) -> None:
+        try:
+            while (waiter := self._queue.first_waiter()) is not None:
+                own = self._host_for(waiter)
+                if own is not None and own.promise(waiter):
+                    continue
+                removal = self._removal(_any if own is None else partial(is_not, own))
+                if removal is None:
+                    return
+                await asyncio.wait({removal})
+        finally:
+            self._reclaiming = None
+
+    def _host_for(self, waiter: MemoryWaiter) -> FunctionHost | None:
+        """The host that has idle instances for a call that waits."""
+        return next((host for host in self._hosts.values() if host.idle and host.is_awaited_by(waiter)), None)
+
+    def trim(self, owner: str) -> None:
+        """Ends idle instances of an owner that has more than it may have, the one that was idle the longest first."""
+        staying = sum(len(host.instances) - len(host.endings) for host in self._hosts_of(owner))
+        idle = [(instance, host) for instance, host in self._idle.items() if host.owner == owner]
+        for instance, host in idle[: max(0, staying - self._instances_max(owner))]:
+            host.discard(instance)
+
+    async def end(self, owner: str, sandbox: str = "") -> bool:
+        """Ends this instance of an owner, once it is open, or all that it has. Returns when they are gone: True if
+        there were any. Before it ends all, the caller stops the calls of the owner. Raises ManagerError for instances
+        that are left behind."""
+        removals = [
+            host.discard(instance)
+            for host in self._hosts_of(owner)
+            for instance in host.instances
+            if not sandbox or (instance.name == sandbox and instance.is_open)
+        ]
+        if removals:
+            await asyncio.wait(removals)  # they go on if this is cancelled
+        left = [removal for removal in removals if not removal.result()]
+        if left:
+            raise ManagerError(f"{len(left)} sandboxes of functions could not be removed; see the log")
+        return bool(removals)
+
+    # ---- reports ----
+
+    @property
+    def instance_count(self) -> int:
+        """Those included that are being opened or removed."""
+        return sum(len(host.instances) for host in self._hosts.values())
+
+    def instance_views(self) -> list[FunctionInstanceView]:
+        """All instances, as they are now."""
+        now = asyncio.get_running_loop().time()
+        return [
+            FunctionInstanceView(
+                sandbox=instance.name,
+                function=host.spec.name,
+                owner=host.owner,
+                run=host.run,
+                spec=host.sandbox_spec(),
+                calls=instance.calls,
+                idle_s=max(0.0, now - instance.idle_since) if instance in self._idle else None,
+            )
+            for host in self._hosts.values()
+            for instance in sorted(host.instances, key=lambda instance: instance.name)
+        ]
+
+    def statistics(self) -> FunctionStatistics:
+        """The sums for all functions."""
+        return sum((host.statistics() for host in self._hosts.values()), self._past)
+
+
+def _any(host: FunctionHost) -> bool:
+    return True

@@ -1,6 +1,6 @@
-"""Recall: answers that are kept for whoever asks the same again.
+"""The result cache: answers of calls by key, least recently used evicted first (LRU).
 
-Owns how many bytes of them are kept. Forgets what was not asked for the longest time first.
+Owns how many bytes are kept.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections import OrderedDict
 
 ENTRY_BYTES = 400
-"""What an entry costs beside its answer."""
+"""Overhead of an entry in addition to its key and answer."""
 
 
-class Recall:
+class ResultCache:
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self._answers: OrderedDict[bytes, bytes] = OrderedDict()
-        self.bytes = 0
+        self.size_bytes = 0
 
     def __len__(self) -> int:
         return len(self._answers)
@@ -26,20 +26,20 @@ class Recall:
             self._answers.move_to_end(key)
         return answer
 
-    def keep(self, key: bytes, answer: bytes) -> None:
-        self._forget(key)
+    def put(self, key: bytes, answer: bytes) -> None:
+        self._evict(key)
         size = _size(key, answer)
         if size > self._bytes_max:
             return
         self._answers[key] = answer
-        self.bytes += size
-        while self.bytes > self._bytes_max:
-            self._forget(next(iter(self._answers)))
+        self.size_bytes += size
+        while self.size_bytes > self._bytes_max:
+            self._evict(next(iter(self._answers)))
 
-    def _forget(self, key: bytes) -> None:
+    def _evict(self, key: bytes) -> None:
         answer = self._answers.pop(key, None)
         if answer is not None:
-            self.bytes -= _size(key, answer)
+            self.size_bytes -= _size(key, answer)
 
 
 def _size(key: bytes, answer: bytes) -> int:

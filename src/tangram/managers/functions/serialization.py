@@ -1,7 +1,7 @@
-"""Shipping: how a function and its arguments get into another process.
+"""Serialization: how a function and its arguments get into another process.
 
-Owns the choice between by name and by value. What another process can import goes by its name; what lives in a script,
-in a notebook or in another function goes by value, as cloudpickle writes it, which is imported when it is needed.
+A function that another process can import is sent by name. One of a script, a notebook or another function is sent by
+value with cloudpickle, which is imported only then.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from typing import Any
 from tangram.errors import InvalidAction, TangramError
 
 MAIN = "__main__"
-"""The module that is another one in every process."""
+"""This module differs between processes, so nothing in it can be sent by name."""
 DECLARED = "__tangram_function__"
-"""The attribute under which what a decorator made has the function."""
+"""The attribute of a declared function that holds the plain one."""
 
 
-def title_of(function: Callable[..., Any]) -> str:
-    """Its module and its name in there."""
+def qualified_name(function: Callable[..., Any]) -> str:
+    """The module and the qualified name, joined by a dot."""
     name = getattr(function, "__qualname__", type(function).__name__)
     return f"{getattr(function, '__module__', '?')}.{name}"
 
 
-bare: ContextVar[bool] = ContextVar("bare", default=False)
-"""What is being pickled goes to where Tangram is not: a declared function goes as the plain one that it declares."""
+unwrap_declared: ContextVar[bool] = ContextVar("unwrap_declared", default=False)
+"""Set while pickling for a place without Tangram: a declared function is sent as the plain one that it declares."""
 
 
 def is_importable(function: Callable[..., Any]) -> bool:
-    """Whether another process finds this very function under its name."""
+    """Whether importing its name in another process gives this function."""
     module = getattr(function, "__module__", None)
     if not module or module == MAIN:
         return False
-    found: Any = sys.modules.get(module)
+    value: Any = sys.modules.get(module)
     for part in getattr(function, "__qualname__", "").split("."):
-        found = getattr(found, part, None)
-    if getattr(found, DECLARED, found) is not function:
+        value = getattr(value, part, None)
+    if getattr(value, DECLARED, value) is not function:
         return False
     try:
         return importlib.util.find_spec(module) is not None
@@ -49,30 +49,30 @@ def is_importable(function: Callable[..., Any]) -> bool:
         return False
 
 
-def code_of(function: Callable[..., Any]) -> bytes:
-    """What tells it from itself before its module was loaded anew."""
+def code_bytes(function: Callable[..., Any]) -> bytes:
+    """Distinguishes versions of a function whose module was reloaded."""
     code = getattr(function, "__code__", None)
     return marshal.dumps(code) if code is not None else b""
 
 
-def by_value(function: Callable[..., Any], *, whole: bool = False) -> bytes:
-    """`whole`: what its module defines goes along, because the module is not where it goes to."""
-    module = sys.modules.get(getattr(function, "__module__", None) or "") if whole else None
-    going_away = bare.set(whole)
+def pickle_by_value(function: Callable[..., Any], *, include_module: bool = False) -> bytes:
+    """`include_module`: what its module defines is included, for a place that does not have the module."""
+    module = sys.modules.get(getattr(function, "__module__", None) or "") if include_module else None
+    token = unwrap_declared.set(include_module)
     try:
         return _dumped(function, module)
     except TangramError:
         raise
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-        raise InvalidAction(title_of(function), said, "a function that can be pickled; put it into a module") from error
+        message = f"{type(error).__name__}: {error}"
+        expected = "a function that can be pickled; put it into a module"
+        raise InvalidAction(qualified_name(function), message, expected) from error
     finally:
-        bare.reset(going_away)
+        unwrap_declared.reset(token)
 
 
-def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """What lives in a script is not there in an instance, and what pickle does not take cloudpickle may: both by
-    value."""
+def pickle_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """By value with cloudpickle if they refer to a script, which an instance does not have, or if pickle fails."""
     try:
         data = pickle.dumps((args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
         if MAIN.encode() not in data:
@@ -84,8 +84,9 @@ def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     except TangramError:
         raise
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-        raise InvalidAction(f"arguments of {title_of(function)}", said, "arguments that can be pickled") from error
+        message = f"{type(error).__name__}: {error}"
+        field = f"arguments of {qualified_name(function)}"
+        raise InvalidAction(field, message, "arguments that can be pickled") from error
 
 
 def _dumped(value: object, module: ModuleType | None = None) -> bytes:

@@ -1,7 +1,7 @@
-"""Calls of functions, as records: what is to be called, and what came of it.
+"""Records of function calls: what to call, and its result.
 
-Owns the records that travel between a client and the executors of this package. All are serialisable. Promises that a
-record which exists is well formed, and that what comes from an instance or an endpoint is either an Answer or refused.
+Owns the records that clients and the managers of this package exchange. All are serialisable and checked when they are
+made. `decode_result` rejects what is not a well-formed result.
 """
 
 from __future__ import annotations
@@ -18,45 +18,45 @@ from tangram.errors import InvalidAction, ManagerError
 from tangram.managers.work import BYTES_MAX, MIB, Work
 
 FUNCTION_BYTES_MAX = 64 * MIB
-"""Of a function by value, with all that it holds."""
+"""Of a function by value, with the values that it refers to."""
 ARGUMENTS_BYTES_MAX = 64 * MIB
-"""Of one call, encoded. Larger things belong in a file or a service that the function reads."""
+"""Of one call, encoded. Larger values belong in a file or a service that the function reads."""
 ANSWER_BYTES_MAX = 16 * MIB
-"""Of what a function returns, encoded."""
+"""Of a returned value, encoded."""
 MEMORY_BYTES_MIN = 32 * MIB
-"""Of an instance: with less, not even an interpreter with a few modules fits."""
+"""Of an instance: less is not enough for an interpreter with a few modules."""
 INSTANCES_MAX = 4096
 RETRIES_MAX = 100
 PROCESSES_MAX = 1 << 22
-"""Of an instance: more than that no kernel has."""
+"""Of an instance: the limit of the kernel."""
 HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
-"""What no header may hold: with a line of its own it would be another one."""
+"""Not allowed in a header value, where a line break would begin another header."""
 FRAMING = ("content-length", "transfer-encoding")
 NAME_CHARACTERS_MAX = 150
-"""Of a function: its name is part of that of its pool, which stands in every log line."""
+"""Of a function: its name is part of the name of its pool, which is in every log line."""
 
 
 class FunctionSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A function and what its instances are made of. Either it is imported by its path, or it comes by value."""
+    """A function and the options of its instances. It is either imported by its name, or sent by value."""
 
     name: str
     """Unique among the functions of one manager."""
     module: str = ""
     qualname: str = ""
     pickled: bytes = b""
-    """By value, as cloudpickle wrote it; empty: `module` is imported, and `qualname` is looked up there."""
+    """By value, as cloudpickle writes it; empty: `qualname` of `module`."""
     paths: tuple[str, ...] = ()
-    """Where modules are looked for."""
+    """The import path."""
     cpu_units: int = CORE
     """Milli-cores of a call; the width of its instances."""
     memory_bytes: int = 512 * MIB
     """Of each process of an instance."""
     max_instances: int = 8
     idle_s: float = 30.0
-    """After which an instance that is not called ends."""
+    """After this time without a call an instance ends."""
     retries: int = 2
-    """How often a call is repeated that our side lost."""
+    """How often a lost call is repeated."""
     processes_max: int = 512
     """Of an instance, itself included. Threads count as well."""
 
@@ -65,8 +65,8 @@ class FunctionSpec(msgspec.Struct, frozen=True, kw_only=True):
         if bool(self.pickled) == bool(self.module and self.qualname):
             raise InvalidAction("function", self.name, "a module and a name in it, or the pickled function")
         if len(self.pickled) > FUNCTION_BYTES_MAX:
-            said = f"at most {FUNCTION_BYTES_MAX} bytes when pickled; load what is large in a module"
-            raise InvalidAction(f"function {self.name}", f"{len(self.pickled)} bytes", said)
+            expected = f"at most {FUNCTION_BYTES_MAX} bytes when pickled; load what is large in a module"
+            raise InvalidAction(f"function {self.name}", f"{len(self.pickled)} bytes", expected)
         require_whole("cpu_units", self.cpu_units, 1, BYTES_MAX)
         require_whole("memory", self.memory_bytes, MEMORY_BYTES_MIN, BYTES_MAX)
         require_whole("max_instances", self.max_instances, 1, INSTANCES_MAX)
@@ -80,12 +80,29 @@ class FunctionSpec(msgspec.Struct, frozen=True, kw_only=True):
         return f"function/{self.name}"
 
 
+def loaded_spec(spec: FunctionSpec) -> dict[str, Any]:
+    """What the program in an instance needs to load the function; see `program`."""
+    return {
+        "name": spec.name,
+        "module": spec.module,
+        "qualname": spec.qualname,
+        "pickled": spec.pickled,
+        "memory_bytes": spec.memory_bytes,
+        "answer_bytes_max": ANSWER_BYTES_MAX,
+        "paths": None,
+        "python": None,
+        "image": "",
+        "disk_bytes": 0,
+        "umask": None,
+    }
+
+
 class Call(Work, frozen=True, kw_only=True, tag="Call"):
     """Call a function in an instance of it."""
 
     function: FunctionSpec
     arguments: bytes
-    """A pickled pair: positional ones, and those by name."""
+    """A pickled pair: positional arguments, and arguments by name."""
 
     def __post_init__(self) -> None:
         if len(self.arguments) > ARGUMENTS_BYTES_MAX:
@@ -97,7 +114,7 @@ class Call(Work, frozen=True, kw_only=True, tag="Call"):
 
 
 class EndpointSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A function that somebody else runs, behind an address."""
+    """A function behind an HTTP address."""
 
     name: str
     url: str
@@ -117,7 +134,7 @@ class EndpointSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pool(self) -> str:
-        """The kind of the pool that counts the calls that are under way."""
+        """The kind of the pool that counts the calls under way."""
         return f"endpoint/{self.name}"
 
 
@@ -128,7 +145,7 @@ class Post(Work, frozen=True, kw_only=True, tag="Post"):
     body: bytes
     """JSON."""
     key: str
-    """The same for every attempt: an endpoint that knows it does nothing twice."""
+    """The idempotency key, the same for every attempt."""
 
     def __post_init__(self) -> None:
         require_header_value("idempotency_key", self.key)
@@ -157,22 +174,22 @@ def require_url(url: object) -> None:
         raise InvalidAction("url", url, "an address without blanks and control characters")
     try:
         parts = urlsplit(url)
-        known = bool((parts.hostname or "").encode("idna")) and parts.port != 0
+        valid = bool((parts.hostname or "").encode("idna")) and parts.port != 0
     except ValueError:  # UnicodeError is one
-        known = False
-    if not known:
+        valid = False
+    if not valid:
         raise InvalidAction("url", url, "a host, and a port from 1 to 65535 or none, such as http://host:8000/score")
 
 
 def require_headers(headers: object) -> None:
-    """Those that say where the body ends are made with it."""
+    """Headers that frame the body are set with it and not allowed here."""
     if not isinstance(headers, dict):
         raise InvalidAction("headers", headers, "texts by name, such as {'Authorization': 'Bearer ...'}")
     for name, value in headers.items():
         if not isinstance(name, str) or not HEADER_NAME.fullmatch(name):
             raise InvalidAction("headers", name, "names of letters, digits and '-'")
         if name.lower() in FRAMING:
-            raise InvalidAction("headers", name, "others: this one is made for each request")
+            raise InvalidAction("headers", name, "others: this one is set for each request")
         require_header_value(f"headers[{name!r}]", value)
 
 
@@ -190,46 +207,46 @@ def require_seconds(field: str, value: object) -> None:
         raise InvalidAction(field, value, "a positive, finite number of seconds")
 
 
-# ---- what comes of it -------------------------------------------------------------------------------------------
+# ---- results ----------------------------------------------------------------------------------------------------
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a function brought no value. It is the function's own doing, not ours."""
+    """Why a function returned no value, by its own fault."""
 
     kind: str
-    """`raised`, `import` (its module cannot be imported), `arguments` (they cannot be read), `unserialisable` (what it
-    returned), `memory` (its limit was reached), `processes` (it had more than it may), `exited` (it ended its
-    process), or `answer` (an endpoint said no, or what cannot be read)."""
+    """`raised`, `import` (its module cannot be imported), `arguments` (they cannot be unpickled), `unserialisable` (the
+    returned value), `memory` (its limit was reached), `processes` (it had more than its limit), `exited` (it ended its
+    process), or `answer` (an endpoint responded with an error, or with what cannot be read)."""
     message: str
     """One line."""
     traceback: str = ""
-    """Where it raised, as Python prints it; of an endpoint, what it said."""
+    """As Python prints it; of an endpoint, the response."""
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What a function said: a value, or why there is none."""
+class FunctionResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The result of a call: a value, or why there is none."""
 
     failure: Failure | None = None
     value: msgspec.Raw = msgspec.Raw(b"\xc0")
     """msgpack."""
 
 
-_encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Answer).decode
+_encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(FunctionResult).decode
 _value = msgspec.msgpack.Decoder().decode
 
 
-def failed(kind: str, message: str, traceback: str = "") -> bytes:
-    """The answer of a function that failed."""
-    return _encode(Answer(failure=Failure(kind=kind, message=message, traceback=traceback)))
+def encode_failure(kind: str, message: str, traceback: str = "") -> bytes:
+    """The encoded result of a function that failed."""
+    return _encode(FunctionResult(failure=Failure(kind=kind, message=message, traceback=traceback)))
 
 
-def returned(value: bytes) -> bytes:
-    """The answer of a function whose value is this msgpack."""
-    return _encode(Answer(value=msgspec.Raw(value)))
+def encode_value(value: bytes) -> bytes:
+    """The encoded result with this value, which is msgpack."""
+    return _encode(FunctionResult(value=msgspec.Raw(value)))
 
 
-def answer_of(data: bytes) -> tuple[Failure | None, Any]:
-    """The failure or the value. Raises ManagerError for what is no answer."""
+def decode_result(data: bytes) -> tuple[Failure | None, Any]:
+    """The failure or the value. Raises ManagerError for what is not a result."""
     try:
         answer = _decode(data)
         return answer.failure, (None if answer.failure is not None else _value(answer.value))

@@ -1,9 +1,9 @@
-"""Turns: the calls of one service that share a chunk, from their grant to their answers.
+"""Batch lease: the calls of one service that share a chunk of devices, from their grant to their answers.
 
-Owns the leases. A turn holds its devices from the first to the last of its calls: an action, and those that ride with
-it (`Grant.batch`). What waits is called together as far as the engine can batch. Promises that each lease ends once,
-that a payload which breaks a batch breaks only its own call, that a rider which is stopped leaves the others alone, and
-that what must not be repeated is never handed to an engine twice.
+Owns the leases of the calls. It locks its devices from the first to the last of its calls: those of an action and of
+the actions that share its grant (`Grant.batch`). Waiting calls are batched as far as the engine can. Each lease ends
+once; a payload that breaks a batch fails only its own call; stopping one call does not disturb the others; and a call
+that must not be repeated is never passed to an engine twice.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from tangram.clock import Clock
 from tangram.core.action import Action, Usage
 from tangram.errors import InvalidAction, ManagerError
 from tangram.managers.base import STOP_GRACE_S
-from tangram.managers.models.circuit_breaker import Circuit
-from tangram.managers.models.device_process import DeviceProcess, NotReady, ProcessLost, ServiceFailed
-from tangram.managers.models.messages import Call, Failed
-from tangram.managers.models.placement import Place
-from tangram.managers.work import Ended
+from tangram.managers.models.circuit_breaker import CircuitBreaker
+from tangram.managers.models.device_process import DeviceProcess, DeviceProcessNotReady, ProcessLost, ServiceFailed
+from tangram.managers.models.messages import CallService, RequestFailed
+from tangram.managers.models.placement import ServicePlacement
+from tangram.managers.work import LeaseResult
 
 
-class Host(Protocol):
-    """What a turn asks of its manager."""
+class ModelHost(Protocol):
+    """What a batch lease needs of its manager."""
 
-    async def hold(self, devices: tuple[int, ...]) -> None: ...
+    async def acquire(self, devices: tuple[int, ...]) -> None: ...
 
-    def let_go(self, devices: tuple[int, ...]) -> None: ...
+    def release(self, devices: tuple[int, ...]) -> None: ...
 
-    async def have(self, place: Place) -> DeviceProcess:
-        """Have the service there, in use. Raises ManagerError."""
+    async def ensure_loaded(self, place: ServicePlacement) -> DeviceProcess:
+        """Load the service unless it is loaded, and mark it in use. Raises ManagerError."""
         ...
 
-    def used(self, place: Place, calls: int, seconds: float) -> None:
-        """It is no longer in use."""
+    def end_use(self, place: ServicePlacement, calls: int, seconds: float) -> None:
+        """Mark it no longer in use."""
         ...
 
-    async def unload(self, place: Place) -> None:
-        """Have it off its devices, which are held."""
+    async def unload(self, place: ServicePlacement) -> None:
+        """Evict it from its devices, which are locked."""
         ...
 
     async def kill(self, process: DeviceProcess, why: str) -> None: ...
@@ -48,65 +48,67 @@ class Host(Protocol):
 class InferLease:
     """One call."""
 
-    def __init__(self, turn: Turn, action: Action, payload: bytes, attempt: int) -> None:
-        self._turn = turn
+    def __init__(self, batch: BatchLease, action: Action, payload: bytes, attempt: int) -> None:
+        self._batch_lease = batch
         self.action = action
         self.payload = payload
-        self.alone = attempt > 1
-        """It was in a batch that failed, or it was lost: perhaps because of itself, and others need not be lost too."""
-        self.again = False
-        """Its process ended before it had begun."""
-        self.stopped = False
-        self.started_s = self.begun_s = 0.0
-        self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self.runs_alone = attempt > 1
+        """It was in a batch that failed, or it was lost: if it is the cause, it must not affect others again."""
+        self.was_retried = False
+        """Its process had ended before the call began."""
+        self.is_stopped = False
+        self.started_s = self.called_s = 0.0
+        self.ended: asyncio.Future[LeaseResult] = asyncio.get_running_loop().create_future()
 
-    async def wait(self) -> Ended:
+    async def wait(self) -> LeaseResult:
         return await asyncio.shield(self.ended)
 
     def resize(self, *, reserved: int, limit: int) -> None:
         """Devices are not resized."""
 
-    def used(self) -> float | None:
+    def cpu_seconds(self) -> float | None:
         return None
 
     async def stop(self) -> None:
-        await self._turn.stop(self)
+        await self._batch_lease.stop(self)
 
     def finish(self, answer: bytes = b"", lost: str = "") -> None:
-        """What is between its start and its call is ours: others of its batch went first."""
+        """The time between start and call is overhead: earlier batches were called first."""
         if not self.ended.done():
-            usage = Usage(overhead_s=max(0.0, self.begun_s - self.started_s) if self.begun_s else 0.0)
-            self.ended.set_result(Ended(answer=answer, lost="" if self.stopped else lost, usage=usage))
+            usage = Usage(overhead_s=max(0.0, self.called_s - self.started_s) if self.called_s else 0.0)
+            self.ended.set_result(LeaseResult(answer=answer, lost="" if self.is_stopped else lost, usage=usage))
 
-    def refuse(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         if not self.ended.done():
             self.ended.set_exception(error)
-            self.ended.exception()  # whoever asked may have gone
+            self.ended.exception()  # retrieved here: the waiter may have gone
 
 
-class Turn:
-    def __init__(self, host: Host, place: Place, batch_max: int, circuit: Circuit, clock: Clock) -> None:
+class BatchLease:
+    def __init__(
+        self, host: ModelHost, place: ServicePlacement, batch_max: int, circuit: CircuitBreaker, clock: Clock
+    ) -> None:
         self._host = host
-        self._place = place
+        self._placement = place
         self._batch_max = batch_max
-        self._circuit = circuit
+        self._circuit_breaker = circuit
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[InferLease, None] = {}
-        self._calling: list[InferLease] = []
+        self._in_flight: list[InferLease] = []
         self._process: DeviceProcess | None = None
-        self._call = 0
-        self._afresh = False
+        self._call_id = 0
+        self._needs_reload = False
         """The service has to be loaded again before its next call."""
         self._ready: asyncio.Future[None] = self._loop.create_future()
-        self.over = False
-        """Nobody can join any more."""
+        self.is_closed = False
+        """No call can join any more."""
 
-    # ---- what callers see ----
+    # ---- for callers ----
 
     async def join(self, action: Action, payload: bytes, attempt: int) -> InferLease:
-        """Until the service is there and the call begins, or has failed to. Whoever is cancelled here leaves."""
-        assert not self.over
+        """Returns when the service is loaded and calls begin. Raises why it cannot be. If cancelled, stops the call."""
+        assert not self.is_closed
         lease = InferLease(self, action, payload, attempt)
         self._waiting[lease] = None
         try:
@@ -118,144 +120,145 @@ class Turn:
         return lease
 
     async def stop(self, lease: InferLease) -> None:
-        lease.stopped = True
+        lease.is_stopped = True
         if lease in self._waiting:
             del self._waiting[lease]
             lease.finish()
         if lease.ended.done():
             return
-        if not all(other.stopped or other.ended.done() for other in self._calling):
-            lease.finish()  # the others go on
+        if not all(other.is_stopped or other.ended.done() for other in self._in_flight):
+            lease.finish()  # the other calls of the batch go on
             return
-        process, call = self._process, self._call
+        process, call = self._process, self._call_id
         assert process is not None
         process.interrupt(call)
         await asyncio.wait({lease.ended}, timeout=STOP_GRACE_S)
-        if not lease.ended.done() and self._call == call:
-            await self._host.kill(process, f"a call to {self._place.service} did not end when it was asked to")
+        if not lease.ended.done() and self._call_id == call:
+            await self._host.kill(process, f"a call to {self._placement.service} did not end when it was interrupted")
         await asyncio.wait({lease.ended})
 
-    # ---- carrying out ----
+    # ---- calls ----
 
     async def run(self) -> None:
-        """To the last of its calls. What goes wrong is told to whoever waits, and nobody else."""
-        await self._host.hold(self._place.devices)
+        """Make all calls. Errors go to the leases of the calls and are not raised here."""
+        await self._host.acquire(self._placement.devices)
         try:
             while self._waiting:
-                await self._serve()
-        except BaseException as error:  # a bug: nobody else would hear of it
-            for lease in (*self._waiting, *self._calling):
-                lease.refuse(error if isinstance(error, Exception) else ManagerError("the manager was interrupted"))
-            self._not_ready(error)
+                await self._load_and_call()
+        except BaseException as error:  # a bug: report it through the leases
+            for lease in (*self._waiting, *self._in_flight):
+                lease.fail(error if isinstance(error, Exception) else ManagerError("the manager was interrupted"))
+            self._fail_ready(error)
         finally:
-            self.over = True
-            self._circuit.undecided()
+            self.is_closed = True
+            self._circuit_breaker.end_trial()
             if not self._ready.done():
                 self._ready.set_result(None)
-            self._host.let_go(self._place.devices)
+            self._host.release(self._placement.devices)
 
-    def _not_ready(self, error: BaseException) -> None:
+    def _fail_ready(self, error: BaseException) -> None:
         if not self._ready.done():
             self._ready.set_exception(error)
-            self._ready.exception()  # whoever asked may have gone
+            self._ready.exception()  # retrieved here: the waiter may have gone
 
-    async def _serve(self) -> None:
-        """Have the service, then call it for all that wait, as long as it is there."""
+    async def _load_and_call(self) -> None:
+        """Load the service, then make the waiting calls as long as it is loaded."""
         try:
-            process = self._process = await self._host.have(self._place)
+            process = self._process = await self._host.ensure_loaded(self._placement)
         except ManagerError as error:
-            if not isinstance(error, NotReady):
-                self._circuit.failed(str(error), self._clock.now(), _actions(self._waiting))
+            if not isinstance(error, DeviceProcessNotReady):
+                self._circuit_breaker.record_failure(str(error), self._clock.now(), _action_ids(self._waiting))
             for lease in self._waiting:
                 lease.finish(lost=str(error))
             self._waiting.clear()
-            self._not_ready(error)
+            self._fail_ready(error)
             return
         calls, begun_s = 0, self._loop.time()
         try:
             if not self._ready.done():
                 self._ready.set_result(None)
-            while self._waiting and process.alive and not self._afresh:
+            while self._waiting and process.alive and not self._needs_reload:
                 calls += 1
-                await self._call_next(process)
+                await self._call_next_batch(process)
         finally:
-            self._host.used(self._place, calls, self._loop.time() - begun_s)
-        if self._afresh:
-            self._afresh = False
-            await self._host.unload(self._place)
+            self._host.end_use(self._placement, calls, self._loop.time() - begun_s)
+        if self._needs_reload:
+            self._needs_reload = False
+            await self._host.unload(self._placement)
 
     def _next_batch(self) -> list[InferLease]:
-        """In the order in which they came. One that broke a batch, or was in one that broke, goes alone."""
+        """In order of arrival. A call whose batch failed goes alone."""
         first, *others = self._waiting
-        batch = [first] if first.alone else [first, *(o for o in others if not o.alone)][: self._batch_max]
+        batch = [first] if first.runs_alone else [first, *(o for o in others if not o.runs_alone)][: self._batch_max]
         for lease in batch:
             del self._waiting[lease]
-            lease.begun_s = self._loop.time()
+            lease.called_s = self._loop.time()
         return batch
 
-    async def _call_next(self, process: DeviceProcess) -> None:
-        batch = self._calling = self._next_batch()
-        self._call = process.next_id()
+    async def _call_next_batch(self, process: DeviceProcess) -> None:
+        batch = self._in_flight = self._next_batch()
+        self._call_id = process.next_number()
         payloads = [lease.payload for lease in batch]
-        request = Call(id=self._call, service=self._place.service, devices=self._place.devices, payloads=payloads)
+        request = CallService(
+            id=self._call_id, service=self._placement.service, devices=self._placement.devices, payloads=payloads
+        )
         try:
-            done = await process.ask(request)
+            done = await process.call(request)
         except ServiceFailed as error:
             self._on_failure(batch, error)
         except ProcessLost as error:
             self._on_loss(batch, error)
         else:
-            self._circuit.succeeded(self._place.devices)
+            self._circuit_breaker.record_success(self._placement.devices)
             for lease, answer in zip(batch, done.answers, strict=True):
-                lease.finish(b"" if lease.stopped else answer)
+                lease.finish(b"" if lease.is_stopped else answer)
         finally:
-            self._calling, self._call = [], 0
+            self._in_flight, self._call_id = [], 0
 
     def _on_loss(self, batch: list[InferLease], error: ProcessLost) -> None:
-        """A call that had not begun has done nothing, and is made again, once: its process was killed before it
-        came, and not by the service."""
-        again = [lease for lease in batch if not (error.begun or lease.again or lease.stopped)]
+        """A call that had not begun is made again, once: its process ended before the call, not because of it."""
+        again = [lease for lease in batch if not (error.begun or lease.was_retried or lease.is_stopped)]
         if not again:
-            self._circuit.failed(str(error), self._clock.now(), _actions(batch))
+            self._circuit_breaker.record_failure(str(error), self._clock.now(), _action_ids(batch))
         for lease in batch:
             if lease in again:
-                lease.again = True
+                lease.was_retried = True
             else:
-                lease.finish(lost=f"service {self._place.service} was lost during the call: {error}")
+                lease.finish(lost=f"service {self._placement.service} was lost during the call: {error}")
         self._waiting = dict.fromkeys([*again, *self._waiting])
 
     def _on_failure(self, batch: list[InferLease], error: ServiceFailed) -> None:
-        """An engine that failed a batch has perhaps carried it out: only what may be repeated is called again."""
+        """An engine that failed a batch may have carried it out: only idempotent calls are made again."""
         failed = error.failed
         for lease in batch:
-            if lease.stopped or failed.whose == "stopped":
+            if lease.is_stopped or failed.whose == "stopped":
                 lease.finish()
         live = [lease for lease in batch if not lease.ended.done()]
         if not live:
             return
         again = [lease for lease in live if lease.action.idempotent] if len(batch) > 1 else []
         for lease in again:
-            lease.alone = True
+            lease.runs_alone = True
         self._waiting = dict.fromkeys([*again, *self._waiting])
         if len(batch) == 1 and failed.whose == "payload":
-            self._circuit.declined()
-            live[0].refuse(InvalidAction(failed.field or "payload", failed.reason, failed.expected))
+            self._circuit_breaker.record_rejection()
+            live[0].fail(InvalidAction(failed.field or "payload", failed.reason, failed.expected))
             return
         if not again:
-            self._count(failed, live)
+            self._record_failure(failed, live)
         together = f" together with {len(batch) - 1} others" if len(batch) > 1 else ""
         for lease in live:
             if lease not in again:
-                lease.finish(lost=f"service {self._place.service} failed{together}: {failed.reason}")
+                lease.finish(lost=f"service {self._placement.service} failed{together}: {failed.reason}")
 
-    def _count(self, failed: Failed, leases: list[InferLease]) -> None:
-        """Those that are called again are counted when they fail again."""
+    def _record_failure(self, failed: RequestFailed, leases: list[InferLease]) -> None:
+        """Calls that are made again count only if they fail again."""
         if failed.whose == "payload":
-            self._circuit.declined()
+            self._circuit_breaker.record_rejection()
             return
-        devices, now = self._place.devices, self._clock.now()
-        self._afresh |= self._circuit.raised(failed.reason, now, devices, _actions(leases))
+        devices, now = self._placement.devices, self._clock.now()
+        self._needs_reload |= self._circuit_breaker.record_error(failed.reason, now, devices, _action_ids(leases))
 
 
-def _actions(leases: Iterable[InferLease]) -> list[str]:
+def _action_ids(leases: Iterable[InferLease]) -> list[str]:
     return [lease.action.id for lease in leases]

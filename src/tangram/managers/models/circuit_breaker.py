@@ -1,12 +1,13 @@
 """The circuit breaker: a service that keeps failing gets no calls for a while.
 
-Owns the count of failures in a row. A service whose engine crashes each time would cost every caller a restore and
-evict others for nothing. After FAILURES_MAX of them it is refused until a pause has passed; then one call tries it.
+Owns the count of consecutive failures. A service whose engine crashes each time would cost every caller a restore and
+evict others for nothing. After FAILURES_MAX failures the circuit opens: calls are refused until a pause has passed,
+then one trial call is admitted (half-open).
 
-What counts is that different actions fail: the repeats of one action count once, and so does a batch. Crashes, hangs
-and loads that fail count always. A call that raises counts only as long as no call of the service has ever succeeded:
-afterwards it is known to work, so what raises is more likely a payload, and one caller's payloads must not shut the
-service for all others. Then FAILURES_MAX such actions in a row mean that the service is loaded afresh.
+Failures of different actions count: the retries of one action count once, and so does a batch. Crashes, hangs and
+failed loads always count. A call that raises counts only until a call of the service has succeeded: afterwards the
+cause is more likely a payload, and the payloads of one caller must not close the service for all others. Then
+FAILURES_MAX such actions in a row cause the service to be loaded again.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ PAUSE_S = 30.0
 Devices = tuple[int, ...]
 
 
-class Circuit:
+class CircuitBreaker:
     def __init__(self, service: str, pause_s: float = PAUSE_S) -> None:
         self._service = service
         self._pause_s = pause_s
         self._failures = 0
-        self._counted: set[str] = set()
+        self._failed_actions: set[str] = set()
         """Actions in these failures."""
         self._reason = ""
         self._open_until = 0.0
-        self._trying = False
-        self._proven = False
+        self._is_half_open = False
+        self._has_succeeded = False
         """A call has succeeded."""
-        self._working: set[Devices] = set()
+        self._working_devices: set[Devices] = set()
         """Where a call has succeeded since the service was loaded there."""
-        self._raised: dict[Devices, set[str]] = {}
+        self._errors_by_devices: dict[Devices, set[str]] = {}
         """Actions whose calls raised there, in a row."""
 
     @property
@@ -44,57 +45,57 @@ class Circuit:
         return self._failures >= FAILURES_MAX
 
     def admit(self, now: float) -> None:
-        """Somebody wants to use the service. Raises AdmissionRefused. Otherwise `undecided` has to follow at last, and
-        before it what became of the calls."""
+        """Admit a use of the service. Raises AdmissionRefused. After it the caller reports the results of the calls,
+        and finally calls `end_trial`."""
         if not self.is_open:
             return
         left_s = self._open_until - now
-        if left_s > 0.0 or self._trying:
-            when = f"it is tried again in {left_s:.1f} s" if left_s > 0.0 else "one call is trying it just now"
+        if left_s > 0.0 or self._is_half_open:
+            when = f"it is tried again in {left_s:.1f} s" if left_s > 0.0 else "a trial call is under way"
             raise AdmissionRefused(
                 "circuit",
                 f"service {self._service} failed {self._failures} times in a row; {when}; last: {self._reason}",
             )
-        self._trying = True
+        self._is_half_open = True
 
-    def loaded(self, devices: Devices) -> None:
-        """What was known of it there is no longer true."""
-        self._working.discard(devices)
-        self._raised.pop(devices, None)
+    def on_loaded(self, devices: Devices) -> None:
+        """Forget what was known of the service on these devices."""
+        self._working_devices.discard(devices)
+        self._errors_by_devices.pop(devices, None)
 
-    def succeeded(self, devices: Devices) -> None:
-        self._proven = True
-        self._working.add(devices)
-        self._raised.pop(devices, None)
+    def record_success(self, devices: Devices) -> None:
+        self._has_succeeded = True
+        self._working_devices.add(devices)
+        self._errors_by_devices.pop(devices, None)
         self._close()
 
-    def declined(self) -> None:
-        """The engine found a payload wrong: it lives, and nothing more is known."""
+    def record_rejection(self) -> None:
+        """The engine rejected a payload: it works, and nothing more is known."""
         self._close()
 
-    def failed(self, reason: str, now: float, actions: Sequence[str] = ()) -> None:
-        """A load failed, or a process was lost. `actions`: whose it was; none: nobody's."""
+    def record_failure(self, reason: str, now: float, actions: Sequence[str] = ()) -> None:
+        """A load failed, or a process was lost. `actions`: those that it failed for, if any."""
         self._reason = reason
         self._open_until = now + self._pause_s
-        self._trying = False
-        if self._counted.isdisjoint(actions):
+        self._is_half_open = False
+        if self._failed_actions.isdisjoint(actions):
             self._failures += 1
-            self._counted.update(actions)
+            self._failed_actions.update(actions)
 
-    def raised(self, reason: str, now: float, devices: Devices, actions: Sequence[str]) -> bool:
-        """A call raised. True: the service has to be loaded afresh before it is called again."""
-        if not self._proven:
-            self.failed(reason, now, actions)
+    def record_error(self, reason: str, now: float, devices: Devices, actions: Sequence[str]) -> bool:
+        """A call raised. True if the service has to be loaded again before its next call."""
+        if not self._has_succeeded:
+            self.record_failure(reason, now, actions)
             return False
-        raised = self._raised.setdefault(devices, set())
+        raised = self._errors_by_devices.setdefault(devices, set())
         if len(raised) < FAILURES_MAX:
             raised.update(actions[:1])  # a batch counts once
-        return devices in self._working and len(raised) >= FAILURES_MAX
+        return devices in self._working_devices and len(raised) >= FAILURES_MAX
 
-    def undecided(self) -> None:
-        """Nobody uses it any more, whatever is known."""
-        self._trying = False
+    def end_trial(self) -> None:
+        """The use that was admitted is over, with or without a result."""
+        self._is_half_open = False
 
     def _close(self) -> None:
-        self._failures, self._reason, self._trying = 0, "", False
-        self._counted.clear()
+        self._failures, self._reason, self._is_half_open = 0, "", False
+        self._failed_actions.clear()

@@ -1,19 +1,17 @@
-"""The process of a device: engines run here, and what they load lies here.
+"""The process of a device: runs engines and holds what they load.
 
-One for each device. It serves the chunks whose first device is its own, so what it holds may lie on several devices.
-One thread runs engines; another reads requests, unloads services while a call to another one runs, and interrupts
-calls. It owns what it has loaded and nothing else: `kill -9` loses that and the call that runs, and the manager starts
-another. It ends with the manager.
+There is one for each device. It serves the chunks whose first device is its own, so what it holds may span several
+devices. One thread runs engines; another reads requests, unloads services while a call to another service runs, and
+interrupts calls. It owns only what it has loaded: `kill -9` loses that and the running call, and the manager starts
+another process. It ends with the manager.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import queue
 import signal
-import socket
 import threading
 import time
 import traceback
@@ -25,141 +23,129 @@ import msgspec
 
 from tangram.errors import InvalidInput
 from tangram.managers.models import host_copy
-from tangram.managers.models.devices import Block, Counts, Device, DeviceFull, open_devices, pin
+from tangram.managers.models.devices import Block, Device, DeviceFull, EmulatedMemoryUsage, open_devices, pin_memory
 from tangram.managers.models.engine import Engine, Loaded, Weights
-from tangram.managers.models.error_location import in_words
+from tangram.managers.models.error_location import describe_error
 from tangram.managers.models.messages import (
-    HEADER_BYTES,
-    AnyReply,
-    AnyRequest,
-    AnyWord,
-    Begun,
-    Call,
-    Chunk,
-    Done,
-    Failed,
-    Hello,
-    Interrupt,
-    Load,
-    Prepare,
-    Unload,
-    framed,
-    requests,
+    FRAME_BYTES_MAX,
+    AnyDeviceReply,
+    AnyDeviceRequest,
+    AnyFinalReply,
+    CallService,
+    CallStarted,
+    DeviceChunk,
+    DeviceHello,
+    InterruptCall,
+    LoadService,
+    PrepareService,
+    RequestDone,
+    RequestFailed,
+    UnloadService,
 )
-from tangram.managers.models.service import engine_of, is_elsewhere
+from tangram.managers.models.service import engine_of, has_external_weights
 from tangram.managers.models.work import PAYLOAD_BYTES_MAX
+from tangram.processes.child_side import SupervisorConnection
+from tangram.processes.framing import FrameDecoder
 
 REASON_CHARACTERS_MAX = 4000
 
 
-class Interrupted(BaseException):
-    """A call was asked to end. Not an Exception, so that no engine takes it for one of its own."""
+class CallInterrupted(BaseException):
+    """A call was interrupted. Not an Exception, so that no engine catches it as one of its own."""
 
 
-class Holding(NamedTuple):
-    """A service that is loaded."""
+class LoadedService(NamedTuple):
+    """A loaded service."""
 
     loaded: Loaded
     blocks: dict[Block, Device]
 
 
-class Server:
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._waiting: queue.SimpleQueue[AnyRequest] = queue.SimpleQueue()
-        self._sending = threading.Lock()
+class DeviceServer:
+    def __init__(self, fd: int) -> None:
+        """`fd`: the socket to the manager."""
+        self._connection = SupervisorConnection[AnyDeviceRequest](fd, FrameDecoder(AnyDeviceRequest, FRAME_BYTES_MAX))
+        self._requests: queue.SimpleQueue[AnyDeviceRequest] = queue.SimpleQueue()
         self._engines: dict[str, Engine] = {}
         self._weights: dict[str, Weights] = {}
         self._maps: list[Any] = []
         self._devices: list[Device] = []
-        self._holdings: dict[tuple[str, Chunk], Holding] = {}
-        self._calling = 0
-        """The call that runs; 0: none."""
-        self._interrupt = 0
+        self._loaded_services: dict[tuple[str, DeviceChunk], LoadedService] = {}
+        self._running_call = 0
+        """0: none."""
+        self._interrupted_call = 0
 
-    # ---- its life ----
+    # ---- threads ----
 
     def run(self) -> NoReturn:
         signal.signal(signal.SIGUSR1, self._on_interrupt)
-        threading.Thread(target=self._read, name="requests", daemon=True).start()
+        threading.Thread(target=self._read_requests, name="requests", daemon=True).start()
         while True:
-            self._carry_out(self._waiting.get())
+            self._handle(self._requests.get())
 
-    def _read(self) -> None:
-        """Until the manager has gone, and this process with it."""
+    def _read_requests(self) -> None:
+        """Ends the process when the manager closes the socket."""
         main = threading.main_thread().ident
         assert main is not None
         try:
             while True:
-                size = int.from_bytes(self._receive(HEADER_BYTES), "little")
-                request = requests.decode(self._receive(size))
-                if isinstance(request, Unload):
-                    self._carry_out(request)
-                elif isinstance(request, Interrupt):
-                    self._interrupt = request.call
-                    signal.pthread_kill(main, signal.SIGUSR1)
-                else:
-                    self._waiting.put(request)
-        except OSError:
-            pass
+                for request in self._connection.receive_first():
+                    if isinstance(request, UnloadService):
+                        self._handle(request)
+                    elif isinstance(request, InterruptCall):
+                        self._interrupted_call = request.call
+                        signal.pthread_kill(main, signal.SIGUSR1)
+                    else:
+                        self._requests.put(request)
         finally:
-            os._exit(0)
-
-    def _receive(self, size: int) -> bytearray:
-        content = bytearray(size)
-        with memoryview(content) as left:
-            at = 0
-            while at < size:
-                count = self._connection.recv_into(left[at:])
-                if not count:
-                    raise ConnectionError("the manager has gone")
-                at += count
-        return content
+            self._connection.exit_process()
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
-        """In the thread that runs engines. One that comes late means a call that has ended."""
-        if self._calling and self._calling == self._interrupt:
-            self._calling = 0
-            raise Interrupted
+        """Runs in the thread of engines. Ignores an interrupt of a call that has ended."""
+        if self._running_call and self._running_call == self._interrupted_call:
+            self._running_call = 0
+            raise CallInterrupted
 
     # ---- requests ----
 
-    def _carry_out(self, request: AnyRequest) -> None:
-        blocks = self._blocks_around(request)
-        reply: AnyReply
+    def _handle(self, request: AnyDeviceRequest) -> None:
+        blocks = self._blocks_of(request)
+        reply: AnyFinalReply
         try:
-            reply = self._done(request)
-        except Interrupted:
-            reply = Failed(id=request.id, whose="stopped", reason="it was stopped")
+            reply = self._dispatch(request)
+        except CallInterrupted:
+            reply = RequestFailed(id=request.id, whose="stopped", reason="it was stopped")
         except BaseException as error:
-            reply = _failed(request, error)
-            # The frames of the failure still hold what lies on the devices.
+            reply = _failure_reply(request, error)
+            # The frames of the failure still refer to memory of the devices.
             traceback.clear_frames(error.__traceback__)
-        if isinstance(reply, Failed) and isinstance(request, Load | Unload) and not self._freed(request, blocks):
+        if (
+            isinstance(reply, RequestFailed)
+            and isinstance(request, LoadService | UnloadService)
+            and not self._free_leftovers(request, blocks)
+        ):
             reply = msgspec.structs.replace(reply, unclean=True)
         self._reply(reply)
 
-    def _done(self, request: AnyRequest) -> Done:
+    def _dispatch(self, request: AnyDeviceRequest) -> RequestDone:
         match request:
-            case Hello():
-                return self._begin(request)
-            case Prepare():
+            case DeviceHello():
+                return self._initialize(request)
+            case PrepareService():
                 return self._prepare(request)
-            case Load():
+            case LoadService():
                 return self._load(request)
-            case Unload():
+            case UnloadService():
                 return self._unload(request)
-            case Call():
+            case CallService():
                 return self._call(request)
         raise AssertionError(request)
 
-    def _reply(self, reply: AnyWord) -> None:
-        frame = framed(reply)
-        with self._sending:
-            self._connection.sendall(frame)
+    def _reply(self, reply: AnyDeviceReply) -> None:
+        self._connection.send(reply)
 
-    def _begin(self, request: Hello) -> Done:
-        counts = Counts(request.counts_fd, len(request.devices))
+    def _initialize(self, request: DeviceHello) -> RequestDone:
+        counts = EmulatedMemoryUsage(request.counts_fd, len(request.devices))
         self._devices = open_devices(request.devices, counts, request.process)
         for known in request.services:
             engine = engine_of(known.engine)
@@ -169,55 +155,55 @@ class Server:
             if shared is not None:
                 self._maps.append(shared)
                 if not all(device.emulated for device in self._devices):
-                    pin(shared, known.layout.total_bytes)
+                    pin_memory(shared, known.layout.total_bytes)
         gc.collect()
-        gc.freeze()  # what is there now stays: looking for garbage among it takes longer than a restore
-        return Done(id=request.id)
+        gc.freeze()  # collecting what is loaded now would take longer than a restore
+        return RequestDone(id=request.id)
 
-    def _prepare(self, request: Prepare) -> Done:
+    def _prepare(self, request: PrepareService) -> RequestDone:
         engine = engine_of(request.engine)
         engine.warm(None)
         weights = engine.prepare()
         layout = host_copy.write(weights, request.copy_fd)
         needs = {degree: weights.need(degree) for degree in request.degrees}
-        return Done(
+        return RequestDone(
             id=request.id,
             layout=layout,
             needs=needs,
             batch_max=max(1, engine.batch_max),
-            elsewhere=is_elsewhere(engine),
+            external_weights=has_external_weights(engine),
         )
 
-    def _load(self, request: Load) -> Done:
+    def _load(self, request: LoadService) -> RequestDone:
         key = (request.service, request.devices)
-        assert key not in self._holdings, f"{key} is loaded already"
+        assert key not in self._loaded_services, f"{key} is loaded already"
         devices = [self._devices[index] for index in request.devices]
-        before = self._blocks_around(request)
+        before = self._blocks_of(request)
         begun_s = time.monotonic()
         loaded = self._engines[request.service].load(self._weights[request.service], devices)
-        blocks = {block: device for block, device in self._blocks_around(request).items() if block not in before}
-        self._holdings[key] = Holding(loaded, blocks)
-        return Done(id=request.id, seconds=time.monotonic() - begun_s)
+        blocks = {block: device for block, device in self._blocks_of(request).items() if block not in before}
+        self._loaded_services[key] = LoadedService(loaded, blocks)
+        return RequestDone(id=request.id, seconds=time.monotonic() - begun_s)
 
-    def _unload(self, request: Unload) -> Done:
-        holding = self._holdings.pop((request.service, request.devices))
+    def _unload(self, request: UnloadService) -> RequestDone:
+        holding = self._loaded_services.pop((request.service, request.devices))
         self._engines[request.service].unload(holding.loaded)
         blocks = holding.blocks
         del holding
         for block, device in blocks.items():
             _free(device, block)
-        return Done(id=request.id)
+        return RequestDone(id=request.id)
 
-    def _call(self, request: Call) -> Done:
+    def _call(self, request: CallService) -> RequestDone:
         engine = self._engines[request.service]
-        loaded = self._holdings[request.service, request.devices].loaded
-        self._reply(Begun(id=request.id))
+        loaded = self._loaded_services[request.service, request.devices].loaded
+        self._reply(CallStarted(id=request.id))
         begun_s = time.monotonic()
         try:
-            self._calling = request.id
+            self._running_call = request.id
             answers = engine.call(loaded, request.payloads)
         finally:
-            self._calling = 0  # whoever interrupts it from now on is late
+            self._running_call = 0  # later interrupts are ignored
         seconds = time.monotonic() - begun_s
         if not isinstance(answers, list) or len(answers) != len(request.payloads):
             count = len(answers) if isinstance(answers, list) else f"no list but {type(answers).__name__} of"
@@ -225,24 +211,24 @@ class Server:
         for answer in answers:
             if not isinstance(answer, bytes) or len(answer) > PAYLOAD_BYTES_MAX:
                 raise TypeError(f"expected an answer of at most {PAYLOAD_BYTES_MAX} bytes, got {type(answer).__name__}")
-        return Done(id=request.id, answers=answers, seconds=seconds)
+        return RequestDone(id=request.id, answers=answers, seconds=seconds)
 
-    # ---- what is left of a failure ----
+    # ---- clean-up after failures ----
 
-    def _blocks_around(self, request: AnyRequest) -> dict[Block, Device]:
-        """Load: all on its devices. Unload: those of the service. Both threads may be at the same devices, each with
-        blocks of its own."""
-        if isinstance(request, Load):
+    def _blocks_of(self, request: AnyDeviceRequest) -> dict[Block, Device]:
+        """Load: all blocks on its devices. Unload: those of the service. Both threads may work on the same devices,
+        each with separate blocks."""
+        if isinstance(request, LoadService):
             devices = [self._devices[index] for index in request.devices]
             return {block: device for device in devices for block in list(device.blocks)}
-        if isinstance(request, Unload):
-            return self._holdings[request.service, request.devices].blocks
+        if isinstance(request, UnloadService):
+            return self._loaded_services[request.service, request.devices].blocks
         return {}
 
-    def _freed(self, request: Load | Unload, blocks: dict[Block, Device]) -> bool:
-        """Free what a load that failed has allocated, or an unload that failed has left."""
-        if isinstance(request, Load):
-            left = {block: device for block, device in self._blocks_around(request).items() if block not in blocks}
+    def _free_leftovers(self, request: LoadService | UnloadService, blocks: dict[Block, Device]) -> bool:
+        """Free what a failed load has allocated, or a failed unload has left. Returns whether all of it is free."""
+        if isinstance(request, LoadService):
+            left = {block: device for block, device in self._blocks_of(request).items() if block not in blocks}
         else:
             left = {block: device for block, device in blocks.items() if block in device.blocks}
         clean = True
@@ -255,8 +241,8 @@ class Server:
 
 
 def _free(device: Device, block: Block) -> None:
-    """Raises BufferError if somebody still looks at it, and not only from a cycle. Looking for cycles takes longer than
-    a restore, so it is done only where it has to be: real devices do not say that somebody looks."""
+    """Raises BufferError if a view of it exists outside of garbage cycles. Collecting cycles takes longer than a
+    restore, so it is done only where necessary: real devices do not report remaining views."""
     if device.emulated:
         with contextlib.suppress(BufferError):
             device.free(block)
@@ -265,17 +251,17 @@ def _free(device: Device, block: Block) -> None:
     device.free(block)
 
 
-def _failed(request: AnyRequest, error: BaseException) -> Failed:
+def _failure_reply(request: AnyDeviceRequest, error: BaseException) -> RequestFailed:
     if isinstance(error, DeviceFull):
-        return Failed(id=request.id, whose="full", reason=str(error))
-    if isinstance(error, InvalidInput) and isinstance(request, Call | Prepare):
-        whose = "payload" if isinstance(request, Call) else "config"
+        return RequestFailed(id=request.id, whose="full", reason=str(error))
+    if isinstance(error, InvalidInput) and isinstance(request, CallService | PrepareService):
+        whose = "payload" if isinstance(request, CallService) else "config"
         value = str(error.value)[:REASON_CHARACTERS_MAX]
-        return Failed(id=request.id, whose=whose, field=error.field, reason=value, expected=error.expected)
+        return RequestFailed(id=request.id, whose=whose, field=error.field, reason=value, expected=error.expected)
     traceback.print_exception(error)
-    return Failed(id=request.id, reason=in_words(error, REASON_CHARACTERS_MAX))
+    return RequestFailed(id=request.id, reason=describe_error(error, REASON_CHARACTERS_MAX))
 
 
 def main(fd: int) -> NoReturn:
     warnings.filterwarnings("ignore", message="The given buffer is not writable")
-    Server(socket.socket(fileno=fd)).run()
+    DeviceServer(fd).run()

@@ -1,11 +1,11 @@
 """Devices: memory that models are loaded into, over a link of some speed.
 
-Owns blocks of device memory. Never decides who is loaded. Promises that a device never holds more than its memory: an
-allocation beyond it raises DeviceFull and changes nothing.
+Owns blocks of device memory. Never decides what is loaded. An allocation beyond the memory of a device raises
+DeviceFull and changes nothing.
 
-CUDA devices are those of PyTorch. Where there are none, devices are *emulated*: the memory is that of the machine,
-really allocated, really filled and really freed; only its size and the speed of the link are invented. A copy takes at
-least as long as the link would need, and at least as long as the machine does. Figures from them are labelled emulated.
+CUDA devices are those of PyTorch. Where there are none, devices can be *emulated*: memory of the machine is really
+allocated, filled and freed; only its size and the speed of the link are invented. A copy takes as long as the link
+would need, or longer if the machine is slower. Figures from emulated devices are labelled emulated.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ import msgspec
 from tangram.errors import InvalidConfig, ManagerError
 
 CUDA_MEMORY_SHARE = 0.92
-"""Of what a CUDA device has: contexts, kernels and libraries of each process that uses it take the rest."""
+"""Of the memory of a CUDA device: contexts, kernels and libraries of each process that uses it take the rest."""
 DISCOVER_S_MAX = 120.0
-"""To import PyTorch from a cold disk and ask it."""
+"""To import PyTorch from a cold disk and list its devices."""
 
 
 COPY_BYTES = 1 << 26
-"""At a time, so that the other thread of a process gets its turn: Python does not give way within one copy."""
+"""Copied at once: Python holds the interpreter lock within a copy, and the other thread of the process has to run."""
 
 
 class DeviceFull(ManagerError):
-    """A device has not so much memory left."""
+    """A device does not have enough free memory."""
 
 
-# ---- what a manager is given --------------------------------------------------------------------------------------
+# ---- declarations ------------------------------------------------------------------------------------------------
 
 
 class Emulated(msgspec.Struct, frozen=True, kw_only=True, tag="Emulated"):
-    """A device that is not there."""
+    """An emulated device."""
 
     memory_bytes: int
     bandwidth: float = 25e9
-    """Bytes per second from host memory: what PCIe 4.0 with 16 lanes brings of its 32e9."""
+    """Bytes per second from host memory: the practical rate of PCIe 4.0 with 16 lanes (nominally 32e9)."""
 
     def __post_init__(self) -> None:
         if type(self.memory_bytes) is not int or self.memory_bytes < 1:
@@ -69,16 +69,18 @@ DeviceSpec = Emulated | Cuda
 
 
 def discover() -> tuple[Cuda, ...]:
-    """The CUDA devices of this machine; none if PyTorch is not there. Asked in a process of its own, because whoever
-    imports PyTorch keeps it."""
+    """The CUDA devices of this machine; none if PyTorch is not installed. A separate process imports PyTorch, because
+    an import cannot be undone."""
     if importlib.util.find_spec("torch") is None:
         return ()
     code = f"from {__name__} import _print_cuda; _print_cuda()"
     try:
-        asked = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=DISCOVER_S_MAX, check=True)
+        completed = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, timeout=DISCOVER_S_MAX, check=True
+        )
     except subprocess.SubprocessError as error:
-        raise ManagerError(f"PyTorch cannot be asked for its devices: {error}") from error
-    return tuple(msgspec.convert(json.loads(asked.stdout.splitlines()[-1]), list[Cuda]))
+        raise ManagerError(f"the devices of PyTorch cannot be listed: {error}") from error
+    return tuple(msgspec.convert(json.loads(completed.stdout.splitlines()[-1]), list[Cuda]))
 
 
 def _print_cuda() -> None:
@@ -92,7 +94,7 @@ def _print_cuda() -> None:
     print(json.dumps(msgspec.to_builtins(found)))
 
 
-# ---- what an engine is given --------------------------------------------------------------------------------------
+# ---- in the process of a device -----------------------------------------------------------------------------------
 
 
 class Block:
@@ -110,9 +112,9 @@ class Device(Protocol):
     index: int
     emulated: bool
     place: str
-    """Where PyTorch makes tensors for it: `cpu` for one that is emulated."""
+    """Where PyTorch makes tensors for it: `cpu` for an emulated one."""
     blocks: dict[Block, None]
-    """What this process has allocated there."""
+    """Allocated by this process."""
 
     def allocate(self, size: int) -> Block:
         """Raises DeviceFull."""
@@ -120,17 +122,17 @@ class Device(Protocol):
 
     def copy(self, block: Block, offset: int, content: memoryview) -> None: ...
 
-    def settle(self, block: Block, begun_s: float) -> None:
-        """Wait until what was copied into the block since `begun_s` is there."""
+    def synchronize(self, block: Block, begun_s: float) -> None:
+        """Block until the copies into the block since `begun_s` are complete."""
         ...
 
     def free(self, block: Block) -> None: ...
 
 
-class Counts:
-    """Bytes that each process holds of each emulated device: what a driver would know. All processes share it; each
-    writes only its own column, and the manager clears that of a dead one. A device is in one hand at a time, which is
-    why nobody locks it."""
+class EmulatedMemoryUsage:
+    """Bytes that each process holds on each emulated device, which a driver would know of a real one. In memory shared
+    by all processes: each writes only its own column, and the manager clears that of a dead one. It needs no lock
+    between processes, because one process at a time allocates on a device."""
 
     def __init__(self, fd: int, devices: int) -> None:
         self._devices = devices
@@ -142,7 +144,7 @@ class Counts:
     def size(devices: int) -> int:
         return 8 * max(1, devices * devices)
 
-    def used(self, device: int) -> int:
+    def used_bytes(self, device: int) -> int:
         return sum(self._cells[device * self._devices : (device + 1) * self._devices])
 
     def add(self, device: int, process: int, size: int) -> None:
@@ -162,24 +164,24 @@ class EmulatedDevice:
     emulated = True
     place = "cpu"
 
-    def __init__(self, index: int, spec: Emulated, counts: Counts, process: int) -> None:
+    def __init__(self, index: int, spec: Emulated, counts: EmulatedMemoryUsage, process: int) -> None:
         self.index = index
         self.blocks: dict[Block, None] = {}
         self._spec = spec
-        self._counts = counts
+        self._memory_usage = counts
         self._process = process
 
     def allocate(self, size: int) -> Block:
-        memory, used = self._spec.memory_bytes, self._counts.used(self.index)
+        memory, used = self._spec.memory_bytes, self._memory_usage.used_bytes(self.index)
         if used + size > memory:
             raise DeviceFull(
                 f"device {self.index} has {memory - used} of its {memory} bytes free, and {size} are needed"
             )
         block = Block(size, mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-        # Without it the kernel hands out pages of 4 KiB one by one, which takes ten times as long as filling them.
-        with contextlib.suppress(OSError):  # a kernel that has no others
+        # With pages of 4 KiB, page faults take ten times as long as filling the pages.
+        with contextlib.suppress(OSError):  # the kernel has no huge pages
             block.memory.madvise(mmap.MADV_HUGEPAGE)
-        self._counts.add(self.index, self._process, size)
+        self._memory_usage.add(self.index, self._process, size)
         self.blocks[block] = None
         return block
 
@@ -189,21 +191,21 @@ class EmulatedDevice:
                 part = source[start : start + COPY_BYTES]
                 target[offset + start : offset + start + part.nbytes] = part
 
-    def settle(self, block: Block, begun_s: float) -> None:
-        """The links of several devices work side by side: each of them began then."""
+    def synchronize(self, block: Block, begun_s: float) -> None:
+        """The links of several devices work in parallel: each began at `begun_s`."""
         left_s = begun_s + block.size / self._spec.bandwidth - time.monotonic()
         if left_s > 0.0:
             time.sleep(left_s)
 
     def free(self, block: Block) -> None:
-        """Raises BufferError if somebody still looks at it."""
+        """Raises BufferError if a view of it still exists."""
         block.memory.close()
         del self.blocks[block]
-        self._counts.add(self.index, self._process, -block.size)
+        self._memory_usage.add(self.index, self._process, -block.size)
 
 
 class CudaDevice:
-    """Only what every device of PyTorch can, so that its CPU can stand in for a CUDA device."""
+    """Uses only what every device of PyTorch supports, so that its CPU can replace a CUDA device in tests."""
 
     emulated = False
 
@@ -225,7 +227,7 @@ class CudaDevice:
         try:
             block = Block(size, torch.empty(size, dtype=torch.uint8, device=self.place))
         except torch.OutOfMemoryError as error:
-            raise DeviceFull(f"device {self.index} ({self.place}) has no {size} bytes free: {error}") from error
+            raise DeviceFull(f"device {self.index} ({self.place}) does not have {size} bytes free: {error}") from error
         self.blocks[block] = None
         return block
 
@@ -236,7 +238,7 @@ class CudaDevice:
             source = torch.frombuffer(content, dtype=torch.uint8)
             block.memory[offset : offset + content.nbytes].copy_(source, non_blocking=True)
 
-    def settle(self, block: Block, begun_s: float) -> None:
+    def synchronize(self, block: Block, begun_s: float) -> None:
         import torch
 
         if self.place != "cpu":
@@ -248,19 +250,19 @@ class CudaDevice:
         del self.blocks[block]
         block.memory = None
         if self.place != "cpu":
-            torch.cuda.empty_cache()  # else PyTorch keeps it, and other processes cannot have it
+            torch.cuda.empty_cache()  # else PyTorch caches it, and other processes cannot use it
 
 
-def open_devices(specs: list[DeviceSpec], counts: Counts, process: int) -> list[Device]:
-    """In the process of a device: all of them, since it may be the first of a chunk."""
+def open_devices(specs: list[DeviceSpec], counts: EmulatedMemoryUsage, process: int) -> list[Device]:
+    """All devices, since the device of a process may be the first of a chunk."""
     return [
         EmulatedDevice(index, spec, counts, process) if isinstance(spec, Emulated) else CudaDevice(index, spec)
         for index, spec in enumerate(specs)
     ]
 
 
-def pin(content: mmap.mmap, size: int) -> bool:
-    """Have the host copy where a CUDA device can fetch it by itself, if it can be. True: it is."""
+def pin_memory(content: mmap.mmap, size: int) -> bool:
+    """Pin the host copy, so that a CUDA device can read it directly. Returns whether that was possible."""
     import torch
 
     if not size or not torch.cuda.is_available():

@@ -1,7 +1,7 @@
-"""Engines: how a model is prepared, put on devices, called and taken off them again.
+"""Engines: the interface by which a model is prepared, loaded on devices, called and unloaded.
 
 Owns the contract between a service and the processes that run it, and the form of weights. Engines run in the processes
-of devices, never in the process of the manager: there they may block, crash or hang.
+of devices, where they may block, crash or hang; never in the process of the manager.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from tangram.managers.models.devices import Block, Device
 
 Loaded = Any
-"""What an engine makes of weights on devices, and is handed back at each call."""
+"""What `Engine.load` returns, passed back to the engine at each call."""
 
 ALIGNMENT_BYTES = 256
-"""Of every piece, in host memory and on devices: what any kernel on any device wants at most."""
+"""Of every piece, in host memory and on devices: the largest alignment that kernels of any device need."""
 
 
 class Piece(NamedTuple):
@@ -25,25 +25,25 @@ class Piece(NamedTuple):
     name: str
     content: memoryview
     meta: bytes = b""
-    """The engine's own note of it, such as type and shape."""
+    """Metadata of the engine, such as type and shape."""
 
     @property
     def size(self) -> int:
-        """With the gap behind it."""
+        """With padding."""
         return aligned(self.content.nbytes)
 
 
 class Weights:
-    """What a model is made of. In the processes of devices its pieces lie in the host copy, which cannot be written."""
+    """The weights of a model. In the processes of devices the pieces are in the host copy, which is read-only."""
 
     def __init__(self, pieces: Iterable[Piece], extra: bytes = b"") -> None:
         self.pieces = tuple(pieces)
         self.extra = extra
-        """The engine's own note of the whole, such as the modules without their tensors."""
+        """Metadata of the engine about the whole, such as the modules without their tensors."""
         self.total_bytes = sum(piece.size for piece in self.pieces)
 
     def split(self, degree: int) -> list[tuple[Piece, ...]]:
-        """Whole pieces in their order, one run of them for each device, as even as they go."""
+        """Whole pieces in order, a run of them for each device, as even as possible."""
         parts: list[list[Piece]] = [[] for _ in range(degree)]
         before = 0
         for piece in self.pieces:
@@ -59,39 +59,39 @@ class Weights:
 
 @runtime_checkable
 class Engine(Protocol):
-    """Subclass it, or have these. All may block.
+    """Subclass it, or implement these methods. All may block.
 
-    One whose weights are not those that it prepares, as those of a server, says `elsewhere = True`: then what a service
-    takes of devices has to be said."""
+    An engine whose weights are not those that it prepares, such as one for a server, sets `external_weights = True`;
+    its services have to declare the memory that they take on devices."""
 
     batch_max: int
-    """Payloads that one `call` takes at most. 1: it cannot batch."""
+    """The largest number of payloads of one `call`. 1: it cannot batch."""
 
     def warm(self, weights: Weights | None) -> None:
-        """Once in every process, before anything else: import what takes long to import. `weights` are those to be
-        loaded here; None in the process that prepares."""
+        """Called once in every process, first: import what takes long to import. `weights`: those to be loaded here;
+        None in the process that prepares."""
 
     def prepare(self) -> Weights:
-        """Once, in a process of its own: read or make the weights in host memory."""
+        """Called once, in a separate process: read or make the weights in host memory."""
         ...
 
     def load(self, weights: Weights, devices: Sequence[Device]) -> Loaded:
-        """Put the weights on these devices; `place` does. What fails here leaves nothing: blocks that were allocated
-        meanwhile are freed."""
+        """Copy the weights to these devices, for example by `place`. If it raises, the blocks that it allocated are
+        freed."""
         ...
 
     def call(self, loaded: Loaded, payloads: list[bytes]) -> list[bytes]:
-        """One answer for each payload. InvalidAction says that a payload is wrong; anything else that the service
-        failed. If several payloads fail together, each is called again alone, if it may be called twice."""
+        """One answer for each payload. Raises InvalidAction if a payload is wrong; any other exception is a failure of
+        the service. If a batch fails, each of its payloads that may be called twice is called again alone."""
         ...
 
     def unload(self, loaded: Loaded) -> None:
-        """Let go of everything that lies on the devices; afterwards its blocks are freed. Weights are not saved: the
-        copy in host memory is the same."""
+        """Drop every reference to memory of the devices; afterwards its blocks are freed. Weights are not written back:
+        the copy in host memory is the same."""
 
 
 def place(weights: Weights, devices: Sequence[Device]) -> list[tuple[Block, tuple[Piece, ...]]]:
-    """A copy of the weights on the devices: for each a block, and the pieces that lie in it one behind the other."""
+    """Copy the weights to the devices: for each a block, and the consecutive pieces in it."""
     parts = weights.split(len(devices))
     blocks = [device.allocate(sum(p.size for p in part)) for device, part in zip(devices, parts, strict=True)]
     begun_s = time.monotonic()
@@ -99,12 +99,12 @@ def place(weights: Weights, devices: Sequence[Device]) -> list[tuple[Block, tupl
         for offset, piece in offsets(part):
             device.copy(block, offset, piece.content)
     for device, block in zip(devices, blocks, strict=True):
-        device.settle(block, begun_s)
+        device.synchronize(block, begun_s)
     return list(zip(blocks, parts, strict=True))
 
 
 def offsets(pieces: Iterable[Piece]) -> Iterable[tuple[int, Piece]]:
-    """Where each piece lies in the block of its device."""
+    """The offset of each piece in the block of its device."""
     offset = 0
     for piece in pieces:
         yield offset, piece

@@ -1,7 +1,7 @@
-"""Frames: where in an engine something was raised.
+"""Error locations: where in an engine an exception was raised.
 
-Owns the choice of one frame. The last frame of a traceback mostly lies in a library; who looks for a mistake wants the
-last one that is their own.
+Chooses one frame of the traceback. The last frame is mostly in a library; the last one of the user's own code is more
+useful to find a mistake.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ import traceback
 
 from tangram import errors
 
-OURS = os.path.join(os.path.realpath(os.path.dirname(errors.__file__)), "")
-OTHERS = tuple(
+PACKAGE_DIRECTORY = os.path.join(os.path.realpath(os.path.dirname(errors.__file__)), "")
+INSTALLED_DIRECTORIES = tuple(
     os.path.join(os.path.realpath(sysconfig.get_path(name)), "")
     for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
-"""Directories of what came with Python or was installed."""
+"""Directories of the standard library and of installed packages."""
 
 
-def where(error: BaseException) -> str:
-    """Such as `my_engine.py, line 12, in call`: the last frame of code that was not installed, else of any that is not
-    ours. Empty if all of it is: what our engines raise on purpose says itself what is wrong."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_in(frame.filename, OURS)]
-    own = [frame for frame in frames if not _is_in(frame.filename, OTHERS)] or frames
+def location_of(error: BaseException) -> str:
+    """Such as `my_engine.py, line 12, in call`: the last frame of code that was not installed, else of any outside this
+    package. Empty if there is none: the messages of our own engines explain themselves."""
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not _is_in(frame.filename, PACKAGE_DIRECTORY)
+    ]
+    own = [frame for frame in frames if not _is_in(frame.filename, INSTALLED_DIRECTORIES)] or frames
     return f"{os.path.basename(own[-1].filename)}, line {own[-1].lineno}, in {own[-1].name}" if own else ""
 
 
@@ -32,7 +34,7 @@ def _is_in(file: str, directories: str | tuple[str, ...]) -> bool:
     return file.startswith("<") or os.path.realpath(file).startswith(directories)
 
 
-def in_words(error: BaseException, characters_max: int) -> str:
-    """What was raised, and where."""
-    place = where(error)
+def describe_error(error: BaseException, characters_max: int) -> str:
+    """The type, message and location of an exception."""
+    place = location_of(error)
     return f"{type(error).__name__}: {error}"[:characters_max] + (f" ({place})" if place else "")

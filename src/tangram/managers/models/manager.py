@@ -1,12 +1,12 @@
 """The manager of model services: evict on execution.
 
-Owns the devices of one node, the processes that run engines on them and the host copies of all services. Starts what a
-grant says, on exactly the devices that it says; chooses only who is evicted for it. Promises that a device never holds
-more than its memory, that nothing in use is evicted, that Evicted and Resident are told in the order in which they
-happened, and that after leaving no process, memory or descriptor is left.
+Owns the devices of one node, the processes that run engines on them and the host copies of all services. Starts each
+grant on exactly its devices, and decides only which services are evicted for it. A device never holds more than its
+memory, nothing in use is evicted, Evicted and Resident are published in the order in which they happened, and after
+`__aexit__` no process, memory or descriptor is left.
 
-`start` returns when the service is on its devices and the call begins, so what a restore takes lies between the grant
-and Started, where the scheduler learns it. `Usage.overhead_s` is what was ours after that.
+`start` returns when the service is on its devices and the call begins. So the time of a restore is between the grant
+and Started, where the scheduler learns it. `Usage.overhead_s` is our overhead after that.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from tangram.core.messages import Event, Evicted, Grant, Pool, Resident
 from tangram.errors import InvalidAction, InvalidConfig, InvariantError, ManagerError
 from tangram.managers.base import Lease
 from tangram.managers.models import host_copy
-from tangram.managers.models.batch_lease import Turn
-from tangram.managers.models.circuit_breaker import PAUSE_S, Circuit
-from tangram.managers.models.device_process import PROGRAM, DeviceProcess, ProcessLost, ServiceFailed, environment
-from tangram.managers.models.devices import Counts, Cuda, DeviceSpec, Emulated
-from tangram.managers.models.messages import Hello, Known, Load, Unload
-from tangram.managers.models.placement import Place, Room
+from tangram.managers.models.batch_lease import BatchLease
+from tangram.managers.models.circuit_breaker import PAUSE_S, CircuitBreaker
+from tangram.managers.models.device_process import PROGRAM, DeviceProcess, ProcessLost, ServiceFailed, child_environment
+from tangram.managers.models.devices import Cuda, DeviceSpec, Emulated, EmulatedMemoryUsage
+from tangram.managers.models.messages import DeviceHello, LoadService, PreparedService, UnloadService
+from tangram.managers.models.placement import PlacementTable, ServicePlacement
 from tangram.managers.models.preparation import prepare
-from tangram.managers.models.service import Service, all_of
+from tangram.managers.models.service import Service, require_all
 from tangram.managers.models.work import Infer
 from tangram.managers.work import Work
-from tangram.processes.fork_server import Nursery
-from tangram.processes.process_tree import Census
+from tangram.processes.fork_server import SINGLE_THREADED_ENV, ForkServer
+from tangram.processes.process_tree import ProcessTable
 from tangram.processes.streams import Output
 
 log = logging.getLogger("tangram")
@@ -47,16 +47,16 @@ UNLOAD_S_MAX = 30.0
 """Freeing memory takes milliseconds; a server that is put to sleep copies its weights first."""
 
 
-class Statistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Since it was entered."""
+class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Since the manager was entered."""
 
     emulated: bool
-    """Whether any device is invented, and with it every figure here."""
+    """Whether any device, and with it every figure here, is emulated."""
     host_bytes: int
     """Of all host copies."""
     device_bytes: tuple[int, ...]
-    """In use on each emulated device; 0 for others, whose drivers know it."""
-    residents: tuple[Place, ...]
+    """In use on each emulated device; 0 for other devices."""
+    residents: tuple[ServicePlacement, ...]
     """Least recently used first."""
     loads: int
     load_s: float
@@ -71,16 +71,18 @@ class ModelManager:
         self,
         services: Iterable[Service],
         devices: Iterable[DeviceSpec],
-        tell: Callable[[Event], None],
+        on_event: Callable[[Event], None],
         *,
         node: str = "local",
         circuit_pause_s: float = PAUSE_S,
         clock: Clock | None = None,
     ) -> None:
-        """`tell` is called with Resident and Evicted. `clock` measures `circuit_pause_s`. Raises InvalidConfig if a
-        service cannot fit its devices."""
-        services = all_of("services", services, Service, "tangram.Service, such as [Service(name='a', engine=...)]")
-        devices = all_of("devices", devices, Emulated | Cuda, "devices: Emulated(memory_bytes=...), or discover()")
+        """`on_event` is called with Resident and Evicted. `clock` measures `circuit_pause_s`. Raises InvalidConfig if a
+        service does not fit on its devices."""
+        services = require_all(
+            "services", services, Service, "tangram.Service, such as [Service(name='a', engine=...)]"
+        )
+        devices = require_all("devices", devices, Emulated | Cuda, "devices: Emulated(memory_bytes=...), or discover()")
         self._services = {service.name: service for service in services}
         if len(self._services) != len(services):
             raise InvalidConfig("services", [service.name for service in services], "each name once")
@@ -88,37 +90,37 @@ class ModelManager:
             raise InvalidConfig("devices", devices, "at least one device")
         self._devices = list(devices)
         self._node = node
-        self._tell = tell
+        self._on_event = on_event
         self._clock = clock or WallClock()
         self._memory = [device.memory_bytes for device in devices]
         self._need = {(s.name, d): -(-s.memory_bytes // d) for s in services for d in s.degrees}
         """Bytes on each device, by service and degree."""
-        self._require_room()
+        self._require_fit()
         for service in services:
-            service.pickled()  # raises, if it cannot be
-        self._known: list[Known] = []
+            service.pickled()  # raises if it cannot be pickled
+        self._prepared_services: list[PreparedService] = []
         self._batch_max: dict[str, int] = {}
-        self._circuits = {service.name: Circuit(service.name, circuit_pause_s) for service in services}
-        self._unloadable: set[str] = set()
+        self._circuit_breakers = {service.name: CircuitBreaker(service.name, circuit_pause_s) for service in services}
+        self._failed_loads: set[str] = set()
         """Services whose last load failed."""
-        self._room = Room(self._memory)
-        self._census = Census()
+        self._placements = PlacementTable(self._memory)
+        self._census = ProcessTable()
         modules = dict.fromkeys(module for service in services for module in service.modules)
-        self._nursery = Nursery(PROGRAM, *modules, env=environment())
+        self._fork_server = ForkServer(PROGRAM, *modules, env=child_environment() | SINGLE_THREADED_ENV)
         self._processes: dict[int, DeviceProcess] = {}
         self._locks = [asyncio.Lock() for _ in devices]
-        self._turns: dict[tuple[str, Place], Turn] = {}
-        self._evicting: dict[Place, asyncio.Task[None]] = {}
+        self._batch_leases: dict[tuple[str, ServicePlacement], BatchLease] = {}
+        self._evicting: dict[ServicePlacement, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._counts: Counts | None = None
+        self._memory_usage: EmulatedMemoryUsage | None = None
         self._descriptors: list[int] = []
-        self._closing = "the manager of model services is not entered"
+        self._closed_reason = "the manager of model services is not entered"
         self._loads = self._load_bytes = self._evictions = self._calls = 0
         self._load_s = self._call_s = 0.0
 
-    def _require_room(self) -> None:
+    def _require_fit(self) -> None:
         for service in self._services.values():
-            service.require_room({d: self._need[service.name, d] for d in service.degrees}, self._memory)
+            service.require_fit({d: self._need[service.name, d] for d in service.degrees}, self._memory)
 
     def services(self) -> list[Service]:
         return list(self._services.values())
@@ -133,12 +135,14 @@ class ModelManager:
     def pools(self) -> tuple[Pool, ...]:
         return (Pool(kind=GPU, node=self._node, total=len(self._devices)),)
 
-    def statistics(self) -> Statistics:
-        return Statistics(
+    def statistics(self) -> ModelStatistics:
+        return ModelStatistics(
             emulated=any(isinstance(device, Emulated) for device in self._devices),
-            host_bytes=sum(known.layout.total_bytes for known in self._known),
-            device_bytes=tuple(self._counts.used(index) if self._counts else 0 for index in range(len(self._devices))),
-            residents=tuple(self._room.residents()),
+            host_bytes=sum(known.layout.total_bytes for known in self._prepared_services),
+            device_bytes=tuple(
+                self._memory_usage.used_bytes(index) if self._memory_usage else 0 for index in range(len(self._devices))
+            ),
+            residents=tuple(self._placements.residents()),
             loads=self._loads,
             load_s=self._load_s,
             load_bytes=self._load_bytes,
@@ -148,79 +152,83 @@ class ModelManager:
         )
 
     def process_ids(self) -> dict[int, int]:
-        """Of the processes that live, by the device that they are the process of."""
+        """Of the running processes, by their device."""
         return {index: process.pid for index, process in self._processes.items() if process.alive}
 
-    # ---- its life ----
+    # ---- start and end ----
 
     async def __aenter__(self) -> Self:
-        """Prepare every service, and have a process ready for every device."""
+        """Prepare every service and start a process for every device."""
         try:
-            self._closing = ""
-            counts_fd = self._descriptor(os.memfd_create("counts", os.MFD_CLOEXEC))
-            os.ftruncate(counts_fd, Counts.size(len(self._devices)))
-            self._counts = Counts(counts_fd, len(self._devices))
+            self._closed_reason = ""
+            counts_fd = self._keep_descriptor(os.memfd_create("counts", os.MFD_CLOEXEC))
+            os.ftruncate(counts_fd, EmulatedMemoryUsage.size(len(self._devices)))
+            self._memory_usage = EmulatedMemoryUsage(counts_fd, len(self._devices))
             await self._prepare_all()
             begun_s = asyncio.get_running_loop().time()
             log.info("starting the processes of %d devices", len(self._devices))
-            await asyncio.gather(*(self._running(index) for index in range(len(self._devices))))
+            await asyncio.gather(*(self._ensure_process(index) for index in range(len(self._devices))))
             log.info("devices are ready, after %.1f s", asyncio.get_running_loop().time() - begun_s)
         except BaseException:
-            await self._end_all("it was never entered")
+            await self._end_all("the manager of model services could not be entered")
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """What is evicted by the end is not told: whoever would hear it ends too."""
+        """Publishes no Evicted for what the end evicts: the scheduler ends too."""
         await asyncio.shield(asyncio.ensure_future(self._end_all("the manager of model services was closed")))
 
-    def _descriptor(self, fd: int) -> int:
+    def _keep_descriptor(self, fd: int) -> int:
         self._descriptors.append(fd)
         return fd
 
     async def _end_all(self, why: str) -> None:
-        self._closing = why
+        self._closed_reason = why
         await asyncio.gather(*(process.end(why) for process in self._processes.values()), return_exceptions=True)
         while self._tasks:
             await asyncio.wait(self._tasks)
-        self._nursery.close()
-        if self._counts is not None:
-            self._counts.close()
-            self._counts = None
+        await self._fork_server.aclose()
+        if self._memory_usage is not None:
+            self._memory_usage.close()
+            self._memory_usage = None
         for fd in self._descriptors:
             os.close(fd)
-        self._descriptors, self._known, self._processes = [], [], {}
+        self._descriptors, self._prepared_services, self._processes = [], [], {}
 
     async def _prepare_all(self) -> None:
-        copies = {name: self._descriptor(host_copy.create(name)) for name in self._services}
-        for prepared in await prepare(list(self._services.values()), copies, self._census, self._nursery):
-            service = self._services[prepared.known.service]
-            self._known.append(prepared.known)
+        copies = {name: self._keep_descriptor(host_copy.create(name)) for name in self._services}
+        for prepared in await prepare(list(self._services.values()), copies, self._census, self._fork_server):
+            service = self._services[prepared.record.service]
+            self._prepared_services.append(prepared.record)
             self._batch_max[service.name] = prepared.batch_max
             self._need |= {(service.name, degree): need for degree, need in prepared.need_by_degree.items()}
-        self._require_room()
+        self._require_fit()
 
     # ---- actions ----
 
     async def start(self, action: Action, grant: Grant, work: Work, output: Output | None = None) -> Lease:
-        """Raises AdmissionRefused while the service is left alone because it kept failing."""
+        """Raises AdmissionRefused while the circuit of the service is open."""
         if not isinstance(work, Infer):
-            raise ManagerError(f"model services do no {type(work).__name__}", retry=False)
-        place = self._place(action, grant)
+            raise ManagerError(f"model services are called with Infer, not {type(work).__name__}", retry=False)
+        place = self._placement_of(action, grant)
         key = (grant.batch or action.id, place)
-        turn = self._turns.get(key)
-        if turn is None or turn.over:
+        batch = self._batch_leases.get(key)
+        if batch is None or batch.is_closed:
             self._require_open()
-            circuit = self._circuits[place.service]
+            circuit = self._circuit_breakers[place.service]
             circuit.admit(self._clock.now())
-            turn = self._turns[key] = Turn(self, place, self._batch_max[place.service], circuit, self._clock)
-            task = self._task(turn.run())
-            task.add_done_callback(lambda _: self._turns.pop(key) if self._turns.get(key) is turn else None)
-        return await turn.join(action, work.payload, grant.attempt)
+            batch = self._batch_leases[key] = BatchLease(
+                self, place, self._batch_max[place.service], circuit, self._clock
+            )
+            task = self._create_task(batch.run())
+            task.add_done_callback(
+                lambda _: self._batch_leases.pop(key) if self._batch_leases.get(key) is batch else None
+            )
+        return await batch.join(action, work.payload, grant.attempt)
 
-    def _place(self, action: Action, grant: Grant) -> Place:
+    def _placement_of(self, action: Action, grant: Grant) -> ServicePlacement:
         service = self.service(action.service)
         shares = [share for share in grant.shares if share.pool == self.pools()[0].name]
         if len(shares) != 1 or not all(0 <= device < len(self._devices) for device in shares[0].cells):
@@ -229,125 +237,128 @@ class ModelManager:
         if len(devices) not in service.degrees:
             degrees = ", ".join(map(str, service.degrees))
             raise InvalidAction(f"devices for service {service.name}", len(devices), f"one of {degrees}")
-        return Place(service.name, devices)
+        return ServicePlacement(service.name, devices)
 
     async def restore(self, service: str, devices: tuple[int, ...]) -> None:
-        """Load a service ahead of its next action. Devices that somebody uses by now are left alone, and so is a
-        service that could not be loaded the last time: what was not done is told as Evicted. Raises ManagerError."""
+        """Load a service ahead of its next action. Does nothing if the devices are in use or the last load of the
+        service failed, and publishes Evicted then. Raises ManagerError."""
         self._require_open()
-        place = Place(service, devices)
+        place = ServicePlacement(service, devices)
         assert (service, len(devices)) in self._need, place
         try:
-            failing = self._circuits[service].is_open or service in self._unloadable
+            failing = self._circuit_breakers[service].is_open or service in self._failed_loads
             if failing or any(self._locks[device].locked() for device in devices):
                 return
-            await self.hold(devices)
+            await self.acquire(devices)
             try:
-                await self.have(place)
-                self._room.end_use(place)
+                await self.ensure_loaded(place)
+                self._placements.end_use(place)
             finally:
-                self.let_go(devices)
+                self.release(devices)
         finally:
-            if place not in self._room:
-                self._say(Evicted(service=service, node=self._node, devices=devices))
+            if place not in self._placements:
+                self._publish(Evicted(service=service, node=self._node, devices=devices))
 
     def _require_open(self) -> None:
-        if self._closing:
-            raise ManagerError(self._closing, retry=False)
+        if self._closed_reason:
+            raise ManagerError(self._closed_reason, retry=False)
 
-    # ---- what turns ask ----
+    # ---- for batch leases ----
 
-    async def hold(self, devices: tuple[int, ...]) -> None:
-        """One action at a time on a device. In increasing order, so that nobody waits in a circle."""
+    async def acquire(self, devices: tuple[int, ...]) -> None:
+        """Lock the devices: one batch at a time uses a device. In increasing order, so that there is no deadlock."""
         taken = []
         try:
             for device in sorted(devices):
                 await self._locks[device].acquire()
                 taken.append(device)
         except BaseException:
-            self.let_go(tuple(taken))
+            self.release(tuple(taken))
             raise
 
-    def let_go(self, devices: tuple[int, ...]) -> None:
+    def release(self, devices: tuple[int, ...]) -> None:
         for device in devices:
             self._locks[device].release()
 
-    async def have(self, place: Place) -> DeviceProcess:
-        """The process that has the service on these devices, which are held. In use until `used`."""
+    async def ensure_loaded(self, place: ServicePlacement) -> DeviceProcess:
+        """The process that has the service on these devices, which are locked. In use until `end_use`."""
         self._require_open()
         process = self._processes.get(place.devices[0])
         if process is not None and process.has_ended:
-            await self.kill(process, "")  # what lay there is gone, whether anybody was told or not
-        if place not in self._room:
+            await self.kill(process, "")  # its end may not have been noticed yet
+        if place not in self._placements:
             await self._load(place)
-        self._room.touch(place)
-        self._room.begin_use(place)
+        self._placements.touch(place)
+        self._placements.begin_use(place)
         return self._processes[place.devices[0]]
 
-    def used(self, place: Place, calls: int, seconds: float) -> None:
-        self._room.end_use(place)
+    def end_use(self, place: ServicePlacement, calls: int, seconds: float) -> None:
+        self._placements.end_use(place)
         self._calls += calls
         self._call_s += seconds
 
-    async def unload(self, place: Place) -> None:
+    async def unload(self, place: ServicePlacement) -> None:
         await self._evict(place)
 
     async def kill(self, process: DeviceProcess, why: str) -> None:
         await process.end(why)
-        self._forget(process)
+        self._on_process_ended(process)
 
     # ---- processes ----
 
-    async def _running(self, index: int) -> DeviceProcess:
-        """The process of a device, which is held: it is started if there is none."""
+    async def _ensure_process(self, index: int) -> DeviceProcess:
+        """The process of a device, which is locked. Starts one if there is none."""
         process = self._processes.get(index)
         if process is not None and process.alive:
             return process
         if process is not None:
             await process.end("")
-            self._forget(process)
+            self._on_process_ended(process)
         self._require_open()
         process = self._processes[index] = DeviceProcess(
-            f"the process of device {index}", self._census, lambda ended: self._forget(ended), self._nursery
+            f"the process of device {index}",
+            self._census,
+            lambda ended: self._on_process_ended(ended),
+            self._fork_server,
         )
         descriptors = list(self._descriptors)
-        hello = Hello(
-            id=process.next_id(),
+        hello = DeviceHello(
+            id=process.next_number(),
             process=index,
             devices=self._devices,
             counts_fd=descriptors[0],
-            services=self._known,
+            services=self._prepared_services,
         )
-        await process.start(hello, descriptors)
+        await process.open(hello, descriptors)
         return process
 
-    def _forget(self, process: DeviceProcess) -> None:
-        """It has ended. What lay on devices is gone with it."""
+    def _on_process_ended(self, process: DeviceProcess) -> None:
+        """Drop what the process had loaded on devices."""
         index = next((index for index, other in self._processes.items() if other is process), None)
-        if index is None or self._closing:
+        if index is None or self._closed_reason:
             return
-        assert self._counts is not None
-        self._counts.clear(index)
-        for place in self._room.residents():
+        assert self._memory_usage is not None
+        self._memory_usage.clear(index)
+        for place in self._placements.residents():
             if place.devices[0] == index:
-                self._room.lose(place)
-                self._say(Evicted(service=place.service, node=self._node, devices=place.devices))
+                self._placements.drop(place)
+                self._publish(Evicted(service=place.service, node=self._node, devices=place.devices))
 
     # ---- loading and evicting ----
 
-    async def _load(self, place: Place) -> None:
-        """Make room, and copy it there. Who went for it does not come back if that fails: whether a load succeeds is
-        known only when its memory is free. Nobody goes who need not, and who went is restored at its next call."""
+    async def _load(self, place: ServicePlacement) -> None:
+        """Evict what is in the way, and load the service. What was evicted is not restored if the load fails: whether
+        it succeeds is known only when its memory is free. It is restored at its next call."""
         service, need = self._services[place.service], self._need[place.service, len(place.devices)]
-        for victim in self._room.victims(place.devices, need):
+        for victim in self._placements.victims(place.devices, need):
             await self._evict(victim)
-        process = await self._running(place.devices[0])  # now, because who does not let go loses its process
-        self._unloadable.add(place.service)
+        process = await self._ensure_process(place.devices[0])  # now, because a failed eviction kills the process
+        self._failed_loads.add(place.service)
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
         try:
             async with asyncio.timeout(service.load_s_max):
-                await process.ask(Load(id=process.next_id(), service=place.service, devices=place.devices))
+                await process.call(LoadService(id=process.next_number(), service=place.service, devices=place.devices))
         except (TimeoutError, ServiceFailed, ProcessLost) as error:
             why = f"it took longer than {service.load_s_max} s" if isinstance(error, TimeoutError) else str(error)
             if isinstance(error, TimeoutError) or (isinstance(error, ServiceFailed) and error.failed.unclean):
@@ -358,13 +369,15 @@ class ModelManager:
             ) from error
         if not process.alive:
             raise ManagerError(f"{process.name} ended as soon as it had loaded {place.service}")
-        self._unloadable.discard(place.service)
-        self._room.add(place, need)
-        self._circuits[place.service].loaded(place.devices)
+        self._failed_loads.discard(place.service)
+        self._placements.add(place, need)
+        self._circuit_breakers[place.service].on_loaded(place.devices)
         self._loads += 1
         self._load_s += loop.time() - begun_s
-        self._load_bytes += next(known.layout.total_bytes for known in self._known if known.service == place.service)
-        self._say(
+        self._load_bytes += next(
+            known.layout.total_bytes for known in self._prepared_services if known.service == place.service
+        )
+        self._publish(
             Resident(
                 service=place.service,
                 node=self._node,
@@ -373,33 +386,35 @@ class ModelManager:
             )
         )
 
-    async def _evict(self, place: Place) -> None:
-        """Two may want the same one to go, if it lies on the devices of both."""
-        if place in self._room and place not in self._evicting:
-            task = self._evicting[place] = self._task(self._unload(place))
+    async def _evict(self, place: ServicePlacement) -> None:
+        """Two loads may evict the same placement, if it spans the devices of both."""
+        if place in self._placements and place not in self._evicting:
+            task = self._evicting[place] = self._create_task(self._unload(place))
             task.add_done_callback(lambda _: self._evicting.pop(place))
         if place in self._evicting:
             await asyncio.shield(self._evicting[place])
 
-    async def _unload(self, place: Place) -> None:
-        """Nothing is written back: the host copy is the same. A process that does not let go is ended."""
+    async def _unload(self, place: ServicePlacement) -> None:
+        """Nothing is written back: the host copy is the same. A process that does not free its memory is killed."""
         process = self._processes[place.devices[0]]
         try:
             async with asyncio.timeout(UNLOAD_S_MAX):
-                await process.ask(Unload(id=process.next_id(), service=place.service, devices=place.devices))
+                await process.call(
+                    UnloadService(id=process.next_number(), service=place.service, devices=place.devices)
+                )
         except (TimeoutError, ServiceFailed, ProcessLost) as error:
             if not isinstance(error, ServiceFailed) or error.failed.unclean:
                 await self.kill(process, f"{place.service} could not be evicted: {error}")
-        if place in self._room:
-            self._room.remove(place)
+        if place in self._placements:
+            self._placements.remove(place)
             self._evictions += 1
-            self._say(Evicted(service=place.service, node=self._node, devices=place.devices))
+            self._publish(Evicted(service=place.service, node=self._node, devices=place.devices))
 
-    def _say(self, event: Event) -> None:
-        if not self._closing:
-            self._tell(event)
+    def _publish(self, event: Event) -> None:
+        if not self._closed_reason:
+            self._on_event(event)
 
-    def _task(self, doing: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    def _create_task(self, doing: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(doing)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -1,7 +1,7 @@
-"""What a manager and the process of a device say to each other, over a socket pair.
+"""The messages between a manager and the process of a device, over a socket pair.
 
-Owns the messages and their frames. A frame is its length in eight bytes and a message. Both ends are this program, so
-nothing here is hostile; engines speak only in bytes that neither end looks into.
+Framed by `processes.framing`. Both ends are this program, so no message is hostile; payloads and answers of engines are
+bytes that neither end looks into.
 """
 
 from __future__ import annotations
@@ -9,111 +9,101 @@ from __future__ import annotations
 import msgspec
 
 from tangram.managers.models.devices import DeviceSpec
-from tangram.managers.models.host_copy import Layout
+from tangram.managers.models.host_copy import HostCopyLayout
 
-HEADER_BYTES = 8
+FRAME_BYTES_MAX = 1 << 62
+"""Frames carry payloads and answers, which are limited one by one (PAYLOAD_BYTES_MAX)."""
 
-Chunk = tuple[int, ...]
+DeviceChunk = tuple[int, ...]
 """Devices by their index."""
 
 
-class Known(msgspec.Struct, frozen=True, kw_only=True):
-    """A service that was prepared."""
+class PreparedService(msgspec.Struct, frozen=True, kw_only=True):
+    """A service whose weights are in host memory."""
 
     service: str
     engine: bytes
     copy_fd: int
-    layout: Layout
+    layout: HostCopyLayout
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True, tag=False):
+class DeviceRequest(msgspec.Struct, frozen=True, kw_only=True, tag=False):
     id: int
-    """0 for what is not answered."""
+    """0 if there is no reply."""
 
 
-class Hello(Request, frozen=True, kw_only=True, tag="Hello"):
-    """The first one. The answer comes when the process is ready."""
+class DeviceHello(DeviceRequest, frozen=True, kw_only=True, tag="Hello"):
+    """The first request. The reply is sent when the process is ready."""
 
     process: int
-    """The index of the device that it is the process of."""
+    """The index of the device that the process serves."""
     devices: list[DeviceSpec]
     counts_fd: int
-    services: list[Known]
+    services: list[PreparedService]
 
 
-class Prepare(Request, frozen=True, kw_only=True, tag="Prepare"):
+class PrepareService(DeviceRequest, frozen=True, kw_only=True, tag="Prepare"):
     engine: bytes
     copy_fd: int
     degrees: tuple[int, ...]
 
 
-class Load(Request, frozen=True, kw_only=True, tag="Load"):
+class LoadService(DeviceRequest, frozen=True, kw_only=True, tag="Load"):
     service: str
-    devices: Chunk
+    devices: DeviceChunk
 
 
-class Unload(Request, frozen=True, kw_only=True, tag="Unload"):
-    """May come while a call to another service runs."""
+class UnloadService(DeviceRequest, frozen=True, kw_only=True, tag="Unload"):
+    """May be sent while a call to another service runs."""
 
     service: str
-    devices: Chunk
+    devices: DeviceChunk
 
 
-class Call(Request, frozen=True, kw_only=True, tag="Call"):
+class CallService(DeviceRequest, frozen=True, kw_only=True, tag="Call"):
     service: str
-    devices: Chunk
+    devices: DeviceChunk
     payloads: list[bytes]
 
 
-class Interrupt(Request, frozen=True, kw_only=True, tag="Interrupt"):
-    """Let the call end, if it can be."""
+class InterruptCall(DeviceRequest, frozen=True, kw_only=True, tag="Interrupt"):
+    """End the call, if it can be interrupted."""
 
     call: int
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True, tag=False):
+class DeviceReply(msgspec.Struct, frozen=True, kw_only=True, tag=False):
     id: int
 
 
-class Begun(Reply, frozen=True, kw_only=True, tag="Begun"):
-    """Of a Call, ahead of its answer: from now on it may have done something."""
+class CallStarted(DeviceReply, frozen=True, kw_only=True, tag="Begun"):
+    """Sent when the engine begins a call: from now on the call may have had effects."""
 
 
-class Done(Reply, frozen=True, kw_only=True, tag="Done"):
+class RequestDone(DeviceReply, frozen=True, kw_only=True, tag="Done"):
     answers: list[bytes] = []
-    layout: Layout | None = None
+    layout: HostCopyLayout | None = None
     needs: dict[int, int] = {}
     """Prepare: bytes on each device, by degree."""
     batch_max: int = 1
-    elsewhere: bool = False
-    """Prepare: the weights are not in the host copy, so what the service takes has to be said."""
+    external_weights: bool = False
+    """Prepare: the weights are not in the host copy, so the service has to declare its memory."""
     seconds: float = 0.0
-    """That the engine took, without the way here."""
+    """That the engine took, without the transport."""
 
 
-class Failed(Reply, frozen=True, kw_only=True, tag="Failed"):
+class RequestFailed(DeviceReply, frozen=True, kw_only=True, tag="Failed"):
     reason: str
     whose: str = "service"
-    """`service`; `payload`: the caller's; `config`: what was said of the service; `full`: a device has no room;
-    `stopped`: it was interrupted."""
+    """What is at fault: `service`; `payload`, of the caller; `config`, of the service; `full`, a device without enough
+    memory; `stopped`: the call was interrupted."""
     field: str = ""
     expected: str = ""
     """Of a payload or a config."""
     unclean: bool = False
-    """Something is left on the devices that only the end of the process frees."""
+    """Memory is left on the devices that only the end of the process frees."""
 
 
-AnyRequest = Hello | Prepare | Load | Unload | Call | Interrupt
-AnyReply = Done | Failed
-AnyWord = Begun | Done | Failed
-
-_encoder = msgspec.msgpack.Encoder()
-requests = msgspec.msgpack.Decoder(AnyRequest)
-replies = msgspec.msgpack.Decoder(AnyWord)
-
-
-def framed(message: AnyRequest | AnyWord) -> bytes:
-    frame = bytearray(HEADER_BYTES)
-    _encoder.encode_into(message, frame, HEADER_BYTES)
-    frame[:HEADER_BYTES] = (len(frame) - HEADER_BYTES).to_bytes(HEADER_BYTES, "little")
-    return bytes(frame)
+AnyDeviceRequest = DeviceHello | PrepareService | LoadService | UnloadService | CallService | InterruptCall
+AnyFinalReply = RequestDone | RequestFailed
+AnyDeviceReply = CallStarted | RequestDone | RequestFailed

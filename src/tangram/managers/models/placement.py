@@ -1,7 +1,7 @@
-"""Room: which services are loaded where, what each takes, and who has to go for another one.
+"""Placement: which services are loaded on which devices, the memory each takes, and which to evict (LRU).
 
-Owns that table. Loads and evicts nothing: it is asked, and told what was done. Promises that no device is ever filled
-beyond its memory, and that nobody in use is named to go. Least recently used go first.
+Owns that table and loads or evicts nothing itself. No device is ever filled beyond its memory, and a service in use is
+never chosen for eviction.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from typing import NamedTuple
 from tangram.errors import InvariantError
 
 
-class Place(NamedTuple):
-    """A service on a chunk. Each degree is a resident of its own."""
+class ServicePlacement(NamedTuple):
+    """A service on a chunk of devices. The same service at another degree is a separate placement."""
 
     service: str
     devices: tuple[int, ...]
 
 
-class Room:
+class PlacementTable:
     def __init__(self, memory_bytes: Sequence[int]) -> None:
         self._memory_bytes = tuple(memory_bytes)
-        self._need: dict[Place, int] = {}
+        self._need: dict[ServicePlacement, int] = {}
         """Bytes on each of its devices, least recently used first."""
-        self._in_use: dict[Place, None] = {}
+        self._in_use: dict[ServicePlacement, None] = {}
 
-    def __contains__(self, place: Place) -> bool:
+    def __contains__(self, place: ServicePlacement) -> bool:
         return place in self._need
 
-    def residents(self) -> list[Place]:
+    def residents(self) -> list[ServicePlacement]:
         """Least recently used first."""
         return list(self._need)
 
-    def used(self, device: int) -> int:
+    def used_bytes(self, device: int) -> int:
         return sum(need for place, need in self._need.items() if device in place.devices)
 
-    def victims(self, devices: tuple[int, ...], need: int) -> list[Place]:
-        """Who has to go so that each of these devices has so many bytes free, in the order in which they go."""
-        gone: dict[Place, None] = {}
+    def victims(self, devices: tuple[int, ...], need: int) -> list[ServicePlacement]:
+        """What to evict, in order, so that each of these devices has `need` bytes free."""
+        gone: dict[ServicePlacement, None] = {}
         for device in devices:
             left = [place for place in self._need if device in place.devices and place not in gone]
             free = self._memory_bytes[device] - sum(self._need[place] for place in left)
@@ -46,43 +46,43 @@ class Room:
                 if free >= need:
                     break
                 if place in self._in_use:
-                    raise InvariantError(f"{place} is in use, and {need} bytes on device {device} are asked for")
+                    raise InvariantError(f"{place} is in use, and {need} bytes on device {device} are needed")
                 gone[place] = None
                 free += self._need[place]
             if free < need:
-                raise InvariantError(f"device {device} has {self._memory_bytes[device]} bytes, {need} are asked for")
+                raise InvariantError(f"device {device} has {self._memory_bytes[device]} bytes, {need} are needed")
         return [place for place in self._need if place in gone]
 
-    def add(self, place: Place, need: int) -> None:
+    def add(self, place: ServicePlacement, need: int) -> None:
         assert place not in self._need, place
         self._need[place] = need
-        self.check()
+        self.check_invariants()
 
-    def touch(self, place: Place) -> None:
-        """It is used now."""
+    def touch(self, place: ServicePlacement) -> None:
+        """Mark it as the most recently used."""
         self._need[place] = self._need.pop(place)
 
-    def begin_use(self, place: Place) -> None:
+    def begin_use(self, place: ServicePlacement) -> None:
         assert place in self._need and place not in self._in_use, place
         self._in_use[place] = None
 
-    def end_use(self, place: Place) -> None:
-        """It may be gone meanwhile, with the process that held it."""
+    def end_use(self, place: ServicePlacement) -> None:
+        """Does nothing if it was dropped meanwhile, with the process that held it."""
         self._in_use.pop(place, None)
 
-    def remove(self, place: Place) -> None:
+    def remove(self, place: ServicePlacement) -> None:
         if place in self._in_use:
             raise InvariantError(f"{place} is to be evicted while it is in use")
         del self._need[place]
 
-    def lose(self, place: Place) -> None:
-        """Its process has ended, whatever it did."""
+    def drop(self, place: ServicePlacement) -> None:
+        """Remove it, in use or not: its process has ended."""
         self._in_use.pop(place, None)
         del self._need[place]
 
-    def check(self) -> None:
+    def check_invariants(self) -> None:
         for device, memory in enumerate(self._memory_bytes):
-            if self.used(device) > memory:
+            if self.used_bytes(device) > memory:
                 raise InvariantError(
-                    f"device {device} has {memory} bytes, and {self.used(device)} are used: {self._need}"
+                    f"device {device} has {memory} bytes, and {self.used_bytes(device)} are used: {self._need}"
                 )

@@ -1,4 +1,4 @@
-"""Services: what a model service is called, which engine runs it, on how many devices, and what it needs there.
+"""Services: the name of a model service, its engine, its numbers of devices and the memory it needs there.
 
 Owns the record and its checks against devices. Never loads anything.
 """
@@ -20,28 +20,28 @@ from tangram.managers.models.engine import Engine
 T = TypeVar("T")
 
 LOAD_S_MAX = 600.0
-"""To have a service on its devices. A copy takes seconds; a server that is started for the first time takes minutes."""
+"""To load a service. A copy takes seconds; a server that is started for the first time takes minutes."""
 CALL_S_MAX = 600.0
-"""Of one call: longer than a judge writes, and a device that hangs is not lost for a night."""
+"""For one call: longer than a judge generates, short enough that a hanging device is not lost for a night."""
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that actions call by its name."""
+    """A model that actions call by name."""
 
     name: str
     engine: Any
-    """An Engine that can be pickled; or where the processes of the devices import one from: `module:name`, which is an
-    Engine or makes one of `arguments`. Then this process never imports it."""
+    """An Engine that can be pickled; or `module:name`, an Engine or a callable that makes one of `arguments`. The
+    processes of devices import it, this process never does."""
     arguments: dict[str, Any] = {}
     degrees: tuple[int, ...] = (1,)
-    """Numbers of devices it can run on. On each it is loaded separately."""
+    """Numbers of devices it can run on. It is loaded separately for each."""
     memory_bytes: int = 0
-    """On all of its devices together: weights, and room to work in. 0: as large as its weights, which an engine whose
-    weights are elsewhere, such as in a server, does not know."""
+    """On all of its devices together: weights and working memory. 0: the size of its weights; not allowed for an engine
+    whose weights are elsewhere, such as in a server."""
     load_s_max: float = LOAD_S_MAX
     """A load that takes longer is ended."""
     call_s_max: float = CALL_S_MAX
-    """A call that takes longer is stopped, unless its caller says another time."""
+    """A call that takes longer is stopped, unless its caller sets another limit."""
 
     def __post_init__(self) -> None:
         name = self.name
@@ -55,7 +55,9 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
             if not module or not attribute:
                 raise InvalidConfig(f"{where} engine", self.engine, "an engine, or 'module:name' of one")
         elif isinstance(self.engine, type) or not isinstance(self.engine, Engine):
-            raise InvalidConfig(f"{where} engine", self.engine, "an engine, made of its class, or 'module:name' of one")
+            raise InvalidConfig(
+                f"{where} engine", self.engine, "an instance of an engine class, or 'module:name' of one"
+            )
         elif self.arguments:
             raise InvalidConfig(f"{where} arguments", self.arguments, "none: the engine is already made")
         degrees = self.degrees
@@ -71,13 +73,13 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
             seconds = getattr(self, field)
             if type(seconds) not in (float, int) or not 0.0 < seconds < math.inf:
                 raise InvalidConfig(f"{where} {field}", seconds, "a positive, finite number of seconds")
-        self.require_memory(elsewhere=is_elsewhere(self.engine))
+        self.require_memory(external_weights=has_external_weights(self.engine))
 
     def pickled(self) -> bytes:
-        """What the processes of the devices make the engine of."""
-        made_of = (self.engine, self.arguments) if isinstance(self.engine, str) else (self.engine, None)
+        """What the processes of devices make the engine from."""
+        source = (self.engine, self.arguments) if isinstance(self.engine, str) else (self.engine, None)
         try:
-            return pickle.dumps(made_of)
+            return pickle.dumps(source)
         except Exception as error:
             raise InvalidConfig(
                 f"service {self.name} engine", self.engine, f"an engine that can be pickled ({error}), or 'module:name'"
@@ -85,26 +87,26 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """That its engine is made of: who imports them can make it at once."""
+        """Modules of its engine, imported by the fork server so that children need not."""
         if isinstance(self.engine, str):
             return (self.engine.partition(":")[0],)
         return (type(self.engine).__module__, *getattr(self.engine, "imports", ()))
 
-    def require_memory(self, *, elsewhere: bool) -> None:
-        """Raises InvalidConfig if nobody knows what the service takes."""
-        if elsewhere and not self.memory_bytes:
+    def require_memory(self, *, external_weights: bool) -> None:
+        """Raises InvalidConfig if the memory of the service is neither declared nor known from its weights."""
+        if external_weights and not self.memory_bytes:
             raise InvalidConfig(
                 f"service {self.name} memory_bytes",
                 self.memory_bytes,
-                "the bytes that it takes of its devices, such as 60 << 30: its weights are not in Tangram's memory",
+                "the bytes that it takes on its devices, such as 60 << 30: its weights are not in Tangram's memory",
             )
 
-    def require_room(self, need_by_degree: dict[int, int], memory_bytes: Sequence[int]) -> None:
+    def require_fit(self, need_by_degree: dict[int, int], memory_bytes: Sequence[int]) -> None:
         """Raises InvalidConfig unless the service fits at each of its degrees. `need_by_degree`: bytes per device."""
         for degree, need in need_by_degree.items():
             if degree > len(memory_bytes):
                 raise InvalidConfig(
-                    f"service {self.name} degrees", degree, f"at most {len(memory_bytes)}: so many devices are there"
+                    f"service {self.name} degrees", degree, f"at most {len(memory_bytes)}, the number of devices"
                 )
             starts = range(0, len(memory_bytes) - degree + 1, degree)
             smallest = min(min(memory_bytes[start : start + degree]) for start in starts)
@@ -117,34 +119,34 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
                 )
 
 
-def is_elsewhere(engine: object) -> bool:
-    """Whether its weights are not those that it prepares. An engine says so by an attribute, which it may lack."""
-    return getattr(engine, "elsewhere", False) is True
+def has_external_weights(engine: object) -> bool:
+    """Whether its weights are not those that it prepares, as its attribute `external_weights` declares."""
+    return getattr(engine, "external_weights", False) is True
 
 
-def all_of(field: str, found: Iterable[T], kind: Any, expected: str) -> list[T]:
-    """Raises InvalidConfig unless they are several of this kind."""
-    listed = list(found) if isinstance(found, Iterable) and not isinstance(found, str | bytes) else None
+def require_all(field: str, values: Iterable[T], kind: Any, expected: str) -> list[T]:
+    """The values as a list. Raises InvalidConfig unless all are of this kind."""
+    listed = list(values) if isinstance(values, Iterable) and not isinstance(values, str | bytes) else None
     if listed is None or not all(isinstance(each, kind) for each in listed):
-        raise InvalidConfig(field, found if listed is None else listed, f"a list of {expected}")
+        raise InvalidConfig(field, values if listed is None else listed, f"a list of {expected}")
     return listed
 
 
 def engine_of(pickled: bytes) -> Engine:
-    """In a process of a device: the engine itself."""
+    """The engine itself, in the process of a device."""
     engine, arguments = pickle.loads(pickled)
     if isinstance(engine, str):
-        found = imported(engine)
-        engine = found if not isinstance(found, type) and isinstance(found, Engine) else found(**arguments)
+        value = imported(engine)
+        engine = value if not isinstance(value, type) and isinstance(value, Engine) else value(**arguments)
     if not isinstance(engine, Engine):
         raise TypeError(f"expected an Engine, got {type(engine).__name__}")
     return engine
 
 
 def imported(engine: str) -> Any:
-    """What `module:name` stands for."""
+    """The value that `module:name` names."""
     module, _, attribute = engine.partition(":")
-    found: Any = importlib.import_module(module)
+    value: Any = importlib.import_module(module)
     for name in attribute.split("."):
-        found = getattr(found, name)
-    return found
+        value = getattr(value, name)
+    return value

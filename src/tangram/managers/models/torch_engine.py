@@ -1,11 +1,12 @@
 """The engine for PyTorch: any module, its tensors as views into device memory.
 
-Owns the way of a module between host memory and devices. A module is made once, in the process that prepares. Its
-tensors are laid down in the host copy, and with them the module without them, pickled; on devices the two are put
-together again, so no factory runs and no file is read when a service is restored. All parameters and buffers are in the
-host copy, also those that a checkpoint leaves out; those that share a tensor share it again.
+Owns how a module gets from host memory to devices. A module is built once, in the process that prepares. The host copy
+holds its tensors and the pickled module without them; on devices the two are joined again, so no factory runs and no
+file is read when a service is restored. All parameters and buffers are in the host copy, also those that a checkpoint
+omits; names that share a tensor share it again.
 
-On several devices each tensor lies whole on one, in order. A module that runs there has to carry its activations over.
+On several devices each tensor is whole on one of them, in order. A module that runs there has to move its activations
+between devices itself.
 """
 
 from __future__ import annotations
@@ -24,54 +25,53 @@ import msgspec
 from tangram.errors import InvalidAction, InvalidConfig
 from tangram.managers.models.devices import Block, Device
 from tangram.managers.models.engine import Engine, Piece, Weights, offsets, place
-from tangram.managers.models.error_location import in_words
+from tangram.managers.models.error_location import describe_error
 
-SHOWN = 500
-"""Characters of what was raised because of a payload."""
-MISFIT = re.compile(
+SHOWN_CHARACTERS_MAX = 500
+"""Characters of an error that a payload caused."""
+MISMATCH_MESSAGE = re.compile(
     r"shape|sizes? of tensor|size mismatch|\bsizes?\b.*\bmatch|must match|dimension|\bdims?\b|\b[1-5]-?D\b|channels"
     r"|dtype|scalar type|data type|out of (?:range|bounds)",
     re.IGNORECASE,
 )
-"""In what PyTorch says of tensors that do not fit together. It has no exceptions of their own for them."""
+"""In messages of PyTorch about mismatched tensors, for which it has no exception type."""
 
 Factory = str | Callable[..., Any]
-"""A callable, or where one is imported from: `module:name`."""
+"""A callable, or `module:name` of one."""
 
 
-class Meta(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor, without its bytes."""
+class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
+    """The metadata of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]
     names: tuple[str, ...]
-    """All that it has in the module."""
+    """All names of the tensor in the module."""
     parameter: bool
 
 
-class Placed(NamedTuple):
+class PlacedModule(NamedTuple):
     """A module on devices."""
 
     module: list[Any]
-    """One, until it is unloaded."""
+    """A single module; empty after it was unloaded."""
     device: str
-    """Where its inputs go, as PyTorch names it."""
+    """Of its inputs, as PyTorch names it."""
 
 
 class TorchEngine(Engine):
-    """`factory(**arguments)` makes the module; `checkpoint` is a file with its state, as `torch.save` writes it.
+    """`factory(**arguments)` builds the module; `checkpoint` is a file with its state, as `torch.save` writes it.
 
-    `forward(module, payload) -> answer` and `forward_batch(module, payloads) -> answers` speak bytes; how payloads are
-    padded to a batch is theirs to know. Without either, a payload is a tensor as JSON, and so is the answer: NaN and
-    infinities are written and read as Python's `json` does it.
+    `forward(module, payload) -> answer` and `forward_batch(module, payloads) -> answers` take and return bytes; padding
+    is up to them. Without either, payload and answer are a tensor as JSON, with NaN and infinities as in Python's
+    `json`.
 
-    What these functions or the module find wrong with a payload is the fault of its caller: they raise ValueError,
-    TypeError, IndexError or KeyError, or PyTorch complains of shapes and types. Anything else is a failure of the
-    service.
+    ValueError, TypeError, IndexError, KeyError and errors of PyTorch about shapes and types, raised by these functions
+    or the module, are errors of the payload. Anything else is a failure of the service.
     """
 
     imports: tuple[str, ...] = ("torch",)
-    """What takes long to import: it is done once for all processes of devices."""
+    """Slow imports, done once for all processes of devices, by the fork server."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class TorchEngine(Engine):
         self._forward = forward
         self._forward_batch = forward_batch
 
-    # ---- what a subclass may do otherwise ----
+    # ---- for subclasses ----
 
     def build(self) -> Any:
         """The module, on the CPU."""
@@ -103,30 +103,30 @@ class TorchEngine(Engine):
             module.load_state_dict(torch.load(self._checkpoint, map_location="cpu", weights_only=True))
         return module
 
-    def answer(self, placed: Placed, payloads: list[bytes]) -> list[bytes]:
+    def answer(self, placed: PlacedModule, payloads: list[bytes]) -> list[bytes]:
         [module] = placed.module
-        with payloads_to_blame():
+        with payload_errors():
             if self._forward_batch is not None:
                 answers: list[bytes] = imported(self._forward_batch)(module, payloads)
                 return answers
             forward = imported(self._forward) if self._forward is not None else None
             return [forward(module, payload) if forward else _forward_json(placed, payload) for payload in payloads]
 
-    # ---- the contract ----
+    # ---- the interface of an engine ----
 
     def warm(self, weights: Weights | None) -> None:
         import torch
 
         torch.set_num_threads(int(os.environ.get("TANGRAM_CPUS", "1")))
         if weights is not None:
-            pickle.loads(weights.extra)  # imports all that the module is made of
+            pickle.loads(weights.extra)  # imports the modules of its classes
 
     def prepare(self) -> Weights:
         for name, what in (("forward", self._forward), ("forward_batch", self._forward_batch)):
             if what is not None and not callable(imported(what, name)):
                 raise InvalidConfig(name, what, "a function, or 'module:name' of one")
         module = self.build().eval()
-        pieces, metas = _taken_apart(module)
+        pieces, metas = _extract_tensors(module)
         try:
             skeleton = pickle.dumps(module)
         except Exception as error:
@@ -139,63 +139,63 @@ class TorchEngine(Engine):
             [Piece(meta.names[0], piece, encode(meta)) for piece, meta in zip(pieces, metas, strict=True)], skeleton
         )
 
-    def load(self, weights: Weights, devices: Sequence[Device]) -> Placed:
+    def load(self, weights: Weights, devices: Sequence[Device]) -> PlacedModule:
         module = pickle.loads(weights.extra)
         for block, pieces in place(weights, devices):
             flat = tensor_of(block)
             for offset, piece in offsets(pieces):
-                meta = msgspec.msgpack.decode(piece.meta, type=Meta)
-                _put(module, meta, flat[offset : offset + piece.content.nbytes])
-        return Placed([module], devices[0].place)
+                meta = msgspec.msgpack.decode(piece.meta, type=TensorMeta)
+                _restore_tensor(module, meta, flat[offset : offset + piece.content.nbytes])
+        return PlacedModule([module], devices[0].place)
 
-    def call(self, loaded: Placed, payloads: list[bytes]) -> list[bytes]:
+    def call(self, loaded: PlacedModule, payloads: list[bytes]) -> list[bytes]:
         import torch
 
         with torch.inference_mode():
             return self.answer(loaded, payloads)
 
-    def unload(self, loaded: Placed) -> None:
+    def unload(self, loaded: PlacedModule) -> None:
         loaded.module.clear()
 
 
 def imported(what: Factory, field: str = "") -> Callable[..., Any]:
-    """Raises InvalidConfig if it is not there. What the module raises when it is imported is raised as it is."""
+    """The callable that `module:name` names. Raises InvalidConfig if there is none, and what importing raises."""
     if not isinstance(what, str):
         return what
     module, _, name = what.partition(":")
     if not module or not name:
         raise InvalidConfig(field, what, "'module:name'")
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # something that the module needs
+            raise  # a dependency of the module is missing
         raise InvalidConfig(field, what, f"a module that can be imported; there is no {error.name}") from None
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             raise InvalidConfig(field, what, f"a name in module {module}, which has no {part}")
-        found = getattr(found, part)
-    result: Callable[..., Any] = found
+        value = getattr(value, part)
+    result: Callable[..., Any] = value
     return result
 
 
 @contextlib.contextmanager
-def payloads_to_blame() -> Iterator[None]:
-    """What is raised inside because of a payload becomes InvalidAction, as far as that can be told."""
+def payload_errors() -> Iterator[None]:
+    """Turn exceptions that a payload probably caused into InvalidAction."""
     expected = "what the module and its `forward` take"
     try:
         yield
     except (ValueError, TypeError, LookupError) as error:
-        raise InvalidAction("payload", in_words(error, SHOWN), expected) from error
+        raise InvalidAction("payload", describe_error(error, SHOWN_CHARACTERS_MAX), expected) from error
     except RuntimeError as error:
-        said = str(error)
-        if type(error) is not RuntimeError or "CUDA" in said or not MISFIT.search(said):
+        message = str(error)
+        if type(error) is not RuntimeError or "CUDA" in message or not MISMATCH_MESSAGE.search(message):
             raise
-        raise InvalidAction("payload", in_words(error, SHOWN), expected) from error
+        raise InvalidAction("payload", describe_error(error, SHOWN_CHARACTERS_MAX), expected) from error
 
 
 def tensor_of(block: Block) -> Any:
-    """The bytes of a block. Of emulated memory it is a view that keeps the memory from being freed behind its back."""
+    """The bytes of a block. For emulated memory it is a view, which keeps the memory from being freed while in use."""
     import torch
 
     if isinstance(block.memory, torch.Tensor):
@@ -210,37 +210,37 @@ def bytes_of(tensor: Any) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
 
 
-def _taken_apart(module: Any) -> tuple[list[memoryview], list[Meta]]:
-    """Its tensors, each once, and the module is left with shapes in their places."""
+def _extract_tensors(module: Any) -> tuple[list[memoryview], list[TensorMeta]]:
+    """Remove the tensors from a module, each once, and leave tensors of the `meta` device in their places."""
     import torch
 
     names_by_tensor: dict[int, list[str]] = {}
     tensors: dict[int, Any] = {}
-    found = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    for name, tensor in found:
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
         names_by_tensor.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
     pieces, metas = [], []
     for key, tensor in tensors.items():
         parameter = isinstance(tensor, torch.nn.Parameter)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        meta = Meta(dtype, tuple(tensor.shape), tuple(names_by_tensor[key]), parameter)
+        meta = TensorMeta(dtype, tuple(tensor.shape), tuple(names_by_tensor[key]), parameter)
         pieces.append(bytes_of(tensor))
         metas.append(meta)
-        _put_tensor(module, meta, torch.empty(meta.shape, dtype=tensor.dtype, device="meta"))
+        _set_tensor(module, meta, torch.empty(meta.shape, dtype=tensor.dtype, device="meta"))
     return pieces, metas
 
 
-def _put(module: Any, meta: Meta, flat: Any) -> None:
+def _restore_tensor(module: Any, meta: TensorMeta, flat: Any) -> None:
     import torch
 
     dtype = getattr(torch, meta.dtype)
     tensor = flat.view(dtype).view(meta.shape) if flat.numel() else torch.empty(meta.shape, dtype=dtype)
-    _put_tensor(module, meta, tensor)
+    _set_tensor(module, meta, tensor)
 
 
-def _put_tensor(module: Any, meta: Meta, tensor: Any) -> None:
-    """Under all of its names."""
+def _set_tensor(module: Any, meta: TensorMeta, tensor: Any) -> None:
+    """Set a tensor under all of its names."""
     import torch
 
     if meta.parameter:
@@ -251,7 +251,7 @@ def _put_tensor(module: Any, meta: Meta, tensor: Any) -> None:
         (holder._parameters if meta.parameter else holder._buffers)[last] = tensor
 
 
-def _forward_json(placed: Placed, payload: bytes) -> bytes:
+def _forward_json(placed: PlacedModule, payload: bytes) -> bytes:
     import torch
 
     try:

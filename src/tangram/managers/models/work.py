@@ -1,6 +1,6 @@
 """The work of a model service: one payload in, one answer out.
 
-Owns the record. What the bytes mean is between the caller and the engine of the service.
+Owns the record. The caller and the engine of the service define what the bytes mean.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ PAYLOAD_BYTES_MAX = 256 * MIB
 
 
 class Infer(Work, frozen=True, kw_only=True, tag="Infer"):
-    """Call the service that the action names. The answer is in `Ended.answer`."""
+    """Call the service that the action names. The answer is in `LeaseResult.answer`."""
 
     payload: bytes
 

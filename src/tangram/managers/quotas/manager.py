@@ -1,9 +1,10 @@
-"""Quotas: what an API allows, as pools, and the leases of those who use it.
+"""Quotas: what an API allows, as pools, and the leases of their users.
 
-Owns the names of those pools and every hold on them. Never talks to an API: whoever holds a quota does. Decides nothing
-but how much of a quota may be used after the API has complained (`Pace`). Promises that what a quota allows is granted
-once, in any stretch of time and whatever clock the API counts by, and that a hold ends when its holder lets go and not
-before: whoever is stopped while it asks an API holds the quota until it has left. The end of the manager ends all.
+Owns the names of those pools and every lease on them. Never calls an API: the holder of a lease does. Decides nothing
+but how much of a quota may be used after the API has refused a request (adaptive_rate.py). Promises that each unit of a
+quota is granted once in any window, whichever clock the API uses, and that a lease ends when its holder releases it and
+not earlier: an action that is stopped during a request holds the quota until the request has ended. The end of the
+manager ends all leases.
 
     search             requests under way
     search/requests    requests in a window of time
@@ -25,26 +26,26 @@ from tangram.core.demand import CPU, GPU, MEMORY, Amounts, fixed
 from tangram.core.ledger import CORE_KIND
 from tangram.core.messages import Event, Grant, Pool, PoolChanged, Window
 from tangram.errors import InvalidAction, InvalidConfig
-from tangram.managers.quotas.adaptive_rate import Advice, Pace
-from tangram.managers.work import Ended, Work
+from tangram.managers.quotas.adaptive_rate import AdaptiveRate, RateLimitAdvice
+from tangram.managers.work import LeaseResult, Work
 from tangram.processes.streams import Output
 
 REQUESTS, TOKENS = "requests", "tokens"
 ARRIVAL_S = 1.0
-"""By then a request has reached the API, also on a busy machine. Only what takes longer than that is counted from then
-on instead of from its end."""
+"""A request has reached the API by then, also on a busy machine. Only a request that takes longer counts from its start
+plus this time instead of from its end."""
 
-PAUSE_SAID_S = 5.0
-"""Who waits longer than this because of an API is told why."""
+PAUSE_LOGGED_S = 5.0
+"""An action that waits longer than this because of an API gets a reason."""
 
-Tell = Callable[[Event], None]
+EventListener = Callable[[Event], None]
 
 log = logging.getLogger("tangram")
 
 
 class Rate(msgspec.Struct, frozen=True):
-    """So many units in so many seconds, however the API counts them: in windows that begin at some time, in the
-    seconds before each request, or as a bucket that holds so many and fills steadily."""
+    """`units` in `seconds`, however the API counts: in fixed windows, in the seconds before each request, or as a token
+    bucket that holds that many and refills steadily."""
 
     units: int
     seconds: float
@@ -55,14 +56,14 @@ class Rate(msgspec.Struct, frozen=True):
         Window(seconds=self.seconds)
 
     def pool(self, kind: str, share: float = 1.0) -> Pool:
-        """With a part of the units; at least one, so that nobody waits for ever. What never exceeds a number in any
-        stretch of that many seconds suits all ways to count."""
+        """With a part of the units; at least one, so that no action waits for ever. A limit that holds in every
+        interval of that length satisfies all ways to count."""
         window = Window(seconds=self.seconds, sliding=True, arrival_s=ARRIVAL_S)
         return Pool(kind=kind, total=max(1, int(self.units * share)), window=window)
 
 
 class Quota(msgspec.Struct, frozen=True):
-    """What one API allows: any mix of requests under way, requests per window and tokens per window."""
+    """The limits of one API: any mix of requests under way, requests per window and tokens per window."""
 
     name: str
     concurrent: int | None = None
@@ -84,7 +85,7 @@ class Quota(msgspec.Struct, frozen=True):
             raise InvalidConfig(f"quota {self.name}", None, "at least one of concurrent, requests and tokens")
 
     def pools(self, share: float = 1.0) -> tuple[Pool, ...]:
-        """With a part of everything."""
+        """All limits, scaled."""
         found = []
         if self.concurrent is not None:
             found.append(Pool(kind=self.name, total=max(1, int(self.concurrent * share))))
@@ -93,11 +94,11 @@ class Quota(msgspec.Struct, frozen=True):
         return tuple(found)
 
     def closed(self) -> Pool:
-        """The pool that is enough to close to keep everybody out, with nothing in it."""
+        """The pool that is closed to close the whole quota."""
         return msgspec.structs.replace(self.pools()[0], total=0)
 
     def demand(self, *, requests: int = 1, tokens: int = 0) -> dict[str, Amounts]:
-        """What so many requests with so many tokens in all need of its pools."""
+        """The demand of this many requests with this many tokens in total."""
         for field, units, least in ((REQUESTS, requests, 1), (TOKENS, tokens, 0)):
             if type(units) is not int or units < least:
                 raise InvalidAction(field, units, f"a whole number, at least {least}")
@@ -105,69 +106,69 @@ class Quota(msgspec.Struct, frozen=True):
             raise InvalidAction(TOKENS, tokens, f"none: quota {self.name} counts no tokens")
         if not tokens and self.tokens is not None:
             raise InvalidAction(TOKENS, tokens, f"an estimate, at least 1: quota {self.name} counts tokens")
-        wanted = {} if self.concurrent is None else {self.name: requests}
-        wanted |= {f"{self.name}/{kind}": units for kind, units in ((REQUESTS, requests), (TOKENS, tokens))
+        amounts = {} if self.concurrent is None else {self.name: requests}
+        amounts |= {f"{self.name}/{kind}": units for kind, units in ((REQUESTS, requests), (TOKENS, tokens))
                    if kind in self.rates()}  # fmt: skip
         for pool in self.pools():
-            if wanted[pool.kind] > pool.total:
-                raise InvalidAction(pool.kind, wanted[pool.kind], f"at most {pool.total}, which is all that there is")
-        return {kind: fixed(units) for kind, units in wanted.items()}
+            if amounts[pool.kind] > pool.total:
+                raise InvalidAction(pool.kind, amounts[pool.kind], f"at most {pool.total}, the size of the pool")
+        return {kind: fixed(units) for kind, units in amounts.items()}
 
     def rates(self) -> dict[str, Rate]:
         both = {REQUESTS: self.requests, TOKENS: self.tokens}
         return {kind: rate for kind, rate in both.items() if rate is not None}
 
 
-class HoldLease:
-    """The lease of one who uses a quota."""
+class QuotaLease:
+    """The lease of one user of a quota."""
 
     def __init__(self, on_end: Callable[[], object]) -> None:
         loop = asyncio.get_running_loop()
         self.granted_at = loop.time()
-        self._ended: asyncio.Future[Ended] = loop.create_future()
+        self._ended: asyncio.Future[LeaseResult] = loop.create_future()
         self._on_end = on_end
-        self._stopped = self._given_up = False
+        self._stopped = self._is_abandoned = False
 
-    async def wait(self) -> Ended:
+    async def wait(self) -> LeaseResult:
         await asyncio.wait({self._ended})
         return self._ended.result()
 
-    def let_go(self, spent: dict[str, int] | None = None) -> None:
-        """Done. `spent`: what was really used of pools that were granted by estimate."""
+    def release(self, spent: dict[str, int] | None = None) -> None:
+        """Release it. `spent`: what was really used of pools that were granted by estimate."""
         if not self._ended.done():
-            self._ended.set_result(Ended(usage=Usage(spent=spent)))
+            self._ended.set_result(LeaseResult(usage=Usage(spent=spent)))
             self._on_end()
 
     def resize(self, *, reserved: int, limit: int) -> None:
         """It has no CPU."""
 
-    def used(self) -> float | None:
+    def cpu_seconds(self) -> float | None:
         return None
 
     async def stop(self) -> None:
-        """Only its holder can let go: what it has asked for is under way, whatever becomes of the action here."""
+        """Only the holder can release it: its request is under way, whatever becomes of the action."""
         self._stopped = True
-        if self._given_up:
-            self.let_go()
+        if self._is_abandoned:
+            self.release()
         await asyncio.wait({self._ended})
 
-    def give_up(self) -> None:
-        """All ends: a stop no longer waits for the holder."""
-        self._given_up = True
+    def abandon(self) -> None:
+        """Release all: stop() no longer waits for the holder."""
+        self._is_abandoned = True
         if self._stopped:
-            self.let_go()
+            self.release()
 
 
 class QuotaManager:
-    """The executor of work that its caller does: it holds what was granted until the caller lets go."""
+    """The executor of work that its caller does: it holds what was granted until the caller releases it."""
 
-    def __init__(self, quotas: Iterable[Quota], tell: Tell) -> None:
-        """`tell` is given pools that come and change from now on."""
-        self._tell = tell
+    def __init__(self, quotas: Iterable[Quota], on_event: EventListener) -> None:
+        """`on_event` is called with pools that appear or change from now on."""
+        self._on_event = on_event
         self._quotas = {quota.name: quota for quota in quotas}
-        self._pace_by_quota = {name: Pace(_slowest(quota)) for name, quota in self._quotas.items()}
-        self._holds: dict[str, HoldLease] = {}
-        self._alarms: dict[str, asyncio.TimerHandle] = {}
+        self._rate_by_quota = {name: AdaptiveRate(_longest_window_s(quota)) for name, quota in self._quotas.items()}
+        self._leases: dict[str, QuotaLease] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
         self._closing = False
 
     def pools(self) -> tuple[Pool, ...]:
@@ -176,17 +177,17 @@ class QuotaManager:
     # ---- quotas ----
 
     def add(self, quota: Quota) -> None:
-        """From now on it can be asked for. The same one may be added again; another one of the same name replaces it,
-        unless it counts something else. What the API said about its limits still holds."""
+        """Add a quota. Adding the same one again does nothing; another one of the same name replaces it, unless it
+        counts something else. Limits that the API has reported stay in force."""
         old = self._quotas.get(quota.name)
         if old is not None and {pool.kind for pool in old.pools()} != {pool.kind for pool in quota.pools()}:
             raise InvalidConfig(f"quota {quota.name}", quota, "the same kinds of limits as before")
         if old == quota:
             return
         self._quotas[quota.name] = quota
-        pace = self._pace_by_quota.setdefault(quota.name, Pace(_slowest(quota)))
-        pace.window(_slowest(quota))
-        self._follow(quota.name)
+        pace = self._rate_by_quota.setdefault(quota.name, AdaptiveRate(_longest_window_s(quota)))
+        pace.set_window(_longest_window_s(quota))
+        self._update_pools(quota.name)
 
     def get(self, name: str) -> Quota:
         quota = self._quotas.get(name) if isinstance(name, str) else None
@@ -198,60 +199,60 @@ class QuotaManager:
     def all(self) -> list[Quota]:
         return list(self._quotas.values())
 
-    def advise(self, name: str, advice: Advice, granted_at: float | None = None) -> None:
-        """What an API said about its limits, in an answer to a request of which the quota was granted then."""
+    def advise(self, name: str, advice: RateLimitAdvice, granted_at: float | None = None) -> None:
+        """Record what a response of an API states about its limits. The request was granted at `granted_s`."""
         self.get(name)
-        pace, now = self._pace_by_quota[name], asyncio.get_running_loop().time()
+        pace, now = self._rate_by_quota[name], asyncio.get_running_loop().time()
         before_s = pace.paused_s(now)
-        pace.heard(advice, now, now if granted_at is None else granted_at)
+        pace.record_response(advice, now, now if granted_at is None else granted_at)
         pause_s = pace.paused_s(now)
-        if pause_s > before_s + PAUSE_SAID_S:
-            log.warning("quota %s: its API complained, nothing is asked of it for %.0f s", name, pause_s)
-        self._follow(name)
+        if pause_s > before_s + PAUSE_LOGGED_S:
+            log.warning("quota %s: its API refused a request; no request is sent for %.0f s", name, pause_s)
+        self._update_pools(name)
 
-    def _follow(self, name: str) -> None:
-        """Say how much there is now, and look again when that changes."""
-        loop, pace = asyncio.get_running_loop(), self._pace_by_quota[name]
+    def _update_pools(self, name: str) -> None:
+        """Publish the present share, and schedule the next change."""
+        loop, pace = asyncio.get_running_loop(), self._rate_by_quota[name]
         now = loop.time()
         self._announce(self._quotas[name], pace.share(now))
-        alarm = self._alarms.pop(name, None)
+        alarm = self._timers.pop(name, None)
         if alarm is not None:
             alarm.cancel()
         again_s = pace.changes_in(now)
         if again_s is not None:
-            self._alarms[name] = loop.call_later(again_s, self._follow, name)
+            self._timers[name] = loop.call_later(again_s, self._update_pools, name)
 
     def _announce(self, quota: Quota, share: float) -> None:
         if share <= 0.0:
-            self._tell(PoolChanged(pool=quota.closed()))
+            self._on_event(PoolChanged(pool=quota.closed()))
             return
         for pool in quota.pools(share):
-            self._tell(PoolChanged(pool=pool))
+            self._on_event(PoolChanged(pool=pool))
 
-    # ---- holds ----
+    # ---- leases ----
 
-    async def start(self, action: Action, grant: Grant, work: Work, output: Output | None = None) -> HoldLease:
-        hold = self._holds[action.id] = HoldLease(lambda: self._holds.pop(action.id, None))
+    async def start(self, action: Action, grant: Grant, work: Work, output: Output | None = None) -> QuotaLease:
+        hold = self._leases[action.id] = QuotaLease(lambda: self._leases.pop(action.id, None))
         if self._closing:
-            hold.give_up()
+            hold.abandon()
         return hold
 
-    def let_go(self, action: str, spent: dict[str, int] | None = None) -> None:
-        """Nothing if it has ended already."""
-        hold = self._holds.get(action)
+    def release(self, action: str, spent: dict[str, int] | None = None) -> None:
+        """None if it has ended already."""
+        hold = self._leases.get(action)
         if hold is not None:
-            hold.let_go(spent)
+            hold.release(spent)
 
     def granted_at(self, action: str) -> float | None:
-        hold = self._holds.get(action)
+        hold = self._leases.get(action)
         return None if hold is None else hold.granted_at
 
     def close(self) -> None:
-        """Wait for no holder any more. Whoever closes the orchestrator says so before: that stops all actions, and
-        waits until they have ended."""
+        """Stop waiting for holders. To be called before the orchestrator is closed, which stops all actions and waits
+        until they have ended."""
         self._closing = True
-        for hold in list(self._holds.values()):
-            hold.give_up()
+        for hold in list(self._leases.values()):
+            hold.abandon()
 
     async def __aenter__(self) -> Self:
         return self
@@ -259,12 +260,12 @@ class QuotaManager:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for alarm in self._alarms.values():
+        for alarm in self._timers.values():
             alarm.cancel()
-        for hold in list(self._holds.values()):
-            hold.let_go()
+        for hold in list(self._leases.values()):
+            hold.release()
 
 
-def _slowest(quota: Quota) -> float:
-    """Seconds in which a quota shows whether it holds."""
+def _longest_window_s(quota: Quota) -> float:
+    """The window after which a quota shows whether its limit holds."""
     return max((rate.seconds for rate in quota.rates().values()), default=1.0)

@@ -12,7 +12,7 @@ from tangram.errors import InvalidConfig
 
 MEMORY_SHARE = 0.9
 """Of the memory that is available at start; the rest is for this process and the system."""
-NODES = Path("/sys/devices/system/node")
+NUMA_NODES_DIRECTORY = Path("/sys/devices/system/node")
 
 
 class Machine:
@@ -26,8 +26,8 @@ class Machine:
         """Per NUMA node; empty if there is one."""
 
     @classmethod
-    def of_this(cls, *, cores: float | None = None, memory_bytes: int | None = None) -> Self:
-        """What this process may use, or less if the caller says so."""
+    def detect(cls, *, cores: float | None = None, memory_bytes: int | None = None) -> Self:
+        """The resources that this process may use, or less if the caller requests less."""
         cpus = tuple(sorted(os.sched_getaffinity(0)))
         if cores is None:
             cores = float(len(cpus))
@@ -55,16 +55,16 @@ def available_memory_bytes() -> int:
 def numa_cells(cpus: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
     """The given CPUs by NUMA node, numbered from 0 in the order of the system's nodes."""
     found = []
-    for directory in sorted(NODES.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
-        here = parse_list((directory / "cpulist").read_text(encoding="ascii"))
+    for directory in sorted(NUMA_NODES_DIRECTORY.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
+        here = parse_cpu_list((directory / "cpulist").read_text(encoding="ascii"))
         cell = tuple([cpu for cpu in cpus if cpu in here])
         if cell:
             found.append(cell)
     return dict(enumerate(found))
 
 
-def parse_list(text: str) -> list[int]:
-    """`0-3,8` as the kernel writes it."""
+def parse_cpu_list(text: str) -> list[int]:
+    """Parse `0-3,8`, the kernel's format."""
     found: list[int] = []
     for part in text.strip().split(","):
         low, _, high = part.partition("-")
@@ -74,6 +74,6 @@ def parse_list(text: str) -> list[int]:
 
 
 def has_user_namespaces(user: int) -> bool:
-    """Whether an unprivileged user may make one here: tried for real, since several settings forbid it."""
-    words = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "unshare", "--user", "true"]
-    return subprocess.run(words, capture_output=True, check=False).returncode == 0
+    """Whether an unprivileged user may create one here. Tested by creating one, because several settings forbid it."""
+    argv = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "unshare", "--user", "true"]
+    return subprocess.run(argv, capture_output=True, check=False).returncode == 0

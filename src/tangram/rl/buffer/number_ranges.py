@@ -1,7 +1,6 @@
-"""Sets of numbers that lie close together, kept as ranges.
+"""Sets of mostly consecutive numbers, stored as ranges.
 
-Owns nothing but itself; pure. Promises that neighbouring ranges are one: a million numbers in a row take as much room
-as two.
+Promises that adjacent ranges are merged: a million consecutive numbers take as much memory as two.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 
 Range = tuple[int, int]
-"""From the first to the last, both included."""
+"""First and last number, both included."""
 
 
 class NumberRanges:
@@ -27,7 +26,7 @@ class NumberRanges:
         return at >= 0 and number <= self._lasts[at]
 
     def __len__(self) -> int:
-        """How many numbers."""
+        """Number of numbers."""
         return sum(self._lasts) - sum(self._firsts) + len(self._firsts)
 
     def __iter__(self) -> Iterator[int]:
@@ -40,7 +39,7 @@ class NumberRanges:
 
     @property
     def end(self) -> int:
-        """One more than the highest; 0 if there is none."""
+        """One more than the highest number; 0 if empty."""
         return self._lasts[-1] + 1 if self._lasts else 0
 
     def add(self, number: int) -> None:

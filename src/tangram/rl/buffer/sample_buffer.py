@@ -1,20 +1,21 @@
 """The sample buffer: bounds staleness and applies backpressure between rollout and training.
 
-Owns every group from its start until a step is done with it, and the version from which the next step starts. Pure:
-time comes in as an argument. Never plays or trains.
+Owns every group from its start until a gradient step has used it, and the version from which the next step starts.
+Pure: time is an argument. Never plays or trains.
 
-    while buffer.may_start(): buffer.start(ticket)          # then play it
-    buffer.put(group, now)  |  buffer.lose(group_id, cause)     # it ended
-    batch = buffer.take(now)                                # the oldest; None, if there are too few
-    buffer.trained(batch)   |  buffer.give_back(batch, now)     # the step is done, or failed
+    while buffer.may_start(): buffer.start(ticket)              # then play it
+    buffer.put(group, now)  |  buffer.drop(group_id, cause)     # it ended, with or without members
+    batch = buffer.take(now)                                    # the oldest groups; None if there are too few
+    buffer.finish_step(batch)  |  buffer.requeue(batch, now)    # the step is done, or failed
 
     started ──▶ in flight ──▶ waiting ◀──▶ training ──▶ trained
                     └────────────┴─────────────┴──────▶ dropped, with its cause
 
-Promises: started - trained - dropped is at most (alpha + 1) * batch; no batch has a trajectory that is older than
-alpha; each group that was started is settled once, as trained or dropped, and whoever asks is told of every one that
-was dropped. Age and memory are kept within their bounds by starting less; groups are discarded only if that was not
-enough. Memory may exceed its bound by what one batch and the one before it take, as nothing could go on else.
+Promises: started - trained - dropped is at most (α + 1) * batch, with α = `staleness_bound`; no batch has a trajectory
+with a staleness above α; each started group is settled once, as trained or as dropped, and every dropped group is
+reported once. Staleness and memory are bounded by starting fewer groups; groups are discarded only if that is not
+enough. Memory may exceed its bound by the batch in training and one that waits: without them training could not
+continue.
 """
 
 from __future__ import annotations
@@ -29,38 +30,47 @@ from tangram.rl.buffer.records import (
     STALE,
     BufferState,
     BufferStatistics,
-    Dropped,
-    Waiting,
-    number_of,
+    DroppedGroup,
+    WaitingGroup,
+    group_number,
 )
-from tangram.rl.rollout.records import Group, Ticket, Trajectory, Turn
-from tangram.rl.train.records import Batch
+from tangram.rl.rollout.records import Group, GroupTicket, Trajectory, Turn
+from tangram.rl.train.records import TrainingBatch
 
-__all__ = ["FULL", "LOST_LINEAGE", "STALE", "BufferState", "BufferStatistics", "Dropped", "SampleBuffer", "Waiting"]
+__all__ = [
+    "FULL",
+    "LOST_LINEAGE",
+    "STALE",
+    "BufferState",
+    "BufferStatistics",
+    "DroppedGroup",
+    "SampleBuffer",
+    "WaitingGroup",
+]
 
 MEAN_OVER = 64
-"""Groups, over about which their mean size is taken: it changes as a policy learns to say more, or less."""
+"""Window, in groups, of the moving average of their size, which changes as the policy writes longer or shorter."""
 
 
 POINTER = 8
 NUMBER = 32
 """A float or an int: 24 and 28 bytes, in blocks of 16."""
 SMALL_MAX = 256
-"""Ints up to this are there once for all."""
+"""CPython caches integers up to this."""
 TUPLE = 56
 TEXT = 64
-"""Without its letters."""
+"""An empty string."""
 TURN, SPAN, TRAJECTORY, GROUP = 192, 192, 512, 256
-"""The record itself, with the numbers and the short texts that each has of its own."""
+"""The record itself, with its own numbers and short strings."""
 METRIC = 128
-"""Its name, its value and its place in the dict."""
+"""Its name, its value and its slot in the dict."""
 
 
-class _Kept(NamedTuple):
-    """A group that is waiting or being trained on."""
+class _BufferedGroup(NamedTuple):
+    """A group that waits or is being trained on."""
 
     number: int
-    waiting: Waiting
+    waiting: WaitingGroup
     bytes: int
 
     @property
@@ -68,8 +78,8 @@ class _Kept(NamedTuple):
         return self.waiting.group
 
     @property
-    def age(self) -> tuple[int, int]:
-        """Oldest first."""
+    def order_key(self) -> tuple[int, int]:
+        """Sort key: oldest first."""
         return self.waiting.version, self.number
 
 
@@ -78,38 +88,38 @@ class SampleBuffer:
         self,
         *,
         batch: int,
-        alpha: int,
-        enforced: bool = True,
+        staleness_bound: int,
+        enforce_staleness: bool = True,
         bytes_max: int,
         batch_min: int | None = None,
         wait_s: float | None = None,
         version: int = 0,
     ) -> None:
-        """`enforced`: whether age is looked at again after the start. `batch_min`: groups that are enough once one of
-        them has waited `wait_s`."""
-        assert batch >= 1 and alpha >= 0 and version >= 0 and (batch_min is None) == (wait_s is None)
+        """`enforce_staleness`: whether staleness is checked again after the start. `batch_min`: groups that suffice
+        once one of them has waited `wait_s`."""
+        assert batch >= 1 and staleness_bound >= 0 and version >= 0 and (batch_min is None) == (wait_s is None)
         assert batch_min is None or 1 <= batch_min <= batch
         self.version = version
-        """From which the step that is under way started, or else the next one will."""
+        """From which the current step started; between steps, from which the next one will start."""
         self._batch = batch
-        self._alpha = alpha
-        self._enforced = enforced
+        self._staleness_bound = staleness_bound
+        self._enforce_staleness = enforce_staleness
         self._bytes_max = bytes_max
         self._batch_min = batch_min
         self._wait_s = wait_s
-        self._in_flight: dict[str, Ticket] = {}
-        self._waiting: dict[str, _Kept] = {}
-        self._training: dict[str, _Kept] = {}
-        self._settled = Settled()
+        self._in_flight: dict[str, GroupTicket] = {}
+        self._waiting: dict[str, _BufferedGroup] = {}
+        self._training: dict[str, _BufferedGroup] = {}
+        self._settled = SettledGroups()
         self._started = 0
-        self._untold: list[Dropped] = []
-        """Dropped by a call that does not say so; `evict` does."""
+        self._unreported: list[DroppedGroup] = []
+        """Dropped by a call that does not return it; `drop_stale` does."""
         self._bytes = 0
-        """Of what is waiting or being trained on."""
+        """Of the groups that wait or are being trained on."""
         self._bytes_mean = 0.0
         self._puts = 0
 
-    # ---- what there is ----
+    # ---- properties ----
 
     @property
     def started(self) -> int:
@@ -121,7 +131,7 @@ class SampleBuffer:
 
     @property
     def dropped(self) -> Mapping[str, int]:
-        """Groups by cause."""
+        """Number of groups by cause."""
         return self._settled.by_cause
 
     @property
@@ -131,16 +141,16 @@ class SampleBuffer:
 
     @property
     def outstanding_max(self) -> int:
-        return (self._alpha + 1) * self._batch
+        return (self._staleness_bound + 1) * self._batch
 
     @property
-    def in_flight(self) -> tuple[Ticket, ...]:
+    def in_flight(self) -> tuple[GroupTicket, ...]:
         """In the order in which they were started; after `restore`, those to be played again."""
         return tuple(self._in_flight.values())
 
     @property
     def waiting(self) -> tuple[Group, ...]:
-        """In the order in which they came."""
+        """In the order in which they were put."""
         return tuple(each.group for each in self._waiting.values())
 
     @property
@@ -148,13 +158,13 @@ class SampleBuffer:
         return self._bytes
 
     @property
-    def oldest_wanted(self) -> int:
-        """The first token of what can still be trained on is of this version or a later one. While a step is under way
-        the next one starts a version later, and what is too old for that is lost already."""
-        return max(0, self._next - self._alpha) if self._enforced else 0
+    def version_min(self) -> int:
+        """The lowest version of a first token that can still be trained on. While a step runs, the next one starts a
+        version later, so what is too stale for that step is already lost."""
+        return max(0, self._next_version - self._staleness_bound) if self._enforce_staleness else 0
 
-    def knows(self, number: int) -> bool:
-        """Whether a group of this number was ever started. Whoever goes on after `restore` leaves these out."""
+    def has_started(self, number: int) -> bool:
+        """Whether a group of this number was ever started. After `restore`, such tickets are skipped."""
         return (
             number in self._settled
             or any(ticket.number == number for ticket in self._in_flight.values())
@@ -176,52 +186,52 @@ class SampleBuffer:
             tokens_discarded=self._settled.tokens_discarded,
         )
 
-    # ---- groups begin and end ----
+    # ---- groups start and end ----
 
     def may_start(self) -> bool:
         if self.outstanding >= self.outstanding_max:
             return False
-        if self._training and self._alpha == 0:
-            return False  # what the weights of now begin is too old for the next step
-        making = len(self._in_flight) + len(self._waiting)
+        if self._training and self._staleness_bound == 0:
+            return False  # a sample of the current weights is too stale for the next step
+        pending = len(self._in_flight) + len(self._waiting)
         expected = self._bytes + (len(self._in_flight) + 1) * self._bytes_mean
-        return making < self._batch or expected <= self._bytes_max
+        return pending < self._batch or expected <= self._bytes_max
 
-    def start(self, ticket: Ticket) -> None:
+    def start(self, ticket: GroupTicket) -> None:
         assert self.may_start(), f"{ticket.group} is started, although {self.outstanding} groups are outstanding"
-        assert not ticket.series, f"{ticket.group} is not to be trained on"
-        assert not self.knows(ticket.number), f"{ticket.group} was started before"
+        assert ticket.is_trained_on, f"{ticket.group} is not to be trained on"
+        assert not self.has_started(ticket.number), f"{ticket.group} was started before"
         self._in_flight[ticket.group] = ticket
         self._started += 1
 
-    def lose(self, group_id: str, cause: str, group: Group | None = None) -> None:
-        """It ended without members. `group`: what was played of it, to be counted."""
+    def drop(self, group_id: str, cause: str, group: Group | None = None) -> None:
+        """Settles a group that ended without members. `group`: its trajectories, for the counts."""
         ticket = self._in_flight.pop(group_id)
-        self._settled.drop(ticket.number, cause)
+        self._settled.mark_dropped(ticket.number, cause)
         if group is not None:
             assert group.id == group_id and not group.members, f"{group.id} has members, so it is not lost"
-            self._settled.discard(group.left_out)
+            self._settled.count_discarded(group.left_out)
 
-    def put(self, group: Group, now: float) -> tuple[Dropped, ...]:
-        """It ended with members. Which groups that drops, itself perhaps."""
+    def put(self, group: Group, now: float) -> tuple[DroppedGroup, ...]:
+        """Adds a group that ended with members. Returns the groups dropped for it, possibly itself."""
         assert group.members, f"{group.id} has no members, so it is lost"
         number = self._in_flight.pop(group.id).number
-        self._settled.discard(group.left_out)
+        self._settled.count_discarded(group.left_out)
         first = group.version_first
-        if (group.version_last or 0) > self._next:
+        if (group.version_last or 0) > self._next_version:
             return (self._drop(group, number, LOST_LINEAGE),)
-        if first is not None and first < self.oldest_wanted:
+        if first is not None and first < self.version_min:
             return (self._drop(group, number, STALE),)
-        waiting = Waiting(group=group, version=self._next if first is None else first, since=now)
-        self._wait(_Kept(number, waiting, group_bytes(group)))
+        waiting = WaitingGroup(group=group, version=self._next_version if first is None else first, since=now)
+        self._add_waiting(_BufferedGroup(number, waiting, group_bytes(group)))
         self._puts += 1
         self._bytes_mean += (self._waiting[group.id].bytes - self._bytes_mean) / min(self._puts, MEAN_OVER)
         return tuple(self._fit())
 
     # ---- steps ----
 
-    def ready(self, now: float) -> bool:
-        """Whether the next step has its batch; also while one is under way."""
+    def is_ready(self, now: float) -> bool:
+        """Whether the next step has its batch; also while a step runs."""
         enough = len(self._fresh())
         if enough >= self._batch:
             return True
@@ -229,49 +239,50 @@ class SampleBuffer:
         return wake_at is not None and now >= wake_at
 
     def wake_at(self) -> float | None:
-        """When those that wait will be enough; None if there have to be more, or there are enough."""
+        """When the waiting groups become enough by `wait_s`; None if they are enough now, or too few even then."""
         fresh = self._fresh()
         if self._batch_min is None or self._wait_s is None or not self._batch_min <= len(fresh) < self._batch:
             return None
         return min(each.waiting.since for each in fresh) + self._wait_s
 
-    def take(self, now: float) -> Batch | None:
-        """The batch of the next step: the oldest. What is too old is dropped; `evict` tells of it."""
+    def take(self, now: float) -> TrainingBatch | None:
+        """Returns the batch of the next step: the oldest groups. Drops groups that are too stale, which
+        `drop_stale` reports."""
         assert not self._training, f"the step from version {self.version} is under way"
-        self._untold += self._expire()
-        if not self.ready(now):
+        self._unreported += self._drop_stale_waiting()
+        if not self.is_ready(now):
             return None
-        chosen = sorted(self._waiting.values(), key=lambda each: each.age)[: self._batch]
+        chosen = sorted(self._waiting.values(), key=lambda each: each.order_key)[: self._batch]
         for each in sorted(chosen, key=lambda each: each.number):
             self._training[each.group.id] = self._waiting.pop(each.group.id)
-        return Batch(version=self.version, groups=tuple(each.group for each in self._training.values()))
+        return TrainingBatch(version=self.version, groups=tuple(each.group for each in self._training.values()))
 
-    def evict(self) -> tuple[Dropped, ...]:
-        """Drops what is too old for the next step. With what was dropped unsaid before."""
-        dropped, self._untold = [*self._untold, *self._expire()], []
+    def drop_stale(self) -> tuple[DroppedGroup, ...]:
+        """Drops what is too stale for the next step. Returns it with all drops that were not reported yet."""
+        dropped, self._unreported = [*self._unreported, *self._drop_stale_waiting()], []
         return tuple(dropped)
 
-    def trained(self, batch: Batch) -> None:
-        """The step is done."""
+    def finish_step(self, batch: TrainingBatch) -> None:
+        """Settles a batch as trained."""
         self._require_training(batch)
         for each in self._training.values():
-            self._settled.train(each.number)
+            self._settled.mark_trained(each.number)
             self._bytes -= each.bytes
         self._training = {}
         self.version += 1
 
-    def give_back(self, batch: Batch, now: float) -> None:
-        """The step failed. Its groups are waiting again."""
+    def requeue(self, batch: TrainingBatch, now: float) -> None:
+        """The step failed: its groups wait again."""
         self._require_training(batch)
         back, self._training = self._training, {}
         for each in back.values():
-            waiting = Waiting(group=each.group, version=each.waiting.version, since=min(each.waiting.since, now))
+            waiting = WaitingGroup(group=each.group, version=each.waiting.version, since=min(each.waiting.since, now))
             self._waiting[each.group.id] = each._replace(waiting=waiting)
-        # The weights that it might have made are not there.
-        self._untold += [self._drop_kept(each, LOST_LINEAGE) for each in self._of_later_weights()]
-        self._untold += self._fit()
+        # The step may have failed after a crash after which newer weights were rolled back.
+        self._unreported += [self._drop_waiting(each, LOST_LINEAGE) for each in self._from_later_weights()]
+        self._unreported += self._fit()
 
-    # ---- going back ----
+    # ---- save, restore, roll back ----
 
     def state(self) -> BufferState:
         return BufferState(
@@ -294,18 +305,18 @@ class SampleBuffer:
         *,
         now: float,
         batch: int,
-        alpha: int,
-        enforced: bool = True,
+        staleness_bound: int,
+        enforce_staleness: bool = True,
         bytes_max: int,
         batch_min: int | None = None,
         wait_s: float | None = None,
     ) -> Self:
-        """As it was. What was in flight is not in play any more: play it again, or `lose` it. If the bounds are smaller
-        now, `evict` tells what had to go."""
+        """Restores a saved buffer. What was in flight has to be played again, or dropped by `drop`. If the bounds are
+        smaller now, `drop_stale` reports what was dropped."""
         self = cls(
             batch=batch,
-            alpha=alpha,
-            enforced=enforced,
+            staleness_bound=staleness_bound,
+            enforce_staleness=enforce_staleness,
             bytes_max=bytes_max,
             batch_min=batch_min,
             wait_s=wait_s,
@@ -313,131 +324,138 @@ class SampleBuffer:
         )
         self._in_flight = {ticket.group: ticket for ticket in state.in_flight}
         for each in state.waiting:
-            # A clock that began anew shows less: then its waiting begins anew too.
-            since = Waiting(group=each.group, version=each.version, since=min(each.since, now))
-            self._wait(_Kept(number_of(each.group.id), since, group_bytes(each.group)))
-        self._settled = Settled(state.trained, state.dropped, state.dropped_by_cause)
+            # A clock that restarted shows less: then the wait restarts too.
+            restored = WaitingGroup(group=each.group, version=each.version, since=min(each.since, now))
+            self._add_waiting(_BufferedGroup(group_number(each.group.id), restored, group_bytes(each.group)))
+        self._settled = SettledGroups(state.trained, state.dropped, state.dropped_by_cause)
         self._settled.trajectories_discarded = state.trajectories_discarded
         self._settled.tokens_discarded = state.tokens_discarded
         self._started = len(self._settled) + self.outstanding
         self._bytes_mean, self._puts = state.bytes_mean, state.puts
-        self._untold += [*self._expire(), *self._fit_in_flight(), *self._fit()]
+        self._unreported += [*self._drop_stale_waiting(), *self._fit_in_flight(), *self._fit()]
         return self
 
-    def rollback(self, to: BufferState, consumed: Iterable[Group], now: float) -> tuple[Dropped, ...]:
-        """The trainer went back to a checkpoint, of which `to` was saved. `consumed`: groups that ended before or since
-        and were trained on since, as far as somebody kept them; more do no harm. What the surviving weights were
-        trained on stays trained on, and what was dropped stays dropped. All else that has no token of later weights
-        waits again; the rest is dropped as of a lost lineage, and so is what was trained on since and is not here."""
-        assert to.version <= self.version, f"version {to.version} is no way back from {self.version}"
-        revoked = self._settled.back_to(to.trained)
+    def rollback(self, to: BufferState, consumed: Iterable[Group], now: float) -> tuple[DroppedGroup, ...]:
+        """Goes back to `to`, the state saved with the checkpoint that the trainer restarts from.
+
+        `consumed`: groups that ended before or since then and were trained on since, as far as they were logged; others
+        do no harm. What the surviving weights were trained on stays trained, and what was dropped stays dropped. All
+        other groups without tokens of later weights wait again. The rest is dropped with cause `lost_lineage`, as
+        is what was trained on since and was not logged."""
+        assert to.version <= self.version, f"cannot go back from version {self.version} to {to.version}"
+        revoked = self._settled.rollback_to(to.trained)
         revoked |= {each.number for each in self._training.values()}
         ended = [*consumed, *(each.group for each in to.waiting), *(each.group for each in self._training.values())]
-        group_by_number = {number_of(group.id): group for group in ended if group.members}
+        group_by_number = {group_number(group.id): group for group in ended if group.members}
         self._bytes -= sum(each.bytes for each in self._training.values())
         self._training = {}
         self.version = to.version
 
-        dropped = [self._drop_kept(each, LOST_LINEAGE) for each in self._of_later_weights()]
+        dropped = [self._drop_waiting(each, LOST_LINEAGE) for each in self._from_later_weights()]
         for number, group in sorted(group_by_number.items()):
             if number in self._settled or group.id in self._waiting:
                 continue
             if number in revoked:
                 revoked.discard(number)
-            else:  # it ended since, in a process that is no more
+            else:  # it ended since, in a process that died
                 self._started += self._in_flight.pop(group.id, None) is None
-                self._settled.discard(group.left_out)
+                self._settled.count_discarded(group.left_out)
             if (group.version_last or 0) > self.version:
                 dropped.append(self._drop(group, number, LOST_LINEAGE))
             else:
                 version = group.version_first
-                waiting = Waiting(group=group, version=self.version if version is None else version, since=now)
-                self._wait(_Kept(number, waiting, group_bytes(group)))
+                waiting = WaitingGroup(group=group, version=self.version if version is None else version, since=now)
+                self._add_waiting(_BufferedGroup(number, waiting, group_bytes(group)))
         for number in sorted(revoked):
-            self._settled.drop(number, LOST_LINEAGE)
+            self._settled.mark_dropped(number, LOST_LINEAGE)
         return (*dropped, *self._fit())
 
-    # ---- inside ----
+    # ---- internal ----
 
     @property
-    def _next(self) -> int:
-        """From which the next step starts that is not under way yet."""
+    def _next_version(self) -> int:
+        """From which the next step starts that has not begun."""
         return self.version + 1 if self._training else self.version
 
-    def _fresh(self) -> list[_Kept]:
-        return [each for each in self._waiting.values() if each.waiting.version >= self.oldest_wanted]
+    def _fresh(self) -> list[_BufferedGroup]:
+        return [each for each in self._waiting.values() if each.waiting.version >= self.version_min]
 
-    def _of_later_weights(self) -> list[_Kept]:
+    def _from_later_weights(self) -> list[_BufferedGroup]:
         return [each for each in self._waiting.values() if (each.group.version_last or 0) > self.version]
 
-    def _wait(self, kept: _Kept) -> None:
-        self._waiting[kept.group.id] = kept
-        self._bytes += kept.bytes
+    def _add_waiting(self, buffered: _BufferedGroup) -> None:
+        self._waiting[buffered.group.id] = buffered
+        self._bytes += buffered.bytes
 
-    def _expire(self) -> list[Dropped]:
-        old = [each for each in self._waiting.values() if each.waiting.version < self.oldest_wanted]
-        return [self._drop_kept(each, STALE) for each in old]
+    def _drop_stale_waiting(self) -> list[DroppedGroup]:
+        old = [each for each in self._waiting.values() if each.waiting.version < self.version_min]
+        return [self._drop_waiting(each, STALE) for each in old]
 
-    def _fit(self) -> list[Dropped]:
-        """Drops the oldest that are too many, or too large for what is beyond one batch."""
+    def _fit(self) -> list[DroppedGroup]:
+        """Drops the oldest groups until counts and memory fit; one batch may always stay."""
         dropped = []
         while self._waiting and (
             self.outstanding > self.outstanding_max
             or (self._bytes > self._bytes_max and len(self._waiting) > self._batch)
         ):
-            dropped.append(self._drop_kept(min(self._waiting.values(), key=lambda each: each.age), FULL))
+            dropped.append(self._drop_waiting(min(self._waiting.values(), key=lambda each: each.order_key), FULL))
         return dropped
 
-    def _fit_in_flight(self) -> list[Dropped]:
-        """Drops the newest that are too many. Nothing of them is played yet, so that they go before what waits."""
+    def _fit_in_flight(self) -> list[DroppedGroup]:
+        """Drops the newest tickets in flight until the count fits. They cost nothing yet, so they go before waiting
+        groups."""
         newest = sorted(self._in_flight.values(), key=lambda ticket: ticket.number, reverse=True)
         spare = newest[: max(0, self.outstanding - self.outstanding_max)]
         for ticket in spare:
-            self.lose(ticket.group, FULL)
+            self.drop(ticket.group, FULL)
         return [
-            Dropped(group=Group(id=each.group, task=each.task, seed=each.seed, members=(), wanted=0), cause=FULL)
+            DroppedGroup(group=Group(id=each.group, task=each.task, seed=each.seed, members=(), wanted=0), cause=FULL)
             for each in spare
         ]
 
-    def _drop_kept(self, kept: _Kept, cause: str) -> Dropped:
-        del self._waiting[kept.group.id]
-        self._bytes -= kept.bytes
-        return self._drop(kept.group, kept.number, cause)
+    def _drop_waiting(self, buffered: _BufferedGroup, cause: str) -> DroppedGroup:
+        del self._waiting[buffered.group.id]
+        self._bytes -= buffered.bytes
+        return self._drop(buffered.group, buffered.number, cause)
 
-    def _drop(self, group: Group, number: int, cause: str) -> Dropped:
-        self._settled.drop(number, cause)
-        self._settled.discard(group.members)
-        return Dropped(group=group, cause=cause)
+    def _drop(self, group: Group, number: int, cause: str) -> DroppedGroup:
+        self._settled.mark_dropped(number, cause)
+        self._settled.count_discarded(group.members)
+        return DroppedGroup(group=group, cause=cause)
 
-    def _require_training(self, batch: Batch) -> None:
+    def _require_training(self, batch: TrainingBatch) -> None:
         expected, got = tuple(self._training), tuple(group.id for group in batch.groups)
         assert expected == got and batch.version == self.version, f"in training is {expected}, not {got}"
 
     def check(self) -> None:
-        """That all that is promised holds; from scratch."""
+        """Recomputes every invariant from scratch."""
         self._settled.check()
-        kept = (*self._waiting.values(), *self._training.values())
-        numbers = [ticket.number for ticket in self._in_flight.values()] + [each.number for each in kept]
-        assert not any(number in self._settled for number in numbers), "a group is settled, and is not"
+        buffered = (*self._waiting.values(), *self._training.values())
+        numbers = [ticket.number for ticket in self._in_flight.values()] + [each.number for each in buffered]
+        assert not any(number in self._settled for number in numbers), "a settled group is still outstanding"
         assert len(set(numbers)) == len(numbers) == self._started - len(self._settled), "each group is in one place"
         assert len(numbers) <= self.outstanding_max, f"{len(numbers)} groups are outstanding"
-        assert self._bytes == sum(group_bytes(each.group) for each in kept), f"{self._bytes} bytes are not what is here"
+        assert self._bytes == sum(group_bytes(each.group) for each in buffered), (
+            f"{self._bytes} bytes are not what is here"
+        )
         assert self._bytes <= self._bytes_max or len(self._waiting) <= self._batch, f"{self._bytes} bytes are too many"
         for each in self._training.values():
             first = each.group.version_first
-            fresh = not self._enforced or first is None or first >= self.version - self._alpha
+            fresh = not self._enforce_staleness or first is None or first >= self.version - self._staleness_bound
             assert fresh, f"{each.group.id} is trained on at {self.version}, and began at {first}"
-            assert (each.group.version_last or 0) <= self.version, f"{each.group.id} is of a lost lineage"
+            assert (each.group.version_last or 0) <= self.version, (
+                f"{each.group.id} has tokens of weights that were rolled back"
+            )
 
 
-class Settled:
+class SettledGroups:
     def __init__(
         self, trained: Iterable[Range] = (), dropped: Iterable[Range] = (), by_cause: Mapping[str, int] | None = None
     ) -> None:
         self.trained = NumberRanges(trained)
         self.dropped = NumberRanges(dropped)
         self.by_cause = dict(by_cause or {})
-        """How many were dropped."""
+        """Number of dropped groups by cause."""
         self.trajectories_discarded = self.tokens_discarded = 0
 
     def __contains__(self, number: int) -> bool:
@@ -446,22 +464,22 @@ class Settled:
     def __len__(self) -> int:
         return len(self.trained) + len(self.dropped)
 
-    def train(self, number: int) -> None:
+    def mark_trained(self, number: int) -> None:
         assert number not in self, f"group {number} is settled already"
         self.trained.add(number)
 
-    def drop(self, number: int, cause: str) -> None:
+    def mark_dropped(self, number: int, cause: str) -> None:
         assert number not in self, f"group {number} is settled already"
         self.dropped.add(number)
         self.by_cause[cause] = self.by_cause.get(cause, 0) + 1
 
-    def discard(self, trajectories: Iterable[Trajectory]) -> None:
+    def count_discarded(self, trajectories: Iterable[Trajectory]) -> None:
         for each in trajectories:
             self.trajectories_discarded += 1
             self.tokens_discarded += sum(len(turn.tokens) for turn in each.turns)
 
-    def back_to(self, trained: Iterable[Range]) -> set[int]:
-        """Only these were trained on. The others, which are not settled any more."""
+    def rollback_to(self, trained: Iterable[Range]) -> set[int]:
+        """Keeps only these as trained. Returns the numbers that are no longer settled."""
         survived = NumberRanges(trained)
         revoked = {number for number in self.trained if number not in survived}
         self.trained = survived
@@ -473,22 +491,22 @@ class Settled:
         assert len(both) == len(set(both)) == len(self), "a group is settled twice"
 
 
-# The memory of a sample: an estimate that depends on its contents alone. It is within a factor of 1.5 of what CPython
-# uses for a group that was decoded or drawn token by token; where records share numbers or texts, it is too high.
+# Memory of a sample, estimated from its contents alone. For a group that was decoded, or sampled token by token, the
+# estimate is within a factor of 1.5 of what CPython uses; it is too high where records share numbers or strings.
 
 
 def group_bytes(group: Group) -> int:
-    return GROUP + sum(POINTER + trajectory_bytes(each) for each in group.all())
+    return GROUP + sum(POINTER + trajectory_bytes(each) for each in group.all_trajectories())
 
 
 def trajectory_bytes(trajectory: Trajectory) -> int:
-    taught = trajectory.teacher_logprobs
+    teacher_logprobs = trajectory.teacher_logprobs
     return (
         TRAJECTORY
         + sum(POINTER + turn_bytes(turn) for turn in trajectory.turns)
         + sum(POINTER + SPAN + _text(span.failed) + _text(span.waited_for) for span in trajectory.spans)
         + METRIC * len(trajectory.metrics)
-        + (_floats(len(taught)) if taught is not None else 0)
+        + (_floats(len(teacher_logprobs)) if teacher_logprobs is not None else 0)
         + _text(trajectory.observation)
         + _text(trajectory.cause)
     )
@@ -512,7 +530,7 @@ def _floats(count: int) -> int:
 
 
 def _ints(numbers: Sequence[int]) -> int:
-    # SMALL_MAX < number, for each; a comparison without a frame of its own, as there are many.
+    # SMALL_MAX < number, for each; written without a Python frame per number because there are many.
     return TUPLE + POINTER * len(numbers) + NUMBER * sum(map(SMALL_MAX.__lt__, numbers))
 
 

@@ -1,7 +1,7 @@
-"""What may be different in the settings of a run that is resumed.
+"""Settings that may differ when a run is resumed.
 
-Owns which keys give what is saved its meaning: those stay as they are. Never reads or writes a file. Promises that each
-difference is either refused with its key or told.
+Owns the keys that define the meaning of stored data, which must not change. Never reads or writes a file. Promises that
+each difference is either refused with its key, or reported.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ import msgspec
 from tangram.errors import InvalidConfig
 from tangram.rl.config.training_settings import TrainSettings
 
-FIXED = {
-    "seed": "the numbers of groups that are saved stand for what this seed makes of them",
-    "policy.checkpoint": "the weights that are saved began there",
-    "policy.layers": "the weights that are saved have this shape",
-    "policy.width": "the weights that are saved have this shape",
-    "policy.heads": "the weights that are saved have this shape",
-    "sampling.temperature": "samples that are saved were drawn so",
-    "sampling.top_k": "samples that are saved were drawn so",
-    "sampling.top_p": "samples that are saved were drawn so",
-    "sampling.keep_ids": "samples that are saved were drawn so",
-    "groups.size": "samples that are saved are groups of this size",
-    "objective.kind": "samples that are saved were scored for this objective",
+FIXED_KEYS = {
+    "seed": "saved group numbers belong to this seed",
+    "policy.checkpoint": "the saved weights began there",
+    "policy.layers": "the saved weights have this shape",
+    "policy.width": "the saved weights have this shape",
+    "policy.heads": "the saved weights have this shape",
+    "sampling.temperature": "saved samples were drawn with it",
+    "sampling.top_k": "saved samples were drawn with it",
+    "sampling.top_p": "saved samples were drawn with it",
+    "sampling.keep_ids": "saved samples were drawn with it",
+    "groups.size": "saved samples are groups of this size",
+    "objective.kind": "saved samples were scored for this objective",
     "tasks": "the vocabulary of the policy is made of its tasks",
     "tasks.environment": "the vocabulary of the policy is made of its tasks",
-    "tasks.options": "samples that are saved were played so",
-    "tasks.reward.kind": "samples that are saved were rewarded so",
-    "tasks.reward.function": "samples that are saved were rewarded so",
-    "tasks.reward.service": "samples that are saved were rewarded so",
-    "teachers": "samples that are saved were scored by them",
-    "teachers.checkpoint": "samples that are saved were scored by it",
+    "tasks.options": "saved samples were played with them",
+    "tasks.reward.kind": "saved samples were rewarded by it",
+    "tasks.reward.function": "saved samples were rewarded by it",
+    "tasks.reward.service": "saved samples were rewarded by it",
+    "teachers": "saved samples were scored by them",
+    "teachers.checkpoint": "saved samples were scored by it",
 }
-"""Keys that stay, and why. All others may change."""
-LEAVES = ("options",)
-"""Tables whose keys are somebody else's: they are looked at as a whole."""
-NAMED = ("tasks", "engines", "teachers")
-"""Tables of which there are several, each with a name of its own."""
+"""Keys that cannot change, with the reason. All others may change."""
+OPAQUE_TABLES = ("options",)
+"""Tables with user-defined keys, compared as a whole."""
+NAMED_TABLES = ("tasks", "engines", "teachers")
+"""Array tables whose elements have names."""
 
 
-class Change(NamedTuple):
+class SettingChange(NamedTuple):
     key: str
-    """As it is written with --set; of several tables the one that is meant in brackets."""
-    fixed: str
-    """The key in FIXED, if it is there."""
+    """As in --set; with the element of an array table in brackets."""
+    fixed_key: str
+    """The key to look up in FIXED."""
     before: Any
     after: Any
 
@@ -54,55 +54,55 @@ class Change(NamedTuple):
         return f"{self.key}: {self.before!r} became {self.after!r}"
 
 
-def allowed_changes(before: TrainSettings, after: TrainSettings) -> tuple[str, ...]:
-    """What is different, in words. Raises InvalidConfig, with its key, for what may not be."""
-    found = tuple(changes(before, after))
-    for change in found:
-        if change.fixed in FIXED:
-            raise _refused(change.key, change, FIXED[change.fixed])
+def require_allowed_changes(before: TrainSettings, after: TrainSettings) -> tuple[str, ...]:
+    """Returns the differences as text. Raises InvalidConfig, with its key, for one that is not allowed."""
+    differences = tuple(changes(before, after))
+    for change in differences:
+        if change.fixed_key in FIXED_KEYS:
+            raise _refusal(change.key, change, FIXED_KEYS[change.fixed_key])
     if (before.objective.kl > 0.0) != (after.objective.kl > 0.0):
-        change = next(each for each in found if each.key == "objective.kl")
-        raise _refused(change.key, change, "a reference is saved with the weights, or none is")
+        change = next(each for each in differences if each.key == "objective.kl")
+        raise _refusal(change.key, change, "a reference is saved with the weights only if kl is above 0")
     contexts = [max(engine.context_max for engine in each.engines) for each in (before, after)]
     if contexts[0] != contexts[1] and not after.policy.checkpoint:
-        change = Change("engines.context_max", "", *contexts)
-        raise _refused(change.key, change, "the weights that are saved read so many tokens")
-    return tuple(map(str, found))
+        change = SettingChange("engines.context_max", "", *contexts)
+        raise _refusal(change.key, change, "the saved weights have this context")
+    return tuple(map(str, differences))
 
 
-def _refused(key: str, change: Change, why: str) -> InvalidConfig:
+def _refusal(key: str, change: SettingChange, reason: str) -> InvalidConfig:
     return InvalidConfig(
         key,
         change.after,
-        f"{change.before!r} as before, because {why}; or a new run that begins with the weights of this one "
+        f"{change.before!r} as before, because {reason}; or a new run that begins with the weights of this one "
         "(policy.checkpoint)",
     )
 
 
-def changes(before: TrainSettings, after: TrainSettings) -> Iterator[Change]:
-    """In the order of the keys. Of a table that is new or gone its name alone."""
+def changes(before: TrainSettings, after: TrainSettings) -> Iterator[SettingChange]:
+    """In the order of the keys. For an added or removed table its name only."""
     old, new = dict(_flat(msgspec.to_builtins(before))), dict(_flat(msgspec.to_builtins(after)))
     for key in old:
         if key in new and old[key] != new[key]:
-            yield Change(*key, old[key], new[key])
+            yield SettingChange(*key, old[key], new[key])
 
 
 def _flat(table: dict[str, Any], key: str = "", fixed: str = "") -> Iterator[tuple[tuple[str, str], Any]]:
     for name, value in table.items():
-        here, rule = f"{key}{name}", f"{fixed}{name}"
-        if name in NAMED and isinstance(value, list | tuple):
+        path, rule = f"{key}{name}", f"{fixed}{name}"
+        if name in NAMED_TABLES and isinstance(value, list | tuple):
             labels = _labels([each["name"] for each in value])
-            yield (here, rule), labels
+            yield (path, rule), labels
             for label, each in zip(labels, value, strict=True):
-                yield from _flat(each, f"{here}[{label}].", f"{rule}.")
-        elif isinstance(value, dict) and name not in LEAVES:
-            yield from _flat(value, f"{here}.", f"{rule}.")
+                yield from _flat(each, f"{path}[{label}].", f"{rule}.")
+        elif isinstance(value, dict) and name not in OPAQUE_TABLES:
+            yield from _flat(value, f"{path}.", f"{rule}.")
         else:
-            yield (here, rule), value
+            yield (path, rule), value
 
 
 def _labels(names: list[str]) -> list[str]:
-    """Each its own: engines may have the same name."""
+    """Returns distinct labels: engines may have the same name."""
     return [
         name if name not in names[:at] else f"{name} {names[: at + 1].count(name)}" for at, name in enumerate(names)
     ]

@@ -1,13 +1,13 @@
-"""The settings of a training run: those of a rollout, and the tables that say how the policy learns from it.
+"""Settings of a training run: those of a rollout, and the tables about learning.
 
-Owns every key, its default and its sentence. Never reads a file and never makes what a table describes. Promises that a
-record that is there is valid, however it was made, and that no run trains on what it does not correct for.
+Owns every key, its default and its description. Never reads a file and never makes what a table describes. Promises
+that every record is valid, however it was made, and that no run trains on stale samples without a correction.
 
     TrainSettings     the whole file; all tables of RolloutSettings, and
     ├── training      [training]     the schedule: mode, staleness, steps, batch
-    ├── objective     [objective]    what is learned of a batch
-    ├── warm_start    [warm_start]   supervised steps before
-    ├── evaluation    [evaluation]   on seeds that are never trained on
+    ├── objective     [objective]    advantages, loss and optimiser
+    ├── warm_start    [warm_start]   behaviour cloning before
+    ├── evaluation    [evaluation]   on held-out seeds
     ├── checkpoints   [checkpoints]  how often, and how many are kept
     └── teachers      [[teachers]]   models that a policy is distilled from
 """
@@ -18,13 +18,13 @@ from typing import Annotated, ClassVar, Literal, Self
 
 import msgspec
 
-from tangram.config import valid
-from tangram.config.tables import MIB, Table
-from tangram.config.valid import number, one_of, optional
+from tangram.config import validators
+from tangram.config.tables import MIB, ConfigTable
+from tangram.config.validators import number, one_of, optional
 from tangram.errors import InvalidConfig
 from tangram.rl.config.rollout_settings import POSITIVE, TEMPERATURE, RolloutSettings
 
-Mode = Literal["sync", "sync+", "one-off", "start-bound", "rollart"]
+Mode = Literal["sync", "sync+", "one-off", "start-bound", "async"]
 Objective = Literal["grpo", "distill"]
 Normalise = Literal["tokens", "sequence", "constant"]
 Correction = Literal["truncated", "behaviour", "none"]
@@ -38,166 +38,169 @@ MAYBE_SECONDS = optional(number("a number of seconds above 0"))
 SHARE_OR_0 = number("from 0 to 1", zero=True, most=1.0)
 
 
-class TrainingSettings(Table, frozen=True, kw_only=True):
-    """The schedule: what runs beside what, and how old a sample may be."""
+class TrainingSettings(ConfigTable, frozen=True, kw_only=True):
+    """The schedule: what runs concurrently, and how stale a sample may be."""
 
-    mode: Annotated[Mode, one_of(Mode)] = "rollart"
-    """`sync`: a batch is played turn by turn, rewarded, trained on, one after the other. `sync+`: each trajectory at
-    its own pace, with rewards as they end. `one-off`: the next batch is played, by the old weights to its end, while
-    one is trained on. `start-bound`: trajectories go on across updates, and their age is looked at when they start
-    only. `rollart`: likewise, but whatever gets too old is stopped at once."""
-    staleness: valid.CountOr0 = 1
-    """α: versions that may lie between the first token of a trajectory and the gradient step that it is used in. It
-    counts in `start-bound` and `rollart`; 0 plays and trains in turn, and nothing older is trained on in either."""
-    steps: valid.Count = 200
-    """Gradient steps, each on one batch, after which the run is over."""
+    mode: Annotated[Mode, one_of(Mode, renamed={"rollart": "async"})] = "async"
+    """`sync`: a batch is played in lockstep turns, rewarded, then trained on. `sync+`: each trajectory at its own pace,
+    with rewards as they end. `one-off`: the next batch is played to its end by the old weights while one is trained on
+    (one-step off-policy). `start-bound`: trajectories continue across weight updates; staleness is bounded only when
+    they start. `async`: likewise, but whatever becomes too stale is stopped at once."""
+    staleness: validators.CountOr0 = 1
+    """α: versions between the first token of a trajectory and the gradient step that uses it. It applies to
+    `start-bound` and `async`; with 0, playing and training alternate, and no sample is older than the weights."""
+    steps: validators.Count = 200
+    """Gradient steps of the run, one batch each."""
     seconds_max: Annotated[float | None, MAYBE_SECONDS] = None
-    """The run is over after so long too, the warm start not counted."""
-    batch: valid.Count = 16
+    """Time limit of the run, without the warm start."""
+    batch: validators.Count = 16
     """Groups of a step."""
-    batch_min: valid.MaybeCount = None
-    """Groups with which a step may begin once the oldest of them has waited `batch_wait_s`; all, if it is not said."""
+    batch_min: validators.MaybeCount = None
+    """Groups that suffice for a step once the oldest of them has waited `batch_wait_s`; by default all."""
     batch_wait_s: Annotated[float | None, MAYBE_SECONDS] = None
-    """After which `batch_min` groups are enough; never, if it is not said."""
-    buffer_bytes: valid.Size = 256 * MIB
-    """That samples may take while they wait to be trained on."""
+    """Wait after which `batch_min` groups suffice; by default never."""
+    buffer_bytes: validators.Size = 256 * MIB
+    """Memory of samples that wait to be trained on."""
     pull: Annotated[Pull, one_of(Pull)] = "at_once"
-    """When engines take new weights: as soon as they are published, or only once the next batch is there, which is the
-    order in which the protocol was published and makes every sample a version older."""
-    threads: valid.Count = 1
-    """Of PyTorch, in the trainer."""
-    stall_s: valid.Seconds = 120.0
-    """Without any progress, after which the run says what it waits for and stops what is stuck."""
-    stalls_max: valid.Count = 3
-    """In a row, with the last of which the run is given up, with a checkpoint."""
+    """When engines take new weights: `at_once` when they are published, or `after_batch`, once the next batch is
+    complete, which is the order of the RollArt paper and makes every sample a version older."""
+    threads: validators.Count = 1
+    """PyTorch threads of the trainer."""
+    stall_s: validators.Seconds = 120.0
+    """Watchdog: after so long without progress, the run reports what it waits for and stops what is stuck."""
+    stalls_max: validators.Count = 3
+    """Stalls in a row, with the last of which the run ends, with a checkpoint."""
 
-    def together(self) -> None:
+    def check_consistency(self) -> None:
         if self.batch_min is not None and self.batch_min > self.batch:
             raise InvalidConfig("batch_min", self.batch_min, f"at most batch, which is {self.batch}")
         if (self.batch_min is None) != (self.batch_wait_s is None):
             raise InvalidConfig("batch_wait_s", self.batch_wait_s, "both batch_min and batch_wait_s, or none of them")
 
     @property
-    def alpha(self) -> int:
-        """How old a sample may be in this mode; in `start-bound`, when it starts."""
+    def staleness_bound(self) -> int:
+        """α, the staleness bound of this mode; in `start-bound`, only at the start."""
         return {"sync": 0, "sync+": 0, "one-off": 1}.get(self.mode, self.staleness)
 
     @property
-    def bounds_age(self) -> bool:
-        """Whether nothing older than α is ever trained on. Only `start-bound` with α above 0 looks at age no more once
-        a group has started."""
-        return self.mode != "start-bound" or self.alpha == 0
+    def bounds_staleness(self) -> bool:
+        """Whether nothing staler than α is ever trained on. Only `start-bound` with α above 0 does not check staleness
+        after a group has started."""
+        return self.mode != "start-bound" or self.staleness_bound == 0
 
 
-class ObjectiveSettings(Table, frozen=True, kw_only=True):
-    """What is learned of a batch."""
+class ObjectiveSettings(ConfigTable, frozen=True, kw_only=True):
+    """What is learned from a batch."""
 
     kind: Annotated[Objective, one_of(Objective)] = "grpo"
-    """By rewards, each measured against those of its group; or by the log-probabilities of teachers, token by token."""
+    """`grpo`: from rewards, relative to those of the group; `distill`: from the log-probabilities of teachers, per
+    token."""
     learning_rate: Annotated[float, POSITIVE] = 7e-4
     """Of AdamW."""
     decay: Annotated[Decay, one_of(Decay)] = "none"
-    """Of the learning rate over the steps of the run, to a tenth."""
-    rate_warmup_steps: valid.CountOr0 = 0
-    """Over which the learning rate rises from 0."""
+    """Decay of the learning rate over the steps of the run, to a tenth."""
+    rate_warmup_steps: validators.CountOr0 = 0
+    """Steps over which the learning rate rises from 0."""
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
     """Of AdamW."""
     gradient_norm_max: Annotated[float, POSITIVE] = 1.0
-    """Longer gradients are cut to this."""
-    epochs: valid.Count = 2
-    """Over each batch."""
-    minibatch: valid.Count = 64
-    """Trajectories of one step of the optimiser."""
-    microbatch: valid.Count = 64
-    """Trajectories of one pass through the model; the gradients of a minibatch are accumulated over several."""
+    """Longer gradients are clipped to this norm."""
+    epochs: validators.Count = 2
+    """Passes over each batch."""
+    minibatch: validators.Count = 64
+    """Trajectories of one optimiser step."""
+    microbatch: validators.Count = 64
+    """Trajectories of one forward and backward pass; gradients accumulate over the microbatches of a minibatch."""
     clip_low: Annotated[float, SHARE_OR_0] = 0.2
-    """The ratio of probabilities is clipped at 1 less this ..."""
+    """The probability ratio is clipped at 1 less this ..."""
     clip_high: Annotated[float, NOT_NEGATIVE] = 0.28
-    """... and 1 plus this."""
+    """... and 1 plus this; more than `clip_low` is clip-higher, as in DAPO."""
     correction: Annotated[Correction, one_of(Correction)] = "truncated"
-    """For samples of older weights. `truncated`: the ratio is clipped against the trainer's own probabilities at the
-    start of the step, and each token weighs min(start / behaviour, `correction_max`). `behaviour`: the ratio is clipped
-    against the probabilities with which tokens were sampled. `none`: no correction, which only a mode that is not
-    asynchronous may have."""
+    """Off-policy correction for samples of older weights. `truncated` (decoupled PPO with truncated importance
+    sampling, TIS): the ratio is clipped against the trainer's probabilities at the start of the step, and each token
+    has the importance weight min(start / sampler, `correction_max`). `behaviour`: the ratio is clipped against the
+    probabilities of the sampler. `none`: no correction, allowed only if α is 0."""
     correction_max: Annotated[float, POSITIVE] = 2.0
-    """Of the weight of a token."""
+    """Upper bound of the importance weight of a token."""
     kl: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Weight of the divergence from the reference, the policy as it was before the first step; 0: there is none."""
+    """Weight of the KL divergence from the reference, which is the policy before the first step; 0: no reference."""
     entropy: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Weight of the entropy, which keeps a policy trying."""
-    advantage: valid.Text = "std"
-    """Of a member: its reward less the mean of its group, divided by the spread (`std`) or not (`mean`); less the mean
-    of the others (`leave-one-out`); or `module:name` of a function."""
-    loss: valid.Text = "clipped"
-    """`clipped`, or `module:name` of a function."""
+    """Weight of the entropy bonus, which keeps a policy exploring."""
+    advantage: validators.Text = "std"
+    """Advantage of a member: its reward minus the group mean, divided by the standard deviation (`std`) or not
+    (`mean`); minus the mean of the others (`leave-one-out`); or `module:name` of a function."""
+    loss: validators.Text = "clipped"
+    """`clipped`, the clipped GRPO loss, or `module:name` of a function."""
     normalise: Annotated[Normalise, one_of(Normalise)] = "sequence"
-    """A minibatch is averaged over its tokens; over its trajectories, each averaged over its own tokens, so that one
-    that reaches its goal in a few turns counts as much as one that needs many; or summed and divided by its
-    trajectories times the longest that one may be, so that length does not count."""
+    """`tokens`: mean over the tokens of a minibatch, as in DAPO. `sequence`: mean over its trajectories, each the mean
+    over its tokens, so that a short trajectory counts as much as a long one, as in GRPO. `constant`: sum divided by
+    trajectories times the longest possible trajectory, so that length does not matter, as in Dr. GRPO."""
     zero_variance: Annotated[Literal["drop", "keep"], one_of(Literal["drop", "keep"])] = "drop"
-    """Groups whose members all have the same reward: they say nothing, but count where a batch is averaged."""
+    """Groups whose members all have the same reward: they have no advantage, but with `keep` they count in means over
+    the batch."""
     overlong: Annotated[Overlong, one_of(Overlong)] = "keep"
-    """Trajectories that were cut off: trained on like others, not trained on, or with the lowest reward of the task."""
+    """Trajectories that were cut off: trained on like others, not trained on (`mask`), or with the lowest reward of the
+    task (`punish`)."""
 
-    def together(self) -> None:
+    def check_consistency(self) -> None:
         if ":" not in self.advantage and self.advantage not in ADVANTAGES:
             raise InvalidConfig("advantage", self.advantage, f"one of {', '.join(ADVANTAGES)}, or `module:name`")
         if ":" not in self.loss and self.loss != "clipped":
             raise InvalidConfig("loss", self.loss, "clipped, or `module:name`")
 
 
-class WarmStartSettings(Table, frozen=True, kw_only=True):
-    """Supervised steps before the first version, on what scripted agents do that know the format and not the goal. It
-    ends for a task at its `warm_until`."""
+class WarmStartSettings(ConfigTable, frozen=True, kw_only=True):
+    """Behaviour cloning before the first version: supervised steps on scripted agents that know the format but not the
+    goal. It ends for a task at its `warm_until`."""
 
-    agent: valid.Text = "teacher"
-    """Whom it imitates."""
-    episodes: valid.Count = 512
-    """Of each task, that are played once and imitated again and again."""
-    batch: valid.Count = 64
+    agent: validators.Text = "teacher"
+    """Name of the agent that it imitates."""
+    episodes: validators.Count = 512
+    """Episodes of each task, played once and imitated repeatedly."""
+    batch: validators.Count = 64
     """Episodes of one step."""
     learning_rate: Annotated[float, POSITIVE] = 3e-3
-    """Of an AdamW of its own."""
-    steps_max: valid.Count = 400
-    """After which training begins anyway."""
-    check_every: valid.Count = 10
-    """Steps, after which it is looked how well the policy does."""
-    check_episodes: valid.Count = 64
-    """Of each task, by which that is looked at."""
+    """Of its own AdamW."""
+    steps_max: validators.Count = 400
+    """Steps after which training begins in any case."""
+    check_every: validators.Count = 10
+    """Steps between two checks of the policy."""
+    check_episodes: validators.Count = 64
+    """Episodes of each task in a check."""
 
 
-class EvaluationSettings(Table, frozen=True, kw_only=True):
-    """On seeds that are never trained on, while training goes on."""
+class EvaluationSettings(ConfigTable, frozen=True, kw_only=True):
+    """On held-out seeds, while training continues."""
 
-    every: valid.CountOr0 = 10
-    """Steps; 0: never."""
-    episodes: valid.Count = 64
+    every: validators.CountOr0 = 10
+    """Steps between two evaluations; 0: never."""
+    episodes: validators.Count = 64
     """Of each task."""
     temperature: Annotated[float, TEMPERATURE] = 1.0
-    """0 takes the most likely token always."""
+    """0 is greedy decoding."""
 
 
-class CheckpointSettings(Table, frozen=True, kw_only=True):
+class CheckpointSettings(ConfigTable, frozen=True, kw_only=True):
     """From which a run is resumed."""
 
-    every: valid.Count = 20
-    """Steps; there is one at the start and at the end besides."""
-    keep: valid.Count = 2
-    """Of them, the newest; older ones are deleted."""
+    every: validators.Count = 20
+    """Steps between two checkpoints; there is also one at the start and at the end."""
+    keep: validators.Count = 2
+    """Number of newest checkpoints; older ones are deleted."""
 
 
-class TeacherSettings(Table, frozen=True, kw_only=True):
-    """A model that a policy is distilled from, served as a model service. Tasks name it by
-    `reward = { kind = "teacher", service = NAME }`."""
+class TeacherSettings(ConfigTable, frozen=True, kw_only=True):
+    """A model that a policy is distilled from, served as a model service. Tasks name it by `reward = { kind =
+    "teacher", service = NAME }`."""
 
-    name: valid.Name
+    name: validators.Name
     """Of its service."""
-    checkpoint: valid.PathText
-    """A folder: our own, or a Hugging Face one. It has the vocabulary of the policy."""
+    checkpoint: validators.PathText
+    """A folder in our own or in Hugging Face layout, with the vocabulary of the policy."""
 
 
 class TrainSettings(RolloutSettings, frozen=True, kw_only=True):
-    """A training run, whole."""
+    """All settings of a training run."""
 
     training: TrainingSettings = TrainingSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
@@ -206,11 +209,11 @@ class TrainSettings(RolloutSettings, frozen=True, kw_only=True):
     checkpoints: CheckpointSettings = CheckpointSettings()
     teachers: tuple[TeacherSettings, ...] = ()
 
-    PATHS: ClassVar = {**RolloutSettings.PATHS, "teachers": ("checkpoint",)}
+    PATH_KEYS: ClassVar = {**RolloutSettings.PATH_KEYS, "teachers": ("checkpoint",)}
 
-    def together(self) -> None:
+    def check_consistency(self) -> None:
         mode, correction = self.training.mode, self.objective.correction
-        if correction == "none" and self.training.alpha > 0:
+        if correction == "none" and self.training.staleness_bound > 0:
             raise InvalidConfig(
                 "objective.correction",
                 correction,
@@ -221,45 +224,46 @@ class TrainSettings(RolloutSettings, frozen=True, kw_only=True):
             if engine.kind != self.engines[0].kind:
                 expected = f"{self.engines[0].kind} as engines[0]: weights are published for one kind of engines"
                 raise InvalidConfig(f"engines[{at}].kind", engine.kind, expected)
-        self._teachers_are_asked()
+        self._require_known_teachers()
 
     @property
-    def by_differences(self) -> bool:
-        """Whether a reward is measured against those of its group, so that of one alone nothing is learned."""
+    def is_group_relative(self) -> bool:
+        """Whether a reward counts relative to its group, so that a single member teaches nothing."""
         own = self.objective
         return own.kind == "grpo" and (own.zero_variance == "drop" or own.advantage in ADVANTAGES)
 
-    def require_differences(self) -> None:
-        """Raises InvalidConfig for groups that can be played, and never say anything by their rewards."""
-        if self.by_differences and self.groups.size < 2:
+    def require_group_baseline(self) -> None:
+        """Raises InvalidConfig for groups whose rewards can never teach anything."""
+        if self.is_group_relative and self.groups.size < 2:
             expected = (
                 "at least 2: a reward is measured against those of its group, and of one alone nothing is learned; or "
                 'an advantage of your own, with objective.zero_variance = "keep"'
             )
             raise InvalidConfig("groups.size", self.groups.size, expected)
 
-    def as_played(self) -> Self:
-        """With groups that are dropped rather than closed with one member, where that would teach nothing."""
-        if not self.by_differences or self.groups.size_min > 1:
+    def with_trainable_groups(self) -> Self:
+        """Drops groups, rather than closing them with one member, where that would teach nothing."""
+        if not self.is_group_relative or self.groups.size_min > 1:
             return self
         return msgspec.structs.replace(self, groups=msgspec.structs.replace(self.groups, size_min=2))
 
-    def _teachers_are_asked(self) -> None:
-        """Each once, and whoever asks one finds it: here, or at the service where actions run."""
+    def _require_known_teachers(self) -> None:
+        """Raises InvalidConfig unless teachers have distinct names, and each reward of kind `teacher` names one, here
+        or at the shared service."""
         if self.objective.kind == "distill":
             for at, task in enumerate(self.tasks):
                 if task.reward.kind != "teacher":
                     expected = f'"teacher" with its service, as objective.kind = "distill" has {task.name} learn by one'
                     raise InvalidConfig(f"tasks[{at}].reward.kind", task.reward.kind, expected)
         names = [teacher.name for teacher in self.teachers]
-        asked = [task.reward.service if task.reward.kind == "teacher" else "" for task in self.tasks]
-        for at, name in enumerate(asked):
+        services = [task.reward.service if task.reward.kind == "teacher" else "" for task in self.tasks]
+        for at, name in enumerate(services):
             if name and name not in names and not self.outside.url:
                 known = ", ".join(names) if names else "there are none: [[teachers]] with a name and a checkpoint"
                 raise InvalidConfig(f"tasks[{at}].reward.service", name, f"one of the teachers ({known})")
         for at, name in enumerate(names):
             if name in names[:at]:
                 raise InvalidConfig(f"teachers[{at}].name", name, "each name once")
-            if name not in asked:
+            if name not in services:
                 expected = 'one that a task asks, by reward = { kind = "teacher", service = NAME }; or no such teacher'
                 raise InvalidConfig(f"teachers[{at}].name", name, expected)

@@ -1,8 +1,7 @@
-"""Playing an environment without a model: agents, and the episodes that they play.
+"""Agents without a model, and the episodes that they play.
 
-Owns the loop of an episode without engines. Never trains, and never makes tokens. Promises that an environment that it
-was given or made is closed, whatever happens: also when an agent raises, a call takes too long, or the play is
-cancelled.
+Owns the loop of an episode without engines. Never trains and never makes tokens. Promises that every environment that
+it gets or makes is closed: also when an agent raises, a call times out, or the task is cancelled.
 
     episode = await play("frozenlake", "expert", seed=7)
     episodes = await demonstrations("chain", "teacher", range(64))
@@ -20,86 +19,86 @@ from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 import msgspec
 
 from tangram.errors import InvalidConfig
-from tangram.rl.environments.calls import begun, ended
-from tangram.rl.environments.protocol import Agent, Environment, Outside, Step, Task, number_of
+from tangram.rl.environments.calls import cancel_call, start_call
+from tangram.rl.environments.protocol import Agent, Environment, ExternalResources, Step, Task, plain_number
 from tangram.rl.environments.registry import path_of, resolve
-from tangram.rl.environments.shared_setup import prepared
+from tangram.rl.environments.shared_setup import prepare_tasks
 
 CALL_TIMEOUT_S = 120.0
-"""Of one reset, step or close: a sandbox starts within seconds, so this is a hang."""
-TOGETHER = 16
-"""Demonstrations that are played at once: enough to hide the waits of an environment, few enough for small pools."""
+"""Time limit of one reset, step or close: a sandbox starts within seconds, so a longer call hangs."""
+DEMONSTRATIONS_CONCURRENT_MAX = 16
+"""Demonstrations played at once: enough to hide the latency of an environment, few enough for small pools."""
 
-SHOWN_MAX = 120
-"""Characters of a value in a message."""
+REPR_CHARACTERS_MAX = 120
+"""Longest repr of a value in a message."""
 TURNS_MAX = 1000
-"""Of an environment that names no limit of its own."""
+"""Default limit for an environment that declares none."""
 
 T = TypeVar("T")
 
 
 class OutOfActions(Exception):
-    """Raised by an agent that has nothing more to say: its episode is truncated there."""
+    """Raised by an agent that has no more actions: its episode is truncated there."""
 
 
 class CloseFailed(Exception):
-    """An environment was played, and could not be closed; its cause is what `close` raised."""
+    """An environment could not be closed after its episode; the cause is what `close` raised."""
 
 
-class BadAnswer(TypeError):
-    """An environment answered with something that the protocol does not know."""
+class ProtocolViolation(TypeError):
+    """An environment returned something that the protocol does not allow."""
 
 
 @runtime_checkable
-class Seeing(Protocol):
-    """An agent that is shown the environment that it plays, once, before its first observation: for experts, to whom
-    what the environment says is not enough."""
+class SeesEnvironment(Protocol):
+    """An agent that sees its environment once, before the first observation: for experts that need more than
+    observations."""
 
     def see(self, environment: Environment) -> None: ...
 
 
 class RandomAgent:
-    """Says `words` of the choices, each by chance, whatever it is told."""
+    """Chooses `words` random words, independent of the observation."""
 
-    def __init__(self, choices: Sequence[str], chance: random.Random, *, words: int = 1) -> None:
+    def __init__(self, choices: Sequence[str], rng: random.Random, *, words: int = 1) -> None:
         self._choices = choices
-        self._chance = chance
+        self._rng = rng
         self._words = words
 
     def act(self, observation: str) -> str:
-        return " ".join(self._chance.choice(self._choices) for _ in range(self._words))
+        return " ".join(self._rng.choice(self._choices) for _ in range(self._words))
 
 
 class ScriptedAgent:
-    """Says these actions in this order, whatever it is told."""
+    """Plays these actions in this order, independent of the observations."""
 
     def __init__(self, actions: Iterable[str]) -> None:
-        self._left = iter(tuple(actions))
+        self._remaining = iter(tuple(actions))
 
     def act(self, observation: str) -> str:
-        for action in self._left:
+        for action in self._remaining:
             return action
         raise OutOfActions
 
 
-class Episode(msgspec.Struct, frozen=True, kw_only=True):
-    """What was played."""
+class AgentEpisode(msgspec.Struct, frozen=True, kw_only=True):
+    """A played episode."""
 
     task: str
     agent: str
     seed: int
     observation: str
-    """The first; each step brings the next."""
+    """The first observation; each step has the next one."""
     actions: tuple[str, ...]
     steps: tuple[Step, ...]
-    """What was answered to each action."""
+    """The results of the actions."""
     truncated: bool
-    """The turns were used up, or the agent stopped, before the environment said that it is over."""
+    """The turns ran out, or the agent stopped, before the environment was done."""
     seconds: float
 
     @property
     def observations(self) -> tuple[str, ...]:
-        """All of them; the last has no action."""
+        """All observations; the last one has no action."""
         return (self.observation, *(step.observation for step in self.steps))
 
     @property
@@ -120,24 +119,23 @@ async def play(
     agent: Agent | str,
     seed: int,
     *,
-    outside: Outside | None = None,
+    outside: ExternalResources | None = None,
     turns_max: int | None = None,
     timeout_s: float = CALL_TIMEOUT_S,
     options: Mapping[str, Any] | None = None,
-) -> Episode:
-    """One episode of a task, or of an environment that was not reset yet, which is closed at its end.
+) -> AgentEpisode:
+    """Plays one episode of a task, or of an environment that was not reset yet, and closes the environment.
 
-    An agent may be the name of one that the task has; its chance is made of its name and the seed. What the environment
-    raises is raised, with a note of where; a call that takes longer than `timeout_s` raises TimeoutError. What it
-    raises when it is closed is the cause of a CloseFailed, unless something went wrong before.
-    """
+    The agent may be the name of one of the task's agents, whose random numbers derive from its name and the seed.
+    Exceptions of the environment are raised with a note about the call; a call that takes longer than `timeout_s`
+    raises TimeoutError. An exception of `close` is the cause of a CloseFailed, unless another exception came first."""
     began_s = time.monotonic()
     task = resolve(what) if isinstance(what, str) else what
     named = agent if isinstance(agent, str) else type(agent).__name__
     player = agent_of(task, agent, seed) if isinstance(agent, str) else agent
     if not is_environment(task):
-        outside = outside or Outside()
-        async with prepared([cast(Task, task)], outside.client):
+        outside = outside or ExternalResources()
+        async with prepare_tasks([cast(Task, task)], outside.client):
             environment = cast(Task, task)(outside, **(options or {}))
             limit = turns_max or turns_of(task, environment)
             episode = await play(environment, player, seed, turns_max=limit, timeout_s=timeout_s)
@@ -145,16 +143,16 @@ async def play(
     environment = cast(Environment, task)
     try:
         observation = await reset(environment, seed, timeout_s)
-        if isinstance(player, Seeing):
+        if isinstance(player, SeesEnvironment):
             player.see(environment)
         limit = turns_max or turns_of(environment, environment)
-        actions, steps = await _turns(environment, player, observation, limit, timeout_s)
+        actions, steps = await _play_turns(environment, player, observation, limit, timeout_s)
     except BaseException:
         with suppress(CloseFailed):
             await close(environment, timeout_s)
         raise
     await close(environment, timeout_s)
-    return Episode(
+    return AgentEpisode(
         task=path_of(task), agent=named, seed=seed, observation=observation, actions=tuple(actions), steps=tuple(steps),
         truncated=not (steps and steps[-1].done), seconds=time.monotonic() - began_s,
     )  # fmt: skip
@@ -165,18 +163,18 @@ async def demonstrations(
     agent: str,
     seeds: Iterable[int],
     *,
-    outside: Outside | None = None,
+    outside: ExternalResources | None = None,
     turns_max: int | None = None,
     timeout_s: float = CALL_TIMEOUT_S,
     options: Mapping[str, Any] | None = None,
-) -> list[Episode]:
-    """What an agent of the task plays, an episode for each seed, in their order. Raises what the first raises that
-    fails; the others are closed then."""
+) -> list[AgentEpisode]:
+    """Plays an agent of the task, one episode per seed, in the order of the seeds. Raises the first failure, after
+    closing the other environments."""
     task = resolve(task) if isinstance(task, str) else task
-    outside = outside or Outside()
-    turn = asyncio.Semaphore(TOGETHER)
+    outside = outside or ExternalResources()
+    turn = asyncio.Semaphore(DEMONSTRATIONS_CONCURRENT_MAX)
 
-    async def one(seed: int) -> Episode:
+    async def one(seed: int) -> AgentEpisode:
         own = msgspec.structs.replace(outside, trajectory=f"{outside.trajectory}-{agent}-{seed}")
         player = agent_of(task, agent, seed)
         async with turn:
@@ -186,7 +184,7 @@ async def demonstrations(
         return msgspec.structs.replace(episode, task=path_of(task), agent=agent)
 
     try:
-        async with prepared([task], outside.client), asyncio.TaskGroup() as group:
+        async with prepare_tasks([task], outside.client), asyncio.TaskGroup() as group:
             played = [group.create_task(one(seed)) for seed in seeds]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
@@ -194,7 +192,7 @@ async def demonstrations(
 
 
 def agent_of(task: object, name: str, seed: int) -> Agent:
-    """One of those that the task has. Raises InvalidConfig."""
+    """Returns one of the task's agents. Raises InvalidConfig."""
     agents = getattr(task, "agents", {})
     if name not in agents:
         there = ", ".join(agents) or "none"
@@ -204,17 +202,17 @@ def agent_of(task: object, name: str, seed: int) -> Agent:
 
 
 def turns_of(task: object, environment: Environment) -> int:
-    """The limit of an episode: what its environment says, whose options may differ from the usual, or else its task."""
+    """The turn limit of the environment, whose options may change it, or else of its task."""
     turns: int = getattr(environment, "turns_max", getattr(task, "turns_max", TURNS_MAX))
     return turns
 
 
 def is_environment(what: object) -> bool:
-    """Whether it is an environment and no task: a class of environments has their methods too."""
+    """Whether it is an environment rather than a task: a class of environments has the same methods."""
     return not isinstance(what, type) and isinstance(what, Environment)
 
 
-async def _turns(
+async def _play_turns(
     environment: Environment, agent: Agent, observation: str, turns_max: int, timeout_s: float
 ) -> tuple[list[str], list[Step]]:
     actions: list[str] = []
@@ -224,62 +222,68 @@ async def _turns(
             action = agent.act(observation)
         except OutOfActions:
             break
-        answer = await step(environment, action, timeout_s)
+        result = await step(environment, action, timeout_s)
         actions.append(action)
-        steps.append(answer)
-        observation = answer.observation
-        if answer.done:
+        steps.append(result)
+        observation = result.observation
+        if result.done:
             break
     return actions, steps
 
 
-# ---- one call, within a time limit --------------------------------------------------------------------------------
+# ---- one call with a time limit ----
 
 
 async def reset(environment: Environment, seed: int, timeout_s: float) -> str:
-    """The first observation. Raises BadAnswer, TimeoutError and what the environment raises."""
-    said = await _within(timeout_s, f"reset({seed})", environment.reset, seed)
-    if not isinstance(said, str):
-        raise BadAnswer(f"reset({seed}): expected the first observation as one text, got {shown(said)}")
-    return said
+    """Returns the first observation. Raises ProtocolViolation, TimeoutError and what the environment raises."""
+    observation = await _call_with_timeout(timeout_s, f"reset({seed})", environment.reset, seed)
+    if not isinstance(observation, str):
+        raise ProtocolViolation(
+            f"reset({seed}): expected the first observation as one text, got {short_repr(observation)}"
+        )
+    return observation
 
 
 async def step(environment: Environment, action: str, timeout_s: float) -> Step:
-    """What is answered to an action. Raises BadAnswer, TimeoutError and what the environment raises."""
-    what = f"step({shown(action)})"
-    answer = await _within(timeout_s, what, environment.step, action)
-    if not isinstance(answer, Step):
-        raise BadAnswer(f"{what}: expected a Step, got {shown(answer)}")
+    """Plays one action. Raises ProtocolViolation, TimeoutError and what the environment raises."""
+    what = f"step({short_repr(action)})"
+    result = await _call_with_timeout(timeout_s, what, environment.step, action)
+    if not isinstance(result, Step):
+        raise ProtocolViolation(f"{what}: expected a Step, got {short_repr(result)}")
     for name, kind in (("observation", str), ("done", bool), ("metrics", dict)):
-        value = getattr(answer, name)
+        value = getattr(result, name)
         if not isinstance(value, kind):
-            raise BadAnswer(f"{what}: expected a Step whose {name} is of type {kind.__name__}, got {shown(value)}")
+            raise ProtocolViolation(
+                f"{what}: expected a Step whose {name} is of type {kind.__name__}, got {short_repr(value)}"
+            )
     try:
-        return msgspec.structs.replace(answer, reward=number_of(answer.reward, "reward"))
+        return msgspec.structs.replace(result, reward=plain_number(result.reward, "reward"))
     except TypeError:
-        raise BadAnswer(f"{what}: expected a Step whose reward is a number, got {shown(answer.reward)}") from None
+        raise ProtocolViolation(
+            f"{what}: expected a Step whose reward is a number, got {short_repr(result.reward)}"
+        ) from None
 
 
 async def close(environment: Environment, timeout_s: float) -> None:
     """Raises CloseFailed."""
     try:
-        await _within(timeout_s, "close()", environment.close)
+        await _call_with_timeout(timeout_s, "close()", environment.close)
     except Exception as error:
         raise CloseFailed(f"{type(error).__name__}: {error}") from error
 
 
-async def _within(timeout_s: float, what: str, ask: Callable[..., Awaitable[T]], *arguments: Any) -> T:
-    """The answer of a call; what it raises says which call it was."""
-    call = begun(ask, *arguments)
+async def _call_with_timeout(timeout_s: float, what: str, ask: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+    """Awaits a call; its exceptions get a note about the call."""
+    call = start_call(ask, *arguments)
     try:
         await asyncio.wait({call}, timeout=timeout_s)
         answered = call.done()
     finally:
-        await ended(call)
+        await cancel_call(call)
     if not answered:
         raise TimeoutError(f"{what}: expected an answer within {timeout_s:g} s, got none")
     if call.cancelled():
-        raise BadAnswer(f"{what}: expected an answer, got a call that cancelled itself")
+        raise ProtocolViolation(f"{what}: expected an answer, got a call that cancelled itself")
     try:
         return call.result()
     except Exception as error:
@@ -287,7 +291,7 @@ async def _within(timeout_s: float, what: str, ask: Callable[..., Awaitable[T]],
         raise
 
 
-def shown(value: object) -> str:
-    """A value in a message, cut if it is long."""
+def short_repr(value: object) -> str:
+    """The repr of a value, shortened if it is long."""
     text = repr(value)
-    return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}... ({len(text)} characters)"
+    return text if len(text) <= REPR_CHARACTERS_MAX else f"{text[:REPR_CHARACTERS_MAX]}... ({len(text)} characters)"

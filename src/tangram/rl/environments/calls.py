@@ -1,8 +1,8 @@
-"""Calls: what environments are asked, each in a task of its own.
+"""Calls of environments, each in a task of its own.
 
-An environment is anybody's code: it may keep a cancellation to itself, or leave Python. Owns how such a call is ended.
-Promises that ending one takes no longer than ENDING_S_MAX, whatever it does, and that SystemExit and KeyboardInterrupt
-of a call are errors like any other: whoever presses Ctrl-C is heard by the loop, not by a call.
+An environment is user code: it may swallow a cancellation, or exit Python. Owns how such a call ends. Promises that
+cancelling a call takes at most ENDING_S_MAX, and that SystemExit and KeyboardInterrupt of a call are ordinary errors:
+Ctrl-C reaches the event loop, not a call.
 """
 
 from __future__ import annotations
@@ -14,42 +14,43 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 ENDING_S_MAX = 5.0
-"""What a call that was cancelled may take to end: it may have a command to stop."""
+"""Time that a cancelled call has to end: it may have to stop a command."""
 
 
-LEAVES = (SystemExit, KeyboardInterrupt)
-"""What a task would end the whole loop with."""
+EXIT_EXCEPTIONS = (SystemExit, KeyboardInterrupt)
+"""Exceptions that would end the event loop if they left a task."""
 
 
-class Exited(Exception):
-    """It called sys.exit, or raised SystemExit or KeyboardInterrupt."""
+class CallExited(Exception):
+    """The call used sys.exit, or raised SystemExit or KeyboardInterrupt."""
 
 
-def begun(ask: Callable[..., Awaitable[T]], *arguments: Any) -> asyncio.Task[T]:
-    return asyncio.create_task(_answer(ask, *arguments))
+def start_call(ask: Callable[..., Awaitable[T]], *arguments: Any) -> asyncio.Task[T]:
+    return asyncio.create_task(_run_call(ask, *arguments))
 
 
-async def _answer(ask: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+async def _run_call(ask: Callable[..., Awaitable[T]], *arguments: Any) -> T:
     try:
         return await ask(*arguments)
-    except LEAVES as error:
-        raise Exited(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
+    except EXIT_EXCEPTIONS as error:
+        raise CallExited(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
 
 
-async def ended(call: asyncio.Task[Any], within_s: float | None = None) -> bool:
-    """Cancels it, if it is not over. False: it did not end within ENDING_S_MAX, or this time, and was given up."""
-    call.add_done_callback(_seen)
+async def cancel_call(call: asyncio.Task[Any], within_s: float | None = None) -> bool:
+    """Cancels a call that still runs. Returns False if it did not end within ENDING_S_MAX, or `within_s`, and was
+    abandoned."""
+    call.add_done_callback(_consume_exception)
     call.cancel()
     await asyncio.wait({call}, timeout=ENDING_S_MAX if within_s is None else within_s)
     if call.done():
         return True
-    call.cancel()  # once more, if it ever listens
-    asyncio._unregister_task(call)  # asyncio.run would wait for it for ever
+    call.cancel()  # in case it handles a later one
+    asyncio._unregister_task(call)  # asyncio.run would wait for it forever
     call._log_destroy_pending = False  # type: ignore[attr-defined]  # that it was left behind is for the caller to tell
     return False
 
 
-def _seen(call: asyncio.Task[Any]) -> None:
-    """What it raised is nobody's any more, and asyncio need not tell it."""
+def _consume_exception(call: asyncio.Task[Any]) -> None:
+    """Retrieves the exception of an abandoned call, so that asyncio does not log it."""
     if not call.cancelled():
         call.exception()

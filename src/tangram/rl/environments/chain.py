@@ -1,8 +1,8 @@
 """chain: a long answer to a short question.
 
-One turn, a few words to read and two dozen to write: writing is what it costs. `chain step +3 start 5` asks for the
-values 8 1 4 7 ..., each 3 more than the one before, the tens left out. The reward is the share of the values that are
-right, counted to the first that is wrong or missing.
+One turn with a few words to read and two dozen to write, so decode dominates. `chain step +3 start 5` demands the
+values 8 1 4 7 ..., each 3 more than the one before, modulo 10. The reward is the share of correct values before the
+first wrong or missing one.
 """
 
 from __future__ import annotations
@@ -12,42 +12,42 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from tangram.errors import InvalidConfig
-from tangram.rl.environments.protocol import Environment, MakeAgent, Outside, Step
+from tangram.rl.environments.protocol import Environment, ExternalResources, MakeAgent, Step
 
 LENGTH = 24
 LENGTH_MAX = 1024
-"""Of an answer, in values: some thousand tokens are all that a small policy can hold."""
+"""Of an answer, in values: some thousand tokens are the limit of a small policy."""
 DIGITS = tuple("0123456789")
 STEPS = tuple(f"+{number}" for number in range(1, 10))
-"""Words of their own: a policy that reads a step cannot take it for a value."""
+"""Separate words: a policy that reads a step cannot confuse it with a value."""
 
 
 class Chain:
-    """One question. The teacher gets 0.19 of it; a policy that was taught is ready to learn the rest at 0.12."""
+    """One question. The teacher gets a reward of 0.19; a cloned policy can learn the rest from 0.12 on."""
 
     acts_outside: ClassVar[bool] = False
     words: ClassVar[tuple[str, ...]] = ("chain", "step", "start", "over", *STEPS, *DIGITS)
     turns_max: ClassVar[int] = 1
     tokens_max: int = LENGTH + 1
-    """The values, and the end."""
+    """The values, and the stop token."""
     agents: ClassVar[Mapping[str, MakeAgent]] = {
-        "random": lambda chance: Blind(chance),
-        "teacher": lambda chance: Teacher(chance),
-        "expert": lambda chance: Expert(chance),
+        "random": lambda rng: ChainRandomAgent(rng),
+        "teacher": lambda rng: ChainTeacher(rng),
+        "expert": lambda rng: ChainExpert(rng),
     }
 
-    def __init__(self, outside: Outside, *, length: int = LENGTH) -> None:
+    def __init__(self, outside: ExternalResources, *, length: int = LENGTH) -> None:
         """Raises InvalidConfig."""
         if type(length) is not int or not 1 <= length <= LENGTH_MAX:
             raise InvalidConfig("length", length, f"a whole number from 1 to {LENGTH_MAX}")
         self.length = length
         self.tokens_max = length + 1
         self._values: list[str] | None = None
-        """The right answer, while one is awaited."""
+        """The correct answer while one is due."""
 
     async def reset(self, seed: int) -> str:
-        chance = random.Random(f"chain {seed}")
-        observation = f"chain step {chance.choice(STEPS)} start {chance.choice(DIGITS)}"
+        rng = random.Random(f"chain {seed}")
+        observation = f"chain step {rng.choice(STEPS)} start {rng.choice(DIGITS)}"
         self._values = values_of(observation, self.length)
         return observation
 
@@ -55,7 +55,7 @@ class Chain:
         if self._values is None:
             raise ValueError("chain: expected a reset before this step, for the episode is over or never began")
         right, self._values = self._values, None
-        # One more than are wanted, so that an answer that is too long costs no more to read.
+        # One more than required, so that an answer that is too long is not parsed to its end.
         written = action.split(maxsplit=len(right))[: len(right)]
         correct = 0
         for value, wanted in zip(written, right, strict=False):
@@ -69,11 +69,11 @@ class Chain:
         self._values = None
 
 
-class _Writer:
-    """An agent that knows how long an answer is wanted."""
+class _ChainAgent:
+    """An agent that sees the required length."""
 
-    def __init__(self, chance: random.Random) -> None:
-        self._chance = chance
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
         self._length = LENGTH
 
     def see(self, environment: Environment) -> None:
@@ -81,34 +81,34 @@ class _Writer:
         self._length = environment.length
 
 
-class Blind(_Writer):
-    """Any values."""
+class ChainRandomAgent(_ChainAgent):
+    """Random values."""
 
     def act(self, observation: str) -> str:
-        return " ".join(self._chance.choices(DIGITS, k=self._length))
+        return " ".join(self._rng.choices(DIGITS, k=self._length))
 
 
-class Teacher(_Writer):
-    """Right values, of which it writes only the first few: it knows how to count, and not how far."""
+class ChainTeacher(_ChainAgent):
+    """Correct values, but only the first few: it can count, but not to the end."""
 
     def act(self, observation: str) -> str:
-        return " ".join(values_of(observation, self._chance.randint(1, taught_max(self._length))))
+        return " ".join(values_of(observation, self._rng.randint(1, teacher_values_max(self._length))))
 
 
-class Expert(_Writer):
-    """All values, and they are right."""
+class ChainExpert(_ChainAgent):
+    """All values, correct."""
 
     def act(self, observation: str) -> str:
         return " ".join(values_of(observation, self._length))
 
 
-def taught_max(length: int) -> int:
-    """Values after which the teacher stops at the latest: a third."""
+def teacher_values_max(length: int) -> int:
+    """Number of values after which the teacher stops: at most a third."""
     return max(1, length // 3)
 
 
 def values_of(question: str, count: int) -> list[str]:
-    """The right answer."""
+    """Returns the correct answer."""
     words = question.split()
     by, start = int(words[words.index("step") + 1]), int(words[words.index("start") + 1])
     return [str((start + by * (number + 1)) % 10) for number in range(count)]

@@ -1,28 +1,26 @@
-"""codefix: a file of four functions, one of which has the wrong operator; edit it in a sandbox until its tests pass.
+"""codefix: a file of four functions, one of which has a wrong operator; edit it in a sandbox until its tests pass.
 
-The name of a function says what is right. The policy reads the file and the failing case of the last test run, and
-writes one edit a turn:
+The name of a function implies the correct operator. The policy reads the file and the failing case of the last test
+run, and writes one edit a turn:
 
     L1 add + L2 max < L3 div // L4 mul * fail L2 max 4 3 want 4 got 3
     EDIT L2 >
 
-Each edit is written into the file in a real sandbox, and its tests are run there, as one action of the trajectory. The
-episode is over when they pass, or with the last turn. What the environment pays itself is whether these few tests
-pass; the reward that is meant is `verdict`: the whole suite as one elastic action, on one core or two as the scheduler
-sees fit, which a reward of the kind `command` calls.
+Each edit is written to the file in a real sandbox, where its tests run as one action of the trajectory. The episode
+ends when they pass, or with the last turn. The environment itself rewards these few tests; the intended reward is
+`verdict`: the whole suite as one elastic action, on one or two cores as the scheduler decides, called by a reward of
+kind `command`.
 
-An operator that is none of the known ones is written into the file as it is: that is code that nobody has read. So
-nothing that runs in a sandbox is believed. The program that runs the tests comes with its command and is no file that
-could be patched; it says what the functions returned and not whether that is right, and what is right is known outside
-alone. Whoever writes to its output, kills it or imitates it can only name results, and has to know the right ones for
-that. The verdict is given in another sandbox, where no such code of the agent has run before, and after the old one was
-given back: whoever waits for memory holds none.
+An unknown operator is written to the file as it is, and makes it untrusted code. So no output of a sandbox is trusted:
+the test program comes with its command, and is no file that could be patched; it reports what the functions returned,
+not whether that is correct, and the expected values exist only outside. Code that writes to its output, kills it or
+imitates it can only report results, and would have to know the correct ones. The verdict uses another sandbox, in which
+no code of the agent ran, after the first one is released: nothing that waits for memory holds any.
 
-A file of known operators alone, one or several in a place, is all our own text, whoever chose them. Its tests are run
-by a program that stands ready in the sandbox, and a sandbox in which no other code ran is as good as new: within
-`prepare` it is kept for the next episode or verdict (environments/warm_test_sandboxes.py). A file that does not compile
-runs nothing either. One unread line that does, and from then on each run is a process of its own, and the sandbox is
-closed when it is given back.
+A file with known operators only is trusted. Its tests run in a program that waits in the sandbox, and a sandbox that
+ran only such code is as good as new: within `prepare` it is kept for the next episode or verdict
+(environments/warm_test_sandboxes.py). A file that does not compile runs nothing. After the first untrusted line that
+compiles, each run is a process of its own, and the sandbox is closed on release.
 """
 
 from __future__ import annotations
@@ -41,51 +39,52 @@ from tangram.client.sandbox import Sandbox
 from tangram.core.action import Status
 from tangram.errors import ActionLost, InvalidConfig, ManagerError
 from tangram.rl.config.rollout_settings import RewardSettings
-from tangram.rl.environments.protocol import MakeAgent, Outside, Step
-from tangram.rl.environments.warm_test_sandboxes import Bench, benches_of, kept
+from tangram.rl.environments.protocol import ExternalResources, MakeAgent, Step
+from tangram.rl.environments.warm_test_sandboxes import WarmSandbox, keep_warm, warm_sandboxes_of
 from tangram.rl.rollout.rewards import Verdict
 
 LINES = ("L1", "L2", "L3", "L4")
-"""Of the file, one function each. Words of their own: a policy has less to tell apart than if they were numbers."""
+"""Labels of the lines, one function each. Separate words: a small policy distinguishes them more easily than
+numbers."""
 OPERATORS: Mapping[str, str] = {
     "+": "a + b", "-": "a - b", "*": "a * b", "//": "a // b", ">": "a if a > b else b", "<": "a if a < b else b",
 }  # fmt: skip
-"""As they stand in the file."""
-RIGHT: Mapping[str, tuple[str, Callable[[int, int], int]]] = {
+"""Python expression of each operator."""
+CORRECT: Mapping[str, tuple[str, Callable[[int, int], int]]] = {
     "add": ("+", operator.add), "sub": ("-", operator.sub), "mul": ("*", operator.mul),
     "div": ("//", operator.floordiv), "max": (">", max), "min": ("<", min),
 }  # fmt: skip
-"""By name: the operator, and what it has to compute."""
+"""By function name: the correct operator, and what it computes."""
 
 ARGUMENTS = range(1, 5)
-"""Of the cases. None is 0, by which one cannot divide; and results are few enough to be words."""
+"""Arguments of the cases. No 0, because of division; and the results are few enough to be words."""
 RESULTS = range(-3, 17)
-"""What the operators make of them."""
-SHOWN = ((4, 3), (3, 4), (2, 2))
-"""The cases of a test run; of any two operators at least one tells them apart."""
-SUITE = tuple((a, b) for a in ARGUMENTS for b in ARGUMENTS)
-"""The cases of the verdict."""
+"""All values that the operators return for them."""
+VISIBLE_CASES = ((4, 3), (3, 4), (2, 2))
+"""Cases of a test run; for any two operators at least one case differs."""
+SUITE_CASES = tuple((a, b) for a in ARGUMENTS for b in ARGUMENTS)
+"""Cases of the verdict."""
 
 FILE = "solution.py"
 PYTHON = "/usr/bin/python3"
-"""The machine's own, which every sandbox sees."""
+"""That of the machine, which every sandbox can see."""
 CANNOT_RUN = (126, 127)
-"""Exit codes of a program that is not there or cannot be executed."""
+"""Exit codes for a missing program, or one that cannot be executed."""
 MEMORY, DISK, PROCESSES = "64MiB", "1MiB", 32
-"""Of a sandbox: a few bare interpreters of 10 MiB each."""
+"""Limits of a sandbox: a few bare interpreters of 10 MiB each."""
 TESTS_S_MAX = 10.0
-"""Of a test run, which takes a few hundredths of a second: what takes longer hangs."""
+"""Time limit of a test run, which takes a few hundredths of a second."""
 SUITE_CPUS = (0.25, 2)
-"""Cores of the verdict, which is told one or two. The least is little: among many small test runs a whole core is
-hardly ever free, and it is worth no waiting for what takes some milliseconds."""
-VERDICT_FIRST = 1
-"""Priority: whoever is done before whoever begins, for a group waits for its last verdict."""
+"""Cores of the verdict, which sees one or two. The minimum is small: among many small test runs a whole core is rarely
+free, and waiting for it is not worth some milliseconds."""
+VERDICT_PRIORITY = 1
+"""Ending trajectories go before starting ones, because a group waits for its last verdict."""
 OUTPUT_BYTES_MAX = 64 << 10
-"""Of a test run, which writes a few bytes for each case: more is not its own."""
+"""Output limit of a test run, which writes a few bytes per case."""
 NUMBER_CHARACTERS_MAX = 4
 """Of a case or its result."""
 EDIT_CHARACTERS_MAX = 200
-"""Of what may stand in the place of an operator."""
+"""Longest text that an edit may write."""
 
 RUNNER = f"""\
 import os, sys
@@ -117,8 +116,8 @@ for part in range(width):
 for child in children:
     os.waitpid(child, 0)
 """
-"""Runs the cases that it reads, in as many processes as it is told, and writes the number and the result of each. What
-raises, or is no small whole number, is left out. It imports next to nothing: that is what it would mostly wait for."""
+"""Runs the cases from stdin in as many processes as requested, and writes the number and the result of each. Cases that
+raise, or return no small integer, are left out. It imports almost nothing, because imports would dominate its time."""
 
 Case = tuple[str, int, int]
 
@@ -128,21 +127,23 @@ class CodeFix:
 
     acts_outside: ClassVar[bool] = True
     words: ClassVar[tuple[str, ...]] = (
-        "EDIT", *LINES, *OPERATORS, *RIGHT, *(str(number) for number in RESULTS),
+        "EDIT", *LINES, *OPERATORS, *CORRECT, *(str(number) for number in RESULTS),
         "fail", "want", "got", "pass", "hangs", "unknown", "?",
     )  # fmt: skip
     turns_max: int = 3
     tokens_max: ClassVar[int] = 4
-    """EDIT, the line, the operator, and the end."""
+    """EDIT, the line, the operator, and the stop token."""
     agents: ClassVar[Mapping[str, MakeAgent]] = {
-        "random": lambda chance: Guessing(chance),
-        "teacher": lambda chance: Pointing(chance),
-        "expert": lambda chance: Knowing(),
+        "random": lambda rng: CodeFixRandomAgent(rng),
+        "teacher": lambda rng: CodeFixTeacher(rng),
+        "expert": lambda rng: CodeFixExpert(),
     }
     usual_reward: ClassVar[RewardSettings] = RewardSettings(kind="command")
 
-    def __init__(self, outside: Outside, *, turns: int = turns_max, python: str = PYTHON, memory: str = MEMORY) -> None:
-        """`python`: in the sandbox. Raises InvalidConfig, and ValueError without a client."""
+    def __init__(
+        self, outside: ExternalResources, *, turns: int = turns_max, python: str = PYTHON, memory: str = MEMORY
+    ) -> None:
+        """`python`: path in the sandbox. Raises InvalidConfig, and ValueError without a client."""
         if type(turns) is not int or turns < 1:
             raise InvalidConfig("turns", turns, "a whole number, at least 1")
         self.turns_max = turns
@@ -150,84 +151,83 @@ class CodeFix:
         self._outside = outside
         self._python = python
         self._memory = memory
-        self._bench: Bench | None = None
+        self._warm_sandbox: WarmSandbox | None = None
         self._names: tuple[str, ...] = ()
         self._operators: list[str] = []
-        """Of each line, as the last edit left it."""
+        """Current operator of each line."""
         self._turn = 0
-        self._over = True
+        self._done = True
 
     # ---- the episode ----
 
     async def reset(self, seed: int) -> str:
-        chance = random.Random(f"codefix {seed}")
-        self._names = tuple(chance.sample(sorted(RIGHT), len(LINES)))
-        self._operators = [RIGHT[name][0] for name in self._names]
-        wrong = chance.randrange(len(LINES))
-        self._operators[wrong] = chance.choice([each for each in OPERATORS if each != self._operators[wrong]])
+        rng = random.Random(f"codefix {seed}")
+        self._names = tuple(rng.sample(sorted(CORRECT), len(LINES)))
+        self._operators = [CORRECT[name][0] for name in self._names]
+        wrong = rng.randrange(len(LINES))
+        self._operators[wrong] = rng.choice([each for each in OPERATORS if each != self._operators[wrong]])
         self._turn = 0
-        self._bench = await self._take_bench()
-        said, passed = await self._test()
-        if passed or f"fail {LINES[wrong]} " not in said or said.endswith("?"):
-            raise ManagerError(f"codefix: expected one failing test in a new file, got {said!r}")
-        self._over = False
-        return said
+        self._warm_sandbox = await self._take_warm_sandbox()
+        text, passed = await self._run_visible_tests()
+        if passed or f"fail {LINES[wrong]} " not in text or text.endswith("?"):
+            raise ManagerError(f"codefix: expected one failing test in a new file, got {text!r}")
+        self._done = False
+        return text
 
     async def step(self, action: str) -> Step:
-        if self._over:
+        if self._done:
             raise ValueError("codefix: expected a reset before this step, for the episode is over or never began")
         self._turn += 1
         edit = _edit_of(action)
         if edit is not None:
             line, text = edit
             self._operators[line] = text
-            said, passed = await self._test()
+            text, passed = await self._run_visible_tests()
         else:
-            said, passed = f"unknown {self._shown()}", False
-        self._over = passed or self._turn == self.turns_max
+            text, passed = f"unknown {self._render_lines()}", False
+        self._done = passed or self._turn == self.turns_max
         return Step(
-            observation=said, reward=float(passed), done=self._over,
-            metrics={"edits": float(self._turn)} if self._over else {},
+            observation=text, reward=float(passed), done=self._done,
+            metrics={"edits": float(self._turn)} if self._done else {},
         )  # fmt: skip
 
     async def close(self) -> None:
-        self._over = True
-        bench, self._bench = self._bench, None
-        if bench is not None:
-            await benches_of(self._client).give_back(bench)
+        self._done = True
+        sandbox, self._warm_sandbox = self._warm_sandbox, None
+        if sandbox is not None:
+            await warm_sandboxes_of(self._client).release(sandbox)
 
     # ---- what all episodes share ----
 
     @classmethod
     @asynccontextmanager
     async def prepare(cls, client: Client | None) -> AsyncIterator[None]:
-        """Around all episodes of a client: sandboxes are kept from one to the next. Raises ValueError without a
-        client."""
-        async with kept(Outside(client=client).require_client("codefix")):
+        """Wraps all episodes of a client, and keeps sandboxes between them. Raises ValueError without a client."""
+        async with keep_warm(ExternalResources(client=client).require_client("codefix")):
             yield
 
     # ---- the file and its tests ----
 
     def source(self) -> str:
-        """The file, as the edits left it. What code does to the file behind their back is undone by the next one."""
+        """The file after the last edit. Other changes by code in the sandbox are overwritten by the next edit."""
         lines = zip(self._names, self._operators, strict=True)
         return "".join(f"def {name}(a, b): return {OPERATORS.get(text, f'a {text} b')}\n" for name, text in lines)
 
     async def verdict(self, timeout_s: float) -> Verdict:
-        """The whole suite. Its exit code is 0 if all of it passes. To be asked for once the episode is over: the
-        sandbox that it was played in is given back."""
+        """Runs the whole suite. The exit code is 0 if all of it passes. Call it after the end of the episode: it
+        releases the episode's sandbox."""
         await self.close()
-        cases = [(name, *arguments) for name in self._names for arguments in SUITE]
-        bench = await self._take_bench()
+        cases = [(name, *arguments) for name in self._names for arguments in SUITE_CASES]
+        sandbox = await self._take_warm_sandbox()
         try:
-            result = await self._run(
-                bench, cases, key="codefix-suite", cpus=SUITE_CPUS, timeout_s=min(timeout_s, TESTS_S_MAX),
-                priority=VERDICT_FIRST,
+            result = await self._run_cases(
+                sandbox, cases, key="codefix-suite", cpus=SUITE_CPUS, timeout_s=min(timeout_s, TESTS_S_MAX),
+                priority=VERDICT_PRIORITY,
             )  # fmt: skip
         finally:
-            await benches_of(self._client).give_back(bench)
+            await warm_sandboxes_of(self._client).release(sandbox)
         results = _results_of(result.executed.stdout)
-        passed = sum(results.get(number) == {right(case)} for number, case in enumerate(cases))
+        passed = sum(results.get(number) == {expected_result(case)} for number, case in enumerate(cases))
         all_passed = result.status is Status.SUCCEEDED and passed == len(cases)
         return Verdict(
             status=result.status, reason=result.reason, exit_code=0 if all_passed else 1,
@@ -235,80 +235,83 @@ class CodeFix:
             metrics={"tests_passed": passed / len(cases), "tests_cpus": float(result.cpus)},
         )  # fmt: skip
 
-    async def _test(self) -> tuple[str, bool]:
-        """What the policy reads next, and whether all tests passed. Raises ActionLost if they could not be run."""
-        assert self._bench is not None
-        cases = [(name, *arguments) for name in self._names for arguments in SHOWN]
-        result = await self._run(self._bench, cases, key="codefix-tests", cpus=None, timeout_s=TESTS_S_MAX)
+    async def _run_visible_tests(self) -> tuple[str, bool]:
+        """Returns the next observation, and whether all tests passed. Raises ActionLost if they could not be run."""
+        assert self._warm_sandbox is not None
+        cases = [(name, *arguments) for name in self._names for arguments in VISIBLE_CASES]
+        result = await self._run_cases(self._warm_sandbox, cases, key="codefix-tests", cpus=None, timeout_s=TESTS_S_MAX)
         if result.status not in (Status.SUCCEEDED, Status.TIMED_OUT):
             raise ActionLost(f"the tests of codefix could not be run: {result.status.value}: {result.reason}", result)
         hangs = result.status is Status.TIMED_OUT
         results = _results_of(result.executed.stdout)
-        failing = [case for number, case in enumerate(cases) if results.get(number) != {right(case)}]
+        failing = [case for number, case in enumerate(cases) if results.get(number) != {expected_result(case)}]
         if not failing and not hangs:
             return "pass", True
         case = (failing or cases)[0]
-        return f"{self._shown()} {self._failure(case, results.get(cases.index(case), set()), hangs)}", False
+        return (
+            f"{self._render_lines()} {self._render_failure(case, results.get(cases.index(case), set()), hangs)}",
+            False,
+        )
 
-    async def _run(
-        self, bench: Bench, cases: list[Case], *, key: str, cpus: tuple[float, float] | None, timeout_s: float,
+    async def _run_cases(
+        self, sandbox: WarmSandbox, cases: list[Case], *, key: str, cpus: tuple[float, float] | None, timeout_s: float,
         priority: int = 0,
     ) -> Result:  # fmt: skip
-        """Raises ManagerError if the program cannot be run at all, which no code of the agent can bring about."""
+        """Raises ManagerError if the test program cannot run at all, which no code of the agent can cause."""
         lines = [f"{name} {a} {b}" for name, a, b in cases]
-        # Of our operators alone, however they stand together: numbers in, a number out, and nothing else.
+        # Trusted: with known operators only, in any combination, a function maps numbers to a number.
         known = all(word in OPERATORS for text in self._operators for word in text.split())
-        if bench.clean:
-            told = await bench.run(
+        if sandbox.is_clean:
+            result = await sandbox.run(
                 FILE, self.source(), lines, key=key, cpus=cpus, timeout_s=timeout_s, priority=priority,
-                capture=OUTPUT_BYTES_MAX, known=known,
+                capture=OUTPUT_BYTES_MAX, trusted=known,
             )  # fmt: skip
-            if told is not None:
-                return told
-            bench.clean = known
-        await bench.box.write(FILE, self.source())
-        result = await bench.box.exec(
+            if result is not None:
+                return result
+            sandbox.is_clean = known
+        await sandbox.sandbox.write(FILE, self.source())
+        result = await sandbox.sandbox.exec(
             (self._python, "-I", "-S", "-c", RUNNER, "{cpus}" if cpus else "1"),
             cpus=cpus, key=key, timeout_s=timeout_s, priority=priority, capture=OUTPUT_BYTES_MAX, idempotent=True,
             stdin="".join(f"{line}\n" for line in lines),
         )  # fmt: skip
         if result.exit_code in CANNOT_RUN:
-            said = f"{self._python} cannot be run in the sandbox; the option `python` names another one"
-            raise ManagerError(f"codefix: {said}: {result.stderr.strip()[-200:]}", retry=False)
+            text = f"{self._python} cannot be run in the sandbox; the option `python` names another one"
+            raise ManagerError(f"codefix: {text}: {result.stderr.strip()[-200:]}", retry=False)
         return result
 
-    async def _take_bench(self) -> Bench:
-        """One in which nothing ran that nobody has read."""
+    async def _take_warm_sandbox(self) -> WarmSandbox:
+        """Returns a sandbox in which no untrusted code ran."""
         outside = self._outside
         key = (outside.run, self._memory, self._python)
-        return await benches_of(self._client).take(key, self._sandbox, self._python, outside.trajectory)
+        return await warm_sandboxes_of(self._client).acquire(key, self._make_sandbox, self._python, outside.trajectory)
 
-    def _sandbox(self) -> Sandbox:
+    def _make_sandbox(self) -> Sandbox:
         return self._client.sandbox(
             memory=self._memory, disk=DISK, processes=PROCESSES,
             run=self._outside.run, trajectory=self._outside.trajectory, task="codefix",
         )  # fmt: skip
 
-    def _shown(self) -> str:
+    def _render_lines(self) -> str:
         lines = zip(LINES, self._names, self._operators, strict=True)
         return " ".join(f"{line} {name} {text if text in OPERATORS else '?'}" for line, name, text in lines)
 
-    def _failure(self, case: Case, results: set[int], hangs: bool) -> str:
+    def _render_failure(self, case: Case, results: set[int], hangs: bool) -> str:
         name, a, b = case
-        said = "hangs" if hangs else "?"
+        text = "hangs" if hangs else "?"
         if len(results) == 1 and not hangs:
             [result] = results
-            said = str(result) if result in RESULTS else "?"
-        return f"fail {LINES[self._names.index(name)]} {name} {a} {b} want {right(case)} got {said}"
+            text = str(result) if result in RESULTS else "?"
+        return f"fail {LINES[self._names.index(name)]} {name} {a} {b} want {expected_result(case)} got {text}"
 
 
-def right(case: Case) -> int:
+def expected_result(case: Case) -> int:
     name, a, b = case
-    return RIGHT[name][1](a, b)
+    return CORRECT[name][1](a, b)
 
 
 def _edit_of(action: str) -> tuple[int, str] | None:
-    """The line, counted from 0, and what is to stand there. None if it is no edit."""
+    """Returns the line, counted from 0, and its new text; None if the action is no edit."""
     words = action.split()
     if len(words) < 3 or words[0] != "EDIT" or words[1] not in LINES:
         return None
@@ -319,8 +322,8 @@ def _edit_of(action: str) -> tuple[int, str] | None:
 
 
 def _results_of(output: bytes) -> dict[int, set[int]]:
-    """By the number of the case: all that was written for it, of which a right one is alone. Lines that are no two
-    small numbers are not of our program, and left out."""
+    """Returns all results written for each case number; a correct case has exactly one. Lines that are not two small
+    integers do not come from the test program, and are ignored."""
     results: dict[int, set[int]] = {}
     for line in output.splitlines():
         words = line.split()
@@ -337,42 +340,42 @@ def _results_of(output: bytes) -> dict[int, set[int]]:
 # ---- agents -----------------------------------------------------------------------------------------------------
 
 
-class Guessing:
-    """Any line, any operator."""
+class CodeFixRandomAgent:
+    """A random operator in a random line."""
 
-    def __init__(self, chance: random.Random) -> None:
-        self._chance = chance
-
-    def act(self, observation: str) -> str:
-        return f"EDIT {self._chance.choice(LINES)} {self._chance.choice(tuple(OPERATORS))}"
-
-
-class Pointing:
-    """The right line, any operator: it knows the format and what is wrong, and not what would be right."""
-
-    def __init__(self, chance: random.Random) -> None:
-        self._chance = chance
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
 
     def act(self, observation: str) -> str:
-        line, _ = _wrong(observation)
-        return f"EDIT {line} {self._chance.choice(tuple(OPERATORS))}"
+        return f"EDIT {self._rng.choice(LINES)} {self._rng.choice(tuple(OPERATORS))}"
 
 
-class Knowing:
+class CodeFixTeacher:
+    """The wrong line with a random operator: knows the format and the fault, but not the fix."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
     def act(self, observation: str) -> str:
-        line, name = _wrong(observation)
-        return f"EDIT {line} {RIGHT[name][0]}"
+        line, _ = _wrong_line(observation)
+        return f"EDIT {line} {self._rng.choice(tuple(OPERATORS))}"
 
 
-class _Line(msgspec.Struct, frozen=True):
+class CodeFixExpert:
+    def act(self, observation: str) -> str:
+        line, name = _wrong_line(observation)
+        return f"EDIT {line} {CORRECT[name][0]}"
+
+
+class _CodeLine(msgspec.Struct, frozen=True):
     number: str
     name: str
     text: str
 
 
-def _wrong(observation: str) -> tuple[str, str]:
-    """The number and the name of the line whose operator does not fit its name; the first, if all fit."""
+def _wrong_line(observation: str) -> tuple[str, str]:
+    """Returns label and name of the line whose operator does not match its name; the first line if all match."""
     words = observation.removeprefix("unknown ").split()
-    lines = [_Line(*words[at : at + 3]) for at in range(0, 3 * len(LINES), 3)]
-    found = next((line for line in lines if RIGHT[line.name][0] != line.text), lines[0])
-    return found.number, found.name
+    lines = [_CodeLine(*words[at : at + 3]) for at in range(0, 3 * len(LINES), 3)]
+    wrong = next((line for line in lines if CORRECT[line.name][0] != line.text), lines[0])
+    return wrong.number, wrong.name

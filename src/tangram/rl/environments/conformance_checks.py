@@ -1,7 +1,7 @@
-"""What environments promise, and how each promise is judged.
+"""The promises of environments, and how each of them is checked.
 
-Owns the judging. Never decides what is done about it: `conformance` gathers what was found. Promises that every
-environment that it opens is closed, and that every call of one has a time limit.
+Owns the checks; `conformance` collects the findings. Promises that every environment that it opens is closed, and that
+every call of one has a time limit.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import msgspec
 
 from tangram.errors import ManagerError
 from tangram.rl.environments import agents
-from tangram.rl.environments.agents import Episode, RandomAgent, ScriptedAgent, shown
-from tangram.rl.environments.calls import begun, ended
-from tangram.rl.environments.protocol import Agent, Environment, Outside, Step, Task, metrics_of
+from tangram.rl.environments.agents import AgentEpisode, RandomAgent, ScriptedAgent, short_repr
+from tangram.rl.environments.calls import cancel_call, start_call
+from tangram.rl.environments.protocol import Agent, Environment, ExternalResources, Step, Task, metrics_of
 from tangram.rl.environments.registry import missing_of, path_of
-from tangram.rl.environments.shared_setup import prepared
+from tangram.rl.environments.shared_setup import prepare_tasks
 
-REPEATED = 5
-"""Episodes that are played again, or two at once."""
+REPEATED_EPISODES = 5
+"""Episodes that are replayed, or interleaved."""
 EXPERT_MIN, RANDOM_MAX, TEACHER_MAX = 0.95, 0.25, 0.5
-"""Shares of the most that an episode pays. A task that chance solves teaches nothing; a teacher that solves it leaves
-nothing to learn; an expert that does not solve it proves that nobody can."""
+"""Shares of the highest reward. A task that random actions solve teaches nothing; a teacher that solves it leaves
+nothing to learn; an expert that does not solve it suggests that it cannot be solved."""
 TICKS = (1, 2, 4)
 """Rounds of the event loop after which a call is cancelled."""
-LEFT_S = 5.0
-"""For what was cancelled to come to its end."""
+TASK_END_S = 5.0
+"""Time for cancelled tasks to end."""
 ERROR_MAX = 400
-"""Characters of an error in a finding."""
-UNCLEAR = (AttributeError, TypeError, LookupError)
-"""What Python raises by itself when a state is missing that nobody checked for."""
+"""Longest error text in a finding."""
+INTERNAL_ERRORS = (AttributeError, TypeError, LookupError)
+"""Typical exceptions of Python for missing state that the code does not check."""
 
 GARBAGE: Mapping[str, str] = {
     "nothing": "",
@@ -50,193 +50,207 @@ GARBAGE: Mapping[str, str] = {
 }
 
 
-CLOSES = "let close give back what there is, and nothing if there is nothing"
-"""What to do about one that raises or hangs."""
+CLOSE_ADVICE = "let close give back what there is, and nothing if there is nothing"
+"""Advice for a close that raises or hangs."""
 
 
-class Broken(Exception):
-    """A promise is not kept: what was expected, what came, what to do."""
+class CheckFailed(Exception):
+    """A promise is broken: what was expected, what happened, what to do."""
 
     def __init__(self, expected: str, came: object, advice: str) -> None:
         super().__init__(expected, str(came), advice)
 
 
-class Skipped(Exception):
-    """A promise cannot be judged, and why."""
+class CheckSkipped(Exception):
+    """A promise cannot be checked, with the reason."""
 
 
-class _NoClient:
-    """Stands for a client whose every use fails, as when a service is lost."""
+class _LostClient:
+    """A client whose every use fails, as when a service is lost."""
 
     def __getattr__(self, name: str) -> Any:
         raise ManagerError("the service is lost (the conformance check plays that)")
 
 
-class Checking:
-    """What is known of a task so far, and how more is found out. A method for each promise, which raises Broken."""
+class ConformanceChecker:
+    """Collects episodes of a task, and checks it. One method per promise, which raises CheckFailed."""
 
     def __init__(
-        self, task: Task, outside: Outside, episodes: int, seed: int, options: Mapping[str, Any], timeout_s: float
+        self,
+        task: Task,
+        outside: ExternalResources,
+        episodes: int,
+        seed: int,
+        options: Mapping[str, Any],
+        timeout_s: float,
     ) -> None:
         self._task = task
         self._outside = outside
         self._seeds = range(seed, seed + episodes)
         self._options = options
         self._timeout_s = timeout_s
-        self._opened = 0
+        self._environments_made = 0
         self.stack = AsyncExitStack()
-        """What is held to the end of the check; whoever makes this closes it."""
-        self._played: dict[str, list[Episode]] = {}
+        """Open until the end of the check; the caller closes it."""
+        self._episodes_by_agent: dict[str, list[AgentEpisode]] = {}
         """By agent."""
-        self._answers: list[tuple[str, Step]] = []
-        """To garbage, with what it was."""
+        self._garbage_steps: list[tuple[str, Step]] = []
+        """Steps in response to garbage, with a description of it."""
 
     # ---- the task and its episodes ----
 
     async def declared(self) -> None:
         missing = missing_of(self._task)
         if missing:
-            raise Broken("a Task", f"{path_of(self._task)}, which lacks {'; '.join(missing)}", "add what it lacks")
-        low, high = self._range()
+            raise CheckFailed("a Task", f"{path_of(self._task)}, which lacks {'; '.join(missing)}", "add what it lacks")
+        low, high = self._reward_range()
         if not (math.isfinite(low) and math.isfinite(high) and low <= high):
-            raise Broken("reward_range = (least, most)", f"({low}, {high})", "write the range that an episode may pay")
+            raise CheckFailed(
+                "reward_range = (least, most)", f"({low}, {high})", "write the range that an episode may pay"
+            )
 
     async def plays(self) -> None:
-        await self.stack.enter_async_context(prepared([self._task], self._outside.client))
+        await self.stack.enter_async_context(prepare_tasks([self._task], self._outside.client))
         for name in self._task.agents or ("chance",):
-            self._played[name] = []
+            self._episodes_by_agent[name] = []
             for seed in self._seeds:
                 episode = await self._play(self._agent(name, seed), seed, name)
-                self._played[name].append(episode)
+                self._episodes_by_agent[name].append(episode)
 
     async def reset_repeats(self) -> None:
-        for episode in next(iter(self._played.values())):
+        for episode in next(iter(self._episodes_by_agent.values())):
             again = await self._first_observation(episode.seed)
             if episode.observation != again:
-                came = f"seed {episode.seed}: {shown(episode.observation)}, and then {shown(again)}"
+                came = f"seed {episode.seed}: {short_repr(episode.observation)}, and then {short_repr(again)}"
                 advice = "make all chance of random.Random(seed): no time, no global random, no hash() of text"
-                raise Broken("the same observation for the same seed", came, advice)
+                raise CheckFailed("the same observation for the same seed", came, advice)
 
     async def steps_repeat(self) -> None:
-        for episode in self._some():
+        for episode in self._some_episodes():
             again = await self._play(ScriptedAgent(episode.actions), episode.seed)
             if _trace(episode) != _trace(again):
                 advice = "make all chance of the seed and the turn, and keep nothing from one episode to the next"
-                raise Broken("the same answers to the same actions", _difference(episode, again), advice)
+                raise CheckFailed("the same answers to the same actions", _difference(episode, again), advice)
 
     async def seeds_differ(self) -> None:
-        one = next(iter(self._played.values()))
+        one = next(iter(self._episodes_by_agent.values()))
         actions = one[0].actions
         traces = {_trace(one[0])}
         for episode in one[1:]:
             if episode.observation != one[0].observation:
                 return
-            # They begin alike: they may still answer differently.
+            # The first observations are equal; the responses may still differ.
             traces.add(_trace(await self._play(ScriptedAgent(actions), episode.seed)))
         if len(traces) == 1:
-            came = f"{len(self._seeds)} seeds, each of which begins with {shown(one[0].observation)} and goes on alike"
-            raise Broken("seeds that make different episodes", came, "use the seed that reset is given")
+            start = short_repr(one[0].observation)
+            came = f"{len(self._seeds)} seeds, each of which begins with {start} and goes on alike"
+            raise CheckFailed("seeds that make different episodes", came, "use the seed that reset is given")
 
     async def instances_apart(self) -> None:
-        some = self._some()
+        some = self._some_episodes()
         for one, other in zip(some[: len(some) // 2], reversed(some), strict=False):
             if one.seed == other.seed:
                 continue
-            together = await self._interleaved(one, other)
+            together = await self._play_interleaved(one, other)
             for alone, again in zip((one, other), together, strict=True):
                 if _trace(alone) != _trace(again):
                     advice = "keep state in the instance: nothing in the class, the module or the global random"
-                    raise Broken("two episodes at once that go as each does alone", _difference(alone, again), advice)
+                    raise CheckFailed(
+                        "two episodes at once that go as each does alone", _difference(alone, again), advice
+                    )
 
     # ---- what it says ----
 
     async def garbage(self) -> None:
-        good = self._some()[0].actions[0]
+        good = self._some_episodes()[0].actions[0]
         mixed = " ".join(sorted(self._task.words, key=lambda word: word[::-1]))
         for what, text in {**GARBAGE, "all its words": mixed, "one action many times": f"{good} " * 50}.items():
-            async with self._open() as environment:
+            async with self._open_environment() as environment:
                 await self._reset(environment, self._seeds[0])
                 try:
                     step = await self._step(environment, text)
-                    self._answers.append((what, step))
+                    self._garbage_steps.append((what, step))
                     if not step.done:
-                        self._answers.append((f"{what}, and then {shown(good)}", await self._step(environment, good)))
+                        self._garbage_steps.append(
+                            (f"{what}, and then {short_repr(good)}", await self._step(environment, good))
+                        )
                 except TimeoutError:
                     raise
                 except Exception as error:
                     advice = "answer with an observation that says what is wrong, or end the episode"
-                    raise Broken("an answer to any action", f"{told(error)}, for {what}", advice) from error
+                    raise CheckFailed("an answer to any action", f"{error_text(error)}, for {what}", advice) from error
 
     async def words(self) -> None:
         if not self._task.words:
-            raise Skipped("it names no words: it is for a tokenizer of text")
-        said = [(f"agent {episode.agent}", text) for episode in self._all() for text in episode.actions]
-        said += [("an observation", text) for episode in self._all() for text in episode.observations]
-        said += [(f"the observation after {what}", step.observation) for what, step in self._answers]
+            raise CheckSkipped("it names no words: it is for a tokenizer of text")
+        texts = [(f"agent {episode.agent}", text) for episode in self._all_episodes() for text in episode.actions]
+        texts += [("an observation", text) for episode in self._all_episodes() for text in episode.observations]
+        texts += [(f"the observation after {what}", step.observation) for what, step in self._garbage_steps]
         known = set(self._task.words)
-        for who, text in said:
+        for who, text in texts:
             unknown = [word for word in text.split() if word not in known]
             if unknown:
-                advice = "add it to `words`; never repeat what an agent said, for that may be anything"
-                raise Broken("words of its vocabulary", f"{shown(unknown[0])} in {who}: {shown(text)}", advice)
+                advice = "add it to `words`; never repeat text of an agent, which may be anything"
+                raise CheckFailed(
+                    "words of its vocabulary", f"{short_repr(unknown[0])} in {who}: {short_repr(text)}", advice
+                )
 
     async def tokens_fit(self) -> None:
         if not self._task.words:
-            raise Skipped("how many tokens a text has is known for a vocabulary of words only")
-        async with self._open() as environment:
+            raise CheckSkipped("how many tokens a text has is known for a vocabulary of words only")
+        async with self._open_environment() as environment:
             limit = getattr(environment, "tokens_max", self._task.tokens_max)
-        for episode in self._all():
+        for episode in self._all_episodes():
             for text in episode.actions:
                 count = len(text.split()) + 1
                 if count > limit:
-                    came = f"{count} tokens, the end included, of agent {episode.agent}: {shown(text)}"
-                    raise Broken(f"actions of at most tokens_max = {limit}", came, "raise tokens_max, or say less")
+                    came = f"{count} tokens, the end included, of agent {episode.agent}: {short_repr(text)}"
+                    raise CheckFailed(f"actions of at most tokens_max = {limit}", came, "raise tokens_max, or say less")
 
     async def rewards(self) -> None:
-        low, high = self._range()
-        for episode in self._all():
+        low, high = self._reward_range()
+        for episode in self._all_episodes():
             for turn, taken in enumerate(episode.steps):
                 if not math.isfinite(taken.reward):
                     came = f"{taken.reward} in turn {turn} of seed {episode.seed}, agent {episode.agent}"
-                    raise Broken("finite rewards", came, "divide by nothing that may be 0")
-            # Sums of many parts are off by a little.
+                    raise CheckFailed("finite rewards", came, "divide by nothing that may be 0")
+            # Sums of many rewards have rounding errors.
             if not low - 1e-9 <= episode.reward <= high + 1e-9:
                 came = f"{episode.reward:g} for seed {episode.seed}, agent {episode.agent}"
                 advice = "scale what it pays, or declare reward_range = (least, most)"
-                raise Broken(f"a sum from {low:g} to {high:g} for each episode", came, advice)
-        for what, step in self._answers:
+                raise CheckFailed(f"a sum from {low:g} to {high:g} for each episode", came, advice)
+        for what, step in self._garbage_steps:
             if not math.isfinite(step.reward):
-                raise Broken("finite rewards", f"{step.reward} after {what}", "divide by nothing that may be 0")
+                raise CheckFailed("finite rewards", f"{step.reward} after {what}", "divide by nothing that may be 0")
 
     async def metrics(self) -> None:
-        said = [
+        steps = [
             (f"turn {turn} of seed {episode.seed}, agent {episode.agent}", taken)
-            for episode in self._all()
+            for episode in self._all_episodes()
             for turn, taken in enumerate(episode.steps)
         ]
-        for where, step in (*said, *((f"the answer to {what}", step) for what, step in self._answers)):
+        for where, step in (*steps, *((f"the answer to {what}", step) for what, step in self._garbage_steps)):
             try:
                 metrics_of(step.metrics)
             except TypeError as error:
                 advice = "report numbers only, each by a name; a text belongs into the observation"
-                raise Broken("metrics that are numbers", f"{error}, in {where}", advice) from error
+                raise CheckFailed("metrics that are numbers", f"{error}, in {where}", advice) from error
 
     # ---- its ends ----
 
     async def ends(self) -> None:
-        if not any(episode.done for episode in self._all()):
-            longest = max(len(episode.steps) for episode in self._all())
-            came = (
-                f"{sum(1 for _ in self._all())} episodes of up to {longest} turns, none of which said that it is over"
-            )
+        if not any(episode.done for episode in self._all_episodes()):
+            longest = max(len(episode.steps) for episode in self._all_episodes())
+            count = sum(1 for _ in self._all_episodes())
+            came = f"{count} episodes of up to {longest} turns, none of which was done"
             advice = "set done when the goal is reached or lost; let turns_max suffice for it"
-            raise Broken("an end that some agent reaches within turns_max", came, advice)
+            raise CheckFailed("an end that some agent reaches within turns_max", came, advice)
 
     async def after_done(self) -> None:
-        episode = next(episode for episode in self._all() if episode.done)
+        episode = next(episode for episode in self._all_episodes() if episode.done)
         expected = "an error that says that the episode is over, or done again without a reward"
         advice = "remember that it is over, and raise ValueError with a message in step"
-        async with self._open() as environment:
+        async with self._open_environment() as environment:
             await self._reset(environment, episode.seed)
             for action in episode.actions:
                 await self._step(environment, action)
@@ -245,21 +259,21 @@ class Checking:
             except TimeoutError:
                 raise
             except Exception as error:
-                if isinstance(error, UNCLEAR) or not str(error).strip():
-                    raise Broken(expected, told(error), advice) from error
+                if isinstance(error, INTERNAL_ERRORS) or not str(error).strip():
+                    raise CheckFailed(expected, error_text(error), advice) from error
                 return
             if not step.done or step.reward:
-                raise Broken(expected, f"done = {step.done}, reward {step.reward:g}", advice)
+                raise CheckFailed(expected, f"done = {step.done}, reward {step.reward:g}", advice)
 
     async def closes(self) -> None:
-        lost = msgspec.structs.replace(self._outside, client=_NoClient())
+        lost = msgspec.structs.replace(self._outside, client=_LostClient())
         for when, outside, resets in (
             ("before any reset", self._outside, False),
             ("a second time", self._outside, True),
             ("after a reset that failed", lost, True),
         ):
             try:
-                environment = self._made(outside)
+                environment = self._make_environment(outside)
             except Exception:
                 continue  # it looks for its client at once: there is nothing to close
             try:
@@ -273,68 +287,73 @@ class Checking:
             try:
                 await agents.close(environment, self._timeout_s)
             except Exception as error:
-                raise Broken(f"close to work {when}", told(error), CLOSES) from error
+                raise CheckFailed(f"close to work {when}", error_text(error), CLOSE_ADVICE) from error
 
     async def cancels(self) -> None:
-        seed, episode = self._seeds[0], self._some()[0]
+        seed, episode = self._seeds[0], self._some_episodes()[0]
         half_s = 0.5 * episode.seconds / (len(episode.steps) + 2)
-        waits: list[Callable[[], Awaitable[None]]] = [lambda ticks=ticks: _pass(ticks) for ticks in TICKS]  # type: ignore[misc]
+        waits: list[Callable[[], Awaitable[None]]] = [lambda ticks=ticks: _yield_to_loop(ticks) for ticks in TICKS]  # type: ignore[misc]
         waits.append(lambda: asyncio.sleep(half_s))
         for wait in waits:
             before = asyncio.all_tasks()
-            async with self._open() as environment:
-                await self._cancel("reset", begun(environment.reset, seed), wait)
+            async with self._open_environment() as environment:
+                await self._cancel("reset", start_call(environment.reset, seed), wait)
             await _require_none_left(before, "reset")
             before = asyncio.all_tasks()
-            async with self._open() as environment:
+            async with self._open_environment() as environment:
                 await self._reset(environment, seed)
-                await self._cancel("step", begun(environment.step, episode.actions[0]), wait)
+                await self._cancel("step", start_call(environment.step, episode.actions[0]), wait)
             await _require_none_left(before, "step")
 
     # ---- its agents ----
 
     async def random_agent(self) -> None:
-        share = self._share("random")
+        share = self._reward_share("random")
         if share > RANDOM_MAX:
             advice = "make it harder to reach by chance: more turns that must be right, fewer ways that lead there"
-            raise Broken(f"at most {RANDOM_MAX} of the most that it pays", f"{share:.2f}", advice)
+            raise CheckFailed(f"at most {RANDOM_MAX} of the most that it pays", f"{share:.2f}", advice)
 
     async def teacher_agent(self) -> None:
-        share = self._share("teacher")
-        if share > TEACHER_MAX and not self._share("random") <= share <= self._share("expert"):
+        share = self._reward_share("teacher")
+        if share > TEACHER_MAX and not self._reward_share("random") <= share <= self._reward_share("expert"):
             expected = f"at most {TEACHER_MAX}, or between `random` and `expert`"
-            raise Broken(expected, f"{share:.2f}", "let the teacher know the format, and not the goal")
+            raise CheckFailed(expected, f"{share:.2f}", "let the teacher know the format, and not the goal")
 
     async def expert_agent(self) -> None:
-        share = self._share("expert")
+        share = self._reward_share("expert")
         if share < EXPERT_MIN:
             advice = (
                 "let it see the environment (a method `see`) if what it reads is not enough, and see whether every "
                 "seed can be solved; a task that is rewarded from outside says reward_range = (0.0, 0.0)"
             )
-            raise Broken(f"at least {EXPERT_MIN} of the most that it pays", f"{share:.2f}", advice)
+            raise CheckFailed(f"at least {EXPERT_MIN} of the most that it pays", f"{share:.2f}", advice)
 
-    # ---- how it is done ----
+    # ---- helpers of the checks ----
 
-    def _range(self) -> tuple[float, float]:
+    def _reward_range(self) -> tuple[float, float]:
         low, high = getattr(self._task, "reward_range", (0.0, 1.0))
         return float(low), float(high)
 
-    def _share(self, agent: str) -> float:
-        low, high = self._range()
+    def _reward_share(self, agent: str) -> float:
+        low, high = self._reward_range()
         if low == high:
-            raise Skipped("it pays nothing itself: it is rewarded from outside")
-        if agent not in self._played:
-            raise Skipped(f"it has no agent `{agent}`")
-        rewards = [episode.reward for episode in self._played[agent]]
+            raise CheckSkipped("it pays nothing itself: it is rewarded from outside")
+        if agent not in self._episodes_by_agent:
+            raise CheckSkipped(f"it has no agent `{agent}`")
+        rewards = [episode.reward for episode in self._episodes_by_agent[agent]]
         return (sum(rewards) / len(rewards) - low) / (high - low)
 
-    def _all(self) -> Iterable[Episode]:
-        return (episode for episodes in self._played.values() for episode in episodes)
+    def _all_episodes(self) -> Iterable[AgentEpisode]:
+        return (episode for episodes in self._episodes_by_agent.values() for episode in episodes)
 
-    def _some(self) -> list[Episode]:
-        """A few of each agent that were not empty."""
-        some = [episode for episodes in self._played.values() for episode in episodes[:REPEATED] if episode.actions]
+    def _some_episodes(self) -> list[AgentEpisode]:
+        """A few non-empty episodes of each agent."""
+        some = [
+            episode
+            for episodes in self._episodes_by_agent.values()
+            for episode in episodes[:REPEATED_EPISODES]
+            if episode.actions
+        ]
         assert some, "turns_max is at least 1"
         return some
 
@@ -343,21 +362,21 @@ class Checking:
             return agents.agent_of(self._task, name, seed)
         return RandomAgent(self._task.words or ("yes", "no", "1", "2"), random.Random(seed))
 
-    def _made(self, outside: Outside) -> Environment:
-        self._opened += 1
-        own = msgspec.structs.replace(outside, trajectory=f"{outside.trajectory}-check-{self._opened}")
+    def _make_environment(self, outside: ExternalResources) -> Environment:
+        self._environments_made += 1
+        own = msgspec.structs.replace(outside, trajectory=f"{outside.trajectory}-check-{self._environments_made}")
         return self._task(own, **self._options)
 
     @asynccontextmanager
-    async def _open(self) -> AsyncIterator[Environment]:
-        environment = self._made(self._outside)
+    async def _open_environment(self) -> AsyncIterator[Environment]:
+        environment = self._make_environment(self._outside)
         try:
             yield environment
         finally:
             await agents.close(environment, self._timeout_s)
 
     async def _first_observation(self, seed: int) -> str:
-        async with self._open() as environment:
+        async with self._open_environment() as environment:
             return await self._reset(environment, seed)
 
     async def _reset(self, environment: Environment, seed: int) -> str:
@@ -366,26 +385,26 @@ class Checking:
     async def _step(self, environment: Environment, action: str) -> Step:
         return await agents.step(environment, action, self._timeout_s)
 
-    async def _play(self, agent: Agent, seed: int, name: str = "") -> Episode:
-        environment = self._made(self._outside)
+    async def _play(self, agent: Agent, seed: int, name: str = "") -> AgentEpisode:
+        environment = self._make_environment(self._outside)
         limit = agents.turns_of(self._task, environment)
         episode = await agents.play(environment, agent, seed, turns_max=limit, timeout_s=self._timeout_s)
         return msgspec.structs.replace(episode, agent=name)
 
-    async def _interleaved(self, *episodes: Episode) -> list[Episode]:
-        """These episodes again, a turn of each in turn."""
+    async def _play_interleaved(self, *episodes: AgentEpisode) -> list[AgentEpisode]:
+        """Plays these episodes again, interleaved turn by turn."""
         async with AsyncExitStack() as stack:
-            environments = [await stack.enter_async_context(self._open()) for _ in episodes]
+            environments = [await stack.enter_async_context(self._open_environment()) for _ in episodes]
             first = [await self._reset(each, one.seed) for each, one in zip(environments, episodes, strict=True)]
             steps: list[list[Step]] = [[] for _ in episodes]
             for turn in range(max(len(episode.actions) for episode in episodes)):
                 for environment, episode, taken in zip(environments, episodes, steps, strict=True):
-                    # One that is over sooner than it was alone is known to differ already.
+                    # An episode that ends earlier than alone differs in any case.
                     if turn < len(episode.actions) and not (taken and taken[-1].done):
                         taken.append(await self._step(environment, episode.actions[turn]))
         return [
-            msgspec.structs.replace(episode, observation=said, steps=tuple(taken))
-            for episode, said, taken in zip(episodes, first, steps, strict=True)
+            msgspec.structs.replace(episode, observation=observation, steps=tuple(taken))
+            for episode, observation, taken in zip(episodes, first, steps, strict=True)
         ]
 
     async def _cancel(self, what: str, running: asyncio.Task[Any], wait: Callable[[], Awaitable[None]]) -> None:
@@ -397,83 +416,94 @@ class Checking:
         await asyncio.wait({running}, timeout=self._timeout_s)
         advice = "let CancelledError pass; what must be given back is given back in `finally` or in close"
         if not running.done():
-            await ended(running, LEFT_S)
-            raise Broken(f"{what} to end when it is cancelled", f"it goes on after {self._timeout_s:g} s", advice)
+            await cancel_call(running, TASK_END_S)
+            raise CheckFailed(f"{what} to end when it is cancelled", f"it goes on after {self._timeout_s:g} s", advice)
         error = None if running.cancelled() else running.exception()
         if not over and not running.cancelled():
-            came = told(error) if error is not None else "it went on to its end"
-            raise Broken(f"{what} to end with CancelledError when it is cancelled", came, advice)
+            came = error_text(error) if error is not None else "it went on to its end"
+            raise CheckFailed(f"{what} to end with CancelledError when it is cancelled", came, advice)
 
 
-# ---- what is compared, and how it is said -------------------------------------------------------------------------
+# ---- comparing and describing ----
 
 
-def _seen(step: Step) -> tuple[str, str, bool]:
-    """What must repeat of a step. The reward as text, in which even what is no number equals itself."""
+def _comparable(step: Step) -> tuple[str, str, bool]:
+    """The part of a step that has to repeat. The reward as text, so that NaN equals itself."""
     return step.observation, repr(float(step.reward)), step.done
 
 
-def _trace(episode: Episode) -> tuple[str, tuple[tuple[str, str, bool], ...]]:
-    return episode.observation, tuple(map(_seen, episode.steps))
+def _trace(episode: AgentEpisode) -> tuple[str, tuple[tuple[str, str, bool], ...]]:
+    return episode.observation, tuple(map(_comparable, episode.steps))
 
 
-def _difference(one: Episode, other: Episode) -> str:
-    """Where two episodes of the same seed and actions part."""
+def _difference(one: AgentEpisode, other: AgentEpisode) -> str:
+    """Where two episodes of the same seed and actions differ."""
     if one.observation != other.observation:
-        return f"seed {one.seed}, at reset: {shown(one.observation)}, and then {shown(other.observation)}"
+        return f"seed {one.seed}, at reset: {short_repr(one.observation)}, and then {short_repr(other.observation)}"
     for turn, (left, right) in enumerate(zip(one.steps, other.steps, strict=False)):
-        if _seen(left) != _seen(right):
-            return f"seed {one.seed}, turn {turn}: {shown(_seen(left))}, and then {shown(_seen(right))}"
+        first, second = _comparable(left), _comparable(right)
+        if first != second:
+            return f"seed {one.seed}, turn {turn}: {short_repr(first)}, and then {short_repr(second)}"
     return f"seed {one.seed}: {len(one.steps)} turns, and then {len(other.steps)}"
 
 
-async def _pass(ticks: int) -> None:
+async def _yield_to_loop(ticks: int) -> None:
     for _ in range(ticks):
         await asyncio.sleep(0)
 
 
 async def _require_none_left(before: set[asyncio.Task[Any]], cancelled: str) -> None:
-    left = asyncio.all_tasks() - before
-    if left:
-        await asyncio.wait(left, timeout=LEFT_S)
-    left = {task for task in left if not task.done()}
-    if left:
-        names = sorted(getattr(task.get_coro(), "__qualname__", task.get_name()) for task in left)
-        for task in left:
+    remaining = asyncio.all_tasks() - before
+    if remaining:
+        await asyncio.wait(remaining, timeout=TASK_END_S)
+    remaining = {task for task in remaining if not task.done()}
+    if remaining:
+        names = sorted(getattr(task.get_coro(), "__qualname__", task.get_name()) for task in remaining)
+        for task in remaining:
             task.cancel()
-        await asyncio.wait(left, timeout=LEFT_S)
-        came = f"{', '.join(names)}, {LEFT_S:g} s after close"
+        await asyncio.wait(remaining, timeout=TASK_END_S)
+        came = f"{', '.join(names)}, {TASK_END_S:g} s after close"
         advice = "start tasks in a task group inside the call, or cancel and await them in close"
-        raise Broken(f"no task left of a {cancelled} that was cancelled", came, advice)
+        raise CheckFailed(f"no task left of a {cancelled} that was cancelled", came, advice)
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     if isinstance(error, agents.CloseFailed) and error.__cause__ is not None:
         error = error.__cause__
     text = "".join(traceback.format_exception_only(error)).strip().replace("\n", "; ")
     return text if len(text) <= ERROR_MAX else f"{text[:ERROR_MAX]}..."
 
 
-PROMISES: Mapping[str, tuple[str, Callable[[Checking], Awaitable[None]], tuple[str, ...]]] = {
-    "declared": ("it has all that a Task has", Checking.declared, ()),
-    "plays": ("every agent plays it to its end or its last turn", Checking.plays, ("declared",)),
-    "reset_repeats": ("the same seed makes the same first observation", Checking.reset_repeats, ("plays",)),
+CHECKS: Mapping[str, tuple[str, Callable[[ConformanceChecker], Awaitable[None]], tuple[str, ...]]] = {
+    "declared": ("it has all that a Task has", ConformanceChecker.declared, ()),
+    "plays": ("every agent plays it to its end or its last turn", ConformanceChecker.plays, ("declared",)),
+    "reset_repeats": ("the same seed makes the same first observation", ConformanceChecker.reset_repeats, ("plays",)),
     "steps_repeat": (
-        "the same seed and actions make the same observations and rewards", Checking.steps_repeat, ("reset_repeats",),
+        "the same seed and actions make the same observations and rewards",
+        ConformanceChecker.steps_repeat,
+        ("reset_repeats",),
     ),
-    "seeds_differ": ("seeds make different episodes", Checking.seeds_differ, ("plays",)),
-    "instances_apart": ("two instances do not disturb each other", Checking.instances_apart, ("steps_repeat",)),
-    "garbage": ("any text at all is answered", Checking.garbage, ("plays",)),
-    "words": ("all that it and its agents say is in `words`", Checking.words, ("plays",)),
-    "tokens_fit": ("what its agents say fits into tokens_max", Checking.tokens_fit, ("plays",)),
-    "rewards": ("rewards are finite, and their sum is in its range", Checking.rewards, ("plays",)),
-    "metrics": ("metrics are numbers, each with a name", Checking.metrics, ("plays",)),
-    "ends": ("it comes to an end within turns_max", Checking.ends, ("plays",)),
-    "after_done": ("a step after the end is refused", Checking.after_done, ("ends", "steps_repeat")),
-    "closes": ("close works at any time, and twice", Checking.closes, ("plays",)),
-    "cancels": ("a reset or step that is cancelled leaves nothing", Checking.cancels, ("plays",)),
-    "random": (f"`random` gets at most {RANDOM_MAX}", Checking.random_agent, ("rewards",)),
-    "teacher": (f"`teacher` gets at most {TEACHER_MAX}, or less than `expert`", Checking.teacher_agent, ("rewards",)),
-    "expert": (f"`expert` gets at least {EXPERT_MIN}", Checking.expert_agent, ("rewards",)),
-}  # fmt: skip
-"""In the order in which they are judged: what it is, how it is judged, and what must be kept for that."""
+    "seeds_differ": ("seeds make different episodes", ConformanceChecker.seeds_differ, ("plays",)),
+    "instances_apart": (
+        "two instances do not disturb each other",
+        ConformanceChecker.instances_apart,
+        ("steps_repeat",),
+    ),
+    "garbage": ("any text at all is answered", ConformanceChecker.garbage, ("plays",)),
+    "words": ("all that it and its agents say is in `words`", ConformanceChecker.words, ("plays",)),
+    "tokens_fit": ("what its agents say fits into tokens_max", ConformanceChecker.tokens_fit, ("plays",)),
+    "rewards": ("rewards are finite, and their sum is in its range", ConformanceChecker.rewards, ("plays",)),
+    "metrics": ("metrics are numbers, each with a name", ConformanceChecker.metrics, ("plays",)),
+    "ends": ("it comes to an end within turns_max", ConformanceChecker.ends, ("plays",)),
+    "after_done": ("a step after the end is refused", ConformanceChecker.after_done, ("ends", "steps_repeat")),
+    "closes": ("close works at any time, and twice", ConformanceChecker.closes, ("plays",)),
+    "cancels": ("a reset or step that is cancelled leaves nothing", ConformanceChecker.cancels, ("plays",)),
+    "random": (f"`random` gets at most {RANDOM_MAX}", ConformanceChecker.random_agent, ("rewards",)),
+    "teacher": (
+        f"`teacher` gets at most {TEACHER_MAX}, or less than `expert`",
+        ConformanceChecker.teacher_agent,
+        ("rewards",),
+    ),
+    "expert": (f"`expert` gets at least {EXPERT_MIN}", ConformanceChecker.expert_agent, ("rewards",)),
+}
+"""By name, in the order of the checks: the promise, its check, and the promises that it requires."""

@@ -1,19 +1,19 @@
 """frozenlake: over the ice to the goal, one move a turn, without falling into a hole.
 
-Many turns, long observations and answers of one word: reading is what it costs. The reward is 1 for reaching the goal
-and 0 for all else: a hole ends the episode, and so does the last turn. A move against the edge stays where it is; what
-is no move is answered by `unknown` and costs its turn.
+Many turns, long observations and answers of one word, so prefill dominates. The reward is 1 for reaching the goal and 0
+otherwise: a hole ends the episode, and so does the last turn. A move against the edge stays in place; an unknown move
+gets the observation `unknown` and costs its turn.
 
-The lake is made of the seed alone: start and goal well apart, holes by chance, and always a way
-that fits into the turns. What the policy reads is chosen by `encoding`:
+The lake depends on the seed alone: start and goal far apart, random holes, and always a path within the turn limit.
+`encoding` selects what the policy reads:
 
     direction   towards southeast up:edge right:ice down:hole left:edge
     position    at 0 0 goal 2 1 up:edge right:ice down:hole left:edge
     grid        row you ice ice ice row hole ice ice ice row ice goal ...
 
-`direction` is the one that learns best. What lies beside is one word with its move: as two words, a small policy learns
-much later which of them belong together. Under `slippery` a move goes sideways by a chance that is made of the seed and
-the turn, so that the same moves still make the same episode.
+`direction` is learned best. A neighbour and its move are one word: with two words, a small policy learns much later
+which of them belong together. Under `slippery` a move may go sideways, at random numbers that depend on the seed and
+the turn, so the same moves still make the same episode.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import ClassVar, Literal, get_args
 
 from tangram.errors import InvalidConfig
 from tangram.rl.environments.agents import RandomAgent
-from tangram.rl.environments.protocol import Environment, MakeAgent, Outside, Step
+from tangram.rl.environments.protocol import Environment, ExternalResources, MakeAgent, Step
 
 Cell = tuple[int, int]
 """Row and column."""
@@ -35,7 +35,7 @@ SIZE_MAX = 8
 """Rows of the largest lake: its numbers are words of the vocabulary."""
 
 MOVES: Mapping[str, Cell] = {"up": (-1, 0), "right": (0, 1), "down": (1, 0), "left": (0, -1)}
-"""In the order of a clock: what lies beside a move are the ones before and after it."""
+"""Clockwise: sideways of a move are the ones before and after it."""
 CELLS = ("ice", "goal", "hole", "edge")
 SAFE = ("ice", "goal")
 DIRECTIONS: Mapping[Cell, str] = {
@@ -47,21 +47,21 @@ _OTHER_WORDS = ("towards", "at", "row", "you", "unknown", "over", "fell", "reach
 
 
 class Lake:
-    """Where is what. Made of a seed and the options, and never changed."""
+    """The cells of a lake. Depends on seed and options, and never changes."""
 
     def __init__(self, seed: int, size: int, holes: float, turns: int) -> None:
-        chance = random.Random(f"frozenlake {size} {holes} {turns} {seed}")
+        rng = random.Random(f"frozenlake {size} {holes} {turns} {seed}")
         cells = [(row, column) for row in range(size) for column in range(size)]
         self.size = size
-        self.start = chance.choice(cells)
-        far = range(_apart(size), turns + 1)
-        self.goal = chance.choice([cell for cell in cells if _steps_between(self.start, cell) in far])
-        self.holes = {cell for cell in cells if chance.random() < holes} - {self.start, self.goal}
-        self._moves_by_cell = self._measure()
+        self.start = rng.choice(cells)
+        far = range(_distance_min(size), turns + 1)
+        self.goal = rng.choice([cell for cell in cells if _steps_between(self.start, cell) in far])
+        self.holes = {cell for cell in cells if rng.random() < holes} - {self.start, self.goal}
+        self._moves_by_cell = self._distances_to_goal()
         if self.moves_left(self.start) > turns:
-            self.holes -= set(_walk(self.start, self.goal, chance))
-            self._moves_by_cell = self._measure()
-        assert self.moves_left(self.start) <= turns, "there is a way"
+            self.holes -= set(_walk(self.start, self.goal, rng))
+            self._moves_by_cell = self._distances_to_goal()
+        assert self.moves_left(self.start) <= turns, "a path exists"
 
     def at(self, cell: Cell) -> str:
         if not all(0 <= each < self.size for each in cell):
@@ -69,10 +69,10 @@ class Lake:
         return "hole" if cell in self.holes else "goal" if cell == self.goal else "ice"
 
     def moves_left(self, cell: Cell) -> float:
-        """To the goal, by the shortest way; infinite if there is none."""
+        """Moves to the goal by the shortest path; infinite if there is none."""
         return self._moves_by_cell.get(cell, float("inf"))
 
-    def _measure(self) -> dict[Cell, float]:
+    def _distances_to_goal(self) -> dict[Cell, float]:
         moves_by_cell: dict[Cell, float] = {self.goal: 0.0}
         front = deque([self.goal])
         while front:
@@ -86,8 +86,8 @@ class Lake:
 
 
 class FrozenLake:
-    """One episode on one lake. Chance reaches the goal in 8 % of the usual lakes, any safe moves do in 17 %: a policy
-    that was taught those is ready to learn the rest at 15 %, when it falls no more."""
+    """One episode on one lake. Random moves reach the goal in 8 % of the default lakes, random safe moves in 17 %. A
+    policy cloned from the latter can learn the rest from 15 % on, when it avoids holes."""
 
     acts_outside: ClassVar[bool] = False
     words: ClassVar[tuple[str, ...]] = (
@@ -96,16 +96,16 @@ class FrozenLake:
     )  # fmt: skip
     turns_max: int = 8
     tokens_max: ClassVar[int] = 2
-    """A move, and its end."""
+    """A move, and the stop token."""
     agents: ClassVar[Mapping[str, MakeAgent]] = {
-        "random": lambda chance: RandomAgent(tuple(MOVES), chance),
-        "teacher": lambda chance: Careful(chance),
-        "expert": lambda chance: Expert(),
+        "random": lambda rng: RandomAgent(tuple(MOVES), rng),
+        "teacher": lambda rng: FrozenLakeTeacher(rng),
+        "expert": lambda rng: FrozenLakeExpert(),
     }
 
     def __init__(
         self,
-        outside: Outside,
+        outside: ExternalResources,
         *,
         size: int = 4,
         holes: float = 0.1,
@@ -116,8 +116,10 @@ class FrozenLake:
         """Raises InvalidConfig."""
         if type(size) is not int or not 2 <= size <= SIZE_MAX:
             raise InvalidConfig("size", size, f"a whole number from 2 to {SIZE_MAX}")
-        if type(turns) is not int or turns < _apart(size):
-            raise InvalidConfig("turns", turns, f"a whole number, at least {_apart(size)}: the goal is as far away")
+        if type(turns) is not int or turns < _distance_min(size):
+            raise InvalidConfig(
+                "turns", turns, f"a whole number, at least {_distance_min(size)}: the goal is as far away"
+            )
         for key, value in (("holes", holes), ("slippery", slippery)):
             if not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
                 raise InvalidConfig(key, value, "a share from 0 to 1")
@@ -127,9 +129,9 @@ class FrozenLake:
         self._size, self._holes, self._slippery, self._encoding = size, holes, slippery, encoding
         self._seed = 0
         self._turn = 0
-        self._over = True
+        self._done = True
         self.lake: Lake | None = None
-        """Where it is played, once it is reset. For agents that may know more than the policy."""
+        """The lake after reset; for agents that may see more than the policy."""
         self.position: Cell = (0, 0)
 
     async def reset(self, seed: int) -> str:
@@ -137,43 +139,43 @@ class FrozenLake:
         self.lake = Lake(seed, self._size, self._holes, self.turns_max)
         self.position = self.lake.start
         self._turn = 0
-        self._over = False
-        return self._said()
+        self._done = False
+        return self._observation()
 
     async def step(self, action: str) -> Step:
-        if self._over:
+        if self._done:
             raise ValueError("frozenlake: expected a reset before this step, for the episode is over or never began")
         words = action.split(maxsplit=1)
         known = len(words) == 1 and words[0] in MOVES
         if known:
-            self.position = self.lands(words[0])
+            self.position = self.destination(words[0])
         self._turn += 1
-        here = self._here().at(self.position)
-        self._over = here != "ice" or self._turn == self.turns_max
-        said = {"goal": "reached", "hole": "fell"}.get(here, "over") if self._over else self._said(known)
+        here = self._require_lake().at(self.position)
+        self._done = here != "ice" or self._turn == self.turns_max
+        observation = {"goal": "reached", "hole": "fell"}.get(here, "over") if self._done else self._observation(known)
         return Step(
-            observation=said, reward=float(here == "goal"), done=self._over,
-            metrics={"moves": float(self._turn), "fell": float(here == "hole")} if self._over else {},
+            observation=observation, reward=float(here == "goal"), done=self._done,
+            metrics={"moves": float(self._turn), "fell": float(here == "hole")} if self._done else {},
         )  # fmt: skip
 
     async def close(self) -> None:
-        self._over = True
+        self._done = True
 
-    def lands(self, move: str) -> Cell:
+    def destination(self, move: str) -> Cell:
         """Where a move leads in this turn."""
-        lake = self._here()
-        if self._slippery and (chance := random.Random(f"slip {self._seed} {self._turn}")).random() < self._slippery:
+        lake = self._require_lake()
+        if self._slippery and (rng := random.Random(f"slip {self._seed} {self._turn}")).random() < self._slippery:
             order = list(MOVES)
-            move = order[(order.index(move) + chance.choice((-1, 1))) % len(order)]
+            move = order[(order.index(move) + rng.choice((-1, 1))) % len(order)]
         cell = _sum(self.position, MOVES[move])
         return self.position if lake.at(cell) == "edge" else cell
 
-    def _here(self) -> Lake:
+    def _require_lake(self) -> Lake:
         assert self.lake is not None, "reset makes the lake"
         return self.lake
 
-    def _said(self, known: bool = True) -> str:
-        lake, (row, column) = self._here(), self.position
+    def _observation(self, known: bool = True) -> str:
+        lake, (row, column) = self._require_lake(), self.position
         words = [] if known else ["unknown"]
         if self._encoding == "grid":
             for cells in range(lake.size):
@@ -190,36 +192,38 @@ class FrozenLake:
         return " ".join(words)
 
 
-class Careful:
-    """Any move that is safe: it knows the format and the holes, and not what the goal is good for."""
+class FrozenLakeTeacher:
+    """Random safe moves: knows the format and the holes, but not the goal."""
 
-    def __init__(self, chance: random.Random) -> None:
-        self._chance = chance
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
 
     def act(self, observation: str) -> str:
         near = _neighbours(observation.split())
         safe = [move for move, cell in near.items() if cell in SAFE]
-        return self._chance.choice(safe or list(MOVES))
+        return self._rng.choice(safe or list(MOVES))
 
 
-class Expert:
-    """The shortest way, which takes more than what the policy reads: it looks at the lake itself."""
+class FrozenLakeExpert:
+    """The shortest path, for which it sees the lake itself."""
 
     def __init__(self) -> None:
-        self._seen: FrozenLake | None = None
+        self._environment: FrozenLake | None = None
 
     def see(self, environment: Environment) -> None:
         assert isinstance(environment, FrozenLake), "it knows this lake only"
-        self._seen = environment
+        self._environment = environment
 
     def act(self, observation: str) -> str:
-        assert self._seen is not None and self._seen.lake is not None, "`play` shows it the environment before"
-        lake, lands = self._seen.lake, self._seen.lands
+        assert self._environment is not None and self._environment.lake is not None, (
+            "`play` shows it the environment before"
+        )
+        lake, lands = self._environment.lake, self._environment.destination
         return min(MOVES, key=lambda move: lake.moves_left(lands(move)))
 
 
 def _neighbours(words: Sequence[str]) -> dict[str, str]:
-    """What lies in the direction of each move, as an observation of any encoding says it."""
+    """Returns the neighbour in the direction of each move, from an observation of any encoding."""
     if "you" not in words:
         return dict(word.split(":") for word in words if ":" in word)
     rows: list[list[str]] = []
@@ -234,18 +238,19 @@ def _neighbours(words: Sequence[str]) -> dict[str, str]:
     return {move: rows[row][column] for move, (row, column) in near.items() if row in inside and column in inside}
 
 
-def _apart(size: int) -> int:
-    """Moves from start to goal at least: as many as every cell has another one for, and too many to do by chance."""
+def _distance_min(size: int) -> int:
+    """Minimal number of moves from start to goal: every cell has another one at that distance, and random moves rarely
+    get so far."""
     return max(2, size - 1)
 
 
-def _walk(start: Cell, goal: Cell, chance: random.Random) -> list[Cell]:
-    """A way without detours, by chance."""
+def _walk(start: Cell, goal: Cell, rng: random.Random) -> list[Cell]:
+    """Returns a random path without detours."""
     way = [start]
     while way[-1] != goal:
         row, column = goal[0] - way[-1][0], goal[1] - way[-1][1]
         ahead: list[Cell] = [(_sign(row), 0)] * bool(row) + [(0, _sign(column))] * bool(column)
-        way.append(_sum(way[-1], chance.choice(ahead)))
+        way.append(_sum(way[-1], rng.choice(ahead)))
     return way
 
 

@@ -1,8 +1,8 @@
-"""The judge of lookup, before it is a model: its settings, where it is kept on this machine, and how it gets there.
+"""The judge of lookup without its model: settings, cache on this machine, and training in a child process.
 
-Owns the files in the cache folder. Never imports PyTorch: training happens in a process of its own. Promises that a
-file which is read is whole and is that of its settings; a damaged one is as good as none. Two processes that make the
-same one at once do it twice, and either file is right.
+Owns the files in the cache folder. Never imports PyTorch. Promises that a file that it reads is complete and belongs to
+its settings; a damaged one counts as missing. Two processes that train the same judge at once do it twice, and either
+file is valid.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from pathlib import Path
 import msgspec
 
 from tangram.errors import InvalidConfig, ManagerError
-from tangram.runtime.orchestrator import undisturbed
+from tangram.files.atomic_file import write_file
+from tangram.runtime.shielding import shielded
 
 log = logging.getLogger("tangram")
 
 VERSION = 1
-"""Of what is kept, and of how it is trained: another one is another file."""
+"""Of the cached format and the training; another version is another file."""
 QUIET_S = 2.0
-"""What takes longer is told of."""
+"""Slower phases are logged."""
 
 Progress = Callable[[float, str], None]
-"""Told how much is done, from 0 to 1, and what is being done."""
+"""Gets the share that is done, from 0 to 1, and a description."""
 
 
 class JudgeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """All that makes a judge: the same settings make the same one."""
+    """All that determines a judge: the same settings make the same one."""
 
     groups: tuple[tuple[str, ...], ...]
     """The names of each entity."""
@@ -44,11 +45,11 @@ class JudgeSettings(msgspec.Struct, frozen=True, kw_only=True):
     batch: int = 256
     rate: float = 3e-3
     decay: float = 1.0
-    """So large that it has to find out who belongs together: with less it learns the pairs by heart."""
+    """Weight decay, large enough that it has to infer which names belong together; with less it memorises the pairs."""
     held_out: float = 0.2
-    """Of all pairs, how many it is never trained on."""
+    """Share of pairs that it is never trained on."""
     accuracy_min: float = 0.99
-    """On pairs that it was not trained on. Below, it refuses to start: it would pay for wrong answers."""
+    """On held-out pairs. Below this it refuses to start, because it would reward wrong answers."""
     seed: int = 1
 
     def __post_init__(self) -> None:
@@ -62,64 +63,60 @@ class JudgeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cache_folder() -> Path:
-    """Where models that were trained on this machine are kept."""
+    """Folder of models that were trained on this machine."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(home) if os.path.isabs(home) else Path.home() / ".cache") / "tangram" / "judges"
 
 
-def kept_at(folder: Path, settings: JudgeSettings) -> Path:
+def cache_path(folder: Path, settings: JudgeSettings) -> Path:
     return folder / f"{settings.digest[:32]}.pt"
 
 
-def kept(folder: Path, settings: JudgeSettings) -> bytes | None:
-    """The weights; None if there are none, or they are damaged."""
+def load_cached(folder: Path, settings: JudgeSettings) -> bytes | None:
+    """Returns the weights; None if they are missing or damaged."""
     try:
-        found = kept_at(folder, settings).read_bytes()
+        stored = cache_path(folder, settings).read_bytes()
     except OSError:
         return None
-    seal, content = found[:32], found[32:]
-    return content if seal == _seal(settings, content) else None
+    seal, content = stored[:32], stored[32:]
+    return content if seal == _checksum(settings, content) else None
 
 
-def keep(folder: Path, settings: JudgeSettings, content: bytes) -> None:
-    """It appears whole. Raises ManagerError."""
-    path = kept_at(folder, settings)
+def store_cached(folder: Path, settings: JudgeSettings, content: bytes) -> None:
+    """Writes atomically. Raises ManagerError."""
+    path = cache_path(folder, settings)
     part = path.with_suffix(f".{secrets.token_hex(8)}.part")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            part.write_bytes(_seal(settings, content) + content)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        write_file(path, _checksum(settings, content) + content, partial=part)
     except OSError as error:
-        said = f"the judge cannot be kept in {folder}: {error.strerror}; XDG_CACHE_HOME names another folder"
-        raise ManagerError(said, retry=False) from error
+        text = f"the judge cannot be kept in {folder}: {error.strerror}; XDG_CACHE_HOME names another folder"
+        raise ManagerError(text, retry=False) from error
 
 
-def _seal(settings: JudgeSettings, content: bytes) -> bytes:
+def _checksum(settings: JudgeSettings, content: bytes) -> bytes:
     return hashlib.sha256(settings.digest.encode() + content).digest()
 
 
-async def have_judge(settings: JudgeSettings, folder: Path, progress: Progress | None = None) -> None:
-    """There is one in the folder: it was there, or it is trained now. Whoever is cancelled here ends the training.
-    Raises ManagerError."""
-    if kept(folder, settings) is not None:
+async def ensure_judge(settings: JudgeSettings, folder: Path, progress: Progress | None = None) -> None:
+    """Ensures that the folder has a judge, by training one if needed. Cancellation ends the training. Raises
+    ManagerError."""
+    if load_cached(folder, settings) is not None:
         return
     log.info("training the judge of lookup, once for this machine")
     pipe = asyncio.subprocess.PIPE
-    words = (sys.executable, "-m", "tangram.rl.model.judge", str(folder))
-    process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=pipe)
+    command = (sys.executable, "-m", "tangram.rl.model.judge", str(folder))
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe)
     try:
-        complaint = await _follow(process, settings, progress or _logged)
+        complaint = await _follow_training(process, settings, progress or _log_progress)
     finally:
-        await undisturbed(_end(process))
+        await shielded(_kill(process))
     if process.returncode:
         last = complaint.strip().rpartition("\n")[2]
         raise ManagerError(f"the judge of lookup cannot be trained: {last}", retry=False)
 
 
-async def _follow(process: asyncio.subprocess.Process, settings: JudgeSettings, progress: Progress) -> str:
+async def _follow_training(process: asyncio.subprocess.Process, settings: JudgeSettings, progress: Progress) -> str:
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     began_s = asyncio.get_running_loop().time()
     process.stdin.write(msgspec.json.encode(settings))
@@ -127,19 +124,19 @@ async def _follow(process: asyncio.subprocess.Process, settings: JudgeSettings, 
     async with asyncio.TaskGroup() as group:
         complaint = group.create_task(process.stderr.read())
         async for line in process.stdout:
-            share, _, said = line.decode(errors="replace").strip().partition(" ")
+            share, _, text = line.decode(errors="replace").strip().partition(" ")
             if asyncio.get_running_loop().time() - began_s > QUIET_S:
-                progress(float(share), said)
+                progress(float(share), text)
         await process.wait()
     return complaint.result().decode(errors="replace")
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Whatever it does: what it would have kept is not there before it is whole."""
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    """Safe at any time: the file appears only when it is complete."""
     if process.returncode is None:
         process.kill()
     await process.communicate()  # also closes its pipes
 
 
-def _logged(share: float, said: str) -> None:
-    log.info("the judge of lookup: %.0f %%, %s", 100.0 * share, said)
+def _log_progress(share: float, text: str) -> None:
+    log.info("the judge of lookup: %.0f %%, %s", 100.0 * share, text)

@@ -1,9 +1,9 @@
-"""Environments: the protocol, and what an environment may use of the outside.
+"""The environment protocol, and the external resources of an environment.
 
-An environment is played by one trajectory: made, reset once, stepped until it is over, closed. It speaks text; whoever
-plays it turns text into tokens. What it does outside, it does through Tangram: `outside.client` runs commands, calls
-functions, APIs and models as scheduled actions. What it raises is a failure of the infrastructure, never of the agent:
-an action that makes no sense is answered by an observation that says so, or ends the episode.
+An environment is played by one trajectory: made, reset once, stepped until it is done, closed. Its interface is text;
+the caller converts text to tokens. It uses the outside through Tangram: `outside.client` runs commands, calls
+functions, APIs and models as scheduled actions. An exception means that the infrastructure failed, never the agent: an
+action that makes no sense gets an observation that explains it, or ends the episode.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import msgspec
 from tangram.client.client import Client
 
 
-class Outside(msgspec.Struct, frozen=True, kw_only=True):
-    """What an environment is given."""
+class ExternalResources(msgspec.Struct, frozen=True, kw_only=True):
+    """What an environment may use of the outside."""
 
     client: Client | None = None
-    """Where its actions run; None where a task needs none."""
+    """Runs its actions; None where a task needs none."""
     run: str = "default"
-    """Whose share of the pools its actions count against."""
+    """The run whose share of the pools its actions use."""
     trajectory: str = "local"
-    """Which trajectory its actions and sandboxes belong to."""
+    """The trajectory that owns its actions and sandboxes."""
 
     def require_client(self, task: str) -> Client:
         """Raises ValueError."""
@@ -35,74 +35,73 @@ class Outside(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """What an environment answers to an action."""
+    """The response of an environment to an action."""
 
     observation: str
-    """What the policy reads next; if it is over, what there is left to say."""
+    """What the policy reads next; after the end, the last message."""
     reward: float = 0.0
-    """For this step. A task that is rewarded from outside leaves it at 0."""
+    """For this step. A task whose reward comes from outside leaves it at 0."""
     done: bool = False
-    """It is over: the agent reached the goal, failed, or gave up."""
+    """The episode is over: the agent reached the goal, failed, or stopped."""
     metrics: dict[str, float] = {}
-    """Numbers to be reported, such as the length of the way. The last of a name counts."""
+    """Numbers to be reported, such as the length of the path. The last value of a name counts."""
 
 
-def number_of(value: object, what: str) -> float:
-    """A number of any kind, one of numpy too, as a plain float. Raises TypeError, which says `what` it is of."""
+def plain_number(value: object, what: str) -> float:
+    """Returns a number of any kind, also of numpy, as a plain float. Raises TypeError, which names `what`."""
     if type(value) is float:
         return value
     if not isinstance(value, str | bytes | bytearray):
         try:
             return float(value)  # type: ignore[arg-type]
-        except Exception:  # it is anybody's
+        except Exception:  # user code
             pass
     raise TypeError(f"expected a number as {what}, got {type(value).__name__}")
 
 
 def metrics_of(metrics: object) -> dict[str, float]:
-    """As plain numbers. Raises TypeError."""
+    """Returns metrics as plain numbers. Raises TypeError."""
     if not isinstance(metrics, dict):
         raise TypeError(f"expected a dict as metrics, got {type(metrics).__name__}")
     for key in metrics:
         if not isinstance(key, str) or not key.isprintable():
             raise TypeError(f"expected printable text as the names of metrics, got {key!r}")
-    return {key: number_of(value, f"metrics[{key!r}]") for key, value in metrics.items()}
+    return {key: plain_number(value, f"metrics[{key!r}]") for key, value in metrics.items()}
 
 
 def step_of(answer: object) -> Step:
-    """What an environment answered, with plain numbers. Raises TypeError for what is no Step."""
+    """Returns the response of an environment with plain numbers. Raises TypeError if it is no Step."""
     if not isinstance(answer, Step):
         raise TypeError(f"expected a Step, got {type(answer).__name__}")
     if not isinstance(answer.observation, str):
         raise TypeError(f"expected a text as observation, got {type(answer.observation).__name__}")
     return Step(
         observation=answer.observation,
-        reward=number_of(answer.reward, "reward"),
-        done=bool(number_of(answer.done, "done")),
+        reward=plain_number(answer.reward, "reward"),
+        done=bool(plain_number(answer.done, "done")),
         metrics=metrics_of(answer.metrics),
     )
 
 
 @runtime_checkable
 class Environment(Protocol):
-    """One episode. Its methods are called one at a time, each in a task of its own, and may be cancelled at any time;
-    one that does not end then is given up. `close` is called always, also after a failed or cancelled reset, and
-    once."""
+    """One episode. Its methods are called one at a time, each in a task of its own, and may be cancelled at any time; a
+    call that does not end then is abandoned. `close` is always called once, also after a failed or cancelled reset."""
 
     async def reset(self, seed: int) -> str:
-        """The first observation. The same seed makes the same episode, whenever and wherever."""
+        """Returns the first observation. The same seed makes the same episode, anywhere and at any time."""
         ...
 
     async def step(self, action: str) -> Step: ...
 
     async def close(self) -> None:
-        """Gives back all that it holds."""
+        """Releases all that it holds."""
         ...
 
 
 class Agent(Protocol):
-    """Plays without a model, to try an environment or to teach a format. One that has `see(environment)` is shown the
-    environment after its reset, and may know more than the policy is told."""
+    """Plays without a model, to test an environment or to teach a format. If it has `see(environment)`, it gets the
+    environment after its reset, and may use more than the observations."""
 
     def act(self, observation: str) -> str: ...
 
@@ -111,25 +110,25 @@ MakeAgent = Callable[[random.Random], Agent]
 
 
 class Task(Protocol):
-    """What is registered by name: makes environments, and says what is true of all of them.
+    """What is registered by name: makes environments, and declares what they have in common.
 
     The usual Task is a class whose instances are Environments: `def __init__(self, outside, **options)`. An environment
-    whose limits depend on its options says them itself, under the same names. What a task may have besides:
+    whose limits depend on its options declares them itself, under the same names. Optional attributes of a task:
 
-        reward_range   (lowest, highest) sum of the rewards of an episode; (0.0, 1.0) if it is not said
-        usual_reward   RewardSettings: where its reward comes from, unless the settings of the rollout say it
+        reward_range   (lowest, highest) sum of the rewards of an episode; default (0.0, 1.0)
+        usual_reward   RewardSettings: the source of its reward, unless the settings of the rollout name one
         acts_outside   False: it needs no client
-        needs          async, a class method: what a client must be made with (environments/shared_setup.py)
-        prepare        a class method: an async context manager around all episodes (environments/shared_setup.py)
+        needs          async class method: what a client must be made with (environments/shared_setup.py)
+        prepare        class method: an async context manager around all episodes (environments/shared_setup.py)
     """
 
     words: ClassVar[tuple[str, ...]]
-    """Every word that it says or understands, for a vocabulary of words. Empty if a tokenizer of text is needed."""
+    """Every word of its observations and actions, for a vocabulary of words. Empty if it needs a tokenizer of text."""
     turns_max: ClassVar[int]
     tokens_max: ClassVar[int]
-    """Of one action."""
+    """Limit of one action."""
     agents: ClassVar[Mapping[str, MakeAgent]]
-    """Those that know the task, by name: `random` plays well-formed actions blindly, `teacher` knows the format but not
-    the goal, `expert` always reaches it."""
+    """Agents of the task by name: `random` plays random well-formed actions, `teacher` knows the format but not the
+    goal, `expert` always reaches it."""
 
-    def __call__(self, outside: Outside, **options: Any) -> Environment: ...
+    def __call__(self, outside: ExternalResources, **options: Any) -> Environment: ...

@@ -1,7 +1,7 @@
 """The registry: tasks by name or by import path.
 
-Owns the names. Never makes or plays an environment. Promises that what `resolve` hands out has all that a Task has, and
-that a built-in task is imported when somebody asks for it and not before.
+Owns the names. Never makes or plays an environment. Promises that `resolve` returns only complete Tasks, and imports a
+built-in task only on demand.
 
     @register("maze")
     class Maze: ...
@@ -34,7 +34,7 @@ BUILT_IN: Mapping[str, str] = {
 }
 
 FIELD = "environment"
-"""What a config calls the key of which a name comes."""
+"""The config key that names a task."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _task_by_name: dict[str, Task] = {}
@@ -47,8 +47,8 @@ def register(name: str) -> Callable[[T], T]: ...
 @overload
 def register(name: str, task: T) -> T: ...
 def register(name: str, task: Any = None) -> Any:
-    """Makes `task` known by this name; without it, a decorator. The same task may be registered again, as a reloaded
-    module does. Raises InvalidConfig."""
+    """Registers `task` by this name; without it, returns a decorator. The same task may be registered again, as on a
+    reload of its module. Raises InvalidConfig."""
     if task is None:
         return lambda decorated: register(name, decorated)
     if not _NAME.fullmatch(name):
@@ -63,18 +63,18 @@ def register(name: str, task: Any = None) -> Any:
 
 
 def unregister(name: str) -> None:
-    """Frees a name that `register` took, so that another task may have it. Raises InvalidConfig if it has none."""
+    """Frees a registered name. Raises InvalidConfig for an unknown one."""
     if _task_by_name.pop(name, None) is None:
         raise InvalidConfig("name", name, "one that is registered")
 
 
 def names() -> tuple[str, ...]:
-    """All that `resolve` knows besides import paths."""
+    """All names that `resolve` accepts, apart from import paths."""
     return (*BUILT_IN, *sorted(_task_by_name))
 
 
 def resolve(name: str) -> Task:
-    """The task of this name or import path. Raises InvalidConfig."""
+    """Returns the task of this name or import path. Raises InvalidConfig."""
     task = _task_by_name.get(name)
     if task is not None:
         return task
@@ -83,14 +83,14 @@ def resolve(name: str) -> Task:
         near = difflib.get_close_matches(name, names(), n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names())}"
         raise InvalidConfig(FIELD, name, f"a registered name, or an import path such as my_package.maze:Maze ({hint})")
-    found = _imported(path)
-    _require_task(name, found)
-    return cast(Task, found)
+    imported = _import_path(path)
+    _require_task(name, imported)
+    return cast(Task, imported)
 
 
 def words_of(tasks: Iterable[Task | str]) -> tuple[str, ...]:
-    """Every word of these tasks, once, for a vocabulary that they share. Raises InvalidConfig if one of them has no
-    words of its own: such a task needs a tokenizer of text."""
+    """Returns every word of these tasks once, for a shared vocabulary. Raises InvalidConfig if a task has no words of
+    its own: it needs a tokenizer of text."""
     words: set[str] = set()
     for each in tasks:
         task = resolve(each) if isinstance(each, str) else each
@@ -101,7 +101,7 @@ def words_of(tasks: Iterable[Task | str]) -> tuple[str, ...]:
 
 
 def missing_of(task: object) -> list[str]:
-    """What keeps an object from being a Task, one sentence each; nothing if it is one."""
+    """Returns what an object lacks to be a Task, one sentence each; empty if it is one."""
     missing = []
     words = getattr(task, "words", None)
     if not isinstance(words, tuple) or not all(isinstance(word, str) and word.split() == [word] for word in words):
@@ -116,7 +116,7 @@ def missing_of(task: object) -> list[str]:
             "agents: a mapping from names to what makes an agent of a random.Random, empty if there are none"
         )
     if not callable(task):
-        missing.append("a call with an Outside that makes an environment")
+        missing.append("a call with an ExternalResources that makes an environment")
     if isinstance(task, type):
         methods = ("reset", "step", "close")
         missing += [f"async def {name}" for name in methods if not _is_async(getattr(task, name, None))]
@@ -124,37 +124,37 @@ def missing_of(task: object) -> list[str]:
 
 
 def path_of(task: object) -> str:
-    """What it is called in messages: `module:name` if it has them."""
+    """The name in messages: `module:name` if it has them."""
     named = task if hasattr(task, "__qualname__") else type(task)
     return f"{named.__module__}:{getattr(named, '__qualname__', '?')}"
 
 
-def _require_task(name: str, found: object) -> None:
-    missing = missing_of(found)
+def _require_task(name: str, task: object) -> None:
+    missing = missing_of(task)
     if missing:
-        raise InvalidConfig(FIELD, name, f"a Task; {path_of(found)} lacks {'; '.join(missing)}")
+        raise InvalidConfig(FIELD, name, f"a Task; {path_of(task)} lacks {'; '.join(missing)}")
 
 
 def _is_async(method: object) -> bool:
-    # A decorated method may be a plain function that returns an awaitable: only what is surely none is refused.
+    # A decorated method may be a plain function that returns an awaitable: only what is certainly none is refused.
     return callable(method) and (inspect.iscoroutinefunction(method) or hasattr(method, "__wrapped__"))
 
 
-def _imported(path: str) -> Any:
+def _import_path(path: str) -> Any:
     module, _, attribute = path.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
         raise InvalidConfig(FIELD, path, "module:name, as my_package.maze:Maze")
     if not {"", os.getcwd()} & set(sys.path):
-        sys.path.append(os.getcwd())  # a command that was installed does not look there by itself
+        sys.path.append(os.getcwd())  # the path of an installed command lacks the current folder
     try:
-        found: Any = importlib.import_module(module)
+        target: Any = importlib.import_module(module)
     except Exception as error:
-        said = "".join(traceback.format_exception_only(error)).strip()
-        raise InvalidConfig(FIELD, path, f"a module {module} that can be imported ({said})") from error
+        problem = "".join(traceback.format_exception_only(error)).strip()
+        raise InvalidConfig(FIELD, path, f"a module {module} that can be imported ({problem})") from error
     for name in attribute.split("."):
-        if not hasattr(found, name):
-            near = difflib.get_close_matches(name, [each for each in dir(found) if not each.startswith("_")], n=1)
+        if not hasattr(target, name):
+            near = difflib.get_close_matches(name, [each for each in dir(target) if not each.startswith("_")], n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise InvalidConfig(FIELD, path, f"a name in {module}: there is no {name}{hint}")
-        found = getattr(found, name)
-    return found
+        target = getattr(target, name)
+    return target

@@ -1,9 +1,8 @@
-"""The search API of lookup: what can be found, and a real server on this machine that finds it, at a limited rate.
+"""The search API of lookup: its data, and a real rate-limited HTTP server on this machine.
 
-Owns the names of all entities, the tables of episodes and the server. Never knows which question is asked, or why.
-Promises that an answer depends on the seed of a table and on what is asked, and on nothing else; and that what exceeds
-the rate is refused with 429 and a Retry-After, as real APIs do it. It counts in windows that slide: a request that was
-refused does not count.
+Owns the names of all entities, the tables of episodes and the server. Never uses the question of an episode. Promises
+that a response depends only on the seed of a table and on the query, and that requests above the rate get 429 with a
+Retry-After, as from real APIs. It counts in sliding windows, without refused requests.
 
     async with SearchApi(requests_per_s=500) as api:
         GET {api.url}/search?table=7&name=bako&relation=owner     200 {"name": "dilu"}, 404, or 429
@@ -20,69 +19,68 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from tangram.errors import InvalidConfig
-from tangram.runtime.orchestrator import undisturbed
+from tangram.runtime.shielding import shielded
 
 if TYPE_CHECKING:
     from aiohttp import web
 
 ENTITIES_COUNT, NAMES_EACH = 16, 8
-"""128 names in all: what a small judge learns in seconds."""
+"""128 names in all: a small judge learns them in seconds."""
 SPELLINGS = 3
-"""Of the names of an entity, how many tables write. Each is a word of the policy's vocabulary, so they are few."""
+"""How many names of an entity appear in tables. Each is a word of the policy's vocabulary, so they are few."""
 RELATIONS = ("owner", "rival", "guide", "maker")
 WINDOW_S = 1.0
-"""In which requests are counted."""
+"""Length of the sliding window."""
 
 
 def _names() -> tuple[tuple[str, ...], ...]:
-    """Words of two syllables that mean nothing, shuffled: what belongs together cannot be told by looking."""
+    """Shuffled words of two syllables without meaning: names do not show which of them belong together."""
     syllables = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
-    chance = random.Random("names of lookup")
-    found = chance.sample([one + other for one in syllables for other in syllables], ENTITIES_COUNT * NAMES_EACH)
-    return tuple(tuple(found[start : start + NAMES_EACH]) for start in range(0, len(found), NAMES_EACH))
+    rng = random.Random("names of lookup")
+    names = rng.sample([one + other for one in syllables for other in syllables], ENTITIES_COUNT * NAMES_EACH)
+    return tuple(tuple(names[start : start + NAMES_EACH]) for start in range(0, len(names), NAMES_EACH))
 
 
 ENTITIES: tuple[tuple[str, ...], ...] = _names()
-"""The names of each."""
+"""The names of each entity."""
 ENTITY_BY_NAME = {name: number for number, names in enumerate(ENTITIES) for name in names}
 
 
-class Table:
-    """Which entity is in which relation to which, in one episode."""
+class RelationTable:
+    """The relations between entities in one episode."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
     def find(self, name: str, relation: str) -> str | None:
-        """A name of the entity that is in this relation to the one of that name, which may be any of its names. None:
-        there is no such name or relation."""
+        """Returns a name of the entity in this relation to the named one; None for an unknown name or relation."""
         entity = ENTITY_BY_NAME.get(name)
         if entity is None or relation not in RELATIONS:
             return None
-        chance = random.Random(f"lookup {self._seed} {entity} {relation}")
-        return chance.choice(ENTITIES[chance.randrange(ENTITIES_COUNT)][:SPELLINGS])
+        rng = random.Random(f"lookup {self._seed} {entity} {relation}")
+        return rng.choice(ENTITIES[rng.randrange(ENTITIES_COUNT)][:SPELLINGS])
 
 
-class Gate:
-    """Counts requests, by time that comes in as an argument."""
+class SlidingWindowLimiter:
+    """A rate limiter with a sliding window; time is an argument."""
 
     def __init__(self, units: int, seconds: float) -> None:
         self._seconds = seconds
         self._units = units
-        self._let_in: deque[float] = deque()
+        self._admitted_at: deque[float] = deque()
 
-    def enter(self, now: float) -> float:
-        """0 if there is room, else the seconds after which there will be."""
-        while self._let_in and self._let_in[0] <= now - self._seconds:
-            self._let_in.popleft()
-        if len(self._let_in) < self._units:
-            self._let_in.append(now)
+    def acquire(self, now: float) -> float:
+        """Returns 0 if the request is admitted, else the seconds until one will be."""
+        while self._admitted_at and self._admitted_at[0] <= now - self._seconds:
+            self._admitted_at.popleft()
+        if len(self._admitted_at) < self._units:
+            self._admitted_at.append(now)
             return 0.0
-        return self._let_in[0] + self._seconds - now
+        return self._admitted_at[0] + self._seconds - now
 
 
 class SearchApi:
-    """The server, from start to end. It lives on the event loop of whoever enters it, and ends with its context."""
+    """The server, as a context manager on the event loop that enters it."""
 
     def __init__(
         self, *, requests_per_s: int, latency_s: float = 0.0, now: Callable[[], float] = time.monotonic
@@ -92,20 +90,20 @@ class SearchApi:
         if type(latency_s) not in (int, float) or not 0.0 <= latency_s < 3600.0:
             raise InvalidConfig("latency_s", latency_s, "seconds, from 0 to an hour")
         self._latency_s = latency_s
-        self._gate = Gate(requests_per_s, WINDOW_S)
+        self._limiter = SlidingWindowLimiter(requests_per_s, WINDOW_S)
         self._now = now
         self._runner: web.AppRunner | None = None
         self.url = ""
         self.served = 0
         self.refused = 0
-        """Requests, since it was entered."""
+        """Number of requests since it was entered."""
 
     async def __aenter__(self) -> Self:
         try:
-            # asyncio forgets a socket whose listening is cancelled, so that comes after it.
-            await undisturbed(self._start())
+            # asyncio loses a socket whose listen call is cancelled, so that call comes later.
+            await shielded(self._start())
         except BaseException:
-            await self._end()
+            await self._stop()
             raise
         return self
 
@@ -122,28 +120,28 @@ class SearchApi:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._end()
+        await self._stop()
 
-    async def _end(self) -> None:
+    async def _stop(self) -> None:
         runner, self._runner = self._runner, None
         if runner is not None:
-            await undisturbed(runner.cleanup())
+            await shielded(runner.cleanup())
 
     async def _search(self, request: web.Request) -> web.Response:
         from aiohttp import web
 
-        wait_s = self._gate.enter(self._now())
+        wait_s = self._limiter.acquire(self._now())
         if wait_s > 0.0:
             self.refused += 1
             return web.json_response({"error": "too many"}, status=429, headers={"Retry-After": f"{wait_s:.3f}"})
         self.served += 1
         await asyncio.sleep(self._latency_s)
-        asked = request.query
+        query = request.query
         try:
-            seed = int(asked.get("table", ""))
+            seed = int(query.get("table", ""))
         except ValueError:
             return web.json_response({"error": "table: expected a whole number"}, status=400)
-        found = Table(seed).find(asked.get("name", ""), asked.get("relation", ""))
-        if found is None:
+        name_found = RelationTable(seed).find(query.get("name", ""), query.get("relation", ""))
+        if name_found is None:
             return web.json_response({"error": "nothing is known of this"}, status=404)
-        return web.json_response({"name": found})
+        return web.json_response({"name": name_found})

@@ -1,8 +1,8 @@
-"""What the episodes of a task share: a connection that has all they need, and what is set up around them once.
+"""Shared set-up of tasks: what a connection needs for them, and what is set up once around all episodes.
 
-A task may have a class method `needs(progress)`, which gives what a connection must be made with, as `tangram.connect`
-names it: services, devices, quotas. And a class method `prepare(client)`, an async context manager around all episodes:
-servers, quotas of a client that is there. `acts_outside = False` says that a task needs no client at all.
+A task may have a class method `needs(progress)`, which returns arguments for `tangram.connect`: services, devices,
+quotas. And a class method `prepare(client)`, an async context manager around all episodes: servers, quotas of an
+existing client. `acts_outside = False` declares that a task needs no client at all.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from tangram.errors import InvalidConfig
 from tangram.rl.environments.protocol import Task
 
 Progress = Callable[[float, str], None]
-"""Told how much is done, from 0 to 1, and what is being done."""
+"""Gets the share that is done, from 0 to 1, and a description."""
 
 
-def acts_outside(task: Task, *, unless_said: bool = True) -> bool:
-    """What the task says; `unless_said`: what is taken for true of one that says nothing."""
-    return bool(getattr(task, "acts_outside", unless_said))
+def acts_outside(task: Task, *, default: bool = True) -> bool:
+    """Returns what the task declares; `default` for a task that declares nothing."""
+    return bool(getattr(task, "acts_outside", default))
 
 
 def require_backend(name: str, task: Task, backend: str | None) -> None:
-    """Raises InvalidConfig for a task that says that it acts outside."""
-    if backend is None and acts_outside(task, unless_said=False):
+    """Raises InvalidConfig for a task that declares that it acts outside."""
+    if backend is None and acts_outside(task, default=False):
         raise InvalidConfig("backend", backend, f"sandbox, docker or process, since {name} acts outside")
 
 
 async def needs_of(tasks: Iterable[Task], progress: Progress | None = None) -> dict[str, Any]:
-    """What a connection must be given for all of them. Raises ManagerError."""
-    found: dict[str, Any] = {}
-    for task in _each(tasks):
+    """Returns what a connection needs for all tasks. Raises ManagerError."""
+    merged: dict[str, Any] = {}
+    for task in _distinct(tasks):
         needs = getattr(task, "needs", None)
         if needs is not None:
             for key, values in (await needs(progress)).items():
-                found[key] = [*found.get(key, ()), *values]
-    return found
+                merged[key] = [*merged.get(key, ()), *values]
+    return merged
 
 
 @asynccontextmanager
-async def prepared(tasks: Iterable[Task], client: Client | None) -> AsyncIterator[None]:
-    """Around all episodes of these tasks. Raises InvalidConfig, if one of them needs a client and there is none."""
+async def prepare_tasks(tasks: Iterable[Task], client: Client | None) -> AsyncIterator[None]:
+    """Wraps all episodes of these tasks. Raises InvalidConfig if one of them needs a client and there is none."""
     async with AsyncExitStack() as stack:
-        for task in _each(tasks):
+        for task in _distinct(tasks):
             prepare = getattr(task, "prepare", None)
             if prepare is not None:
                 try:
@@ -57,6 +57,6 @@ async def prepared(tasks: Iterable[Task], client: Client | None) -> AsyncIterato
         yield
 
 
-def _each(tasks: Iterable[Task]) -> list[Task]:
-    """Once, however many settings name it."""
+def _distinct(tasks: Iterable[Task]) -> list[Task]:
+    """Each task once, even if several settings name it."""
     return list({id(task): task for task in tasks}.values())

@@ -1,15 +1,15 @@
-"""Benches: sandboxes in which a program stands ready to run the tests of a file, handed on from episode to episode.
+"""Warm test sandboxes: a program waits in each to run the tests of a file; sandboxes are reused between episodes.
 
-Owns the sandboxes that nobody uses, and the way from a file and its cases to results. To make a sandbox and to start an
-interpreter costs ten times what the tests cost, so both are kept: between two runs the program stands still and holds
-no core. It runs code that somebody has read, and of any other it finds out whether it compiles at all, which runs
-nothing. Where code has run that nobody has read, nothing is kept: the caller says so, and the bench goes. Never judges
-a result. Promises that a bench which is handed on has run nothing that nobody has read.
+Owns the idle sandboxes, and how a file and its cases become results. Making a sandbox and starting an interpreter cost
+ten times as much as the tests, so both are kept: between two runs the program is frozen and holds no core. It runs
+trusted code only; of untrusted code it checks whether it compiles, which executes nothing. A sandbox in which untrusted
+code ran is not kept: the caller marks it, and it is closed. Never judges a result. Promises that a reused sandbox has
+executed no untrusted code.
 
-    async with kept(client) as benches:               # around all episodes
-        bench = await benches.take(key, sandbox, trajectory)
-        result = await bench.run(file, cases, ...)
-        await benches.give_back(bench)                # kept, or closed
+    async with keep_warm(client) as sandboxes:               # around all episodes
+        sandbox = await sandboxes.acquire(key, make, python, trajectory)
+        result = await sandbox.run(file, cases, ...)
+        await sandboxes.release(sandbox)                     # kept, or closed
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from tangram.client.client import Client
 from tangram.client.result import Result
 from tangram.client.sandbox import Sandbox, Session
 from tangram.core.action import Status
-from tangram.runtime.orchestrator import undisturbed
+from tangram.runtime.shielding import shielded
 
 log = logging.getLogger("tangram")
 
 IDLE_MAX = 64
-"""Benches that are kept for the next: episodes end in groups, so that many may be free at once."""
+"""Idle sandboxes that are kept: episodes end in groups, so many may be idle at once."""
 IDLE_S_MAX = 15.0
-"""Then it goes: its memory is reserved, and somebody else may wait for it. Longer than a step of training, during which
-a rollout may stand still."""
+"""Idle time after which a sandbox is closed, because its memory is reserved and others may wait for it. Longer than a
+training step, during which a rollout may pause."""
 
-RUN = "tests"
-"""Before the arguments of a command, which the program finds by it."""
-COMPILES = "compiles"
-HELD = f"""\
+RUN_MARKER = "tests"
+"""Prefix of the arguments in a command, by which the program finds them."""
+COMPILES_MARKER = "compiles"
+RUNNER_PROGRAM = f"""\
 import os
 def play(source, cases, part, width):
     space, results = {{"__name__": "solution"}}, []
@@ -58,7 +58,7 @@ def run(width, known, file, path, cases):
     except Exception:
         return
     if not known:
-        os.write(1, b"{COMPILES}\\n")
+        os.write(1, b"{COMPILES_MARKER}\\n")
         return
     children = []
     for part in range(1, width):
@@ -72,97 +72,97 @@ def run(width, known, file, path, cases):
     play(source, cases, 0, width)
     for child in children:
         os.waitpid(child, 0)
-heard = b""
+received = b""
 while data := os.read(8, 65536):
-    heard += data
-    while b"\\0" in heard:
-        command, _, heard = heard.partition(b"\\0")
-        width, known, *words = command[command.rindex(b"{RUN}:") + {len(RUN) + 1}:].decode().split(":")
+    received += data
+    while b"\\0" in received:
+        command, _, received = received.partition(b"\\0")
+        width, known, *words = command[command.rindex(b"{RUN_MARKER}:") + {len(RUN_MARKER) + 1}:].decode().split(":")
         file, path, cases = (bytes.fromhex(word) for word in words)
         run(int(width), known == "known", file, path.decode(), [case.split() for case in cases.decode().splitlines()])
         os.write(9, b"0\\n")
 os._exit(0)
 """
-"""Takes the place of a held shell. Writes each file that it is given, and the number and the result of each case; of
-one that is not known only whether it compiles."""
+"""Replaces the shell of a session. Writes each file, and the number and the result of each case; for untrusted code
+only whether it compiles."""
 
 
-class Bench:
-    """A sandbox with the program in it, while one episode has it."""
+class WarmSandbox:
+    """A sandbox with the waiting program, while one episode uses it."""
 
     def __init__(self, key: Hashable, box: Sandbox, python: str) -> None:
         self.key = key
-        """Those of the same key can be handed on to each other."""
-        self.box = box
-        self.clean = True
-        """Nothing ran in it that nobody has read."""
+        """Sandboxes of equal keys are interchangeable."""
+        self.sandbox = box
+        self.is_clean = True
+        """No untrusted code ran in it."""
         self.idle_since = 0.0
         self._python = python
         self._session: Session | None = None
-        self._can_hold = True
+        self._supports_runner = True
         self._broken = False
-        """A run was cut short, or the program ended."""
+        """A run was cut off, or the program ended."""
 
     @property
-    def as_new(self) -> bool:
-        return self.clean and not self._broken
+    def is_reusable(self) -> bool:
+        return self.is_clean and not self._broken
 
     async def run(
         self, path: str, file: str, cases: Iterable[str], *, key: str, cpus: tuple[float, float] | None,
-        timeout_s: float, priority: int, capture: int, known: bool,
+        timeout_s: float, priority: int, capture: int, trusted: bool,
     ) -> Result | None:  # fmt: skip
-        """One action on a bench that is clean: the file is written to the path, and the cases are run on it. One that
-        nobody has read, so not `known`, is only compiled, and if that succeeds nothing is known of its cases. None: the
-        program cannot do it here, or does not say."""
-        assert self.clean, "its program is not to be trusted any more"
-        if not self._can_hold or self._broken:
+        """Runs one action in a clean sandbox: writes the file to the path and runs the cases. Untrusted code is only
+        compiled; if that succeeds, its cases remain unknown. Returns None if the program cannot do it here, or returns
+        nothing."""
+        assert self.is_clean, "untrusted code ran in it"
+        if not self._supports_runner or self._broken:
             return None
-        self._broken = True  # until it is known that it goes on
+        self._broken = True  # until the program has completed the run
         if self._session is None:
-            self._session = self.box.session()
-            self._can_hold = await self._session.become((self._python, "-I", "-S", "-c", HELD))
-            if not self._can_hold:
+            self._session = self.sandbox.session()
+            self._supports_runner = await self._session.become((self._python, "-I", "-S", "-c", RUNNER_PROGRAM))
+            if not self._supports_runner:
                 self._broken = False
                 return None
         words = (file, path, "".join(f"{case}\n" for case in cases))
-        width, said = "{cpus}" if cpus else "1", "known" if known else "unknown"
-        command = ":".join((RUN, width, said, *(word.encode().hex() for word in words)))
+        width, trust = "{cpus}" if cpus else "1", "known" if trusted else "unknown"
+        command = ":".join((RUN_MARKER, width, trust, *(word.encode().hex() for word in words)))
         result = await self._session.exec(
             command, cpus=cpus, key=key, timeout_s=timeout_s, priority=priority, capture=capture
         )
         self._broken = not result.ok or result.session_ended
-        # A program that ended says nothing about the file: it was killed for want of memory, or cannot be run here.
+        # A program that ended says nothing about the file: it ran out of memory, or cannot run here.
         ended = self._broken and result.status in (Status.SUCCEEDED, Status.TIMED_OUT)
-        says_nothing = ended or (not known and COMPILES.encode() in result.executed.stdout)
+        says_nothing = ended or (not trusted and COMPILES_MARKER.encode() in result.executed.stdout)
         return None if says_nothing else result
 
 
-class Benches:
-    """Those of one client. Without `kept` around it, none is kept."""
+class WarmSandboxes:
+    """The warm sandboxes of one client. None is kept outside `keep_warm`."""
 
     def __init__(self) -> None:
-        self._idle: list[Bench] = []
-        """The longest idle first."""
+        self._idle: list[WarmSandbox] = []
+        """Longest idle first."""
         self._users = 0
         self._sweeping: asyncio.Task[None] | None = None
 
-    async def take(self, key: Hashable, make: Callable[[], Sandbox], python: str, trajectory: str) -> Bench:
-        """One that is idle, or a new one."""
+    async def acquire(self, key: Hashable, make: Callable[[], Sandbox], python: str, trajectory: str) -> WarmSandbox:
+        """Returns an idle sandbox, or a new one."""
         for number in range(len(self._idle) - 1, -1, -1):
             if self._idle[number].key == key:
-                bench = self._idle.pop(number)
-                bench.box.trajectory = trajectory
-                return bench
+                sandbox = self._idle.pop(number)
+                sandbox.sandbox.trajectory = trajectory
+                return sandbox
         box = make()
-        await box.__aenter__()  # which closes it, if that fails
-        return Bench(key, box, python)
+        await box.__aenter__()  # closes it if that fails
+        return WarmSandbox(key, box, python)
 
-    async def give_back(self, bench: Bench) -> None:
-        if bench.as_new and self._users and len(self._idle) < IDLE_MAX:
-            bench.idle_since = asyncio.get_running_loop().time()
-            self._idle.append(bench)
+    async def release(self, sandbox: WarmSandbox) -> None:
+        if sandbox.is_reusable and self._users and len(self._idle) < IDLE_MAX:
+            sandbox.idle_since = asyncio.get_running_loop().time()
+            self._idle.append(sandbox)
         else:
-            await bench.box.close()
+            await sandbox.sandbox.close()
 
     async def enter(self) -> None:
         self._users += 1
@@ -184,29 +184,29 @@ class Benches:
         while True:
             await asyncio.sleep(IDLE_S_MAX / 2)
             before = loop.time() - IDLE_S_MAX
-            await undisturbed(self._close([bench for bench in self._idle if bench.idle_since < before]))
+            await shielded(self._close([sandbox for sandbox in self._idle if sandbox.idle_since < before]))
 
-    async def _close(self, benches: list[Bench]) -> None:
-        gone = list(benches)
-        self._idle = [bench for bench in self._idle if bench not in gone]
-        for error in await asyncio.gather(*(bench.box.close() for bench in gone), return_exceptions=True):
+    async def _close(self, sandboxes: list[WarmSandbox]) -> None:
+        gone = list(sandboxes)
+        self._idle = [sandbox for sandbox in self._idle if sandbox not in gone]
+        for error in await asyncio.gather(*(sandbox.sandbox.close() for sandbox in gone), return_exceptions=True):
             if error is not None:
                 log.warning("a sandbox of codefix could not be closed: %s", error)
 
 
-_benches_by_client: WeakKeyDictionary[Client, Benches] = WeakKeyDictionary()
+_warm_sandboxes_by_client: WeakKeyDictionary[Client, WarmSandboxes] = WeakKeyDictionary()
 
 
-def benches_of(client: Client) -> Benches:
-    return _benches_by_client.setdefault(client, Benches())
+def warm_sandboxes_of(client: Client) -> WarmSandboxes:
+    return _warm_sandboxes_by_client.setdefault(client, WarmSandboxes())
 
 
 @asynccontextmanager
-async def kept(client: Client) -> AsyncIterator[Benches]:
-    """Around all episodes: what one gives back is kept for the next. All are closed when the last one leaves."""
-    benches = benches_of(client)
-    await benches.enter()
+async def keep_warm(client: Client) -> AsyncIterator[WarmSandboxes]:
+    """Wraps all episodes: released sandboxes are kept for the next. Closes all when the last user leaves."""
+    sandboxes = warm_sandboxes_of(client)
+    await sandboxes.enter()
     try:
-        yield benches
+        yield sandboxes
     finally:
-        await undisturbed(benches.leave())
+        await shielded(sandboxes.leave())

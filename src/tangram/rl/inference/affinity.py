@@ -1,11 +1,11 @@
-"""Affinity: which class of hardware writes the tokens of which task, and why.
+"""Hardware affinity: which hardware class generates the tokens of which task, and why.
 
-Owns the classes that are known, the default by role, and the binding of tasks to classes. Never starts, routes or
-measures anything: a gateway follows a binding, `explain` makes one of settings before anything is started. Promises
-that a class nobody has is either refused or visibly replaced, never silently.
+Owns the known classes, the default class of each role, and the binding of tasks to classes. Never starts, routes or
+measures. The router follows a binding; `explain` computes one from settings before anything is started. Promises that a
+class without engines is rejected or reported as a fallback, never ignored.
 
-Compute-bound work (reading long contexts, training) belongs on hardware with much compute for its price,
-bandwidth-bound work (writing) on hardware with much memory bandwidth for its price.
+Compute-bound work (prefill of long contexts, training) belongs on hardware with much compute for its price,
+bandwidth-bound work (decoding) on hardware with much memory bandwidth for its price.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from tangram.sim.serving_model import Gpu
 
 COMPUTE, BANDWIDTH = "compute", "bandwidth"
 DEFAULT = "default"
-"""The task that stands for all that are not named."""
+"""Stands for all tasks that are not listed."""
 ANY = ""
-"""No class is preferred: the engine with the least to do is taken."""
+"""No preferred class: the least loaded engine is chosen."""
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
-    """One device of a class, as its vendor and its price say."""
+    """One device of a class, with published numbers and price."""
 
     name: str
     hardware: str
-    """The class that it stands for."""
+    """The class that it represents."""
     tflops: float
     """Dense, 16 bits."""
     memory_gb: float
     bandwidth_tb_s: float
     cost: float
-    """Per hour, in units of the cheapest."""
+    """Per hour, relative to the cheapest."""
 
 
-def _published(device: Gpu, hardware: str) -> Hardware:
+def _hardware_of(device: Gpu, hardware: str) -> Hardware:
     return Hardware(
         name=device.name,
         hardware=hardware,
@@ -53,11 +53,11 @@ def _published(device: Gpu, hardware: str) -> Hardware:
     )
 
 
-H800 = _published(serving_model.H800, COMPUTE)
-H20 = _published(serving_model.H20, BANDWIDTH)
-PUBLISHED: Mapping[str, Hardware] = {each.hardware: each for each in (H800, H20)}
+H800 = _hardware_of(serving_model.H800, COMPUTE)
+H20 = _hardware_of(serving_model.H20, BANDWIDTH)
+HARDWARE_BY_CLASS: Mapping[str, Hardware] = {each.hardware: each for each in (H800, H20)}
 """By class."""
-CLASS_BY_DEVICE: Mapping[str, str] = {each.name: each.hardware for each in PUBLISHED.values()}
+CLASS_BY_DEVICE: Mapping[str, str] = {each.name: each.hardware for each in HARDWARE_BY_CLASS.values()}
 
 CLASS_BY_ROLE: Mapping[str, str] = {
     "training": COMPUTE,
@@ -65,56 +65,56 @@ CLASS_BY_ROLE: Mapping[str, str] = {
     "environment": "cpu",
     "reward": "gpu",
 }
-"""Where each role goes if nobody says otherwise."""
+"""The default class of each role."""
 
 
 # ---- the binding --------------------------------------------------------------------------------------------------
 
 
-class Bound(msgspec.Struct, frozen=True, kw_only=True):
+class TaskBinding(msgspec.Struct, frozen=True, kw_only=True):
     """Where one task goes."""
 
     task: str
     wanted: str
-    """The class that it prefers; empty: any."""
+    """The preferred class; empty: any."""
     used: str
-    """The class that serves it now; of several, joined by `+`."""
+    """The classes that serve it now, joined by `+`."""
     why: str
     engines: tuple[str, ...]
-    """That serve it now."""
+    """Engines that serve it now."""
     falls_back: bool = False
-    """It is not served by the class that it prefers."""
+    """It is not served by its preferred class."""
     fallback: tuple[str, ...] = ()
     """The classes that take over when the preferred one fails."""
-    trains: bool = True
-    """Whether what is written for it may be trained on."""
+    output_is_trainable: bool = msgspec.field(default=True, name="trains")
+    """Whether its tokens can be trained on."""
 
 
 class Binding(msgspec.Struct, frozen=True, kw_only=True):
-    """Which task goes where and why."""
+    """The binding of all tasks, with reasons."""
 
-    tasks: tuple[Bound, ...]
+    tasks: tuple[TaskBinding, ...]
     engines: Mapping[str, tuple[str, ...]]
     """By class."""
 
-    def task(self, name: str) -> Bound:
+    def task(self, name: str) -> TaskBinding:
         """Raises KeyError."""
         return {bound.task: bound for bound in self.tasks}[name]
 
     def lines(self) -> list[str]:
-        """For a reader."""
+        """As text."""
         rows = [(name, f"{len(engines)}", ", ".join(engines)) for name, engines in self.engines.items()]
-        found = _table([("class", "engines", "names"), *rows])
-        found += ["", *_table([("task", "served by", "why"), *(_row(bound) for bound in self.tasks)])]
+        lines = _table([("class", "engines", "names"), *rows])
+        lines += ["", *_table([("task", "served by", "why"), *(_binding_row(bound) for bound in self.tasks)])]
         for bound in self.tasks:
             if bound.falls_back:
-                found.append(f"! {bound.task} falls back: it prefers {bound.wanted}, {bound.used} serves it")
-            if not bound.trains:
-                found.append(f"! {bound.task}: what {bound.used} writes cannot be trained on, only evaluated")
-        return found
+                lines.append(f"! {bound.task} falls back: it prefers {bound.wanted}, {bound.used} serves it")
+            if not bound.output_is_trainable:
+                lines.append(f"! {bound.task}: what {bound.used} writes cannot be trained on, only evaluated")
+        return lines
 
 
-def _row(bound: Bound) -> tuple[str, str, str]:
+def _binding_row(bound: TaskBinding) -> tuple[str, str, str]:
     then = f"; if it fails: {', '.join(bound.fallback)}" if bound.fallback and not bound.falls_back else ""
     return bound.task, bound.used or "any", bound.why + then
 
@@ -127,52 +127,52 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 # ---- choosing -----------------------------------------------------------------------------------------------------
 
 
-class Offered(Protocol):
-    """An engine, as far as a choice of classes has to know it."""
+class EngineLike(Protocol):
+    """An engine, as far as the choice of classes depends on it."""
 
     @property
     def name(self) -> str: ...
     @property
     def hardware(self) -> str: ...
     @property
-    def trains(self) -> bool: ...
+    def output_is_trainable(self) -> bool: ...
 
 
-T = TypeVar("T", bound=Offered)
+T = TypeVar("T", bound=EngineLike)
 
 
-class Planned(msgspec.Struct, frozen=True):
-    """An engine that is not there yet."""
+class PlannedEngine(msgspec.Struct, frozen=True):
+    """An engine that does not exist yet."""
 
     name: str
     hardware: str
-    trains: bool = True
+    output_is_trainable: bool = True
 
 
-def wanted(affinity: Mapping[str, str], task: str) -> str:
+def preferred_class(affinity: Mapping[str, str], task: str) -> str:
     """The class that a task prefers."""
     return affinity.get(task, affinity.get(DEFAULT, ANY))
 
 
-def first_choice(offers: Sequence[T], preferred: str) -> list[T]:
-    """Engines of the preferred class. If any will do: those that train, if there are such; what an engine writes that
-    cannot train is lost on a trainer, so it serves only who asks for its class."""
+def preferred_engines(offers: Sequence[T], preferred: str) -> list[T]:
+    """Engines of the preferred class. Without a preference: engines for training, if there are any. Tokens of an
+    evaluation-only engine are useless to a trainer, so it serves only tasks that prefer its class."""
     if preferred != ANY:
         return [offer for offer in offers if offer.hardware == preferred]
-    return _same_use(offers, any(offer.trains for offer in offers))
+    return _trainable_if(offers, any(offer.output_is_trainable for offer in offers))
 
 
-def compatible(offers: Sequence[T], preferred: str) -> list[T]:
-    """Engines of other classes that may take over: if those of the preferred class train, or there are none, only such
-    as train."""
+def fallback_engines(offers: Sequence[T], preferred: str) -> list[T]:
+    """Engines of other classes that may take over; only engines for training if the preferred ones are, or if there are
+    none."""
     own = [offer for offer in offers if offer.hardware == preferred]
     others = [offer for offer in offers if offer.hardware != preferred]
-    needed = any(offer.trains for offer in own or others)
-    return _same_use(others, needed)
+    needed = any(offer.output_is_trainable for offer in own or others)
+    return _trainable_if(others, needed)
 
 
-def _same_use(offers: Sequence[T], trains: bool) -> list[T]:
-    return [offer for offer in offers if offer.trains or not trains]
+def _trainable_if(offers: Sequence[T], output_is_trainable: bool) -> list[T]:
+    return [offer for offer in offers if offer.output_is_trainable or not output_is_trainable]
 
 
 def bind(affinity: Mapping[str, str], tasks: Iterable[str], offers: Sequence[T], *, healthy: set[str]) -> Binding:
@@ -181,73 +181,73 @@ def bind(affinity: Mapping[str, str], tasks: Iterable[str], offers: Sequence[T],
     for offer in offers:
         engines[offer.hardware] = (*engines.get(offer.hardware, ()), offer.name)
     names = dict.fromkeys((*tasks, *(task for task in affinity if task != DEFAULT), DEFAULT))
-    return Binding(tasks=tuple(_bound(affinity, task, offers, healthy) for task in names), engines=engines)
+    return Binding(tasks=tuple(_bind_task(affinity, task, offers, healthy) for task in names), engines=engines)
 
 
-def _bound(affinity: Mapping[str, str], task: str, offers: Sequence[T], healthy: set[str]) -> Bound:
-    preferred = wanted(affinity, task)
-    own = first_choice(offers, preferred)
-    others = compatible(offers, preferred) if preferred != ANY else []
+def _bind_task(affinity: Mapping[str, str], task: str, offers: Sequence[T], healthy: set[str]) -> TaskBinding:
+    preferred = preferred_class(affinity, task)
+    own = preferred_engines(offers, preferred)
+    others = fallback_engines(offers, preferred) if preferred != ANY else []
     serving = [offer for offer in own if offer.name in healthy]
     falls_back = not serving and preferred != ANY
     if falls_back:
         serving = [offer for offer in others if offer.name in healthy]
-    return Bound(
+    return TaskBinding(
         task=task,
         wanted=preferred,
         used="+".join(dict.fromkeys(offer.hardware for offer in serving)),
-        why=_why(affinity, task, preferred, has_own=bool(own), falls_back=falls_back, served=bool(serving)),
+        why=_reason(affinity, task, preferred, has_own=bool(own), falls_back=falls_back, served=bool(serving)),
         engines=tuple(offer.name for offer in serving),
         falls_back=falls_back,
         fallback=tuple(dict.fromkeys(offer.hardware for offer in others)),
-        trains=bool(serving) and all(offer.trains for offer in serving),
+        output_is_trainable=bool(serving) and all(offer.output_is_trainable for offer in serving),
     )
 
 
-def _why(
+def _reason(
     affinity: Mapping[str, str], task: str, preferred: str, *, has_own: bool, falls_back: bool, served: bool
 ) -> str:
     if preferred == ANY:
-        return "no preference: the engine with the least to do"
-    told = "its affinity" if task in affinity and task != DEFAULT else "the default of generation"
+        return "no preference: the least loaded engine"
+    source = "its affinity" if task in affinity and task != DEFAULT else "the default of generation"
     if not falls_back:
-        return f"{told} is {preferred}"
+        return f"{source} is {preferred}"
     lack = f"no engine of class {preferred} serves" if has_own else f"there is no engine of class {preferred}"
-    return f"{told} is {preferred}, but {lack}" + ("" if served else ", and no other either")
+    return f"{source} is {preferred}, but {lack}" + ("" if served else ", and no other either")
 
 
 # ---- of settings --------------------------------------------------------------------------------------------------
 
 
 def affinity_of(settings: RolloutSettings) -> dict[str, str]:
-    """What a gateway routes by. Raises InvalidConfig for a class that nobody has or knows."""
+    """The binding that a router follows. Raises InvalidConfig for an unknown class without engines."""
     classes = list(dict.fromkeys(engine.hardware for engine in settings.engines))
     usual = CLASS_BY_ROLE["generation"]
-    found = {DEFAULT: usual if usual in classes else ANY}
+    classes_by_task = {DEFAULT: usual if usual in classes else ANY}
     for task in settings.tasks:
         if task.affinity:
-            found[task.name] = resolved(task.affinity, classes, key=f"tasks.{task.name}.affinity")
-    return found
+            classes_by_task[task.name] = resolve_class(task.affinity, classes, key=f"tasks.{task.name}.affinity")
+    return classes_by_task
 
 
-def resolved(name: str, classes: Sequence[str], *, key: str) -> str:
-    """A class, of its own name or that of a device: H800 is of class `compute` where no engine is called after it.
-    Raises InvalidConfig for what no engine has and nobody knows: that is a slip, and a fallback would hide it."""
+def resolve_class(name: str, classes: Sequence[str], *, key: str) -> str:
+    """Resolves a class name or device name: H800 is class `compute` unless an engine has that name as its class. Raises
+    InvalidConfig for unknown names without engines: a fallback would hide a typo."""
     if name in classes:
         return name
     known = CLASS_BY_DEVICE.get(name, name)
-    if known in classes or known in PUBLISHED:
+    if known in classes or known in HARDWARE_BY_CLASS:
         return known
-    near = difflib.get_close_matches(name, [*classes, *PUBLISHED], n=1)
+    near = difflib.get_close_matches(name, [*classes, *HARDWARE_BY_CLASS], n=1)
     hint = f" (nearest: {near[0]})" if near else ""
     raise InvalidConfig(key, name, f"a class that an engine has, which are {', '.join(classes)}{hint}")
 
 
 def explain(settings: RolloutSettings) -> Binding:
-    """What will be bound where, if all engines start. Starts nothing. Raises InvalidConfig."""
+    """The binding if all engines start. Starts nothing. Raises InvalidConfig."""
     if not settings.engines:
-        raise InvalidConfig("engines", [], "at least one table [[engines]]: without an engine nothing is written")
-    offers = [Planned(name, engine.hardware) for engine in settings.engines for name in engine_names(engine)]
+        raise InvalidConfig("engines", [], "at least one table [[engines]]: without an engine no tokens are generated")
+    offers = [PlannedEngine(name, engine.hardware) for engine in settings.engines for name in engine_names(engine)]
     names = [offer.name for offer in offers]
     if len(set(names)) != len(names):
         raise InvalidConfig("engines.name", names, "a name of its own for each table [[engines]]")
@@ -256,5 +256,5 @@ def explain(settings: RolloutSettings) -> Binding:
 
 
 def engine_names(engine: EngineSettings) -> list[str]:
-    """What the engines of a table are called: as it says, and if they are several, numbered."""
+    """Names of the engines of a table, numbered if there are several."""
     return [engine.name] if engine.count == 1 else [f"{engine.name}-{number}" for number in range(engine.count)]

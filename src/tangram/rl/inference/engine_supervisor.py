@@ -1,12 +1,11 @@
-"""A keeper: one engine in the care of a gateway, from its first start to its removal.
+"""The engine supervisor: starts, updates, restarts and removes one engine.
 
-Owns the life of the engine: nobody else starts, updates or closes it, and it does these one after the other, so that
-updates, deaths, restarts and the end cannot race. Never routes, and never sees a token. Promises that its engine has
-the newest weights whenever it begins to serve, that it stands still for new ones only to switch to them, that a death
-leads to a restart or to a removal, that an engine which serves nobody is removed though it starts well each time, and
-that whoever waits for it is told of every change. An engine that refuses
-weights and keeps its old ones goes on serving: what becomes of it then depends on what the others did, so its gateway
-decides.
+Owns the lifecycle of the engine. Only the supervisor starts, updates or closes it, one operation after the other, so
+these cannot race. Never routes and never reads a token. Promises that the engine has the newest weights before it
+serves, that it is suspended only to switch weights, that a death leads to a restart or a removal, that an engine which
+completes no request is removed even if it starts well, and that waiters are notified of every change. An engine that
+refuses weights keeps serving with its old ones; the router decides what follows, because that depends on the other
+engines.
 """
 
 from __future__ import annotations
@@ -20,86 +19,95 @@ from typing import NamedTuple
 import msgspec
 
 from tangram.errors import ManagerError, TangramError
-from tangram.rl.inference.engines.protocol import Engine, EngineDied, Weights
+from tangram.rl.inference.engines.protocol import EngineDied, InferenceEngine, PolicyWeights
 from tangram.rl.inference.router_records import (
     TRANSITIONS,
+    AnyRouterEvent,
     EngineLost,
     EngineRemoved,
     EngineStarted,
+    EngineState,
+    EngineStatus,
     EngineUpdated,
-    Event,
-    Kept,
-    State,
 )
 
 BACKOFF_S, BACKOFF_S_MAX = 0.2, 30.0
-"""Before the first restart, doubled with every death within the window: an engine that dies at once should not take a
-core for dying, one that died of bad luck should be back soon."""
-GIVEN_UP_MAX = 5
-"""Requests in a row that were given up because the engine died with them, while it served no other: from then on it is
-the engine that kills, not they. One that answers a probe and fails at everything else would go on for ever."""
+"""Exponential backoff of restarts within the window: an engine that dies at once should not use up a core, and one that
+died by accident should be back soon."""
+ABANDONED_MAX = 5
+"""Consecutive requests abandoned after this engine died with them, while it completed none. From then on the engine is
+to blame. Otherwise an engine that answers probes and fails at everything else would never be removed."""
 REFUSED_MAX = 32
-"""Requests in a row that it refused while it served none, after which it counts as dead: more than the members of a
-group and those that take their places usually are, as what is wrong with one is wrong with all of them."""
+"""Consecutive refusals without a completed request, after which the engine counts as dead. More than the members of a
+group with their replacements, because these share their faults."""
 CLOSE_S_MAX = 30.0
-"""An engine that does not even end is left to itself."""
-WORLD = (TangramError, OSError)
-"""What an engine may raise without being our bug; time that has run out is an OSError."""
+"""Time limit of closing; an engine that does not end is abandoned."""
+EXPECTED_ERRORS = (TangramError, OSError)
+"""Errors that an engine may raise without a bug in this process. TimeoutError is an OSError."""
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class SupervisorLimits(msgspec.Struct, frozen=True, kw_only=True):
     deaths_max: int
     window_s: float
     start_s_max: float
     update_s_max: float
 
 
-class Order(NamedTuple):
-    """Weights that all engines should have. No two have the same number; later ones have higher ones."""
+class WeightUpdate(NamedTuple):
+    """An order to all engines to have these weights. Numbers are unique and increase."""
 
     number: int
-    weights: Weights
+    weights: PolicyWeights
 
 
-class Death(NamedTuple):
+class EngineDeath(NamedTuple):
     at_s: float
-    life: int
-    """0: it did not come to life."""
+    incarnation: int
+    """0: it did not start."""
 
 
-class _Spent:
-    """On one update."""
+class _UpdateTimes:
+    """Measured times of one update: fetching or switching weights, and suspended."""
 
     pull_s = exposed_s = 0.0
 
 
-class Keeper:
-    def __init__(self, engine: Engine, limits: Limits, tell: Callable[[Event], None], changed: Callable[[], None]):
+class EngineSupervisor:
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        limits: SupervisorLimits,
+        on_event: Callable[[AnyRouterEvent], None],
+        on_change: Callable[[], None],
+    ):
         self.engine = engine
-        self.state = State.STARTING
+        self.state = EngineState.STARTING
         self.reason = ""
-        self.life = 0
-        self.has: Order | None = None
-        """Whose weights it has, or had when it died."""
-        self.refused = 0
-        """The number of the order whose weights it did not take last, and why:"""
-        self.refusal = ""
+        self.incarnation = 0
+        self.current: WeightUpdate | None = None
+        """The update that it last applied; kept when it dies."""
+        self.refused_sync = 0
+        """Number of the last update that it refused."""
+        self.refusal_reason = ""
+        """Why it refused that update."""
         self.load = 0
         self.requests = 0
         self.served = 0
         self._served_s = -math.inf
-        """When it did last. In a row since then, with none served:"""
-        self._given_up = self._turned_away = 0
-        self.closed_life = 0
-        """The last life that we ended, or that ended for want of a place: what was inside then did not kill it."""
+        """When it last completed a request."""
+        self._abandoned_in_row = self._refused_in_row = 0
+        """Requests since then that were abandoned, and that it refused."""
+        self.closed_incarnation = 0
+        """The last incarnation that the supervisor ended, or that ended for lack of capacity: its requests did not kill
+        it."""
         self._limits = limits
-        self._tell = tell
-        self._changed = changed
-        self._order: Order | None = None
+        self._emit = on_event
+        self._on_change = on_change
+        self._target: WeightUpdate | None = None
         self._wake = asyncio.Event()
-        self._inside_at_death = 0
-        self._deaths: list[Death] = []
-        self._forgiven: set[int] = set()
+        self._active_at_death = 0
+        self._deaths: list[EngineDeath] = []
+        self._exonerated: set[int] = set()
 
     @property
     def name(self) -> str:
@@ -110,176 +118,181 @@ class Keeper:
         return self.engine.hardware
 
     @property
-    def trains(self) -> bool:
-        return self.engine.trains
+    def output_is_trainable(self) -> bool:
+        return self.engine.output_is_trainable
 
     @property
-    def applied(self) -> int:
-        """The number of the order whose weights it has."""
-        return self.has.number if self.has is not None else 0
+    def applied_sync(self) -> int:
+        """Number of the update that it last applied; 0 before the first."""
+        return self.current.number if self.current is not None else 0
 
     @property
     def _version(self) -> int:
-        return self.has.weights.version if self.has is not None else 0
+        return self.current.weights.version if self.current is not None else 0
 
     @property
-    def epoch(self) -> tuple[int, int]:
-        """What it has read is there as long as this stays the same."""
-        return self.life, self.applied
+    def kv_cache_epoch(self) -> tuple[int, int]:
+        """Its KV cache is valid as long as this stays the same."""
+        return self.incarnation, self.applied_sync
 
     @property
-    def serves(self) -> bool:
-        return self.state is State.SERVING
+    def is_serving(self) -> bool:
+        return self.state is EngineState.SERVING
 
     @property
-    def gone(self) -> bool:
-        return self.state in (State.REMOVED, State.CLOSED)
+    def is_gone(self) -> bool:
+        return self.state in (EngineState.REMOVED, EngineState.CLOSED)
 
-    def kept(self) -> Kept:
-        return Kept(
+    def status(self) -> EngineStatus:
+        return EngineStatus(
             name=self.name,
             hardware=self.hardware,
             state=self.state,
-            trains=self.trains,
+            output_is_trainable=self.output_is_trainable,
             version=self._version,
             requests=self.requests,
             load=self.load,
             served=self.served,
-            lives=self.life,
-            reason="" if self.serves else self.reason,
+            incarnations=self.incarnation,
+            reason="" if self.is_serving else self.reason,
         )
 
-    # ---- what a gateway says ----
+    # ---- called by the router ----
 
-    def want(self, order: Order) -> None:
-        self._order = order
+    def set_target(self, update: WeightUpdate) -> None:
+        self._target = update
         self._wake.set()
 
-    def replace(self) -> None:
-        """Others took what it refused: it is ended, and starts with these weights."""
-        if self.serves:
-            self._end_life(f"did not take its weights: {self.refusal}")
+    def restart(self) -> None:
+        """Other engines took the weights that it refused: restart it with them."""
+        if self.is_serving:
+            self._end_incarnation(f"did not take its weights: {self.refusal_reason}")
             self._wake.set()
 
-    def lost(self, life: int, reason: str, *, blameless: bool = False) -> None:
-        """A request saw it die. The first one counts. `blameless`: nobody who is inside is to blame."""
-        if self.serves and life == self.life:
-            self.closed_life = life if blameless else self.closed_life
-            self._inside_at_death = self.requests + 1  # it has left already; the others have not heard yet
-            self._become(State.DOWN, reason)
+    def on_death(self, incarnation: int, reason: str, *, exonerate_requests: bool = False) -> None:
+        """A request reports that the engine died. Only the first report counts. `exonerate_requests`: no request inside
+        is to blame for this death."""
+        if self.is_serving and incarnation == self.incarnation:
+            self.closed_incarnation = incarnation if exonerate_requests else self.closed_incarnation
+            self._active_at_death = self.requests + 1  # already gone, but waiters are not yet notified
+            self._transition(EngineState.DOWN, reason)
             self._wake.set()
 
-    def answered(self) -> None:
-        """It served a request."""
+    def on_served(self) -> None:
+        """It completed a request."""
         self.served += 1
         self._served_s = asyncio.get_running_loop().time()
-        self._given_up = self._turned_away = 0
+        self._abandoned_in_row = self._refused_in_row = 0
 
-    def forgive(self, lives: Collection[int]) -> None:
-        """It was a request that killed it in these lives, so that they do not count. But if it is said of one request
-        after the other and none is served, then it was not they."""
-        self._given_up += 1
-        if self._given_up < GIVEN_UP_MAX:
-            self._forgiven.update(lives)
+    def exonerate(self, incarnations: Collection[int]) -> None:
+        """These deaths were caused by a request, so they do not count. If that is reported for one request after the
+        other while none completes, the engine is to blame."""
+        self._abandoned_in_row += 1
+        if self._abandoned_in_row < ABANDONED_MAX:
+            self._exonerated.update(incarnations)
         else:
-            self._forgiven.clear()
+            self._exonerated.clear()
 
-    def turned_away(self, life: int, reason: str) -> None:
-        """It refused a request, and lives."""
-        self._turned_away += 1
-        if self._turned_away >= REFUSED_MAX:
-            said = f"it refused {self._turned_away} requests in a row and served none; the last: {reason}"
-            self.lost(life, said, blameless=True)
-            self._turned_away = 0
+    def on_refused(self, incarnation: int, reason: str) -> None:
+        """It refused a request and is alive."""
+        self._refused_in_row += 1
+        if self._refused_in_row >= REFUSED_MAX:
+            message = f"it refused {self._refused_in_row} requests in a row and served none; the last: {reason}"
+            self.on_death(incarnation, message, exonerate_requests=True)
+            self._refused_in_row = 0
 
-    def closed(self) -> None:
-        if self.state is not State.CLOSED:
-            self.closed_life = self.life
-            self._become(State.CLOSED, "the gateway was closed")
+    def mark_closed(self) -> None:
+        if self.state is not EngineState.CLOSED:
+            self.closed_incarnation = self.incarnation
+            self._transition(EngineState.CLOSED, "the router was closed")
 
-    # ---- its life ----
+    # ---- lifecycle ----
 
     async def run(self) -> None:
-        """Until it is removed or cancelled."""
+        """Runs until the engine is removed or the task is cancelled."""
         try:
-            while not self.gone:
-                if self.serves:
-                    await self._look_after()
+            while not self.is_gone:
+                if self.is_serving:
+                    await self._supervise()
                 else:
-                    await self._bring_up()
-        except Exception as bug:  # else all would wait for an engine that nobody looks after
-            if not self.gone:
-                self._remove(f"its keeper failed: {type(bug).__name__}: {bug}")
-            context = {"message": f"the keeper of engine {self.name} failed", "exception": bug}
+                    await self._start()
+        except Exception as bug:  # otherwise requests would wait for an unsupervised engine
+            if not self.is_gone:
+                self._remove(f"its supervisor failed: {type(bug).__name__}: {bug}")
+            context = {"message": f"the supervisor of engine {self.name} failed", "exception": bug}
             asyncio.get_running_loop().call_exception_handler(context)
 
-    async def _bring_up(self) -> None:
-        assert self._order is not None, "weights are wanted before it runs"
-        loop, order = asyncio.get_running_loop(), self._order
+    async def _start(self) -> None:
+        assert self._target is not None, "weights are set before it runs"
+        loop, update = asyncio.get_running_loop(), self._target
         began_s = loop.time()
-        if self.state is not State.STARTING:
-            self._become(State.STARTING, self.reason)
+        if self.state is not EngineState.STARTING:
+            self._transition(EngineState.STARTING, self.reason)
         try:
             async with asyncio.timeout(self._limits.start_s_max):
-                await self.engine.start(order.weights)
-                while order.number != self._order.number:  # before it serves, so that nobody gets old tokens
-                    order = self._order
-                    await self.engine.update(order.weights)
-        except WORLD as error:
-            self.refused, self.refusal = order.number, _words(error, "did not start", self._limits.start_s_max)
-            await self._bury(0, self.refusal)
+                await self.engine.start(update.weights)
+                # before it serves, so that no request gets tokens of old weights
+                while update.number != self._target.number:
+                    update = self._target
+                    await self.engine.update(update.weights)
+        except EXPECTED_ERRORS as error:
+            self.refused_sync, self.refusal_reason = (
+                update.number,
+                _error_text(error, "did not start", self._limits.start_s_max),
+            )
+            await self._handle_death(0, self.refusal_reason)
             return
-        self.life += 1
-        self.has = order
-        self._become(State.SERVING, "")
+        self.incarnation += 1
+        self.current = update
+        self._transition(EngineState.SERVING, "")
         took_s = loop.time() - began_s
-        self._tell(
+        self._emit(
             EngineStarted(
                 at_s=loop.time(),
                 engine=self.name,
                 hardware=self.hardware,
                 version=self._version,
                 took_s=took_s,
-                life=self.life,
+                life=self.incarnation,
             )
         )
         self._wake.set()
 
-    async def _look_after(self) -> None:
+    async def _supervise(self) -> None:
         await self._wake.wait()
         self._wake.clear()
-        assert self._order is not None
-        if self.state is State.DOWN:
-            await self._bury(self.life, self.reason)
-        elif self.serves and self._order.number not in (self.applied, self.refused):
-            await self._update(self._order)
+        assert self._target is not None
+        if self.state is EngineState.DOWN:
+            await self._handle_death(self.incarnation, self.reason)
+        elif self.is_serving and self._target.number not in (self.applied_sync, self.refused_sync):
+            await self._update(self._target)
 
-    async def _update(self, order: Order) -> None:
-        """The engine fetches while it writes, and stands still only to switch."""
-        loop, life = asyncio.get_running_loop(), self.life
+    async def _update(self, update: WeightUpdate) -> None:
+        """The engine fetches weights while it decodes, and is suspended only to switch."""
+        loop, incarnation = asyncio.get_running_loop(), self.incarnation
         began_s = loop.time()
-        spent = _Spent()
+        spent = _UpdateTimes()
         try:
             async with asyncio.timeout(self._limits.update_s_max):
-                refusal = await self._refusal(self.engine.fetch(order.weights))
+                refusal = await self._refusal_of(self.engine.fetch(update.weights))
                 spent.pull_s += loop.time() - began_s
-                if refusal is None and self.serves and not self._taken_back(order):
-                    refusal = await self._switch(order, spent)
-        except WORLD as error:
-            if self.serves:  # nobody has seen it die
-                self._end_life(_words(error, "did not take its weights", self._limits.update_s_max))
-            await self._bury(life, self.reason)
+                if refusal is None and self.is_serving and not self._is_superseded(update):
+                    refusal = await self._switch(update, spent)
+        except EXPECTED_ERRORS as error:
+            if self.is_serving:  # no request has reported its death
+                self._end_incarnation(_error_text(error, "did not take its weights", self._limits.update_s_max))
+            await self._handle_death(incarnation, self.reason)
             return
         if refusal is not None:
-            self.refused, self.refusal = order.number, refusal
-            self._changed()  # if others took them, it is replaced
-        if not self.serves:  # or a request saw it die
-            await self._bury(life, self.reason)
+            self.refused_sync, self.refusal_reason = update.number, refusal
+            self._on_change()  # if others took them, it is restarted
+        if not self.is_serving:  # or a request reports its death
+            await self._handle_death(incarnation, self.reason)
             return
         self._wake.set()  # there may be newer ones
-        if self.has is order:
+        if self.current is update:
             now_s = loop.time()
-            self._tell(
+            self._emit(
                 EngineUpdated(
                     at_s=now_s,
                     engine=self.name,
@@ -289,29 +302,29 @@ class Keeper:
                     exposed_s=spent.exposed_s,
                 )
             )
-            self._changed()
+            self._on_change()
 
-    async def _switch(self, order: Order, spent: _Spent) -> str | None:
-        """Why the engine keeps the weights that it has; None: it has these. Raises EngineDied."""
+    async def _switch(self, update: WeightUpdate, spent: _UpdateTimes) -> str | None:
+        """Returns why the engine keeps its current weights; None if it took these. Raises EngineDied."""
         loop = asyncio.get_running_loop()
         await self.engine.suspend()
         suspended_s = loop.time()
-        refusal = await self._refusal(self.engine.update(order.weights))
+        refusal = await self._refusal_of(self.engine.update(update.weights))
         spent.pull_s += loop.time() - suspended_s
         await self.engine.resume()
         spent.exposed_s = loop.time() - suspended_s
         if refusal is None:
-            self.has = order
+            self.current = update
         return refusal
 
-    def _taken_back(self, order: Order) -> bool:
-        """Others were ordered meanwhile, which are not newer: nobody wants what is written with these any more. If they
-        are newer it takes these first, since newer ones may always come."""
-        assert self._order is not None
-        return self._order.number != order.number and self._order.weights.version <= order.weights.version
+    def _is_superseded(self, update: WeightUpdate) -> bool:
+        """Whether a later update, to the same or an older version, replaces this one: its output is no longer
+        needed. An update is applied even if a newer version follows, because newer ones may keep coming."""
+        assert self._target is not None
+        return self._target.number != update.number and self._target.weights.version <= update.weights.version
 
-    async def _refusal(self, call: Awaitable[None]) -> str | None:
-        """Why the engine keeps the weights that it has; None: it did as it was told. Raises EngineDied."""
+    async def _refusal_of(self, call: Awaitable[None]) -> str | None:
+        """Returns why the engine keeps its current weights; None if it took these. Raises EngineDied."""
         try:
             await call
         except EngineDied:
@@ -320,54 +333,56 @@ class Keeper:
             return str(error)
         return None
 
-    def _end_life(self, reason: str) -> None:
-        """It is ended by us, and starts with the newest weights: what is inside did not kill it."""
-        self.closed_life, self._inside_at_death = self.life, self.requests
-        self._become(State.DOWN, reason)
+    def _end_incarnation(self, reason: str) -> None:
+        """The supervisor ends it and starts it with the newest weights; its requests are not to blame."""
+        self.closed_incarnation, self._active_at_death = self.incarnation, self.requests
+        self._transition(EngineState.DOWN, reason)
 
-    async def _bury(self, life: int, reason: str) -> None:
-        """After a death: end what is left of it, wait a while, and remove it if it died too often."""
+    async def _handle_death(self, incarnation: int, reason: str) -> None:
+        """After a death: close it, wait, and remove it if it died too often."""
         now_s = asyncio.get_running_loop().time()
-        self._deaths.append(Death(now_s, life))
-        if self.state is not State.DOWN:
-            self._become(State.DOWN, reason)
-        recent = self._recent(now_s)
-        inside, self._inside_at_death = self._inside_at_death, 0
-        self._tell(EngineLost(at_s=now_s, engine=self.name, reason=reason, requests=inside, deaths=max(1, recent)))
-        await self.end()
+        self._deaths.append(EngineDeath(now_s, incarnation))
+        if self.state is not EngineState.DOWN:
+            self._transition(EngineState.DOWN, reason)
+        recent = self._recent_deaths(now_s)
+        inside, self._active_at_death = self._active_at_death, 0
+        self._emit(EngineLost(at_s=now_s, engine=self.name, reason=reason, requests=inside, deaths=max(1, recent)))
+        await self.close_engine()
         await asyncio.sleep(min(BACKOFF_S * 2.0 ** max(0, recent - 1), BACKOFF_S_MAX))
-        # Only now: whoever was inside has said meanwhile whether it is to blame.
-        recent = self._recent(now_s)
+        # Only now, after the requests that were inside have reported whether they are to blame.
+        recent = self._recent_deaths(now_s)
         if recent >= self._limits.deaths_max:
             within = (
-                f"within {self._limits.window_s:g} s" if self._served_s > self._deaths[0].at_s else "and served nobody"
+                f"within {self._limits.window_s:g} s"
+                if self._served_s > self._deaths[0].at_s
+                else "and completed no request"
             )
             self._remove(f"died {recent} times {within}; the last time: {reason}")
 
-    def _recent(self, now_s: float) -> int:
-        """Deaths for which nobody else is to blame, within the window or since it last served a request: one that dies
-        of every request may take longer for it than the window is."""
+    def _recent_deaths(self, now_s: float) -> int:
+        """Deaths for which no request is to blame, within the window or since its last completed request: an engine
+        that dies of every request may take longer than the window for it."""
         begin_s = min(now_s - self._limits.window_s, self._served_s)
         self._deaths = [death for death in self._deaths if death.at_s > begin_s]
-        return sum(death.life not in self._forgiven for death in self._deaths)
+        return sum(death.incarnation not in self._exonerated for death in self._deaths)
 
-    async def end(self) -> None:
-        """Close the engine, if it lets itself be closed."""
-        with contextlib.suppress(*WORLD):
+    async def close_engine(self) -> None:
+        """Close the engine, within the time limit."""
+        with contextlib.suppress(*EXPECTED_ERRORS):
             async with asyncio.timeout(CLOSE_S_MAX):
                 await self.engine.close()
 
     def _remove(self, reason: str) -> None:
-        self._become(State.REMOVED, reason)
-        self._tell(EngineRemoved(at_s=asyncio.get_running_loop().time(), engine=self.name, reason=reason))
+        self._transition(EngineState.REMOVED, reason)
+        self._emit(EngineRemoved(at_s=asyncio.get_running_loop().time(), engine=self.name, reason=reason))
 
-    def _become(self, state: State, reason: str) -> None:
+    def _transition(self, state: EngineState, reason: str) -> None:
         assert state in TRANSITIONS[self.state], f"engine {self.name}: {self.state} cannot become {state}"
         self.state, self.reason = state, reason
-        self._changed()
+        self._on_change()
 
 
-def _words(error: BaseException, complaint: str, seconds_max: float) -> str:
+def _error_text(error: BaseException, complaint: str, seconds_max: float) -> str:
     if isinstance(error, TimeoutError):
         return f"{complaint} within {seconds_max:g} s"
     return f"{complaint}: {error}"

@@ -1,15 +1,14 @@
-"""The profiler: what tasks read and write, and which class of hardware that speaks for.
+"""The profiler: measures prefill and decoding of tasks, and recommends a hardware class for each.
 
-Owns the measurements and the arithmetic. Never changes an affinity: it recommends one, and says how sure it is. What
-counts is what a task cannot do without: each token that it is told is read once, and so is the last one of each action
-that is followed by another turn. What was read besides, because a prefix did not stay or an engine died, speaks of the
-engine's cache and not of the task: it is told, and left out of the recommendation.
+Owns the measurements and the arithmetic. Never changes an affinity: it recommends one, with its confidence. Only
+necessary work counts: each token of an observation is prefilled once, and so is the last token of each action that is
+followed by another turn. Prefill after an evicted prefix or an engine's death depends on the KV cache of the engine,
+not on the task; it is reported, but not part of the recommendation.
 
-Predicted is the time that one device of each class would spend on a trajectory, by its roofline: reading is bound by
-compute, since many tokens share one pass over the weights; writing is bound by bandwidth, since each step reads the
-weights once for all requests of its batch and the context of each. Times are compared at equal cost, for what a class
-costs more can be bought of the other one. The model and the batch are assumptions, stated in `Assumptions`; ratios
-between tasks do not depend on them much, where the line between classes lies does.
+The prediction is the time that one device of each class would spend on a trajectory, by its roofline. Prefill is bound
+by compute, because many tokens share one pass over the weights. Decoding is bound by bandwidth, because each step reads
+the weights once for the batch, and the context of each request. Times are compared at equal cost. Model and batch are
+assumptions, see `Assumptions`; ratios between tasks hardly depend on them, but the boundary between classes does.
 """
 
 from __future__ import annotations
@@ -18,61 +17,60 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from tangram.rl.inference.affinity import PUBLISHED, Hardware
+from tangram.rl.inference.affinity import HARDWARE_BY_CLASS, Hardware
 from tangram.rl.inference.engines.protocol import Generation
 from tangram.rl.rollout.records import Trajectory
-from tangram.sim.serving_fit import CALIBRATED
-from tangram.sim.serving_model import Efficiency
+from tangram.sim.serving_model import CALIBRATED, Efficiency
 
 TRAJECTORIES_MIN = 16
-"""From fewer a recommendation is a guess: lengths of trajectories differ by several times."""
+"""With fewer, a recommendation is a guess: lengths of trajectories vary by several times."""
 RATIO_CLEAR = 1.2
-"""A class that would win by less may lose by what the roofline leaves out."""
+"""A class that wins by less may lose by what the roofline ignores."""
 AGREEMENT_CLEAR = 0.8
-"""Of the trajectories, those that speak for the same class."""
-AGAIN_TOLD = 0.1
-"""Less than this share is what new weights and deaths cost anyway."""
+"""Required share of trajectories that agree on the class."""
+REREAD_SHARE_REPORTED = 0.1
+"""A smaller share is the usual cost of weight updates and deaths."""
 TERA = 1e12
 
 
 class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What is served: an 8B model of 36 layers with 8 key-value heads of 128, in 16 bits."""
+    """The served model: 8B parameters, 36 layers with 8 key-value heads of 128, in 16 bits."""
 
     parameters: float = 8.2e9
     bytes_per_parameter: float = 2.0
     context_bytes_per_token: float = 147_456.0
     batch: float = 32.0
-    """Requests that write in one step."""
+    """Requests that decode in one step."""
     reached: Mapping[str, Efficiency] = msgspec.field(default_factory=lambda: CALIBRATED)
-    """Which share of its published numbers a device reaches, by its name; the simulator has fitted them."""
+    """Which share of its published numbers a device reaches, by name; fitted by the simulator."""
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """What was done for a task, or for one of its trajectories."""
+class InferenceWork(msgspec.Struct, frozen=True, kw_only=True):
+    """Work for a task, or for one of its trajectories."""
 
     trajectories: int = 0
     turns: int = 0
     prefilled: int = 0
-    """Tokens that were read, again included."""
+    """Prefilled tokens, repetitions included."""
     again: int = 0
-    """Of these, those that had been read before."""
+    """The part that had been prefilled before."""
     decoded: int = 0
     context: int = 0
-    """Tokens before each token that was written, summed up: what writing had to look at."""
+    """Sum of the context lengths of all decoded tokens: what decoding had to attend to."""
     prefill_s: float = 0.0
     decode_s: float = 0.0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(**{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__})
+    def __add__(self, other: InferenceWork) -> InferenceWork:
+        return InferenceWork(**{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__})
 
     @property
     def needed(self) -> int:
-        """Tokens that had to be read."""
+        """Tokens that had to be prefilled."""
         return self.prefilled - self.again
 
     @property
     def prefill_share(self) -> float:
-        """Of the measured engine time, that of reading."""
+        """Share of prefill in the measured engine time."""
         total_s = self.prefill_s + self.decode_s
         return self.prefill_s / total_s if total_s else 0.0
 
@@ -84,75 +82,77 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
     hardware: str
     """The class."""
     ratio: float
-    """The time on the next best class at equal cost, over that on this one."""
+    """Time on the next best class divided by time on this one, at equal cost."""
     seconds_by_class: Mapping[str, float]
-    """Predicted, of one trajectory on one device."""
-    work: Work
+    """Predicted for one trajectory on one device."""
+    work: InferenceWork
     agreement: float
-    """Of its trajectories, those that by themselves speak for the same class."""
+    """Share of its trajectories that agree on the class."""
     confident: bool
     note: str
-    """How sure, and why."""
+    """Confidence, and why."""
 
     def line(self) -> str:
         work = self.work
         each = max(1, work.trajectories)
         return (
-            f"{self.task}: {self.hardware}, {_shown(self.ratio)}x at equal cost "
+            f"{self.task}: {self.hardware}, {_format_ratio(self.ratio)}x at equal cost "
             f"(reads {work.needed / each:.0f} and writes {work.decoded / each:.0f} tokens per trajectory in "
             f"{work.turns / each:.1f} turns; {work.prefill_share:.0%} of its engine time was reading); {self.note}"
         )
 
 
 class Profiler:
-    """Is told of trajectories or generations, asked for recommendations."""
+    """Collects trajectories or generations, and recommends classes."""
 
-    def __init__(self, classes: Mapping[str, Hardware] = PUBLISHED, *, assumptions: Assumptions | None = None) -> None:
-        assert len(classes) >= 2, "there is nothing to choose between fewer than two classes"
+    def __init__(
+        self, classes: Mapping[str, Hardware] = HARDWARE_BY_CLASS, *, assumptions: Assumptions | None = None
+    ) -> None:
+        assert len(classes) >= 2, "a recommendation needs at least two classes"
         self._classes = classes
         self._assumptions = assumptions or Assumptions()
-        self._work_by_task: dict[str, Work] = {}
+        self._work_by_task: dict[str, InferenceWork] = {}
         self._votes_by_task: dict[str, dict[str, int]] = {}
 
     def add(self, trajectory: Trajectory) -> None:
-        """Also one that failed or was cancelled: its tokens were read and written all the same."""
-        self._note(trajectory.task, work_of(trajectory))
+        """Also one that failed or was cancelled: its tokens were prefilled and decoded too."""
+        self._add(trajectory.task, work_of(trajectory))
 
     def add_generation(self, task: str, generation: Generation, *, context: int) -> None:
-        """A turn by itself; `context` is how many tokens stood before it."""
+        """A single turn; `context` is the number of tokens before it."""
         written = len(generation.tokens)
-        work = Work(
+        work = InferenceWork(
             trajectories=1,
             turns=1,
             prefilled=generation.prefilled,
             decoded=written,
-            context=_looked_at(context, written),
+            context=_attended_tokens(context, written),
             prefill_s=generation.prefill_s,
             decode_s=generation.decode_s,
         )
-        self._note(task, work)
+        self._add(task, work)
 
-    def work(self, task: str) -> Work:
-        return self._work_by_task.get(task, Work())
+    def work(self, task: str) -> InferenceWork:
+        return self._work_by_task.get(task, InferenceWork())
 
     def recommend(self) -> tuple[Recommendation, ...]:
-        """For each task of which tokens were seen, in the order in which they came."""
+        """For each task with tokens, in the order of their first one."""
         return tuple(
             self._recommend(task) for task, work in self._work_by_task.items() if work.prefilled or work.decoded
         )
 
     def lines(self) -> list[str]:
-        """For a reader."""
-        found = [each.line() for each in self.recommend()]
-        return found or ["nothing was written yet: there is nothing to recommend from"]
+        """As text."""
+        lines = [each.line() for each in self.recommend()]
+        return lines or ["no tokens were generated yet: there is no basis for a recommendation"]
 
-    def _note(self, task: str, work: Work) -> None:
-        self._work_by_task[task] = self._work_by_task.get(task, Work()) + work
+    def _add(self, task: str, work: InferenceWork) -> None:
+        self._work_by_task[task] = self._work_by_task.get(task, InferenceWork()) + work
         if work.prefilled or work.decoded:
             votes = self._votes_by_task.setdefault(task, dict.fromkeys(self._classes, 0))
-            votes[best(self._costs(work))] += 1
+            votes[cheapest(self._costs(work))] += 1
 
-    def _costs(self, work: Work) -> dict[str, float]:
+    def _costs(self, work: InferenceWork) -> dict[str, float]:
         """Seconds times cost, by class."""
         return {
             name: predicted_s(work, hardware, self._assumptions) * hardware.cost
@@ -162,7 +162,7 @@ class Profiler:
     def _recommend(self, task: str) -> Recommendation:
         work = self._work_by_task[task]
         costs = self._costs(work)
-        chosen = best(costs)
+        chosen = cheapest(costs)
         ratio = min(cost for name, cost in costs.items() if name != chosen) / costs[chosen]
         votes = self._votes_by_task[task]
         agreement = votes[chosen] / sum(votes.values())
@@ -176,7 +176,7 @@ class Profiler:
             work=work,
             agreement=agreement,
             confident=not doubts,
-            note=("clear" if not doubts else "doubtful: " + ", ".join(doubts)) + _told_again(work),
+            note=("clear" if not doubts else "doubtful: " + ", ".join(doubts)) + _reread_note(work),
         )
 
 
@@ -189,8 +189,8 @@ def _doubts(trajectories: int, ratio: float, agreement: float) -> Iterable[str]:
         yield f"only {agreement:.0%} of the trajectories speak for it"
 
 
-def _shown(ratio: float) -> str:
-    """With as many digits as tell it from the limit by which it is judged."""
+def _format_ratio(ratio: float) -> str:
+    """With enough digits to distinguish it from its limit."""
     for digits in range(2, 9):
         shown = f"{ratio:.{digits}f}"
         if (float(shown) < RATIO_CLEAR) == (ratio < RATIO_CLEAR):
@@ -198,29 +198,29 @@ def _shown(ratio: float) -> str:
     return shown
 
 
-def _told_again(work: Work) -> str:
-    if work.again <= AGAIN_TOLD * work.needed:
+def _reread_note(work: InferenceWork) -> str:
+    if work.again <= REREAD_SHARE_REPORTED * work.needed:
         return ""
     again = work.again / max(1, work.trajectories)
     return (
-        f"; {again:.0f} tokens more per trajectory were read again, which is not counted: "
+        f"; {again:.0f} tokens more per trajectory were prefilled again, which is not counted: "
         "more `sessions` or slots of its engines would spare it"
     )
 
 
-def best(costs: Mapping[str, float]) -> str:
+def cheapest(costs: Mapping[str, float]) -> str:
     return min(costs, key=lambda name: costs[name])
 
 
-def work_of(trajectory: Trajectory) -> Work:
+def work_of(trajectory: Trajectory) -> InferenceWork:
     before = context = again = 0
     for turn in trajectory.turns:
-        # The last token that was written has not been read: nothing came after it until now.
+        # The last decoded token was not prefilled, because no turn followed until now.
         again += max(0, turn.prefilled - len(turn.observation_tokens) - min(1, before))
         before += len(turn.observation_tokens)
-        context += _looked_at(before, len(turn.tokens))
+        context += _attended_tokens(before, len(turn.tokens))
         before += len(turn.tokens)
-    return Work(
+    return InferenceWork(
         trajectories=1,
         turns=len(trajectory.turns),
         prefilled=sum(turn.prefilled for turn in trajectory.turns),
@@ -232,8 +232,8 @@ def work_of(trajectory: Trajectory) -> Work:
     )
 
 
-def predicted_s(work: Work, hardware: Hardware, assumptions: Assumptions) -> float:
-    """On one device: of reading by compute, of writing by bandwidth, or by compute where that is the tighter one."""
+def predicted_s(work: InferenceWork, hardware: Hardware, assumptions: Assumptions) -> float:
+    """On one device: prefill by compute; decoding by bandwidth, or by compute if that is the tighter bound."""
     reached = assumptions.reached.get(hardware.name, Efficiency())
     flops = hardware.tflops * TERA * reached.prefill
     bandwidth = hardware.bandwidth_tb_s * TERA * reached.decode
@@ -243,6 +243,6 @@ def predicted_s(work: Work, hardware: Hardware, assumptions: Assumptions) -> flo
     return work.needed * token_s + max(work.decoded * token_s, work.decoded * weights_s + context_s)
 
 
-def _looked_at(before: int, written: int) -> int:
-    """The first token looks at `before` others, each that follows at one more."""
+def _attended_tokens(before: int, written: int) -> int:
+    """The first token attends to `before` others, each following one to one more."""
     return written * before + written * (written - 1) // 2

@@ -1,7 +1,7 @@
-"""Pieces of an answer: what several engines have written of one request, one after the other.
+"""Resumed generations: joins the tokens that several engines generated for one request.
 
-Owns the arithmetic of going on where an engine died. Never asks an engine. Promises that what is joined has each token
-once, in order, with its own log-probability and version.
+Owns the arithmetic of continuing after the death of an engine. Never calls an engine. Promises that the result has each
+token once, in order, with its own log-probability and version.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tangram.rl.inference.engines.protocol import Generation, Request
+from tangram.rl.inference.engines.protocol import Generation, GenerationRequest
 
 
-def rest_of(request: Request, pieces: Sequence[Generation]) -> Request:
-    """What is left to be written; positions follow from the count of tokens."""
+def remaining_request(request: GenerationRequest, pieces: Sequence[Generation]) -> GenerationRequest:
+    """The request for the remaining tokens; positions follow from the number of tokens."""
     written = tuple(token for piece in pieces for token in piece.tokens)
     if not written:
         return request
@@ -22,10 +22,10 @@ def rest_of(request: Request, pieces: Sequence[Generation]) -> Request:
     return msgspec.structs.replace(request, tokens=(*request.tokens, *written), sampling=sampling)
 
 
-def sound(written: Generation, request: Request) -> Generation:
-    """As far as each token has a log-probability and a version, and no further than the request goes."""
+def valid_prefix(written: Generation, request: GenerationRequest) -> Generation:
+    """The prefix in which each token has a log-probability and a version, up to the end of the request."""
     count = min(len(written.tokens), len(written.logprobs), len(written.versions), request.sampling.tokens_max)
-    if request.sampling.keep_ids and request.sampling.leaves_out:
+    if request.sampling.keep_ids and request.sampling.is_truncated:
         count = min(count, len(written.kept or ()))
     ends = [number for number in range(count) if written.tokens[number] in request.sampling.stop]
     if ends:
@@ -40,14 +40,14 @@ def sound(written: Generation, request: Request) -> Generation:
     )
 
 
-def complete(request: Request, pieces: Sequence[Generation]) -> bool:
-    """Whether the engine died after it had written all."""
+def is_complete(request: GenerationRequest, pieces: Sequence[Generation]) -> bool:
+    """Whether the engine died after the last token."""
     if not pieces:
         return False
     return pieces[-1].finish == "stop" or sum(len(piece.tokens) for piece in pieces) >= request.sampling.tokens_max
 
 
-def joined(pieces: Sequence[Generation], waited_s: float) -> Generation:
+def join_generations(pieces: Sequence[Generation], waited_s: float) -> Generation:
     last = pieces[-1]
     with_tokens = [piece for piece in pieces if piece.tokens]
     kept: tuple[tuple[int, ...], ...] | None = None

@@ -1,18 +1,17 @@
-"""The gateway: between environments and engines.
+"""The router: dispatches requests to engines.
 
-Owns which engine serves which request, and that a request is answered exactly once, ends with an error that says why,
-or is cancelled. Never samples, trains or starts a process. Promises that the death of an engine costs a trajectory only
-time: it goes on elsewhere from its tokens; that a class of hardware that fails is replaced visibly; and that nobody
-waits for an engine that will never come.
+Owns which engine serves which request, and that each request gets exactly one response, an error with its reason, or is
+cancelled. Never samples, trains or starts a process. Promises that the death of an engine costs a trajectory only time,
+because it continues elsewhere from its tokens; that fallback to another hardware class is reported; and that no request
+waits for an engine that will not return.
 
-A request goes to the class that its task prefers. There it goes to the engine that served its session last and still
-has its prefix, unless that one has much more to do than another (OVERLOAD); else to the one with the fewest tokens
-outstanding.
+A request goes to the class that its task prefers: to the engine that served its session last and still has its prefix,
+unless that engine is overloaded (OVERLOAD), else to the engine with the fewest outstanding tokens.
 
-Engines start, take weights and die each by itself: see engine_supervisor.py. An engine that hangs has to notice it
-itself while it serves; while it starts or takes weights, its keeper does. Weights that no engine takes are nobody's:
-all go on with those that they have. Where some take them and others do not, the others are ended and start with them:
-nobody would notice that two versions write.
+Each engine starts, updates its weights and dies independently; see engine_supervisor.py. A hang of a serving engine is
+detected by the engine itself, one during its start or an update by its supervisor. A weight update that all engines
+refuse has no effect: all keep their weights. If some apply it, the others are restarted with it, so that engines do not
+keep generating with different versions.
 """
 
 from __future__ import annotations
@@ -24,288 +23,310 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
-from tangram.rl.inference.affinity import ANY, Binding, bind, compatible, first_choice, resolved, wanted
-from tangram.rl.inference.engine_supervisor import Keeper, Limits, Order
-from tangram.rl.inference.engines.openai import NoPlace, Unreachable
+from tangram.rl.inference.affinity import (
+    ANY,
+    Binding,
+    bind,
+    fallback_engines,
+    preferred_class,
+    preferred_engines,
+    resolve_class,
+)
+from tangram.rl.inference.engine_supervisor import EngineSupervisor, SupervisorLimits, WeightUpdate
+from tangram.rl.inference.engines.openai import ServerOverloaded, ServerUnreachable
 from tangram.rl.inference.engines.protocol import (
-    Engine,
     EngineDied,
     EngineStatistics,
     Generation,
-    Request,
+    GenerationRequest,
+    InferenceEngine,
+    PolicyWeights,
     RequestRefused,
-    Weights,
 )
-from tangram.rl.inference.resumed_generation import complete, joined, rest_of, sound
+from tangram.rl.inference.resumed_generation import is_complete, join_generations, remaining_request, valid_prefix
 from tangram.rl.inference.router_records import (
-    CameBack,
-    Event,
-    FellBack,
-    GatewayStatistics,
+    AnyRouterEvent,
+    FallbackBegan,
+    FallbackEnded,
     NoEngine,
+    RequestAbandoned,
     RequestDropped,
-    RequestGivenUp,
     RequestResumed,
+    RouterStatistics,
 )
 
-OVERLOAD, READ_AGAIN = 2.0, 4.0
-"""A session leaves the engine that has its prefix if that one has more than OVERLOAD times the load of the least loaded
-one and READ_AGAIN times the prefix on top. At twice the load each step takes up to twice the time. But tokens that are
-outstanding are mostly written side by side, while a prefix that is read again holds up all others of its engine, so
-each of its tokens counts several times. Below that, moving costs more than it gains."""
+OVERLOAD, PREFILL_COST = 2.0, 4.0
+"""A session leaves the engine with its prefix if that engine has more than OVERLOAD times the load of the least loaded
+one, plus PREFILL_COST times the prefix. At twice the load each step takes up to twice the time. Outstanding tokens are
+mostly decoded concurrently, but a prefix that is prefilled again blocks all others of its engine, so each of its tokens
+counts several times. Below this, moving costs more than it gains."""
 SESSIONS_MAX = 65_536
-"""Far more than trajectories are open at once. Whoever is forgotten has its prefix read again."""
-SUSPECT_DEATHS, GIVE_UP_DEATHS = 2, 3
-"""Of engines with a request inside. After two it is a suspect, and no two suspects are served at once, so that the
-third death tells the one that kills from those that happened to be there; that one is given up, and its deaths do not
-count against the engines, unless these serve nobody else either (GIVEN_UP_MAX of engine_supervisor.py)."""
+"""LRU size: far more than there are open trajectories. The prefix of an evicted session is prefilled again."""
+SUSPECT_DEATHS, ABANDON_DEATHS = 2, 3
+"""A request is a suspect after this many engines died with it inside. No two suspects are served at once, so a further
+death identifies the request that kills. It is abandoned, and its deaths do not count against the engines, unless these
+complete no other requests either (ABANDONED_MAX of engine_supervisor.py)."""
 
 
-class _Home(NamedTuple):
-    """Where a session was served last."""
+class _SessionPlacement(NamedTuple):
+    """The engine that served a session last."""
 
-    keeper: Keeper
+    supervisor: EngineSupervisor
     epoch: tuple[int, int]
     tokens: int
-    """That are there of it."""
+    """Tokens of the session in its KV cache."""
 
 
-class _Death(NamedTuple):
-    """What became of a request whose engine died."""
+class _FailedAttempt(NamedTuple):
+    """A try to serve a request during which the engine died."""
 
     error: EngineDied
-    inside: bool
-    """Whether it may have been what killed it: the engine lived when it came."""
+    was_running: bool
+    """The request may have killed it: the engine was alive when it arrived."""
 
 
-class Gateway:
+class Router:
     def __init__(
         self,
-        engines: Sequence[Engine],
+        engines: Sequence[InferenceEngine],
         *,
         affinity: Mapping[str, str] | None = None,
         deaths_max: int = 3,
         deaths_window_s: float = 300.0,
         start_s_max: float = 300.0,
         update_s_max: float = 120.0,
-        on_event: Callable[[Event], None] | None = None,
+        on_event: Callable[[AnyRouterEvent], None] | None = None,
     ) -> None:
         names = [engine.name for engine in engines]
         if not engines or len(set(names)) != len(names):
             raise InvalidConfig("engines", names, "at least one engine, each with a name of its own")
         if deaths_max < 1:
             raise InvalidConfig("deaths_max", deaths_max, "at least 1")
-        limits = Limits(
+        limits = SupervisorLimits(
             deaths_max=deaths_max, window_s=deaths_window_s, start_s_max=start_s_max, update_s_max=update_s_max
         )
         classes = list(dict.fromkeys(engine.hardware for engine in engines))
         self._affinity = {
-            task: hardware and resolved(hardware, classes, key=f"affinity.{task}")
+            task: hardware and resolve_class(hardware, classes, key=f"affinity.{task}")
             for task, hardware in (affinity or {}).items()
         }
-        self._keepers = [Keeper(engine, limits, self._tell, self._wake_all) for engine in engines]
+        self._supervisors = [EngineSupervisor(engine, limits, self._emit, self._notify_change) for engine in engines]
         self._on_event = on_event
-        self._order: Order | None = None
-        self._orders = 0
-        """How many there have been."""
+        self._target: WeightUpdate | None = None
+        self._sync_count = 0
+        """Number of weight updates ordered so far."""
         self._closing = False
         self._tasks: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
-        self._inside: set[str] = set()
-        self._homes: OrderedDict[str, _Home] = OrderedDict()
-        self._suspects = asyncio.Lock()
-        self._seen: dict[str, None] = {}
-        """Tasks, in the order in which they came."""
-        self._fallen: dict[str, str] = {}
-        """By task that falls back: to which class."""
+        self._active_requests: set[str] = set()
+        self._placement_by_session: OrderedDict[str, _SessionPlacement] = OrderedDict()
+        self._suspect_lock = asyncio.Lock()
+        self._tasks_seen: dict[str, None] = {}
+        """Tasks in order of their first request."""
+        self._fallback_by_task: dict[str, str] = {}
+        """Tasks in fallback, with the class that serves them."""
         self._fallbacks: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
 
-    # ---- its life ----
+    # ---- start, update, close ----
 
-    async def start(self, weights: Weights) -> None:
-        """Until each engine serves or was given up. Raises NoEngine, if none serves."""
-        assert self._order is None, "a gateway is started once"
-        self._command(weights)
-        self._tasks = [asyncio.create_task(keeper.run(), name=f"keep {keeper.name}") for keeper in self._keepers]
+    async def start(self, weights: PolicyWeights) -> None:
+        """Blocks until each engine serves or was removed. Raises NoEngine if none serves."""
+        assert self._target is None, "a router is started once"
+        self._begin_sync(weights)
+        self._tasks = [
+            asyncio.create_task(supervisor.run(), name=f"keep {supervisor.name}") for supervisor in self._supervisors
+        ]
         try:
-            while not all(keeper.serves or keeper.gone for keeper in self._keepers):
+            while not all(supervisor.is_serving or supervisor.is_gone for supervisor in self._supervisors):
                 await self._changed.wait()
-            if all(keeper.gone for keeper in self._keepers):
-                raise self._no_engine(self._keepers, "no engine started")
+            if all(supervisor.is_gone for supervisor in self._supervisors):
+                raise self._no_engine(self._supervisors, "no engine started")
         except BaseException:
             await self.close()
             raise
 
-    async def update(self, weights: Weights, *, rollback: bool = False) -> None:
-        """Until each engine that serves has answered; if none serves, each that may again. Those that start later get
-        the newest. Raises NoEngine; ManagerError if no engine took these weights, in which case all go on with those
-        before; and InvalidConfig for a version older than the present one without `rollback`."""
+    async def update(self, weights: PolicyWeights, *, rollback: bool = False) -> None:
+        """Blocks until each serving engine has answered, or if none serves, each that may serve again. Engines that
+        start later get the newest weights. Raises NoEngine; ManagerError if no engine took these weights, in which case
+        all keep the previous ones; InvalidConfig for an older version without `rollback`."""
         self._require_open()
-        assert self._order is not None
-        present = self._order.weights.version
+        assert self._target is not None
+        present = self._target.weights.version
         if weights.version < present and not rollback:
             raise InvalidConfig(
                 "version", weights.version, f"at least {present}, the present one; an older one takes rollback=True"
             )
-        number = self._command(weights)
-        while any(max(keeper.applied, keeper.refused) < number for keeper in self._asked()):
+        number = self._begin_sync(weights)
+        while any(
+            max(supervisor.applied_sync, supervisor.refused_sync) < number for supervisor in self._syncing_engines()
+        ):
             await self._changed.wait()
             self._require_open()
-        if all(keeper.gone for keeper in self._keepers):
-            raise self._no_engine(self._keepers, "no engine is left to take the weights")
-        if all(keeper.applied < number for keeper in self._keepers):
-            reasons = "; ".join(f"{each.name}: {each.refusal}" for each in self._keepers if each.refused >= number)
+        if all(supervisor.is_gone for supervisor in self._supervisors):
+            raise self._no_engine(self._supervisors, "no engine is left to take the weights")
+        if all(supervisor.applied_sync < number for supervisor in self._supervisors):
+            reasons = "; ".join(
+                f"{each.name}: {each.refusal_reason}" for each in self._supervisors if each.refused_sync >= number
+            )
             raise ManagerError(
-                f"no engine took version {weights.version}, so they go on with version {self._order.weights.version}: "
-                f"{reasons}"
+                f"no engine took version {weights.version}, so they continue with version "
+                f"{self._target.weights.version}: {reasons}"
             )
 
     async def close(self) -> None:
-        """Whoever is inside gets NoEngine. Also while it starts; also twice."""
+        """Requests in flight get NoEngine. Works during the start; idempotent."""
         self._closing = True
-        self._wake_all()
+        self._notify_change()
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for keeper in self._keepers:
-            keeper.closed()
-        await asyncio.gather(*(keeper.end() for keeper in self._keepers))
+        for supervisor in self._supervisors:
+            supervisor.mark_closed()
+        await asyncio.gather(*(supervisor.close_engine() for supervisor in self._supervisors))
 
     # ---- requests ----
 
-    async def generate(self, request: Request) -> Generation:
-        """Raises InvalidInput, NoEngine, RequestGivenUp and RequestRefused. Cancelled, it aborts the request in its
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Raises InvalidInput, NoEngine, RequestAbandoned and RequestRefused. Cancelling it aborts the request in its
         engine."""
         self._require_open()
-        if request.id in self._inside:
+        if request.id in self._active_requests:
             raise InvalidInput("id", request.id, "a request that is not being served already")
-        self._seen.setdefault(request.task)
-        self._inside.add(request.id)
+        self._tasks_seen.setdefault(request.task)
+        self._active_requests.add(request.id)
         try:
-            generation = await self._insisted(request)
+            generation = await self._generate_with_retries(request)
         except asyncio.CancelledError:
             self._counts["cancelled"] += 1
             raise
         except BaseException as error:
             self._counts["failed"] += 1
-            if isinstance(error, RequestGivenUp | RequestRefused):
+            if isinstance(error, RequestAbandoned | RequestRefused):
                 now_s = asyncio.get_running_loop().time()
-                self._tell(RequestDropped(at_s=now_s, request=request.id, reason=str(error)))
+                self._emit(RequestDropped(at_s=now_s, request=request.id, reason=str(error)))
             raise
         finally:
-            self._inside.discard(request.id)
+            self._active_requests.discard(request.id)
         self._counts["served"] += 1
         return generation
 
-    async def _insisted(self, request: Request) -> Generation:
-        """Served, by one engine after the other if they die."""
+    async def _generate_with_retries(self, request: GenerationRequest) -> Generation:
+        """Serves a request, on one engine after another if they die."""
         loop = asyncio.get_running_loop()
         pieces: list[Generation] = []
-        visits: list[tuple[Keeper, int]] = []
-        """Engines and their lives that died with it inside."""
+        deaths: list[tuple[EngineSupervisor, int]] = []
+        """Engines that died with it inside, with their incarnation."""
         waited_s = 0.0
         while True:
             began_s = loop.time()
-            rest = rest_of(request, pieces)
-            async with self._alone(suspected=len(visits) >= SUSPECT_DEATHS):
-                keeper = await self._place(rest)
-                life = keeper.life
+            rest = remaining_request(request, pieces)
+            async with self._isolate_suspect(suspected=len(deaths) >= SUSPECT_DEATHS):
+                supervisor = await self._choose_engine(rest)
+                incarnation = supervisor.incarnation
                 waited_s += loop.time() - began_s
                 try:
-                    found = await self._served(keeper, rest)
+                    generation = await self._generate_once(supervisor, rest)
                 except RequestRefused as refusal:
-                    keeper.turned_away(life, str(refusal))
+                    supervisor.on_refused(incarnation, str(refusal))
                     raise
-                if isinstance(found, Generation):
-                    return joined([*pieces, found], waited_s)
-                self._blame(request, keeper, life, visits, found)
-                if found.error.written is not None:
-                    pieces.append(sound(found.error.written, rest))
-            if complete(request, pieces):
-                return joined(pieces, waited_s)
+                if isinstance(generation, Generation):
+                    return join_generations([*pieces, generation], waited_s)
+                self._on_engine_death(request, supervisor, incarnation, deaths, generation)
+                if generation.error.written is not None:
+                    pieces.append(valid_prefix(generation.error.written, rest))
+            if is_complete(request, pieces):
+                return join_generations(pieces, waited_s)
             self._counts["resumed"] += 1
-            self._tell(
+            self._emit(
                 RequestResumed(
                     at_s=loop.time(),
                     request=request.id,
                     session=request.session,
                     task=request.task,
-                    engine=keeper.name,
+                    engine=supervisor.name,
                     written=sum(len(piece.tokens) for piece in pieces),
                 )
             )
 
     @contextlib.asynccontextmanager
-    async def _alone(self, *, suspected: bool) -> AsyncIterator[None]:
+    async def _isolate_suspect(self, *, suspected: bool) -> AsyncIterator[None]:
         if not suspected:
             yield
             return
-        async with self._suspects:
+        async with self._suspect_lock:
             yield
 
-    async def _served(self, keeper: Keeper, request: Request) -> Generation | _Death:
-        home, epoch = self._homes.get(request.session), keeper.epoch
-        resident = home.tokens if home is not None and home.keeper is keeper and home.epoch == epoch else 0
-        load = max(0, len(request.tokens) - resident) + request.sampling.tokens_max
-        keeper.load += load
-        keeper.requests += 1
-        taken_in = asyncio.Event()
-        door = asyncio.get_running_loop().call_soon(taken_in.set)  # later than an engine that is dead says so
+    async def _generate_once(
+        self, supervisor: EngineSupervisor, request: GenerationRequest
+    ) -> Generation | _FailedAttempt:
+        home, epoch = self._placement_by_session.get(request.session), supervisor.kv_cache_epoch
+        cached_tokens = home.tokens if home is not None and home.supervisor is supervisor and home.epoch == epoch else 0
+        load = max(0, len(request.tokens) - cached_tokens) + request.sampling.tokens_max
+        supervisor.load += load
+        supervisor.requests += 1
+        was_accepted = asyncio.Event()
+        # Runs only if the engine does not report its death at once, so it was alive when the request arrived.
+        accept_callback = asyncio.get_running_loop().call_soon(was_accepted.set)
         try:
-            generation = await keeper.engine.generate(request)
+            generation = await supervisor.engine.generate(request)
         except EngineDied as died:
-            return _Death(died, taken_in.is_set() and not isinstance(died, Unreachable))
+            return _FailedAttempt(died, was_accepted.is_set() and not isinstance(died, ServerUnreachable))
         finally:
-            door.cancel()
-            keeper.load -= load
-            keeper.requests -= 1
-        keeper.answered()
+            accept_callback.cancel()
+            supervisor.load -= load
+            supervisor.requests -= 1
+        supervisor.on_served()
         if request.session:
             tokens = len(request.tokens) + len(generation.tokens)
-            self._homes[request.session] = _Home(keeper, epoch, tokens)
-            self._homes.move_to_end(request.session)
-            if len(self._homes) > SESSIONS_MAX:
-                self._homes.popitem(last=False)
+            self._placement_by_session[request.session] = _SessionPlacement(supervisor, epoch, tokens)
+            self._placement_by_session.move_to_end(request.session)
+            if len(self._placement_by_session) > SESSIONS_MAX:
+                self._placement_by_session.popitem(last=False)
         return generation
 
-    def _blame(
-        self, request: Request, keeper: Keeper, life: int, visits: list[tuple[Keeper, int]], death: _Death
+    def _on_engine_death(
+        self,
+        request: GenerationRequest,
+        supervisor: EngineSupervisor,
+        incarnation: int,
+        deaths: list[tuple[EngineSupervisor, int]],
+        death: _FailedAttempt,
     ) -> None:
-        """Raises RequestGivenUp, and NoEngine if the gateway was closed."""
+        """Raises RequestAbandoned, and NoEngine if the router was closed."""
         last = str(death.error)
-        keeper.lost(life, last, blameless=isinstance(death.error, NoPlace))
+        supervisor.on_death(incarnation, last, exonerate_requests=isinstance(death.error, ServerOverloaded))
         self._require_open()
-        if keeper.closed_life >= life or not death.inside:
-            return  # we ended it ourselves, it had no place, or it was dead before the request came
-        visits.append((keeper, life))
-        if len(visits) < GIVE_UP_DEATHS:
+        if supervisor.closed_incarnation >= incarnation or not death.was_running:
+            return  # ended by its supervisor, overloaded, or dead before the request arrived
+        deaths.append((supervisor, incarnation))
+        if len(deaths) < ABANDON_DEATHS:
             return
-        for visited in dict.fromkeys(visited for visited, _ in visits):
-            visited.forgive([its_life for other, its_life in visits if other is visited])
-        names = tuple(visited.name for visited, _ in visits)
-        raise RequestGivenUp(request.id, len(visits), names, last)
+        for dead in dict.fromkeys(dead for dead, _ in deaths):
+            dead.exonerate([incarnation_at_death for other, incarnation_at_death in deaths if other is dead])
+        names = tuple(dead.name for dead, _ in deaths)
+        raise RequestAbandoned(request.id, len(deaths), names, last)
 
     # ---- routing ----
 
-    async def _place(self, request: Request) -> Keeper:
-        """Waits while nobody serves who will again."""
+    async def _choose_engine(self, request: GenerationRequest) -> EngineSupervisor:
+        """Blocks while no engine serves and one will serve again."""
         while True:
             self._require_open()
-            preferred = wanted(self._affinity, request.task)
-            own = first_choice(self._keepers, preferred)
-            others = compatible(self._keepers, preferred) if preferred != ANY else []
-            serving = [keeper for keeper in own if keeper.serves]
+            preferred = preferred_class(self._affinity, request.task)
+            own = preferred_engines(self._supervisors, preferred)
+            others = fallback_engines(self._supervisors, preferred) if preferred != ANY else []
+            serving = [supervisor for supervisor in own if supervisor.is_serving]
             if serving:
-                self._note_class(request.task, preferred)
-                return self._least(request, serving)
-            serving = [keeper for keeper in others if keeper.serves]
+                self._on_preferred_class(request.task, preferred)
+                return self._least_loaded(request, serving)
+            serving = [supervisor for supervisor in others if supervisor.is_serving]
             if serving:
-                chosen = self._least(request, serving)
-                self._note_fallback(request.task, preferred, chosen.hardware)
+                chosen = self._least_loaded(request, serving)
+                self._on_fallback(request.task, preferred, chosen.hardware)
                 return chosen
-            if all(keeper.gone for keeper in (*own, *others)):
+            if all(supervisor.is_gone for supervisor in (*own, *others)):
                 raise self._no_engine([*own, *others], f"no engine is left for task {request.task}")
             self._counts["waiting"] += 1
             try:
@@ -313,41 +334,41 @@ class Gateway:
             finally:
                 self._counts["waiting"] -= 1
 
-    def _least(self, request: Request, serving: list[Keeper]) -> Keeper:
-        least = min(serving, key=lambda keeper: keeper.load)
-        home = self._homes.get(request.session) if request.session else None
-        if home is None or home.keeper not in serving or home.keeper.epoch != home.epoch:
+    def _least_loaded(self, request: GenerationRequest, serving: list[EngineSupervisor]) -> EngineSupervisor:
+        least = min(serving, key=lambda supervisor: supervisor.load)
+        home = self._placement_by_session.get(request.session) if request.session else None
+        if home is None or home.supervisor not in serving or home.supervisor.kv_cache_epoch != home.epoch:
             return least
-        if home.keeper.load > OVERLOAD * least.load + READ_AGAIN * home.tokens:
+        if home.supervisor.load > OVERLOAD * least.load + PREFILL_COST * home.tokens:
             self._counts["moved"] += 1
             return least
         self._counts["stayed"] += 1
-        return home.keeper
+        return home.supervisor
 
-    def _note_class(self, task: str, hardware: str) -> None:
-        if self._fallen.pop(task, None) is not None:
-            self._tell(CameBack(at_s=asyncio.get_running_loop().time(), task=task, hardware=hardware))
+    def _on_preferred_class(self, task: str, hardware: str) -> None:
+        if self._fallback_by_task.pop(task, None) is not None:
+            self._emit(FallbackEnded(at_s=asyncio.get_running_loop().time(), task=task, hardware=hardware))
 
-    def _note_fallback(self, task: str, preferred: str, used: str) -> None:
+    def _on_fallback(self, task: str, preferred: str, used: str) -> None:
         self._fallbacks[task] += 1
-        if self._fallen.get(task) != used:
-            self._fallen[task] = used
-            self._tell(FellBack(at_s=asyncio.get_running_loop().time(), task=task, wanted=preferred, used=used))
+        if self._fallback_by_task.get(task) != used:
+            self._fallback_by_task[task] = used
+            self._emit(FallbackBegan(at_s=asyncio.get_running_loop().time(), task=task, wanted=preferred, used=used))
 
     # ---- looking at it ----
 
     def binding(self) -> Binding:
-        """Which task goes where at the moment."""
-        left = [keeper for keeper in self._keepers if not keeper.gone]
-        healthy = {keeper.name for keeper in left if keeper.serves}
-        return bind(self._affinity, self._seen, left, healthy=healthy)
+        """The current binding of tasks to classes."""
+        remaining = [supervisor for supervisor in self._supervisors if not supervisor.is_gone]
+        healthy = {supervisor.name for supervisor in remaining if supervisor.is_serving}
+        return bind(self._affinity, self._tasks_seen, remaining, healthy=healthy)
 
-    def statistics(self) -> GatewayStatistics:
+    def statistics(self) -> RouterStatistics:
         counts = self._counts
-        return GatewayStatistics(
-            version=self._order.weights.version if self._order is not None else 0,
-            engines=tuple(keeper.kept() for keeper in self._keepers),
-            requests=len(self._inside),
+        return RouterStatistics(
+            version=self._target.weights.version if self._target is not None else 0,
+            engines=tuple(supervisor.status() for supervisor in self._supervisors),
+            requests=len(self._active_requests),
             waiting=counts["waiting"],
             served=counts["served"],
             cancelled=counts["cancelled"],
@@ -356,67 +377,77 @@ class Gateway:
             stayed=counts["stayed"],
             moved=counts["moved"],
             fallbacks=dict(self._fallbacks),
-            falling_back=tuple(self._fallen),
+            falling_back=tuple(self._fallback_by_task),
         )
 
     def engine_statistics(self) -> tuple[EngineStatistics, ...]:
-        """Of those that serve."""
-        return tuple(keeper.engine.statistics() for keeper in self._keepers if keeper.serves)
+        """Statistics of the serving engines."""
+        return tuple(supervisor.engine.statistics() for supervisor in self._supervisors if supervisor.is_serving)
 
     # ---- inside ----
 
-    def _command(self, weights: Weights) -> int:
-        self._orders += 1
-        self._want(Order(self._orders, weights))
-        return self._orders
+    def _begin_sync(self, weights: PolicyWeights) -> int:
+        self._sync_count += 1
+        self._set_target(WeightUpdate(self._sync_count, weights))
+        return self._sync_count
 
-    def _want(self, order: Order) -> None:
-        self._order = order
-        for keeper in self._keepers:
-            keeper.want(order)
+    def _set_target(self, update: WeightUpdate) -> None:
+        self._target = update
+        for supervisor in self._supervisors:
+            supervisor.set_target(update)
 
-    def _asked(self) -> list[Keeper]:
-        """Whose answer to an order counts: those that serve; if none does, those that may again."""
-        serving = [keeper for keeper in self._keepers if keeper.serves]
-        return serving or [keeper for keeper in self._keepers if not keeper.gone]
+    def _syncing_engines(self) -> list[EngineSupervisor]:
+        """Engines whose answer to an update counts: those that serve, or if none does, those that may serve again."""
+        serving = [supervisor for supervisor in self._supervisors if supervisor.is_serving]
+        return serving or [supervisor for supervisor in self._supervisors if not supervisor.is_gone]
 
-    def _judge(self) -> None:
-        """Whoever refused the newest order while others took it starts anew with it. If all refused it, the newest that
-        any engine took holds again."""
-        held = [keeper.has for keeper in self._keepers if keeper.has is not None]
-        taken = max(held, key=lambda order: order.number, default=None)
-        if taken is None or self._order is None or self._closing:
+    def _resolve_refusals(self) -> None:
+        """Restarts engines that refused the newest update while others applied it. If all refused it, the newest update
+        that any engine applied becomes the target again."""
+        held = [supervisor.current for supervisor in self._supervisors if supervisor.current is not None]
+        newest = max(held, key=lambda update: update.number, default=None)
+        if newest is None or self._target is None or self._closing:
             return
-        number = self._order.number
-        if taken.number == number:
-            for keeper in self._keepers:
-                if keeper.refused == number != keeper.applied:
-                    keeper.replace()
-        elif all(keeper.refused == number for keeper in self._asked()):
-            self._want(taken)
+        number = self._target.number
+        if newest.number == number:
+            for supervisor in self._supervisors:
+                if supervisor.refused_sync == number != supervisor.applied_sync:
+                    supervisor.restart()
+        elif all(supervisor.refused_sync == number for supervisor in self._syncing_engines()):
+            self._set_target(newest)
 
-    def _wake_all(self) -> None:
-        self._judge()
+    def _notify_change(self) -> None:
+        self._resolve_refusals()
         self._changed.set()
         self._changed = asyncio.Event()
 
     def _require_open(self) -> None:
         if self._closing:
-            raise NoEngine("the gateway was closed", retry=False)
-        assert self._order is not None, "a gateway is started before it is used"
+            raise NoEngine("the router was closed", retry=False)
+        assert self._target is not None, "the router must be started before it is used"
 
-    def _no_engine(self, keepers: Sequence[Keeper], what: str) -> NoEngine:
-        reasons = "; ".join(f"{keeper.name} ({keeper.hardware}): {keeper.reason}" for keeper in keepers)
-        left = [keeper.name for keeper in self._keepers if not keeper.gone and keeper not in keepers]
-        others = f"; {', '.join(left)} cannot train, so they do not take over" if left else ""
+    def _no_engine(self, supervisors: Sequence[EngineSupervisor], what: str) -> NoEngine:
+        reasons = "; ".join(
+            f"{supervisor.name} ({supervisor.hardware}): {supervisor.reason}" for supervisor in supervisors
+        )
+        untrainable = [
+            supervisor.name
+            for supervisor in self._supervisors
+            if not supervisor.is_gone and supervisor not in supervisors
+        ]
+        others = (
+            f"; the output of {', '.join(untrainable)} cannot be trained on, so they do not take over"
+            if untrainable
+            else ""
+        )
         return NoEngine(f"{what}: {reasons or 'there is none'}{others}", retry=False)
 
-    def _tell(self, event: Event) -> None:
-        """A listener that fails is told to the loop: no request has anything to do with that."""
+    def _emit(self, event: AnyRouterEvent) -> None:
+        """An error of a listener goes to the event loop's exception handler: requests are unaffected."""
         if self._on_event is None:
             return
         try:
             self._on_event(event)
         except Exception as error:
-            context = {"message": "the listener of a gateway failed", "exception": error}
+            context = {"message": "a listener of the router failed", "exception": error}
             asyncio.get_running_loop().call_exception_handler(context)

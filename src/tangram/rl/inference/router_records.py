@@ -1,6 +1,6 @@
-"""What a gateway tells: its events, its counts, and the errors of requests that it could not have served.
+"""Records of the router: its events, its statistics, and the errors of requests that no engine could serve.
 
-Records only. Times are those of the loop's clock: only the difference of two of them means anything.
+Records only. Times are those of the event loop's clock: only differences have a meaning.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ import msgspec
 from tangram.errors import ManagerError
 
 
-class State(StrEnum):
-    """What an engine is doing for a gateway."""
+class EngineState(StrEnum):
+    """State of an engine, as the router sees it."""
 
     STARTING = "starting"
     SERVING = "serving"
-    """Also while its weights are updated: it takes requests then, and goes on with them afterwards."""
+    """Also during a weight update: it accepts requests and continues them afterwards."""
     DOWN = "down"
-    """It died; it will be started again after a while."""
+    """It died; it will be restarted after a backoff."""
     REMOVED = "removed"
     """It died too often."""
     CLOSED = "closed"
 
 
-TRANSITIONS: Mapping[State, frozenset[State]] = {
-    State.STARTING: frozenset({State.SERVING, State.DOWN, State.REMOVED, State.CLOSED}),
-    State.SERVING: frozenset({State.DOWN, State.REMOVED, State.CLOSED}),
-    State.DOWN: frozenset({State.STARTING, State.REMOVED, State.CLOSED}),
-    State.REMOVED: frozenset({State.CLOSED}),
-    State.CLOSED: frozenset(),
+TRANSITIONS: Mapping[EngineState, frozenset[EngineState]] = {
+    EngineState.STARTING: frozenset({EngineState.SERVING, EngineState.DOWN, EngineState.REMOVED, EngineState.CLOSED}),
+    EngineState.SERVING: frozenset({EngineState.DOWN, EngineState.REMOVED, EngineState.CLOSED}),
+    EngineState.DOWN: frozenset({EngineState.STARTING, EngineState.REMOVED, EngineState.CLOSED}),
+    EngineState.REMOVED: frozenset({EngineState.CLOSED}),
+    EngineState.CLOSED: frozenset(),
 }
 
 
@@ -39,17 +39,17 @@ TRANSITIONS: Mapping[State, frozenset[State]] = {
 
 
 class NoEngine(ManagerError):
-    """No engine is left that could serve a request, nor will there be one."""
+    """No engine can serve a request now or later."""
 
 
-class RequestGivenUp(ManagerError):
-    """A request was inside so many engines when they died that it is not given to another one."""
+class RequestAbandoned(ManagerError):
+    """Too many engines died with this request inside, so it is not sent to another one."""
 
     def __init__(self, request: str, deaths: int, engines: tuple[str, ...], last: str) -> None:
         self.request = request
         super().__init__(
-            f"request {request} was inside at {deaths} deaths of engines ({', '.join(engines)}) and is given up, so "
-            f"that it does not take down the others; the last one said: {last}",
+            f"request {request} was inside at {deaths} deaths of engines ({', '.join(engines)}) and is abandoned, so "
+            f"that it does not take down the others; the last error: {last}",
             retry=False,
         )
 
@@ -57,159 +57,166 @@ class RequestGivenUp(ManagerError):
 # ---- events -------------------------------------------------------------------------------------------------------
 
 
-class Happening(msgspec.Struct, frozen=True, kw_only=True, tag=False):
-    """What all events have."""
+class RouterEvent(msgspec.Struct, frozen=True, kw_only=True, tag=False):
+    """Fields of all events."""
 
     at_s: float
 
 
-class EngineStarted(Happening, frozen=True, kw_only=True, tag="EngineStarted"):
+class EngineStarted(RouterEvent, frozen=True, kw_only=True, tag="EngineStarted"):
     engine: str
     hardware: str
     version: int
     took_s: float
     life: int
-    """1 for the first start, and one more after each death."""
+    """The incarnation: 1 for the first start, and one more after each death."""
 
 
-class EngineUpdated(Happening, frozen=True, kw_only=True, tag="EngineUpdated"):
+class EngineUpdated(RouterEvent, frozen=True, kw_only=True, tag="EngineUpdated"):
     engine: str
     version: int
     took_s: float
-    """From when it began to fetch to when it went on."""
+    """From the start of fetching to the end of the suspension."""
     pull_s: float = 0.0
-    """Of these, when it read the weights or switched to them."""
+    """The part in which it read the weights or switched to them."""
     exposed_s: float = 0.0
-    """Of these, when it could not write. What was read under the old weights is read again after that, which counts as
-    the reading of any other tokens."""
+    """The part in which it could not decode. Recomputing the KV cache afterwards counts as prefill of other requests
+    does."""
 
 
-class EngineLost(Happening, frozen=True, kw_only=True, tag="EngineLost"):
-    """It died, failed to start, or did not take weights that others took. It will be started again."""
+class EngineLost(RouterEvent, frozen=True, kw_only=True, tag="EngineLost"):
+    """It died, failed to start, or refused weights that others took. It will be restarted."""
 
     engine: str
     reason: str
     requests: int
-    """That were inside."""
+    """Requests inside."""
     deaths: int
-    """Within the window, this one included."""
+    """Deaths within the window, this one included."""
 
 
-class EngineRemoved(Happening, frozen=True, kw_only=True, tag="EngineRemoved"):
+class EngineRemoved(RouterEvent, frozen=True, kw_only=True, tag="EngineRemoved"):
     engine: str
     reason: str
 
 
-class FellBack(Happening, frozen=True, kw_only=True, tag="FellBack"):
-    """From now on a task is served by another class than it prefers."""
+class FallbackBegan(RouterEvent, frozen=True, kw_only=True, tag="FellBack"):
+    """A task is now served by a class that it does not prefer."""
 
     task: str
     wanted: str
     used: str
 
 
-class CameBack(Happening, frozen=True, kw_only=True, tag="CameBack"):
-    """From now on a task is served by the class that it prefers again."""
+class FallbackEnded(RouterEvent, frozen=True, kw_only=True, tag="CameBack"):
+    """A task is served by its preferred class again."""
 
     task: str
     hardware: str
 
 
-class RequestResumed(Happening, frozen=True, kw_only=True, tag="RequestResumed"):
-    """Its engine died; it goes on from the tokens that it has."""
+class RequestResumed(RouterEvent, frozen=True, kw_only=True, tag="RequestResumed"):
+    """Its engine died; the request continues from its tokens."""
 
     request: str
     session: str
     task: str
     engine: str
-    """That died."""
+    """The dead engine."""
     written: int
-    """Tokens that it has."""
+    """Tokens that it already has."""
 
 
-class RequestDropped(Happening, frozen=True, kw_only=True, tag="RequestDropped"):
-    """It was given up, or its engine does not take it: see RequestGivenUp and RequestRefused."""
+class RequestDropped(RouterEvent, frozen=True, kw_only=True, tag="RequestDropped"):
+    """It was abandoned, or its engine refused it; see RequestAbandoned and RequestRefused."""
 
     request: str
     reason: str
 
 
-Event = (
-    EngineStarted | EngineUpdated | EngineLost | EngineRemoved | FellBack | CameBack | RequestResumed | RequestDropped
+AnyRouterEvent = (
+    EngineStarted
+    | EngineUpdated
+    | EngineLost
+    | EngineRemoved
+    | FallbackBegan
+    | FallbackEnded
+    | RequestResumed
+    | RequestDropped
 )
 
 
-def said(event: Event) -> str:
-    """An event in one sentence, for a terminal."""
+def describe_event(event: AnyRouterEvent) -> str:
+    """An event as one sentence, for a terminal."""
     match event:
         case EngineStarted(engine=engine, hardware=hardware, version=version, took_s=took_s):
             return f"engine {engine} ({hardware}) serves version {version}; it took {took_s:.1f} s to start."
         case EngineUpdated(engine=engine, version=version, pull_s=pull_s, exposed_s=exposed_s):
             return (
-                f"engine {engine} writes with version {version}, which it read in {pull_s:.2f} s; it stood still for "
+                f"engine {engine} writes with version {version}, which it read in {pull_s:.2f} s; it was suspended for "
                 f"{exposed_s:.2f} s."
             )
         case EngineLost(engine=engine, reason=reason, requests=requests, deaths=deaths):
             inside = f" with {requests} request{'' if requests == 1 else 's'} inside" if requests else ""
-            return f"engine {engine} was lost{inside} and is started again (death {deaths}): {_ended(reason)}"
+            return f"engine {engine} was lost{inside} and is restarted (death {deaths}): {_sentence(reason)}"
         case EngineRemoved(engine=engine, reason=reason):
-            return f"engine {engine} is given up: {_ended(reason)}"
-        case FellBack(task=task, wanted=wanted, used=used):
+            return f"engine {engine} is removed: {_sentence(reason)}"
+        case FallbackBegan(task=task, wanted=wanted, used=used):
             return f"task {task} falls back to {used}, since no engine of class {wanted} serves."
-        case CameBack(task=task, hardware=hardware):
+        case FallbackEnded(task=task, hardware=hardware):
             return f"task {task} is served by class {hardware} again."
         case RequestResumed(request=request, engine=engine, written=written):
-            return f"request {request} goes on after the death of engine {engine} from {written} tokens."
+            return f"request {request} continues after the death of engine {engine} from {written} tokens."
         case RequestDropped(reason=reason):
-            return _ended(reason)
+            return _sentence(reason)
 
 
-def _ended(words: str) -> str:
-    """On one line, and with a full stop: what an engine said last may have several lines."""
-    return " ".join(words.split()).rstrip(".") + "."
+def _sentence(text: str) -> str:
+    """One line with a full stop: the last output of an engine may have several lines."""
+    return " ".join(text.split()).rstrip(".") + "."
 
 
 # ---- counts -------------------------------------------------------------------------------------------------------
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine, as its gateway sees it."""
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine, as the router sees it."""
 
     name: str
     hardware: str
-    state: State
-    trains: bool
+    state: EngineState
+    output_is_trainable: bool
     version: int
     requests: int
-    """Inside."""
+    """Requests inside."""
     load: int
-    """Tokens that are to be read and written, at most."""
+    """Upper bound of the tokens to prefill and decode."""
     served: int
-    lives: int
-    """How often it was started."""
+    incarnations: int
+    """Number of starts."""
     reason: str = ""
     """Why it does not serve."""
 
 
-class GatewayStatistics(msgspec.Struct, frozen=True, kw_only=True):
+class RouterStatistics(msgspec.Struct, frozen=True, kw_only=True):
     version: int
-    """The newest that an engine took, or that is being handed to them."""
-    engines: tuple[Kept, ...]
+    """The newest version that an engine took, or that is being distributed."""
+    engines: tuple[EngineStatus, ...]
     requests: int
-    """Being served or waiting."""
+    """Requests in service or waiting."""
     waiting: int
-    """Of these, those for which no engine serves at the moment."""
+    """The part for which no engine serves at the moment."""
     served: int
     cancelled: int
     failed: int
-    """Ended with an error."""
+    """Requests that ended with an error."""
     resumed: int
-    """Times that a request went on after the death of its engine."""
+    """How often a request continued after the death of its engine."""
     stayed: int
-    """Requests that went to the engine that has their prefix."""
+    """Requests sent to the engine with their prefix."""
     moved: int
-    """Requests that left it because it was overloaded."""
+    """Requests that left that engine because of its load."""
     fallbacks: Mapping[str, int]
-    """By task: requests that were served by another class than it prefers."""
+    """By task: requests served by a class that is not preferred."""
     falling_back: tuple[str, ...]
-    """Tasks that are, at the moment."""
+    """Tasks in fallback at the moment."""

@@ -1,17 +1,18 @@
-"""Continuous batching: which requests a step reads and writes for, and where in the cache each of them lies.
+"""Continuous batching: which requests a step prefills and decodes, and in which KV cache slot each of them is.
 
-Owns the slots of a cache, the requests in them and those that wait for one, and counts what was done. A pure step
-machine: nothing is received, sent, loaded or waited for here, and the time comes from a callable.
+Owns the slots of a KV cache, the requests in them and those that wait for one, and counts the work. A pure step
+machine: it never receives, sends, loads or waits, and time comes from a callable.
 
-A step writes one token for every request that has read all but its last token, and reads at most `chunk` tokens for
-those that have not; so a long prompt is read by and by and holds up nobody. A few tokens are read along with those who
-write, one in each step. Requests get a slot in the order of their arrival. A request that ends leaves its slot to its
-session: what was read stays there or in one of the `sessions` slots that only keep, until others need the place, and
-the next request of the session reads only what is new. New weights make everything that was read void: what is in
-flight is read again and goes on, and tokens that were written before keep their version and their log-probability.
+A step decodes one token for every request whose context is prefilled, and prefills at most `chunk` tokens of the others
+(chunked prefill), so a long prompt delays other requests only a little. If few tokens remain to prefill, they take the
+place of decoded tokens instead, one per step and request. Requests get a slot in the order of their arrival. The KV
+cache of a request that ended is kept for its session, in its slot or in one of the `sessions` slots that only store,
+until another request needs the slot; the next request of the session prefills only its new tokens (prefix caching).
+New weights invalidate the whole cache: requests in flight are prefilled again and continue; tokens decoded before keep
+their version and their log-probability.
 
-With `deterministic`, what a request gets does not depend, to the last bit, on anything but itself and the weights:
-every call of the model has one of two fixed shapes, each row is sampled by itself, and nothing is taken from a session.
+With `deterministic`, the result of a request depends, to the last bit, only on itself and the weights: every call of
+the model has one of two fixed shapes, each row is sampled by itself, and no session is reused.
 """
 
 from __future__ import annotations
@@ -24,49 +25,50 @@ import numpy as np
 import torch
 
 from tangram.errors import InvalidAction
-from tangram.rl.inference.engines.messages import Written
-from tangram.rl.inference.engines.protocol import EngineStatistics, Finish, Generation, Request
-from tangram.rl.model.kv_cache_slots import Move, Slots, Work
-from tangram.rl.model.sampling import Drawn, Sampler, draw, require_noise, uniforms
-from tangram.rl.model.transformer import Cache, Transformer
+from tangram.rl.inference.engines.messages import TokenDelta
+from tangram.rl.inference.engines.protocol import EngineStatistics, Finish, Generation, GenerationRequest
+from tangram.rl.model.kv_cache_slots import KVCacheSlots, RequestState, SlotMove
+from tangram.rl.model.sampling import SampledTokens, Sampler, draw, require_valid_seed, uniforms
+from tangram.rl.model.transformer import KVCache, Transformer
 
-KEYS_ROUNDED_TO = 32
-"""Of the keys that a call looks at: fewer sizes, fewer kinds of buffers."""
-SPARSE = 2
-"""Slots are copied together for a call if fewer than one of so many is needed: else they are read where they lie."""
+KEY_LENGTH_MULTIPLE = 32
+"""Attention lengths are rounded up to a multiple, so that fewer buffer sizes occur."""
+SPARSE_FACTOR = 2
+"""A call copies the needed slots together if the highest needed slot number exceeds their count by this factor; else it
+reads all slots up to that number in place."""
 
 
-class Happened(NamedTuple):
-    """What a step did."""
+class BatcherStepResult(NamedTuple):
+    """The result of a step."""
 
     done: list[tuple[str, Generation]]
-    """By request."""
+    """Id and generation of requests that ended."""
     prefilled: int
-    """Tokens that were read."""
+    """Number of tokens."""
     decoded: int
-    """Requests for which one token was written after another."""
+    """Number of requests that got a token."""
 
 
-class _Batch:
-    """Those who write, as the model is given them: made anew only when somebody joins or leaves."""
+class _DecodeBatch:
+    """The decoding requests as model inputs; rebuilt only when a request joins or leaves."""
 
-    def __init__(self, work_by_slot: dict[int, Work], slots: list[int], deterministic: bool) -> None:
-        """Slots that are nobody's have a row for the shape alone, of which no token is read."""
-        taken = [slot in work_by_slot for slot in slots]
-        self.works = [work_by_slot[slot] for slot in slots if slot in work_by_slot]
-        starts = [work_by_slot[slot].read if slot in work_by_slot else 0 for slot in slots]
+    def __init__(self, state_by_slot: dict[int, RequestState], slots: list[int], deterministic: bool) -> None:
+        """Slots without a request get a padding row, whose output is ignored."""
+        taken = [slot in state_by_slot for slot in slots]
+        self.requests = [state_by_slot[slot] for slot in slots if slot in state_by_slot]
+        starts = [state_by_slot[slot].computed_tokens if slot in state_by_slot else 0 for slot in slots]
         self.slots = torch.tensor(slots, dtype=torch.long)
-        self.start = torch.tensor(starts, dtype=torch.long)
-        self.longest = max((work.read for work in self.works), default=0)
+        self.positions = torch.tensor(starts, dtype=torch.long)
+        self.longest = max((state.computed_tokens for state in self.requests), default=0)
         self.rows = (
             None if all(taken) else torch.tensor([row for row, mine in enumerate(taken) if mine], dtype=torch.long)
         )
         self.counts = torch.tensor(taken).long() if deterministic or not all(taken) else None
-        self.sampler = Sampler([work.request.sampling for work in self.works])
+        self.sampler = Sampler([state.request.sampling for state in self.requests])
         self._inputs = torch.zeros(len(slots), 1, dtype=torch.long)
 
     def inputs(self, tokens: list[int]) -> torch.Tensor:
-        """One token of each, [rows, 1]."""
+        """One token per row, [rows, 1]."""
         given = torch.tensor(tokens)
         if self.rows is None:
             return given.unsqueeze(1)
@@ -76,14 +78,14 @@ class _Batch:
     def advance(self) -> None:
         self.longest += 1
         if self.counts is None:
-            self.start += 1
+            self.positions += 1
         else:
-            self.start += self.counts
+            self.positions += self.counts
 
 
 class Batcher:
-    """The step machine. `pace` is told how long a part of a step took and how long it has to take at least, and
-    returns how long it took in the end: emulated hardware waits there."""
+    """The step machine. `pace` gets how long a part of a step took and its emulated minimum, and returns how long it
+    took in the end: emulated hardware waits there."""
 
     def __init__(
         self,
@@ -101,24 +103,24 @@ class Batcher:
         pace: Callable[[float, float], float] = lambda took_s, least_s: took_s,
         name: str = "",
     ) -> None:
-        """Raises InvalidConfig, if the model has no room for `context_max`."""
+        """Raises InvalidConfig if `context_max` exceeds that of the model."""
         self.name, self.version = name, version
         self.suspended = False
         self._model = model
-        kept = 0 if deterministic else sessions
-        self._cache = Cache(model.config, slots + kept, context_max, model.dtype)
+        session_slots = 0 if deterministic else sessions
+        self._cache = KVCache(model.config, slots + session_slots, context_max, model.dtype)
         self._context_max, self._chunk, self._deterministic = context_max, chunk, deterministic
         self._now, self._pace = now, pace
         self._prefill_s_per_token, self._decode_s_per_step = prefill_s_per_token, decode_s_per_step
         self._emulated = prefill_s_per_token > 0.0 or decode_s_per_step > 0.0
-        self._slots = Slots(slots, kept, keep=not deterministic)
-        self._waiting: deque[Work] = deque()
-        self._work_by_id: dict[str, Work] = {}
+        self._slots = KVCacheSlots(slots, session_slots, keep_sessions=not deterministic)
+        self._waiting: deque[RequestState] = deque()
+        self._request_by_id: dict[str, RequestState] = {}
         """All requests."""
-        self._running: dict[str, Work] = {}
-        """Those that have a slot, in the order of their arrival."""
-        self._batch: _Batch | None = None
-        """Those that write; None: to be gathered anew."""
+        self._running: dict[str, RequestState] = {}
+        """Those with a slot, in the order of their arrival."""
+        self._batch: _DecodeBatch | None = None
+        """The decoding requests; None if it has to be rebuilt."""
         self._steps = self._prefill_tokens = self._decode_tokens = 0
         self._prefill_s = self._decode_s = self._suspended_s = 0.0
         self._suspended_at_s = 0.0
@@ -128,37 +130,36 @@ class Batcher:
     @property
     def busy(self) -> bool:
         """Whether a step would do something."""
-        return bool(self._work_by_id) and not self.suspended
+        return bool(self._request_by_id) and not self.suspended
 
-    def add(self, request: Request) -> None:
+    def add(self, request: GenerationRequest) -> None:
         """Raises InvalidAction."""
-        self._require(request)
-        work = Work(request, self._now())
-        self._work_by_id[request.id] = work
-        self._waiting.append(work)
+        self._require_valid(request)
+        state = RequestState(request, self._now())
+        self._request_by_id[request.id] = state
+        self._waiting.append(state)
 
-    def _require(self, request: Request) -> None:
-        if request.id in self._work_by_id:
+    def _require_valid(self, request: GenerationRequest) -> None:
+        if request.id in self._request_by_id:
             raise InvalidAction("id", request.id, "an id that no other request has")
         count, vocabulary = len(request.tokens), self._model.config.vocabulary
         if not 1 <= count < self._context_max:
-            raise InvalidAction(
-                "tokens", f"{count} tokens", f"from 1 to {self._context_max - 1}: one has room to be written"
-            )
+            expected = f"from 1 to {self._context_max - 1}: room must remain for one generated token"
+            raise InvalidAction("tokens", f"{count} tokens", expected)
         if not 0 <= min(request.tokens) <= max(request.tokens) < vocabulary:
             wrong = next(token for token in request.tokens if not 0 <= token < vocabulary)
             raise InvalidAction("tokens", wrong, f"ids from 0 to {vocabulary - 1}")
-        require_noise(request.noise)
+        require_valid_seed(request.noise)
 
     def abort(self, id: str) -> bool:
-        """Whether it was there."""
-        work = self._work_by_id.pop(id, None)
-        if work is None:
+        """Returns whether the request existed."""
+        state = self._request_by_id.pop(id, None)
+        if state is None:
             return False
-        if work.slot is None:
-            self._waiting.remove(work)
+        if state.slot is None:
+            self._waiting.remove(state)
         else:
-            self._leave(work)
+            self._release(state)
         return True
 
     def suspend(self) -> None:
@@ -171,188 +172,202 @@ class Batcher:
             self._suspended_s += self._now() - self._suspended_at_s
 
     def update(self, model: Transformer, version: int) -> None:
-        """From the next token on. The sizes of the model are those of the one before."""
+        """Switches weights from the next token on. The model has the same sizes."""
         assert model.config == self._model.config, f"{model.config} in the place of {self._model.config}"
         self._model, self.version = model, version
-        self._slots.forget()
-        for work in self._work_by_id.values():
-            work.read, work.given = 0, len(work.tokens)
+        self._slots.invalidate()
+        for state in self._request_by_id.values():
+            state.computed_tokens, state.prefill_end = 0, len(state.tokens)
         self._batch = None
 
     # ---- a step ----
 
-    def step(self) -> Happened:
-        """Raises BrokenLogits, after which the machine is of no use."""
-        assert self.busy, "a step without anything to do"
-        self._give_slots()
+    def step(self) -> BatcherStepResult:
+        """Raises BrokenLogits, after which the machine cannot be used."""
+        assert self.busy, "a step without any work"
+        self._assign_slots()
         if self._batch is None:
-            self._batch = self._gathered()
-        reading = self._to_read() if len(self._batch.works) < len(self._running) else []
+            self._batch = self._gather_batch()
+        prefill_plan = self._plan_prefill() if len(self._batch.requests) < len(self._running) else []
         prefilled, decoded = self._prefill_tokens, self._decode_tokens
         done: list[tuple[str, Generation]] = []
         with torch.inference_mode():
-            if self._batch.works:
-                self._write(self._batch, done)
-            if reading:
-                self._read(reading, done)
+            if self._batch.requests:
+                self._decode(self._batch, done)
+            if prefill_plan:
+                self._prefill(prefill_plan, done)
         self._steps += 1
-        return Happened(done, self._prefill_tokens - prefilled, self._decode_tokens - decoded)
+        return BatcherStepResult(done, self._prefill_tokens - prefilled, self._decode_tokens - decoded)
 
-    def take_written(self) -> list[Written]:
-        """What was written since this was asked last, for requests that go on."""
-        return [work.written_since() for work in self._running.values() if work.told < len(work.logprobs)]
+    def take_deltas(self) -> list[TokenDelta]:
+        """Returns the tokens decoded since the last call, for requests that continue."""
+        return [state.take_delta() for state in self._running.values() if state.reported < len(state.logprobs)]
 
-    def _give_slots(self) -> None:
-        """To those who wait, in their order, while there are any."""
+    def _assign_slots(self) -> None:
+        """Gives free slots to waiting requests, in order."""
         free = self._slots.free if self._waiting else []
         while self._waiting and free:
-            work = self._waiting.popleft()
-            move = self._slots.enter(work, free)
+            state = self._waiting.popleft()
+            move = self._slots.acquire(state, free)
             if move is not None:
-                self._move(move)
-            self._running[work.request.id] = work
+                self._apply_move(move)
+            self._running[state.request.id] = state
             self._batch = None
-            count = min(work.request.sampling.tokens_max, self._context_max - work.prompt)
-            work.noise = uniforms(work.request.noise, work.prompt, count).tolist()
+            count = min(state.request.sampling.tokens_max, self._context_max - state.prompt_length)
+            state.uniforms = uniforms(state.request.noise, state.prompt_length, count).tolist()
 
-    def _move(self, move: Move) -> None:
+    def _apply_move(self, move: SlotMove) -> None:
         for each in (*self._cache.keys, *self._cache.values):
             back = each[move.target, :, : move.tokens_back].clone()
             each[move.target, :, : move.tokens] = each[move.source, :, : move.tokens]
             each[move.source, :, : move.tokens_back] = back
 
-    def _to_read(self) -> list[tuple[Work, int]]:
-        """Who reads how many tokens in this step: rows of one length, padding included, of at most `chunk` tokens."""
-        found: list[tuple[Work, int]] = []
+    def _plan_prefill(self) -> list[tuple[RequestState, int]]:
+        """Returns how many tokens each request prefills in this step: rows of equal length, with padding at most
+        `chunk` tokens."""
+        plan: list[tuple[RequestState, int]] = []
         longest = 0
-        for work in self._running.values():
-            if work.left == 1:
+        for state in self._running.values():
+            if state.tokens_uncomputed == 1:
                 continue
-            room = self._chunk // (len(found) + 1)
-            if found and (self._deterministic or longest > room or not room):
+            room = self._chunk // (len(plan) + 1)
+            if plan and (self._deterministic or longest > room or not room):
                 break
-            count = min(work.left, room)
+            count = min(state.tokens_uncomputed, room)
             longest = max(longest, count)
-            found.append((work, count))
-        return found
+            plan.append((state, count))
+        return plan
 
-    def _write(self, batch: _Batch, done: list[tuple[str, Generation]]) -> None:
+    def _decode(self, batch: _DecodeBatch, done: list[tuple[str, Generation]]) -> None:
         began_s = self._now()
-        tokens = [work.tokens[work.read] for work in batch.works]
-        logits = self._model.read(
-            batch.inputs(tokens), batch.start, batch.slots, self._cache, self._keys(batch.longest + 1), batch.counts
+        tokens = [state.tokens[state.computed_tokens] for state in batch.requests]
+        logits = self._model.forward_cached(
+            batch.inputs(tokens),
+            batch.positions,
+            batch.slots,
+            self._cache,
+            self._key_length(batch.longest + 1),
+            batch.counts,
         )
-        drawn = self._draw(logits if batch.rows is None else logits[batch.rows], batch.works, batch.sampler)
+        sampled = self._sample(logits if batch.rows is None else logits[batch.rows], batch.requests, batch.sampler)
         batch.advance()
         took_s = self._pace(self._now() - began_s, self._decode_s_per_step)
         self._decode_s += took_s
-        for work in batch.works:
-            work.read += 1
-            work.prefilled += work.read <= work.given
-            if work.left:
+        for state in batch.requests:
+            state.computed_tokens += 1
+            state.prefilled += state.computed_tokens <= state.prefill_end
+            if state.tokens_uncomputed:
                 self._prefill_tokens += 1
-                work.prefill_s += took_s
+                state.prefill_s += took_s
             else:
                 self._decode_tokens += 1
-                work.decode_s += took_s
-        self._append(batch.works, drawn, done)
+                state.decode_s += took_s
+        self._append(batch.requests, sampled, done)
 
-    def _gathered(self) -> _Batch:
-        """Those who write, in rows: all slots, if they must not notice each other; else those that are theirs, or all
-        up to the last of theirs, which need not be copied.
+    def _gather_batch(self) -> _DecodeBatch:
+        """Arranges the decoding requests as rows: all slots in deterministic mode; else a gathered selection, or a
+        prefix of the slots in place.
 
-        A call only for reading delays all who write by about a step; reading along with them, a token in each step,
-        delays those who read by as many steps as they have tokens. What delays fewer is done.
-        """
-        works = [work for work in self._running.values() if work.left == 1]
-        ahead = sum(work.left - 1 for work in self._running.values())
-        if ahead <= len(works) and not self._deterministic and not self._emulated:
-            works = list(self._running.values())
-        for work in works:
-            work.begin(self._now())
-        work_by_slot = {work.number: work for work in works}
-        slots = sorted(work_by_slot)
+        A separate prefill call delays all decoding requests by about a step; prefilling in the decode rows, a token per
+        step, delays the prefilling requests by as many steps as they have tokens. The choice that delays fewer requests
+        is taken."""
+        states = [state for state in self._running.values() if state.tokens_uncomputed == 1]
+        pending_prefill_tokens = sum(state.tokens_uncomputed - 1 for state in self._running.values())
+        if pending_prefill_tokens <= len(states) and not self._deterministic and not self._emulated:
+            states = list(self._running.values())
+        for state in states:
+            state.mark_started(self._now())
+        state_by_slot = {state.slot_number: state for state in states}
+        slots = sorted(state_by_slot)
         if self._deterministic:
             slots = list(range(len(self._slots)))
-        elif slots and SPARSE * len(slots) > slots[-1] + 1:
+        elif slots and SPARSE_FACTOR * len(slots) > slots[-1] + 1:
             slots = list(range(slots[-1] + 1))
-        return _Batch(work_by_slot, slots, self._deterministic)
+        return _DecodeBatch(state_by_slot, slots, self._deterministic)
 
-    def _keys(self, needed: int) -> int:
+    def _key_length(self, needed: int) -> int:
         if self._deterministic:
             return self._context_max
-        return min(self._context_max, -(-needed // KEYS_ROUNDED_TO) * KEYS_ROUNDED_TO)
+        return min(self._context_max, -(-needed // KEY_LENGTH_MULTIPLE) * KEY_LENGTH_MULTIPLE)
 
-    def _read(self, reading: list[tuple[Work, int]], done: list[tuple[str, Generation]]) -> None:
+    def _prefill(self, prefill_plan: list[tuple[RequestState, int]], done: list[tuple[str, Generation]]) -> None:
         began_s = self._now()
-        counts = [count for _, count in reading]
+        counts = [count for _, count in prefill_plan]
         width = self._chunk if self._deterministic else max(counts)
-        logits = self._model.read(
-            torch.tensor([work.tokens[work.read :][:count] + [0] * (width - count) for work, count in reading]),
-            torch.tensor([work.read for work, _ in reading]),
-            torch.tensor([work.number for work, _ in reading]),
+        logits = self._model.forward_cached(
+            torch.tensor(
+                [state.tokens[state.computed_tokens :][:count] + [0] * (width - count) for state, count in prefill_plan]
+            ),
+            torch.tensor([state.computed_tokens for state, _ in prefill_plan]),
+            torch.tensor([state.slot_number for state, _ in prefill_plan]),
             self._cache,
-            self._keys(max(work.read + count for work, count in reading)),
+            self._key_length(max(state.computed_tokens + count for state, count in prefill_plan)),
             torch.tensor(counts) if self._deterministic or min(counts) < width else None,
         )
-        whole = [row for row, (work, count) in enumerate(reading) if work.left == count]
-        works = [reading[row][0] for row in whole]
-        drawn = self._draw(logits[whole], works, Sampler([work.request.sampling for work in works])) if whole else None
+        completed_rows = [row for row, (state, count) in enumerate(prefill_plan) if state.tokens_uncomputed == count]
+        states = [prefill_plan[row][0] for row in completed_rows]
+        sampled = (
+            self._sample(logits[completed_rows], states, Sampler([state.request.sampling for state in states]))
+            if completed_rows
+            else None
+        )
         took_s = self._pace(self._now() - began_s, sum(counts) * self._prefill_s_per_token)
         self._prefill_s += took_s
         self._prefill_tokens += sum(counts)
-        for work, count in reading:
-            work.begin(began_s)
-            work.read += count
-            work.prefill_s += took_s
-            work.prefilled += count
-        if any(work.left <= len(self._running) for work, _ in reading):
-            self._batch = None  # they may write from now on, or read along
-        if drawn is not None:
-            self._append(works, drawn, done)
+        for state, count in prefill_plan:
+            state.mark_started(began_s)
+            state.computed_tokens += count
+            state.prefill_s += took_s
+            state.prefilled += count
+        if any(state.tokens_uncomputed <= len(self._running) for state, _ in prefill_plan):
+            self._batch = None  # they decode from now on, or prefill in decode rows
+        if sampled is not None:
+            self._append(states, sampled, done)
 
-    def _draw(self, logits: torch.Tensor, works: list[Work], sampler: Sampler) -> Drawn:
-        noise = [work.noise[len(work.logprobs)] for work in works]
+    def _sample(self, logits: torch.Tensor, states: list[RequestState], sampler: Sampler) -> SampledTokens:
+        draws = [state.uniforms[len(state.logprobs)] for state in states]
         if not self._deterministic:
-            return sampler.draw(logits, np.array(noise))
-        # Each by itself: how numpy computes a row must not depend on how many there are.
+            return sampler.draw(logits, np.array(draws))
+        # Row by row: how numpy computes a row must not depend on the number of rows.
         each = [
-            draw(logits[row : row + 1], [work.request.sampling], np.array(noise[row : row + 1]))
-            for row, work in enumerate(works)
+            draw(logits[row : row + 1], [state.request.sampling], np.array(draws[row : row + 1]))
+            for row, state in enumerate(states)
         ]
-        return Drawn([one.tokens[0] for one in each], [one.logprobs[0] for one in each], [one.kept[0] for one in each])
+        return SampledTokens(
+            [one.tokens[0] for one in each], [one.logprobs[0] for one in each], [one.kept_ids[0] for one in each]
+        )
 
-    def _append(self, works: list[Work], drawn: Drawn, done: list[tuple[str, Generation]]) -> None:
-        """The tokens that were drawn. Whoever has all of his is done."""
-        for work, token, logprob, kept in zip(works, *drawn, strict=True):
-            if work.left:
-                continue  # it reads its prompt along with those who write
-            work.tokens.append(token)
-            work.logprobs.append(logprob)
-            work.versions.append(self.version)
+    def _append(self, states: list[RequestState], sampled: SampledTokens, done: list[tuple[str, Generation]]) -> None:
+        """Appends the sampled tokens. Requests that reached their token limit or a stop token finish."""
+        for state, token, logprob, kept in zip(states, *sampled, strict=True):
+            if state.tokens_uncomputed:
+                continue  # it prefills in a decode row
+            state.tokens.append(token)
+            state.logprobs.append(logprob)
+            state.versions.append(self.version)
             if kept is not None:
-                work.kept.append(kept)
-            sampling = work.request.sampling
+                state.kept_ids.append(kept)
+            sampling = state.request.sampling
             finish: Finish
             if token in sampling.stop:
                 finish = "stop"
-            elif len(work.logprobs) == sampling.tokens_max or len(work.tokens) == self._context_max:
+            elif len(state.logprobs) == sampling.tokens_max or len(state.tokens) == self._context_max:
                 finish = "length"
             else:
                 continue
-            done.append((work.request.id, work.generation(finish, self.name)))
-            del self._work_by_id[work.request.id]
-            self._leave(work)
+            done.append((state.request.id, state.generation(finish, self.name)))
+            del self._request_by_id[state.request.id]
+            self._release(state)
 
-    def _leave(self, work: Work) -> None:
-        del self._running[work.request.id]
+    def _release(self, state: RequestState) -> None:
+        del self._running[state.request.id]
         self._batch = None
-        self._slots.leave(work)
+        self._slots.release(state)
 
-    # ---- what is known of it ----
+    # ---- statistics ----
 
     def statistics(self) -> EngineStatistics:
-        """Without what only its process knows: idle and update times."""
+        """Without idle and update times, which only the process knows."""
         now_s = self._now()
         return EngineStatistics(
             name=self.name,
@@ -369,14 +384,18 @@ class Batcher:
         )
 
     def check(self) -> None:
-        """Recomputes what has to hold between two calls."""
-        known = {work.request.id for work in (*self._running.values(), *self._waiting)}
-        assert known == self._work_by_id.keys(), "a request has a slot or waits for one"
-        assert all(work.slot is None for work in self._waiting), "a request that waits is in a slot"
+        """Recomputes what holds between two calls."""
+        known = {state.request.id for state in (*self._running.values(), *self._waiting)}
+        assert known == self._request_by_id.keys(), "a request has a slot or waits for one"
+        assert all(state.slot is None for state in self._waiting), "a request that waits is in a slot"
         self._slots.check(list(self._running.values()))
         if self._batch is not None:
-            starts = self._batch.start if self._batch.rows is None else self._batch.start[self._batch.rows]
-            assert starts.tolist() == [work.read for work in self._batch.works], "a row is at another position"
-        for work in self._work_by_id.values():
-            assert 0 <= work.read < len(work.tokens) < self._context_max, f"{work.request.id} read {work.read}"
-            assert len(work.logprobs) == len(work.versions) == len(work.tokens) - work.prompt
+            starts = self._batch.positions if self._batch.rows is None else self._batch.positions[self._batch.rows]
+            assert starts.tolist() == [state.computed_tokens for state in self._batch.requests], (
+                "a row is at another position"
+            )
+        for state in self._request_by_id.values():
+            assert 0 <= state.computed_tokens < len(state.tokens) < self._context_max, (
+                f"{state.request.id} read {state.computed_tokens}"
+            )
+            assert len(state.logprobs) == len(state.versions) == len(state.tokens) - state.prompt_length

@@ -1,10 +1,10 @@
 """The program of an engine process: takes commands between steps, answers requests and sends heartbeats.
 
-Owns a model, its batcher and one end of a socket. The loop takes all commands that are there, never waiting for one
-while there is work, then makes one step, then says what came of it. Commands therefore cost others what they take to be
-noted and nothing else: new weights are read by a thread beside the loop, and switched to between two steps. What is
-being written is told every few steps as well, so that little is lost if this process is killed. It ends with its owner:
-when the socket closes, or by signal if it cannot look there.
+Owns a model, its batcher and one end of a socket. The loop takes all pending commands, without waiting while there is
+work, makes one step, and sends the results. So a command delays others only by its own bookkeeping: new weights are
+read by a thread beside the loop, and swapped in between two steps. Partial generations are sent every few steps, so
+that little is lost if this process is killed. The process ends with its supervisor: when the socket closes, or by
+signal if it is too busy to notice.
 """
 
 from __future__ import annotations
@@ -18,54 +18,35 @@ import msgspec
 import torch
 
 from tangram.errors import InvalidInput
-from tangram.processes.child_side import Owner
+from tangram.processes.child_side import SupervisorConnection
 from tangram.rl.inference.engines import messages
-from tangram.rl.inference.engines.messages import (
-    Abort,
-    Acknowledged,
-    Add,
-    AnyAnswer,
-    AnyCommand,
-    Beat,
-    Close,
-    Done,
-    Fetch,
-    Hello,
-    NotReady,
-    Ready,
-    Refused,
-    Resume,
-    StepRecord,
-    Suspend,
-    Update,
-    Updated,
-    UpdateFailed,
-)
-from tangram.rl.inference.engines.protocol import EngineStatistics, Weights
-from tangram.rl.model.batching import Batcher, Happened
+from tangram.rl.inference.engines.protocol import EngineStatistics, PolicyWeights
+from tangram.rl.model.batching import Batcher, BatcherStepResult
 from tangram.rl.model.sampling import BrokenLogits
-from tangram.rl.model.weight_fetcher import Fetcher, in_words, looking_through
+from tangram.rl.model.weight_fetcher import WeightFetcher, check_finite, error_text
 from tangram.rl.model.weight_store import pull
 
-TELL_STEPS = 16
-"""After which what is being written is told: a message for so many tokens costs little, and a killed engine loses
-no more than these."""
+DELTA_STEPS = 16
+"""Steps between two messages with partial generations: one message for so many tokens costs little, and a killed engine
+loses no more."""
 STEPS_RECORDED_MAX = 4096
-"""Between two beats, if they are recorded."""
+"""Between two heartbeats, if steps are recorded."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
-class Engine:
-    """The loop."""
+class EngineLoop:
+    """The loop of an engine."""
 
-    def __init__(self, owner: Owner[AnyCommand], hello: Hello) -> None:
+    def __init__(
+        self, supervisor: SupervisorConnection[messages.AnyEngineCommand], hello: messages.EngineHello
+    ) -> None:
         """Raises TangramError."""
-        self._owner, self._hello = owner, hello
+        self._supervisor, self._hello = supervisor, hello
         settings = hello.settings
         self._dtype = DTYPES[hello.dtype]
         torch.set_num_threads(1 if settings.deterministic else settings.threads)
         model = pull(hello.weights).to(self._dtype).requires_grad_(False)
-        for _ in looking_through(model):
+        for _ in check_finite(model):
             pass
         self._batcher = Batcher(
             model,
@@ -82,71 +63,73 @@ class Engine:
             name=hello.name,
         )
         self._model = model
-        self._fetcher = Fetcher(model.config, self._dtype, owner.tell, hello.beat_s)
+        self._fetcher = WeightFetcher(model.config, self._dtype, supervisor.send, hello.beat_s)
         self._idle_s = self._update_s = 0.0
-        self._untold = 0
-        """Steps since what is being written was told."""
-        self._beat_s = time.monotonic()
-        self._steps: list[StepRecord] = []
-        self._taken: list[str] = []
-        """Kinds of the commands since the last step."""
+        self._steps_since_deltas = 0
+        """Since partial generations were sent."""
+        self._last_heartbeat_s = time.monotonic()
+        self._steps: list[messages.StepRecord] = []
+        self._commands_since_step: list[str] = []
+        """Tags of the commands since the last step."""
 
     def run(self) -> NoReturn:
         while True:
             if self._batcher.busy:
-                commands = self._owner.commands(wait=False)
+                commands = self._supervisor.receive(wait=False)
             else:
-                self._beat()
+                self._send_heartbeat()
                 began_s = time.monotonic()
-                commands = self._owner.commands(wait=True)
+                commands = self._supervisor.receive(wait=True)
                 if not self._batcher.suspended:
                     self._idle_s += time.monotonic() - began_s
             for command in commands:
-                self._carry_out(command)
+                self._handle(command)
             if self._batcher.busy:
                 self._step()
 
     # ---- commands ----
 
-    def _carry_out(self, command: AnyCommand) -> None:
+    def _handle(self, command: messages.AnyEngineCommand) -> None:
         if self._hello.record_steps:
-            self._taken.append(str(command.__struct_config__.tag))
+            self._commands_since_step.append(str(command.__struct_config__.tag))
         match command:
-            case Add(request=request):
+            case messages.AddRequest(request=request):
                 try:
                     self._batcher.add(request)
                 except InvalidInput as error:
-                    self._owner.tell(
-                        Refused(id=request.id, field=error.field, value=str(error.value), expected=error.expected)
+                    self._supervisor.send(
+                        messages.GenerationRefused(
+                            id=request.id, field=error.field, value=str(error.value), expected=error.expected
+                        )
                     )
-            case Abort(id=id):
+            case messages.AbortRequest(id=id):
                 self._batcher.abort(id)
-            case Suspend(ask=ask):
+            case messages.Suspend(ask=ask):
                 self._batcher.suspend()
-                self._tell_written()
-                self._owner.tell(Acknowledged(ask=ask))
-            case Fetch(ask=ask, weights=weights):
+                self._send_deltas()
+                self._supervisor.send(messages.EngineAcknowledged(ask=ask))
+            case messages.Fetch(ask=ask, weights=weights):
                 self._fetcher.begin(ask, weights)
-            case Update(ask=ask, weights=weights):
-                self._owner.tell(self._update(ask, weights))
-            case Resume(ask=ask):
+            case messages.Update(ask=ask, weights=weights):
+                self._supervisor.send(self._update(ask, weights))
+            case messages.Resume(ask=ask):
                 self._batcher.resume()
-                self._owner.tell(Acknowledged(ask=ask))
-            case Close():
-                self._owner.leave()
-            case Hello():
+                self._supervisor.send(messages.EngineAcknowledged(ask=ask))
+            case messages.CloseEngine():
+                self._supervisor.exit_process()
+            case messages.EngineHello():
                 raise AssertionError("a second Hello")
 
-    def _update(self, ask: int, weights: Weights) -> AnyAnswer:
+    def _update(self, ask: int, weights: PolicyWeights) -> messages.AnyEngineReply:
         began_s = time.monotonic()
         try:
-            self._model = self._fetcher.exchanged(weights, self._model)
+            self._model = self._fetcher.swap(weights, self._model)
         except Exception as error:
-            return UpdateFailed(ask=ask, reason=in_words(error))
+            return messages.UpdateFailed(ask=ask, reason=error_text(error))
         finally:
             self._update_s += time.monotonic() - began_s
         self._batcher.update(self._model, weights.version)
-        return Updated(ask=ask, version=weights.version)
+        return messages.Updated(ask=ask, version=weights.version)
 
     # ---- steps ----
 
@@ -156,43 +139,45 @@ class Engine:
         except BrokenLogits as error:
             sys.exit(f"version {self._batcher.version}: {error}")
         if happened.done:
-            self._owner.tell(*(Done(id=id, generation=generation) for id, generation in happened.done))
-        self._untold += 1
-        if self._untold >= TELL_STEPS:
-            self._tell_written()
+            self._supervisor.send(
+                *(messages.GenerationDone(id=id, generation=generation) for id, generation in happened.done)
+            )
+        self._steps_since_deltas += 1
+        if self._steps_since_deltas >= DELTA_STEPS:
+            self._send_deltas()
         if self._hello.record_steps:
-            self._record(happened)
-        if time.monotonic() - self._beat_s > self._hello.beat_s:
-            self._beat()
+            self._record_step(happened)
+        if time.monotonic() - self._last_heartbeat_s > self._hello.beat_s:
+            self._send_heartbeat()
 
-    def _tell_written(self) -> None:
-        self._untold = 0
-        self._owner.tell(*self._batcher.take_written())
+    def _send_deltas(self) -> None:
+        self._steps_since_deltas = 0
+        self._supervisor.send(*self._batcher.take_deltas())
 
-    def _record(self, happened: Happened) -> None:
+    def _record_step(self, happened: BatcherStepResult) -> None:
         if len(self._steps) < STEPS_RECORDED_MAX:
-            record = StepRecord(
+            record = messages.StepRecord(
                 ended_s=time.monotonic(),
-                commands=tuple(self._taken),
+                commands=tuple(self._commands_since_step),
                 prefilled=happened.prefilled,
                 decoded=happened.decoded,
             )
             self._steps.append(record)
-        self._taken = []
+        self._commands_since_step = []
 
-    def _beat(self) -> None:
-        self._beat_s = time.monotonic()
+    def _send_heartbeat(self) -> None:
+        self._last_heartbeat_s = time.monotonic()
         steps, self._steps = tuple(self._steps), []
-        self._owner.tell(Beat(statistics=self._statistics(), steps=steps))
+        self._supervisor.send(messages.EngineHeartbeat(statistics=self._statistics(), steps=steps))
 
     def _statistics(self) -> EngineStatistics:
         return msgspec.structs.replace(
-            self._batcher.statistics(), idle_s=self._idle_s, update_s=self._update_s + self._fetcher.seconds
+            self._batcher.statistics(), idle_s=self._idle_s, update_s=self._update_s + self._fetcher.fetch_s
         )
 
 
 def _pace(took_s: float, least_s: float) -> float:
-    """Emulated hardware takes at least so long."""
+    """Sleeps until an emulated step took at least `least_s`."""
     if took_s >= least_s:
         return took_s
     time.sleep(least_s - took_s)
@@ -200,15 +185,15 @@ def _pace(took_s: float, least_s: float) -> float:
 
 
 def main(fd: int) -> NoReturn:
-    other = Owner(fd, messages.commands())
-    hello = other.first()[0]
-    assert isinstance(hello, Hello), hello
+    supervisor = SupervisorConnection(fd, messages.command_frames())
+    hello = supervisor.receive_first()[0]
+    assert isinstance(hello, messages.EngineHello), hello
     try:
-        engine = Engine(other, hello)
+        engine = EngineLoop(supervisor, hello)
     except Exception as error:
-        other.tell(NotReady(reason=in_words(error)))
+        supervisor.send(messages.EngineNotReady(reason=error_text(error)))
         sys.exit(1)
     gc.collect()
-    gc.freeze()  # what is there now stays: looking for garbage among it would take longer than a step
-    other.tell(Ready())
+    gc.freeze()  # what exists now stays; scanning it for garbage would take longer than a step
+    supervisor.send(messages.EngineReady())
     engine.run()

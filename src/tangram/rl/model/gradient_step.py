@@ -1,9 +1,8 @@
-"""A gradient step: a batch of samples, several times through the model, in minibatches.
+"""A gradient step: several epochs over a batch of samples, in minibatches.
 
-Owns the order in which samples are gone through and what is known of each token meanwhile. Never decides what is
-trained on. Promises that the same weights, optimiser, samples, seed and version give the same step to the last bit, on
-one thread; that it does not matter into which passes a minibatch is divided, up to rounding; and that a step which
-raises has changed nothing.
+Owns the order of samples and the log-probabilities of their tokens. Never decides what is trained on. Promises that the
+same weights, optimiser, samples, seed and version give the same step to the last bit, on one thread; that the division
+of a minibatch into microbatches does not matter, up to rounding; and that a step which raises has changed nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from torch import Tensor, nn
 from tangram.errors import ManagerError
 from tangram.rl.config.training_settings import ObjectiveSettings
 from tangram.rl.model import objective
-from tangram.rl.model.policy import Policy, Scored, score
-from tangram.rl.model.sample_batches import Floats, Ints, Pass, Samples
+from tangram.rl.model.policy import Policy, TokenScores, score
+from tangram.rl.model.sample_batches import Floats, Ints, Microbatch, PackedSamples
 
 
 class NotFinite(ManagerError):
-    """A loss or a gradient is no number. The weights and the optimiser are as they were before the step."""
+    """A loss or gradient is not finite. Weights and optimiser are as before the step."""
 
     def __init__(self, what: str, value: float) -> None:
         super().__init__(
@@ -36,32 +35,33 @@ class NotFinite(ManagerError):
         )
 
 
-class Optimised:
+class PolicyOptimizer:
     """A policy and the optimiser of its weights."""
 
-    def __init__(self, policy: Policy, *, rate: float, weight_decay: float, norm_max: float) -> None:
+    def __init__(self, policy: Policy, *, learning_rate: float, weight_decay: float, norm_max: float) -> None:
         self.policy = policy
         self.parameters: list[nn.Parameter] = [each for each in policy.parameters() if each.requires_grad]
-        self._optimizer = torch.optim.AdamW(self.parameters, lr=rate, weight_decay=weight_decay, fused=True)
+        self._optimizer = torch.optim.AdamW(self.parameters, lr=learning_rate, weight_decay=weight_decay, fused=True)
         self._weight_decay, self._norm_max = weight_decay, norm_max
 
     def state(self) -> dict[str, Any]:
-        """Of the optimiser."""
+        """The state of the optimiser."""
         return self._optimizer.state_dict()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """What `state` gave, but for what settings say. Raises KeyError, TypeError or ValueError for another's."""
+        """Restores what `state` returned, except what the settings determine. Raises KeyError, TypeError or ValueError
+        for a foreign state."""
         self._optimizer.load_state_dict(state)
         for each in self._optimizer.param_groups:
             each["weight_decay"] = self._weight_decay
 
-    def set_rate(self, rate: float) -> None:
+    def set_learning_rate(self, rate: float) -> None:
         for each in self._optimizer.param_groups:
             each["lr"] = rate
 
     def update(self, losses: Iterator[Tensor]) -> tuple[float, float]:
-        """By the sum of these, one after the other; returns it and the norm of its gradient, before that is cut. Raises
-        NotFinite; whatever is raised, nothing has changed."""
+        """Updates by the sum of the losses. Returns that sum and the gradient norm before clipping. Raises NotFinite;
+        on any exception nothing has changed."""
         try:
             loss = 0.0
             for part in losses:
@@ -78,8 +78,8 @@ class Optimised:
         return loss, norm
 
     @contextmanager
-    def all_or_nothing(self) -> Iterator[None]:
-        """Whatever is raised inside undoes all updates that were made inside."""
+    def rollback_on_error(self) -> Iterator[None]:
+        """Undoes all updates inside the block if it raises."""
         values = [each.detach().clone() for each in self.parameters]
         state = copy.deepcopy(self.state())
         try:
@@ -92,14 +92,14 @@ class Optimised:
             raise
 
 
-class Step:
-    """One, while it is made. All tensors are of action tokens, in the order of the samples."""
+class GradientStep:
+    """One step while it is made. All tensors are of action tokens, in the order of the samples."""
 
     def __init__(
         self,
-        optimised: Optimised,
+        optimizer: PolicyOptimizer,
         reference: Policy | None,
-        samples: Samples,
+        samples: PackedSamples,
         advantages: Floats,
         *,
         settings: ObjectiveSettings,
@@ -108,23 +108,23 @@ class Step:
         tokens_longest: int,
         seed: int,
     ) -> None:
-        """`advantages`: of each trajectory. `seed`: of all that chance decides."""
-        self._optimised, self._policy, self._reference = optimised, optimised.policy, reference
+        """`advantages`: of each trajectory. `seed`: of all random decisions."""
+        self._policy_optimizer, self._policy, self._reference = optimizer, optimizer.policy, reference
         self._samples, self._settings, self._loss = samples, settings, loss
         self._temperature, self._tokens_longest, self._seed = temperature, tokens_longest, seed
         self._device = self._policy.device
-        wide = optimised.parameters[0].dtype == torch.float64
+        wide = optimizer.parameters[0].dtype == torch.float64
         self._dtype = torch.float64 if wide else torch.float32
-        self._owner = torch.from_numpy(samples.owner).to(self._device)
-        self._sampler = self._tensor(samples.sampler)
-        self._advantage = self._tensor(advantages[samples.owner])
-        self._teacher = None if samples.teacher is None else self._tensor(samples.teacher)
-        self._start = torch.zeros_like(self._sampler)
-        self._entropy = torch.zeros_like(self._sampler)
-        self._referred: Tensor | None = None
-        """What the reference says."""
-        self._sums: dict[str, float] = {}
-        """Of the metrics of passes, each times its tokens."""
+        self._trajectory_index = torch.from_numpy(samples.trajectory_index).to(self._device)
+        self._rollout_logprobs = self._tensor(samples.sampler_logprobs)
+        self._advantages = self._tensor(advantages[samples.trajectory_index])
+        self._teacher_logprobs = None if samples.teacher_logprobs is None else self._tensor(samples.teacher_logprobs)
+        self._old_logprobs = torch.zeros_like(self._rollout_logprobs)
+        self._entropy = torch.zeros_like(self._rollout_logprobs)
+        self._ref_logprobs: Tensor | None = None
+        """Under the reference policy."""
+        self._metric_sums: dict[str, float] = {}
+        """Sums over microbatches of each metric times its number of tokens."""
 
     def _tensor(self, values: Floats) -> Tensor:
         return torch.from_numpy(values).to(self._device, self._dtype)
@@ -132,103 +132,111 @@ class Step:
     def run(self) -> dict[str, float]:
         """Returns metrics. Raises NotFinite, and what the loss raises."""
         plan = self._plan()
-        # One update alone is all or nothing by itself, without a copy of everything.
-        several = self._optimised.all_or_nothing() if len(plan) > 1 else nullcontext()
+        # A single update is atomic itself, without a copy of all weights.
+        several = self._policy_optimizer.rollback_on_error() if len(plan) > 1 else nullcontext()
         with several, torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self._seed)  # for a loss that draws something
-            self._look(plan[0])
-            told = [self._optimised.update(self._losses(rows, first=number == 0)) for number, rows in enumerate(plan)]
-        return self._metrics(told)
+            torch.manual_seed(self._seed)  # for a loss that uses random numbers
+            self._score_before_updates(plan[0])
+            results = [
+                self._policy_optimizer.update(self._losses(rows, first=number == 0)) for number, rows in enumerate(plan)
+            ]
+        return self._metrics(results)
 
     def _plan(self) -> list[Ints]:
-        """The trajectories of each minibatch, of all epochs. They are as equal as can be: a small rest would count as
-        much as all others."""
-        chance = torch.Generator().manual_seed(self._seed)
+        """Returns the trajectories of each minibatch, of all epochs. Minibatches have equal sizes as far as possible,
+        because a small remainder would count as much as each of the others."""
+        rng = torch.Generator().manual_seed(self._seed)
         count = len(self._samples)
         parts = -(-count // self._settings.minibatch)
         return [
             part
             for _ in range(self._settings.epochs)
-            for part in np.array_split(torch.randperm(count, generator=chance).numpy(), parts)
+            for part in np.array_split(torch.randperm(count, generator=rng).numpy(), parts)
         ]
 
-    def _look(self, first: Ints) -> None:
-        """What π_start says of all tokens but those of the first minibatch, which itself is gone through with π_start;
-        and what the reference says of all."""
-        everyone = np.arange(len(self._samples))
+    def _score_before_updates(self, first: Ints) -> None:
+        """Computes π_start for all tokens except those of the first minibatch, whose own pass is at π_start; and the
+        reference log-probabilities for all."""
+        everything = np.arange(len(self._samples))
         with torch.no_grad():
-            for asked in self._passes(np.setdiff1d(everyone, first)):
-                self._keep(asked, self._scored(self._policy, asked, entropy=True))
+            for microbatch in self._microbatches(np.setdiff1d(everything, first)):
+                self._store_old(microbatch, self._score(self._policy, microbatch, entropy=True))
             if self._reference is not None:
-                self._referred = torch.zeros_like(self._sampler)
-                for asked in self._passes(everyone):
-                    self._referred[asked.chosen] = self._scored(self._reference, asked).logprobs.to(self._dtype)
+                self._ref_logprobs = torch.zeros_like(self._rollout_logprobs)
+                for microbatch in self._microbatches(everything):
+                    self._ref_logprobs[microbatch.action_indices] = self._score(
+                        self._reference, microbatch
+                    ).logprobs.to(self._dtype)
 
-    def _passes(self, rows: Ints) -> Iterator[Pass]:
-        return self._samples.passes(rows, self._settings.microbatch, self._policy.vocabulary, self._device)
+    def _microbatches(self, rows: Ints) -> Iterator[Microbatch]:
+        return self._samples.microbatches(rows, self._settings.microbatch, self._policy.vocabulary, self._device)
 
-    def _scored(self, policy: Policy, asked: Pass, *, entropy: bool = False) -> Scored:
+    def _score(self, policy: Policy, microbatch: Microbatch, *, entropy: bool = False) -> TokenScores:
         learned = self._settings.entropy > 0.0
-        return score(policy, asked, temperature=self._temperature, entropy=entropy, entropy_learned=learned)
+        return score(policy, microbatch, temperature=self._temperature, entropy=entropy, entropy_gradient=learned)
 
-    def _keep(self, asked: Pass, scored: Scored) -> None:
+    def _store_old(self, microbatch: Microbatch, scored: TokenScores) -> None:
         assert scored.entropy is not None
-        self._start[asked.chosen] = scored.logprobs.detach().to(self._dtype)
-        self._entropy[asked.chosen] = scored.entropy.detach().to(self._dtype)
+        self._old_logprobs[microbatch.action_indices] = scored.logprobs.detach().to(self._dtype)
+        self._entropy[microbatch.action_indices] = scored.entropy.detach().to(self._dtype)
 
     def _losses(self, rows: Ints, *, first: bool) -> Iterator[Tensor]:
-        """Of the passes of a minibatch: their sum is its loss."""
+        """Yields the losses of the microbatches of a minibatch; their sum is its loss."""
         counts = self._samples.action_counts
-        share = np.zeros(len(counts))
-        share[rows] = objective.shares(counts[rows], self._settings.normalise, self._tokens_longest)
-        shares = self._tensor(share)
-        for asked in self._passes(rows):
-            scored = self._scored(self._policy, asked, entropy=first or self._settings.entropy > 0.0)
+        weights = np.zeros(len(counts))
+        weights[rows] = objective.loss_weights(counts[rows], self._settings.normalise, self._tokens_longest)
+        loss_weights = self._tensor(weights)
+        for microbatch in self._microbatches(rows):
+            scored = self._score(self._policy, microbatch, entropy=first or self._settings.entropy > 0.0)
             if first:
-                self._keep(asked, scored)
-            found, metrics = objective.whole(self._tokens(asked, scored, shares), self._settings, self._loss)
+                self._store_old(microbatch, scored)
+            inputs = self._loss_inputs(microbatch, scored, loss_weights)
+            loss, metrics = objective.total_loss(inputs, self._settings, self._loss)
             for name, value in metrics.items():
-                self._sums[name] = self._sums.get(name, 0.0) + float(value) * len(asked.chosen)
-            yield found
+                self._metric_sums[name] = self._metric_sums.get(name, 0.0) + float(value) * len(
+                    microbatch.action_indices
+                )
+            yield loss
 
-    def _tokens(self, asked: Pass, scored: Scored, shares: Tensor) -> objective.Tokens:
-        chosen = torch.from_numpy(asked.chosen).to(self._device)
-        start, sampler, owner = self._start[chosen], self._sampler[chosen], self._owner[chosen]
-        if self._teacher is None:
-            advantage = self._advantage[chosen]
+    def _loss_inputs(self, microbatch: Microbatch, scored: TokenScores, loss_weights: Tensor) -> objective.LossInputs:
+        chosen = torch.from_numpy(microbatch.action_indices).to(self._device)
+        old_logprobs, rollout_logprobs = self._old_logprobs[chosen], self._rollout_logprobs[chosen]
+        trajectory = self._trajectory_index[chosen]
+        if self._teacher_logprobs is None:
+            advantage = self._advantages[chosen]
         else:
-            advantage = objective.distilled(self._teacher[chosen], start)
-        return objective.Tokens(
+            advantage = objective.distillation_advantage(self._teacher_logprobs[chosen], old_logprobs)
+        return objective.LossInputs(
             logprobs=scored.logprobs,
-            start=start,
-            sampler=sampler,
-            weight=objective.weights(start, sampler, self._settings),
+            old_logprobs=old_logprobs,
+            rollout_logprobs=rollout_logprobs,
+            importance_weight=objective.importance_weights(old_logprobs, rollout_logprobs, self._settings),
             advantage=advantage,
-            share=shares[owner],
-            trajectory=owner,
+            loss_weight=loss_weights[trajectory],
+            trajectory=trajectory,
             entropy=scored.entropy if self._settings.entropy > 0.0 else None,
-            reference=None if self._referred is None else self._referred[chosen],
+            ref_logprobs=None if self._ref_logprobs is None else self._ref_logprobs[chosen],
         )
 
-    def _metrics(self, told: Sequence[tuple[float, float]]) -> dict[str, float]:
-        start, sampler, settings = self._start, self._sampler, self._settings
+    def _metrics(self, results: Sequence[tuple[float, float]]) -> dict[str, float]:
+        old_logprobs, rollout_logprobs, settings = self._old_logprobs, self._rollout_logprobs, self._settings
         means: dict[str, Tensor] = {
-            "kl_sampler": objective.divergence(sampler, start),
-            "weight_mean": objective.weights(start, sampler, settings),
-            "weight_truncated": objective.truncated(start, sampler, settings),
+            "kl_sampler": objective.kl_divergence(rollout_logprobs, old_logprobs),
+            "weight_mean": objective.importance_weights(old_logprobs, rollout_logprobs, settings),
+            "weight_truncated": objective.truncated_mask(old_logprobs, rollout_logprobs, settings),
             "entropy": self._entropy,
         }
-        if self._teacher is not None:
-            means["kl_teacher"] = objective.divergence(start, self._teacher)
-        gone_through = len(start) * settings.epochs
+        if self._teacher_logprobs is not None:
+            means["kl_teacher"] = objective.kl_divergence(old_logprobs, self._teacher_logprobs)
+        token_passes = len(old_logprobs) * settings.epochs
         return {
-            "loss": math.fsum(loss for loss, _ in told) / len(told),
-            "gradient_norm": math.fsum(norm for _, norm in told) / len(told),
+            "loss": math.fsum(loss for loss, _ in results) / len(results),
+            "gradient_norm": math.fsum(norm for _, norm in results) / len(results),
             **{name: values.double().mean().item() for name, values in means.items()},
-            **{name: total / gone_through for name, total in self._sums.items()},
+            **{name: total / token_passes for name, total in self._metric_sums.items()},
         }
 
 
-def seed_of(seed: int, version: int) -> int:
-    """Of a step: what chance decides in it is a function of these two, so that nothing of it has to be stored."""
+def step_seed(seed: int, version: int) -> int:
+    """Seed of a step: a function of run seed and version, so that no random state has to be stored."""
     return int(np.random.SeedSequence([seed, version]).generate_state(1, np.uint64)[0] >> np.uint64(1))

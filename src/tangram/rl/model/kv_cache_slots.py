@@ -1,11 +1,10 @@
-"""The slots of a cache: who works in which, and what those who left have left there.
+"""The slots of a KV cache: which request is in which slot, and what ended requests left there.
 
-Owns which slot a request gets and what is still to be had in it. Knows tokens only, never keys and values: what has to
-be moved from one slot to another it says. Promises that what a slot is said to hold has been read there under the
-present weights.
+Owns the assignment of slots and the tokens reusable in each. Handles tokens only, never keys and values: it returns
+which moves between slots are needed. Promises that the recorded tokens of a slot were read under the current weights.
 
-Requests are served in the first slots. The others keep what was read for sessions whose own slot somebody else needed:
-so the slots that a step works in lie side by side, however many sessions there are, and a move costs once per turn.
+Requests run in the first slots. The other slots store tokens of sessions whose slot another request needed. So the
+slots of a step are adjacent, however many sessions there are, and a session moves at most once per turn.
 """
 
 from __future__ import annotations
@@ -13,89 +12,89 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tangram.rl.inference.engines.messages import Written
-from tangram.rl.inference.engines.protocol import Finish, Generation, Request
+from tangram.rl.inference.engines.messages import TokenDelta
+from tangram.rl.inference.engines.protocol import Finish, Generation, GenerationRequest
 
 
-class Slot:
-    """A place in the cache."""
+class CacheSlot:
+    """A slot of the cache."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.work: Work | None = None
+        self.occupant: RequestState | None = None
         self.session = ""
         self.tokens: list[int] = []
-        """While nobody works in it: what was read and is still there."""
-        self.left = 0
-        """When it was left, as a count: the smallest was left first."""
+        """Without an occupant: the tokens that are still cached."""
+        self.release_order = 0
+        """A counter at release, for LRU eviction."""
 
-    def empty(self) -> None:
+    def clear(self) -> None:
         self.session, self.tokens = "", []
 
-    def take_over(self, other: Slot) -> None:
-        """What was left in another one."""
-        self.session, self.tokens, self.left = other.session, other.tokens, other.left
+    def take_over(self, other: CacheSlot) -> None:
+        """Takes the cached tokens of another slot."""
+        self.session, self.tokens, self.release_order = other.session, other.tokens, other.release_order
 
 
-class Move(NamedTuple):
-    """What a slot holds, to be moved to another one, and what that one holds to be moved back."""
+class SlotMove(NamedTuple):
+    """A copy of cached tokens from one slot to another, and back if the other slot held some."""
 
     source: int
     target: int
     tokens: int
-    """So many, from the first on, and so many back:"""
+    """Number of leading tokens to move."""
     tokens_back: int = 0
 
 
-class Work:
-    """A request and how far it has come."""
+class RequestState:
+    """A request and its progress."""
 
-    def __init__(self, request: Request, now_s: float) -> None:
+    def __init__(self, request: GenerationRequest, now_s: float) -> None:
         self.request = request
         self.tokens = list(request.tokens)
-        """The prompt, and what was written after it."""
-        self.prompt = len(request.tokens)
-        self.noise: list[float] = []
-        """Of each token that may be written."""
-        self.slot: Slot | None = None
-        self.read = 0
+        """The prompt, followed by the decoded tokens."""
+        self.prompt_length = len(request.tokens)
+        self.uniforms: list[float] = []
+        """A uniform number in [0, 1) for each token that may be decoded: its sampling noise."""
+        self.slot: CacheSlot | None = None
+        self.computed_tokens = 0
         """How many of the tokens are in the slot."""
-        self.given = self.prompt
-        """How many were there before anything was written under these weights: to read them is prefill, also if the
-        last one is read by writing."""
+        self.prefill_end = self.prompt_length
+        """Number of tokens before any was decoded under the current weights: reading these is prefill, even if the last
+        one is read in a decode row."""
         self.logprobs: list[float] = []
         self.versions: list[int] = []
-        self.kept: list[tuple[int, ...]] = []
-        self.told = 0
-        """How many of the written tokens `written_since` has told."""
+        self.kept_ids: list[tuple[int, ...]] = []
+        self.reported = 0
+        """Number of decoded tokens that `take_delta` has returned."""
         self.arrived_s = now_s
         self.waiting_s: float | None = None
-        """Until something was done for it."""
+        """Seconds until its first work; None before."""
         self.prefilled = self.reused = 0
         self.prefill_s = self.decode_s = 0.0
 
     @property
-    def number(self) -> int:
-        """Of its slot."""
+    def slot_number(self) -> int:
+        """Number of its slot."""
         assert self.slot is not None, f"{self.request.id} has no slot"
         return self.slot.number
 
-    def begin(self, now_s: float) -> None:
-        """Something is done for it; what counts is the first time."""
+    def mark_started(self, now_s: float) -> None:
+        """Records the first work for the request."""
         if self.waiting_s is None:
             self.waiting_s = now_s - self.arrived_s
 
     @property
-    def left(self) -> int:
-        """Tokens to be read before one can be written; the last one is read by writing."""
-        return len(self.tokens) - self.read
+    def tokens_uncomputed(self) -> int:
+        """Number of tokens to prefill before one can be decoded; the last one is read by decoding."""
+        return len(self.tokens) - self.computed_tokens
 
     def generation(self, finish: Finish, engine: str) -> Generation:
         return Generation(
-            tokens=tuple(self.tokens[self.prompt :]),
+            tokens=tuple(self.tokens[self.prompt_length :]),
             logprobs=tuple(self.logprobs),
             versions=tuple(self.versions),
-            kept=tuple(self.kept) if self.kept else None,
+            kept=tuple(self.kept_ids) if self.kept_ids else None,
             finish=finish,
             engine=engine,
             prefilled=self.prefilled,
@@ -105,101 +104,102 @@ class Work:
             decode_s=self.decode_s,
         )
 
-    def written_since(self) -> Written:
-        begin, self.told = self.told, len(self.logprobs)
-        return Written(
+    def take_delta(self) -> TokenDelta:
+        begin, self.reported = self.reported, len(self.logprobs)
+        return TokenDelta(
             id=self.request.id,
-            tokens=tuple(self.tokens[self.prompt + begin :]),
+            tokens=tuple(self.tokens[self.prompt_length + begin :]),
             logprobs=tuple(self.logprobs[begin:]),
             versions=tuple(self.versions[begin:]),
-            kept=tuple(self.kept[begin:]) if self.kept else None,
+            kept=tuple(self.kept_ids[begin:]) if self.kept_ids else None,
         )
 
 
-class Slots:
-    """All of them: `count` to be served in, and `kept` for sessions. Without `keep`, nothing is left to a session."""
+class KVCacheSlots:
+    """All slots: `count` for requests, and `session_slots` for sessions. Without `keep_sessions` nothing is reused."""
 
-    def __init__(self, count: int, kept: int, *, keep: bool) -> None:
-        self._served = [Slot(number) for number in range(count)]
-        self._kept = [Slot(number) for number in range(count, count + kept)]
-        self._keep = keep
-        self._leaves = 0
+    def __init__(self, count: int, session_slots: int, *, keep_sessions: bool) -> None:
+        self._serving_slots = [CacheSlot(number) for number in range(count)]
+        self._session_slots = [CacheSlot(number) for number in range(count, count + session_slots)]
+        self._keep_sessions = keep_sessions
+        self._release_count = 0
 
     def __len__(self) -> int:
-        """Those to be served in."""
-        return len(self._served)
+        """Number of slots for requests."""
+        return len(self._serving_slots)
 
     @property
-    def free(self) -> list[Slot]:
-        return [slot for slot in self._served if slot.work is None]
+    def free(self) -> list[CacheSlot]:
+        return [slot for slot in self._serving_slots if slot.occupant is None]
 
     @property
     def resident(self) -> int:
-        """Tokens that are left for sessions."""
-        return sum(len(slot.tokens) for slot in (*self._served, *self._kept))
+        """Number of tokens cached for sessions."""
+        return sum(len(slot.tokens) for slot in (*self._serving_slots, *self._session_slots))
 
-    def enter(self, work: Work, free: list[Slot]) -> Move | None:
-        """A slot of those that are free, which is taken out of the list: the one that has most of what the request
-        begins with, else an empty one, else the one that was left first. Returns what has to be moved before anything
-        is read."""
-        # Nothing can be written without reading a token, so the last one is read in any case.
-        wanted = work.request.tokens[:-1]
-        mine = [slot for slot in (*free, *self._kept) if slot.session and slot.session == work.request.session]
-        home = max(mine, key=lambda slot: _shared(slot.tokens, wanted), default=None)
-        shared = _shared(home.tokens, wanted) if home is not None else 0
+    def acquire(self, state: RequestState, free: list[CacheSlot]) -> SlotMove | None:
+        """Takes a slot out of `free`: the one with the longest cached prefix of the request, else an empty one, else
+        the least recently used. Returns the move that is needed before anything is read."""
+        # A token has to be read to decode the next one, so the last token is always read.
+        wanted = state.request.tokens[:-1]
+        own = [slot for slot in (*free, *self._session_slots) if slot.session and slot.session == state.request.session]
+        home = max(own, key=lambda slot: _common_prefix_length(slot.tokens, wanted), default=None)
+        shared = _common_prefix_length(home.tokens, wanted) if home is not None else 0
         move = None
         if home is None or not shared:
-            slot = _first_left(free)
-            move = self._put_by(slot)
+            slot = _least_recently_used(free)
+            move = self._evict_to_session_slot(slot)
         elif home in free:
             slot = home
         else:
-            slot = _first_left(free)
-            move = Move(home.number, slot.number, shared, len(slot.tokens))
+            slot = _least_recently_used(free)
+            move = SlotMove(home.number, slot.number, shared, len(slot.tokens))
             home.take_over(slot)
         free.remove(slot)
-        slot.empty()
-        slot.work, work.slot = work, slot
-        work.read = work.reused = shared
+        slot.clear()
+        slot.occupant, state.slot = state, slot
+        state.computed_tokens = state.reused = shared
         return move
 
-    def _put_by(self, slot: Slot) -> Move | None:
-        """What was left in a slot goes to one that keeps, in the place of what was left there first."""
-        if not slot.tokens or not self._kept:
+    def _evict_to_session_slot(self, slot: CacheSlot) -> SlotMove | None:
+        """Moves what is cached in a slot to the least recently used session slot."""
+        if not slot.tokens or not self._session_slots:
             return None
-        place = _first_left(self._kept)
+        place = _least_recently_used(self._session_slots)
         place.take_over(slot)
-        return Move(slot.number, place.number, len(slot.tokens))
+        return SlotMove(slot.number, place.number, len(slot.tokens))
 
-    def leave(self, work: Work) -> None:
-        slot = work.slot
-        assert slot is not None and slot.work is work
-        slot.work = work.slot = None
-        self._leaves += 1
-        slot.left = self._leaves
-        if self._keep and work.request.session:
-            slot.tokens, slot.session = work.tokens[: work.read], work.request.session
+    def release(self, state: RequestState) -> None:
+        slot = state.slot
+        assert slot is not None and slot.occupant is state
+        slot.occupant = state.slot = None
+        self._release_count += 1
+        slot.release_order = self._release_count
+        if self._keep_sessions and state.request.session:
+            slot.tokens, slot.session = state.tokens[: state.computed_tokens], state.request.session
 
-    def forget(self) -> None:
-        """What was left there: it was read under weights that are no longer used."""
-        for slot in (*self._served, *self._kept):
-            slot.empty()
+    def invalidate(self) -> None:
+        """Drops all cached tokens: they were read under old weights."""
+        for slot in (*self._serving_slots, *self._session_slots):
+            slot.clear()
 
-    def check(self, works: Sequence[Work]) -> None:
-        """These are all that work in them."""
-        held = [slot for slot in self._served if slot.work is not None]
-        assert len(held) == len(works), f"{len(held)} slots are held by {len(works)} requests"
-        assert all(work.slot is not None and work.slot.work is work for work in works), "a slot has one request"
+    def check(self, states: Sequence[RequestState]) -> None:
+        """Checks that these requests occupy all occupied slots."""
+        held = [slot for slot in self._serving_slots if slot.occupant is not None]
+        assert len(held) == len(states), f"{len(held)} slots are held by {len(states)} requests"
+        assert all(state.slot is not None and state.slot.occupant is state for state in states), (
+            "a slot has one request"
+        )
         for slot in held:
-            assert not slot.tokens and not slot.session, "a slot is left to a session while somebody works in it"
-        assert all(slot.work is None for slot in self._kept), "somebody works in a slot that keeps"
+            assert not slot.tokens and not slot.session, "an occupied slot is cached for a session"
+        assert all(slot.occupant is None for slot in self._session_slots), "a session slot is occupied"
 
 
-def _first_left(slots: Sequence[Slot]) -> Slot:
-    """An empty one, else the one that was left first."""
-    return min(slots, key=lambda slot: (slot.left, slot.number) if slot.tokens else (-1, slot.number))
+def _least_recently_used(slots: Sequence[CacheSlot]) -> CacheSlot:
+    """Returns an empty slot, else the one released first."""
+    return min(slots, key=lambda slot: (slot.release_order, slot.number) if slot.tokens else (-1, slot.number))
 
 
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+def _common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the common prefix."""
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -1,15 +1,15 @@
-"""The learner: a policy, its optimiser, and one gradient step after the other.
+"""The learner: a policy, its optimiser, and its gradient steps.
 
-Owns the weights while they are trained, the optimiser, the reference and the version. Never samples, never publishes
-and never waits. Promises:
+Owns the weights in training, the optimiser, the reference policy and the version. Never samples, publishes or waits.
+Promises:
+
 - the same weights, optimiser, version, settings and batch give the same step, to the last bit (on one thread);
 - `restore` of what `save` wrote gives the same next step, to the last bit;
 - a step that raises has changed nothing;
-- nothing is trained on that is older than the mode allows, and nothing that is older than the weights without a
-  correction for it.
+- no sample exceeds the staleness bound of the mode, and no stale sample is trained on without a correction.
 
-    before the first step   imitate, imitate, ...   supervised, by an optimiser of its own; version 0
-    then                    step, step, ...         each makes a version; the optimiser is new
+    before the first step   imitate, imitate, ...   supervised, with its own optimiser; version 0
+    then                    step, step, ...         each makes a version, with a new optimiser
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.inference.engines.protocol import Sampling
 from tangram.rl.model import objective
-from tangram.rl.model.gradient_step import Optimised, Step, seed_of
-from tangram.rl.model.policy import Policy, policy_of, score
-from tangram.rl.model.sample_batches import Floats, Samples
-from tangram.rl.train.records import Batch, Demonstration
+from tangram.rl.model.gradient_step import GradientStep, PolicyOptimizer, step_seed
+from tangram.rl.model.policy import Policy, as_policy, score
+from tangram.rl.model.sample_batches import Floats, PackedSamples
+from tangram.rl.train.records import Demonstration, TrainingBatch
 
 STATE, REFERENCE = "learner.pt", "reference"
-"""Beside the weights in a checkpoint: the optimiser and the version, and a folder with the reference."""
-DECAYED_TO = 0.1
-"""Of the learning rate, what is left of it at the last step."""
+"""In a checkpoint, beside the weights: optimiser and version; a folder with the reference policy."""
+FINAL_RATE_SHARE = 0.1
+"""Share of the learning rate that remains at the last step."""
 
 
 class Learner:
@@ -54,76 +54,82 @@ class Learner:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`model`: a Transformer, a causal language model of transformers, or a Policy. `reward_low`: the lowest reward
-        of each task. `tokens_longest`: the most action tokens of a trajectory, by which `normalise = "constant"`
-        divides. Raises InvalidConfig."""
+        of each task. `tokens_longest`: the most action tokens of a trajectory, the divisor of `normalise = "constant"`.
+        Raises InvalidConfig."""
         Sampling(**msgspec.structs.asdict(settings.sampling)).require_trainable()
         if tokens_longest < 1:
             raise InvalidConfig("tokens_longest", tokens_longest, "at least 1")
-        self.policy: Policy = policy_of(model)
+        self.policy: Policy = as_policy(model)
         self.version = 0
-        """Of the weights: the steps that were made."""
+        """Number of gradient steps made."""
         self._settings, self._objective = settings, settings.objective
         self._advantage = objective.advantage_named(self._objective.advantage)
         self._loss = objective.loss_named(self._objective.loss)
         self._reward_low, self._tokens_longest, self._now = dict(reward_low), tokens_longest, now
-        self._optimised = self._new_optimised()
-        self._imitation: Optimised | None = None
-        """Of the warm start, while there is one."""
+        self._policy_optimizer = self._new_optimizer()
+        self._imitation_optimizer: PolicyOptimizer | None = None
+        """Of the warm start, while it runs."""
         self._reference: Policy | None = None
-        """Made at the first step, if there is to be one."""
+        """Made at the first step, if the objective has a KL penalty."""
 
-    def _new_optimised(self) -> Optimised:
-        return Optimised(
+    def _new_optimizer(self) -> PolicyOptimizer:
+        return PolicyOptimizer(
             self.policy,
-            rate=self._objective.learning_rate,
+            learning_rate=self._objective.learning_rate,
             weight_decay=self._objective.weight_decay,
             norm_max=self._objective.gradient_norm_max,
         )
 
-    # ---- imitation ----
+    # ---- behaviour cloning ----
 
     def imitate(self, demonstrations: Sequence[Demonstration]) -> float:
-        """One supervised step; returns the mean loss of the action tokens, as it was before. The version stays. Raises
-        InvalidInput, also after the first step, and NotFinite."""
+        """Makes one supervised step of behaviour cloning. Returns the mean loss of the action tokens before it. Keeps
+        the version. Raises InvalidInput for bad demonstrations and once a gradient step was made, and NotFinite."""
         if self.version:
             raise InvalidInput("version", self.version, "0: a warm start comes before the first step")
-        samples = Samples.of_demonstrations(demonstrations)
-        samples.require_known(self.policy.vocabulary, self.policy.context_max)
+        samples = PackedSamples.from_demonstrations(demonstrations)
+        samples.require_readable(self.policy.vocabulary, self.policy.context_max)
         if not len(samples):
-            raise InvalidInput("demonstrations", len(demonstrations), "some in which something is done")
-        if self._imitation is None:
+            raise InvalidInput("demonstrations", len(demonstrations), "at least one with an action")
+        if self._imitation_optimizer is None:
             rate, norm_max = self._settings.warm_start.learning_rate, self._objective.gradient_norm_max
-            self._imitation = Optimised(self.policy, rate=rate, weight_decay=0.0, norm_max=norm_max)
-        loss, _ = self._imitation.update(self._losses(samples))
+            self._imitation_optimizer = PolicyOptimizer(
+                self.policy, learning_rate=rate, weight_decay=0.0, norm_max=norm_max
+            )
+        loss, _ = self._imitation_optimizer.update(self._imitation_losses(samples))
         return loss
 
-    def _losses(self, samples: Samples) -> Iterator[Tensor]:
-        rows = np.arange(len(samples))
-        for asked in samples.passes(rows, self._objective.microbatch, self.policy.vocabulary, self.policy.device):
-            yield -score(self.policy, asked).logprobs.sum() / len(samples.targets)
+    def _imitation_losses(self, samples: PackedSamples) -> Iterator[Tensor]:
+        indices = np.arange(len(samples))
+        for microbatch in samples.microbatches(
+            indices, self._objective.microbatch, self.policy.vocabulary, self.policy.device
+        ):
+            yield -score(self.policy, microbatch).logprobs.sum() / len(samples.targets)
 
-    # ---- a step ----
+    # ---- gradient steps ----
 
-    def step(self, batch: Batch) -> dict[str, float]:
-        """Makes the next version; returns METRICS of it. A mean of nothing is left out: if nothing is left to be
-        trained on, `trajectories` is 0, and the next version has the same weights. Raises InvalidInput for a batch that
+    def step(self, batch: TrainingBatch) -> dict[str, float]:
+        """Makes the next version and returns its METRICS; a mean over no trajectories is left out. If the selection
+        leaves no trajectory, `trajectories` is 0 and the weights stay the same. Raises InvalidInput for a batch that
         cannot be trained on, and NotFinite."""
         began_s = self._now()
-        self._require(batch)
-        chosen, metrics = objective.choose(batch.groups, self._objective, self._advantage, self._reward_low)
-        taught = self._objective.kind == "distill"
-        samples = Samples.of_trajectories([each.trajectory for each in chosen], taught=taught)
-        samples.require_known(self.policy.vocabulary, self.policy.context_max)
+        self._require_trainable(batch)
+        chosen, metrics = objective.select_trajectories(
+            batch.groups, self._objective, self._advantage, self._reward_low
+        )
+        distills = self._objective.kind == "distill"
+        samples = PackedSamples.from_trajectories([each.trajectory for each in chosen], with_teacher=distills)
+        samples.require_readable(self.policy.vocabulary, self.policy.context_max)
         if self._objective.kl and self._reference is None:
             self._reference = self.policy.frozen()
         rate = learning_rate(self.version, self._settings)
         if len(samples):
-            self._optimised.set_rate(rate)
+            self._policy_optimizer.set_learning_rate(rate)
             metrics |= self._step(samples, np.array([each.advantage for each in chosen])).run()
         else:
             metrics |= {"loss": 0.0, "gradient_norm": 0.0}
         self.version += 1
-        self._imitation = None
+        self._imitation_optimizer = None
         tokens = len(samples.targets)
         return metrics | {
             "learning_rate": rate,
@@ -132,9 +138,9 @@ class Learner:
             "tokens_per_s": tokens * self._objective.epochs / max(self._now() - began_s, 1e-9),
         }
 
-    def _step(self, samples: Samples, advantages: Floats) -> Step:
-        return Step(
-            self._optimised,
+    def _step(self, samples: PackedSamples, advantages: Floats) -> GradientStep:
+        return GradientStep(
+            self._policy_optimizer,
             self._reference,
             samples,
             advantages,
@@ -142,33 +148,32 @@ class Learner:
             loss=self._loss,
             temperature=self._settings.sampling.temperature,
             tokens_longest=self._tokens_longest,
-            seed=seed_of(self._settings.seed, self.version),
+            seed=step_seed(self._settings.seed, self.version),
         )
 
-    def _require(self, batch: Batch) -> None:
+    def _require_trainable(self, batch: TrainingBatch) -> None:
         if batch.version != self.version:
             raise InvalidInput("batch.version", batch.version, f"{self.version}, from which the step starts")
         training = self._settings.training
-        oldest = max(0, self.version - training.alpha) if training.bounds_age else 0
-        why = f"in mode {training.mode} with α = {training.alpha}"
+        oldest = max(0, self.version - training.staleness_bound) if training.bounds_staleness else 0
+        reason = f"in mode {training.mode} with α = {training.staleness_bound}"
         if self._objective.correction == "none":  # whatever the schedule allows
-            oldest, why = self.version, 'as objective.correction = "none" trains on nothing older'
+            oldest, reason = self.version, 'as objective.correction = "none" trains on nothing older'
         for group in batch.groups:
             for each in group.members:
                 if each.version_first is not None and not oldest <= each.version_first <= self.version:
                     raise InvalidInput(
                         f"{each.id}: version of the first token",
                         each.version_first,
-                        f"from {oldest} to {self.version} {why}",
+                        f"from {oldest} to {self.version} {reason}",
                     )
 
     # ---- checkpoints ----
 
     def save(self, folder: Path | str) -> None:
-        """Into a folder that is there, in which other files may be: the weights as Hugging Face lays them out, so that
-        it is a checkpoint for `policy.checkpoint` too, and all else that the next step depends on. What chance decides
-        in a step is a function of the seed and the version, and needs no place. The optimiser of a warm start is not
-        kept. Raises ManagerError."""
+        """Writes into an existing folder, which may have other files: the weights in the Hugging Face layout, so that
+        it also serves as `policy.checkpoint`, and all other state of the next step. Random decisions are a function of
+        seed and version and need no state. The optimiser of a warm start is not kept. Raises ManagerError."""
         folder = Path(folder)
         reference = self._reference or (self.policy if self._objective.kl else None)
         try:
@@ -187,19 +192,19 @@ class Learner:
             raise ManagerError(f"{folder} cannot be written: {error.strerror or error}") from error
 
     def _state(self) -> memoryview:
-        """Made before it is written: of a disk that is full, PyTorch tells nothing but a RuntimeError of its own."""
+        """Serialised in memory first: for a full disk PyTorch only raises a RuntimeError without a reason."""
         content = io.BytesIO()
-        torch.save({"version": self.version, "optimizer": self._optimised.state()}, content)
+        torch.save({"version": self.version, "optimizer": self._policy_optimizer.state()}, content)
         return content.getbuffer()
 
     def restore(self, folder: Path | str) -> None:
-        """What `save` wrote. Raises ManagerError and InvalidConfig; then all is as it was."""
+        """Restores what `save` wrote. Raises ManagerError and InvalidConfig, and has changed nothing then."""
         folder = Path(folder)
         version, state = read_state(folder / STATE, self.policy.device)
-        optimised = self._new_optimised()
+        optimizer = self._new_optimizer()
         reference = None
         try:
-            optimised.restore(state)
+            optimizer.restore(state)
         except (KeyError, TypeError, ValueError) as error:
             raise ManagerError(f"{folder / STATE}: not the optimiser of this policy: {error}", retry=False) from error
         if self._objective.kl:
@@ -208,33 +213,38 @@ class Learner:
             reference = self.policy.frozen()
             reference.restore(folder / REFERENCE)
         self.policy.restore(folder)
-        self._optimised, self._reference, self._imitation, self.version = optimised, reference, None, version
+        self._policy_optimizer, self._reference, self._imitation_optimizer, self.version = (
+            optimizer,
+            reference,
+            None,
+            version,
+        )
 
 
 def read_state(path: Path, device: torch.device) -> tuple[int, dict[str, Any]]:
-    """The version and the state of the optimiser. Raises ManagerError."""
+    """Returns version and optimiser state. Raises ManagerError."""
     try:
         state = torch.load(path, weights_only=True, map_location=device)
         return int(state["version"]), dict(state["optimizer"])
     except OSError as error:
         raise ManagerError(f"{path}: {error.strerror or error}") from error
-    except Exception as error:  # PyTorch raises anything for what it cannot read
+    except Exception as error:  # PyTorch raises anything for a file that it cannot read
         raise ManagerError(f"{path}: not the state of a learner: {error}", retry=False) from error
 
 
 def learning_rate(version: int, settings: TrainSettings) -> float:
-    """Of the step that starts from this version. It rises over the first `rate_warmup_steps`, the last of which has all
-    of it, and falls over the others, to a tenth at the last step of the run."""
-    found = settings.objective
-    warmup, step = found.rate_warmup_steps, version + 1
+    """The learning rate of the step from `version`: rises over the first `rate_warmup_steps`, then falls, with `decay`,
+    to a tenth at the last step of the run."""
+    schedule = settings.objective
+    warmup, step = schedule.rate_warmup_steps, version + 1
     if step <= warmup:
-        return found.learning_rate * step / warmup
-    gone = min(1.0, (step - warmup) / max(settings.training.steps - warmup, 1))
-    match found.decay:
+        return schedule.learning_rate * step / warmup
+    progress = min(1.0, (step - warmup) / max(settings.training.steps - warmup, 1))
+    match schedule.decay:
         case "none":
-            left = 1.0
+            remaining = 1.0
         case "linear":
-            left = 1.0 - gone
+            remaining = 1.0 - progress
         case "cosine":
-            left = 0.5 * (1.0 + math.cos(math.pi * gone))
-    return found.learning_rate * (DECAYED_TO + (1.0 - DECAYED_TO) * left)
+            remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return schedule.learning_rate * (FINAL_RATE_SHARE + (1.0 - FINAL_RATE_SHARE) * remaining)

@@ -1,11 +1,11 @@
-"""Checkpoints: models in folders as Hugging Face lays them out.
+"""Model folders: checkpoints in the Hugging Face layout.
 
-    FOLDER/config.json                    sizes, by the names that transformers gives them
-    FOLDER/model.safetensors              all weights; or several files that model.safetensors.index.json names
+    FOLDER/config.json                    sizes, with the names of transformers
+    FOLDER/model.safetensors              all weights; or several files named in model.safetensors.index.json
 
-Owns how their names and shapes become ours and back. Reads the Llama and Qwen2 kind, and writes what transformers reads
-again. Promises that a model which it returns computes what transformers would compute of that folder: whatever it does
-not know how to compute it refuses by its name, and a file that is damaged or does not fit is named.
+Owns the conversion of names and shapes in both directions. Reads Llama and Qwen2 models, and writes what transformers
+can read. Promises that a loaded model computes what transformers would compute from that folder: settings that it
+cannot compute are refused by name, and damaged or mismatched files are named.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ import torch
 from torch import Tensor
 
 from tangram.errors import InvalidConfig, ManagerError
-from tangram.files.atomic_directory import whole_folder
-from tangram.rl.model.transformer import ModelConfig, Stretched, Transformer
+from tangram.files.atomic_directory import atomic_directory
+from tangram.rl.model.transformer import RopeScaling, Transformer, TransformerConfig
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-CONTEXT = {"llama": 2048, "qwen2": 32768}
-"""The kinds that are read, and the context of each where its config says none, as transformers has it."""
+DEFAULT_CONTEXT_BY_KIND = {"llama": 2048, "qwen2": 32768}
+"""Model types that are read, and the default context of each, as in transformers."""
 DTYPES = ("F64", "F32", "F16", "BF16")
 """As safetensors calls them. Others are quantised."""
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-DERIVED = ".rotary_emb.inv_freq"
-"""Ends the names of tensors that old checkpoints hold although the config says the same."""
+DERIVED_SUFFIX = ".rotary_emb.inv_freq"
+"""Suffix of tensors in old checkpoints that the config determines."""
 
 
-class Rope(msgspec.Struct, frozen=True):
-    """Of `rope_parameters` since transformers 5, of `rope_scaling` before."""
+class HuggingFaceRope(msgspec.Struct, frozen=True):
+    """`rope_parameters` since transformers 5, `rope_scaling` before."""
 
     rope_type: str | None = None
     type: str | None = None
@@ -47,8 +47,8 @@ class Rope(msgspec.Struct, frozen=True):
     original_max_position_embeddings: int | None = None
 
 
-class Described(msgspec.Struct, frozen=True, kw_only=True):
-    """What config.json says, as far as it changes what is computed."""
+class HuggingFaceConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of config.json that affects the computation."""
 
     model_type: str
     vocab_size: int
@@ -65,8 +65,8 @@ class Described(msgspec.Struct, frozen=True, kw_only=True):
     attention_bias: bool = False
     mlp_bias: bool = False
     rope_theta: float | None = None
-    rope_scaling: Rope | None = None
-    rope_parameters: Rope | None = None
+    rope_scaling: HuggingFaceRope | None = None
+    rope_parameters: HuggingFaceRope | None = None
     partial_rotary_factor: float | None = None
     original_max_position_embeddings: int | None = None
     use_sliding_window: bool = False
@@ -76,13 +76,13 @@ class Described(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load(folder: Path | str, *, dtype: torch.dtype = torch.float32) -> Transformer:
-    """Raises InvalidConfig for a model that is not of our kind, ManagerError for files that cannot be read."""
+    """Raises InvalidConfig for an unsupported model, ManagerError for files that cannot be read."""
     folder = Path(folder)
     config = read_config(folder / CONFIG)
     with ExitStack() as stack:
-        tensors = {name: each for path in weight_files(folder) for name, each in opened(path, stack)}
-        require_all(tensors, config, folder)
-        with torch.inference_mode(False):  # so that it can be trained
+        tensors = {name: each for path in weight_files(folder) for name, each in open_tensors(path, stack)}
+        require_exact_tensors(tensors, config, folder)
+        with torch.inference_mode(False):  # otherwise the model could not be trained
             model = Transformer(config, dtype)
         with torch.no_grad():
             state = model.state_dict()
@@ -96,26 +96,26 @@ def load(folder: Path | str, *, dtype: torch.dtype = torch.float32) -> Transform
     return model
 
 
-def save(model: Transformer, folder: Path | str) -> None:
-    """Into a folder that is not there yet or empty: it is there whole or not at all. Raises ManagerError."""
-    safetensors = library()
+def save(model: Transformer, folder: Path | str, *, replace: bool = False) -> None:
+    """Writes atomically into a new or empty folder, or replaces it; see `atomic_directory`. Raises ManagerError."""
+    safetensors = import_safetensors()
     state = model.state_dict()
     tensors: dict[str, Tensor] = {}
     for name, parts in parts_by_name(model.config).items():
         pieces = state[name].cpu().split([part.shape[0] for part in parts])
         tensors |= {part.name: piece.contiguous() for part, piece in zip(parts, pieces, strict=True)}
-    with whole_folder(Path(folder)) as unfinished:
-        described = describe(model.config, str(model.dtype).removeprefix("torch."))
+    with atomic_directory(Path(folder), replace=replace) as unfinished:
+        described = to_huggingface_config(model.config, str(model.dtype).removeprefix("torch."))
         (unfinished / CONFIG).write_bytes(msgspec.json.format(msgspec.json.encode(described), indent=2) + b"\n")
         try:
             safetensors.torch.save_file(tensors, unfinished / WEIGHTS, metadata={"format": "pt"})
         except safetensors.SafetensorError as error:
             raise ManagerError(f"{folder} cannot be written: {error}") from error
-        share(unfinished)
+        make_readable(unfinished)
 
 
-def share(folder: Path) -> None:
-    """The weights with whoever may read the config beside them: safetensors gives its files to their owner alone.
+def make_readable(folder: Path) -> None:
+    """Gives weight files the permissions of the config: safetensors makes its files readable by their owner only.
     Raises OSError."""
     for file in folder.glob("*.safetensors"):
         shutil.copymode(folder / CONFIG, file)
@@ -124,23 +124,23 @@ def share(folder: Path) -> None:
 # ---- the config ----
 
 
-def read_config(path: Path) -> ModelConfig:
+def read_config(path: Path) -> TransformerConfig:
     try:
-        described = msgspec.json.decode(path.read_bytes(), type=Described, strict=True)
+        described = msgspec.json.decode(path.read_bytes(), type=HuggingFaceConfig, strict=True)
     except OSError as error:
         raise ManagerError(f"{path}: {error.strerror}") from error
     except (msgspec.MsgspecError, RecursionError) as error:
         raise InvalidConfig(str(path), str(error), "the config of a Llama or Qwen2 model") from None
     try:
-        return understood(described)
+        return to_transformer_config(described)
     except InvalidConfig as error:
         raise InvalidConfig(f"{path}: {error.field}", error.value, error.expected) from None
 
 
-def understood(described: Described) -> ModelConfig:
-    """Raises InvalidConfig for what we would compute wrongly."""
-    if described.model_type not in CONTEXT:
-        raise InvalidConfig("model_type", described.model_type, " or ".join(CONTEXT))
+def to_transformer_config(described: HuggingFaceConfig) -> TransformerConfig:
+    """Raises InvalidConfig for settings that the transformer does not support."""
+    if described.model_type not in DEFAULT_CONTEXT_BY_KIND:
+        raise InvalidConfig("model_type", described.model_type, " or ".join(DEFAULT_CONTEXT_BY_KIND))
     qwen = described.model_type == "qwen2"
     if described.quantization_config is not None:
         raise InvalidConfig("quantization_config", described.quantization_config, "none: weights as they are")
@@ -149,14 +149,14 @@ def understood(described: Described) -> ModelConfig:
     if described.mlp_bias:
         raise InvalidConfig("mlp_bias", True, "false")
     if described.use_sliding_window or (described.sliding_window is not None and not qwen):
-        raise InvalidConfig("sliding_window", described.sliding_window, "none: attention to all that stands before")
+        raise InvalidConfig("sliding_window", described.sliding_window, "none: full attention to all earlier tokens")
     for kind in described.layer_types or ():
         if kind != "full_attention":
             raise InvalidConfig("layer_types", kind, "full_attention for every layer")
     heads = described.num_attention_heads
-    context_max = described.max_position_embeddings or CONTEXT[described.model_type]
-    rope = described.rope_scaling or described.rope_parameters or Rope()
-    return ModelConfig(
+    context_max = described.max_position_embeddings or DEFAULT_CONTEXT_BY_KIND[described.model_type]
+    rope = described.rope_scaling or described.rope_parameters or HuggingFaceRope()
+    return TransformerConfig(
         vocabulary=described.vocab_size,
         width=described.hidden_size,
         layers=described.num_hidden_layers,
@@ -165,7 +165,7 @@ def understood(described: Described) -> ModelConfig:
         head_width=described.hidden_size // max(heads, 1) if described.head_dim is None else described.head_dim,
         inner=described.intermediate_size,
         rope_theta=next((each for each in (rope.rope_theta, described.rope_theta) if each is not None), 10000.0),
-        rope_stretched=stretched(rope, described, context_max),
+        rope_stretched=to_rope_scaling(rope, described, context_max),
         norm_eps=described.rms_norm_eps,
         qkv_bias=qwen or described.attention_bias,
         output_bias=described.attention_bias and not qwen,
@@ -174,10 +174,10 @@ def understood(described: Described) -> ModelConfig:
     )
 
 
-def stretched(rope: Rope, described: Described, context_max: int) -> Stretched | None:
+def to_rope_scaling(rope: HuggingFaceRope, described: HuggingFaceConfig, context_max: int) -> RopeScaling | None:
     for part in (rope.partial_rotary_factor, described.partial_rotary_factor):
         if part not in (None, 1.0):
-            raise InvalidConfig("partial_rotary_factor", part, "1: all of a head is turned")
+            raise InvalidConfig("partial_rotary_factor", part, "1: rotary embedding of the whole head")
     kind = rope.rope_type or rope.type or "default"
     if kind == "default":
         return None
@@ -189,11 +189,11 @@ def stretched(rope: Rope, described: Described, context_max: int) -> Stretched |
             raise InvalidConfig(key, None, "a number for rope_type llama3")
     context = described.original_max_position_embeddings or rope.original_max_position_embeddings or context_max
     factor, low, high = needed.values()
-    return Stretched(factor=factor, low=low, high=high, context=context)
+    return RopeScaling(factor=factor, low=low, high=high, context=context)
 
 
-def describe(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """config.json in the words that transformers 4 and 5 understand, and vLLM and others with them."""
+def to_huggingface_config(config: TransformerConfig, dtype: str) -> dict[str, Any]:
+    """Returns a config.json that transformers 4 and 5, vLLM and others understand."""
     qwen = config.qkv_bias and not config.output_bias
     described: dict[str, Any] = {
         "architectures": ["Qwen2ForCausalLM" if qwen else "LlamaForCausalLM"],
@@ -211,7 +211,7 @@ def describe(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "rope_theta": config.rope_theta,
         "tie_word_embeddings": config.tied,
         "torch_dtype": dtype,
-        # Which tokens begin and end a text is not known here; left out, they would be 1 and 2.
+        # Begin and end tokens are unknown here; left out, transformers would take 1 and 2.
         "bos_token_id": None,
         "eos_token_id": None,
     }
@@ -231,45 +231,45 @@ def describe(config: ModelConfig, dtype: str) -> dict[str, Any]:
 # ---- the weights ----
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """A tensor of a checkpoint."""
 
     name: str
     shape: tuple[int, ...]
 
 
-def parts_by_name(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
-    """Of which tensors each of ours is made, one below the other."""
+def parts_by_name(config: TransformerConfig) -> dict[str, tuple[TensorPart, ...]]:
+    """Returns, for each of our tensors, the checkpoint tensors that are concatenated to make it."""
     width, inner = config.width, config.inner
     queries, keys = config.heads * config.head_width, config.kv_heads * config.head_width
-    found: dict[str, tuple[Part, ...]] = {"embedding": (Part(EMBEDDING, (config.vocabulary, width)),)}
+    parts: dict[str, tuple[TensorPart, ...]] = {"embedding": (TensorPart(EMBEDDING, (config.vocabulary, width)),)}
     for index in range(config.layers):
-        ours, theirs = f"layers.{index}", f"model.layers.{index}"
-        made = [(f"{theirs}.self_attn.{each}_proj", queries if each == "q" else keys) for each in "qkv"]
-        output = f"{theirs}.self_attn.o_proj"
-        found |= {
-            f"{ours}.attention_norm": (Part(f"{theirs}.input_layernorm.weight", (width,)),),
-            f"{ours}.qkv": tuple(Part(f"{name}.weight", (rows, width)) for name, rows in made),
-            f"{ours}.output": (Part(f"{output}.weight", (width, queries)),),
-            f"{ours}.mlp_norm": (Part(f"{theirs}.post_attention_layernorm.weight", (width,)),),
-            f"{ours}.gate_up": tuple(
-                Part(f"{theirs}.mlp.{each}_proj.weight", (inner, width)) for each in ("gate", "up")
+        own, prefix = f"layers.{index}", f"model.layers.{index}"
+        projections = [(f"{prefix}.self_attn.{each}_proj", queries if each == "q" else keys) for each in "qkv"]
+        output = f"{prefix}.self_attn.o_proj"
+        parts |= {
+            f"{own}.attention_norm": (TensorPart(f"{prefix}.input_layernorm.weight", (width,)),),
+            f"{own}.qkv": tuple(TensorPart(f"{name}.weight", (rows, width)) for name, rows in projections),
+            f"{own}.output": (TensorPart(f"{output}.weight", (width, queries)),),
+            f"{own}.mlp_norm": (TensorPart(f"{prefix}.post_attention_layernorm.weight", (width,)),),
+            f"{own}.gate_up": tuple(
+                TensorPart(f"{prefix}.mlp.{each}_proj.weight", (inner, width)) for each in ("gate", "up")
             ),
-            f"{ours}.down": (Part(f"{theirs}.mlp.down_proj.weight", (width, inner)),),
+            f"{own}.down": (TensorPart(f"{prefix}.mlp.down_proj.weight", (width, inner)),),
         }
         if config.qkv_bias:
-            found[f"{ours}.qkv_bias"] = tuple(Part(f"{name}.bias", (rows,)) for name, rows in made)
+            parts[f"{own}.qkv_bias"] = tuple(TensorPart(f"{name}.bias", (rows,)) for name, rows in projections)
         if config.output_bias:
-            found[f"{ours}.output_bias"] = (Part(f"{output}.bias", (width,)),)
-    found["norm"] = (Part("model.norm.weight", (width,)),)
+            parts[f"{own}.output_bias"] = (TensorPart(f"{output}.bias", (width,)),)
+    parts["norm"] = (TensorPart("model.norm.weight", (width,)),)
     if not config.tied:
-        found["head"] = (Part(HEAD, (config.vocabulary, width)),)
-    return found
+        parts["head"] = (TensorPart(HEAD, (config.vocabulary, width)),)
+    return parts
 
 
-def require_all(tensors: Mapping[str, Stored], config: ModelConfig, folder: Path) -> None:
-    """All tensors of such a model are there, of the right shapes, and no others."""
-    if config.layers > len(tensors):  # a lie is found out before it is believed
+def require_exact_tensors(tensors: Mapping[str, StoredTensor], config: TransformerConfig, folder: Path) -> None:
+    """Raises InvalidConfig unless the checkpoint has exactly the tensors of such a model, with the right shapes."""
+    if config.layers > len(tensors):  # check a huge layer count before using it
         raise InvalidConfig(str(folder), f"{len(tensors)} tensors", f"those of {config.layers} layers")
     expected = {part.name: part.shape for parts in parts_by_name(config).values() for part in parts}
     if config.tied:
@@ -292,7 +292,7 @@ def require_all(tensors: Mapping[str, Stored], config: ModelConfig, folder: Path
 # ---- files ----
 
 
-def library() -> Any:
+def import_safetensors() -> Any:
     try:
         import safetensors
         import safetensors.torch
@@ -303,7 +303,7 @@ def library() -> Any:
     return safetensors
 
 
-class Stored:
+class StoredTensor:
     """A tensor in an open file."""
 
     def __init__(self, path: Path, file: Any, name: str) -> None:
@@ -318,26 +318,26 @@ class Stored:
         return found
 
 
-def opened(path: Path, stack: ExitStack) -> Iterator[tuple[str, Stored]]:
-    """The tensors of a file, by name."""
-    safetensors = library()
+def open_tensors(path: Path, stack: ExitStack) -> Iterator[tuple[str, StoredTensor]]:
+    """Yields the tensors of a file by name."""
+    safetensors = import_safetensors()
     try:
         file = stack.enter_context(safetensors.safe_open(path, framework="pt"))
-        stored = [(name, Stored(path, file, name)) for name in file.keys()]  # noqa: SIM118
+        stored = [(name, StoredTensor(path, file, name)) for name in file.keys()]  # noqa: SIM118
     except OSError as error:
         raise ManagerError(f"{path}: {error.strerror or error}") from error
     except safetensors.SafetensorError as error:
         raise ManagerError(f"{path}: damaged: {error}", retry=False) from error
-    return ((name, each) for name, each in stored if not name.endswith(DERIVED))
+    return ((name, each) for name, each in stored if not name.endswith(DERIVED_SUFFIX))
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """One, or those that an index names."""
+    """Returns the single weights file, or those named in the index."""
     index = folder / INDEX
     if (folder / WEIGHTS).exists() or not index.exists():
         return [folder / WEIGHTS]
     try:
-        names = set(msgspec.json.decode(index.read_bytes(), type=Index).weight_map.values())
+        names = set(msgspec.json.decode(index.read_bytes(), type=WeightIndex).weight_map.values())
     except OSError as error:
         raise ManagerError(f"{index}: {error.strerror}") from error
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -348,5 +348,5 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
-class Index(msgspec.Struct, frozen=True):
+class WeightIndex(msgspec.Struct, frozen=True):
     weight_map: dict[str, str]

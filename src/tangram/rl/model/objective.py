@@ -1,16 +1,19 @@
 """The objective: advantages, importance weights and the clipped GRPO loss, as functions of numbers and tensors.
 
-Owns advantages, what becomes of trajectories that were cut off and of groups that say nothing, the loss and its
-off-policy correction. Never runs a model, keeps nothing and changes nothing. Promises that the losses of the parts of a
-minibatch sum to the loss of the whole, so that it does not matter how it is divided.
+Owns advantages, the treatment of overlong trajectories and of groups without variance, the loss and its off-policy
+correction. Never runs a model and has no state. Promises that the losses of the parts of a minibatch sum to the loss of
+the whole, so that the division into microbatches does not matter.
 
-    π          the policy that is being trained, token by token, after temperature and what top-k and top-p left
-    π_start    the same at the start of the step
-    π_sampler  what each token was sampled with, by whichever version that was
+    π          the policy that is being trained, per token, after temperature, top-k and top-p
+    π_start    the policy at the start of the step
+    π_sampler  the policy that sampled the token, of any version
 
-A loss of your own is `loss = "module:name"`: a function `(tokens: Tokens, settings: ObjectiveSettings) -> (loss,
-metrics)`, the loss a tensor with one number, which takes the place of `clipped` below. An advantage of your own is
-`advantage = "module:name"`: a function from the rewards of a group to as many advantages.
+In the literature, the correction `truncated` is decoupled PPO (π_start is the proximal policy, π_sampler the behaviour
+policy) with truncated importance sampling (TIS), and `clip_high` above `clip_low` is clip-higher, as in DAPO.
+
+A custom loss is `loss = "module:name"`: a function `(inputs: LossInputs, settings: ObjectiveSettings) -> (loss,
+metrics)` that returns a tensor with one number and replaces `grpo_clipped_loss`. A custom advantage is `advantage =
+"module:name"`: a function from the rewards of a group to as many advantages.
 """
 
 from __future__ import annotations
@@ -32,90 +35,93 @@ from tangram.errors import InvalidConfig, InvalidInput
 from tangram.rl.config.training_settings import Normalise, ObjectiveSettings
 from tangram.rl.rollout.records import Ending, Group, Trajectory
 
-SPREAD_EPSILON = 1e-6
-"""Added to the spread of a group before it divides: rewards that are almost the same do not become large."""
-SAME = 1e-9
-"""Rewards this close are the same: what is between them is rounding."""
+STD_EPSILON = 1e-6
+"""Added to the standard deviation of a group before dividing: almost equal rewards do not get large advantages."""
+REWARD_TOLERANCE = 1e-9
+"""Rewards this close count as equal: the difference is rounding."""
 LOG_RATIO_MAX = 20.0
-"""Of two probabilities. Beyond it a ratio says no more, and its exponential would be no number at some point."""
+"""Upper bound of the logarithm of a probability ratio, so that its exponential stays finite."""
 
 Advantage = Callable[[Sequence[float]], Sequence[float]]
 
 
-class Tokens(NamedTuple):
-    """Action tokens of one pass, as a loss is given them: tensors [N], in the order of their trajectories."""
+class LossInputs(NamedTuple):
+    """The action tokens of one microbatch, as a loss gets them: tensors [N], in the order of their trajectories."""
 
     logprobs: Tensor
-    """Under π. The only one with a gradient, besides `entropy`."""
-    start: Tensor
+    """Under π. The only tensor with a gradient, apart from `entropy`."""
+    old_logprobs: Tensor
     """Under π_start."""
-    sampler: Tensor
+    rollout_logprobs: Tensor
     """Under π_sampler."""
-    weight: Tensor
-    """The off-policy correction: min(π_start / π_sampler, correction_max) if it is `truncated`, else 1."""
+    importance_weight: Tensor
+    """min(π_start / π_sampler, correction_max) if the correction is `truncated`, else 1."""
     advantage: Tensor
-    share: Tensor
-    """Of the mean over the minibatch. A loss is Σ share * term; the sums of the passes of a minibatch are added."""
+    loss_weight: Tensor
+    """Weight in the mean over the minibatch. A loss is Σ loss_weight * term, so losses of microbatches add up."""
     trajectory: Tensor
-    """Whose it is: a number within the batch, int64."""
+    """Index of the trajectory within the batch, int64."""
     entropy: Tensor | None
-    """Of π where the token was chosen, in nats; None if `settings.entropy` is 0."""
-    reference: Tensor | None
-    """Log-probabilities under the reference; None if `settings.kl` is 0."""
+    """Of π at the token, in nats; None if `settings.entropy` is 0."""
+    ref_logprobs: Tensor | None
+    """Under the reference policy; None if `settings.kl` is 0."""
 
 
 Metrics = Mapping[str, Tensor | float]
-"""By name; each is a mean over the tokens of the pass."""
-Loss = Callable[[Tokens, ObjectiveSettings], tuple[Tensor, Metrics]]
+"""By name; each is a mean over the tokens of the microbatch."""
+Loss = Callable[[LossInputs, ObjectiveSettings], tuple[Tensor, Metrics]]
 
 
-# ---- groups -----------------------------------------------------------------------------------------------------
+# ---- groups ----
 
 
-class Chosen(NamedTuple):
+class SelectedTrajectory(NamedTuple):
     """A trajectory that is trained on."""
 
     trajectory: Trajectory
     advantage: float
-    """Of all of its tokens; 0 in distillation, where each token has its own."""
+    """Of all its tokens; 0 in distillation, where each token has its own advantage."""
 
 
-def choose(
+def select_trajectories(
     groups: Sequence[Group], settings: ObjectiveSettings, advantage: Advantage, reward_low: Mapping[str, float]
-) -> tuple[list[Chosen], dict[str, float]]:
-    """What is trained on, in its order, and the metrics of that. `reward_low`: the lowest reward of each task, for
-    `overlong = "punish"`. A trajectory that is masked still counts in the mean of its group: it was played by the same
-    policy. In distillation rewards count for nothing. Raises InvalidInput."""
-    chosen: list[Chosen] = []
-    silent = cut = count = 0
+) -> tuple[list[SelectedTrajectory], dict[str, float]]:
+    """Returns what is trained on, in order, and metrics of the selection. `reward_low`: the lowest reward of each task,
+    for `overlong = "punish"`. A masked trajectory still counts in the mean of its group, because the same policy played
+    it. Distillation ignores rewards. Raises InvalidInput."""
+    chosen: list[SelectedTrajectory] = []
+    zero_variance = overlong = count = 0
     for group in groups:
-        rewards = [rewarded(each, settings, reward_low) for each in group.members]
-        same = not rewards or max(rewards) - min(rewards) <= SAME
-        silent += same
-        cut += sum(overlong(each) for each in group.members)
+        rewards = [effective_reward(each, settings, reward_low) for each in group.members]
+        same = not rewards or max(rewards) - min(rewards) <= REWARD_TOLERANCE
+        zero_variance += same
+        overlong += sum(is_overlong(each) for each in group.members)
         count += len(group.members)
         if settings.kind == "distill":
             values: Sequence[float] = [0.0] * len(rewards)
         elif same and settings.zero_variance == "drop":
             continue
         else:
-            values = checked(advantage(rewards), group)
+            values = checked_advantages(advantage(rewards), group)
         for each, value in zip(group.members, values, strict=True):
-            if each.version_first is not None and not (settings.overlong == "mask" and overlong(each)):
-                chosen.append(Chosen(each, value))
-    return chosen, {"zero_variance_share": silent / max(len(groups), 1), "overlong_share": cut / max(count, 1)}
+            if each.version_first is not None and not (settings.overlong == "mask" and is_overlong(each)):
+                chosen.append(SelectedTrajectory(each, value))
+    return chosen, {
+        "zero_variance_share": zero_variance / max(len(groups), 1),
+        "overlong_share": overlong / max(count, 1),
+    }
 
 
-def overlong(trajectory: Trajectory) -> bool:
-    """Whether it was cut off: it, or one of its actions, reached its limit before it ended by itself."""
+def is_overlong(trajectory: Trajectory) -> bool:
+    """Whether it was cut off: it, or one of its actions, reached a limit before its end."""
     return trajectory.ending is Ending.TRUNCATED or any(turn.cut for turn in trajectory.turns)
 
 
-def rewarded(trajectory: Trajectory, settings: ObjectiveSettings, reward_low: Mapping[str, float]) -> float:
+def effective_reward(trajectory: Trajectory, settings: ObjectiveSettings, reward_low: Mapping[str, float]) -> float:
     reward = trajectory.reward
     if reward is None or not math.isfinite(reward):
         raise InvalidInput(f"{trajectory.id}: reward", reward, "a finite number")
-    if settings.overlong != "punish" or not overlong(trajectory):
+    if settings.overlong != "punish" or not is_overlong(trajectory):
         return reward
     low = reward_low.get(trajectory.task)
     if low is None:
@@ -125,32 +131,32 @@ def rewarded(trajectory: Trajectory, settings: ObjectiveSettings, reward_low: Ma
     return low
 
 
-def checked(values: Sequence[float], group: Group) -> Sequence[float]:
+def checked_advantages(values: Sequence[float], group: Group) -> Sequence[float]:
     try:
-        found = [float(value) for value in values]
+        advantages = [float(value) for value in values]
     except (TypeError, ValueError) as error:
         raise InvalidInput(f"{group.id}: advantage", values, f"{len(group.members)} numbers ({error})") from error
-    if len(found) != len(group.members) or not all(map(math.isfinite, found)):
-        raise InvalidInput(f"{group.id}: advantage", found, f"{len(group.members)} finite numbers")
-    return found
+    if len(advantages) != len(group.members) or not all(map(math.isfinite, advantages)):
+        raise InvalidInput(f"{group.id}: advantage", advantages, f"{len(group.members)} finite numbers")
+    return advantages
 
 
-# ---- advantages -------------------------------------------------------------------------------------------------
+# ---- advantages ----
 
 
-def standardised(rewards: Sequence[float]) -> list[float]:
-    found = centred(rewards)
-    spread = math.sqrt(math.fsum(value * value for value in found) / len(found)) + SPREAD_EPSILON
-    return [value / spread for value in found]
+def standardised_advantages(rewards: Sequence[float]) -> list[float]:
+    centred = centred_advantages(rewards)
+    spread = math.sqrt(math.fsum(value * value for value in centred) / len(centred)) + STD_EPSILON
+    return [value / spread for value in centred]
 
 
-def centred(rewards: Sequence[float]) -> list[float]:
+def centred_advantages(rewards: Sequence[float]) -> list[float]:
     mean = math.fsum(rewards) / len(rewards)
     return [reward - mean for reward in rewards]
 
 
-def left_one_out(rewards: Sequence[float]) -> list[float]:
-    """A member without others has nothing to be measured against."""
+def leave_one_out_advantages(rewards: Sequence[float]) -> list[float]:
+    """A single member has no baseline, so its advantage is 0."""
     others = len(rewards) - 1
     if not others:
         return [0.0]
@@ -158,49 +164,54 @@ def left_one_out(rewards: Sequence[float]) -> list[float]:
     return [reward - (total - reward) / others for reward in rewards]
 
 
-ADVANTAGES: dict[str, Advantage] = {"std": standardised, "mean": centred, "leave-one-out": left_one_out}
+ADVANTAGES: dict[str, Advantage] = {
+    "std": standardised_advantages,
+    "mean": centred_advantages,
+    "leave-one-out": leave_one_out_advantages,
+}
 
 
 def advantage_named(name: str) -> Advantage:
     """Raises InvalidConfig."""
-    return ADVANTAGES.get(name) or _imported("objective.advantage", name)
+    return ADVANTAGES.get(name) or _import_function("objective.advantage", name)
 
 
 def loss_named(name: str) -> Loss:
     """Raises InvalidConfig."""
-    return clipped if name == "clipped" else _imported("objective.loss", name)
+    return grpo_clipped_loss if name == "clipped" else _import_function("objective.loss", name)
 
 
-def _imported(key: str, path: str) -> Any:
-    """What it raises when it is called is InvalidInput: it would raise it again for the same samples."""
+def _import_function(key: str, path: str) -> Any:
+    """Wraps a custom function: its exceptions become InvalidInput, since it would raise them again for the same
+    samples."""
     module, _, attribute = path.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        target: Any = importlib.import_module(module)
         for name in attribute.split("."):
-            found = getattr(found, name)
+            target = getattr(target, name)
     except (ImportError, AttributeError, ValueError) as error:
         raise InvalidConfig(key, path, f"`module:name` of a function ({error})") from None
-    if not callable(found):
+    if not callable(target):
         raise InvalidConfig(key, path, "`module:name` of a function")
 
-    @functools.wraps(found)
-    def called(*given: Any) -> Any:
+    @functools.wraps(target)
+    def checked(*arguments: Any) -> Any:
         try:
-            return found(*given)
+            return target(*arguments)
         except Exception as error:
             at = traceback.extract_tb(error.__traceback__)[-1]
-            what = f"{type(error).__name__}: {error}, {at.filename}:{at.lineno}"
-            raise InvalidInput(key, path, f"a function that does not raise for these samples ({what})") from error
+            problem = f"{type(error).__name__}: {error}, {at.filename}:{at.lineno}"
+            raise InvalidInput(key, path, f"a function that does not raise for these samples ({problem})") from error
 
-    return called
-
-
-# ---- tokens -----------------------------------------------------------------------------------------------------
+    return checked
 
 
-def shares(counts: NDArray[np.int64], normalise: Normalise, tokens_longest: int) -> NDArray[np.float64]:
-    """What each token of a trajectory counts in the mean over a minibatch whose trajectories have so many tokens: one
-    number for each trajectory."""
+# ---- tokens ----
+
+
+def loss_weights(counts: NDArray[np.int64], normalise: Normalise, tokens_longest: int) -> NDArray[np.float64]:
+    """Returns for each trajectory the weight of each of its tokens in the mean over a minibatch. `counts`: tokens of
+    each trajectory."""
     if normalise == "tokens":
         return np.full(len(counts), 1.0 / counts.sum())
     if normalise == "sequence":
@@ -208,92 +219,94 @@ def shares(counts: NDArray[np.int64], normalise: Normalise, tokens_longest: int)
     return np.full(len(counts), 1.0 / (len(counts) * tokens_longest))
 
 
-def weights(start: Tensor, sampler: Tensor, settings: ObjectiveSettings) -> Tensor:
-    """The off-policy correction of each token. It is a number: nothing is learned through it."""
+def importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, settings: ObjectiveSettings) -> Tensor:
+    """The off-policy correction of each token. No gradient flows through it."""
     if settings.correction != "truncated":
-        return torch.ones_like(start)
-    return ratio(start, sampler).clamp(max=settings.correction_max).detach()
+        return torch.ones_like(old_logprobs)
+    return probability_ratio(old_logprobs, rollout_logprobs).clamp(max=settings.correction_max).detach()
 
 
-def truncated(start: Tensor, sampler: Tensor, settings: ObjectiveSettings) -> Tensor:
-    """1 for each token whose weight had to be truncated, else 0."""
+def truncated_mask(old_logprobs: Tensor, rollout_logprobs: Tensor, settings: ObjectiveSettings) -> Tensor:
+    """1 for each token whose importance weight was truncated, else 0."""
     if settings.correction != "truncated":
-        return torch.zeros_like(start)
-    return (ratio(start, sampler) > settings.correction_max).to(start.dtype)
+        return torch.zeros_like(old_logprobs)
+    return (probability_ratio(old_logprobs, rollout_logprobs) > settings.correction_max).to(old_logprobs.dtype)
 
 
-def distilled(teacher: Tensor, start: Tensor) -> Tensor:
-    """The advantage of each token where a teacher is followed: how much more likely the teacher finds it than π_start.
-    Its mean over what π_start samples is the negative of the divergence KL(π_start ‖ teacher), token by token, so the
-    policy gradient with it descends that divergence. π_start is the policy as it samples, with its temperature; the
-    teacher speaks for itself. It is a number: nothing is learned through it."""
-    return (teacher - start).detach()
+def distillation_advantage(teacher_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """The advantage of each token in distillation: how much more likely the teacher finds it than π_start. Its mean
+    over samples of π_start is -KL(π_start ‖ teacher), so the policy gradient descends that divergence. π_start has the
+    sampling temperature, the teacher has its own distribution. No gradient flows through it."""
+    return (teacher_logprobs - old_logprobs).detach()
 
 
-def ratio(above: Tensor, below: Tensor) -> Tensor:
-    """Of probabilities, given as logarithms."""
-    return (above - below).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
+def probability_ratio(numerator_logprobs: Tensor, denominator_logprobs: Tensor) -> Tensor:
+    """Returns the ratio of two probabilities that are given as logarithms."""
+    return (numerator_logprobs - denominator_logprobs).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
 
 
-def divergence(sampled: Tensor, other: Tensor) -> Tensor:
-    """KL(sampled ‖ other) at tokens of `sampled`: the estimator k3, which has the mean of the logarithm of the ratio,
-    but is never negative and varies less."""
+def kl_divergence(sampled: Tensor, other: Tensor) -> Tensor:
+    """KL(sampled ‖ other) at tokens of `sampled`, by the k3 estimator: unbiased, never negative, and of lower variance
+    than the log ratio."""
     difference = (other - sampled).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
     return difference.exp() - difference - 1.0
 
 
-# ---- losses -----------------------------------------------------------------------------------------------------
+# ---- losses ----
 
 
-def clipped(tokens: Tokens, settings: ObjectiveSettings) -> tuple[Tensor, Metrics]:
-    """PPO's, with a range that may be wider above than below:
-    - Σ share * weight * min(ratio * advantage, clip(ratio, 1 - clip_low, 1 + clip_high) * advantage).
+def grpo_clipped_loss(inputs: LossInputs, settings: ObjectiveSettings) -> tuple[Tensor, Metrics]:
+    """The clipped GRPO loss: that of PPO, with separate lower and upper clip ranges.
 
-    The ratio is π / π_start, and `weight` corrects for the sampler; with `correction = "behaviour"` it is π / π_sampler
-    and no weight is needed. A ratio that is clipped has no gradient: the token is already as much more or less likely
-    as one step may make it. On the other side nothing is clipped, so that a mistake can be undone."""
-    against = tokens.sampler if settings.correction == "behaviour" else tokens.start
-    ratios = ratio(tokens.logprobs, against)
-    limited = ratios.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
-    gains, gains_limited = ratios * tokens.advantage, limited * tokens.advantage
-    loss = -(tokens.share * tokens.weight * torch.minimum(gains, gains_limited)).sum()
-    return loss, {"clip_share": (gains_limited < gains).detach().double().mean()}
+      - Σ loss_weight * importance_weight * min(ratio * advantage, clip(ratio, 1 - clip_low, 1 + clip_high) * advantage)
 
-
-def whole(tokens: Tokens, settings: ObjectiveSettings, loss: Loss) -> tuple[Tensor, dict[str, Tensor | float]]:
-    """The loss with the divergence from the reference and the entropy, whatever the loss is."""
-    found, told = _answered(loss(tokens, settings), settings, loss)
-    if tokens.reference is not None:
-        apart = divergence(tokens.logprobs, tokens.reference)
-        found = found + settings.kl * (tokens.share * apart).sum()
-        told["kl_reference"] = apart.detach().double().mean()
-    if tokens.entropy is not None and settings.entropy:
-        found = found - settings.entropy * (tokens.share * tokens.entropy).sum()
-    if tokens.logprobs.requires_grad and not found.requires_grad:
-        raise _no_loss("a number without a gradient", settings, loss)
-    return found, told
+    The ratio is π / π_start, and the importance weight corrects for the sampler (TIS); with `correction = "behaviour"`
+    the ratio is π / π_sampler and the importance weight is 1. A clipped ratio has no gradient, because the token has
+    moved as far as one step may move it. It is not clipped in the other direction, so that a mistake can be undone."""
+    old_logprobs = inputs.rollout_logprobs if settings.correction == "behaviour" else inputs.old_logprobs
+    ratios = probability_ratio(inputs.logprobs, old_logprobs)
+    clipped_ratios = ratios.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
+    surrogate, clipped_surrogate = ratios * inputs.advantage, clipped_ratios * inputs.advantage
+    loss = -(inputs.loss_weight * inputs.importance_weight * torch.minimum(surrogate, clipped_surrogate)).sum()
+    return loss, {"clip_share": (clipped_surrogate < surrogate).detach().double().mean()}
 
 
-def _answered(made: Any, settings: ObjectiveSettings, loss: Loss) -> tuple[Tensor, dict[str, Tensor | float]]:
-    """What a loss returned. Raises InvalidInput, if it is none: it would return the same again."""
-    match made:
-        case (Tensor() as found, Mapping() as metrics):
+def total_loss(inputs: LossInputs, settings: ObjectiveSettings, loss: Loss) -> tuple[Tensor, dict[str, Tensor | float]]:
+    """Adds the KL penalty and the entropy bonus to any loss."""
+    total, metrics = _checked_loss_result(loss(inputs, settings), settings, loss)
+    if inputs.ref_logprobs is not None:
+        divergence = kl_divergence(inputs.logprobs, inputs.ref_logprobs)
+        total = total + settings.kl * (inputs.loss_weight * divergence).sum()
+        metrics["kl_reference"] = divergence.detach().double().mean()
+    if inputs.entropy is not None and settings.entropy:
+        total = total - settings.entropy * (inputs.loss_weight * inputs.entropy).sum()
+    if inputs.logprobs.requires_grad and not total.requires_grad:
+        raise _invalid_loss("a number without a gradient", settings, loss)
+    return total, metrics
+
+
+def _checked_loss_result(
+    result: Any, settings: ObjectiveSettings, loss: Loss
+) -> tuple[Tensor, dict[str, Tensor | float]]:
+    """Checks the result of a loss. Raises InvalidInput: it would return the same again."""
+    match result:
+        case (Tensor() as loss_value, Mapping() as metrics):
             pass
         case _:
-            raise _no_loss(_described(made), settings, loss)
-    if found.numel() != 1:
-        raise _no_loss(f"{_described(found)} as the loss", settings, loss)
+            raise _invalid_loss(_describe(result), settings, loss)
+    if loss_value.numel() != 1:
+        raise _invalid_loss(f"{_describe(loss_value)} as the loss", settings, loss)
     for name, value in metrics.items():
         if not isinstance(value, int | float) and not (isinstance(value, Tensor) and value.numel() == 1):
-            raise _no_loss(f"{_described(value)} as metric {name}", settings, loss)
-    return found, dict(metrics)
+            raise _invalid_loss(f"{_describe(value)} as metric {name}", settings, loss)
+    return loss_value, dict(metrics)
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def _no_loss(returned: str, settings: ObjectiveSettings, loss: Loss) -> InvalidInput:
+def _invalid_loss(returned: str, settings: ObjectiveSettings, loss: Loss) -> InvalidInput:
     code = getattr(inspect.unwrap(loss), "__code__", None)
     where = f", {code.co_filename}:{code.co_firstlineno}" if code is not None else ""
     expected = "a function that returns (loss, metrics): a tensor with one number and a gradient, and numbers by name"

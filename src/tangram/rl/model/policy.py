@@ -1,17 +1,16 @@
-"""Policies: models that are trained, ours and those of Hugging Face, behind one interface.
+"""Policies: trainable models, our transformer and those of Hugging Face, behind one interface.
 
-Owns which of the two a checkpoint becomes, and how log-probabilities are made of logits. Never samples and never
-decides what is learned. Promises that the log-probability of a token is that of sampling.py, up to rounding: after
-the temperature, among the ids that top-k and top-p left. Dropout is off, as it was for what was sampled.
+Owns which of the two a checkpoint becomes, and how log-probabilities are computed from logits. Never samples or trains.
+Promises that the log-probability of a token equals that of sampling.py, up to rounding: after temperature, top-k and
+top-p. Dropout is off, as during sampling.
 
-Texts begin at the left and attention is causal: no text depends on the padding behind it or on the texts beside it.
+Sequences start at the left and attention is causal: no sequence depends on the padding behind it or on its neighbours.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, cast
@@ -21,20 +20,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
-from tangram.files.atomic_directory import UNFINISHED, sweep, whole_folder
-from tangram.rl.inference.engines.protocol import Weights
+from tangram.files.atomic_directory import atomic_directory, remove_unfinished
+from tangram.rl.inference.engines.protocol import PolicyWeights
 from tangram.rl.model import model_folder
-from tangram.rl.model.sample_batches import Pass
+from tangram.rl.model.sample_batches import Microbatch
 from tangram.rl.model.transformer import Transformer
-from tangram.rl.model.weight_store import exchange, publish
+from tangram.rl.model.weight_store import publish
 
 
 class Policy(Protocol):
-    """A model that can be trained."""
+    """A trainable model."""
 
     vocabulary: int
     context_max: int | None
-    """Tokens that it can read; None if it does not say."""
+    """Longest sequence that it can read; None if unknown."""
 
     @property
     def module(self) -> nn.Module: ...
@@ -45,32 +44,35 @@ class Policy(Protocol):
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
     def logits(self, tokens: Tensor, at: Tensor) -> Tensor:
-        """Of what follows tokens [B, T], at places [N] that are counted through all B * T of them: [N, V]."""
+        """Returns logits [N, V] after the positions `at` [N], which index the flattened tokens [B, T]."""
         ...
 
     def frozen(self) -> Self:
-        """A copy as it is now, which is not trained."""
+        """Returns a copy that is not trained."""
         ...
 
-    def publish(self, folder: Path | str, version: int, *, replace: bool = False) -> Weights:
-        """For engines. Raises ManagerError, if it cannot be written, or is there already and not to be replaced."""
+    def publish(self, folder: Path | str, version: int, *, replace: bool = False) -> PolicyWeights:
+        """Publishes the weights for engines. Raises ManagerError if they cannot be written, or exist and `replace` is
+        not set."""
         ...
 
-    def save(self, folder: Path | str) -> None:
-        """As Hugging Face lays it out, into a folder that is not there yet or empty. Raises ManagerError."""
+    def save(self, folder: Path | str, *, replace: bool = False) -> None:
+        """Writes the Hugging Face layout into a new or empty folder; with `replace`, in the place of an old one. Raises
+        ManagerError."""
         ...
 
     def restore(self, folder: Path | str) -> None:
-        """The weights that `save` wrote. Raises ManagerError and InvalidConfig; then it is as it was."""
+        """Restores what `save` wrote. Raises ManagerError and InvalidConfig, and has changed nothing then."""
         ...
 
 
-class OurPolicy:
-    """One of transformer.py. `for_others`: what serves it reads checkpoints, as servers of others do."""
+class TransformerPolicy:
+    """The transformer of transformer.py. `for_external_servers`: publishes Hugging Face checkpoints, which such servers
+    read."""
 
-    def __init__(self, model: Transformer, *, for_others: bool = False) -> None:
+    def __init__(self, model: Transformer, *, for_external_servers: bool = False) -> None:
         self.module = model.eval()
-        self._for_others = for_others
+        self._for_external_servers = for_external_servers
         self.vocabulary = model.config.vocabulary
         self.context_max: int | None = model.config.context_max
 
@@ -82,7 +84,8 @@ class OurPolicy:
         return self.module.parameters()
 
     def logits(self, tokens: Tensor, at: Tensor) -> Tensor:
-        # What Transformer.forward does, but the output layer, which is large where the vocabulary is, only where asked.
+        # Like Transformer.forward, but computes the output layer, large for a large vocabulary, only at these
+        # positions.
         model = self.module
         length = tokens.shape[1]
         if length > model.config.context_max:
@@ -91,27 +94,29 @@ class OurPolicy:
         grouped = model.config.heads != model.config.kv_heads
         x = F.embedding(tokens, model.embedding)
         for layer in model.layers:
-            queries, keys, values = (each.transpose(1, 2) for each in layer.look(x, cos, sin))
+            queries, keys, values = (each.transpose(1, 2) for each in layer.project_qkv(x, cos, sin))
             attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=grouped)
-            x = layer.add(x, attended.transpose(1, 2).flatten(2))
+            x = layer.apply_output_and_mlp(x, attended.transpose(1, 2).flatten(2))
         return model._logits(x.flatten(0, 1)[at])
 
     def frozen(self) -> Self:
-        return type(self)(copy.deepcopy(self.module).requires_grad_(False), for_others=self._for_others)
+        return type(self)(
+            copy.deepcopy(self.module).requires_grad_(False), for_external_servers=self._for_external_servers
+        )
 
-    def publish(self, folder: Path | str, version: int, *, replace: bool = False) -> Weights:
-        if self._for_others:
+    def publish(self, folder: Path | str, version: int, *, replace: bool = False) -> PolicyWeights:
+        if self._for_external_servers:
             return publish_checkpoint(self, folder, version, replace=replace)
         return publish(self.module, self.module.config, folder, version, replace=replace)
 
-    def save(self, folder: Path | str) -> None:
-        model_folder.save(self.module, folder)
+    def save(self, folder: Path | str, *, replace: bool = False) -> None:
+        model_folder.save(self.module, folder, replace=replace)
 
     def restore(self, folder: Path | str) -> None:
-        found = model_folder.load(folder, dtype=self.module.dtype)
-        if found.config != self.module.config:
-            raise InvalidConfig(str(folder), found.config, f"the sizes of the policy, {self.module.config}")
-        self.module.load_state_dict(found.state_dict())
+        stored = model_folder.load(folder, dtype=self.module.dtype)
+        if stored.config != self.module.config:
+            raise InvalidConfig(str(folder), stored.config, f"the sizes of the policy, {self.module.config}")
+        self.module.load_state_dict(stored.state_dict())
 
 
 class HuggingFacePolicy:
@@ -121,8 +126,8 @@ class HuggingFacePolicy:
         self.module: Any = model.eval()
         self.vocabulary = int(model.get_output_embeddings().weight.shape[0])
         self.context_max: int | None = getattr(model.config, "max_position_embeddings", None)
-        self._sparing = "logits_to_keep" in inspect.signature(model.forward).parameters
-        """Whether it can be asked of some columns alone."""
+        self._has_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+        """Whether it can compute the logits of chosen columns only."""
 
     @property
     def device(self) -> torch.device:
@@ -132,79 +137,75 @@ class HuggingFacePolicy:
         return cast("Iterator[nn.Parameter]", self.module.parameters())
 
     def logits(self, tokens: Tensor, at: Tensor) -> Tensor:
-        if not self._sparing:
-            made: Tensor = self.module(input_ids=tokens, use_cache=False).logits
-            return made.flatten(0, 1)[at]
-        # Of whole columns: those in which something is asked of any row.
+        if not self._has_logits_to_keep:
+            logits: Tensor = self.module(input_ids=tokens, use_cache=False).logits
+            return logits.flatten(0, 1)[at]
+        # Whole columns: those with a position in any row.
         rows, length = tokens.shape
         columns, place = (at % length).unique(return_inverse=True)
-        made = self.module(input_ids=tokens, use_cache=False, logits_to_keep=columns).logits
-        assert made.shape[:2] == (rows, len(columns)), f"{made.shape} for {len(columns)} columns of {rows} rows"
-        return made[at // length, place]
+        logits = self.module(input_ids=tokens, use_cache=False, logits_to_keep=columns).logits
+        assert logits.shape[:2] == (rows, len(columns)), f"{logits.shape} for {len(columns)} columns of {rows} rows"
+        return logits[at // length, place]
 
     def frozen(self) -> Self:
         return type(self)(copy.deepcopy(self.module).requires_grad_(False))
 
-    def publish(self, folder: Path | str, version: int, *, replace: bool = False) -> Weights:
-        """As a checkpoint of its own: what serves such a model reads that."""
+    def publish(self, folder: Path | str, version: int, *, replace: bool = False) -> PolicyWeights:
+        """Publishes a checkpoint, which is what servers of such a model read."""
         return publish_checkpoint(self, folder, version, replace=replace)
 
-    def save(self, folder: Path | str) -> None:
-        quiet()
-        safetensors = model_folder.library()
-        with whole_folder(Path(folder)) as unfinished:
+    def save(self, folder: Path | str, *, replace: bool = False) -> None:
+        silence_transformers()
+        safetensors = model_folder.import_safetensors()
+        with atomic_directory(Path(folder), replace=replace) as unfinished:
             try:
                 self.module.save_pretrained(unfinished)
             except safetensors.SafetensorError as error:
                 raise ManagerError(f"{folder} cannot be written: {error}") from error
-            model_folder.share(unfinished)
+            model_folder.make_readable(unfinished)
 
     def restore(self, folder: Path | str) -> None:
-        found = pretrained(folder, self.module.dtype).state_dict()
-        mine = self.module.state_dict()
-        if {name: value.shape for name, value in found.items()} != {name: value.shape for name, value in mine.items()}:
+        stored = load_pretrained(folder, self.module.dtype).state_dict()
+        own = self.module.state_dict()
+        if {name: value.shape for name, value in stored.items()} != {name: value.shape for name, value in own.items()}:
             raise InvalidConfig(str(folder), "other tensors", "those of the policy")
-        self.module.load_state_dict(found)
+        self.module.load_state_dict(stored)
 
 
-def publish_checkpoint(policy: Policy, folder: Path | str, version: int, *, replace: bool) -> Weights:
-    """As servers of others read it. Raises ManagerError; then what was there is there still."""
+def publish_checkpoint(policy: Policy, folder: Path | str, version: int, *, replace: bool) -> PolicyWeights:
+    """Publishes a checkpoint for external servers. Raises ManagerError, and keeps an existing version then."""
     path = Path(folder) / f"{version:08d}"
-    sweep(path.parent)
-    place_taken = replace and path.exists()
-    new = path.parent / f"{UNFINISHED}{uuid.uuid4().hex}" if place_taken else path
-    policy.save(new)
-    if place_taken:
-        exchange(new, path)
-    return Weights(version=version, folder=str(path))
+    remove_unfinished(path.parent)
+    policy.save(path, replace=replace)
+    return PolicyWeights(version=version, folder=str(path))
 
 
-# ---- which one --------------------------------------------------------------------------------------------------
+# ---- loading ----
 
 
-def load(folder: Path | str, *, dtype: torch.dtype = torch.float32, for_others: bool = False) -> Policy:
-    """Ours, if the checkpoint can be read into it: only such a policy is served by our engines. Else as transformers
-    reads it. `for_others`: servers of others serve it. Raises ManagerError, with what each of them says."""
+def load(folder: Path | str, *, dtype: torch.dtype = torch.float32, for_external_servers: bool = False) -> Policy:
+    """Loads our transformer if it fits the checkpoint, because our engines serve only that; else a model of
+    transformers. `for_external_servers`: who serves it. Raises ManagerError, with the reasons of both."""
     try:
-        return OurPolicy(model_folder.load(folder, dtype=dtype), for_others=for_others)
+        return TransformerPolicy(model_folder.load(folder, dtype=dtype), for_external_servers=for_external_servers)
     except (InvalidConfig, ManagerError) as refused:
         try:
-            return HuggingFacePolicy(pretrained(folder, dtype))
+            return HuggingFacePolicy(load_pretrained(folder, dtype))
         except (InvalidConfig, ManagerError) as error:
             raise ManagerError(f"{folder} cannot be trained: {error}; and ours: {refused}", retry=False) from error
 
 
-def policy_of(model: Any) -> Policy:
-    """A model as a policy; a policy stays as it is."""
+def as_policy(model: Any) -> Policy:
+    """Wraps a model as a policy; returns a policy as it is."""
     if isinstance(model, Transformer):
-        return OurPolicy(model)
+        return TransformerPolicy(model)
     if hasattr(model, "get_output_embeddings"):
         return HuggingFacePolicy(model)
     return cast(Policy, model)
 
 
-def pretrained(folder: Path | str, dtype: torch.dtype) -> Any:
-    """Never from the network, and never with code that the folder brings along."""
+def load_pretrained(folder: Path | str, dtype: torch.dtype) -> Any:
+    """Loads without network access, and without code from the folder."""
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
@@ -213,51 +214,56 @@ def pretrained(folder: Path | str, dtype: torch.dtype) -> Any:
             str(folder),
             "a Llama or Qwen2 model, or transformers to be installed: pip install 'arl-tangram[transformers]'",
         ) from None
-    quiet()
+    silence_transformers()
     try:
         return AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, local_files_only=True)
     except Exception as error:  # transformers raises anything for a folder that it cannot read
         raise ManagerError(f"{folder}: {error}", retry=False) from error
 
 
-def quiet() -> None:
-    """What is read or written here is no news."""
+def silence_transformers() -> None:
+    """Turns off warnings and progress bars of transformers."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
 
 
-# ---- log-probabilities ------------------------------------------------------------------------------------------
+# ---- log-probabilities ----
 
 
-class Scored(NamedTuple):
-    """Of the action tokens of a pass: [N]."""
+class TokenScores(NamedTuple):
+    """Of the action tokens of a microbatch: [N]."""
 
     logprobs: Tensor
     entropy: Tensor | None
-    """In nats, of the distributions that they were chosen from; if it was asked for."""
+    """In nats, of the distributions of the tokens; None if not requested."""
 
 
 def score(
-    policy: Policy, asked: Pass, *, temperature: float = 1.0, entropy: bool = False, entropy_learned: bool = False
-) -> Scored:
-    """What a policy says of tokens. `entropy_learned`: with a gradient."""
-    logits = policy.logits(asked.tokens, asked.at)
+    policy: Policy,
+    microbatch: Microbatch,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    entropy_gradient: bool = False,
+) -> TokenScores:
+    """Scores tokens under a policy. `entropy_gradient`: the entropy has a gradient."""
+    logits = policy.logits(microbatch.tokens, microbatch.positions)
     if logits.dtype not in (torch.float32, torch.float64):
         logits = logits.float()
     if temperature != 1.0:
         logits = logits / temperature
-    if asked.left_out is not None:
-        logits = logits.masked_fill(asked.left_out, -torch.inf)
-    logprobs = -F.cross_entropy(logits, asked.targets, reduction="none")
+    if microbatch.excluded_ids is not None:
+        logits = logits.masked_fill(microbatch.excluded_ids, -torch.inf)
+    logprobs = -F.cross_entropy(logits, microbatch.targets, reduction="none")
     if not entropy:
-        return Scored(logprobs, None)
-    return Scored(logprobs, entropy_of(logits if entropy_learned else logits.detach(), asked.left_out))
+        return TokenScores(logprobs, None)
+    return TokenScores(logprobs, entropy_of(logits if entropy_gradient else logits.detach(), microbatch.excluded_ids))
 
 
 def entropy_of(logits: Tensor, left_out: Tensor | None) -> Tensor:
     logs = logits.log_softmax(-1)
     if left_out is None:
         return -(logs.exp() * logs).sum(-1)
-    # The probability of what is left out is 0, and 0 * -inf would be no number.
+    # An excluded id has probability 0, and 0 * -inf would be NaN.
     return -(logs.exp() * logs.masked_fill(left_out, 0.0)).sum(-1)

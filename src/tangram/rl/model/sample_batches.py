@@ -1,11 +1,10 @@
-"""Samples: trajectories as arrays, and the rectangles in which a model reads them.
+"""Samples: trajectories as arrays, and the padded microbatches that a model reads.
 
-Owns how what was played becomes tensors: texts side by side, padded at the right, and of each action token where it
-stands. Never runs a model. Promises that what it hands out is consistent: each token is known to the model, each action
-token has something before it, a finite log-probability, and is among the ids that it was sampled from.
+Owns the conversion of trajectories to tensors: sequences side by side, padded on the right, with the position of each
+action token. Never runs a model. Promises consistent samples: each token is in the vocabulary; each action token has a
+token before it, a finite log-probability, and is among the ids that it was sampled from.
 
-Everything of a batch lies in flat arrays, one element for each token or each action token, so that nothing is done
-token by token in Python.
+A batch is stored in flat arrays with one element per token, or per action token, so that no Python code runs per token.
 """
 
 from __future__ import annotations
@@ -27,77 +26,81 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 PADDING_MAX = 0.1
-"""Of a pass: texts of very different lengths are read apart. Small passes cost little more for each token."""
+"""Share of padding in a microbatch; sequences of very different lengths are read apart. A smaller microbatch costs
+little more per token."""
 ROWS_MIN = 8
-"""Of a pass, below which it is not divided for the sake of padding."""
+"""A microbatch with fewer rows is not divided to save padding."""
 
 
-class Pass(NamedTuple):
-    """What a model reads at once, and what is asked of it."""
+class Microbatch(NamedTuple):
+    """What a model reads at once, and which positions are scored."""
 
     tokens: Tensor
-    """[B, T], padded at the right."""
-    at: Tensor
-    """[N]: after which of them, counted through all B * T, an action token stands."""
+    """[B, T], padded on the right."""
+    positions: Tensor
+    """[N]: index into the flattened B * T positions after which each action token follows."""
     targets: Tensor
     """[N]: the action tokens."""
-    left_out: Tensor | None
-    """[N, V]: which ids could not be sampled; None: all could."""
-    chosen: Ints
-    """[N]: which action tokens of the samples these are."""
+    excluded_ids: Tensor | None
+    """[N, V]: ids that could not be sampled; None if all could."""
+    action_indices: Ints
+    """[N]: indices of these action tokens within the samples."""
 
 
-class Samples:
-    """`action_counts` [trajectories]; whatever is said of action tokens lies in one array for all of them."""
+class PackedSamples:
+    """`action_counts` [trajectories]; all arrays about action tokens have one element per action token."""
 
     def __init__(self, names: Sequence[str], lengths: Ints, tokens: Ints, is_action: NDArray[np.bool_]) -> None:
-        """Texts of these lengths, one after the other. Those without an action are not allowed."""
+        """`lengths`: of the concatenated sequences, each of which has an action token."""
         self.names = names
         self._tokens = tokens
-        self._text_starts = starts_of(lengths)
+        self._text_starts = start_offsets(lengths)
         owner = np.repeat(np.arange(len(lengths)), lengths)
         actions = np.flatnonzero(is_action)
-        self.owner: Ints = owner[actions]
-        """[actions]: the trajectory of each."""
-        self.action_counts: Ints = np.bincount(self.owner, minlength=len(lengths))
-        assert self.action_counts.all(), "a text without an action"
-        self._action_starts = starts_of(self.action_counts)
-        self._positions: Ints = actions - self._text_starts[self.owner]
+        self.trajectory_index: Ints = owner[actions]
+        """[actions]: index of the trajectory."""
+        self.action_counts: Ints = np.bincount(self.trajectory_index, minlength=len(lengths))
+        assert self.action_counts.all(), "a sequence without an action"
+        self._action_starts = start_offsets(self.action_counts)
+        self._positions: Ints = actions - self._text_starts[self.trajectory_index]
         self.targets: Ints = tokens[actions]
         self.lengths: Ints = self._positions[self._action_starts + self.action_counts - 1]
-        """[trajectories]: what has to be read, which is all before the last action token."""
-        self.sampler: Floats = np.zeros(len(actions))
-        self.teacher: Floats | None = None
+        """[trajectories]: number of tokens to read, which is all before the last action token."""
+        self.sampler_logprobs: Floats = np.zeros(len(actions))
+        self.teacher_logprobs: Floats | None = None
         self._kept_ids: Ints = np.zeros(0, dtype=np.int64)
         self._kept_counts: Ints | None = None
         first = self._positions[self._action_starts]
         if not first.all():
-            raise InvalidInput(names[int(np.argmin(first))], "an action at its begin", "an observation before it")
+            raise InvalidInput(names[int(np.argmin(first))], "an action at its start", "an observation before it")
 
     @classmethod
-    def of_trajectories(cls, trajectories: Sequence[Trajectory], *, taught: bool = False) -> Self:
-        """Each has an action token. `taught`: with what a teacher says. Raises InvalidInput."""
+    def from_trajectories(cls, trajectories: Sequence[Trajectory], *, with_teacher: bool = False) -> Self:
+        """Each trajectory has an action token. `with_teacher`: with log-probabilities of a teacher. Raises
+        InvalidInput."""
         turns = [turn for each in trajectories for turn in each.turns]
         pieces = list(chain.from_iterable((turn.observation_tokens, turn.tokens) for turn in turns))
         sizes = np.fromiter(map(len, pieces), np.int64, len(pieces))
         tokens = np.fromiter(chain.from_iterable(pieces), np.int64, int(sizes.sum()))
         is_action = np.repeat(np.arange(len(pieces)) % 2 == 1, sizes)
         counts = np.array([len(each.turns) for each in trajectories], dtype=np.int64)
-        lengths = np.add.reduceat(sizes, 2 * starts_of(counts)) if len(counts) else np.zeros(0, dtype=np.int64)
-        found = cls([each.id for each in trajectories], lengths, tokens, is_action)
-        found.sampler = found._logprobs([turn.logprobs for turn in turns], "logprobs")
-        if taught:
+        lengths = np.add.reduceat(sizes, 2 * start_offsets(counts)) if len(counts) else np.zeros(0, dtype=np.int64)
+        samples = cls([each.id for each in trajectories], lengths, tokens, is_action)
+        samples.sampler_logprobs = samples._logprobs([turn.logprobs for turn in turns], "logprobs")
+        if with_teacher:
             missing = next((each.id for each in trajectories if each.teacher_logprobs is None), None)
             if missing is not None:
                 raise InvalidInput(f"{missing}: teacher_logprobs", None, "those of a teacher, to distil from it")
-            found.teacher = found._logprobs([each.teacher_logprobs or () for each in trajectories], "teacher_logprobs")
+            samples.teacher_logprobs = samples._logprobs(
+                [each.teacher_logprobs or () for each in trajectories], "teacher_logprobs"
+            )
         if any(turn.kept is not None for turn in turns):
-            found._keep([ids for turn in turns for ids in turn.kept or ((),) * len(turn.tokens)])
-        return found
+            samples._store_kept_ids([ids for turn in turns for ids in turn.kept or ((),) * len(turn.tokens)])
+        return samples
 
     @classmethod
-    def of_demonstrations(cls, demonstrations: Sequence[Demonstration]) -> Self:
-        """Those in which nothing is done are left out. Raises InvalidInput."""
+    def from_demonstrations(cls, demonstrations: Sequence[Demonstration]) -> Self:
+        """Leaves out demonstrations without an action. Raises InvalidInput."""
         given = [(number, each) for number, each in enumerate(demonstrations) if any(each.is_action)]
         for number, each in given:
             if len(each.is_action) != len(each.tokens):
@@ -116,15 +119,17 @@ class Samples:
         return len(self.lengths)
 
     def _logprobs(self, pieces: Sequence[Sequence[float]], what: str) -> Floats:
-        found = np.fromiter(chain.from_iterable(pieces), np.float64, len(self.targets))
-        wrong = ~np.isfinite(found)
+        logprobs = np.fromiter(chain.from_iterable(pieces), np.float64, len(self.targets))
+        wrong = ~np.isfinite(logprobs)
         if wrong.any():
             number = int(np.argmax(wrong))
-            raise InvalidInput(f"{self.names[self.owner[number]]}: {what}", float(found[number]), "finite numbers")
-        return found
+            raise InvalidInput(
+                f"{self.names[self.trajectory_index[number]]}: {what}", float(logprobs[number]), "finite numbers"
+            )
+        return logprobs
 
-    def _keep(self, kept: Sequence[Sequence[int]]) -> None:
-        """An action token without ids could have been any."""
+    def _store_kept_ids(self, kept: Sequence[Sequence[int]]) -> None:
+        """An action token without ids could have been any id."""
         counts = np.fromiter(map(len, kept), np.int64, len(kept))
         ids = np.fromiter(chain.from_iterable(kept), np.int64, int(counts.sum()))
         matches = ids == np.repeat(self.targets, counts)
@@ -133,14 +138,14 @@ class Samples:
         if wrong.any():
             number = int(np.argmax(wrong))
             raise InvalidInput(
-                f"{self.names[self.owner[number]]}: kept",
+                f"{self.names[self.trajectory_index[number]]}: kept",
                 kept[number][:8],
                 f"ids with the token {self.targets[number]}, which was sampled from them",
             )
         self._kept_ids, self._kept_counts = ids, counts
 
-    def require_known(self, vocabulary: int, context_max: int | None) -> None:
-        """Raises InvalidInput, if a model of these sizes cannot read them."""
+    def require_readable(self, vocabulary: int, context_max: int | None) -> None:
+        """Raises InvalidInput if a model of these sizes cannot read the samples."""
         for ids in (self._tokens, self._kept_ids):
             if len(ids) and not 0 <= ids.min() <= ids.max() < vocabulary:
                 wrong = ids[(ids < 0) | (ids >= vocabulary)][0]
@@ -153,55 +158,59 @@ class Samples:
                 f"at most {context_max + 1}, the context of the model and one more",
             )
 
-    # ---- passes ----
+    # ---- microbatches ----
 
-    def passes(self, rows: Ints, rows_max: int, vocabulary: int, device: torch.device | str = "cpu") -> Iterator[Pass]:
-        """These trajectories, the short ones first, in rectangles of at most `rows_max`."""
+    def microbatches(
+        self, rows: Ints, rows_max: int, vocabulary: int, device: torch.device | str = "cpu"
+    ) -> Iterator[Microbatch]:
+        """Yields microbatches of at most `rows_max` of these trajectories, short ones first."""
         ordered = rows[np.argsort(self.lengths[rows], kind="stable")]
         begin = 0
         while begin < len(ordered):
-            end = self._end(self.lengths[ordered[begin : begin + rows_max]]) + begin
-            yield self._pass(ordered[begin:end], vocabulary, device)
+            end = self._microbatch_rows(self.lengths[ordered[begin : begin + rows_max]]) + begin
+            yield self._microbatch(ordered[begin:end], vocabulary, device)
             begin = end
 
-    def _end(self, lengths: Ints) -> int:
-        """How many of these, which are ascending, are read together."""
+    def _microbatch_rows(self, lengths: Ints) -> int:
+        """Returns how many of these ascending lengths are read together."""
         counts = np.arange(1, len(lengths) + 1)
         padded = 1.0 - np.cumsum(lengths) / (counts * lengths)
         within = (padded <= PADDING_MAX) | (counts <= ROWS_MIN)
         return len(lengths) if within.all() else int(np.argmin(within))
 
-    def _pass(self, rows: Ints, vocabulary: int, device: torch.device | str) -> Pass:
+    def _microbatch(self, rows: Ints, vocabulary: int, device: torch.device | str) -> Microbatch:
         lengths, counts = self.lengths[rows], self.action_counts[rows]
         width = int(lengths.max())
         tokens = np.zeros((len(rows), width), dtype=np.int64)
-        tokens[np.arange(width) < lengths[:, None]] = self._tokens[spans(self._text_starts[rows], lengths)]
-        chosen = spans(self._action_starts[rows], counts)
+        tokens[np.arange(width) < lengths[:, None]] = self._tokens[
+            concatenated_ranges(self._text_starts[rows], lengths)
+        ]
+        chosen = concatenated_ranges(self._action_starts[rows], counts)
         at = np.repeat(np.arange(len(rows)) * width, counts) + self._positions[chosen] - 1
-        return Pass(
+        return Microbatch(
             torch.from_numpy(tokens).to(device),
             torch.from_numpy(at).to(device),
             torch.from_numpy(self.targets[chosen]).to(device),
-            self._left_out(chosen, vocabulary, device),
+            self._excluded_ids(chosen, vocabulary, device),
             chosen,
         )
 
-    def _left_out(self, chosen: Ints, vocabulary: int, device: torch.device | str) -> Tensor | None:
+    def _excluded_ids(self, chosen: Ints, vocabulary: int, device: torch.device | str) -> Tensor | None:
         if self._kept_counts is None:
             return None
         counts = self._kept_counts[chosen]
         left_out = np.ones((len(chosen), vocabulary), dtype=np.bool_)
         left_out[counts == 0] = False
-        ids = self._kept_ids[spans(starts_of(self._kept_counts)[chosen], counts)]
+        ids = self._kept_ids[concatenated_ranges(start_offsets(self._kept_counts)[chosen], counts)]
         left_out[np.repeat(np.arange(len(chosen)), counts), ids] = False
         return torch.from_numpy(left_out).to(device)
 
 
-def starts_of(counts: Ints) -> Ints:
-    """Where each piece begins, if pieces of these sizes lie one after the other."""
+def start_offsets(counts: Ints) -> Ints:
+    """Returns the offset of each piece in a concatenation of pieces of these sizes."""
     return np.cumsum(counts) - counts
 
 
-def spans(starts: Ints, counts: Ints) -> Ints:
-    """All numbers from each start on, as many as its count, one after the other."""
-    return np.repeat(starts - starts_of(counts), counts) + np.arange(int(counts.sum()))
+def concatenated_ranges(starts: Ints, counts: Ints) -> Ints:
+    """Returns the concatenation of the ranges `start, start + 1, ...` of these lengths."""
+    return np.repeat(starts - start_offsets(counts), counts) + np.arange(int(counts.sum()))

@@ -1,7 +1,7 @@
-"""Codecs: text to tokens and back, at the one place where that happens.
+"""Codecs: the only place where text becomes tokens and tokens become text.
 
-What an environment says is encoded once; what the policy samples is decoded once, for the environment to read. Tokens
-that were sampled are kept as they are and never made from text again.
+An observation is encoded once; an action is decoded once, for the environment. Sampled tokens are kept and never
+encoded from text again.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ class Codec(Protocol):
     size: int
     """Of the vocabulary."""
     stop: tuple[int, ...]
-    """Tokens each of which ends an action. They are part of it, and not of its text."""
+    """Stop tokens: each ends an action. They are part of its tokens, not of its text."""
 
-    def observation(self, text: str, *, first: bool, cut: bool = False) -> tuple[int, ...]:
-        """What the policy reads, with the marks before which it begins to write. `cut`: the action before it was not
-        ended by the policy itself. Raises ValueError."""
+    def encode_observation(self, text: str, *, first: bool, cut: bool = False) -> tuple[int, ...]:
+        """Encodes an observation with the marker tokens after which the policy writes. `cut`: the action before it was
+        cut off. Raises ValueError."""
         ...
 
-    def action(self, tokens: Sequence[int]) -> str:
-        """What the environment reads. Raises ValueError for what is none of its tokens."""
+    def decode_action(self, tokens: Sequence[int]) -> str:
+        """Decodes an action for the environment. Raises ValueError for an unknown token."""
         ...
 
-    def written(self, text: str) -> tuple[int, ...]:
-        """The tokens of an action as a policy would write it, the one that ends it included. Raises ValueError."""
+    def encode_action(self, text: str) -> tuple[int, ...]:
+        """Encodes an action as a policy would write it, with its stop token. Raises ValueError."""
         ...
 
 
-class Words:
-    """A vocabulary of whole words, separated by spaces: small enough for a policy that learns in a minute."""
+class WordCodec:
+    """A vocabulary of whole words separated by spaces: small enough for a policy that learns in a minute."""
 
     PAD, END, ACT = "<pad>", "<end>", "<act>"
-    """Nothing; the end of an action; the policy's turn to write."""
+    """Padding; the stop token; the marker before an action."""
 
     def __init__(self, words: Iterable[str]) -> None:
         marks = (self.PAD, self.END, self.ACT)
@@ -49,16 +49,16 @@ class Words:
         self.size = len(self.words)
         self.stop: tuple[int, ...] = (self._id_by_word[self.END],)
 
-    def observation(self, text: str, *, first: bool, cut: bool = False) -> tuple[int, ...]:
+    def encode_observation(self, text: str, *, first: bool, cut: bool = False) -> tuple[int, ...]:
         return (*self._ids(text), self._id_by_word[self.ACT])
 
-    def action(self, tokens: Sequence[int]) -> str:
+    def decode_action(self, tokens: Sequence[int]) -> str:
         for token in tokens:
             if not 0 <= token < self.size:
                 raise ValueError(f"token {token} is none of the {self.size} that the policy knows")
         return " ".join(self.words[token] for token in tokens if token not in self.stop)
 
-    def written(self, text: str) -> tuple[int, ...]:
+    def encode_action(self, text: str) -> tuple[int, ...]:
         return (*self._ids(text), *self.stop)
 
     def _ids(self, text: str) -> Iterable[int]:

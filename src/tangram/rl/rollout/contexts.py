@@ -1,6 +1,6 @@
-"""What episodes share: those of one task, and those of one rollout.
+"""The rollout context and the task context: what all episodes of a rollout, and all of one task, share.
 
-Owns the slots of a task. Everything else here is made by the rollout and only looked at.
+Owns the slots of a task. Everything else here is made by the rollout and only read.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tangram.clock import Clock
 from tangram.rl.config.rollout_settings import TaskSettings
-from tangram.rl.environments.protocol import Outside, Task
-from tangram.rl.inference.engines.protocol import Generation, Request, Sampling
+from tangram.rl.environments.protocol import ExternalResources, Task
+from tangram.rl.inference.engines.protocol import Generation, GenerationRequest, Sampling
 from tangram.rl.rollout.codec import Codec
-from tangram.rl.rollout.environment_closer import Closings
+from tangram.rl.rollout.environment_closer import EnvironmentCloser
 from tangram.rl.rollout.records import Trajectory
 from tangram.rl.rollout.rewards import Reward
 from tangram.rl.rollout.turn_barrier import TurnBarrier
@@ -23,43 +23,43 @@ if TYPE_CHECKING:
     from tangram.rl.rollout.episode import Episode
 
 
-class Generates(Protocol):
-    """What writes the turns: a gateway, or one engine."""
+class TokenGenerator(Protocol):
+    """Generates turns: the router, or a single engine."""
 
-    async def generate(self, request: Request) -> Generation: ...
+    async def generate(self, request: GenerationRequest) -> Generation: ...
 
 
-class Slots:
-    """How many episodes of a task are open. `open` are those that may reset, `turns` those of them that may play."""
+class EpisodeSlots:
+    """Bounds the open episodes of a task: `open` those that may reset, `turns` those that may play."""
 
     def __init__(self, concurrency: int, ahead: int) -> None:
         self.open = asyncio.Semaphore(concurrency + ahead)
         self.turns = asyncio.Semaphore(concurrency)
 
 
-class Arena(NamedTuple):
+class TaskContext(NamedTuple):
     """What all episodes of a task share."""
 
     settings: TaskSettings
-    make: Task
-    outside: Outside
+    task: Task
+    outside: ExternalResources
     sampling: Sampling
     reward: Reward
-    slots: Slots
+    slots: EpisodeSlots
 
 
-class House(NamedTuple):
+class RolloutContext(NamedTuple):
     """What all episodes of a rollout share."""
 
-    generator: Generates
+    generator: TokenGenerator
     codec: Codec
     context_max: int
     clock: Clock
     began: float
-    closings: Closings
+    closer: EnvironmentCloser
     barrier: TurnBarrier | None
-    fresh: Callable[[Episode], bool] | None
-    """Whether what was begun so is still wanted: asked before each turn and after each generation."""
-    moved: Callable[[Episode, str], None]
-    """Told who is in another stage now, and in which he was; empty: none."""
-    ended: Callable[[Trajectory], None]
+    stop_if_stale: Callable[[Episode], bool]
+    """Called before each turn and after each generation: stops an episode that is stale. Returns whether."""
+    on_stage_change: Callable[[Episode, str], None]
+    """Called when an episode changes its stage, with the previous stage; empty for the first."""
+    on_end: Callable[[Trajectory], None]

@@ -1,9 +1,8 @@
-"""Closings: environments that nobody plays any more, on their way out.
+"""The environment closer: closes environments in the background after their episodes.
 
-Owns every environment from the moment that its episode is done with it, with the call that it may not have answered
-yet. Closing goes on beside everything else, is not cancelled with whoever asked for it, and has a time limit: a call
-that does not end and an environment that hangs or raises in `close` are counted, told, and given up. Never makes or
-plays an environment.
+Owns every environment from the end of its episode, with a call that may still be running. Closing is not cancelled with
+the episode's task, and has a time limit: calls that do not end, and environments that hang or raise in `close`, are
+counted, logged and abandoned. Never makes or plays an environment.
 """
 
 from __future__ import annotations
@@ -12,40 +11,40 @@ import asyncio
 import logging
 from typing import Any
 
-from tangram.rl.environments.calls import ENDING_S_MAX, begun, ended
+from tangram.rl.environments.calls import ENDING_S_MAX, cancel_call, start_call
 from tangram.rl.environments.protocol import Environment
 
 log = logging.getLogger("tangram")
 
 CLOSE_S_MAX = 30.0
-"""What closing may take: a sandbox with many processes takes a few seconds."""
+"""Time limit of closing: a sandbox with many processes takes a few seconds."""
 
 
-class Closings:
-    """Use `close` any time, and `drain` at the end."""
+class EnvironmentCloser:
+    """Call `close` any time, and `drain` at the end."""
 
     def __init__(self, timeout_s: float = CLOSE_S_MAX) -> None:
         self._timeout_s = timeout_s
         self._tasks: set[asyncio.Task[None]] = set()
         self.failed = 0
-        """Environments that could not be closed; what they hold may still be there."""
+        """Environments that could not be closed; their resources may leak."""
         self.stuck = 0
-        """Calls that did not end when they were cancelled; they may still go on."""
+        """Calls that ignored their cancellation; they may still run."""
 
     def close(self, environment: Environment, trajectory: str, call: asyncio.Task[Any] | None = None) -> None:
-        """`call`: the last one, if nobody waits for its answer any more; it is ended first."""
-        task = asyncio.create_task(self._closing(environment, trajectory, call), name=f"close {trajectory}")
+        """`call`: a pending call of the environment, which is cancelled first."""
+        task = asyncio.create_task(self._close(environment, trajectory, call), name=f"close {trajectory}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def __len__(self) -> int:
-        """Those that are being closed."""
+        """Environments that are being closed."""
         return len(self._tasks)
 
-    async def _closing(self, environment: Environment, trajectory: str, call: asyncio.Task[Any] | None) -> None:
+    async def _close(self, environment: Environment, trajectory: str, call: asyncio.Task[Any] | None) -> None:
         if call is not None:
-            await self._end(call, "a call", trajectory)
-        closing = begun(environment.close)
+            await self._cancel_call(call, "a call", trajectory)
+        closing = start_call(environment.close)
         await asyncio.wait({closing}, timeout=self._timeout_s)
         if not closing.done():
             what = f"not within {self._timeout_s:g} s"
@@ -57,16 +56,16 @@ class Closings:
             return
         self.failed += 1
         log.warning("the environment of %s could not be closed: %s", trajectory, what)
-        await self._end(closing, "close", trajectory)
+        await self._cancel_call(closing, "close", trajectory)
 
-    async def _end(self, call: asyncio.Task[Any], what: str, trajectory: str) -> None:
-        if not await ended(call):
+    async def _cancel_call(self, call: asyncio.Task[Any], call_name: str, trajectory: str) -> None:
+        if not await cancel_call(call):
             self.stuck += 1
-            said = "%s of the environment of %s does not end, %g s after it was cancelled; it is left behind"
-            log.warning(said, what, trajectory, ENDING_S_MAX)
+            message = "%s of the environment of %s does not end, %g s after it was cancelled; it is abandoned"
+            log.warning(message, call_name, trajectory, ENDING_S_MAX)
 
     async def drain(self) -> None:
-        """Until all are closed or given up. It goes on when it is cancelled, and is cancelled afterwards."""
+        """Blocks until all are closed or abandoned, even when cancelled meanwhile; raises CancelledError afterwards."""
         cancelled: asyncio.CancelledError | None = None
         while self._tasks:
             try:

@@ -1,12 +1,12 @@
 """An episode: one trajectory, played from its first reset to its reward.
 
-Owns the way of one trajectory and its record. Whatever happens, it ends once, with one ending, and is done with its
-environment. What the environment or the reward does wrong is an ending; what the generator cannot do is nobody's
-reward and is raised, after the record was told.
+Owns the run of one trajectory and its record. Promises that every episode ends exactly once, with one ending, and
+closes its environment. A failure of the environment or of the reward is an ending; a failure of the generator is
+raised, after the record was delivered, and never becomes a reward.
 
-A retry keeps its noise. The same noise, weights and observations give the same tokens, and that is right: it was the
-environment that failed, and another draw until none fails would prefer the actions on which environments do not fail.
-What an environment did before it failed is gone: the record has the turns of the last try alone, and spans of all.
+A retry uses the same sampling noise, so the same weights and observations give the same tokens. With new noise, a retry
+could sample other actions, and samples would be biased towards actions on which the environment does not fail. The
+record has the turns of the last try only, and the spans of all tries.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from tangram.errors import ManagerError, TangramError
-from tangram.rl.environments.calls import LEAVES, Exited, begun
-from tangram.rl.environments.protocol import Environment, Step, metrics_of, number_of, step_of
-from tangram.rl.inference.engines.protocol import Generation, Noise, Request, RequestRefused
-from tangram.rl.inference.router_records import RequestGivenUp
-from tangram.rl.rollout.contexts import Arena, House
-from tangram.rl.rollout.records import STOPPED, Ending, Span, Stage, Ticket, Trajectory, Turn
-from tangram.rl.rollout.rewards import Played, RewardFailed, Score
+from tangram.rl.environments.calls import EXIT_EXCEPTIONS, CallExited, start_call
+from tangram.rl.environments.protocol import Environment, Step, metrics_of, plain_number, step_of
+from tangram.rl.inference.engines.protocol import Generation, GenerationRequest, RequestRefused, SamplingSeed
+from tangram.rl.inference.router_records import RequestAbandoned
+from tangram.rl.rollout.contexts import RolloutContext, TaskContext
+from tangram.rl.rollout.records import STOP_ENDINGS, Ending, GroupTicket, Span, Stage, Trajectory, Turn
+from tangram.rl.rollout.rewards import PlayedTrajectory, RewardFailed, Score
 
 T = TypeVar("T")
 
 BACKOFF_S_MAX = 30.0
-"""Between two tries, however many there are."""
+"""Upper bound of the exponential backoff between two tries."""
 WAITING = "queue"
-"""The stage of those that have no place yet."""
+"""The stage of episodes that wait for a slot."""
 CAUSE_LENGTH_MAX = 500
-"""Of what environments and rewards say of their failures; they may say anything."""
+"""Longest failure text of an environment or a reward that a record keeps."""
 
 
 class EnvironmentFailed(Exception):
-    """A try brought nothing."""
+    """A try failed because of the environment."""
 
     def __init__(self, cause: str, *, retry: bool = True) -> None:
         self.retry = retry
@@ -48,41 +48,41 @@ class EnvironmentFailed(Exception):
 
 
 class _Stopped(Exception):
-    """It is to end here, as was said by whoever stopped it."""
+    """The episode was stopped and ends with the ending in `_stopped`."""
 
 
-class _End(NamedTuple):
+class _EpisodeEnd(NamedTuple):
     ending: Ending
     cause: str = ""
     reward: float | None = None
-    taught: tuple[float, ...] | None = None
-    """What a teacher said of its tokens."""
+    teacher_logprobs: tuple[float, ...] | None = None
+    """Of the policy's tokens, if the reward has a teacher."""
 
 
-class Waits(NamedTuple):
-    """What an episode is doing, or waits for."""
+class EpisodeWait(NamedTuple):
+    """What an episode does, or waits for."""
 
     stage: str
-    """Of Stage; `waiting` while it has no place, empty once it is over."""
+    """A Stage; `queue` while it waits for a slot, empty once it has ended."""
     since_s: float
-    """How long it has been in it."""
-    what: str
-    """Whose answer it waits for."""
+    """Seconds in this stage."""
+    waiting_for: str
+    """What has to respond before it continues."""
 
 
-ASKED = {
+WAITED_FOR_BY_STAGE = {
     "": "",
-    WAITING: "its turn to begin",
+    WAITING: "a free slot",
     Stage.RESET.value: "the environment",
     Stage.GENERATE.value: "an engine",
     Stage.STEP.value: "the environment",
     Stage.REWARD.value: "the reward",
 }
-"""Whose answer a stage waits for, unless it is kept from asking."""
+"""What each stage waits for, unless something keeps it from sending its request."""
 
 
-class _Doing:
-    """A stage that is going on."""
+class _StageTimer:
+    """A stage that is running."""
 
     def __init__(self) -> None:
         self.waiting_s = 0.0
@@ -90,201 +90,210 @@ class _Doing:
         self.failed = ""
         self._longest_s = 0.0
 
-    def waited(self, seconds: float, what: str) -> None:
-        """Several waits add up; the longest gives its name."""
+    def add_wait(self, seconds: float, what: str) -> None:
+        """Several waits add up; the longest one gives its name."""
         self.waiting_s += seconds
         if seconds > self._longest_s:
             self._longest_s, self.waited_for = seconds, what
 
 
 class Episode:
-    """One attempt of one member of a group. `play` it once; `stop` it at any time."""
+    """One attempt of one member of a group. Call `play` once; `stop` works at any time."""
 
-    def __init__(self, house: House, arena: Arena, ticket: Ticket, member: int, attempt: int) -> None:
-        self.id = ticket.trajectory(member, attempt)
+    def __init__(
+        self, rollout_context: RolloutContext, task_context: TaskContext, ticket: GroupTicket, member: int, attempt: int
+    ) -> None:
+        self.id = ticket.trajectory_id(member, attempt)
         self.task = ticket.task
         self.group = ticket.group
         self.member = member
         self.attempt = attempt
         self.stage = ""
-        """What it is doing; `waiting` while it has no place to do it, empty once it is over."""
+        """The current stage; `queue` while it waits for a slot, empty once it has ended."""
         self.turns: list[Turn] = []
-        """So far, of this try."""
-        self.given_up = False
-        """It got nowhere, and it alone, as when the engines refuse to serve it: another attempt may do better."""
-        self.hopeless = False
-        """It failed before its first turn, and not by chance: another attempt begins with the same and fails alike."""
-        self._house = house
-        self._arena = arena
-        self._outside = msgspec.structs.replace(arena.outside, trajectory=self.id)
+        """Of the current try."""
+        self.was_abandoned = False
+        """Only this episode failed, for example because the engines refused its request: another attempt may
+        succeed."""
+        self.failed_permanently = False
+        """It failed before its first turn for a permanent reason: every other attempt would fail in the same way."""
+        self._rollout_context = rollout_context
+        self._task_context = task_context
+        self._outside = msgspec.structs.replace(task_context.outside, trajectory=self.id)
         self._seed = ticket.seed
-        self._sampling = arena.sampling
+        self._sampling = task_context.sampling
         if ticket.temperature is not None:
-            self._sampling = msgspec.structs.replace(arena.sampling, temperature=ticket.temperature)
-        self._noise = Noise(seed=ticket.seed, member=member, attempt=attempt)
+            self._sampling = msgspec.structs.replace(task_context.sampling, temperature=ticket.temperature)
+        self._noise = SamplingSeed(seed=ticket.seed, member=member, attempt=attempt)
         self._began_s = self._now()
         self._environment: Environment | None = None
         self._call: asyncio.Task[Any] | None = None
-        """Of the environment or its reward, that is not answered yet."""
-        self._held: list[asyncio.Semaphore] = []
+        """Pending call of the environment or the reward."""
+        self._held_slots: list[asyncio.Semaphore] = []
         self._tokens: tuple[int, ...] = ()
         self._observation = ""
-        self._total = 0.0
-        """Of the rewards of the steps."""
+        self._reward_sum = 0.0
+        """Sum of the rewards of the steps."""
         self._metrics: dict[str, float] = {}
         self._spans: list[Span] = []
         self._requests = 0
-        self._try = 0
-        self._heard: tuple[int, ...] = ()
+        self._try_number = 0
+        self._observation_tokens: tuple[int, ...] = ()
         self._done = False
-        self._cut = ""
-        """Why it was cut off, if it was."""
+        self._truncation_cause = ""
+        """Empty unless the episode was cut off."""
         self._task: asyncio.Task[Any] | None = None
-        self._cancelling = 0
-        """Cancellations of the task that were under way before it played this."""
-        self._stopped: _End | None = None
+        self._cancellations_before = 0
+        """Cancellations of the task that were pending before it played this episode."""
+        self._stopped: _EpisodeEnd | None = None
         self._cancel_sent = False
-        self._over = False
-        self._moved_s = self._began_s
-        self._kept_by = ""
-        """What keeps it from asking, if something does."""
-        self._move(WAITING)
+        self._is_over = False
+        self._stage_began_s = self._began_s
+        self._blocked_by = ""
+        """What keeps it from sending its request, if anything does."""
+        self._enter_stage(WAITING)
 
     @property
     def version_first(self) -> int | None:
-        """Of its first token so far, from which its staleness is counted."""
+        """The version of its first token so far, from which staleness is counted."""
         return next((turn.versions[0] for turn in self.turns if turn.versions), None)
 
-    def waiting(self) -> Waits:
-        return Waits(self.stage, self._now() - self._moved_s, self._kept_by or ASKED[self.stage])
+    def current_wait(self) -> EpisodeWait:
+        return EpisodeWait(
+            self.stage, self._now() - self._stage_began_s, self._blocked_by or WAITED_FOR_BY_STAGE[self.stage]
+        )
 
     def stop(self, ending: Ending, cause: str) -> None:
-        """It ends with this as soon as it can be: the request is aborted, the environment closed. Once it is over or
-        stopped, nothing."""
-        assert ending in STOPPED, f"{self.id} cannot be stopped as {ending}"
-        if self._over or self._stopped is not None:
+        """Ends the episode as soon as possible: aborts the request and closes the environment. No effect once it has
+        ended or was stopped."""
+        assert ending in STOP_ENDINGS, f"{self.id} cannot be stopped as {ending}"
+        if self._is_over or self._stopped is not None:
             return
-        self._stopped = _End(ending, cause)
+        self._stopped = _EpisodeEnd(ending, cause)
         if self._task is not None:
             self._cancel_sent = True
             self._task.cancel()
 
     async def play(self) -> Trajectory:
-        """Raises what the generator raised, and CancelledError if this task was cancelled rather than the episode
-        stopped: both after the record was told to the house."""
+        """Raises what the generator raised, and CancelledError if this task was cancelled and not just the episode
+        stopped. The record is delivered to `on_end` first."""
         task = self._task = asyncio.current_task()
-        assert task is not None and not self._over, f"{self.id} is played once, by a task"
-        self._cancelling = task.cancelling()
+        assert task is not None and not self._is_over, f"{self.id} is played once, by a task"
+        self._cancellations_before = task.cancelling()
         raised: BaseException | None = None
         try:
-            end = await self._played()
+            end = await self._play_and_reward()
         except _Stopped:
             assert self._stopped is not None
             end = self._stopped
-        except (RequestGivenUp, RequestRefused) as error:
-            self.given_up = True
-            end = _End(Ending.CANCELLED, _words(error))
+        except (RequestAbandoned, RequestRefused) as error:
+            self.was_abandoned = True
+            end = _EpisodeEnd(Ending.CANCELLED, _error_text(error))
         except asyncio.CancelledError as error:
-            end, raised = _End(Ending.CANCELLED, "the task that played it was cancelled"), error
+            end, raised = _EpisodeEnd(Ending.CANCELLED, "the task that played it was cancelled"), error
         except Exception as error:
-            end, raised = _End(Ending.CANCELLED, _words(error)), error
+            end, raised = _EpisodeEnd(Ending.CANCELLED, _error_text(error)), error
         finally:
-            self._give_back()
-            self._drop_environment()
-            self._over = True
+            self._release_slots()
+            self._close_environment()
+            self._is_over = True
         if self._stopped is not None:
-            end, raised = self._stopped, await self._settle(task, raised)
+            end, raised = self._stopped, await self._absorb_cancellation(task, raised)
         record = self._record(end)
-        self._move("")
-        self._house.ended(record)
+        self._enter_stage("")
+        self._rollout_context.on_end(record)
         if raised is not None:
             raise raised
         return record
 
-    def never_played(self) -> None:
-        """It ends here, if its task was cancelled before it could begin."""
-        if self._task is None and not self._over:
-            self._over = True
-            record = self._record(self._stopped or _End(Ending.CANCELLED, "the task that played it was cancelled"))
-            self._move("")
-            self._house.ended(record)
+    def end_unplayed(self) -> None:
+        """Ends an episode whose task was cancelled before it started."""
+        if self._task is None and not self._is_over:
+            self._is_over = True
+            record = self._record(
+                self._stopped or _EpisodeEnd(Ending.CANCELLED, "the task that played it was cancelled")
+            )
+            self._enter_stage("")
+            self._rollout_context.on_end(record)
 
-    async def _settle(self, task: asyncio.Task[Any], raised: BaseException | None) -> BaseException | None:
-        """Takes back the cancellation by which it was stopped, as nobody after it should feel it. What is left to be
-        raised: a cancellation by somebody else."""
+    async def _absorb_cancellation(self, task: asyncio.Task[Any], raised: BaseException | None) -> BaseException | None:
+        """Consumes the cancellation that `stop` sent, so that later awaits of the task do not raise it. Returns what
+        remains to be raised: a cancellation from outside."""
         if not self._cancel_sent:
             return raised if isinstance(raised, asyncio.CancelledError) else None
         if not isinstance(raised, asyncio.CancelledError):
             try:
-                await asyncio.sleep(0)  # if it was not felt yet, it is felt here
+                await asyncio.sleep(0)  # deliver a pending cancellation here
             except asyncio.CancelledError as error:
                 raised = error
-        if task.uncancel() <= self._cancelling:
+        if task.uncancel() <= self._cancellations_before:
             return None
         return raised if isinstance(raised, asyncio.CancelledError) else asyncio.CancelledError()
 
-    # ---- the way ----
+    # ---- tries ----
 
-    async def _played(self) -> _End:
-        self._require_wanted()
-        failure = await self._tries()
+    async def _play_and_reward(self) -> _EpisodeEnd:
+        self._raise_if_stopped()
+        failure = await self._play_with_retries()
         if failure is not None:
             return failure
-        # Its place is free for the next from here on: whoever computes the reward has limits of their own.
-        self._give_back()
-        return await self._rewarded()
+        # Its slot is free for the next episode from here on: rewards have limits of their own.
+        self._release_slots()
+        return await self._compute_reward()
 
-    async def _tries(self) -> _End | None:
-        """None once it has been played to its end."""
-        settings = self._arena.settings
+    async def _play_with_retries(self) -> _EpisodeEnd | None:
+        """Returns None once the episode was played to its end."""
+        settings = self._task_context.settings
         while True:
             try:
-                await self._one_try()
+                await self._play_once()
                 return None
             except EnvironmentFailed as failure:
-                self._drop_environment()
-                if not failure.retry or self._try == settings.retries:
-                    self.hopeless = not failure.retry and not self.turns
-                    return _End(Ending.ENV_FAILED, str(failure))
-            self._require_wanted()
-            await asyncio.sleep(self._pause_s())
-            self._try += 1
+                self._close_environment()
+                if not failure.retry or self._try_number == settings.retries:
+                    self.failed_permanently = not failure.retry and not self.turns
+                    return _EpisodeEnd(Ending.ENV_FAILED, str(failure))
+            self._raise_if_stopped()
+            await asyncio.sleep(self._backoff_s())
+            self._try_number += 1
 
-    def _pause_s(self) -> float:
-        chance = random.Random(f"{self.id} {self._try}").uniform(0.5, 1.0)
-        return min(self._arena.settings.backoff_s * 2.0**self._try, BACKOFF_S_MAX) * chance
+    def _backoff_s(self) -> float:
+        jitter = random.Random(f"{self.id} {self._try_number}").uniform(0.5, 1.0)
+        return min(self._task_context.settings.backoff_s * 2.0**self._try_number, BACKOFF_S_MAX) * jitter
 
-    async def _one_try(self) -> None:
+    async def _play_once(self) -> None:
         """Raises EnvironmentFailed."""
-        self.turns, self._tokens, self._total, self._metrics = [], (), 0.0, {}
-        self._observation, self._done, self._cut = "", False, ""
-        self._hear(await self._reset())
+        self.turns, self._tokens, self._reward_sum, self._metrics = [], (), 0.0, {}
+        self._observation, self._done, self._truncation_cause = "", False, ""
+        self._encode_observation(await self._reset())
         while not self._done:
-            room = self._house.context_max - len(self._tokens) - len(self._heard)
+            room = self._rollout_context.context_max - len(self._tokens) - len(self._observation_tokens)
             if len(self.turns) >= self._limit("turns_max"):
-                self._cut = f"it used up its {self._limit('turns_max')} turns"
+                self._truncation_cause = f"it used up its {self._limit('turns_max')} turns"
                 return
             if room < 1:
-                self._cut = f"it used up its context of {self._house.context_max} tokens"
+                self._truncation_cause = f"it used up its context of {self._rollout_context.context_max} tokens"
                 if not self.turns:
-                    said = f"the first observation, of {len(self._heard)} tokens, leaves no room"
-                    raise EnvironmentFailed(f"{said}: {self._cut}; raise context_max of the engines", retry=False)
+                    problem = f"the first observation, of {len(self._observation_tokens)} tokens, leaves no room"
+                    raise EnvironmentFailed(
+                        f"{problem}: {self._truncation_cause}; raise context_max of the engines", retry=False
+                    )
                 return
-            step = await self._turn(room)
-            self._total += step.reward
+            step = await self._play_turn(room)
+            self._reward_sum += step.reward
             self._metrics.update(step.metrics)
             self._done = step.done
             if step.done:
                 self._observation = step.observation
             else:
-                self._hear(step.observation)
+                self._encode_observation(step.observation)
 
-    async def _turn(self, room: int) -> Step:
+    async def _play_turn(self, room: int) -> Step:
         generation, action = await self._generate(room)
         self.turns.append(
             Turn(
                 observation=self._observation,
-                observation_tokens=self._heard,
+                observation_tokens=self._observation_tokens,
                 action=action,
                 tokens=generation.tokens,
                 logprobs=generation.logprobs,
@@ -297,60 +306,71 @@ class Episode:
                 decode_s=generation.decode_s,
             )
         )
-        self._tokens = (*self._tokens, *self._heard, *generation.tokens)
+        self._tokens = (*self._tokens, *self._observation_tokens, *generation.tokens)
         self._observation = ""
-        self._require_wanted()
+        self._raise_if_stopped()
         return await self._step(action)
 
-    def _hear(self, observation: str) -> None:
-        """Encoded here, and nowhere again."""
+    def _encode_observation(self, observation: str) -> None:
+        """The only place where an observation is encoded."""
         try:
             cut = bool(self.turns) and self.turns[-1].cut
-            self._heard = self._house.codec.observation(observation, first=not self.turns, cut=cut)
+            self._observation_tokens = self._rollout_context.codec.encode_observation(
+                observation, first=not self.turns, cut=cut
+            )
         except ValueError as error:
-            raise EnvironmentFailed(f"it said what the policy cannot read: {error}", retry=False) from error
+            raise EnvironmentFailed(f"the policy cannot read its observation: {error}", retry=False) from error
         self._observation = observation
 
-    def _require_wanted(self) -> None:
-        """Raises _Stopped; CancelledError, if somebody cancelled this and it was kept from it."""
+    def _raise_if_stopped(self) -> None:
+        """Raises _Stopped if the episode is stale or stopped; CancelledError if the environment swallowed a
+        cancellation."""
         assert self._task is not None
-        if self._stopped is None and self._house.fresh is not None and not self._house.fresh(self):
-            self._stopped = self._stopped or _End(Ending.STALE, f"its first token is of version {self.version_first}")
+        if self._stopped is None and self._rollout_context.stop_if_stale(self):
+            self._stopped = self._stopped or _EpisodeEnd(
+                Ending.STALE, f"its first token is of version {self.version_first}"
+            )
         if self._stopped is not None:
             raise _Stopped
-        if self._task.cancelling() > self._cancelling:
+        if self._task.cancelling() > self._cancellations_before:
             raise asyncio.CancelledError
 
     # ---- the environment ----
 
     async def _reset(self) -> str:
-        arena, settings = self._arena, self._arena.settings
-        with self._doing(Stage.RESET) as doing:
-            await self._take(arena.slots.open, doing)
-            if self._try == 0 and self._house.barrier is not None:
-                self._house.barrier.join(self.id)
+        task_context, settings = self._task_context, self._task_context.settings
+        with self._time_stage(Stage.RESET) as timer:
+            await self._acquire_slot(task_context.slots.open, timer)
+            if self._try_number == 0 and self._rollout_context.barrier is not None:
+                self._rollout_context.barrier.join(self.id)
             try:
-                self._environment = arena.make(self._outside, **settings.options)
-            except (Exception, *LEAVES) as error:
-                raise EnvironmentFailed(f"no environment: {_words(error)}") from error
-            observation = await self._asked("reset", settings.reset_timeout_s, self._environment.reset, self._seed)
+                self._environment = task_context.task(self._outside, **settings.options)
+            except (Exception, *EXIT_EXCEPTIONS) as error:
+                raise EnvironmentFailed(f"no environment: {_error_text(error)}") from error
+            observation = await self._call_environment(
+                "reset", settings.reset_timeout_s, self._environment.reset, self._seed
+            )
             if not isinstance(observation, str):
-                raise EnvironmentFailed(f"reset gave {type(observation).__name__}, no text", retry=False)
+                raise EnvironmentFailed(f"reset returned {type(observation).__name__}, expected str", retry=False)
             return observation
 
     async def _step(self, action: str) -> Step:
         assert self._environment is not None
-        with self._doing(Stage.STEP) as doing:
-            await self._meet(doing, "the slowest generation")
-            step = await self._asked("step", self._arena.settings.step_timeout_s, self._environment.step, action)
+        with self._time_stage(Stage.STEP) as timer:
+            await self._arrive_at_barrier(timer, "the slowest generation")
+            step = await self._call_environment(
+                "step", self._task_context.settings.step_timeout_s, self._environment.step, action
+            )
             try:
                 return step_of(step)
             except TypeError as error:
-                raise EnvironmentFailed(f"step gave no Step as it should be: {error}", retry=False) from error
+                raise EnvironmentFailed(f"step returned no valid Step: {error}", retry=False) from error
 
-    async def _asked(self, what: str, timeout_s: float, ask: Callable[..., Awaitable[T]], question: object) -> T:
-        """Raises EnvironmentFailed for all that an environment may do."""
-        call = self._call = begun(ask, question)
+    async def _call_environment(
+        self, what: str, timeout_s: float, method: Callable[..., Awaitable[T]], argument: object
+    ) -> T:
+        """Raises EnvironmentFailed for every failure of the call."""
+        call = self._call = start_call(method, argument)
         await asyncio.wait({call}, timeout=timeout_s)
         if not call.done():
             raise EnvironmentFailed(f"no answer to {what} within {timeout_s:g} s")
@@ -359,156 +379,156 @@ class Episode:
             raise EnvironmentFailed(f"{what} cancelled itself")
         error = call.exception()
         if error is not None:
-            raise EnvironmentFailed(f"{what} raised {_words(error)}") from error
+            raise EnvironmentFailed(f"{what} raised {_error_text(error)}") from error
         return call.result()
 
     def _limit(self, name: str) -> int:
-        """What the settings say, else the environment, whose options may change what its task says."""
-        said: int | None = getattr(self._arena.settings, name)
-        found: int = said or getattr(self._environment, name, None) or getattr(self._arena.make, name)
-        return found
+        """The value of the settings, or of the environment, whose options may differ from its task."""
+        configured: int | None = getattr(self._task_context.settings, name)
+        limit: int = configured or getattr(self._environment, name, None) or getattr(self._task_context.task, name)
+        return limit
 
-    def _drop_environment(self) -> None:
+    def _close_environment(self) -> None:
         if self._environment is not None:
-            self._house.closings.close(self._environment, self.id, self._call)
+            self._rollout_context.closer.close(self._environment, self.id, self._call)
             self._environment = self._call = None
 
     # ---- the engine ----
 
     async def _generate(self, room: int) -> tuple[Generation, str]:
-        """With its text. Raises ManagerError for what is no answer to the request."""
-        arena, house = self._arena, self._house
-        with self._doing(Stage.GENERATE) as doing:
-            await self._take(arena.slots.turns, doing)
-            await self._meet(doing, "the slowest environment")
-            self._require_wanted()
+        """Returns the generation and its text. Raises ManagerError if it does not fit the request."""
+        task_context, context = self._task_context, self._rollout_context
+        with self._time_stage(Stage.GENERATE) as timer:
+            await self._acquire_slot(task_context.slots.turns, timer)
+            await self._arrive_at_barrier(timer, "the slowest environment")
+            self._raise_if_stopped()
             self._requests += 1
             tokens_max = min(room, self._limit("tokens_max"))
             sampling = msgspec.structs.replace(self._sampling, tokens_max=tokens_max)
-            request = Request(
+            request = GenerationRequest(
                 id=f"{self.id}/{self._requests}",
                 session=self.id,
                 task=self.task,
-                tokens=self._tokens + self._heard,
+                tokens=self._tokens + self._observation_tokens,
                 sampling=sampling,
                 noise=self._noise,
             )
             try:
-                generation = await house.generator.generate(request)
+                generation = await context.generator.generate(request)
             except asyncio.CancelledError as error:
-                if self._cancelled():
+                if self._was_cancelled():
                     raise
-                raise ManagerError(f"{request.id}: the engines gave it up without a reason") from error
-            action = self._read(request, generation)
+                raise ManagerError(f"{request.id}: the engines dropped it without a reason") from error
+            action = self._decode_action(request, generation)
             if generation.waiting_s > 0.0:
-                doing.waited(generation.waiting_s, generation.engine or "engine")
+                timer.add_wait(generation.waiting_s, generation.engine or "engine")
             return generation, action
 
-    def _read(self, request: Request, generation: Generation) -> str:
-        wrong = _wrong_with(generation)
+    def _decode_action(self, request: GenerationRequest, generation: Generation) -> str:
+        wrong = _generation_error(generation)
         if not wrong:
             try:
-                return self._house.codec.action(generation.tokens)
+                return self._rollout_context.codec.decode_action(generation.tokens)
             except (ValueError, TypeError, OverflowError) as error:
-                wrong = _words(error)
-        raise ManagerError(f"{request.id}: what the generator gave for it cannot be read: {wrong}", retry=False)
+                wrong = _error_text(error)
+        raise ManagerError(f"{request.id}: the response of the generator cannot be read: {wrong}", retry=False)
 
     # ---- the reward ----
 
-    async def _rewarded(self) -> _End:
-        """Its environment stays open meanwhile: a reward may run in its sandbox."""
+    async def _compute_reward(self) -> _EpisodeEnd:
+        """The environment stays open meanwhile: a reward may run in its sandbox."""
         assert self._environment is not None
-        played = Played(
+        played = PlayedTrajectory(
             id=self.id,
             task=self.task,
             seed=self._seed,
             turns=tuple(self.turns),
             observation=self._observation,
-            total=self._total,
+            total=self._reward_sum,
             metrics=self._metrics,
             temperature=self._sampling.temperature,
             environment=self._environment,
             outside=self._outside,
         )
-        with self._doing(Stage.REWARD) as doing:
+        with self._time_stage(Stage.REWARD) as timer:
             try:
-                await self._wait_for_others(doing)
-                score = await self._scored(played)
-                doing.waited(score.waiting_s, score.waited_for)
+                await self._wait_until_all_played(timer)
+                score = await self._call_reward(played)
+                timer.add_wait(score.waiting_s, score.waited_for)
             except RewardFailed as error:
-                doing.failed = str(error)
-                return _End(Ending.REWARD_FAILED, doing.failed)
+                timer.failed = str(error)
+                return _EpisodeEnd(Ending.REWARD_FAILED, timer.failed)
         self._metrics = {**self._metrics, **score.metrics}
         if self._done:
-            return _End(Ending.FINISHED, "", score.value, score.teacher_logprobs)
-        return _End(Ending.TRUNCATED, self._cut, score.value, score.teacher_logprobs)
+            return _EpisodeEnd(Ending.FINISHED, "", score.value, score.teacher_logprobs)
+        return _EpisodeEnd(Ending.TRUNCATED, self._truncation_cause, score.value, score.teacher_logprobs)
 
-    async def _scored(self, played: Played) -> Score:
-        """Raises RewardFailed for all that a reward may do; it may call the environment."""
-        call = self._call = begun(self._arena.reward.score, played)
+    async def _call_reward(self, played: PlayedTrajectory) -> Score:
+        """Raises RewardFailed for every failure of the reward, which may call the environment."""
+        call = self._call = start_call(self._task_context.reward.score, played)
         await asyncio.wait({call})
         self._call = None
         if call.cancelled():
             raise RewardFailed("the reward cancelled itself")
         error = call.exception()
         if error is not None:
-            raise RewardFailed(_words(error)) from error
+            raise RewardFailed(_error_text(error)) from error
         try:
-            return _score_of(call.result(), sum(len(turn.tokens) for turn in played.turns))
+            return _checked_score(call.result(), sum(len(turn.tokens) for turn in played.turns))
         except TypeError as error:
-            raise RewardFailed(f"the reward gave no Score as it should be: {error}") from error
+            raise RewardFailed(f"the reward returned no valid Score: {error}") from error
 
-    # ---- places, stages, the record ----
+    # ---- slots, stages, the record ----
 
-    async def _take(self, places: asyncio.Semaphore, doing: _Doing) -> None:
-        """Once for all tries."""
-        if places in self._held:
+    async def _acquire_slot(self, slots: asyncio.Semaphore, timer: _StageTimer) -> None:
+        """Acquires a slot once for all tries."""
+        if slots in self._held_slots:
             return
-        asked, stage, what = self._now(), self.stage, f"concurrency of {self.task}"
-        if places.locked():
-            self._move(WAITING)
-            self._kept_by = what
-        await places.acquire()
-        self._held.append(places)
-        self._move(stage)
-        doing.waited(self._now() - asked, what)
+        began_s, stage, what = self._now(), self.stage, f"concurrency of {self.task}"
+        if slots.locked():
+            self._enter_stage(WAITING)
+            self._blocked_by = what
+        await slots.acquire()
+        self._held_slots.append(slots)
+        self._enter_stage(stage)
+        timer.add_wait(self._now() - began_s, what)
 
-    async def _meet(self, doing: _Doing, what: str) -> None:
-        if self._house.barrier is not None:
-            asked, self._kept_by = self._now(), what
-            await self._house.barrier.arrive(self.id)
-            self._kept_by = ""
-            doing.waited(self._now() - asked, what)
+    async def _arrive_at_barrier(self, timer: _StageTimer, what: str) -> None:
+        if self._rollout_context.barrier is not None:
+            began_s, self._blocked_by = self._now(), what
+            await self._rollout_context.barrier.arrive(self.id)
+            self._blocked_by = ""
+            timer.add_wait(self._now() - began_s, what)
 
-    async def _wait_for_others(self, doing: _Doing) -> None:
-        if self._house.barrier is not None:
-            asked, self._kept_by = self._now(), "the slowest episode"
-            await self._house.barrier.all_played()
-            self._kept_by = ""
-            doing.waited(self._now() - asked, "the slowest episode")
+    async def _wait_until_all_played(self, timer: _StageTimer) -> None:
+        if self._rollout_context.barrier is not None:
+            began_s, self._blocked_by = self._now(), "the slowest episode"
+            await self._rollout_context.barrier.wait_until_empty()
+            self._blocked_by = ""
+            timer.add_wait(self._now() - began_s, "the slowest episode")
 
-    def _give_back(self) -> None:
-        if self._house.barrier is not None:
-            self._house.barrier.leave(self.id)
-        while self._held:
-            self._held.pop().release()
+    def _release_slots(self) -> None:
+        if self._rollout_context.barrier is not None:
+            self._rollout_context.barrier.leave(self.id)
+        while self._held_slots:
+            self._held_slots.pop().release()
 
-    def _cancelled(self) -> bool:
-        """Whether somebody cancelled this, rather than what it waited for cancelled itself."""
+    def _was_cancelled(self) -> bool:
+        """Whether this task was cancelled, rather than the awaited call having cancelled itself."""
         assert self._task is not None
-        return self._stopped is not None or self._task.cancelling() > self._cancelling
+        return self._stopped is not None or self._task.cancelling() > self._cancellations_before
 
     @contextmanager
-    def _doing(self, stage: Stage) -> Iterator[_Doing]:
-        began_s, doing = self._now(), _Doing()
-        self._move(stage.value)
+    def _time_stage(self, stage: Stage) -> Iterator[_StageTimer]:
+        began_s, timer = self._now(), _StageTimer()
+        self._enter_stage(stage.value)
         try:
-            yield doing
+            yield timer
         except asyncio.CancelledError:
-            doing.failed = self._stopped.cause if self._stopped is not None else "cancelled"
+            timer.failed = self._stopped.cause if self._stopped is not None else "cancelled"
             raise
         except Exception as error:
-            doing.failed = _words(error)
+            timer.failed = _error_text(error)
             raise
         finally:
             ended_s = self._now()
@@ -517,22 +537,22 @@ class Episode:
                     stage=stage,
                     began_s=began_s,
                     ended_s=ended_s,
-                    waiting_s=min(doing.waiting_s, ended_s - began_s),
-                    waited_for=doing.waited_for,
-                    attempt=self._try,
-                    failed=doing.failed[:CAUSE_LENGTH_MAX],
+                    waiting_s=min(timer.waiting_s, ended_s - began_s),
+                    waited_for=timer.waited_for,
+                    attempt=self._try_number,
+                    failed=timer.failed[:CAUSE_LENGTH_MAX],
                 )
             )
 
-    def _move(self, stage: str) -> None:
+    def _enter_stage(self, stage: str) -> None:
         before, self.stage = self.stage, stage
-        self._moved_s, self._kept_by = self._now(), ""
-        self._house.moved(self, before)
+        self._stage_began_s, self._blocked_by = self._now(), ""
+        self._rollout_context.on_stage_change(self, before)
 
     def _now(self) -> float:
-        return self._house.clock.now() - self._house.began
+        return self._rollout_context.clock.now() - self._rollout_context.began
 
-    def _record(self, end: _End) -> Trajectory:
+    def _record(self, end: _EpisodeEnd) -> Trajectory:
         return Trajectory(
             id=self.id,
             task=self.task,
@@ -545,7 +565,7 @@ class Episode:
             ending=end.ending,
             cause=end.cause[:CAUSE_LENGTH_MAX],
             reward=end.reward,
-            teacher_logprobs=end.taught,
+            teacher_logprobs=end.teacher_logprobs,
             metrics=self._metrics,
             spans=tuple(self._spans),
             began_s=self._began_s,
@@ -553,8 +573,8 @@ class Episode:
         )
 
 
-def _wrong_with(generation: object) -> str:
-    """Empty, if it can be a turn."""
+def _generation_error(generation: object) -> str:
+    """Returns why this cannot become a turn; empty if it can."""
     if not isinstance(generation, Generation):
         return f"expected a Generation, got {type(generation).__name__}"
     count = len(generation.tokens)
@@ -565,35 +585,35 @@ def _wrong_with(generation: object) -> str:
     return ""
 
 
-def _score_of(score: object, tokens: int) -> Score:
-    """With plain numbers. `tokens`: that the policy wrote. Raises TypeError."""
+def _checked_score(score: object, tokens: int) -> Score:
+    """Returns the score with plain numbers. `tokens`: number of tokens that the policy wrote. Raises TypeError."""
     if not isinstance(score, Score):
         raise TypeError(f"expected a Score, got {type(score).__name__}")
-    value = number_of(score.value, "value")
+    value = plain_number(score.value, "value")
     if not math.isfinite(value):
         raise TypeError(f"expected a finite number as value, got {value}")
     return msgspec.structs.replace(
         score,
         value=value,
         metrics=metrics_of(score.metrics),
-        waiting_s=number_of(score.waiting_s, "waiting_s"),
-        teacher_logprobs=_taught_of(score.teacher_logprobs, tokens),
+        waiting_s=plain_number(score.waiting_s, "waiting_s"),
+        teacher_logprobs=_checked_teacher_logprobs(score.teacher_logprobs, tokens),
     )
 
 
-def _taught_of(logprobs: object, tokens: int) -> tuple[float, ...] | None:
+def _checked_teacher_logprobs(logprobs: object, tokens: int) -> tuple[float, ...] | None:
     if logprobs is None:
         return None
     if not isinstance(logprobs, tuple) or len(logprobs) != tokens:
         raise TypeError(f"expected teacher_logprobs of {tokens} tokens, got {str(logprobs)[:100]}")
-    found = tuple(number_of(each, "teacher_logprobs") for each in logprobs)
-    if not all(map(math.isfinite, found)):
+    values = tuple(plain_number(each, "teacher_logprobs") for each in logprobs)
+    if not all(map(math.isfinite, values)):
         raise TypeError("expected finite teacher_logprobs")
-    return found
+    return values
 
 
-def _words(error: BaseException) -> str:
-    """An error as a cause. Ours speak for themselves."""
-    if isinstance(error, TangramError | EnvironmentFailed | Exited):
+def _error_text(error: BaseException) -> str:
+    """Returns an error as a cause. Our own errors need no class name."""
+    if isinstance(error, TangramError | EnvironmentFailed | CallExited):
         return str(error)
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

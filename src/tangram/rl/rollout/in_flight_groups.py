@@ -1,7 +1,7 @@
-"""A flight: groups that are in play together, and those of them that have ended and are not taken yet.
+"""In-flight groups: groups that are played together, and those of them that ended and were not taken yet.
 
-Owns the order in which tickets are begun and groups handed out: a group is ready the moment it ends, whichever it is.
-Never judges a group.
+Owns the order in which tickets start and groups are handed out: a group is ready the moment it ends. Never judges a
+group.
 """
 
 from __future__ import annotations
@@ -12,34 +12,39 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from tangram.errors import ManagerError
-from tangram.rl.rollout.group_runner import Band
-from tangram.rl.rollout.records import Ending, Group, Ticket
+from tangram.rl.rollout.group_runner import GroupRunner
+from tangram.rl.rollout.records import Ending, Group, GroupTicket
 
 
-class Flight:
-    """`begin` as many as wanted, `take` them as they end; `stop` at last, and `land` to see what was left."""
+class InFlightGroups:
+    """`begin` groups one by one, or `refill` up to the limits; `take` them as they end; `stop` and `drain` at last."""
 
     def __init__(
         self,
-        tickets: Iterable[Ticket],
+        tickets: Iterable[GroupTicket],
         tasks: asyncio.TaskGroup,
-        make: Callable[[Ticket], Band],
-        ended: Callable[[Group], None],
-        broke: Callable[[Exception], None],
+        make_runner: Callable[[GroupTicket], GroupRunner],
+        *,
+        on_group_end: Callable[[Group], None],
+        on_error: Callable[[Exception], None],
+        playing_max: int = 0,
+        outstanding_max: int = 0,
     ) -> None:
-        """`ended`: told each group that does; `broke`: told what keeps groups from being played."""
-        self.on_end: Callable[[], object] | None = None
-        """Called when a group has ended and another may begin."""
-        self._told = ended
-        self._broke = broke
+        """`on_error` gets what keeps groups from being played. `playing_max`, `outstanding_max`: how many groups
+        `refill` plays at once, and how many may be in flight or ready. A group that ends is replaced within these
+        limits; with 0, groups start only by `begin`."""
+        self._on_group_end = on_group_end
+        self._on_error = on_error
+        self._playing_max, self._outstanding_max = playing_max, outstanding_max
         self._tickets = iter(tickets)
         self._tasks = tasks
-        self._make = make
-        self._playing: dict[int, Band] = {}
-        self._begun = 0
+        self._make_runner = make_runner
+        self._playing: dict[int, GroupRunner] = {}
+        self._begun_count = 0
         self._ready: deque[Group | Exception] = deque()
         self._changed = asyncio.Event()
-        self._stopped = False
+        self._exhausted = False
+        """No more tickets, or stopped."""
 
     @property
     def playing(self) -> int:
@@ -50,19 +55,27 @@ class Flight:
         return len(self._ready)
 
     def begin(self) -> bool:
-        """Whether there was another ticket, and the flight goes on."""
-        ticket = next(self._tickets, None) if not self._stopped else None
+        """Starts the next group. Returns False if there is no other ticket, or after `stop`."""
+        ticket = next(self._tickets, None) if not self._exhausted else None
         if ticket is None:
+            self._exhausted = True
             return False
-        band = self._make(ticket)
-        self._begun += 1
-        self._playing[self._begun] = band
-        task = self._tasks.create_task(self._play(band), name=ticket.group)
-        task.add_done_callback(partial(self._ended, self._begun))
+        runner = self._make_runner(ticket)
+        self._begun_count += 1
+        self._playing[self._begun_count] = runner
+        task = self._tasks.create_task(self._play(runner), name=ticket.group)
+        task.add_done_callback(partial(self._on_task_done, self._begun_count))
         return True
 
+    def refill(self) -> None:
+        """Starts groups up to the limits."""
+        while self.playing < self._playing_max and self.playing + self.ready < self._outstanding_max:
+            if not self.begin():
+                return
+
     async def take(self) -> Group | None:
-        """The next that ends; None if there is none to wait for. Raises what kept a group from being played."""
+        """Returns the next group that ends; None if none is in flight or ready. Raises what kept a group from being
+        played."""
         while not self._ready and self._playing:
             self._changed.clear()
             await self._changed.wait()
@@ -74,35 +87,34 @@ class Flight:
         return group
 
     def stop(self, ending: Ending, cause: str) -> None:
-        """All that are in play end, without members."""
-        self._stopped = True
-        for band in list(self._playing.values()):
-            band.stop(ending, cause)
+        """Ends all groups in flight without members."""
+        self._exhausted = True
+        for runner in list(self._playing.values()):
+            runner.stop(ending, cause)
 
-    async def land(self) -> tuple[Group, ...]:
-        """Those that were not taken, once all have ended. What kept one from being played is not raised again."""
+    async def drain(self) -> tuple[Group, ...]:
+        """Blocks until all groups have ended, and returns those that were not taken. Raises no error of a group."""
         while self._playing:
             self._changed.clear()
             await self._changed.wait()
         return tuple(group for group in self._ready if isinstance(group, Group))
 
-    async def _play(self, band: Band) -> Group | Exception:
+    async def _play(self, runner: GroupRunner) -> Group | Exception:
         try:
-            group = await band.play()
-            self._told(group)
+            group = await runner.play()
+            self._on_group_end(group)
             return group
         except Exception as error:
-            self._broke(error)
+            self._on_error(error)
             return error
 
-    def _ended(self, number: int, task: asyncio.Task[Group | Exception]) -> None:
-        band = self._playing.pop(number)
+    def _on_task_done(self, number: int, task: asyncio.Task[Group | Exception]) -> None:
+        runner = self._playing.pop(number)
         self._ready.append(
-            ManagerError(f"{band.ticket.group}: the rollout was cancelled") if task.cancelled() else task.result()
+            ManagerError(f"{runner.ticket.group}: the rollout was cancelled") if task.cancelled() else task.result()
         )
-        if self.on_end is not None:
-            try:
-                self.on_end()
-            except Exception as error:
-                self._ready.append(error)
+        try:
+            self.refill()
+        except Exception as error:
+            self._ready.append(error)
         self._changed.set()

@@ -1,8 +1,8 @@
 """Records of a rollout: trajectories, their turns, and the groups that they form.
 
-Owns what is known of a trajectory once it has ended, and says in one place what may be: exactly one ending, a reward if
-and only if the agent came to an end by itself, and for every token of the policy its log-probability and the version of
-the weights that sampled it. An infrastructure that failed never becomes a reward of 0. Never plays, trains or writes.
+Owns the record of an ended trajectory and its invariants: exactly one ending, a reward if and only if the agent itself
+reached the end, and for every token of the policy its log-probability and the version of the weights that sampled it. A
+failed infrastructure never becomes a reward of 0. Never plays, trains or writes.
 """
 
 from __future__ import annotations
@@ -14,33 +14,34 @@ import msgspec
 
 
 class Ending(StrEnum):
-    """How a trajectory ended. Each has exactly one."""
+    """How a trajectory ended."""
 
     FINISHED = "finished"
-    """The environment said that it is over."""
+    """The environment reported the end."""
     TRUNCATED = "truncated"
-    """It used up its turns or its tokens. It has a reward: what it did is the agent's own."""
+    """It used up its turns or its tokens. It has a reward, because this is the agent's own doing."""
     STALE = "stale"
-    """Its first token was sampled by weights that are too old now."""
+    """Its first token was sampled by weights that are too old now, or one of its tokens by newer weights that were
+    rolled back."""
     CANCELLED = "cancelled"
-    """Nobody needs it any more: enough others ended before it, or the run was stopped."""
+    """It is not needed: enough others ended before it, or the run was stopped."""
     ENV_FAILED = "env_failed"
-    """The environment crashed, hung or was lost, to the end of its retries."""
+    """The environment crashed, hung or was lost, after all retries."""
     REWARD_FAILED = "reward_failed"
-    """It was played to its end, but no reward could be had."""
+    """It was played to its end, but its reward failed."""
 
     @property
-    def rewarded(self) -> bool:
-        return self in REWARDED
+    def is_rewarded(self) -> bool:
+        return self in REWARDED_ENDINGS
 
 
-REWARDED = (Ending.FINISHED, Ending.TRUNCATED)
-STOPPED = (Ending.STALE, Ending.CANCELLED)
-"""What a trajectory can be stopped as."""
+REWARDED_ENDINGS = (Ending.FINISHED, Ending.TRUNCATED)
+STOP_ENDINGS = (Ending.STALE, Ending.CANCELLED)
+"""Endings that `stop` can give."""
 
 
 class Stage(StrEnum):
-    """What a trajectory is doing."""
+    """What a trajectory does."""
 
     RESET = "reset"
     GENERATE = "generate"
@@ -51,45 +52,45 @@ class Stage(StrEnum):
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
-    """One stage, from when it was asked for to its end. Times are seconds since the rollout began."""
+    """One stage, from its request to its end. Times are seconds since the rollout began."""
 
     stage: Stage
     began_s: float
     ended_s: float
     waiting_s: float = 0.0
-    """Of these, the first that passed before anything was done for it: a turn in a queue."""
+    """The first part of it, in which the request waited in a queue."""
     waited_for: str = ""
-    """What was short meanwhile, as it is called: an engine, a pool, the concurrency of a task."""
+    """What the request waited for: an engine, a pool, the concurrency of a task."""
     attempt: int = 0
-    """Which try this was; 0 is the first."""
+    """The number of the try, from 0."""
     failed: str = ""
-    """Why this try brought nothing; empty if it did."""
+    """Why this try failed; empty if it did not."""
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One exchange: what the environment said, and what the policy answered."""
+    """One exchange: an observation of the environment and an action of the policy."""
 
     observation: str
     observation_tokens: tuple[int, ...]
-    """As the policy saw it, the marks around it included."""
+    """As the policy saw it, with the marker tokens around it."""
     action: str
     tokens: tuple[int, ...]
-    """Of the action, as they were sampled, the one that ended it included. They are never made from text again."""
+    """Of the action, exactly as sampled, with its stop token. They are never encoded from text again."""
     logprobs: tuple[float, ...]
     """Of each token, in the distribution that it was sampled from."""
     versions: tuple[int, ...]
     """Of the weights that sampled each token."""
     kept: tuple[tuple[int, ...], ...] | None = None
-    """Where the sampling left tokens out (top-k, top-p): for each token, the ids among which it was sampled."""
+    """For top-k and top-p sampling: for each token, the ids among which it was sampled."""
     cut: bool = False
-    """It reached its limit of tokens before it ended by itself."""
+    """The action reached its token limit before its stop token."""
     engine: str = ""
-    """That sampled the last of it."""
+    """That sampled the last token."""
     prefilled: int = 0
-    """Tokens that an engine had to read for it, for the first time or again."""
+    """Tokens that an engine prefilled for it, for the first time or again."""
     prefill_s: float = 0.0
     decode_s: float = 0.0
-    """Engine time of its reading and of its writing."""
+    """Engine time of prefill and of decode."""
 
     def __post_init__(self) -> None:
         count = len(self.tokens)
@@ -106,41 +107,43 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     group: str
     member: int
     attempt: int
-    """0, or one more than that of the trajectory in whose place it was played."""
+    """0, or one more than the attempt that it replaces."""
     seed: int
-    """Of the group: it makes the environment. With member and attempt it makes the sampling noise."""
+    """Of the group: it determines the environment. With member and attempt it determines the sampling noise."""
     turns: tuple[Turn, ...]
     observation: str = ""
-    """What the environment said last, to which there is no answer."""
+    """The last observation, to which there is no action."""
     ending: Ending
     cause: str = ""
-    """Why it ended so, in words; empty if it simply finished."""
+    """Why it ended so; empty if it finished normally."""
     reward: float | None = None
     teacher_logprobs: tuple[float, ...] | None = None
-    """Of the policy's own tokens, as a teacher gives them; None if none was asked."""
+    """Of the policy's own tokens; None without a teacher."""
     metrics: dict[str, float] = {}
-    """What the environment and the reward said besides."""
+    """Further metrics of environment and reward."""
     spans: tuple[Span, ...] = ()
     began_s: float = 0.0
     ended_s: float = 0.0
 
     def __post_init__(self) -> None:
-        assert (self.reward is not None) == self.ending.rewarded, f"{self.id} {self.ending}: reward {self.reward}"
-        taught = self.teacher_logprobs
-        assert taught is None or len(taught) == len(self.logprobs), f"{self.id}: a teacher says something of each token"
+        assert (self.reward is not None) == self.ending.is_rewarded, f"{self.id} {self.ending}: reward {self.reward}"
+        teacher_logprobs = self.teacher_logprobs
+        assert teacher_logprobs is None or len(teacher_logprobs) == len(self.logprobs), (
+            f"{self.id}: a teacher scores each token"
+        )
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All of it, as the policy saw and wrote it."""
+        """All tokens, as the policy saw and wrote them."""
         return tuple(token for turn in self.turns for token in (*turn.observation_tokens, *turn.tokens))
 
     @property
-    def is_action(self) -> tuple[bool, ...]:
-        """Of each token: whether the policy wrote it."""
+    def action_mask(self) -> tuple[bool, ...]:
+        """For each token, whether the policy wrote it."""
         return tuple(
-            mine
+            is_action
             for turn in self.turns
-            for mine in (*(False for _ in turn.observation_tokens), *(True for _ in turn.tokens))
+            for is_action in (*(False for _ in turn.observation_tokens), *(True for _ in turn.tokens))
         )
 
     @property
@@ -155,12 +158,12 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def version_first(self) -> int | None:
-        """Of its first token, which its staleness is counted from; None if there is no token."""
+        """Of its first token, from which its staleness is counted; None without tokens."""
         return next((turn.versions[0] for turn in self.turns if turn.versions), None)
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """The siblings of one prompt, as they are trained on together."""
+    """The siblings of one prompt, which are trained on together."""
 
     id: str
     """`task/group`"""
@@ -169,51 +172,55 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     members: tuple[Trajectory, ...]
     """Those to be trained on; each has a reward."""
     left_out: tuple[Trajectory, ...] = ()
-    """Those that were played in vain: replaced, failed, or more than were needed."""
+    """Those without use: replaced, failed, or redundant."""
     wanted: int
-    """Members that it should have had."""
+    """Number of members of a complete group."""
     cause: str = ""
-    """Why it has fewer; empty if it has all."""
+    """Why it is incomplete; empty if it is complete."""
 
     def __post_init__(self) -> None:
-        assert all(each.ending.rewarded for each in self.members), f"{self.id}: a member without a reward"
+        assert all(each.ending.is_rewarded for each in self.members), f"{self.id}: a member without a reward"
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         return len(self.members) == self.wanted
 
     @property
     def version_first(self) -> int | None:
-        """Of the first token of its oldest member; None if there is no token."""
+        """Of the first token of its oldest member; None without tokens."""
         return min((each.version_first for each in self.members if each.version_first is not None), default=None)
 
     @property
     def version_last(self) -> int | None:
-        """Of its newest token; None if there is none."""
+        """Of its newest token; None without tokens."""
         return max((max(turn.versions) for each in self.members for turn in each.turns if turn.versions), default=None)
 
-    def all(self) -> Iterator[Trajectory]:
+    def all_trajectories(self) -> Iterator[Trajectory]:
         yield from self.members
         yield from self.left_out
 
 
-class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+class GroupTicket(msgspec.Struct, frozen=True, kw_only=True):
     """A group to be played."""
 
     task: str
     number: int
-    """Of the group within the run; with the task it is its id."""
+    """Of the group within the run; with the task it forms the id."""
     seed: int
     series: str = ""
-    """Of groups that are not trained on, such as those of an evaluation: stands before the number in the id."""
+    """Prefix of the number in the ids of groups that are not trained on, such as those of an evaluation."""
     size: int | None = None
-    """Members, if not as many as the settings say; then there are none besides."""
+    """Number of members, instead of the settings; then there are no redundant ones."""
     temperature: float | None = None
-    """With which its tokens are drawn, if not that of the settings."""
+    """Sampling temperature, instead of the settings."""
 
     @property
     def group(self) -> str:
         return f"{self.task}/{self.series}{self.number}"
 
-    def trajectory(self, member: int, attempt: int) -> str:
+    @property
+    def is_trained_on(self) -> bool:
+        return not self.series
+
+    def trajectory_id(self, member: int, attempt: int) -> str:
         return f"{self.group}/{member}.{attempt}"

@@ -1,11 +1,11 @@
-"""What redundancy costs, and what it prefers.
+"""The cost and the bias of redundancy.
 
-Owns the arithmetic; pure. Of members and groups that are played besides, the first that end are kept and the others
-stopped. That costs what was done in vain, and it prefers what ends soon: short answers, few turns, fast environments.
-Both are reported from the records alone, for each task and for all: `waste` is the share of all that was done in vain,
-and `kept` stands beside `cancelled`. A trajectory that was cancelled tells its length so far, which is less than it
-would have become; that is said by `turns` and `tokens` being lower bounds on that side. So is its engine time: how long
-a request that was aborted had waited in its engine is not told, so that only answers count.
+Pure arithmetic. Of redundant members and groups, the first that end are kept and the others stopped (early
+termination). That costs the work of the stopped ones, and it prefers what ends soon: short answers, few turns, fast
+environments. Both are computed from records alone, for each task and in total: `waste` is the share of work without
+use, and `kept` can be compared with `cancelled`. A cancelled trajectory has its length so far, which is less than its
+final length would be, so `turns` and `tokens` are lower bounds on that side. So is its engine time: records do not have
+the engine time of an aborted request.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import msgspec
 
 from tangram.rl.rollout.records import Ending, Group, Stage, Trajectory
 
-ENVIRONMENT = (Stage.RESET, Stage.STEP)
+ENVIRONMENT_STAGES = (Stage.RESET, Stage.STEP)
 
 
-class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """Trajectories that met the same fate, summed up."""
+class TrajectoryTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """Sums over trajectories of one category."""
 
     trajectories: int = 0
     turns: int = 0
     tokens: int = 0
-    """That the policy wrote, as far as they came back: what is aborted in an engine is not told."""
+    """Sampled by the policy, as far as recorded: tokens of requests aborted in an engine are not."""
     environment_s: float = 0.0
-    """In which environments were asked, waiting for a place left out."""
+    """In calls of environments, without waiting for a slot."""
     engine_s: float = 0.0
-    """Of the turns that there are, as engines told it, waiting left out; each counts for itself, as several share a
-    step. At least that much: what was aborted, and the turns before a retry, are not in it."""
+    """Of the recorded turns, without waiting; turns that share an engine step count individually. A lower bound:
+    aborted requests, and turns before a retry, are missing."""
     rewarded: int = 0
     reward_sum: float = 0.0
 
@@ -45,109 +45,111 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reward_mean(self) -> float | None:
-        """Of those that have one."""
+        """Of those that have a reward."""
         return self.reward_sum / self.rewarded if self.rewarded else None
 
-    def __add__(self, other: Side) -> Side:
-        return Side(**{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__})
+    def __add__(self, other: TrajectoryTotals) -> TrajectoryTotals:
+        return TrajectoryTotals(**{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__})
 
 
 class Waste(msgspec.Struct, frozen=True, kw_only=True):
-    """Shares of what was done, from 0 to 1, that no group was made of."""
+    """Shares of work, from 0 to 1, that is in no group."""
 
     tokens: float
     environment_s: float
     engine_s: float
 
 
-class Fates(msgspec.Struct, frozen=True, kw_only=True):
-    kept: Side = Side()
+class RedundancyBreakdown(msgspec.Struct, frozen=True, kw_only=True):
+    kept: TrajectoryTotals = TrajectoryTotals()
     """Members of groups."""
-    surplus: Side = Side()
-    """Had their reward too late to be kept, or in a group that was not."""
-    cancelled: Side = Side()
-    """Stopped, as they were not needed any more."""
-    failed: Side = Side()
-    """Stale, or without a reward by a failure of the infrastructure."""
+    surplus: TrajectoryTotals = TrajectoryTotals()
+    """Rewarded too late to be kept, or in a dropped group."""
+    cancelled: TrajectoryTotals = TrajectoryTotals()
+    """Stopped because they were not needed."""
+    failed: TrajectoryTotals = TrajectoryTotals()
+    """Stale, or without a reward because the infrastructure failed."""
 
     @property
     def waste(self) -> Waste:
-        vain = self.surplus + self.cancelled + self.failed
+        wasted = self.surplus + self.cancelled + self.failed
         return Waste(
-            tokens=_share(vain.tokens, self.kept.tokens),
-            environment_s=_share(vain.environment_s, self.kept.environment_s),
-            engine_s=_share(vain.engine_s, self.kept.engine_s),
+            tokens=_share(wasted.tokens, self.kept.tokens),
+            environment_s=_share(wasted.environment_s, self.kept.environment_s),
+            engine_s=_share(wasted.engine_s, self.kept.engine_s),
         )
 
-    def __add__(self, other: Fates) -> Fates:
-        return Fates(**{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__})
+    def __add__(self, other: RedundancyBreakdown) -> RedundancyBreakdown:
+        return RedundancyBreakdown(
+            **{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__}
+        )
 
 
 class RedundancyReport(msgspec.Struct, frozen=True, kw_only=True):
     selection: Literal["first"] = "first"
-    """Which are kept: those that end first."""
-    tasks: dict[str, Fates]
-    all: Fates
+    """Which ones are kept: those that end first."""
+    tasks: dict[str, RedundancyBreakdown]
+    all: RedundancyBreakdown
 
     def lines(self) -> list[str]:
-        """To be printed."""
-        said = []
+        """As text."""
+        lines = []
         for name, fates in (*self.tasks.items(), *((("all", self.all),) if len(self.tasks) > 1 else ())):
             waste = fates.waste
-            said.append(
-                f"{name}: in vain {waste.tokens:.1%} of tokens, {waste.environment_s:.1%} of environment time,"
+            lines.append(
+                f"{name}: wasted {waste.tokens:.1%} of tokens, {waste.environment_s:.1%} of environment time,"
                 f" at least {waste.engine_s:.1%} of engine time"
             )
-            said += [
+            lines += [
                 f"  {fate:<9} {side.trajectories:>6} trajectories, turns {_number(side.turns_mean)},"
                 f" tokens {_number(side.tokens_mean)}, reward {_number(side.reward_mean)}"
-                for fate in Fates.__struct_fields__
+                for fate in RedundancyBreakdown.__struct_fields__
                 if (side := getattr(fates, fate)).trajectories
             ]
-        return said
+        return lines
 
 
 def report(kept: Iterable[Group], left_out: Iterable[Group] = ()) -> RedundancyReport:
-    """Of groups that were kept, and of those that were not, be they whole or not."""
-    by_task: dict[str, Fates] = {}
+    """Reports on groups that were kept, and on those that were not."""
+    by_task: dict[str, RedundancyBreakdown] = {}
 
-    def count(group: Group, fates: Fates) -> None:
-        by_task[group.task] = by_task.get(group.task, Fates()) + fates
+    def count(group: Group, fates: RedundancyBreakdown) -> None:
+        by_task[group.task] = by_task.get(group.task, RedundancyBreakdown()) + fates
 
     for group in kept:
         for trajectory in group.members:
-            count(group, Fates(kept=_side(trajectory)))
+            count(group, RedundancyBreakdown(kept=_totals_of(trajectory)))
         for trajectory in group.left_out:
-            count(group, Fates(**{_fate(trajectory): _side(trajectory)}))
+            count(group, RedundancyBreakdown(**{_category(trajectory): _totals_of(trajectory)}))
     for group in left_out:
-        for trajectory in group.all():
-            count(group, Fates(**{_fate(trajectory): _side(trajectory)}))
-    return RedundancyReport(tasks=by_task, all=sum(by_task.values(), Fates()))
+        for trajectory in group.all_trajectories():
+            count(group, RedundancyBreakdown(**{_category(trajectory): _totals_of(trajectory)}))
+    return RedundancyReport(tasks=by_task, all=sum(by_task.values(), RedundancyBreakdown()))
 
 
-def _fate(trajectory: Trajectory) -> str:
-    if trajectory.ending.rewarded:
+def _category(trajectory: Trajectory) -> str:
+    if trajectory.ending.is_rewarded:
         return "surplus"
     return "cancelled" if trajectory.ending is Ending.CANCELLED else "failed"
 
 
-def _side(trajectory: Trajectory) -> Side:
+def _totals_of(trajectory: Trajectory) -> TrajectoryTotals:
     spent = dict.fromkeys(Stage, 0.0)
     for span in trajectory.spans:
         spent[span.stage] += span.ended_s - span.began_s - span.waiting_s
-    return Side(
+    return TrajectoryTotals(
         trajectories=1,
         turns=len(trajectory.turns),
         tokens=sum(len(turn.tokens) for turn in trajectory.turns),
-        environment_s=sum(spent[stage] for stage in ENVIRONMENT),
+        environment_s=sum(spent[stage] for stage in ENVIRONMENT_STAGES),
         engine_s=sum(turn.prefill_s + turn.decode_s for turn in trajectory.turns),
         rewarded=int(trajectory.reward is not None),
         reward_sum=trajectory.reward or 0.0,
     )
 
 
-def _share(vain: float, kept: float) -> float:
-    return vain / (vain + kept) if vain + kept > 0.0 else 0.0
+def _share(wasted: float, kept: float) -> float:
+    return wasted / (wasted + kept) if wasted + kept > 0.0 else 0.0
 
 
 def _number(mean: float | None) -> str:

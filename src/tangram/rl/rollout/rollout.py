@@ -1,14 +1,14 @@
-"""The rollout: groups of episodes, each at its own pace, none waiting for another.
+"""The rollout: plays groups of episodes, each at its own pace.
 
-    upcoming = tickets(settings)    # once: whoever makes them anew plays the same groups again
-    async with Rollout(settings, gateway, codec, client) as rollout:
+    upcoming = tickets(settings)    # once: a second iterator plays the same groups again
+    async with Rollout(settings, router, codec, client) as rollout:
         batch = await rollout.collect(upcoming, groups=16)     # a batch, then a training step, then the next batch
         async for group in rollout.stream(upcoming, in_flight=24): ...    # or without any barrier
 
-Owns every episode that is in play, the slots of each task and what the tasks share. A bad episode is a record, not a
-crash. What stops a rollout is a generator that cannot go on: then every episode ends as cancelled, with that cause, and
-whoever waits for a group gets the error. Promises that nothing is left of it outside `async with`: no request, no
-environment, no task but of an environment that does not listen; such a one is counted and told.
+Owns every episode in flight, the slots of each task and what the tasks share. A bad episode is a record, not a crash.
+Only a generator that cannot continue stops a rollout: every episode ends as cancelled with that cause, and every caller
+that waits for a group gets the error. Promises that no request, environment or task remains after `async with`, except
+tasks of environments that ignore cancellation, which are counted and logged.
 """
 
 from __future__ import annotations
@@ -27,55 +27,55 @@ from tangram.client.client import Client
 from tangram.clock import Clock, WallClock
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.rl.config.rollout_settings import RolloutSettings, TaskSettings
-from tangram.rl.environments.calls import LEAVES
-from tangram.rl.environments.protocol import Outside, Task
+from tangram.rl.environments.calls import EXIT_EXCEPTIONS
+from tangram.rl.environments.protocol import ExternalResources, Task
 from tangram.rl.environments.registry import path_of, resolve
-from tangram.rl.environments.shared_setup import prepared
+from tangram.rl.environments.shared_setup import prepare_tasks
 from tangram.rl.inference.engines.protocol import Sampling
 from tangram.rl.rollout.codec import Codec
-from tangram.rl.rollout.contexts import Arena, Generates, House, Slots
-from tangram.rl.rollout.environment_closer import Closings
+from tangram.rl.rollout.contexts import EpisodeSlots, RolloutContext, TaskContext, TokenGenerator
+from tangram.rl.rollout.environment_closer import EnvironmentCloser
 from tangram.rl.rollout.episode import WAITING, Episode
-from tangram.rl.rollout.group_runner import Band
-from tangram.rl.rollout.in_flight_groups import Flight
-from tangram.rl.rollout.records import STOPPED, Ending, Group, Stage, Ticket, Trajectory
-from tangram.rl.rollout.rewards import Reward, make_reward, missing_for, settings_for
+from tangram.rl.rollout.group_runner import GroupRunner
+from tangram.rl.rollout.in_flight_groups import InFlightGroups
+from tangram.rl.rollout.records import STOP_ENDINGS, Ending, Group, GroupTicket, Stage, Trajectory
+from tangram.rl.rollout.rewards import Reward, effective_settings, make_reward, missing_for
 from tangram.rl.rollout.turn_barrier import TurnBarrier
 
 STOPPED_CAUSE, INTERRUPTED_CAUSE = "the rollout was stopped", "the rollout was interrupted"
-"""Of what ends with the rollout, and of what ends because whoever waited for it was cancelled, as by Ctrl-C."""
-BARREN_MAX = 16
-"""Groups of a task that may end without members one after another, or twice as many as are played at once: what goes
-wrong then goes wrong always. Those that we stopped, or that lost members by their age, do not count."""
-HOPELESS_MAX = 2
-"""The same of groups all of whose members failed before their first turn for a reason that stays, such as an
-observation for which there is no room: these are no bad luck."""
+"""Causes of endings when the rollout ends, and when a caller is cancelled, for example by Ctrl-C."""
+EMPTY_GROUPS_MAX = 16
+"""Groups of a task that may end without members in a row, or twice as many as are played at once: a failure that
+repeats more often is permanent. Groups that were stopped, or lost members by staleness, do not count."""
+PERMANENT_FAILURES_MAX = 2
+"""The same limit for groups all of whose members failed before their first turn for a permanent reason, such as an
+observation that exceeds the context."""
 
 
-class Watches(Protocol):
-    """Is told what happens, as a progress bar is."""
+class RolloutObserver(Protocol):
+    """Receives events of a rollout; a progress bar is one."""
 
-    def began(self, trajectory: str, task: str) -> None: ...
+    def on_begin(self, trajectory: str, task: str) -> None: ...
 
-    def stage(self, trajectory: str, stage: Stage) -> None: ...
+    def on_stage(self, trajectory: str, stage: Stage) -> None: ...
 
-    def ended(self, trajectory: Trajectory) -> None: ...
+    def on_end(self, trajectory: Trajectory) -> None: ...
 
-    def group(self, group: Group) -> None: ...
+    def on_group(self, group: Group) -> None: ...
 
 
-class _Suspect(NamedTuple):
-    """An episode that may be writing by weights that are no more."""
+class _RollbackCheck(NamedTuple):
+    """To be made when a generation ends that was in flight when the engines were rolled back."""
 
     turns: int
-    """That it had when they were lost."""
+    """Turns that the episode had at that moment."""
     version_max: int
     cause: str
 
 
 class TaskStatistics(msgspec.Struct, frozen=True, kw_only=True):
     playing: dict[str, int]
-    """Episodes in each stage; those without a place are `waiting`."""
+    """Episodes in each stage; those without a slot are `queue`."""
     ended: dict[str, int]
     """Episodes by ending."""
 
@@ -87,27 +87,27 @@ class RolloutStatistics(msgspec.Struct, frozen=True, kw_only=True):
     close_failed: int
     """Environments that could not be closed."""
     stuck: int = 0
-    """Calls of environments that did not end when they were cancelled, and were left behind."""
+    """Calls of environments that ignored their cancellation and were abandoned."""
 
 
-class Collected(msgspec.Struct, frozen=True, kw_only=True):
+class CollectedBatch(msgspec.Struct, frozen=True, kw_only=True):
     """A batch of groups."""
 
     groups: tuple[Group, ...]
-    """Those to be trained on, in the order in which they ended."""
+    """Groups with members, in the order in which they ended."""
     left_out: tuple[Group, ...] = ()
-    """Those that were dropped, or came too late."""
+    """Groups that were dropped, or ended too late."""
     began_s: float = 0.0
     ended_s: float = 0.0
 
-    def all(self) -> Iterator[Trajectory]:
+    def all_trajectories(self) -> Iterator[Trajectory]:
         for group in (*self.groups, *self.left_out):
-            yield from group.all()
+            yield from group.all_trajectories()
 
 
-def tickets(settings: RolloutSettings, seed: int | None = None, first: int = 0) -> Iterator[Ticket]:
-    """Groups without end: of each task as many as its weight says, evenly mixed; the same for the same seed. `first`:
-    the number of the first, to go on where another stream was left."""
+def tickets(settings: RolloutSettings, seed: int | None = None, first: int = 0) -> Iterator[GroupTicket]:
+    """Yields group tickets without end: tasks are mixed evenly by weight, and the same seed gives the same tickets.
+    `first`: number of the first ticket, to continue another stream."""
     if not settings.tasks:
         raise InvalidConfig("tasks", settings.tasks, "at least one task to be played")
     seed = settings.seed if seed is None else seed
@@ -119,7 +119,7 @@ def tickets(settings: RolloutSettings, seed: int | None = None, first: int = 0) 
         name = max(owed, key=lambda each: owed[each])
         owed[name] -= 1.0
         if number >= first:
-            yield Ticket(task=name, number=number, seed=random.Random(f"{seed}/{name}/{number}").getrandbits(31))
+            yield GroupTicket(task=name, number=number, seed=random.Random(f"{seed}/{name}/{number}").getrandbits(31))
 
 
 class Rollout:
@@ -128,68 +128,65 @@ class Rollout:
     def __init__(
         self,
         settings: RolloutSettings,
-        generator: Generates,
+        generator: TokenGenerator,
         codec: Codec,
         client: Client | None = None,
         *,
-        fresh: Callable[[Episode], bool] | None = None,
         on_end: Callable[[Trajectory], None] | None = None,
-        watch: Watches | None = None,
+        observer: RolloutObserver | None = None,
         clock: Clock | None = None,
         began: float | None = None,
         rewards: Mapping[str, Reward] | None = None,
         barrier: bool = False,
     ) -> None:
-        """`fresh`: whether what was begun so is still wanted, asked before each turn and after each generation.
-        `on_end`: told every trajectory that ends, once. `watch`: told of that and of all else that happens. `began`: by
-        the clock, from when all times are counted; from now, if it is not said.
-        `rewards`: of tasks, in place of those of their settings. `barrier`: all episodes wait for each other at each
-        turn, as a rollout in batches of turns does."""
+        """`on_end` gets every trajectory that ends, once; `observer` gets all events. `began`: zero of all times, on
+        the clock; now if None. `rewards`: by task, instead of those of the settings. `barrier`: all episodes wait for
+        each other at each turn, as in a rollout in batches of turns."""
         self.settings = settings
         self._client = client
         self._on_end = on_end
-        self._watch = watch
+        self._observer = observer
         self._rewards = rewards or {}
         clock = clock or WallClock()
-        self._house = House(
+        self._context = RolloutContext(
             generator=generator,
             codec=codec,
             context_max=min(engine.context_max for engine in settings.engines),
             clock=clock,
             began=clock.now() if began is None else began,
-            closings=Closings(),
+            closer=EnvironmentCloser(),
             barrier=TurnBarrier() if barrier else None,
-            fresh=self._wanted,
-            moved=self._moved,
-            ended=self._ended,
+            stop_if_stale=self._stop_if_stale,
+            on_stage_change=self._on_stage_change,
+            on_end=self._on_trajectory_end,
         )
-        self._arena_by_task: dict[str, Arena] = {}
+        self._context_by_task: dict[str, TaskContext] = {}
         self._playing: dict[str, Episode] = {}
-        self._bands: dict[str, Band] = {}
-        """By group: those that have begun and not ended."""
-        self._fresh = fresh
+        self._runner_by_group: dict[str, GroupRunner] = {}
+        """Groups in flight."""
         self._version_min = 0
         self._version_min_cause = ""
-        self._suspects: dict[str, _Suspect] = {}
-        self._barren: dict[str, int] = {}
-        """By task: groups in a row that ended without members, and of these, the last that were hopeless:"""
-        self._hopeless: dict[str, int] = {}
-        self._flights: set[Flight] = set()
+        self._rollback_checks: dict[str, _RollbackCheck] = {}
+        self._empty_in_row: dict[str, int] = {}
+        """By task: groups that ended without members since the last one with members."""
+        self._permanent_failures_in_row: dict[str, int] = {}
+        """By task: the part of these, at their end, that failed for a permanent reason."""
+        self._open_sets: set[InFlightGroups] = set()
         self._counts: dict[str, dict[str, int]] = {}
         self._endings: dict[str, dict[str, int]] = {}
         self._stack = AsyncExitStack()
         self._tasks: asyncio.TaskGroup | None = None
-        self._broken: Exception | None = None
+        self._error: Exception | None = None
 
-    # ---- its life ----
+    # ---- start and end ----
 
     async def __aenter__(self) -> Self:
         tasks = [resolve(settings.environment or settings.name) for settings in self.settings.tasks]
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(prepared(tasks, self._client))
-            stack.push_async_callback(self._house.closings.drain)
+            await stack.enter_async_context(prepare_tasks(tasks, self._client))
+            stack.push_async_callback(self._context.closer.drain)
             for settings, task in zip(self.settings.tasks, tasks, strict=True):
-                self._arena_by_task[settings.name] = self._arena(settings, task)
+                self._context_by_task[settings.name] = self._make_task_context(settings, task)
             self._stack = stack.pop_all()
         self._tasks = await asyncio.TaskGroup().__aenter__()
         return self
@@ -205,171 +202,170 @@ class Rollout:
         finally:
             await self._stack.__aexit__(kind, error, trace)
 
-    def _arena(self, settings: TaskSettings, task: Task) -> Arena:
-        if settings.name in self._arena_by_task:
-            raise InvalidConfig("tasks", settings.name, "a name for each task of its own")
-        drawn = self.settings.sampling
-        outside = Outside(client=self._client, run=self.settings.run)
-        reward = self._rewards.get(settings.name) or self._reward(settings, task)
+    def _make_task_context(self, settings: TaskSettings, task: Task) -> TaskContext:
+        if settings.name in self._context_by_task:
+            raise InvalidConfig("tasks", settings.name, "each task to have a name of its own")
+        sampling = self.settings.sampling
+        outside = ExternalResources(client=self._client, run=self.settings.run)
+        reward = self._rewards.get(settings.name) or self._make_reward(settings, task)
         self._try_environment(settings, task, outside, reward)
         self._counts[settings.name] = {}
         self._endings[settings.name] = {}
-        return Arena(
+        return TaskContext(
             settings=settings,
-            make=task,
+            task=task,
             outside=outside,
             sampling=Sampling(
-                temperature=drawn.temperature,
-                stop=self._house.codec.stop,
-                top_k=drawn.top_k,
-                top_p=drawn.top_p,
-                keep_ids=drawn.keep_ids,
+                temperature=sampling.temperature,
+                stop=self._context.codec.stop,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                keep_ids=sampling.keep_ids,
             ),
             reward=reward,
-            # Whoever is ahead under a barrier would wait for a place, and those who have it for him.
-            slots=Slots(settings.concurrency, 0 if self._house.barrier is not None else settings.reset_ahead),
+            # No reset ahead under a barrier: episodes with slots would wait there for one that waits for a slot.
+            slots=EpisodeSlots(settings.concurrency, 0 if self._context.barrier is not None else settings.reset_ahead),
         )
 
-    def _reward(self, settings: TaskSettings, task: Task) -> Reward:
+    def _make_reward(self, settings: TaskSettings, task: Task) -> Reward:
         """Raises InvalidConfig."""
         try:
-            return make_reward(settings_for(task, settings.reward), self._client)
+            return make_reward(effective_settings(task, settings.reward), self._client)
         except InvalidConfig as error:
             raise InvalidConfig(f"tasks.{settings.name}.{error.field}", error.value, error.expected) from error
 
-    def _try_environment(self, settings: TaskSettings, task: Task, outside: Outside, reward: Reward) -> None:
-        """Makes an environment, as what is wrong with its options, with what its reward needs of it or with the room
-        for its actions is wrong each time. Raises InvalidConfig. What else it raises may be over when it is played."""
-        own = f"{settings.name}/options"
+    def _try_environment(self, settings: TaskSettings, task: Task, outside: ExternalResources, reward: Reward) -> None:
+        """Makes an environment once, to check its options, the needs of its reward and the context size before playing.
+        Raises InvalidConfig. Other errors are ignored here: they may be gone when the environment is played."""
+        trajectory = f"{settings.name}/options"
         try:
-            environment = task(msgspec.structs.replace(outside, trajectory=own), **settings.options)
+            environment = task(msgspec.structs.replace(outside, trajectory=trajectory), **settings.options)
         except (TypeError, ValueError, InvalidInput) as error:
             expected = f"options that {path_of(task)} can be made with ({error})"
             raise InvalidConfig(f"options of task {settings.name}", settings.options, expected) from error
-        except (Exception, *LEAVES):
+        except (Exception, *EXIT_EXCEPTIONS):
             return
-        self._house.closings.close(environment, own)
+        self._context.closer.close(environment, trajectory)
         missing = missing_for(reward, environment)
         if missing:
-            kind = settings_for(task, settings.reward).kind
+            kind = effective_settings(task, settings.reward).kind
             expected = f"a kind that {path_of(task)} can be rewarded by: {missing}"
             raise InvalidConfig(f"tasks.{settings.name}.reward.kind", kind, expected)
         tokens_max: int = settings.tokens_max or getattr(environment, "tokens_max", None) or task.tokens_max
-        if tokens_max >= self._house.context_max:
+        if tokens_max >= self._context.context_max:
             expected = (
                 f"more than tokens_max of task {settings.name}, which is {tokens_max}: an action has to fit, and what "
                 "is read before it"
             )
-            raise InvalidConfig("engines.context_max", self._house.context_max, expected)
+            raise InvalidConfig("engines.context_max", self._context.context_max, expected)
 
     # ---- playing ----
 
-    async def play(self, ticket: Ticket) -> Group:
-        """One group. Raises what a generator raised."""
-        async with self._flight((ticket,)) as flight:
-            flight.begin()
-            group = await flight.take()
+    async def play(self, ticket: GroupTicket) -> Group:
+        """Plays one group. Raises what the generator raised."""
+        async with self._in_flight_set((ticket,)) as groups_in_flight:
+            groups_in_flight.begin()
+            group = await groups_in_flight.take()
             assert group is not None
             return group
 
     async def collect(
-        self, tickets: Iterable[Ticket], groups: int, *, in_flight: int | None = None, extra: int | None = None
-    ) -> Collected:
-        """The first `groups` groups that end with members. `extra` (`groups_extra` of the settings, if it is not said)
-        are played besides, and what is not needed in the end is stopped. `in_flight`: at most so many at once. Fewer
-        come back if there are no more tickets. Raises what a generator raised, and ManagerError if too many groups of a
-        task end without members."""
+        self,
+        tickets: Iterable[GroupTicket],
+        groups: int,
+        *,
+        in_flight: int | None = None,
+        extra: int | None = None,
+    ) -> CollectedBatch:
+        """Returns the first `groups` groups that end with members. `extra` (default: `groups_extra` of the settings)
+        more groups are played, and stopped once they are not needed. `in_flight` bounds the groups played at once.
+        Returns fewer groups if the tickets run out. Raises what the generator raised, and ManagerError if too many
+        groups of a task end without members."""
         began_s = self._now()
-        wanted = groups + (self.settings.groups.groups_extra if extra is None else extra)
+        needed = groups + (self.settings.groups.groups_extra if extra is None else extra)
         kept: list[Group] = []
         left_out: list[Group] = []
-        async with self._flight(tickets) as flight:
+        async with self._in_flight_set(tickets) as groups_in_flight:
             more = True
             while len(kept) < groups:
-                at_once = min(wanted - len(kept), in_flight or wanted)
-                while more and flight.playing + flight.ready < at_once:
-                    more = flight.begin()
-                group = await flight.take()
+                at_once = min(needed - len(kept), in_flight or needed)
+                while more and groups_in_flight.playing + groups_in_flight.ready < at_once:
+                    more = groups_in_flight.begin()
+                group = await groups_in_flight.take()
                 if group is None:
                     break
                 (kept if group.members else left_out).append(group)
-                self.require_fruit(group, max(BARREN_MAX, 2 * groups))
-            flight.stop(Ending.CANCELLED, "enough other groups ended before it")
-            left_out += await flight.land()
-        return Collected(groups=tuple(kept), left_out=tuple(left_out), began_s=began_s, ended_s=self._now())
+                self.require_progress(group, max(EMPTY_GROUPS_MAX, 2 * groups))
+            groups_in_flight.stop(Ending.CANCELLED, "enough other groups ended before it")
+            left_out += await groups_in_flight.drain()
+        return CollectedBatch(groups=tuple(kept), left_out=tuple(left_out), began_s=began_s, ended_s=self._now())
 
     async def stream(
-        self, tickets: Iterable[Ticket], in_flight: int, *, ready_max: int | None = None
+        self, tickets: Iterable[GroupTicket], in_flight: int, *, ready_max: int | None = None
     ) -> AsyncGenerator[Group, None]:
-        """Groups as they end, those without members too. When one ends another begins, as long as no more than
-        `ready_max` (`in_flight`, if it is not said) wait to be taken. Raises what a generator raised, and ManagerError
-        if too many groups of a task end without members."""
-        flight = self._begin_flight(tickets)
-        limit = in_flight + (in_flight if ready_max is None else ready_max)
+        """Yields groups as they end, also those without members. Each is replaced as long as at most `ready_max`
+        (default: `in_flight`) groups wait to be taken. Raises what the generator raised, and ManagerError if too many
+        groups of a task end without members."""
+        groups_in_flight = self._begin_in_flight(
+            tickets,
+            in_flight,
+            in_flight + (in_flight if ready_max is None else ready_max),
+        )
         try:
-            more = True
-
-            def begin() -> None:
-                nonlocal more
-                while more and flight.playing < in_flight and flight.playing + flight.ready < limit:
-                    more = flight.begin()
-
-            flight.on_end = begin
             while True:
-                begin()
-                group = await flight.take()
+                groups_in_flight.refill()
+                group = await groups_in_flight.take()
                 if group is None:
                     return
-                self.require_fruit(group, max(BARREN_MAX, 2 * in_flight))
+                self.require_progress(group, max(EMPTY_GROUPS_MAX, 2 * in_flight))
                 yield group
         except asyncio.CancelledError:
-            self._end_flight(flight, INTERRUPTED_CAUSE)
+            self._end_in_flight(groups_in_flight, INTERRUPTED_CAUSE)
             raise
         finally:
-            self._end_flight(flight, "nobody takes its group any more")
+            self._end_in_flight(groups_in_flight, "its group is not taken: the stream was closed")
 
     def abort(
         self, which: Callable[[Episode], bool] | Collection[str], ending: Ending = Ending.CANCELLED, cause: str = ""
     ) -> int:
-        """Stops episodes, in engine and environment: those of which `which` says so, or of these ids. How many. Raises
-        InvalidConfig for an ending that only an episode itself can come to."""
-        if ending not in STOPPED:
-            raise InvalidConfig("ending", ending, f"one of {', '.join(STOPPED)}")
+        """Stops episodes, in engine and environment, by predicate or by id. Returns how many. Raises InvalidConfig for
+        an ending that only the episode itself can reach."""
+        if ending not in STOP_ENDINGS:
+            raise InvalidConfig("ending", ending, f"one of {', '.join(STOP_ENDINGS)}")
         chosen = [each for each in self._playing.values() if (which(each) if callable(which) else each.id in which)]
         for episode in chosen:
             episode.stop(ending, cause or f"aborted as {ending}")
         return len(chosen)
 
-    def in_play(self) -> tuple[Episode, ...]:
-        """All that have begun and not ended, oldest first."""
+    def in_flight(self) -> tuple[Episode, ...]:
+        """Returns all episodes that have begun and not ended, oldest first."""
         return tuple(self._playing.values())
 
-    def expire(self, version_min: int, cause: str) -> int:
-        """From now on, a member of a group that is trained on is lost once its first token is of an older version:
-        stopped as stale if it is in play, left out if it had ended, and played again as the settings say. How many are
-        lost at once. Groups that have all their members stay as they are."""
+    def discard_older_than(self, version_min: int, cause: str) -> int:
+        """Discards members of groups that are trained on whose first token is of a version below `version_min`, now and
+        from now on. A member in flight is stopped, one that has ended is left out of its group; the settings decide
+        whether it is replaced. Complete groups stay as they are. Returns how many members were discarded now."""
         self._version_min, self._version_min_cause = version_min, cause
-        return self._expire(lambda each: _older(each, version_min), cause)
+        return self._discard(lambda each: _is_older(each, version_min), cause)
 
-    def expire_after(self, version_max: int, cause: str) -> int:
-        """Weights of later versions are no more, and the engines have gone back: likewise members with any token of
-        them. What they write in this moment is looked at when it is there. Nothing is too old until `expire` says it
-        again."""
+    def discard_newer_than(self, version_max: int, cause: str) -> int:
+        """Discards members with any token of a version above `version_max`, because the weights were rolled back to it.
+        Generations in flight are checked when they end. Resets the bound of `discard_older_than`. Returns how many
+        members were discarded now."""
         self._version_min = 0
         for episode in self._playing.values():
             if episode.stage == Stage.GENERATE and self._is_trained_on(episode):
-                self._suspects[episode.id] = _Suspect(len(episode.turns), version_max, cause)
-        return self._expire(lambda each: _later(each, version_max), cause)
+                self._rollback_checks[episode.id] = _RollbackCheck(len(episode.turns), version_max, cause)
+        return self._discard(lambda each: _has_newer(each, version_max), cause)
 
-    def require_fruit(self, group: Group, row_max: int = BARREN_MAX) -> None:
-        """Of a group that has ended. Raises ManagerError, once, if it ended without members and more than `row_max` of
-        its task did so one after another, or more than HOPELESS_MAX by no chance."""
-        if self._hopeless.get(group.task, 0) > HOPELESS_MAX:
-            row_max = min(row_max, HOPELESS_MAX)
-        if not group.members and self._barren.get(group.task, 0) > row_max:
-            self._barren[group.task] = self._hopeless[group.task] = 0
+    def require_progress(self, group: Group, empty_max: int = EMPTY_GROUPS_MAX) -> None:
+        """Raises ManagerError, once, if this ended group is one too many in a row without members for its task."""
+        if self._permanent_failures_in_row.get(group.task, 0) > PERMANENT_FAILURES_MAX:
+            empty_max = min(empty_max, PERMANENT_FAILURES_MAX)
+        if not group.members and self._empty_in_row.get(group.task, 0) > empty_max:
+            self._empty_in_row[group.task] = self._permanent_failures_in_row[group.task] = 0
             raise ManagerError(
-                f"task {group.task}: {row_max + 1} groups in a row ended without members; the last: {group.cause}"
+                f"task {group.task}: {empty_max + 1} groups in a row ended without members; the last: {group.cause}"
             )
 
     def statistics(self) -> RolloutStatistics:
@@ -379,76 +375,81 @@ class Rollout:
                     playing={stage: number for stage, number in self._counts[name].items() if number},
                     ended=dict(self._endings[name]),
                 )
-                for name in self._arena_by_task
+                for name in self._context_by_task
             },
-            closing=len(self._house.closings),
-            close_failed=self._house.closings.failed,
-            stuck=self._house.closings.stuck,
+            closing=len(self._context.closer),
+            close_failed=self._context.closer.failed,
+            stuck=self._context.closer.stuck,
         )
 
-    # ---- what episodes tell ----
+    # ---- events of episodes ----
 
-    def _moved(self, episode: Episode, before: str) -> None:
+    def _on_stage_change(self, episode: Episode, before: str) -> None:
         counts = self._counts[episode.task]
         if before:
             counts[before] -= 1
         if episode.stage:
             counts[episode.stage] = counts.get(episode.stage, 0) + 1
-        if self._watch is None:
+        if self._observer is None:
             return
         if not before:
-            self._watch.began(episode.id, episode.task)
+            self._observer.on_begin(episode.id, episode.task)
         elif episode.stage not in ("", WAITING):
-            self._watch.stage(episode.id, Stage(episode.stage))
+            self._observer.on_stage(episode.id, Stage(episode.stage))
 
-    def _wanted(self, episode: Episode) -> bool:
-        if self._fresh is not None and not self._fresh(episode):
-            return False
+    def _stop_if_stale(self, episode: Episode) -> bool:
+        """Stops an episode that is too stale, or has tokens of weights that were rolled back. Returns whether."""
         if not self._is_trained_on(episode):
-            return True
-        cause = self._version_min_cause if _older(episode, self._version_min) else ""
-        suspect = self._suspects.get(episode.id)
-        if suspect is not None and len(episode.turns) > suspect.turns:
-            del self._suspects[episode.id]
-            cause = cause or (suspect.cause if _later(episode, suspect.version_max) else "")
+            return False
+        cause = self._version_min_cause if _is_older(episode, self._version_min) else ""
+        check = self._rollback_checks.get(episode.id)
+        if check is not None and len(episode.turns) > check.turns:
+            del self._rollback_checks[episode.id]
+            cause = cause or (check.cause if _has_newer(episode, check.version_max) else "")
         if cause:
             episode.stop(Ending.STALE, cause)
-        return not cause
+        return bool(cause)
 
     def _is_trained_on(self, episode: Episode) -> bool:
-        return not self._bands[episode.group].ticket.series
+        return self._runner_by_group[episode.group].ticket.is_trained_on
 
-    def _expire(self, stale: Callable[[Episode | Trajectory], bool], cause: str) -> int:
-        return sum(band.expire(stale, cause) for band in list(self._bands.values()) if not band.ticket.series)
+    def _discard(self, stale: Callable[[Episode | Trajectory], bool], cause: str) -> int:
+        return sum(
+            runner.discard(stale, cause)
+            for runner in list(self._runner_by_group.values())
+            if runner.ticket.is_trained_on
+        )
 
-    def _ended(self, record: Trajectory) -> None:
+    def _on_trajectory_end(self, record: Trajectory) -> None:
         del self._playing[record.id]
-        self._suspects.pop(record.id, None)
+        self._rollback_checks.pop(record.id, None)
         endings = self._endings[record.task]
         endings[record.ending.value] = endings.get(record.ending.value, 0) + 1
-        if self._watch is not None:
-            self._watch.ended(record)
+        if self._observer is not None:
+            self._observer.on_end(record)
         if self._on_end is not None:
             self._on_end(record)
 
-    def _group_ended(self, group: Group) -> None:
-        band = self._bands.pop(group.id)
+    def _on_group_end(self, group: Group) -> None:
+        runner = self._runner_by_group.pop(group.id)
         if group.members:
-            self._barren[group.task] = self._hopeless[group.task] = 0
-        elif band.failed:
-            self._barren[group.task] = self._barren.get(group.task, 0) + 1
-            self._hopeless[group.task] = self._hopeless.get(group.task, 0) + 1 if band.hopeless else 0
-        if self._watch is not None:
-            self._watch.group(group)
+            self._empty_in_row[group.task] = self._permanent_failures_in_row[group.task] = 0
+        elif runner.failed:
+            self._empty_in_row[group.task] = self._empty_in_row.get(group.task, 0) + 1
+            self._permanent_failures_in_row[group.task] = (
+                self._permanent_failures_in_row.get(group.task, 0) + 1 if runner.failed_permanently else 0
+            )
+        if self._observer is not None:
+            self._observer.on_group(group)
 
-    # ---- bands ----
+    # ---- groups in flight ----
 
     @asynccontextmanager
-    async def _flight(self, tickets: Iterable[Ticket]) -> AsyncIterator[Flight]:
-        flight = self._begin_flight(tickets)
+    async def _in_flight_set(self, tickets: Iterable[GroupTicket]) -> AsyncIterator[InFlightGroups]:
+        groups_in_flight = self._begin_in_flight(tickets)
         cause = STOPPED_CAUSE
         try:
-            yield flight
+            yield groups_in_flight
         except asyncio.CancelledError:
             cause = INTERRUPTED_CAUSE
             raise
@@ -456,60 +457,69 @@ class Rollout:
             cause = str(error)
             raise
         finally:
-            self._end_flight(flight, cause)
-            await flight.land()
+            self._end_in_flight(groups_in_flight, cause)
+            await groups_in_flight.drain()
 
-    def _begin_flight(self, tickets: Iterable[Ticket]) -> Flight:
+    def _begin_in_flight(
+        self, tickets: Iterable[GroupTicket], playing_max: int = 0, outstanding_max: int = 0
+    ) -> InFlightGroups:
         """Raises ManagerError."""
-        if self._broken is not None:
-            raise self._broken
+        if self._error is not None:
+            raise self._error
         if self._tasks is None:
             raise ManagerError("the rollout is not open: use it as `async with Rollout(...) as rollout:`", retry=False)
-        flight = Flight(tickets, self._tasks, self._band, self._group_ended, self._broke)
-        self._flights.add(flight)
-        return flight
+        groups_in_flight = InFlightGroups(
+            tickets,
+            self._tasks,
+            self._make_runner,
+            on_group_end=self._on_group_end,
+            on_error=self._on_generator_error,
+            playing_max=playing_max,
+            outstanding_max=outstanding_max,
+        )
+        self._open_sets.add(groups_in_flight)
+        return groups_in_flight
 
-    def _end_flight(self, flight: Flight, cause: str) -> None:
-        flight.on_end = None
-        flight.stop(Ending.CANCELLED, cause)
-        self._flights.discard(flight)
+    def _end_in_flight(self, groups_in_flight: InFlightGroups, cause: str) -> None:
+        groups_in_flight.stop(Ending.CANCELLED, cause)
+        self._open_sets.discard(groups_in_flight)
 
-    def _band(self, ticket: Ticket) -> Band:
-        if ticket.task not in self._arena_by_task:
-            known = ", ".join(self._arena_by_task)
+    def _make_runner(self, ticket: GroupTicket) -> GroupRunner:
+        if ticket.task not in self._context_by_task:
+            known = ", ".join(self._context_by_task)
             raise InvalidConfig("task", ticket.task, f"one that the settings name: {known}")
-        if ticket.group in self._bands:
-            raise InvalidConfig("ticket", ticket.group, "a number that no other group has: this one is being played")
+        if ticket.group in self._runner_by_group:
+            raise InvalidConfig("ticket", ticket.group, "a number of no other group: this one is being played")
         groups = self.settings.groups
         if ticket.size is not None:
             groups = msgspec.structs.replace(groups, size=ticket.size, members_extra=0, size_min=1)
-        band = self._bands[ticket.group] = Band(ticket, groups, self._episode, self._now)
-        return band
+        runner = self._runner_by_group[ticket.group] = GroupRunner(ticket, groups, self._make_episode, self._now)
+        return runner
 
-    def _episode(self, ticket: Ticket, member: int, attempt: int) -> Episode:
-        episode = Episode(self._house, self._arena_by_task[ticket.task], ticket, member, attempt)
+    def _make_episode(self, ticket: GroupTicket, member: int, attempt: int) -> Episode:
+        episode = Episode(self._context, self._context_by_task[ticket.task], ticket, member, attempt)
         assert episode.id not in self._playing, f"{episode.id} is being played"
         self._playing[episode.id] = episode
         return episode
 
-    def _broke(self, error: Exception) -> None:
-        """A generator cannot go on: nor can anybody here."""
-        if self._broken is None:
-            self._broken = error
+    def _on_generator_error(self, error: Exception) -> None:
+        """Stops everything: without a generator no episode can continue."""
+        if self._error is None:
+            self._error = error
             self._stop(str(error))
 
     def _stop(self, cause: str) -> None:
-        for flight in list(self._flights):
-            flight.stop(Ending.CANCELLED, cause)
+        for groups_in_flight in list(self._open_sets):
+            groups_in_flight.stop(Ending.CANCELLED, cause)
 
     def _now(self) -> float:
-        return self._house.clock.now() - self._house.began
+        return self._context.clock.now() - self._context.began
 
 
-def _older(played: Episode | Trajectory, version_min: int) -> bool:
-    first = played.version_first
+def _is_older(episode: Episode | Trajectory, version_min: int) -> bool:
+    first = episode.version_first
     return first is not None and first < version_min
 
 
-def _later(played: Episode | Trajectory, version_max: int) -> bool:
-    return any(version > version_max for turn in played.turns for version in turn.versions)
+def _has_newer(episode: Episode | Trajectory, version_max: int) -> bool:
+    return any(version > version_max for turn in episode.turns for version in turn.versions)

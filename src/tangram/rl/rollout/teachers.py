@@ -1,11 +1,10 @@
-"""Teachers of a training run: which ones its tasks ask, and what a connection must have for them.
+"""Teachers of a training run: which ones its tasks use, and what the connection needs for them.
 
-Owns what is refused before anything is played: a teacher that is not there, that has another vocabulary than the
-policy, or reads less than the policy writes. Never loads a model: rl/model/teacher.py serves them,
-rl/rollout/rewards.py asks.
+Owns the checks before anything is played: a teacher that is missing, has another vocabulary than the policy, or a
+smaller context. Never loads a model: rl/model/teacher.py serves them, rl/rollout/rewards.py calls them.
 
-Teachers share devices: the CUDA devices of the machine, or else an emulated one that has room for the largest of them.
-One that is not asked for a while goes when another needs the room, and comes back when it is asked.
+Teachers share devices: the CUDA devices of the machine, or an emulated one with memory for the largest teacher. An idle
+teacher is evicted when another one needs the memory, and restored on its next call.
 """
 
 from __future__ import annotations
@@ -21,50 +20,50 @@ from tangram.managers.models.devices import DeviceSpec, Emulated, discover
 from tangram.managers.models.service import Service
 from tangram.rl.config.rollout_settings import RolloutSettings
 from tangram.rl.config.training_settings import TeacherSettings, TrainSettings
-from tangram.rl.rollout.codec import Codec, Words
+from tangram.rl.rollout.codec import Codec, WordCodec
 
 ENGINE = "tangram.rl.model.teacher:TeacherEngine"
 DEVICE_BYTES_MIN = 64 << 20
 """Of an emulated device: all small teachers fit into it together."""
-GROWN = 2
-"""Weights are computed with in float32: those of a checkpoint in half precision grow by so much."""
+FLOAT32_GROWTH = 2
+"""Weights are computed with in float32: those of a half precision checkpoint grow by this factor."""
 SPARE_BYTES = 1 << 20
-"""Of gaps between weights."""
+"""For gaps between weights."""
 ANSWER_S_MAX = 60.0
-"""Of the first answer of a teacher, once it is loaded."""
+"""Time limit of the first call of a loaded teacher."""
 CONFIG, WORDS = "config.json", "words.json"
 
 
-class _Described(msgspec.Struct, frozen=True):
+class _CheckpointConfig(msgspec.Struct, frozen=True):
     vocab_size: int
     max_position_embeddings: int | None = None
 
 
-def asked(settings: RolloutSettings) -> tuple[str, ...]:
-    """The services that tasks name as their teachers, each once."""
+def teacher_services(settings: RolloutSettings) -> tuple[str, ...]:
+    """The distinct services that tasks name as their teachers."""
     return tuple(dict.fromkeys(task.reward.service for task in settings.tasks if task.reward.kind == "teacher"))
 
 
 def vocabulary_of(settings: RolloutSettings, codec: Codec) -> int:
-    """Of the policy. That of a checkpoint may have more tokens than its words."""
+    """Vocabulary size of the policy. That of a checkpoint may exceed the number of its words."""
     checkpoint = settings.policy.checkpoint
-    return _described("policy.checkpoint", checkpoint).vocab_size if checkpoint else codec.size
+    return _read_checkpoint_config("policy.checkpoint", checkpoint).vocab_size if checkpoint else codec.size
 
 
 def needs_of_teachers(settings: RolloutSettings, codec: Codec) -> dict[str, Any]:
-    """What a connection must be given for them, as `tangram.connect` names it; nothing, if none is asked. Raises
-    InvalidConfig for one that cannot teach this policy."""
-    names = asked(settings)
+    """Returns what a connection needs for the teachers, as arguments of `tangram.connect`; empty if there are none.
+    Raises InvalidConfig for one that cannot teach this policy."""
+    names = teacher_services(settings)
     if not names:
         return {}
-    there = {each.name: each for each in settings.teachers} if isinstance(settings, TrainSettings) else {}
+    available = {each.name: each for each in settings.teachers} if isinstance(settings, TrainSettings) else {}
     for name in names:
-        if name not in there:
-            expected = f"one of the teachers ({', '.join(there) or 'there are none: [[teachers]] with a name'})"
+        if name not in available:
+            expected = f"one of the teachers ({', '.join(available) or 'there are none: [[teachers]] with a name'})"
             raise InvalidConfig("reward.service", name, expected)
-    chosen = [there[name] for name in names]
+    chosen = [available[name] for name in names]
     for teacher in chosen:
-        _require_alike(teacher, settings, codec)
+        _require_compatible(teacher, settings, codec)
     services = [
         Service(name=each.name, engine=ENGINE, arguments={"checkpoint": str(Path(each.checkpoint).absolute())})
         for each in chosen
@@ -72,9 +71,9 @@ def needs_of_teachers(settings: RolloutSettings, codec: Codec) -> dict[str, Any]
     return {"services": services, "devices": _devices(max(_bytes_of(each) for each in chosen))}
 
 
-def joined(needs: dict[str, Any], teachers: dict[str, Any]) -> dict[str, Any]:
-    """What tasks need, and what teachers do. Every service may be given any device, so that all have the memory of the
-    largest; where there are real devices, nothing is emulated."""
+def merge_needs(needs: dict[str, Any], teachers: dict[str, Any]) -> dict[str, Any]:
+    """Merges the needs of tasks and teachers. Any service may get any device, so all emulated devices have the memory
+    of the largest; with real devices, nothing is emulated."""
     if not teachers:
         return needs
     devices: list[DeviceSpec] = [*needs.get("devices", ()), *teachers["devices"]]
@@ -87,33 +86,33 @@ def joined(needs: dict[str, Any], teachers: dict[str, Any]) -> dict[str, Any]:
     return {**needs, "services": [*needs.get("services", ()), *teachers["services"]], "devices": devices}
 
 
-async def hear_teachers(client: Client, settings: RolloutSettings, vocabulary: int) -> None:
-    """Ask each something, so that it is loaded and has the vocabulary of the policy, wherever it is served. Raises
-    InvalidConfig and ManagerError."""
-    for name in asked(settings):
+async def require_teachers(client: Client, settings: RolloutSettings, vocabulary: int) -> None:
+    """Calls each teacher once, to load it and to check its vocabulary, wherever it is served. Raises InvalidConfig and
+    ManagerError."""
+    for name in teacher_services(settings):
         question = {"tokens": [0, 0], "at": [1], "temperature": 1.0, "vocabulary": vocabulary}
         try:
-            said = await client.infer(name, question, run=settings.run, timeout_s=ANSWER_S_MAX)
+            result = await client.infer(name, question, run=settings.run, timeout_s=ANSWER_S_MAX)
         except InvalidInput as error:
             raise InvalidConfig(f"teacher {name}: {error.field}", error.value, error.expected) from error
-        if not said.ok:
-            raise ManagerError(f"teacher {name} does not answer: {said.status.value}: {said.reason}", retry=False)
+        if not result.ok:
+            raise ManagerError(f"teacher {name} does not respond: {result.status.value}: {result.reason}", retry=False)
 
 
-# ---- checkpoints ------------------------------------------------------------------------------------------------
+# ---- checkpoints ----
 
 
-def _require_alike(teacher: TeacherSettings, settings: RolloutSettings, codec: Codec) -> None:
+def _require_compatible(teacher: TeacherSettings, settings: RolloutSettings, codec: Codec) -> None:
     field = f"teacher {teacher.name}: checkpoint"
-    described, vocabulary = _described(field, teacher.checkpoint), vocabulary_of(settings, codec)
+    described, vocabulary = _read_checkpoint_config(field, teacher.checkpoint), vocabulary_of(settings, codec)
     if described.vocab_size != vocabulary:
         expected = f"the vocabulary of the policy, which has {vocabulary} tokens"
         raise InvalidConfig(field, f"{teacher.checkpoint} with {described.vocab_size} tokens", expected)
     words = Path(teacher.checkpoint) / WORDS
-    if isinstance(codec, Words) and words.is_file():
-        theirs = msgspec.json.decode(words.read_bytes(), type=tuple[str, ...])
-        # Those of a file come with its marks or without.
-        if Words(theirs).words != codec.words:
+    if isinstance(codec, WordCodec) and words.is_file():
+        teacher_devices = msgspec.json.decode(words.read_bytes(), type=tuple[str, ...])
+        # A vocabulary file may have the marker tokens or not.
+        if WordCodec(teacher_devices).words != codec.words:
             raise InvalidConfig(field, str(words), "the words of the policy, in the same order")
     context_max = min(engine.context_max for engine in settings.engines)
     reads = described.max_position_embeddings
@@ -122,10 +121,10 @@ def _require_alike(teacher: TeacherSettings, settings: RolloutSettings, codec: C
         raise InvalidConfig(field, f"{teacher.checkpoint}, which reads {reads} tokens", expected)
 
 
-def _described(field: str, checkpoint: str) -> _Described:
+def _read_checkpoint_config(field: str, checkpoint: str) -> _CheckpointConfig:
     path = Path(checkpoint) / CONFIG
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_Described)
+        return msgspec.json.decode(path.read_bytes(), type=_CheckpointConfig)
     except OSError as error:
         raise InvalidConfig(field, checkpoint, f"a folder with {CONFIG} ({error.strerror})") from None
     except msgspec.MsgspecError as error:
@@ -134,7 +133,7 @@ def _described(field: str, checkpoint: str) -> _Described:
 
 def _bytes_of(teacher: TeacherSettings) -> int:
     files = [*Path(teacher.checkpoint).glob("*.safetensors"), *Path(teacher.checkpoint).glob("*.bin")]
-    return GROWN * sum(path.stat().st_size for path in files) + SPARE_BYTES
+    return FLOAT32_GROWTH * sum(path.stat().st_size for path in files) + SPARE_BYTES
 
 
 def _devices(largest_bytes: int) -> list[DeviceSpec]:

@@ -1,9 +1,8 @@
-"""The turn barrier: episodes that wait for each other, as a rollout in batches of turns does.
+"""The turn barrier: synchronises all episodes at each turn, as a rollout in batches of turns does.
 
-It is there to be compared with. All episodes in play write their turn as one batch, all environments take their step
-when the whole batch is written, and the next batch begins when the slowest of them has answered. An episode that begins
-anew holds up the others until it is back; one that is over holds up nobody. Rewards are asked for when all have been
-played.
+It is a baseline. All episodes in flight generate their turn as one batch, all environments step when the whole batch is
+generated, and the next batch begins when the slowest environment has responded. An episode that starts delays the
+others until it arrives; one that has ended delays none. Rewards are computed when all episodes have been played.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ import asyncio
 
 
 class TurnBarrier:
-    """Opens when all who joined have arrived."""
+    """Opens when all joined episodes have arrived."""
 
     def __init__(self) -> None:
         self._joined: set[str] = set()
         self._arrived: dict[str, asyncio.Future[None]] = {}
-        self._looking = False
+        self._check_scheduled = False
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -29,36 +28,36 @@ class TurnBarrier:
     def leave(self, episode: str) -> None:
         self._joined.discard(episode)
         self._arrived.pop(episode, None)
-        self._look_soon()
+        self._schedule_check()
 
-    async def all_played(self) -> None:
-        """Until nobody is under way any more."""
+    async def wait_until_empty(self) -> None:
+        """Blocks until no episode is joined."""
         await self._empty.wait()
 
     async def arrive(self, episode: str) -> None:
-        """Until all others are here."""
+        """Blocks until all joined episodes have arrived."""
         assert episode in self._joined and episode not in self._arrived, f"{episode} is not under way"
-        here = self._arrived[episode] = asyncio.get_running_loop().create_future()
-        self._look_soon()
+        arrival = self._arrived[episode] = asyncio.get_running_loop().create_future()
+        self._schedule_check()
         try:
-            await here
+            await arrival
         finally:
-            if self._arrived.get(episode) is here:
+            if self._arrived.get(episode) is arrival:
                 del self._arrived[episode]
 
-    def _look_soon(self) -> None:
-        """Not at once: episodes that begin at this moment have not all joined yet."""
-        if not self._looking:
-            self._looking = True
-            asyncio.get_running_loop().call_soon(self._look)
+    def _schedule_check(self) -> None:
+        """Deferred to the next iteration of the event loop: episodes that begin now may not all have joined yet."""
+        if not self._check_scheduled:
+            self._check_scheduled = True
+            asyncio.get_running_loop().call_soon(self._check)
 
-    def _look(self) -> None:
-        self._looking = False
+    def _check(self) -> None:
+        self._check_scheduled = False
         if not self._joined:
             self._empty.set()
         if len(self._arrived) < len(self._joined):
             return
-        here, self._arrived = self._arrived, {}
-        for each in here.values():
+        arrival, self._arrived = self._arrived, {}
+        for each in arrival.values():
             if not each.done():
                 each.set_result(None)

@@ -1,17 +1,17 @@
-"""Checkpoints of a run: the weights as a trainer saves them, and the state of everything else at that moment.
+"""Checkpoints of a run: the weights as the trainer saves them, and the state of everything else at that moment.
 
     CHECKPOINTS/00000040/...             what Trainer.save wrote, words.json
     CHECKPOINTS/00000040/state.msgpack   a RunState
     CHECKPOINTS/00000040/whole.json      size and CRC-32 of every file
 
-Owns this layout. Never knows what is in the files of a trainer. Promises that a checkpoint is there whole or not at
-all, that one whose files are damaged is never taken for whole, and that an old one goes only once a newer is durable.
+Owns this layout. Never interprets the files of the trainer. Promises that a checkpoint is complete or absent, that a
+damaged one is never used, and that an old one is deleted only after a newer one is durable.
 
-A reader can hold a checkpoint, by links to its files or by copies where links are impossible: it stays while it is
-held, though its run deletes it meanwhile.
+A reader can pin a checkpoint with hard links to its files, or with copies where links are impossible, so that the run
+may delete it meanwhile:
 
-    with held_newest(run / CHECKPOINTS, warn=print) as held:
-        play(held.folder)       # with the weights of held.path, which may be gone by now
+    with pin_newest_checkpoint(run / CHECKPOINTS, warn=print) as pinned:
+        play(pinned.folder)     # the weights of pinned.path, which may be deleted by now
 """
 
 from __future__ import annotations
@@ -29,88 +29,88 @@ from typing import NamedTuple
 import msgspec
 
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
-from tangram.files.atomic_directory import remove_whole
+from tangram.files.atomic_directory import remove_atomically
 from tangram.rl.buffer.records import BufferState
-from tangram.rl.runs.sample_log import needed
-from tangram.rl.train.records import Warmed
-from tangram.rl.train.weights_folder import published_folder
+from tangram.rl.runs.sample_log import strip_for_training
+from tangram.rl.train.records import WarmStartChecked
+from tangram.rl.train.weights_folder import weights_folder
 
-STATE, WHOLE = "state.msgpack", "whole.json"
+STATE, CHECKSUMS_FILE = "state.msgpack", "whole.json"
 STATE_FORMAT = 1
-DAMAGED = ".damaged"
-"""Ends the names of checkpoints that were set aside."""
-DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
-"""Errors that stay; all others may be over at the next try, and then nothing would be lost."""
+DAMAGED_SUFFIX = ".damaged"
+"""Suffix of checkpoints that were set aside."""
+DAMAGE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
+"""Permanent errors, which count as damage. Others may be transient, and no checkpoint is given up for them."""
 READ_BYTES = 1 << 20
-"""At once, while a file is looked through."""
+"""Read buffer for checksums."""
 
 
 VANISHED_MAX = 100
-"""Checkpoints in a row that are deleted before they are held. Links take milliseconds; whoever meets this copies to
-another disk from a run that saves faster than it can be read."""
+"""Limit of consecutive checkpoints that vanish before they are pinned. Links take milliseconds, so only copies to
+another disk can lose against a run that saves faster than its files are copied."""
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run is, besides its weights."""
+    """The state of a run apart from its weights."""
 
     format: int = STATE_FORMAT
     version: int
-    """Of the weights."""
+    """Version of the weights."""
     step: int
-    """Gradient steps that are done."""
+    """Gradient steps done."""
     ticket_next: int
     """Number of the next ticket."""
     buffer: BufferState
     at_s: float
-    """How long the run has gone on."""
-    warm: Warmed | None = None
-    """The last look at the warm start."""
+    """Seconds since the run began, over all its processes."""
+    warm: WarmStartChecked | None = None
+    """The last evaluation of the warm start."""
     evaluations: int = 0
-    """That are done: the number of the next."""
+    """Evaluations done, which is the number of the next one."""
     random: bytes = b""
-    """State of whatever draws by chance besides, as its owner writes it."""
+    """State of other random generators, encoded by their owner."""
     note: str = ""
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One that is whole."""
+    """A complete checkpoint."""
 
     path: Path
     state: RunState
     warnings: tuple[str, ...] = ()
-    """What is wrong with newer ones, in words."""
+    """Describes newer checkpoints that are damaged."""
 
     @property
     def step(self) -> int:
         return self.state.step
 
 
-class _File(msgspec.Struct, frozen=True, kw_only=True):
+class _FileChecksum(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     crc32: int
 
 
-class _Format(msgspec.Struct, frozen=True):
+class _StateFormat(msgspec.Struct, frozen=True):
     format: int
 
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(RunState)
-_files: msgspec.json.Decoder[dict[str, _File]] = msgspec.json.Decoder(dict[str, _File])
+_files: msgspec.json.Decoder[dict[str, _FileChecksum]] = msgspec.json.Decoder(dict[str, _FileChecksum])
 
 
 class DamagedCheckpoint(ManagerError):
-    """A checkpoint that cannot be used."""
+    """A checkpoint is incomplete or damaged."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"checkpoint {path} is damaged: {reason}", retry=False)
 
 
 class NoCheckpoint(ManagerError):
-    """There are checkpoints, and none of them can be used: to resume the run fails each time."""
+    """Every checkpoint is damaged, so resuming the run fails each time."""
 
     def __init__(self, damage: Sequence[str]) -> None:
-        expected = "there is no other: begin anew with --fresh, or with other weights by policy.checkpoint"
+        expected = "there is no other: start again with --fresh, or with other weights by policy.checkpoint"
         super().__init__("; ".join((*damage, expected)), retry=False)
 
 
@@ -118,9 +118,11 @@ class NoCheckpoint(ManagerError):
 
 
 def write_state(path: Path, state: RunState) -> None:
-    """Into a checkpoint that is being written, with what training needs of the groups in it. It may take a while: call
-    it in a thread. Raises ManagerError."""
-    waiting = tuple(msgspec.structs.replace(each, group=needed(each.group)) for each in state.buffer.waiting)
+    """Writes the state into an unfinished checkpoint, reduced to what training needs. Blocks on the disk: call it in a
+    thread. Raises ManagerError."""
+    waiting = tuple(
+        msgspec.structs.replace(each, group=strip_for_training(each.group)) for each in state.buffer.waiting
+    )
     state = msgspec.structs.replace(state, buffer=msgspec.structs.replace(state.buffer, waiting=waiting))
     try:
         (path / STATE).write_bytes(_encoder.encode(state))
@@ -129,31 +131,32 @@ def write_state(path: Path, state: RunState) -> None:
 
 
 def seal(unfinished: Path) -> None:
-    """Writes down what is in it, so that damage is seen. Raises InvalidInput if the state is not, OSError."""
+    """Writes size and checksum of every file, which makes damage detectable. Raises InvalidInput if the state is
+    missing, and OSError."""
     if not (unfinished / STATE).is_file():
         raise InvalidInput("checkpoint", str(unfinished), f"that {STATE} was written into it, by write_state")
-    found = {each.relative_to(unfinished).as_posix(): _look(each) for each in _files_in(unfinished)}
-    (unfinished / WHOLE).write_bytes(msgspec.json.encode(found, order="sorted"))
+    checksums = {each.relative_to(unfinished).as_posix(): _checksum(each) for each in _files_in(unfinished)}
+    (unfinished / CHECKSUMS_FILE).write_bytes(msgspec.json.encode(checksums, order="sorted"))
 
 
 def prune(folder: Path, keep: int) -> int | None:
-    """Removes all but the newest, and what was set aside before them; the step of the oldest that is left. Raises
-    ManagerError."""
+    """Deletes all but the newest checkpoints, and older ones that were set aside. Returns the step of the oldest that
+    remains. Raises ManagerError."""
     steps = steps_in(folder)
     kept = steps[-keep:]
     for step in steps[:-keep]:
-        remove_whole(folder / folder_name(step))
-    for path in folder.glob(f"*{DAMAGED}"):
+        remove_atomically(folder / folder_name(step))
+    for path in folder.glob(f"*{DAMAGED_SUFFIX}"):
         if not kept or path.name < folder_name(kept[0]):
-            remove_whole(path)
+            remove_atomically(path)
     return kept[0] if kept else None
 
 
 def set_aside(path: Path) -> Path:
-    """Under a name that is never taken for a checkpoint. Raises ManagerError."""
-    aside = path.with_name(path.name + DAMAGED)
+    """Renames it to a name that no reader takes for a checkpoint. Raises ManagerError."""
+    aside = path.with_name(path.name + DAMAGED_SUFFIX)
     if aside.exists():
-        remove_whole(aside)
+        remove_atomically(aside)
     try:
         return path.rename(aside)
     except OSError as error:
@@ -168,22 +171,22 @@ def folder_name(step: int) -> str:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Of all that bear the name of a checkpoint, oldest first."""
+    """Steps of all folders with the name of a checkpoint, oldest first."""
     return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal() and path.is_dir())
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Raises DamagedCheckpoint; ManagerError for a format that is not known."""
+    """Raises DamagedCheckpoint, and ManagerError for an unknown format."""
     try:
-        told = _files.decode((path / WHOLE).read_bytes())
-        for name, file in told.items():
-            found = _look(path / name)
-            if found != file:
-                raise DamagedCheckpoint(path, f"{name} is not what was written: {_apart(file, found)}")
+        written = _files.decode((path / CHECKSUMS_FILE).read_bytes())
+        for name, file in written.items():
+            checksum = _checksum(path / name)
+            if checksum != file:
+                raise DamagedCheckpoint(path, f"{name} is not what was written: {_mismatch(file, checksum)}")
         content = (path / STATE).read_bytes()
-        if STATE not in told:
-            raise DamagedCheckpoint(path, f"{WHOLE} does not name {STATE}")
-        found_format = msgspec.msgpack.decode(content, type=_Format).format
+        if STATE not in written:
+            raise DamagedCheckpoint(path, f"{CHECKSUMS_FILE} does not name {STATE}")
+        found_format = msgspec.msgpack.decode(content, type=_StateFormat).format
         if found_format != STATE_FORMAT:
             raise ManagerError(
                 f"{path / STATE}: expected a state of format {STATE_FORMAT}, got {found_format}; resume it with the "
@@ -192,111 +195,111 @@ def read_checkpoint(path: Path) -> Checkpoint:
             )
         return Checkpoint(path=path, state=_decoder.decode(content))
     except OSError as error:
-        if error.errno in DAMAGE:
+        if error.errno in DAMAGE_ERRNOS:
             raise DamagedCheckpoint(path, f"{error.filename or path}: {error.strerror}") from error
         raise ManagerError(f"checkpoint {path} cannot be read: {error.strerror}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError, AssertionError) as error:
         raise DamagedCheckpoint(path, str(error)) from error
 
 
-def _look(path: Path) -> _File:
+def _checksum(path: Path) -> _FileChecksum:
     crc32 = size = 0
     with path.open("rb") as file:
         while content := file.read(READ_BYTES):
             crc32 = zlib.crc32(content, crc32)
             size += len(content)
-    return _File(size=size, crc32=crc32)
+    return _FileChecksum(size=size, crc32=crc32)
 
 
-def _apart(written: _File, found: _File) -> str:
-    if found.size != written.size:
-        return f"it has {found.size:,} bytes instead of {written.size:,}"
-    return f"its {found.size:,} bytes are others (CRC-32 {found.crc32:08x} instead of {written.crc32:08x})"
+def _mismatch(written: _FileChecksum, actual: _FileChecksum) -> str:
+    if actual.size != written.size:
+        return f"it has {actual.size:,} bytes instead of {written.size:,}"
+    return f"its {actual.size:,} bytes differ (CRC-32 {actual.crc32:08x} instead of {written.crc32:08x})"
 
 
 def _files_in(folder: Path) -> list[Path]:
     return sorted(each for each in folder.rglob("*") if each.is_file())
 
 
-class Held(NamedTuple):
+class PinnedCheckpoint(NamedTuple):
     path: Path
-    """What it is called."""
+    """The original folder."""
     folder: Path
-    """Where its files are."""
+    """The folder with links or copies."""
 
 
-class Vanished(Exception):
-    """It was deleted before it was held."""
+class CheckpointVanished(Exception):
+    """The checkpoint was deleted before it was pinned."""
 
 
 @contextmanager
-def held(path: Path) -> Iterator[Held]:
-    """This one. Raises DamagedCheckpoint, InvalidConfig if it is gone, and ManagerError."""
-    with _place(path.parent) as place:
+def pin_checkpoint(path: Path) -> Iterator[PinnedCheckpoint]:
+    """Pins this checkpoint. Raises DamagedCheckpoint, InvalidConfig if it was deleted, and ManagerError."""
+    with _pin_folder(path.parent) as place:
         try:
-            found = _hold(path, place)
-        except Vanished:
+            pinned = _pin(path, place)
+        except CheckpointVanished:
             raise InvalidConfig("checkpoint", str(path), "one that is there: its run has just deleted it") from None
-        yield found
+        yield pinned
 
 
 @contextmanager
-def held_newest(checkpoints: Path, warn: Callable[[str], None]) -> Iterator[Held]:
-    """The newest in this folder that is whole; `warn` is told of those that are not. Raises InvalidConfig if there is
-    none, and ManagerError."""
-    with _place(checkpoints) as place:
-        yield _newest(checkpoints, place, warn)
+def pin_newest_checkpoint(checkpoints: Path, warn: Callable[[str], None]) -> Iterator[PinnedCheckpoint]:
+    """Pins the newest complete checkpoint and calls `warn` for each damaged one. Raises InvalidConfig if there is none,
+    and ManagerError."""
+    with _pin_folder(checkpoints) as place:
+        yield _pin_newest(checkpoints, place, warn)
 
 
-def _newest(checkpoints: Path, place: Path, warn: Callable[[str], None]) -> Held:
+def _pin_newest(checkpoints: Path, place: Path, warn: Callable[[str], None]) -> PinnedCheckpoint:
     damaged: set[int] = set()
     vanished = 0
     while vanished < VANISHED_MAX:
-        left = [step for step in steps_in(checkpoints) if step not in damaged]
-        if not left:
+        steps = [step for step in steps_in(checkpoints) if step not in damaged]
+        if not steps:
             break
         try:
-            return _hold(checkpoints / folder_name(left[-1]), place)
-        except Vanished:
+            return _pin(checkpoints / folder_name(steps[-1]), place)
+        except CheckpointVanished:
             vanished += 1
         except DamagedCheckpoint as error:
             warn(str(error))
-            damaged.add(left[-1])
+            damaged.add(steps[-1])
     if vanished:
-        raise ManagerError(f"{checkpoints}: {vanished} checkpoints in a row were deleted before they could be held")
+        raise ManagerError(f"{checkpoints}: {vanished} checkpoints in a row were deleted before they could be pinned")
     if damaged:
-        raise ManagerError(f"{checkpoints}: no checkpoint in it is whole", retry=False)
+        raise ManagerError(f"{checkpoints}: every checkpoint in it is damaged", retry=False)
     raise InvalidConfig("checkpoint", str(checkpoints), "a run that has a checkpoint: this one has none yet")
 
 
 @contextmanager
-def _place(checkpoints: Path) -> Iterator[Path]:
-    """In the folder of the run, where there can be links; or else where everybody may write."""
+def _pin_folder(checkpoints: Path) -> Iterator[Path]:
+    """In the folder of the run, where hard links work, or in the temporary directory if that is not writable."""
     run = checkpoints.resolve().parent
     below = run if os.access(run, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
     with ExitStack() as stack:
         try:
-            place = stack.enter_context(published_folder(below))
+            place = stack.enter_context(weights_folder(below))
         except OSError as error:
-            raise ManagerError(f"no checkpoint can be held in {below}: {error.strerror}") from error
+            raise ManagerError(f"no checkpoint can be pinned in {below}: {error.strerror}") from error
         yield place
 
 
-def _hold(path: Path, place: Path) -> Held:
-    """Raises Vanished, DamagedCheckpoint and ManagerError."""
+def _pin(path: Path, place: Path) -> PinnedCheckpoint:
+    """Raises CheckpointVanished, DamagedCheckpoint and ManagerError."""
     folder = place / path.name
     try:
         for each in path.rglob("*"):
             if each.is_file():
                 _link(each, folder / each.relative_to(path))
         read_checkpoint(folder)
-        return Held(path, folder)
+        return PinnedCheckpoint(path, folder)
     except (OSError, ManagerError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         if not path.is_dir():
-            raise Vanished from None
+            raise CheckpointVanished from None
         if isinstance(error, OSError):
-            raise ManagerError(f"checkpoint {path} cannot be held: {error.strerror}") from error
+            raise ManagerError(f"checkpoint {path} cannot be pinned: {error.strerror}") from error
         if isinstance(error, DamagedCheckpoint):
             error.args = (str(error).replace(str(folder), str(path)),)
         raise
@@ -309,5 +312,5 @@ def _link(file: Path, to: Path) -> None:
         to.hardlink_to(file)
     except FileNotFoundError:
         raise
-    except OSError:  # on another disk, or somebody else's
+    except OSError:  # another disk, or a file of another user
         shutil.copyfile(file, to)

@@ -1,18 +1,17 @@
-"""The metrics of a training run: every line as it happens, in `metrics.jsonl` and for TensorBoard.
+"""The metrics log of a training run: an append-only log, `metrics.jsonl`, and event files for TensorBoard.
 
-Owns both files, and which lines of a run count. Never computes a metric that a line does not say. Promises that a line
-is in `metrics.jsonl` whole or not at all, as soon as `tell` returns, also when the disk is full; that what is read
-equals what was told, numbers that are not finite included; and that whatever is wrong with TensorBoard never stops a
-run: it is left out from then on, and `left_out` says why.
+Owns both, and decides which lines of a resumed run count. Never computes a metric that is not in a line. Promises that
+a line is in `metrics.jsonl` when `append` returns, that it is read back as it was, NaN and infinity included, and that
+a failure of TensorBoard never stops a run: its files end, and `tensorboard_error` has the reason.
 
     with MetricsLog(folder, resume=False) as log:
-        log.tell(Began(...))
+        log.append(RunBegan(...))
     lines = read_metrics(folder / METRICS_FILE)
 
 TensorBoard shows, by step:
 
     reward/TASK eval/TASK warm/TASK       mean rewards: of the batch, of held-out seeds, of the warm start
-    loss/NAME                             what the trainer tells, see training_records.METRICS
+    loss/NAME                             metrics of the trainer, see METRICS in rl/train/records.py
     staleness/mean max                    of the trajectories of the batch
     time/NAME wait/STAGE                  seconds of the step, and of its waiting
     throughput/trajectories_per_s tokens_per_s trainer_tokens_per_s
@@ -30,66 +29,64 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from tangram.errors import InvalidConfig, InvalidInput, InvalidTrace, ManagerError, TangramError
-from tangram.reports.printable import plain
-from tangram.rl.train.records import AnyLine, Began, Evaluated, Noticed, Over, Trained, Warmed
+from tangram.files.append_log import AppendLog, LineReader, complete_lines_bytes
+from tangram.reports.printable import escape_unprintable
+from tangram.rl.train.records import AnyMetricsLine, Evaluated, Noticed, RunBegan, RunEnded, Trained, WarmStartChecked
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
-"""In the folder of a run."""
-NUMBER = "$number"
-"""JSON has no nan and no infinity: `{"$number": "nan"}` is."""
+"""Names in the folder of a run."""
+NUMBER_KEY = "$number"
+"""JSON has no NaN and no infinity; they are written as `{"$number": "nan"}`."""
 NOT_FINITE = ("nan", "inf", "-inf")
-TAIL_BYTES = 64 << 10
-COUNTED = {"trajectories", "tokens", "tokens_per_s"}
-"""Of what a trainer tells, what is throughput."""
+THROUGHPUT_METRICS = {"trajectories", "tokens", "tokens_per_s"}
+"""Metrics of the trainer that are shown as throughput, not as loss."""
 TIMES = ("step_s", "wait_s", "train_s", "push_s", "pull_s", "exposed_s", "evaluation_s")
-MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 _encoder = msgspec.json.Encoder()
-_decoder: msgspec.json.Decoder[AnyLine] = msgspec.json.Decoder(AnyLine)
+_decoder: msgspec.json.Decoder[AnyMetricsLine] = msgspec.json.Decoder(AnyMetricsLine)
 
 
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
 class MetricsLog:
-    """Use it as a context manager. What it is told is written before `tell` returns."""
+    """The writer. Use it as a context manager."""
 
     def __init__(self, folder: Path, *, resume: bool) -> None:
-        """`resume`: go on behind what is there; a last line without its end, as a killed process leaves it, is cut off.
-        Otherwise there must be nothing yet. Raises InvalidConfig."""
+        """`resume` appends to the existing log and cuts off an incomplete last line; otherwise the log must be new.
+        Raises InvalidConfig."""
         self.path = folder / METRICS_FILE
-        self._file, self._size = _opened(self.path, resume)
-        self._board = _Board(folder / TENSORBOARD)
+        self._log = _open(self.path, resume=resume)
+        self._tensorboard = _TensorBoardWriter(folder / TENSORBOARD)
 
     @property
-    def left_out(self) -> str:
-        """Why there is nothing, or nothing more, for TensorBoard; empty if there is."""
-        return self._board.left_out
+    def tensorboard_error(self) -> str:
+        """Why TensorBoard has no events, or no more; empty if it works."""
+        return self._tensorboard.error
 
-    def tell(self, line: AnyLine) -> None:
-        """Raises ManagerError if it cannot be written; then it is not in the file, and all others are."""
-        self._write(_encoded(line))
-        if self._board.tell(line):
+    def append(self, line: AnyMetricsLine) -> None:
+        """Raises ManagerError if the line cannot be written; all lines before it are complete."""
+        self._log.append(_encode(line))
+        if self._tensorboard.append(line):
             self._show_warm_start()
 
     def _show_warm_start(self) -> None:
-        """Once more: TensorBoard forgets it with the steps of the same numbers."""
+        """Write the warm start again: TensorBoard drops it together with the steps of the same numbers."""
         with contextlib.suppress(TangramError):
             for line in read_metrics(self.path):
-                if isinstance(line, Warmed):
-                    self._board.tell(line)
+                if isinstance(line, WarmStartChecked):
+                    self._tensorboard.append(line)
 
     def close(self) -> None:
-        self._board.close()
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._tensorboard.close()
+        self._log.close()
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -97,74 +94,31 @@ class MetricsLog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _write(self, line: bytes) -> None:
-        if self._file < 0:
-            raise ManagerError(f"{self.path}: the log is closed", retry=False)
-        left = memoryview(line)
-        try:
-            while left:
-                left = left[os.write(self._file, left) :]
-        except BaseException as error:
-            self._take_back()
-            if not isinstance(error, OSError):
-                raise
-            raise ManagerError(f"{self.path} cannot be written ({error.strerror}); what is in it is whole") from error
-        self._size += len(line)
 
-    def _take_back(self) -> None:
-        """What of a line is written. If even that fails, there is a last line without its end."""
-        try:
-            os.ftruncate(self._file, self._size)
-        except OSError:
-            os.close(self._file)  # what followed would be part of that line
-            self._file = -1
-
-
-def _opened(path: Path, resume: bool) -> tuple[int, int]:
-    """The file to append to, and its size."""
+def _open(path: Path, *, resume: bool) -> AppendLog:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        log = AppendLog(path, recover=complete_lines_bytes if resume else None)
     except OSError as error:
         raise InvalidConfig("metrics", str(path), f"a file that can be written ({error.strerror})") from error
-    try:
-        size = os.fstat(file).st_size
-        if size and not resume:
-            raise InvalidConfig("metrics", str(path), "a new file: this one holds a run; resume it, or choose another")
-        whole = _whole_bytes(file, size)
-        if whole < size:
-            os.ftruncate(file, whole)
-        return file, whole
-    except BaseException:
-        os.close(file)
-        raise
+    if log.size and not resume:
+        log.close()
+        raise InvalidConfig("metrics", str(path), "a new file: this one holds a run; resume it, or choose another")
+    return log
 
 
-def _whole_bytes(file: int, size: int) -> int:
-    """Up to the end of the last whole line."""
-    end = size
-    while end:
-        start = max(0, end - TAIL_BYTES)
-        found = os.pread(file, end - start, start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        end = start
-    return 0
+def _encode(line: AnyMetricsLine) -> bytes:
+    return _encoder.encode(_mark_non_finite(msgspec.to_builtins(line))) + b"\n"
 
 
-def _encoded(line: AnyLine) -> bytes:
-    return _encoder.encode(_marked(msgspec.to_builtins(line))) + b"\n"
-
-
-def _marked(value: Any) -> Any:
-    """As JSON can say it. Text is for readers: half a character in it is shown, not kept."""
+def _mark_non_finite(value: Any) -> Any:
+    """Converts to what JSON can represent. Text is for readers only, so lone surrogates become escapes."""
     match value:
         case dict():
-            return {_marked(key): _marked(each) for key, each in value.items()}
+            return {_mark_non_finite(key): _mark_non_finite(each) for key, each in value.items()}
         case list() | tuple():
-            return [_marked(each) for each in value]
+            return [_mark_non_finite(each) for each in value]
         case float() if not math.isfinite(value):
-            return {NUMBER: repr(value)}
+            return {NUMBER_KEY: repr(value)}
         case str():
             return value.encode("utf-8", "backslashreplace").decode()
     return value
@@ -173,191 +127,192 @@ def _marked(value: Any) -> Any:
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-def read_metrics(path: Path) -> list[AnyLine]:
-    """The lines of a run that count, in their order; it may still be going on. What was trained, looked at or warmed up
-    in a lineage of weights that was given up does not count: a run that went on from step s forgets what came after it.
-    Raises InvalidConfig if the file cannot be read, InvalidTrace with the line for what is malformed."""
-    found: list[AnyLine] = []
+def read_metrics(path: Path) -> list[AnyMetricsLine]:
+    """The lines that count, in their order; the run may still be going on. Steps, evaluations and warm starts of
+    abandoned weights do not count: a run that resumed from step s drops what came after it. Raises InvalidConfig if the
+    file cannot be read, InvalidTrace with the line for malformed content."""
+    surviving: list[AnyMetricsLine] = []
     for line in _lines(path):
-        if isinstance(line, Began):
-            found = _surviving(found, line.step, warm=bool(line.resumed_from))
+        if isinstance(line, RunBegan):
+            surviving = _surviving_lines(surviving, line.step, warm=bool(line.resumed_from))
         elif isinstance(line, Noticed) and line.step is not None:
-            found = _surviving(found, line.step)
-        elif isinstance(line, Trained):  # also where a killed process could not say any more that it went back
-            found = _surviving(found, line.step - 1) if _last_step(found) >= line.step else found
-        found.append(line)
-    return found
+            surviving = _surviving_lines(surviving, line.step)
+        elif isinstance(line, Trained):  # also if a killed process did not log that it went back
+            surviving = _surviving_lines(surviving, line.step - 1) if _last_step(surviving) >= line.step else surviving
+        surviving.append(line)
+    return surviving
 
 
-class Left(NamedTuple):
-    """How the log of a run was left, as far as the weights of a checkpoint go."""
+class LastLogged(NamedTuple):
+    """The end of the log, as far as the weights of a checkpoint go."""
 
     at_s: float
-    """Of the last line that counts; 0 if there is none."""
-    looked: int
-    """The last version that was evaluated; -1: none was."""
+    """Time of the last line that counts; 0 if there is none."""
+    last_evaluated: int
+    """The last version that was evaluated; -1 if none was."""
 
 
-def left_at(path: Path, step: int) -> Left:
-    """Of a run that goes on from this step. A log that cannot be read tells nothing: whoever wants it is told so."""
+def last_logged(path: Path, step: int) -> LastLogged:
+    """For a run that resumes from this step. An unreadable log counts as empty; `read_metrics` raises its error."""
     try:
-        lines = [line for line in read_metrics(path) if isinstance(line, Trained | Evaluated | Over)]
+        lines = [line for line in read_metrics(path) if isinstance(line, Trained | Evaluated | RunEnded)]
     except InvalidInput:
         lines = []
     lines = [line for line in lines if line.step <= step]
-    return Left(
+    return LastLogged(
         at_s=max((line.at_s for line in lines), default=0.0),
-        looked=max((line.step for line in lines if isinstance(line, Evaluated)), default=-1),
+        last_evaluated=max((line.step for line in lines if isinstance(line, Evaluated)), default=-1),
     )
 
 
-def _surviving(lines: list[AnyLine], step: int, *, warm: bool = True) -> list[AnyLine]:
-    """Of those before, what belongs to weights of this step. `warm`: whether these went through the warm start."""
+def _surviving_lines(lines: list[AnyMetricsLine], step: int, *, warm: bool = True) -> list[AnyMetricsLine]:
+    """The lines that belong to weights of this step. `warm`: whether these weights went through the warm start."""
     return [
         line
         for line in lines
-        if not (isinstance(line, Trained | Evaluated) and line.step > step) and (warm or not isinstance(line, Warmed))
+        if not (isinstance(line, Trained | Evaluated) and line.step > step)
+        and (warm or not isinstance(line, WarmStartChecked))
     ]
 
 
-def _last_step(lines: list[AnyLine]) -> int:
+def _last_step(lines: list[AnyMetricsLine]) -> int:
     return next((line.step for line in reversed(lines) if isinstance(line, Trained)), 0)
 
 
-def _lines(path: Path) -> Iterator[AnyLine]:
+def _lines(path: Path) -> Iterator[AnyMetricsLine]:
     try:
         with path.open("rb") as file:
-            for number, text in enumerate(file, start=1):
-                if not text.endswith(b"\n"):
-                    return  # is being written, or was when its process was killed
+            lines = LineReader(file, path)
+            for text in lines:
                 if text.strip():
-                    yield _decoded(text, path, number)
+                    yield _decode(text, path, lines.number)
     except OSError as error:
         raise InvalidConfig("metrics", str(path), f"a file that can be read ({error.strerror})") from error
 
 
-def _decoded(text: bytes, path: Path, number: int) -> AnyLine:
+def _decode(text: bytes, path: Path, number: int) -> AnyMetricsLine:
     try:
-        if NUMBER.encode() not in text:
+        if NUMBER_KEY.encode() not in text:
             return _decoder.decode(text)
-        found: AnyLine = msgspec.convert(_unmarked(msgspec.json.decode(text)), AnyLine)
-        return found
-    except MALFORMED as error:
-        raise InvalidTrace(f"{path}:{number}", plain(repr(text[:80])), f"a line of metrics ({error})") from None
+        line: AnyMetricsLine = msgspec.convert(_unmark_non_finite(msgspec.json.decode(text)), AnyMetricsLine)
+        return line
+    except DECODE_ERRORS as error:
+        raise InvalidTrace(
+            f"{path}:{number}", escape_unprintable(repr(text[:80])), f"a line of metrics ({error})"
+        ) from None
 
 
-def _unmarked(value: Any) -> Any:
+def _unmark_non_finite(value: Any) -> Any:
     match value:
         case {"$number": str(number)} if len(value) == 1 and number in NOT_FINITE:
             return float(number)
         case dict():
-            return {key: _unmarked(each) for key, each in value.items()}
+            return {key: _unmark_non_finite(each) for key, each in value.items()}
         case list():
-            return [_unmarked(each) for each in value]
+            return [_unmark_non_finite(each) for each in value]
     return value
 
 
 # ---- TensorBoard ----------------------------------------------------------------------------------------------------
 
 
-def scalars(line: AnyLine) -> dict[str, float]:
-    """What TensorBoard shows of a line, by tag; numbers that are not finite among them."""
+def scalars(line: AnyMetricsLine) -> dict[str, float]:
+    """The TensorBoard values of a line, by tag; NaN and infinity included."""
     match line:
         case Trained():
-            return _of_step(line)
+            return _step_scalars(line)
         case Evaluated():
             return {f"eval/{task}": score for task, score in line.scores.items()}
-        case Warmed():
+        case WarmStartChecked():
             return {"warm/loss": line.loss, **{f"warm/{task}": score for task, score in line.scores.items()}}
     return {}
 
 
-def _of_step(line: Trained) -> dict[str, float]:
+def _step_scalars(line: Trained) -> dict[str, float]:
     counts, step_s = line.staleness, line.step_s
     total = sum(counts)
-    found = {f"reward/{task}": step.reward for task, step in line.tasks.items()}
-    found |= {f"loss/{name}": value for name, value in line.metrics.items() if name not in COUNTED}
+    values = {f"reward/{task}": step.reward for task, step in line.tasks.items()}
+    values |= {f"loss/{name}": value for name, value in line.metrics.items() if name not in THROUGHPUT_METRICS}
     if total:
-        found["staleness/mean"] = sum(age * count for age, count in enumerate(counts)) / total
-        found["staleness/max"] = max(age for age, count in enumerate(counts) if count)
-    found |= {f"time/{name}": getattr(line, name) for name in TIMES}
-    found |= {f"wait/{stage}": seconds for stage, seconds in line.waited_for.items()}
+        values["staleness/mean"] = sum(age * count for age, count in enumerate(counts)) / total
+        values["staleness/max"] = max(age for age, count in enumerate(counts) if count)
+    values |= {f"time/{name}": getattr(line, name) for name in TIMES}
+    values |= {f"wait/{stage}": seconds for stage, seconds in line.waited_for.items()}
     if step_s > 0:
-        found["throughput/trajectories_per_s"] = line.metrics.get("trajectories", total) / step_s
-        found["throughput/tokens_per_s"] = line.metrics.get("tokens", 0.0) / step_s
+        values["throughput/trajectories_per_s"] = line.metrics.get("trajectories", total) / step_s
+        values["throughput/tokens_per_s"] = line.metrics.get("tokens", 0.0) / step_s
     if "tokens_per_s" in line.metrics:
-        found["throughput/trainer_tokens_per_s"] = line.metrics["tokens_per_s"]
-    found |= {f"groups/{name}": getattr(line, name) for name in ("buffered", "in_flight", "started", "short")}
-    found["groups/dropped"] = sum(line.dropped.values())
+        values["throughput/trainer_tokens_per_s"] = line.metrics["tokens_per_s"]
+    values |= {f"groups/{name}": getattr(line, name) for name in ("buffered", "in_flight", "started", "short")}
+    values["groups/dropped"] = sum(line.dropped.values())
     for pool in line.pools:
         if pool.actions:
-            found |= {f"act/{pool.name}": pool.act_mean_s, f"act_p99/{pool.name}": pool.act_p99_s}
+            values |= {f"act/{pool.name}": pool.act_mean_s, f"act_p99/{pool.name}": pool.act_p99_s}
         if pool.total > 0 and step_s > 0:
-            found[f"utilisation/{pool.name}"] = pool.held_unit_s / (pool.total * step_s)
-    return found | {f"engine/{engine.name}": engine.busy_share for engine in line.engines}
+            values[f"utilisation/{pool.name}"] = pool.held_unit_s / (pool.total * step_s)
+    return values | {f"engine/{engine.name}": engine.busy_share for engine in line.engines}
 
 
 def _record(event: bytes, checksum: Callable[[bytes], int]) -> bytes:
-    """As a file of TensorBoard has it: its length and itself, each with its checksum behind it."""
+    """A record of a TensorBoard file: length and content, each followed by its checksum."""
     length = struct.pack("<Q", len(event))
     return b"".join(part + struct.pack("<I", checksum(part)) for part in (length, event))
 
 
-class _Board:
-    """The events of TensorBoard, each handed to the system at once: a process that is killed leaves no hole. What goes
-    wrong is kept in words and ends it.
+class _TensorBoardWriter:
+    """Writes event files for TensorBoard, each event at once, so a killed process leaves no gap. An error ends the file
+    and is kept as text.
 
-    tensorboardX's SummaryWriter is not used: its thread dies of a full disk, and then whoever tells it something waits
-    for ever. Nor is its RecordWriter, which gives nothing away without waiting for the disk.
+    Does not use tensorboardX's SummaryWriter: its thread dies on a full disk, and then every caller blocks forever. Nor
+    its RecordWriter, which buffers until it can wait for the disk.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.left_out = ""
-        self._events: BinaryIO | None = None
+        self.error = ""
+        self._events: AppendLog | None = None
         self._step = 0
-        """The last one."""
+        """The last step."""
         try:
             from tensorboardX.proto.event_pb2 import Event
             from tensorboardX.record_writer import masked_crc32c
 
             self._checksum: Callable[[bytes], int] = masked_crc32c
-            folder.mkdir(parents=True, exist_ok=True)
-            # TensorBoard reads all files of a folder whose names hold `tfevents`, in the order of their names.
+            # TensorBoard reads all files whose names contain `tfevents`, in the order of their names.
             name = f"events.out.tfevents.{time.time_ns()}.{os.getpid()}"
-            self._events = (folder / name).open("wb")
+            self._events = AppendLog(folder / name)
         except ImportError as error:
-            self.left_out = (
+            self.error = (
                 f"no log for TensorBoard: {error.name} is not installed (pip install 'arl-tangram[rl]' does it)"
             )
         except OSError as error:
-            self.left_out = f"no log for TensorBoard: {folder} cannot be written ({error.strerror})"
+            self.error = f"no log for TensorBoard: {folder} cannot be written ({error.strerror})"
         else:
             self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
-    def tell(self, line: AnyLine) -> bool:
-        """Whether training goes back by this line, so that TensorBoard forgets what comes after that step."""
+    def append(self, line: AnyMetricsLine) -> bool:
+        """Returns whether the line makes training go back, so that TensorBoard drops what comes after that step."""
         if self._events is None:
             return False
         from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.proto.summary_pb2 import Summary
 
-        found = scalars(line)
+        shown = scalars(line)
         event = None
-        if found:
-            assert isinstance(line, Trained | Evaluated | Warmed)
-            values = [Summary.Value(tag=plain(tag), simple_value=value) for tag, value in found.items()]
+        if shown:
+            assert isinstance(line, Trained | Evaluated | WarmStartChecked)
+            values = [Summary.Value(tag=escape_unprintable(tag), simple_value=value) for tag, value in shown.items()]
             event = Event(wall_time=time.time(), step=line.step, summary=Summary(value=values))
-        back = self._goes_back(line)
+        back = self._rollback_step(line)
         if back is not None:
             self._write(Event(wall_time=time.time(), step=back + 1, session_log=SessionLog(status=SessionLog.START)))
         if event is not None:
             self._write(event)
         return back is not None
 
-    def _goes_back(self, line: AnyLine) -> int | None:
-        """The step from which training goes on: what TensorBoard has of later ones is of a lost lineage then."""
+    def _rollback_step(self, line: AnyMetricsLine) -> int | None:
+        """The step that training continues from, if the line abandons later ones."""
         back = None
-        if isinstance(line, Began | Noticed):
+        if isinstance(line, RunBegan | Noticed):
             back = line.step
         elif isinstance(line, Trained) and line.step <= self._step:
             back = line.step - 1
@@ -368,22 +323,15 @@ class _Board:
         return back
 
     def _write(self, event: Any) -> None:
-        if self._events is None:  # given up
+        if self._events is None:  # disabled after an error
             return
         try:
-            self._events.write(_record(event.SerializeToString(), self._checksum))
-            self._events.flush()
-        except OSError as error:
-            self._give_up(error)
+            self._events.append(_record(event.SerializeToString(), self._checksum))
+        except ManagerError as error:
+            self.error = f"the log for TensorBoard ends early: {error}"
+            self.close()
 
     def close(self) -> None:
         if self._events is not None:
-            events, self._events = self._events, None
-            try:
-                events.close()
-            except OSError as error:
-                self.left_out = f"the log for TensorBoard ends early: it cannot be written ({error.strerror})"
-
-    def _give_up(self, error: OSError) -> None:
-        self.close()
-        self.left_out = f"the log for TensorBoard ends early: it cannot be written ({error.strerror})"
+            self._events.close()
+            self._events = None

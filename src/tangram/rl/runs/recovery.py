@@ -1,15 +1,13 @@
-"""What a run goes on with: made of the state of a checkpoint and of what was logged since.
+"""Recovery: computes the buffer of a resumed run from the state of a checkpoint and the sample log since.
 
-Pure. The weights go back to the checkpoint, so a group that was trained on after it counts as never trained on, and
-waits again; unless a token of it was sampled by weights that are lost, for then it is no sample of any weights that
-there are. Promises that nothing returns which the checkpoint says was trained on or dropped, that every group is in
-exactly one place afterwards, and that the text says how many are where once they are restored, whatever bounds are
-smaller then. An entry that is missing from the log does no
-harm: its group is played again.
+Pure. The weights go back to the checkpoint, so a group that was trained on after it waits again, unless one of its
+tokens was sampled by weights that no longer exist. Promises that no group returns that was trained on or dropped before
+the checkpoint, that every group is in exactly one place, and that `describe` counts them as restored. A missing log
+entry does no harm: its group is played again.
 
-    back = recovered(checkpoint, folder.samples_after(checkpoint.step))
-    buffer = SampleBuffer.restore(back.buffer, now=now, ...)        # back.buffer.in_flight is to be played anew
-    left = back.text(buffer.statistics())
+    recovered = recover_buffer(checkpoint, folder.samples_after(checkpoint.step))
+    buffer = SampleBuffer.restore(recovered.buffer, now=now, ...)   # groups in flight are to be played again
+    text = recovered.describe(buffer.statistics())
     upcoming = (each for each in tickets(settings) if not buffer.knows(each.number))
 """
 
@@ -22,47 +20,46 @@ from collections.abc import Iterable
 import msgspec
 
 from tangram.rl.buffer.number_ranges import NumberRanges
-from tangram.rl.buffer.records import LOST_LINEAGE, BufferState, BufferStatistics, Waiting, number_of
+from tangram.rl.buffer.records import LOST_LINEAGE, BufferState, BufferStatistics, WaitingGroup, group_number
 from tangram.rl.rollout.records import Group
 from tangram.rl.runs.checkpoints import Checkpoint
-from tangram.rl.runs.sample_log import Entry, Logs, Put
+from tangram.rl.runs.sample_log import GroupPut, SampleEntry, SampleLogs
 
 
-class Recovered(msgspec.Struct, frozen=True, kw_only=True):
+class RecoveredBuffer(msgspec.Struct, frozen=True, kw_only=True):
     buffer: BufferState
-    """To be restored. What is in flight in it is to be played anew."""
+    """For `SampleBuffer.restore`. The groups in flight in it are to be played again."""
     dropped: dict[str, str]
-    """By id, the cause as it is counted: groups that will not be trained on, and were not settled at the checkpoint."""
+    """Groups that will not be trained on and were not settled at the checkpoint: id to the cause as it is counted."""
     step: int
-    """Of the checkpoint; likewise the next one."""
+    """Step of the checkpoint."""
     dropped_by_cause: dict[str, int]
     notes: tuple[str, ...]
-    """What could not be read, in words."""
+    """Describes damaged checkpoints and log entries that could not be read."""
 
-    def text(self, restored: BufferStatistics) -> str:
-        """What became of all groups, in words. `restored`: the buffer, when it was."""
+    def describe(self, restored: BufferStatistics) -> str:
+        """Summarizes what became of all groups. `restored`: statistics of the restored buffer."""
         since = Counter(restored.dropped) - Counter(self.dropped_by_cause)
         dropped = ", ".join(f"{number} dropped ({cause})" for cause, number in sorted(since.items()))
-        told = (
+        summary = (
             f"from step {self.step}, version {restored.version}: {restored.waiting} groups wait to be trained on, "
-            f"{restored.in_flight} that were in play are played anew, {dropped or 'none dropped'}"
+            f"{restored.in_flight} in flight are played again, {dropped or 'none dropped'}"
         )
-        return "; ".join((told, *self.notes))
+        return "; ".join((summary, *self.notes))
 
 
-def recovered(checkpoint: Checkpoint, entries: Iterable[Entry]) -> Recovered:
-    """`entries`: all since the state was taken, in their order; some may be there twice. RunFolder.samples_after has
-    them."""
+def recover_buffer(checkpoint: Checkpoint, entries: Iterable[SampleEntry]) -> RecoveredBuffer:
+    """`entries`: all since the state was taken, in order, as of RunFolder.samples_after; duplicates are fine."""
     state, buffer = checkpoint.state, checkpoint.state.buffer
     trained, dropped_before = NumberRanges(buffer.trained), NumberRanges(buffer.dropped)
     put = {each.group.id: each for each in buffer.waiting}
     lost: dict[str, str] = {}
     for entry in entries:
-        id = entry.group.id if isinstance(entry, Put) else entry.id
-        if number_of(id) in trained or number_of(id) in dropped_before:
+        id = entry.group.id if isinstance(entry, GroupPut) else entry.id
+        if group_number(id) in trained or group_number(id) in dropped_before:
             continue
-        if isinstance(entry, Put):
-            put.setdefault(id, _waiting(entry.group, state.version))
+        if isinstance(entry, GroupPut):
+            put.setdefault(id, _waiting_group(entry.group, state.version))
         else:
             lost.setdefault(id, entry.cause)
     newer = {id: each.group for id, each in put.items() if (each.group.version_last or 0) > state.version}
@@ -70,10 +67,10 @@ def recovered(checkpoint: Checkpoint, entries: Iterable[Entry]) -> Recovered:
     waiting = tuple(each for id, each in put.items() if id not in dropped)
     again = tuple(each for each in buffer.in_flight if each.group not in put and each.group not in dropped)
     for id in dropped:
-        dropped_before.add(number_of(id))
+        dropped_before.add(group_number(id))
     discarded = [each for id in dropped if id in newer and id not in lost for each in newer[id].members]
-    unread = entries.torn if isinstance(entries, Logs) else ()
-    return Recovered(
+    unread = entries.torn if isinstance(entries, SampleLogs) else ()
+    return RecoveredBuffer(
         buffer=msgspec.structs.replace(
             buffer,
             waiting=waiting,
@@ -90,7 +87,7 @@ def recovered(checkpoint: Checkpoint, entries: Iterable[Entry]) -> Recovered:
     )
 
 
-def _waiting(group: Group, version: int) -> Waiting:
+def _waiting_group(group: Group, version: int) -> WaitingGroup:
     first = group.version_first
-    # Whoever restores it counts its waiting from then: the clocks of two processes have nothing to do with each other.
-    return Waiting(group=group, version=version if first is None else first, since=math.inf)
+    # The restored buffer measures the wait from its own start: clocks of two processes are not comparable.
+    return WaitingGroup(group=group, version=version if first is None else first, since=math.inf)

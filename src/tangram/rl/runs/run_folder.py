@@ -1,21 +1,21 @@
-"""The folder of a training run: who owns it, what its settings are, and what of it can be gone on with.
+"""The folder of a training run: its layout, its lock, its settings, and what a resumed run continues from.
 
     RUN/owner                  locked by the process that trains
-    RUN/settings.json          of the run
-    RUN/modules.json           folders in which environments of one's own are looked for
+    RUN/settings.json          settings of the run
+    RUN/modules.json           folders that environments are imported from
     RUN/metrics.jsonl          a line of every step
     RUN/checkpoints/00000040/  see checkpoints.py
     RUN/samples/00000040.log   see sample_log.py
     RUN/report.html  RUN/tensorboard/
 
-Owns these names. Never trains. Promises that one process at a time works in a folder, that no run is begun on top of
-another, and that a run is gone on with only under settings that leave what is saved its meaning: all may be different
-as long as nothing is.
+Owns these names. Never trains. Promises that one process at a time uses a folder, that a new run never overwrites
+another, and that a run with checkpoints resumes only under settings that are compatible with them; without checkpoints
+every setting may change.
 
     with open_run(path, settings, resume=True) as folder:
-        found = folder.latest()
-        back = recovered(found, folder.samples_after(found.step))
-        with folder.go_on(found) as log: ...
+        checkpoint = folder.latest_checkpoint()
+        recovered = recover_buffer(checkpoint, folder.samples_after(checkpoint.step))
+        with folder.open_sample_log(checkpoint) as log: ...
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from typing import Self
 import msgspec
 
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
-from tangram.files.atomic_directory import sweep, sync, whole_folder
-from tangram.rl.config.resume_differences import allowed_changes, changes
+from tangram.files.atomic_directory import atomic_directory, remove_unfinished
+from tangram.files.atomic_file import write_file
+from tangram.rl.config.resume_differences import changes, require_allowed_changes
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.runs import checkpoints
 from tangram.rl.runs.checkpoints import (
@@ -45,22 +46,21 @@ from tangram.rl.runs.checkpoints import (
     read_checkpoint,
     steps_in,
 )
-from tangram.rl.runs.sample_log import Logs, SampleLog, join_after, prune_logs, read_after
-from tangram.runtime.orchestrator import undisturbed
+from tangram.rl.runs.sample_log import SampleLog, SampleLogs, merge_after, prune_logs, read_after
+from tangram.runtime.shielding import shielded
 
 OWNER, SETTINGS, METRICS, CHECKPOINTS, SAMPLES = "owner", "settings.json", "metrics.jsonl", "checkpoints", "samples"
 MODULES, REPORT, TENSORBOARD = "modules.json", "report.html", "tensorboard"
-ROOM = 2
-"""Times the size of a checkpoint, with which a disk is not full: the next one has more samples and more of a log."""
+FREE_SPACE_FACTOR = 2
+"""The disk has enough room if this many checkpoints fit: the next one has more samples and a longer log."""
 
 
 def open_run(path: Path | str, settings: TrainSettings, *, resume: bool, modules: tuple[str, ...] = ()) -> RunFolder:
-    """A folder for a new run, or with `resume` that of one to be gone on with. `modules`: see `read_modules`; those of
-    before stay, if there are none. Raises InvalidConfig: it holds a run
-    already, or none; somebody else trains in it; the settings do not fit what is saved. ManagerError, if it cannot be
-    written."""
+    """Opens the folder of a new run, or with `resume` that of an existing one. `modules`: see `read_modules`; if empty,
+    an existing list stays. Raises InvalidConfig if the folder holds a run (or, with `resume`, none), if another process
+    trains in it, or if the settings do not fit its checkpoints. Raises ManagerError if it cannot be written."""
     path = Path(path).absolute()
-    if resume and not _holds_run(path):
+    if resume and not _has_run(path):
         raise InvalidConfig("folder", str(path), "the folder of a run, to resume it: there is none; start without it")
     _require_not_foreign(path)
     with ExitStack() as stack:
@@ -68,20 +68,20 @@ def open_run(path: Path | str, settings: TrainSettings, *, resume: bool, modules
             path.mkdir(parents=True, exist_ok=True)
             lock = _lock(path)
             stack.callback(os.close, lock)
-            if not resume and _holds_run(path):
+            if not resume and _has_run(path):
                 raise InvalidConfig(
                     "folder",
                     str(path),
-                    "a new folder: this one holds a run; go on with it by --resume, or name another",
+                    "a new folder: this one holds a run; resume it with --resume, or choose another folder",
                 )
-            changed = _changes(path, settings) if resume else ()
+            changed = _setting_changes(path, settings) if resume else ()
             if changed or not resume:
-                _write_whole(path / SETTINGS, msgspec.json.format(msgspec.json.encode(settings), indent=2))
+                write_file(path / SETTINGS, msgspec.json.format(msgspec.json.encode(settings), indent=2), durable=True)
             if modules:
-                _write_whole(path / MODULES, msgspec.json.encode(modules))
+                write_file(path / MODULES, msgspec.json.encode(modules), durable=True)
             for folder in (path / CHECKPOINTS, path / SAMPLES):
                 folder.mkdir(exist_ok=True)
-            sweep(path / CHECKPOINTS)
+            remove_unfinished(path / CHECKPOINTS)
         except OSError as error:
             raise ManagerError(f"the run cannot be written to {path}: {error.strerror}", retry=False) from error
         stack.pop_all()
@@ -89,7 +89,7 @@ def open_run(path: Path | str, settings: TrainSettings, *, resume: bool, modules
 
 
 def read_settings(path: Path | str) -> TrainSettings:
-    """Of a run. Raises InvalidConfig."""
+    """The settings of a run. Raises InvalidConfig."""
     file = Path(path) / SETTINGS
     try:
         return msgspec.json.decode(file.read_bytes(), type=TrainSettings)
@@ -100,8 +100,7 @@ def read_settings(path: Path | str) -> TrainSettings:
 
 
 def read_modules(path: Path | str) -> tuple[str, ...]:
-    """Folders in which the environments of a run are looked for, besides where Python looks; none, if nobody said.
-    Raises InvalidConfig."""
+    """Folders that the environments of a run are imported from, in addition to Python's path. Raises InvalidConfig."""
     file = Path(path) / MODULES
     try:
         return msgspec.json.decode(file.read_bytes(), type=tuple[str, ...])
@@ -112,13 +111,13 @@ def read_modules(path: Path | str) -> tuple[str, ...]:
 
 
 class RunFolder:
-    """Made by `open_run`. Use it as `with`."""
+    """Created by `open_run`. Use it as a context manager."""
 
     def __init__(self, path: Path, settings: TrainSettings, lock: int, changed: tuple[str, ...]) -> None:
         self.path = path
         self.settings = settings
-        self.changed = changed
-        """Settings that are different from those it was begun with, in words."""
+        self.setting_changes = changed
+        """Describes each setting that differs from the previous start of the run."""
         self.metrics = path / METRICS
         self.checkpoints = path / CHECKPOINTS
         self.samples = path / SAMPLES
@@ -139,16 +138,16 @@ class RunFolder:
 
     # ---- writing ----
 
-    def has(self, step: int) -> bool:
-        """Whether there is a checkpoint of this step, which is not written again: what came after it is in its log."""
+    def has_checkpoint(self, step: int) -> bool:
+        """Whether there is a checkpoint of this step. It is not written again: its log has what came after it."""
         return (self.checkpoints / folder_name(step)).exists()
 
     @asynccontextmanager
     async def checkpoint(self, step: int) -> AsyncIterator[Path]:
-        """An unfinished folder, for the trainer to save into and for `write_state`. At the end it becomes the
-        checkpoint, durable, and older ones go with their logs. Whatever is raised before leaves nothing of it. Raises
+        """An unfinished folder for the files of the trainer and `write_state`. At the end of the block it becomes the
+        checkpoint, durable, and older ones are deleted with their logs; an error in the block removes it. Raises
         ManagerError."""
-        making = whole_folder(self.checkpoints / folder_name(step))
+        making = atomic_directory(self.checkpoints / folder_name(step))
         unfinished = making.__enter__()
 
         def finish() -> None:
@@ -164,29 +163,32 @@ class RunFolder:
             yield unfinished
         except BaseException as error:
             raised = error
-            await undisturbed(asyncio.to_thread(making.__exit__, type(raised), raised, raised.__traceback__))
+            await shielded(asyncio.to_thread(making.__exit__, type(raised), raised, raised.__traceback__))
             raise
-        # In a thread, so that the loop goes on; and to its end, as what is half written is nobody's.
-        await undisturbed(asyncio.to_thread(finish))
+        # A thread keeps the event loop running. Shielded from cancellation: it must not be left half done.
+        await shielded(asyncio.to_thread(finish))
 
     def make_room(self) -> bool:
-        """Whether the oldest checkpoint was removed, as the disk has no room for another, and would have it without all
-        that are older than the newest. The newest that is whole stays."""
+        """Deletes the oldest checkpoint if the disk has no room for another one and would have it without those older
+        than the newest. Returns whether it did. The newest complete checkpoint always stays."""
         try:
-            newest, steps = self.latest(), steps_in(self.checkpoints)
+            newest, steps = self.latest_checkpoint(), steps_in(self.checkpoints)
             if newest is None:
                 return False
             older = [step for step in steps if step < newest.step]
-            free, needed = shutil.disk_usage(self.checkpoints).free, self._bytes(newest.step)
-            if not older or free >= ROOM * needed or free + sum(map(self._bytes, older)) < needed:
+            free, needed = shutil.disk_usage(self.checkpoints).free, self._checkpoint_bytes(newest.step)
+            if (
+                not older
+                or free >= FREE_SPACE_FACTOR * needed
+                or free + sum(map(self._checkpoint_bytes, older)) < needed
+            ):
                 return False
             self._prune(len(steps) - 1)
         except (ManagerError, OSError):
             return False
         return True
 
-    def _bytes(self, step: int) -> int:
-        """Of a checkpoint."""
+    def _checkpoint_bytes(self, step: int) -> int:
         return sum(each.stat().st_size for each in (self.checkpoints / folder_name(step)).rglob("*"))
 
     def _prune(self, keep: int) -> None:
@@ -196,67 +198,66 @@ class RunFolder:
 
     # ---- going on ----
 
-    def latest(self, before: int | None = None) -> Checkpoint | None:
-        """The newest that is whole, or the newest before a step, with a warning of each that had to be passed over.
-        It looks through all its files. Raises NoCheckpoint, if there are some and none of them is whole, and
-        ManagerError."""
+    def latest_checkpoint(self, before: int | None = None) -> Checkpoint | None:
+        """The newest complete checkpoint, or the newest before a step, with a warning for each damaged one that was
+        skipped. Reads and checks all its files. Raises NoCheckpoint if all are damaged, and ManagerError."""
         warnings: list[str] = []
         for step in reversed(steps_in(self.checkpoints)):
             if before is not None and step >= before:
                 continue
             try:
-                found = read_checkpoint(self.checkpoints / folder_name(step))
-                return msgspec.structs.replace(found, warnings=tuple(warnings))
+                checkpoint = read_checkpoint(self.checkpoints / folder_name(step))
+                return msgspec.structs.replace(checkpoint, warnings=tuple(warnings))
             except DamagedCheckpoint as error:
                 warnings.append(str(error))
         if warnings:
             raise NoCheckpoint(warnings)
         return None
 
-    def samples_after(self, step: int) -> Logs:
-        """What was put into the buffer, or lost, since the state of this checkpoint was taken."""
+    def samples_after(self, step: int) -> SampleLogs:
+        """The groups that entered the buffer, or were lost, since the state of this checkpoint was taken."""
         return read_after(self.samples, step)
 
-    def go_on(self, checkpoint: Checkpoint | None) -> SampleLog:
-        """The run goes on from this checkpoint, or begins: the log to append to. Checkpoints after it are those of a
-        lineage that is lost, and are set aside; what was logged since it was taken stays, under its step. Without a
-        checkpoint nothing does. Raises ManagerError."""
+    def open_sample_log(self, checkpoint: Checkpoint | None) -> SampleLog:
+        """The log of a run that continues from this checkpoint, or starts. Later checkpoints belong to abandoned
+        weights and are set aside; later logs are merged into the log of this step. Without a checkpoint, all logs are
+        deleted. Raises ManagerError."""
         for later in steps_in(self.checkpoints):
             if checkpoint is None or later > checkpoint.step:
                 checkpoints.set_aside(self.checkpoints / folder_name(later))
         if checkpoint is None:
             prune_logs(self.samples)
             return SampleLog(self.samples, 0)
-        join_after(self.samples, checkpoint.step)
+        merge_after(self.samples, checkpoint.step)
         return SampleLog(self.samples, checkpoint.step)
 
 
-def _changes(path: Path, settings: TrainSettings) -> tuple[str, ...]:
-    """What is different from the settings of the run, in words. Raises InvalidConfig for what may not be, now that
-    there is a checkpoint."""
+def _setting_changes(path: Path, settings: TrainSettings) -> tuple[str, ...]:
+    """Describes what differs from the settings of the run. Raises InvalidConfig for changes that its checkpoints do not
+    allow."""
     before = read_settings(path)
     if steps_in(path / CHECKPOINTS):
-        return allowed_changes(before, settings)
+        return require_allowed_changes(before, settings)
     return tuple(map(str, changes(before, settings)))
 
 
-def _holds_run(path: Path) -> bool:
+def _has_run(path: Path) -> bool:
     return any((path / name).exists() for name in (SETTINGS, METRICS))
 
 
 def _require_not_foreign(path: Path) -> None:
-    """Raises InvalidConfig for folders of somebody else that bear the names of ours: runs sweep and prune theirs."""
+    """Raises InvalidConfig if the folder has unrelated files under the names of a run, which would be pruned."""
     foreign = [name for name in (CHECKPOINTS, SAMPLES) if (path / name).exists()]
-    if foreign and not _holds_run(path):
+    if foreign and not _has_run(path):
         expected = (
-            f"a folder without {' and '.join(foreign)} of others: there is no {SETTINGS} beside them, so they are of "
-            "no run; move them away, or name another folder"
+            f"a folder without {' and '.join(foreign)} of others: there is no {SETTINGS} beside them, so they do "
+            "not belong to a run; move them away, or choose another folder"
         )
         raise InvalidConfig("folder", str(path), expected)
 
 
 def _lock(path: Path) -> int:
-    """Raises InvalidConfig. Whoever dies gives it up."""
+    """Raises InvalidConfig. The kernel releases the lock when the process ends."""
     lock = os.open(path / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -266,17 +267,11 @@ def _lock(path: Path) -> int:
         pid = os.pread(lock, 32, 0).decode(errors="replace") or "unknown"
         os.close(lock)
         raise InvalidConfig(
-            "folder", str(path), f"a folder that nobody trains in: process {pid} does; stop it, or name another"
+            "folder",
+            str(path),
+            f"a folder that no other process trains in: process {pid} does; stop it, or choose another folder",
         ) from None
     except BaseException:
         os.close(lock)
         raise
     return lock
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_bytes(content)
-    sync(unfinished)
-    unfinished.rename(path)
-    sync(path.parent)

@@ -1,22 +1,18 @@
-"""The log of a rollout: its trajectories and what happened meanwhile, one JSON line each.
+"""The trajectory log: an append-only log of a rollout, one JSON line for each record.
 
-Owns the format, its writing while a rollout goes on, and its reading. Line 1 is a header; each further line is a
-trajectory that ended, the closing of a group, an event of an engine, or statistics. A record is in the file as soon as
-`append` returns, so it outlives the process, though not the machine. Promises that what is read equals what was
-written, to the last bit; that a line is there whole or not at all, also when the disk is full; and InvalidTrace with
-file and line for whatever is malformed. A last line without its end is what a killed process leaves: it is left out,
-and `torn` says so.
+Owns the format, its writing during a rollout, and its reading. Line 1 is a header; each further line is a finished
+trajectory, a closed group, an event of an engine, or statistics. Promises that a record is read back bit for bit, and
+that malformed content raises InvalidTrace with file and line. The incomplete last line of a killed process is skipped
+and described by `torn`.
 
-A name that ends in `.gz` is compressed, each record by itself, so it too can be read at any time, also by `zcat`.
+If the name ends in `.gz`, each record is a gzip member, so the file is readable at any time, also by `zcat`.
 """
 
 from __future__ import annotations
 
 import gzip
 import math
-import os
 import time
-import zlib
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -25,45 +21,43 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from tangram.errors import InvalidConfig, InvalidInput, InvalidTrace, ManagerError
-from tangram.reports.printable import plain
+from tangram.errors import InvalidConfig, InvalidInput, InvalidTrace
+from tangram.files.append_log import AppendLog, LineReader, check_line_length, preview
+from tangram.reports.printable import escape_unprintable
 from tangram.rl.config.rollout_settings import RolloutSettings
 from tangram.rl.inference.engines.protocol import EngineStatistics
 from tangram.rl.rollout.records import Group, Trajectory
 
 LOG_FORMAT = 1
-LINE_BYTES_MAX = 256 << 20
-"""A longer line is no trajectory: a million tokens with log-probabilities and versions take 40 MB."""
-CHUNK_BYTES = 64 << 10
-MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, InvalidInput, AssertionError, RecursionError)
-"""What decoding raises: of JSON, of the text inside it, or of what it says. Records assert what holds between their
-fields."""
-NUMBER, TEXT = "$number", "$text"
-"""JSON has no nan, no infinity and no lone surrogate: `{"$number": "nan"}` and `{"$text": "<UTF-8 in hex>"}` are."""
+DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, InvalidInput, AssertionError, RecursionError)
+"""Errors of decoding: of JSON, of its text, and of values. Records assert what holds between their fields."""
+NUMBER_KEY, TEXT_KEY = "$number", "$text"
+"""Encodings of what JSON lacks: `{"$number": "nan"}` for NaN and infinity, `{"$text": "<UTF-8 in hex>"}` for text with
+lone surrogates."""
 
 
-class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """What holds for the whole rollout."""
+class TrajectoryLogHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """What applies to the whole rollout."""
 
     format: int = LOG_FORMAT
     began_at: float
-    """Unix time, from which the seconds of all records count."""
+    """Unix time; the seconds of all records count from it."""
     settings: RolloutSettings | None = None
     words: tuple[str, ...] = ()
-    """Of a vocabulary of words, by id; none of a tokenizer."""
+    """A vocabulary of words, by token id; empty if the policy has a tokenizer."""
     modules: tuple[str, ...] = ()
-    """Folders in which environments of one's own were looked for."""
+    """Folders that environments were imported from."""
     note: str = ""
 
 
 class GroupClosing(msgspec.Struct, frozen=True, kw_only=True):
-    """A group that is complete, or was given up. Its trajectories stand before it, each in a line of its own."""
+    """A group that is complete or was dropped. Its trajectories precede it, each in a line of its own."""
 
     id: str
     task: str
     seed: int
     members: tuple[str, ...]
-    """Ids of those that are kept."""
+    """Ids of the trajectories that the group keeps."""
     left_out: tuple[str, ...] = ()
     wanted: int
     cause: str = ""
@@ -84,32 +78,32 @@ class GroupClosing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened to an engine: it started, died, was removed, took weights."""
+    """An event of an engine, such as a start, a death, a removal or a weight update."""
 
     at_s: float
     name: str
-    """What happened, such as `died`."""
+    """The kind of event, such as `died`."""
     words: dict[str, str | int | float | bool | None] = {}
-    """The rest of it, such as which engine, and why."""
+    """Its details, such as the engine and the reason."""
 
 
 def engine_event(event: msgspec.Struct, since: float = 0.0) -> EngineEvent:
-    """An event of a gateway as a record, named by its tag. `since`: from when the times of the rollout are
-    counted, as its `began`, by the clock that the event has its `at_s` of."""
+    """Converts an event of the router, named by its tag. `since` is the start of the rollout on the clock of the
+    event's `at_s`."""
     fields = msgspec.to_builtins(event)
     words = {key: value for key, value in fields.items() if key not in ("at_s", "type")}
     return EngineEvent(at_s=fields["at_s"] - since, name=fields["type"], words=words)
 
 
-class Statistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers at one time."""
+class StatisticsRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers at one point in time."""
 
     at_s: float
     engines: tuple[EngineStatistics, ...] = ()
     values: dict[str, float] = {}
 
 
-Record = Trajectory | GroupClosing | EngineEvent | Statistics
+LogRecord = Trajectory | GroupClosing | EngineEvent | StatisticsRecord
 
 
 class _TrajectoryLine(msgspec.Struct, frozen=True, tag_field="kind", tag="trajectory"):
@@ -125,31 +119,31 @@ class _EventLine(msgspec.Struct, frozen=True, tag_field="kind", tag="engine"):
 
 
 class _StatisticsLine(msgspec.Struct, frozen=True, tag_field="kind", tag="statistics"):
-    record: Statistics
+    record: StatisticsRecord
 
 
-class _Format(msgspec.Struct, frozen=True):
-    """Of a header, what is read before the rest: another format may have other fields."""
+class _HeaderFormat(msgspec.Struct, frozen=True):
+    """The field of a header that is decoded first: another format may have other fields."""
 
     format: int
 
 
-_Line = _TrajectoryLine | _GroupLine | _EventLine | _StatisticsLine
+_AnyLogLine = _TrajectoryLine | _GroupLine | _EventLine | _StatisticsLine
 _LINES: dict[type, Any] = {
     Trajectory: _TrajectoryLine,
     GroupClosing: _GroupLine,
     EngineEvent: _EventLine,
-    Statistics: _StatisticsLine,
+    StatisticsRecord: _StatisticsLine,
 }
 _encoder = msgspec.json.Encoder()
-_line_decoder: msgspec.json.Decoder[_Line] = msgspec.json.Decoder(_Line)
+_line_decoder: msgspec.json.Decoder[_AnyLogLine] = msgspec.json.Decoder(_AnyLogLine)
 
 
 # ---- writing --------------------------------------------------------------------------------------------------
 
 
 class TrajectoryLog:
-    """Appends records to a new file. `with TrajectoryLog("run.jsonl") as log: log.append(trajectory)`"""
+    """Appends records to a new file: `with TrajectoryLog("run.jsonl") as log: log.append(trajectory)`."""
 
     def __init__(
         self,
@@ -161,13 +155,12 @@ class TrajectoryLog:
         note: str = "",
         began_at: float | None = None,
     ) -> None:
-        """Raises InvalidConfig if the file cannot be made or holds something already."""
+        """Raises InvalidConfig if the file cannot be created or is not empty."""
         self.path = Path(path)
         self.records = 0
         self._compressed = self.path.suffix == ".gz"
-        self._size = 0
-        self._file = _new_file(self.path)
-        header = Header(
+        self._log = _create(self.path)
+        header = TrajectoryLogHeader(
             began_at=time.time() if began_at is None else began_at,
             settings=settings,
             words=words,
@@ -175,20 +168,18 @@ class TrajectoryLog:
             note=note,
         )
         try:
-            self._write(_encoded(header))
+            self._write(_encode(header))
         except BaseException:
             self.close()
             raise
 
-    def append(self, record: Record) -> None:
-        """Raises ManagerError if it cannot be written; then it is not in the file, and all others are."""
-        self._write(_encoded(_LINES[type(record)](record)))
+    def append(self, record: LogRecord) -> None:
+        """Raises ManagerError if the record cannot be written; all records before it are complete."""
+        self._write(_encode(_LINES[type(record)](record)))
         self.records += 1
 
     def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._log.close()
 
     def __enter__(self) -> TrajectoryLog:
         return self
@@ -197,57 +188,36 @@ class TrajectoryLog:
         self.close()
 
     def _write(self, line: bytes) -> None:
-        if self._file < 0:
-            raise ManagerError(f"{self.path}: the log is closed", retry=False)
-        if len(line) > LINE_BYTES_MAX:
-            raise InvalidInput("record", f"{len(line):,} bytes", f"at most {LINE_BYTES_MAX:,} bytes")
-        left = memoryview(gzip.compress(line, mtime=0) if self._compressed else line)
-        size = len(left)
-        try:
-            while left:
-                left = left[os.write(self._file, left) :]
-        except BaseException as error:
-            self._take_back()
-            if not isinstance(error, OSError):
-                raise
-            kept = f"the {self.records:,} records before are whole in it"
-            raise ManagerError(f"{self.path}: the log cannot be written ({error.strerror}); {kept}") from error
-        self._size += size
-
-    def _take_back(self) -> None:
-        """What of a line is written. If even that fails, the reader finds a last line without its end."""
-        try:
-            os.ftruncate(self._file, self._size)
-        except OSError:
-            self.close()  # what followed would be part of that line
+        check_line_length(line)
+        self._log.append(gzip.compress(line, mtime=0) if self._compressed else line)
 
 
-def _new_file(path: Path) -> int:
+def _create(path: Path) -> AppendLog:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        log = AppendLog(path)
     except OSError as error:
         raise InvalidConfig("log", str(path), f"a file that can be written ({error.strerror})") from error
-    if os.fstat(file).st_size:
-        os.close(file)
-        raise InvalidConfig("log", str(path), "a new file: this one holds something; delete it or choose another name")
-    return file
+    if log.size:
+        log.close()
+        raise InvalidConfig("log", str(path), "a new file: this one is not empty; delete it or choose another name")
+    return log
 
 
-def _encoded(value: Any) -> bytes:
+def _encode(value: Any) -> bytes:
     try:
-        if _finite(value):
+        if _is_finite(value):
             return _encoder.encode(value) + b"\n"
     except UnicodeEncodeError:
         pass
     try:
-        return _encoder.encode(_marked(msgspec.to_builtins(value))) + b"\n"
+        return _encoder.encode(_mark_unrepresentable(msgspec.to_builtins(value))) + b"\n"
     except UnicodeEncodeError as error:
         raise InvalidInput("record", error.object[:80], "names that are text, without lone surrogates") from None
 
 
-def _finite(value: Any) -> bool:
-    """Told by the sum, which is finite only if all are; if it overflows, the slow way is right too."""
+def _is_finite(value: Any) -> bool:
+    """Tests the sum, which is finite only if all numbers are. If the sum overflows, the slower encoding is correct
+    too."""
     match value:
         case _TrajectoryLine(record=trajectory):
             times = (getattr(span, name) for span in trajectory.spans for name in ("began_s", "ended_s", "waiting_s"))
@@ -256,21 +226,21 @@ def _finite(value: Any) -> bool:
             return math.isfinite(sum(chain(own, trajectory.logprobs, trajectory.metrics.values(), times, engine)))
         case _GroupLine(record=closing):
             return math.isfinite(closing.at_s)
-        case Header():
-            return True  # settings are checked
+        case TrajectoryLogHeader():
+            return True  # settings are validated
     return False  # events and statistics are small
 
 
-def _marked(value: Any) -> Any:
+def _mark_unrepresentable(value: Any) -> Any:
     match value:
         case dict():
-            return {key: _marked(each) for key, each in value.items()}
+            return {key: _mark_unrepresentable(each) for key, each in value.items()}
         case list() | tuple():
-            return [_marked(each) for each in value]
+            return [_mark_unrepresentable(each) for each in value]
         case float() if not math.isfinite(value):
-            return {NUMBER: repr(value)}
+            return {NUMBER_KEY: repr(value)}
         case str() if not _is_text(value):
-            return {TEXT: value.encode("utf-8", "surrogatepass").hex()}
+            return {TEXT_KEY: value.encode("utf-8", "surrogatepass").hex()}
     return value
 
 
@@ -282,99 +252,99 @@ def _is_text(value: str) -> bool:
     return True
 
 
-def _unmarked(value: Any) -> Any:
+def _unmark_unrepresentable(value: Any) -> Any:
     match value:
         case {"$number": str(number)} if len(value) == 1 and number in ("nan", "inf", "-inf"):
             return float(number)
         case {"$text": str(text)} if len(value) == 1:
             return bytes.fromhex(text).decode("utf-8", "surrogatepass")
         case dict():
-            return {key: _unmarked(each) for key, each in value.items()}
+            return {key: _unmark_unrepresentable(each) for key, each in value.items()}
         case list():
-            return [_unmarked(each) for each in value]
+            return [_unmark_unrepresentable(each) for each in value]
     return value
 
 
 # ---- reading --------------------------------------------------------------------------------------------------
 
 
-def read(path: str | Path) -> Reading:
-    """The records of a log, in their order; it may still be growing. Raises InvalidConfig if it cannot be opened,
-    InvalidTrace if it is no log."""
-    return Reading(path)
+def read(path: str | Path) -> TrajectoryLogReader:
+    """A reader of a log, which may still be growing. Raises InvalidConfig if it cannot be opened, InvalidTrace if it is
+    not a log."""
+    return TrajectoryLogReader(path)
 
 
-class Reading:
-    """A log as it is read. Each iteration begins anew."""
+class TrajectoryLogReader:
+    """Iterates over the records of a log; each iteration starts at the beginning."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.torn = ""
-        """Known after an iteration: what there is of a line without its end, in words; empty if there is none."""
+        """Describes an incomplete record at the end, or is empty; set after an iteration."""
         self.line = 0
-        """Of the record that an iteration gave last."""
-        with self._opened() as file:
-            self.header = self._header(_Lines(file, self.path))
+        """Line of the last record that was returned."""
+        with self._open() as file:
+            self.header = self._read_header(LineReader(file, self.path))
 
-    def __iter__(self) -> Iterator[Record]:
-        with self._opened() as file:
-            lines = _Lines(file, self.path)
-            self._header(lines)
+    def __iter__(self) -> Iterator[LogRecord]:
+        with self._open() as file:
+            lines = LineReader(file, self.path)
+            self._read_header(lines)
             for text in lines:
                 if text.strip():
                     self.line = lines.number
-                    yield self._record(self.line, text)
+                    yield self._decode_record(self.line, text)
             self.torn = lines.torn
 
     def trajectories(self) -> list[Trajectory]:
         return [record for record in self if isinstance(record, Trajectory)]
 
     def groups(self) -> Iterator[Group]:
-        """As they were closed. Raises InvalidTrace if a closing names a trajectory that does not stand before it."""
+        """The closed groups. Raises InvalidTrace if a closing names a trajectory that does not precede it."""
         return groups(self, str(self.path))
 
-    def _opened(self) -> BinaryIO:
+    def _open(self) -> BinaryIO:
         try:
             return self.path.open("rb")
         except OSError as error:
             raise InvalidConfig("log", str(self.path), f"a file that can be read ({error.strerror})") from error
 
-    def _header(self, lines: _Lines) -> Header:
+    def _read_header(self, lines: LineReader) -> TrajectoryLogHeader:
         text = next(iter(lines), b"")
         try:
-            found = msgspec.json.decode(text, type=_Format).format
-            if found != LOG_FORMAT:
-                raise InvalidTrace(f"{self.path}:1 format", found, f"rollout log format {LOG_FORMAT}")
-            return msgspec.json.decode(text, type=Header)
+            format = msgspec.json.decode(text, type=_HeaderFormat).format
+            if format != LOG_FORMAT:
+                raise InvalidTrace(f"{self.path}:1 format", format, f"rollout log format {LOG_FORMAT}")
+            return msgspec.json.decode(text, type=TrajectoryLogHeader)
         except InvalidTrace:
             raise
-        except MALFORMED as error:
+        except DECODE_ERRORS as error:
             expected = f"the header of a rollout log ({_reason(error)})"
-            raise InvalidTrace(f"{self.path}:1", _shown(text or lines.rest), expected) from None
+            raise InvalidTrace(f"{self.path}:1", preview(text or lines.rest), expected) from None
 
-    def _record(self, number: int, text: bytes) -> Record:
+    def _decode_record(self, number: int, text: bytes) -> LogRecord:
         try:
-            return _decoded(text).record
-        except MALFORMED as error:
+            return _decode(text).record
+        except DECODE_ERRORS as error:
             expected = f"a line of a rollout log ({_reason(error)})"
-            raise InvalidTrace(f"{self.path}:{number}", _shown(text), expected) from None
+            raise InvalidTrace(f"{self.path}:{number}", preview(text), expected) from None
 
 
-def groups(records: Iterable[Record], name: str = "log") -> Iterator[Group]:
-    """The groups that were closed, each with its trajectories."""
+def groups(records: Iterable[LogRecord], name: str = "log") -> Iterator[Group]:
+    """The closed groups, each with its trajectories."""
     by_id: dict[str, Trajectory] = {}
     for record in records:
         if isinstance(record, Trajectory):
             by_id[record.id] = record
         elif isinstance(record, GroupClosing):
-            yield _group(record, by_id, name)
+            yield _build_group(record, by_id, name)
 
 
-def _group(closing: GroupClosing, by_id: dict[str, Trajectory], name: str) -> Group:
+def _build_group(closing: GroupClosing, by_id: dict[str, Trajectory], name: str) -> Group:
     for each in (*closing.members, *closing.left_out):
         if each not in by_id:
             raise InvalidTrace(
-                f"{name} group {plain(closing.id)}", each, "the id of a trajectory that stands before it"
+                f"{name} group {escape_unprintable(closing.id)}", each, "the id of a trajectory that precedes it"
             )
     try:
         return Group(
@@ -388,80 +358,25 @@ def _group(closing: GroupClosing, by_id: dict[str, Trajectory], name: str) -> Gr
         )
     except AssertionError as error:
         raise InvalidTrace(
-            f"{name} group {plain(closing.id)}", closing.members, f"members with a reward ({_reason(error)})"
+            f"{name} group {escape_unprintable(closing.id)}",
+            closing.members,
+            f"members with a reward ({_reason(error)})",
         ) from None
 
 
-def _decoded(text: bytes) -> _Line:
+def _decode(text: bytes) -> _AnyLogLine:
     try:
         return _line_decoder.decode(text)
     except msgspec.MsgspecError:
         if b'{"$' not in text:
             raise
     try:
-        return msgspec.convert(_unmarked(msgspec.json.decode(text)), type=_Line)
+        return msgspec.convert(_unmark_unrepresentable(msgspec.json.decode(text)), type=_AnyLogLine)
     except UnicodeDecodeError:
         raise
-    except ValueError as error:  # of what is marked as hex and is none
+    except ValueError as error:  # `$text` without valid hex
         raise msgspec.ValidationError(str(error)) from None
 
 
-class _Lines:
-    """The whole lines of a file, counted; what is left at its end without one is `rest`."""
-
-    def __init__(self, file: BinaryIO, path: Path) -> None:
-        self._file = file
-        self._path = path
-        self.number = 0
-        self.rest = b""
-        self._cut = False
-        """Whether what is compressed ends before its end."""
-        self._pieces = self._unpacked() if path.suffix == ".gz" else iter(lambda: file.read(CHUNK_BYTES), b"")
-        self._lines = self._split()
-
-    def __iter__(self) -> Iterator[bytes]:
-        return self._lines
-
-    @property
-    def torn(self) -> str:
-        if self.rest:
-            return f"{self._path}:{self.number + 1}: {len(self.rest):,} bytes of a line without its end are left out"
-        return f"{self._path}: a record after line {self.number} that was cut is left out" if self._cut else ""
-
-    def _split(self) -> Iterator[bytes]:
-        held: list[bytes] = []
-        size = 0
-        for piece in self._pieces:
-            *lines, last = piece.split(b"\n")
-            for line in lines:
-                self.number += 1
-                yield b"".join((*held, line))
-                held, size = [], 0
-            held.append(last)
-            size += len(last)
-            if size > LINE_BYTES_MAX:
-                where = f"{self._path}:{self.number + 1}"
-                raise InvalidTrace(where, _shown(held[0]), f"a line of at most {LINE_BYTES_MAX:,} bytes")
-        self.rest = b"".join(held)
-
-    def _unpacked(self) -> Iterator[bytes]:
-        packed = self._file.read(CHUNK_BYTES)
-        while packed:
-            member = zlib.decompressobj(wbits=31)
-            while packed and not member.eof:
-                try:
-                    yield member.decompress(packed, CHUNK_BYTES)
-                except zlib.error as error:
-                    where = f"{self._path}:{self.number + 1}"
-                    raise InvalidTrace(where, _shown(packed), f"what gzip writes ({error})") from None
-                packed = member.unused_data if member.eof else member.unconsumed_tail or self._file.read(CHUNK_BYTES)
-            self._cut = not member.eof
-            packed = packed or self._file.read(CHUNK_BYTES)
-
-
-def _shown(text: bytes) -> str:
-    return text[:80].decode("utf-8", "replace")
-
-
 def _reason(error: BaseException) -> str:
-    return plain(str(error)) or type(error).__name__
+    return escape_unprintable(str(error)) or type(error).__name__

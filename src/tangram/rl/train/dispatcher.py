@@ -1,149 +1,127 @@
-"""Feeding: plays groups as a sample buffer admits them, and puts what they bring into it.
+"""The dispatcher: plays groups as the sample buffer admits them, and puts the results into it.
 
-Owns which groups are in play. Two ways, which are all that the modes of training differ in here: a stream, in which a
-group begins whenever there is room, and waves, in which a whole batch begins once the one before it has ended and the
-engines are up to date. Never trains, and never judges how old a group is. Promises that every group that it began is
-put into the buffer or counted as lost there, and written down before: what is in the buffer is in the log.
+Owns which groups are in flight. It works in one of two ways, depending on the training mode: as a stream, in which a
+group starts whenever the buffer has room, or in waves, in which a whole batch starts once the batch before has ended
+and the engines are up to date. Never trains, and never judges staleness. Promises that every group that it starts is
+put into the buffer or counted as dropped there, after `on_group_end` has recorded it. A group that cannot be written to
+the sample log enters the buffer all the same.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 
-from tangram.rl.buffer.sample_buffer import Dropped, SampleBuffer
-from tangram.rl.rollout.records import Group, Ticket
+from tangram.rl.buffer.sample_buffer import DroppedGroup, SampleBuffer
+from tangram.rl.rollout.records import Group, GroupTicket
 from tangram.rl.rollout.rollout import Rollout
-from tangram.rl.train.step_metrics import LEFT_BEHIND_CAUSE, lost_by
+from tangram.rl.train.coordination import ChangeCondition, DispatchPause
+from tangram.rl.train.step_metrics import LEFT_BEHIND_CAUSE, drop_cause
+from tangram.rl.train.weight_sync import WeightSync
 
 
-class Bell:
-    """Rings for all who wait at that moment."""
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-
-    def ring(self) -> None:
-        self._event.set()
-        self._event = asyncio.Event()
-
-    async def heard(self, timeout_s: float | None = None) -> None:
-        """Until it rings, or the time is over."""
-        if timeout_s is None:
-            await self._event.wait()
-            return
-        try:
-            async with asyncio.timeout(max(0.0, timeout_s)):
-                await self._event.wait()
-        except TimeoutError:
-            pass
-
-
-class Feeder:
-    """`run` it as a task beside the training; it ends only by being cancelled, or by what keeps groups from being
+class Dispatcher:
+    """Run `run` as a task beside the training loop. It ends by cancellation, or with an error if groups cannot be
     played."""
 
     def __init__(
         self,
         rollout: Rollout,
         buffer: SampleBuffer,
-        tickets: Iterator[Ticket],
+        tickets: Iterator[GroupTicket],
+        weight_sync: WeightSync,
+        pause: DispatchPause,
+        changed: ChangeCondition,
         *,
         wave: int | None,
-        bell: Bell,
         now: Callable[[], float],
-        up_to_date: Callable[[], Awaitable[None]],
-        ended: Callable[[Group], None],
-        dropped: Callable[[tuple[Dropped, ...]], None],
+        ticket_next: int,
+        on_group_end: Callable[[Group], None],
+        on_dropped: Callable[[tuple[DroppedGroup, ...]], None],
     ) -> None:
-        """`wave`: groups that begin together; None: a stream. `bell`: rung at each change here, and by whoever
-        changes the buffer. `up_to_date`: until the engines have the newest weights. `ended`: writes down each group
-        before it goes into the buffer. `dropped`: told what had to leave the buffer for it."""
-        self.buffer = buffer
-        self.playing: dict[str, Ticket] = {}
+        """`wave`: groups that start together; None for a stream. `changed`: notified at each change here; the
+        dispatcher wakes when it is notified. `on_group_end`: records each group before it enters the buffer.
+        `on_dropped`: gets the groups that the buffer drops to make room for it."""
+        self.in_flight: dict[str, GroupTicket] = {}
+        self.ticket_next = ticket_next
+        """The number of the first ticket that was never started."""
         self._rollout = rollout
+        self._buffer = buffer
         self._tickets = tickets
+        self._weight_sync = weight_sync
+        self._pause = pause
+        self._changed = changed
         self._wave = wave or 0
-        self._bell = bell
         self._now = now
-        self._up_to_date = up_to_date
-        self._ended = ended
-        self._dropped = dropped
-        self._lost = 0
-        """Groups of this wave that ended without members, and are to be made up for."""
-        self._holds = 0
+        self._on_group_end = on_group_end
+        self._on_dropped = on_dropped
+        self._lost_in_wave = 0
+        """Groups of this wave that ended without members and need a replacement."""
         self._tasks: asyncio.TaskGroup | None = None
 
-    @contextmanager
-    def holding(self) -> Iterator[None]:
-        """Nothing begins inside."""
-        self._holds += 1
-        try:
-            yield
-        finally:
-            self._holds -= 1
-            self._bell.ring()
+    def abandon_in_flight(self) -> None:
+        """Stops all groups of the wave that are in flight, and replaces none.
 
-    def leave_behind(self) -> None:
-        """What is in play is of no use any more, and what of it was lost is not made up for."""
-        self._lost = -len(self.playing)
-        self._rollout.abort(lambda episode: episode.group in self.playing, cause=LEFT_BEHIND_CAUSE)
+        Called when a batch is complete before its wave has ended, which `batch_min` makes possible: no later step could
+        use the rest of the wave."""
+        self._lost_in_wave = -len(self.in_flight)
+        self._rollout.abort(lambda episode: episode.group in self.in_flight, cause=LEFT_BEHIND_CAUSE)
 
     async def run(self) -> None:
-        """Raises what a generator raised, and ManagerError for a task that brings nothing again and again."""
+        """Raises what the generator raised, and ManagerError for a task whose groups keep ending without members."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                for ticket in self.buffer.in_flight:  # of a run that was resumed
-                    self._begin(ticket)
-                await (self._in_waves() if self._wave else self._in_a_stream())
+                for ticket in self._buffer.in_flight:  # of a resumed run
+                    self._start_group(ticket)
+                await (self._dispatch_waves() if self._wave else self._dispatch_stream())
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    async def _in_a_stream(self) -> None:
+    async def _dispatch_stream(self) -> None:
         while True:
-            while self._may_begin():
-                self._begin_next()
-            await self._bell.heard()
+            while self._can_dispatch():
+                self._dispatch_next()
+            await self._changed.wait()
 
-    async def _in_waves(self) -> None:
+    async def _dispatch_waves(self) -> None:
         while True:
-            while self.playing or not self._may_begin():
-                await self._bell.heard()
-            await self._up_to_date()
-            self._lost = 0
-            while len(self.playing) < self._wave and self._may_begin():
-                self._begin_next()
-            while self.playing:
-                if self._lost > 0 and self._may_begin():  # a batch would be short by it
-                    self._lost -= 1
-                    self._begin_next()
+            while self.in_flight or not self._can_dispatch():
+                await self._changed.wait()
+            await self._weight_sync.sync()
+            self._lost_in_wave = 0
+            while len(self.in_flight) < self._wave and self._can_dispatch():
+                self._dispatch_next()
+            while self.in_flight:
+                if self._lost_in_wave > 0 and self._can_dispatch():  # otherwise the batch would be short
+                    self._lost_in_wave -= 1
+                    self._dispatch_next()
                 else:
-                    await self._bell.heard()
+                    await self._changed.wait()
 
-    def _may_begin(self) -> bool:
-        return not self._holds and self.buffer.may_start()
+    def _can_dispatch(self) -> bool:
+        return not self._pause.is_held and self._buffer.may_start()
 
-    def _begin_next(self) -> None:
+    def _dispatch_next(self) -> None:
         ticket = next(self._tickets)
-        self.buffer.start(ticket)
-        self._begin(ticket)
+        self.ticket_next = max(self.ticket_next, ticket.number + 1)
+        self._buffer.start(ticket)
+        self._start_group(ticket)
 
-    def _begin(self, ticket: Ticket) -> None:
+    def _start_group(self, ticket: GroupTicket) -> None:
         assert self._tasks is not None
-        self.playing[ticket.group] = ticket
+        self.in_flight[ticket.group] = ticket
         self._tasks.create_task(self._play(ticket), name=ticket.group)
 
-    async def _play(self, ticket: Ticket) -> None:
+    async def _play(self, ticket: GroupTicket) -> None:
         try:
             group = await self._rollout.play(ticket)
         finally:
-            del self.playing[ticket.group]
-            self._bell.ring()
-        self._ended(group)
+            del self.in_flight[ticket.group]
+            self._changed.notify_all()
+        self._on_group_end(group)
         if group.members:
-            self._dropped(self.buffer.put(group, self._now()))
+            self._on_dropped(self._buffer.put(group, self._now()))
         else:
-            self._lost += 1
-            self.buffer.lose(group.id, lost_by(group), group)
-            self._rollout.require_fruit(group)
+            self._lost_in_wave += 1
+            self._buffer.drop(group.id, drop_cause(group), group)
+            self._rollout.require_progress(group)

@@ -1,18 +1,18 @@
 """The evaluator: scores a policy on held-out seeds, before, during and after its training.
 
-    scores = await evaluate(rollout, held_out(settings, 64, temperature=1.0))
+    scores = await evaluate(rollout, held_out_tickets(settings, 64, temperature=1.0))
 
-Owns which seeds are held out, the scores computed from their episodes, and the number of each evaluation, so that no
-two have groups of the same name. Never changes weights; the caller makes sure that the engines have the intended
-version. Promises the same episodes at every call, whatever the seed of the run, so that two scores differ only by the
-policy and the randomness of its own tokens; episodes that the infrastructure failed count in no mean.
+Owns which seeds are held out, the scores, and the number of each evaluation, which makes group names unique. Never
+changes weights; the caller ensures that the engines have the intended version. Promises the same episodes at every
+call, whatever the seed of the run, so that two scores differ only by the policy and its sampling. Episodes that failed
+because of the infrastructure count in no mean.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -20,109 +20,126 @@ import msgspec
 from tangram.rl.config.rollout_settings import RolloutSettings
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.environments.shared_setup import Progress
-from tangram.rl.rollout.assembly import Assembled
-from tangram.rl.rollout.records import Group, Ticket
+from tangram.rl.rollout.assembly import RolloutAssembly
+from tangram.rl.rollout.records import Group, GroupTicket
 from tangram.rl.rollout.rollout import Rollout
-from tangram.rl.train.records import AnyLine, Evaluated, Warmed
+from tangram.rl.train.coordination import RunReporter
+from tangram.rl.train.records import Evaluated, WarmStartChecked
 from tangram.rl.train.trainer import Trainer
-from tangram.rl.train.warm_start import Look, shown, warm_start, warmed_tasks
+from tangram.rl.train.warm_start import WarmStartCheck, collect_demonstrations, warm_start, warm_start_targets
 
 SERIES = "eval-"
 SEED_FIRST = 1 << 31
 """Tickets of training have seeds of 31 bits, see rollout.tickets."""
 
 
-STRIDE = 1 << 20
-"""Between the numbers of two evaluations: more than either has episodes."""
+NUMBER_STRIDE = 1 << 20
+"""Between the group numbers of two evaluations; larger than the episodes of one."""
 
 
-class Looks:
+class Evaluator:
     def __init__(
         self,
         settings: TrainSettings,
-        made: Assembled,
+        assembly: RolloutAssembly,
+        reporter: RunReporter,
         *,
-        count: int,
-        looked: int,
-        now: Callable[[], float],
-        tell: Callable[[AnyLine], None],
+        evaluations: int,
+        last_evaluated: int,
     ) -> None:
-        """`count`: how many there were already. `looked`: the version of the last; -1, if there was none."""
-        self.count = count
-        self.version = looked
-        """The last that was evaluated."""
-        self._settings, self._made, self._now, self._tell = settings, made, now, tell
+        """`evaluations`: how many the run had before. `last_evaluated`: the version of the last; -1 if there was
+        none."""
+        self.evaluations = evaluations
+        self.last_evaluated = last_evaluated
+        self._settings, self._assembly, self._reporter = settings, assembly, reporter
 
-    def due(self, version: int) -> bool:
+    def is_due(self, version: int) -> bool:
         every = self._settings.evaluation.every
         return every > 0 and version % every == 0
 
     async def evaluate(self, version: int) -> None:
-        """What the engines have is this version."""
-        own, began_s = self._settings.evaluation, self._now()
-        self.count += 1
-        self.version = version
-        upcoming = held_out(self._settings, own.episodes, temperature=own.temperature, number=self.count)
-        scores = await evaluate(self._made.rollout, upcoming)
+        """Scores the engines, which have this version."""
+        own, began_s = self._settings.evaluation, self._reporter.now()
+        self.evaluations += 1
+        self.last_evaluated = version
+        upcoming = held_out_tickets(self._settings, own.episodes, temperature=own.temperature, number=self.evaluations)
+        scores = await evaluate(self._assembly.rollout, upcoming)
         line = Evaluated(
-            at_s=self._now(), step=version, seconds=self._now() - began_s, scores=scores.mean, spread=scores.spread,
-            episodes=scores.episodes, temperature=own.temperature,
+            at_s=self._reporter.now(), step=version, seconds=self._reporter.now() - began_s, scores=scores.mean,
+            spread=scores.spread, episodes=scores.episodes, temperature=own.temperature,
         )  # fmt: skip
-        self._tell(line)
+        self._reporter.write(line)
 
-    async def warm(self, trainer: Trainer, progress: Progress | None) -> Warmed | None:
-        """The warm start, until it is enough; None: no task has one. Raises TrainerDied and ManagerError."""
-        if not warmed_tasks(self._settings):
+    async def run_warm_start(self, trainer: Trainer, progress: Progress | None) -> WarmStartChecked | None:
+        """Runs the warm start of all tasks that have one; returns None if there are none. Raises TrainerDied and
+        ManagerError."""
+        if not warm_start_targets(self._settings):
             return None
-        demonstrations = await shown(self._settings, self._made.client, self._made.codec, progress)
+        demonstrations = await collect_demonstrations(
+            self._settings, self._assembly.client, self._assembly.codec, progress
+        )
 
         async def score() -> dict[str, float]:
-            await self._made.gateway.update(await trainer.publish(0))
+            await self._assembly.router.update(await trainer.publish(0))
             return await self._scores(self._settings.warm_start.check_episodes, 1.0)
 
-        last = await warm_start(self._settings, trainer, demonstrations, score, self._looked)
+        last = await warm_start(self._settings, trainer, demonstrations, score, self._on_warm_start_check)
         greedy = await self._scores(self._settings.evaluation.episodes, 0.0)
-        cause = f"not reached by {', '.join(last.behind)} in {last.step} steps" if last.behind else "reached by all"
-        warmed = Warmed(
-            at_s=self._now(), step=last.step, loss=last.loss, scores=last.scores, greedy=greedy, over=True, cause=cause
+        cause = (
+            f"not reached by {', '.join(last.tasks_behind)} in {last.step} steps"
+            if last.tasks_behind
+            else "reached by all"
         )
-        self._tell(warmed)
+        warmed = WarmStartChecked(
+            at_s=self._reporter.now(),
+            step=last.step,
+            loss=last.loss,
+            scores=last.scores,
+            greedy=greedy,
+            over=True,
+            cause=cause,
+        )
+        self._reporter.write(warmed)
         return warmed
 
     async def _scores(self, episodes: int, temperature: float) -> dict[str, float]:
-        """Each time on other seeds: a policy that was unlucky with some is not so for ever."""
-        self.count += 1
-        number = self.count
-        upcoming = held_out(self._settings, episodes, temperature=temperature, number=number, first=number * episodes)
-        return (await evaluate(self._made.rollout, upcoming)).mean
+        """Uses other seeds each time, so that unlucky seeds do not keep a warm start going."""
+        self.evaluations += 1
+        number = self.evaluations
+        upcoming = held_out_tickets(
+            self._settings, episodes, temperature=temperature, number=number, first=number * episodes
+        )
+        return (await evaluate(self._assembly.rollout, upcoming)).mean
 
-    def _looked(self, look: Look) -> None:
-        self._tell(Warmed(at_s=self._now(), step=look.step, loss=look.loss, scores=look.scores))
+    def _on_warm_start_check(self, check: WarmStartCheck) -> None:
+        self._reporter.write(
+            WarmStartChecked(at_s=self._reporter.now(), step=check.step, loss=check.loss, scores=check.scores)
+        )
 
 
 class Scores(msgspec.Struct, frozen=True, kw_only=True):
-    """Each by task; a task of which no episode has a reward is in `endings` alone."""
+    """Scores by task. A task without any reward is in `endings` alone."""
 
     mean: dict[str, float]
     spread: dict[str, float]
-    """Standard error of the mean; nan of a single episode."""
+    """Standard error of the mean; nan for a single episode."""
     episodes: dict[str, int]
-    """That have a reward."""
+    """Number of episodes with a reward."""
     endings: dict[str, dict[str, int]] = {}
-    """Episodes by how they ended, those that were played in vain included."""
+    """Number of episodes by ending, those without a reward included."""
     causes: dict[str, str] = {}
-    """Why the first one of a task was lost, if any was."""
+    """Why the first lost episode of a task was lost."""
 
 
-def held_out(
+def held_out_tickets(
     settings: RolloutSettings, episodes: int, *, temperature: float, number: int = 0, first: int = 0
-) -> list[Ticket]:
-    """So many episodes of each task, evenly mixed. `number`: which evaluation of the run it is: its groups have names
-    of their own, its seeds are those of all others. `first`: of the seeds that are held out, the one to begin with."""
+) -> list[GroupTicket]:
+    """Returns tickets for `episodes` episodes of each task, evenly mixed. `number`: of the evaluation within the run;
+    it makes group names unique and does not change the seeds. `first`: the first held-out seed."""
     return [
-        Ticket(
+        GroupTicket(
             task=task.name,
-            number=number * STRIDE + index,
+            number=number * NUMBER_STRIDE + index,
             seed=SEED_FIRST + first + index,
             series=SERIES,
             size=1,
@@ -133,8 +150,8 @@ def held_out(
     ]
 
 
-async def evaluate(rollout: Rollout, tickets: Sequence[Ticket], *, in_flight: int | None = None) -> Scores:
-    """Plays them, all at once or `in_flight` at a time. Raises what a generator raised."""
+async def evaluate(rollout: Rollout, tickets: Sequence[GroupTicket], *, in_flight: int | None = None) -> Scores:
+    """Plays the tickets, all at once or `in_flight` at a time. Raises what the generator raised."""
     groups: list[Group] = []
     if tickets:
         async with aclosing(rollout.stream(tickets, in_flight or len(tickets))) as playing:
@@ -147,23 +164,23 @@ def scores_of(groups: Iterable[Group]) -> Scores:
     rewards: dict[str, list[float]] = {}
     endings: dict[str, dict[str, int]] = {}
     causes: dict[str, str] = {}
-    # By their names: the last bit of a mean depends on the order, and that in which they end on who was faster.
+    # Sorted by name: the last bit of a mean depends on the order, and the order of ending on timing.
     for group in sorted(groups, key=lambda each: each.id):
         counts = endings.setdefault(group.task, {})
-        for each in group.all():
+        for each in group.all_trajectories():
             counts[each.ending.value] = counts.get(each.ending.value, 0) + 1
             if each.reward is None:
                 causes.setdefault(group.task, f"{each.id} {each.ending}: {each.cause}")
         rewards.setdefault(group.task, []).extend(each.reward for each in group.members if each.reward is not None)
-    found = {task: values for task, values in sorted(rewards.items()) if values}
+    rewarded = {task: values for task, values in sorted(rewards.items()) if values}
     return Scores(
-        mean={task: statistics.fmean(values) for task, values in found.items()},
-        spread={task: _error(values) for task, values in found.items()},
-        episodes={task: len(values) for task, values in found.items()},
+        mean={task: statistics.fmean(values) for task, values in rewarded.items()},
+        spread={task: _standard_error(values) for task, values in rewarded.items()},
+        episodes={task: len(values) for task, values in rewarded.items()},
         endings=dict(sorted(endings.items())),
         causes=causes,
     )
 
 
-def _error(values: Sequence[float]) -> float:
+def _standard_error(values: Sequence[float]) -> float:
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan

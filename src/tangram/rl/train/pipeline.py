@@ -1,12 +1,11 @@
-"""The pipeline: rollout, rewards, training and weights of one run, joined.
+"""The training pipeline: makes all parts of a run, resumes it, and closes everything at its end.
 
-    over = await train(settings, Path("build/runs/mine"))
-    over = await train(settings, Path("build/runs/mine"), resume=True)    # after whatever ended it
+    ended = await train(settings, Path("build/runs/mine"))
+    ended = await train(settings, Path("build/runs/mine"), resume=True)    # after an interruption or a crash
 
-Owns what a run is made of, in which order, and that all of it is taken down again. What happens when is loop.py;
-here nothing happens but a beginning, a resumption and an end. Promises that no sample is trained on twice in the
-lineage of the weights that survive, none older than the bound, and none lost without a word, whoever dies meanwhile;
-and that nothing of a run is left but its folder.
+Owns the parts of a run and their order; loop.py drives them. Promises that no sample is trained on twice in the lineage
+of the weights that survive, that none is staler than the bound, that each dropped sample is counted, whichever process
+dies meanwhile, and that only the folder of the run remains afterwards.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +25,32 @@ from tangram.errors import InvalidConfig
 from tangram.rl.buffer.sample_buffer import SampleBuffer
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.environments.shared_setup import Progress
-from tangram.rl.inference.engines.protocol import Sampling, Weights
-from tangram.rl.inference.router_records import Event
-from tangram.rl.rollout.assembly import assembled, nursery_of, require_served
-from tangram.rl.rollout.codec import Codec
-from tangram.rl.rollout.episode import Episode
-from tangram.rl.rollout.records import Ticket
-from tangram.rl.rollout.rollout import Watches, tickets
+from tangram.rl.inference.engines.protocol import Sampling
+from tangram.rl.rollout.assembly import (
+    TrainedWeights,
+    assembled,
+    fork_server_of,
+    require_playable,
+    require_servable,
+)
+from tangram.rl.rollout.records import GroupTicket
+from tangram.rl.rollout.rollout import RolloutObserver, tickets
 from tangram.rl.runs.checkpoints import Checkpoint
-from tangram.rl.runs.metrics_log import MetricsLog, left_at
-from tangram.rl.runs.recovery import recovered
+from tangram.rl.runs.metrics_log import MetricsLog, last_logged
+from tangram.rl.runs.recovery import recover_buffer
 from tangram.rl.runs.run_folder import RunFolder, open_run
-from tangram.rl.train.loop import INTERRUPTED, Training
-from tangram.rl.train.records import AnyLine, Began, Over
+from tangram.rl.train.coordination import BackgroundTasks, ChangeCondition, EngineEventListener, RunReporter
+from tangram.rl.train.loop import INTERRUPTED, TrainingLoop
+from tangram.rl.train.records import AnyMetricsLine, RunBegan, RunEnded
+from tangram.rl.train.step_metrics import StepMetrics
 from tangram.rl.train.trainer_process import ProcessTrainer
 from tangram.rl.train.warm_start import require_agents
+from tangram.rl.train.weights_folder import weights_folder
 
 STOP_S_MAX = 60.0
-"""For the step that is under way when a run is interrupted, and its checkpoint."""
+"""Time limit for the current step and its checkpoint when a run is interrupted."""
 
-NO_CHECKPOINT = "there was no checkpoint yet, so the run begins anew"
+NO_CHECKPOINT = "there was no checkpoint yet, so the run starts from the beginning"
 
 
 async def train(
@@ -53,150 +59,152 @@ async def train(
     *,
     resume: bool = False,
     modules: tuple[str, ...] = (),
-    tell: Callable[[AnyLine], None] | None = None,
+    on_line: Callable[[AnyMetricsLine], None] | None = None,
     client: Client | None = None,
     progress: Progress | None = None,
-    watch: Watches | None = None,
-) -> Over:
-    """Trains a policy, from the beginning or from the last checkpoint of the folder, until its steps are done.
-    `modules`: folders in which environments of one's own are looked for, kept for those who play it later. `tell` is
-    given each line of its metrics, `watch` what happens in its rollout, `progress` what takes long before the first
-    step. Cancelled, it finishes the step that is under way, saves it and raises CancelledError; in a warm start, of
-    which nothing is saved, and if it is cancelled again, it does so at once. Raises InvalidConfig, and ManagerError for
-    what cannot go on; what was reached is saved then, as far as it can be."""
+    observer: RolloutObserver | None = None,
+) -> RunEnded:
+    """Trains a policy from the beginning, or from the last checkpoint of the folder, until its steps are done.
+
+    `modules`: folders with the user's own environments, stored with the run. `on_line` gets each metrics line,
+    `observer` the events of the rollout, `progress` the slow phases before the first step. A cancelled run finishes and
+    saves its current step, then raises CancelledError; during a warm start, which cannot be saved, and when cancelled
+    again, it stops at once. Raises InvalidConfig, and ManagerError if the run cannot continue, after saving what it
+    reached."""
     require_trainable(settings)
     with open_run(folder, settings, resume=resume, modules=modules) as run, MetricsLog(folder, resume=resume) as log:
 
-        def both(line: AnyLine) -> None:
-            log.tell(line)
-            if tell is not None:
-                tell(line)
+        def write(line: AnyMetricsLine) -> None:
+            log.append(line)
+            if on_line is not None:
+                on_line(line)
 
-        async with _begun(settings, run, both, client, progress, watch, resume) as training:
-            if log.left_out:
-                training.notice("metrics", log.left_out)
-            return await _until_over(training)
+        async with _build_training(settings, run, write, client, progress, observer, resume) as (training, reporter):
+            if log.tensorboard_error:
+                reporter.notice("metrics", log.tensorboard_error)
+            return await _run_until_end(training)
 
 
 def require_trainable(settings: TrainSettings) -> None:
-    """Raises InvalidConfig for what can be played and not trained on."""
-    drawn = settings.sampling
+    """Raises InvalidConfig for settings that a rollout accepts and training does not."""
+    sampling = settings.sampling
     Sampling(
-        temperature=drawn.temperature, top_k=drawn.top_k, top_p=drawn.top_p, keep_ids=drawn.keep_ids
+        temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, keep_ids=sampling.keep_ids
     ).require_trainable()
-    settings.require_differences()
+    settings.require_group_baseline()
     if settings.groups.groups_extra:
         expected = (
-            "0 for training, in which training.batch and training.staleness say how many groups are in play; "
+            "0 for training, in which training.batch and training.staleness say how many groups are in flight; "
             "groups.members_extra, or training.batch_min with batch_wait_s, keep a step from waiting for the slowest"
         )
         raise InvalidConfig("groups.groups_extra", settings.groups.groups_extra, expected)
     require_agents(settings)
-    require_served(settings)
+    require_servable(settings)
 
 
-async def _until_over(training: Training) -> Over:
-    """Interrupted, it has time to finish; interrupted again, it has none."""
-    working = asyncio.create_task(training.run(), name="training")
+async def _run_until_end(training: TrainingLoop) -> RunEnded:
+    """Lets the current step finish on the first cancellation; a second one stops at once."""
+    task = asyncio.create_task(training.run(), name="training")
     try:
-        return await asyncio.shield(working)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
-        if not working.done():
+        if not task.done():
             training.stop(INTERRUPTED)
-            if not training.warming:
-                await asyncio.wait({working}, timeout=STOP_S_MAX)
+            if not training.in_warm_start:
+                await asyncio.wait({task}, timeout=STOP_S_MAX)
         raise
     finally:
-        working.cancel()
-        await asyncio.gather(working, return_exceptions=True)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 @asynccontextmanager
-async def _begun(
+async def _build_training(
     settings: TrainSettings,
     run: RunFolder,
-    tell: Callable[[AnyLine], None],
+    write: Callable[[AnyMetricsLine], None],
     client: Client | None,
     progress: Progress | None,
-    watch: Watches | None,
+    observer: RolloutObserver | None,
     resume: bool,
-) -> AsyncIterator[Training]:
-    found, looked = _left(run) if resume else (None, -1)
-    back = recovered(found, run.samples_after(found.step)) if found is not None else None
-    bounds = bounds_of(settings)
-    buffer = SampleBuffer(**bounds) if back is None else SampleBuffer.restore(back.buffer, now=0.0, **bounds)
+) -> AsyncIterator[tuple[TrainingLoop, RunReporter]]:
+    """Makes all parts of a run, each from the parts above it, and closes them in reverse order."""
+    checkpoint, last_evaluated = _resume_point(run) if resume else (None, -1)
+    recovered = recover_buffer(checkpoint, run.samples_after(checkpoint.step)) if checkpoint is not None else None
+    bounds = buffer_options(settings)
+    buffer = SampleBuffer(**bounds) if recovered is None else SampleBuffer.restore(recovered.buffer, now=0.0, **bounds)
+    _, codec = require_playable(settings)
     async with AsyncExitStack() as stack:
-        nursery = stack.enter_context(closing(nursery_of(settings)))
-        trainers: list[ProcessTrainer] = []
+        reporter = RunReporter(write, at_s=checkpoint.state.at_s if checkpoint is not None else 0.0)
+        metrics = StepMetrics()
+        changed = ChangeCondition()
+        background = BackgroundTasks(changed)
+        engine_events = EngineEventListener(reporter, metrics, background)
 
-        async def first(codec: Codec, folder: Path) -> Weights:
-            trainer = ProcessTrainer(settings, codec.size, folder, nursery=nursery)
-            stack.push_async_callback(trainer.close)
-            trainers.append(trainer)
-            return await trainer.start(found.path if found is not None else None)
-
-        def fresh(episode: Episode) -> bool:
-            return training.fresh(episode)
-
-        def on_event(event: Event) -> None:
-            if begun:
-                training.happened(event)
-
-        begun = False
-        assembly = assembled(
-            settings.as_played(), client=client, watch=watch, on_event=on_event, progress=progress, first=first,
-            nursery=nursery, fresh=fresh, barrier=settings.training.mode == "sync",
+        fork_server = await stack.enter_async_context(aclosing(fork_server_of(settings)))
+        folder = stack.enter_context(weights_folder())
+        trainer = ProcessTrainer(settings, codec.size, folder, fork_server=fork_server)
+        stack.push_async_callback(trainer.close)
+        start_trainer = partial(trainer.start, checkpoint.path if checkpoint is not None else None)
+        parts = assembled(
+            settings.with_trainable_groups(), client=client, observer=observer, on_event=engine_events.on_event,
+            progress=progress, trained=TrainedWeights(folder, start_trainer), fork_server=fork_server,
+            barrier=settings.training.mode == "sync",
         )  # fmt: skip
-        made = await stack.enter_async_context(assembly)
-        log = run.go_on(found)
-        at_s = found.state.at_s if found is not None else 0.0
-        training = Training(
-            settings, run, log, made, trainers[0], buffer, upcoming(settings, buffer),
-            state=found.state if found is not None else None, looked=looked,
-            dropped=tuple(back.dropped.values()) if back is not None else (), tell=tell, progress=progress,
+        assembly = await stack.enter_async_context(parts)
+        log = run.open_sample_log(checkpoint)
+        reporter.start()
+        training = TrainingLoop(
+            settings, run, log, assembly, trainer, buffer, remaining_tickets(settings, buffer), reporter, metrics,
+            changed, background,
+            state=checkpoint.state if checkpoint is not None else None, last_evaluated=last_evaluated,
+            dropped=tuple(recovered.dropped.values()) if recovered is not None else (), progress=progress,
         )  # fmt: skip
         stack.callback(training.close)
-        begun = True
-        tell(
-            Began(
+        at_s = checkpoint.state.at_s if checkpoint is not None else 0.0
+        outcome = NO_CHECKPOINT if resume else ""
+        if recovered is not None:
+            outcome = recovered.describe(buffer.statistics())
+        reporter.write(
+            RunBegan(
                 at_s=at_s,
                 began_at=time.time() - at_s,
                 step=buffer.version,
                 mode=settings.training.mode,
-                alpha=settings.training.alpha,
+                alpha=settings.training.staleness_bound,
                 settings=msgspec.to_builtins(settings),
-                resumed_from=str(found.path) if found is not None else "",
-                left=back.text(buffer.statistics()) if back is not None else (NO_CHECKPOINT if resume else ""),
+                resumed_from=str(checkpoint.path) if checkpoint is not None else "",
+                left=outcome,
             )
         )
-        for change in run.changed:
-            training.notice("settings", change)
-        yield training
+        for change in run.setting_changes:
+            reporter.notice("settings", change)
+        yield training, reporter
 
 
-def _left(run: RunFolder) -> tuple[Checkpoint | None, int]:
-    """What it goes on from, with the clock as the run left it, and the version that it evaluated last."""
-    found = run.latest()
-    if found is None:
+def _resume_point(run: RunFolder) -> tuple[Checkpoint | None, int]:
+    """Returns the checkpoint to resume from, with the clock where the run stopped, and the last evaluated version."""
+    checkpoint = run.latest_checkpoint()
+    if checkpoint is None:
         return None, -1
-    left = left_at(run.metrics, found.step)
-    state = msgspec.structs.replace(found.state, at_s=max(found.state.at_s, left.at_s))
-    return msgspec.structs.replace(found, state=state), left.looked
+    logged = last_logged(run.metrics, checkpoint.step)
+    state = msgspec.structs.replace(checkpoint.state, at_s=max(checkpoint.state.at_s, logged.at_s))
+    return msgspec.structs.replace(checkpoint, state=state), logged.last_evaluated
 
 
-def bounds_of(settings: TrainSettings) -> dict[str, Any]:
-    """What a sample buffer of the run is made with."""
+def buffer_options(settings: TrainSettings) -> dict[str, Any]:
+    """Returns the arguments of SampleBuffer."""
     schedule = settings.training
     return dict(
         batch=schedule.batch,
-        alpha=schedule.alpha,
-        enforced=schedule.bounds_age,
+        staleness_bound=schedule.staleness_bound,
+        enforce_staleness=schedule.bounds_staleness,
         bytes_max=schedule.buffer_bytes,
         batch_min=schedule.batch_min,
         wait_s=schedule.batch_wait_s,
     )
 
 
-def upcoming(settings: TrainSettings, buffer: SampleBuffer) -> Iterator[Ticket]:
-    """What was not begun yet."""
-    return (each for each in tickets(settings) if not buffer.knows(each.number))
+def remaining_tickets(settings: TrainSettings, buffer: SampleBuffer) -> Iterator[GroupTicket]:
+    """Returns tickets of the groups that were never started."""
+    return (each for each in tickets(settings) if not buffer.has_started(each.number))

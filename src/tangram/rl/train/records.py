@@ -1,7 +1,7 @@
-"""Records of a training run: what is handed to a trainer, what it answers, and what is written down of every step.
+"""Records of a training run: batches for the trainer, its results, and the metrics lines of a run.
 
-Records only. The line of a run's `metrics.jsonl` is a `Line`; live view, report and TensorBoard are made of these lines
-alone. Times are seconds: durations, or `at_s` since the run began (a run that was resumed goes on counting).
+Records only. Each line of `metrics.jsonl` is a MetricsLine; live view, report and TensorBoard are made of these lines
+alone. Times are seconds: durations, or `at_s` since the run began, resumptions included.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tangram.rl.inference.engines.protocol import Weights
+from tangram.rl.inference.engines.protocol import PolicyWeights
 from tangram.rl.rollout.records import Group
 
-# ---- what a trainer is given, and answers ---------------------------------------------------------------------------
+# ---- batches and results ---------------------------------------------------------------------------------------
 
 
-class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups that one gradient step is made of."""
+class TrainingBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """The groups of one gradient step."""
 
     version: int
     """From which the step starts."""
     groups: tuple[Group, ...]
-    """Ordered by number, so that the same groups give the same step, in whatever order they came."""
+    """Sorted by number, so that the same groups give the same step in whatever order they arrived."""
 
     @property
     def staleness(self) -> tuple[int, ...]:
-        """Of each trajectory."""
+        """Of each trajectory: the version of the step minus the version of its first token."""
         return tuple(
             self.version - (each.version_first if each.version_first is not None else self.version)
             for group in self.groups
@@ -35,86 +35,86 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Demonstration(msgspec.Struct, frozen=True, kw_only=True):
-    """An episode of a scripted agent, in the tokens of the policy."""
+    """An episode of a scripted agent, in tokens of the policy, for behaviour cloning."""
 
     task: str
     tokens: tuple[int, ...]
     is_action: tuple[bool, ...]
 
 
-class Stepped(msgspec.Struct, frozen=True, kw_only=True):
-    """A gradient step."""
+class TrainStepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a gradient step."""
 
-    weights: Weights
-    """That it made: one version more than it started from."""
+    weights: PolicyWeights
+    """The new version: one more than that of the batch."""
     metrics: dict[str, float]
     """By name, see METRICS."""
     train_s: float
     push_s: float
-    """Of publishing."""
+    """Publishing the weights."""
 
 
 METRICS = {
-    "loss": "what was minimised, mean over the minibatches",
-    "kl_sampler": "divergence of the trainer at the start of the step from what sampled (k3 over action tokens)",
-    "kl_reference": "divergence from the reference (k3), if there is one",
-    "kl_teacher": "divergence from what teaches (k3 over action tokens), if one does",
-    "weight_mean": "of the off-policy weights of all action tokens",
-    "weight_truncated": "share of action tokens whose weight was truncated",
-    "clip_share": "of action tokens whose ratio was clipped",
-    "entropy": "of the policy at action tokens, in nats",
-    "zero_variance_share": "of the groups of the batch",
-    "gradient_norm": "before it is cut, mean over the minibatches",
-    "learning_rate": "of the step",
-    "trajectories": "that were trained on",
+    "loss": "the minimised loss, mean over the minibatches",
+    "kl_sampler": "KL divergence of the trainer at the start of the step from the sampler (k3 over action tokens)",
+    "kl_reference": "KL divergence from the reference policy (k3), if there is one",
+    "kl_teacher": "KL divergence from the teacher (k3 over action tokens), if there is one",
+    "weight_mean": "mean importance weight of all action tokens",
+    "weight_truncated": "share of action tokens whose importance weight was truncated",
+    "clip_share": "share of action tokens whose ratio was clipped",
+    "entropy": "entropy of the policy at action tokens, in nats",
+    "zero_variance_share": "share of groups whose members all have the same reward",
+    "gradient_norm": "gradient norm before clipping, mean over the minibatches",
+    "learning_rate": "learning rate of the step",
+    "trajectories": "trajectories that were trained on",
     "tokens": "action tokens that were trained on",
     "tokens_per_s": "action tokens trained on, all epochs, per second of training",
-    "overlong_share": "of trajectories that were cut off",
+    "overlong_share": "share of trajectories that were cut off",
 }
-"""What a trainer tells of a step."""
+"""Metrics that a trainer reports of a step."""
 
 
-# ---- what is written down -------------------------------------------------------------------------------------------
+# ---- metrics lines ----------------------------------------------------------------------------------------------
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True, tag=False):
+class MetricsLine(msgspec.Struct, frozen=True, kw_only=True, tag=False):
     at_s: float
 
 
-class Began(Line, frozen=True, kw_only=True, tag="Began"):
+class RunBegan(MetricsLine, frozen=True, kw_only=True, tag="Began"):
     """The first line, and again after each resumption."""
 
     began_at: float
-    """Unix time from which `at_s` counts."""
+    """Unix time at which `at_s` is 0."""
     step: int = 0
-    """From which it goes on."""
+    """From which the run continues."""
     mode: str
     alpha: int
     settings: dict[str, object] = {}
     """Of the run, as JSON."""
     resumed_from: str = ""
-    """The checkpoint."""
+    """Path of the checkpoint."""
     left: str = ""
-    """What became of samples that were in play or in the buffer, in words."""
+    """For a resumed run: what happened to samples in flight and in the buffer."""
 
 
-class Warmed(Line, frozen=True, kw_only=True, tag="Warmed"):
-    """A look at the policy during its warm start."""
+class WarmStartChecked(MetricsLine, frozen=True, kw_only=True, tag="Warmed"):
+    """A check of the policy during its warm start."""
 
     step: int
     loss: float
     scores: dict[str, float]
-    """By task: mean reward, sampled."""
+    """By task: mean reward of sampled episodes."""
     greedy: dict[str, float] = {}
-    """By task, of the most likely tokens; at the end only."""
+    """By task: mean reward of greedy decoding; only at the end."""
     over: bool = False
-    """The warm start ended with this."""
+    """The warm start ended with this check."""
     cause: str = ""
-    """Why."""
+    """Why it ended."""
 
 
 class TaskStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A task in one batch."""
+    """One task in one batch."""
 
     groups: int
     trajectories: int
@@ -122,13 +122,13 @@ class TaskStep(msgspec.Struct, frozen=True, kw_only=True):
     """Mean."""
     turns: float
     tokens: float
-    """Mean of a trajectory, written by the policy."""
+    """Mean number of action tokens of a trajectory."""
     staleness_mean: float
     staleness_max: int
 
 
 class PoolUse(msgspec.Struct, frozen=True, kw_only=True):
-    """A pool since the step before."""
+    """One pool since the step before."""
 
     name: str
     total: float
@@ -138,127 +138,125 @@ class PoolUse(msgspec.Struct, frozen=True, kw_only=True):
     act_mean_s: float = 0.0
     act_p99_s: float = 0.0
     act_cells: dict[int, int] = {}
-    """Completion times, counted by cell of the grid of
-    `tangram.server.observe.history`: percentiles of several steps are made
-    of these."""
+    """Completion times, counted by cell of the grid of `tangram.runtime.tally`, from which percentiles of several steps
+    are computed."""
     waiting_mean_s: float = 0.0
     held_unit_s: float = 0.0
-    """Units times seconds that actions held."""
+    """Units times seconds held by actions."""
     reserved_unit_s: float = 0.0
-    """What they would have held, had each trajectory held its largest amount from its first action to its last."""
+    """Unit-seconds held if each trajectory had reserved its largest amount from its first action to its last."""
     waiting: int = 0
-    """Actions that wait for it now."""
+    """Actions that wait for the pool now."""
 
 
 class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine since the step before."""
+    """One engine since the step before."""
 
     name: str
     version: int
     busy_share: float
-    """Of the time, reading or writing."""
+    """Share of the time in prefill or decode."""
     prefill_tokens: int
     decode_tokens: int
     suspended_s: float = 0.0
 
 
-class Trained(Line, frozen=True, kw_only=True, tag="Trained"):
-    """A gradient step. Its time is what it waited for, what it trained, and little else."""
+class Trained(MetricsLine, frozen=True, kw_only=True, tag="Trained"):
+    """A gradient step. `step_s` is mostly `wait_s` and `train_s`."""
 
     step: int
-    """Counts from 1; the version that it made."""
+    """Counts from 1; equals the version that the step made."""
     step_s: float
     """From the end of the step before to the end of this one."""
     wait_s: float
     """For the batch."""
     waited_for: dict[str, float] = {}
-    """Of these seconds, what the missing trajectories were doing: generate, step, reset, reward, buffer, ..."""
+    """Of these seconds, by stage of the missing trajectories: generate, step, reset, reward, buffer, ..."""
     train_s: float
     push_s: float
     pull_s: float = 0.0
-    """Reading of weights, summed over engines."""
+    """Pulling weights, summed over engines."""
     exposed_s: float = 0.0
-    """Of these, when the engine could not write."""
+    """The part of `pull_s` in which the engine could not generate."""
     evaluation_s: float = 0.0
     """That the step waited for an evaluation."""
     metrics: dict[str, float]
     tasks: dict[str, TaskStep]
     staleness: tuple[int, ...]
-    """Trajectories by staleness, from 0."""
+    """Number of trajectories by staleness, from 0."""
     groups: tuple[int, ...] = ()
-    """The numbers of the groups of the batch: no number is in two steps of one lineage of weights."""
+    """Group numbers of the batch. No number is in two steps of one lineage of weights."""
     short: int = 0
-    """Groups of the batch that have fewer members than they should: what was lost could not be played again."""
+    """Groups of the batch with fewer members than configured, because lost ones could not be replaced."""
     started: int = 0
-    """Groups, since the step before; likewise the next three."""
+    """Groups since the step before; likewise the next three."""
     dropped: dict[str, int] = {}
     """Groups that were not trained on, by cause: stale, failed, full, left_behind, lost_lineage."""
     aborted: int = 0
     """Trajectories that were stopped as stale."""
     tokens_discarded: int = 0
-    """Written by the policy, and in no batch."""
+    """Sampled by the policy, but in no batch."""
     started_so_far: int = 0
-    """Groups, since the run began, in lineages that were given up too; likewise the next one."""
+    """Groups since the run began, in lost lineages too; likewise the next one."""
     dropped_so_far: dict[str, int] = {}
     """By cause."""
     buffered: int = 0
     """Groups that wait to be trained on."""
     in_flight: int = 0
-    """Groups in play."""
+    """Groups in flight."""
     stages: dict[str, int] = {}
-    """Trajectories in play by what they do now."""
+    """Number of trajectories in flight by stage."""
     pools: tuple[PoolUse, ...] = ()
     engines: tuple[EngineUse, ...] = ()
 
 
-class Evaluated(Line, frozen=True, kw_only=True, tag="Evaluated"):
+class Evaluated(MetricsLine, frozen=True, kw_only=True, tag="Evaluated"):
     step: int
     seconds: float
     scores: dict[str, float]
-    """By task: mean reward of seeds that are not trained on."""
+    """By task: mean reward on held-out seeds."""
     spread: dict[str, float] = {}
     """By task: standard error of the mean."""
     episodes: dict[str, int] = {}
-    """That have a reward, by task."""
+    """Number of episodes with a reward, by task."""
     temperature: float = 1.0
 
 
-class Noticed(Line, frozen=True, kw_only=True, tag="Noticed"):
-    """Something that whoever looks at the run should know: an engine was lost, a stall, a fallback, a rollback."""
+class Noticed(MetricsLine, frozen=True, kw_only=True, tag="Noticed"):
+    """An event that a person should see: an engine was lost, a stall, a fallback, a rollback."""
 
     kind: str
     """`engine`, `stall`, `rollback`, `checkpoint`, `settings`, `metrics`."""
     text: str
     step: int | None = None
-    """From which training goes on after a rollback."""
+    """The step from which training continues after a rollback."""
 
 
-class Over(Line, frozen=True, kw_only=True, tag="Over"):
-    """The last line of a run that ended by itself, or was stopped."""
+class RunEnded(MetricsLine, frozen=True, kw_only=True, tag="Over"):
+    """The last line of a run that ended without a crash."""
 
     step: int
     cause: str
-    """`steps`, `seconds`, `interrupted`, or what went wrong."""
+    """`steps`, `seconds`, `interrupted`, or the error."""
     checkpoint: str = ""
     dropped_so_far: dict[str, int] = {}
-    """As of a step."""
+    """As in Trained."""
 
 
-AnyLine = Began | Warmed | Trained | Evaluated | Noticed | Over
-REACHED = (Warmed, Trained, Evaluated)
-"""Lines of what a policy has come to: a run without any of them has not really begun."""
+AnyMetricsLine = RunBegan | WarmStartChecked | Trained | Evaluated | Noticed | RunEnded
+PROGRESS_LINES = (WarmStartChecked, Trained, Evaluated)
+"""Lines that show progress of the policy: a run without any of them has made none."""
 
 RESUMED = "resumed"
 
 
-def dropped_in(lines: Sequence[AnyLine]) -> dict[str, int]:
-    """Groups that a run has dropped, by cause: what the last line says that knows it."""
-    return next((line.dropped_so_far for line in reversed(lines) if isinstance(line, Trained | Over)), {})
+def dropped_groups(lines: Sequence[AnyMetricsLine]) -> dict[str, int]:
+    """Returns the groups that a run dropped, by cause, from the last line that has them."""
+    return next((line.dropped_so_far for line in reversed(lines) if isinstance(line, Trained | RunEnded)), {})
 
 
-def noticed_in(line: AnyLine) -> Noticed | None:
-    """What whoever looks at the run should know of this line; of one that goes on with a run, what became of its
-    samples."""
+def notice_of(line: AnyMetricsLine) -> Noticed | None:
+    """Returns what a person should see of a line; of a resumption, what happened to the samples."""
     if isinstance(line, Noticed):
         return line
-    return Noticed(at_s=line.at_s, kind=RESUMED, text=line.left) if isinstance(line, Began) and line.left else None
+    return Noticed(at_s=line.at_s, kind=RESUMED, text=line.left) if isinstance(line, RunBegan) and line.left else None

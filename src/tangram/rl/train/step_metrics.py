@@ -1,6 +1,6 @@
-"""The ledger of a step: what happens between two gradient steps, counted until the second is done.
+"""Metrics of a step: counts events between two gradient steps, and makes a `Trained` line of them.
 
-Owns the counting and the making of a `Trained` line of it. It is told, and asks nobody.
+Owns the counts. Gets every event from others.
 """
 
 from __future__ import annotations
@@ -8,70 +8,74 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from tangram.rl.buffer.records import FAILED, LEFT_BEHIND, STALE, number_of
-from tangram.rl.buffer.sample_buffer import Dropped
+from tangram.rl.buffer.records import FAILED, LEFT_BEHIND, STALE, group_number
+from tangram.rl.buffer.sample_buffer import DroppedGroup
 from tangram.rl.inference.engines.protocol import EngineStatistics
 from tangram.rl.inference.router_records import EngineUpdated
 from tangram.rl.rollout.records import Ending, Group, Trajectory
-from tangram.rl.train.records import Batch, EngineUse, PoolUse, Stepped, TaskStep, Trained
+from tangram.rl.train.records import EngineUse, PoolUse, TaskStep, Trained, TrainingBatch, TrainStepResult
 
 LEFT_BEHIND_CAUSE = "the batch was enough without it, and it is too old for the next one"
 
 
-class StepLedger:
-    def __init__(self, now_s: float, *, started: int = 0, engines: Iterable[EngineStatistics] = ()) -> None:
-        """`started`: groups, ever; `engines`: as they are: what they did before is of no step."""
+class StepMetrics:
+    def __init__(self) -> None:
+        self.begin(0.0)
+
+    def begin(self, now_s: float, *, started: int = 0, engines: Iterable[EngineStatistics] = ()) -> None:
+        """Starts to count the first step. `started`: groups ever started. `engines`: their statistics now; what they
+        did before belongs to no step."""
         self._began_s = now_s
         self._engines = {each.name: each for each in engines}
-        """As they were at the end of the step before."""
+        """As of the end of the previous step."""
         self._started = started
-        """Groups, until then."""
-        self._clear()
+        """As of the end of the previous step."""
+        self._reset()
 
-    def _clear(self) -> None:
-        self._aborted = self._discarded = 0
+    def _reset(self) -> None:
+        self._aborted = self._tokens_discarded = 0
         self._dropped: Counter[str] = Counter()
-        self._waited: dict[str, float] = {}
+        self._wait_s_by_stage: dict[str, float] = {}
         self._wait_s = self._pull_s = self._exposed_s = self._evaluation_s = 0.0
 
-    # ---- what it is told ----
+    # ---- events ----
 
-    def group_ended(self, group: Group) -> None:
+    def on_group_end(self, group: Group) -> None:
         self._aborted += sum(each.ending is Ending.STALE for each in group.left_out)
-        self._discarded += written(group.left_out)
+        self._tokens_discarded += tokens_written(group.left_out)
         if not group.members:
-            self._dropped[lost_by(group)] += 1
+            self._dropped[drop_cause(group)] += 1
 
-    def dropped_before(self, causes: Iterable[str]) -> None:
-        """Groups that were dropped when the run was resumed."""
+    def on_resume_dropped(self, causes: Iterable[str]) -> None:
+        """Counts groups that the resumption dropped."""
         self._dropped.update(causes)
 
-    def dropped(self, dropped: Iterable[Dropped]) -> None:
+    def on_dropped(self, dropped: Iterable[DroppedGroup]) -> None:
         for each in dropped:
             self._dropped[each.cause] += 1
-            self._discarded += written(each.group.members)
+            self._tokens_discarded += tokens_written(each.group.members)
 
-    def waited(self, seconds: float, stages: Mapping[str, int]) -> None:
-        """For a batch, while trajectories in play did this."""
+    def add_wait(self, seconds: float, stages: Mapping[str, int]) -> None:
+        """Adds time spent waiting for a batch, divided among the stages of trajectories in flight."""
         self._wait_s += seconds
         total = sum(stages.values())
         for stage, number in stages.items():
-            self._waited[stage] = self._waited.get(stage, 0.0) + seconds * number / total
+            self._wait_s_by_stage[stage] = self._wait_s_by_stage.get(stage, 0.0) + seconds * number / total
 
-    def updated(self, event: EngineUpdated) -> None:
+    def on_engine_updated(self, event: EngineUpdated) -> None:
         self._pull_s += event.pull_s
         self._exposed_s += event.exposed_s
 
-    def evaluated(self, seconds: float) -> None:
-        """That training stood still for it."""
+    def add_evaluation(self, seconds: float) -> None:
+        """Adds time that training waited for an evaluation."""
         self._evaluation_s += seconds
 
-    # ---- what it makes of it ----
+    # ---- the line ----
 
-    def line(
+    def finish_step(
         self,
-        batch: Batch,
-        stepped: Stepped,
+        batch: TrainingBatch,
+        stepped: TrainStepResult,
         *,
         now_s: float,
         started: int,
@@ -82,45 +86,45 @@ class StepLedger:
         pools: tuple[PoolUse, ...],
         engines: Iterable[EngineStatistics],
     ) -> Trained:
-        """The step is done; what comes belongs to the next. `started`, `dropped`: groups, ever."""
+        """Ends the step and starts the next. `started`, `dropped`: groups since the run began."""
         step_s = now_s - self._began_s
-        made = Trained(
+        line = Trained(
             at_s=now_s,
             step=stepped.weights.version,
             step_s=step_s,
             wait_s=self._wait_s,
-            waited_for=dict(self._waited),
+            waited_for=dict(self._wait_s_by_stage),
             train_s=stepped.train_s,
             push_s=stepped.push_s,
             pull_s=self._pull_s,
             exposed_s=self._exposed_s,
             evaluation_s=self._evaluation_s,
             metrics=stepped.metrics,
-            tasks=tasks_of(batch),
+            tasks=task_steps(batch),
             staleness=histogram(batch.staleness),
-            groups=tuple(number_of(group.id) for group in batch.groups),
-            short=sum(not group.whole for group in batch.groups),
+            groups=tuple(group_number(group.id) for group in batch.groups),
+            short=sum(not group.is_complete for group in batch.groups),
             started=max(0, started - self._started),
             dropped=dict(self._dropped),
             aborted=self._aborted,
-            tokens_discarded=self._discarded,
+            tokens_discarded=self._tokens_discarded,
             started_so_far=started,
             dropped_so_far=dict(dropped),
             buffered=buffered,
             in_flight=in_flight,
             stages=dict(stages),
             pools=pools,
-            engines=self._uses(engines, step_s),
+            engines=self._engine_uses(engines, step_s),
         )
         self._began_s, self._started = now_s, started
-        self._clear()
-        return made
+        self._reset()
+        return line
 
-    def _uses(self, engines: Iterable[EngineStatistics], seconds: float) -> tuple[EngineUse, ...]:
+    def _engine_uses(self, engines: Iterable[EngineStatistics], seconds: float) -> tuple[EngineUse, ...]:
         uses = []
         for each in engines:
             before = self._engines.get(each.name)
-            if before is None or before.steps > each.steps:  # it was started anew
+            if before is None or before.steps > each.steps:  # it was restarted
                 before = EngineStatistics(name=each.name)
             self._engines[each.name] = each
             busy_s = each.prefill_s + each.decode_s - before.prefill_s - before.decode_s
@@ -137,37 +141,37 @@ class StepLedger:
         return tuple(uses)
 
 
-def lost_by(group: Group) -> str:
-    """Why it has no members, as it is counted."""
+def drop_cause(group: Group) -> str:
+    """Returns under which cause a group without members is counted."""
     if any(each.ending is Ending.STALE for each in group.left_out):
         return STALE
     return LEFT_BEHIND if any(each.cause == LEFT_BEHIND_CAUSE for each in group.left_out) else FAILED
 
 
-def written(trajectories: Iterable[Trajectory]) -> int:
-    """Tokens of the policy."""
+def tokens_written(trajectories: Iterable[Trajectory]) -> int:
+    """Tokens that the policy sampled."""
     return sum(len(turn.tokens) for each in trajectories for turn in each.turns)
 
 
 def histogram(values: Iterable[int]) -> tuple[int, ...]:
-    """How many are 0, 1, 2, ..."""
+    """Returns how many values are 0, 1, 2, ..."""
     counts = Counter(values)
     return tuple(counts[value] for value in range(max(counts, default=-1) + 1))
 
 
-def tasks_of(batch: Batch) -> dict[str, TaskStep]:
-    found = {}
+def task_steps(batch: TrainingBatch) -> dict[str, TaskStep]:
+    steps = {}
     for task in sorted({group.task for group in batch.groups}):
         groups = [group for group in batch.groups if group.task == task]
         members = [each for group in groups for each in group.members]
-        stale = Batch(version=batch.version, groups=tuple(groups)).staleness
-        found[task] = TaskStep(
+        stale = TrainingBatch(version=batch.version, groups=tuple(groups)).staleness
+        steps[task] = TaskStep(
             groups=len(groups),
             trajectories=len(members),
             reward=sum(each.reward or 0.0 for each in members) / len(members),
             turns=sum(len(each.turns) for each in members) / len(members),
-            tokens=written(members) / len(members),
+            tokens=tokens_written(members) / len(members),
             staleness_mean=sum(stale) / len(stale),
             staleness_max=max(stale),
         )
-    return found
+    return steps

@@ -1,7 +1,7 @@
-"""Trainers: what turns batches into new weights. The protocol; rl/train/trainer_process.py has the real one.
+"""The trainer protocol: makes new weights from batches. rl/train/trainer_process.py has the real one.
 
-A trainer does one thing at a time, in the order in which it is asked. It publishes what it makes. One that dies is made
-anew and given a checkpoint: whoever owns it decides which, as the samples and the engines have to go back with it.
+A trainer executes one request at a time, in order, and publishes what it makes. After a death its owner restarts it and
+chooses the checkpoint, because samples and engines have to go back with it.
 """
 
 from __future__ import annotations
@@ -11,40 +11,41 @@ from pathlib import Path
 from typing import Protocol
 
 from tangram.errors import ManagerError
-from tangram.rl.inference.engines.protocol import Weights
-from tangram.rl.train.records import Batch, Demonstration, Stepped
+from tangram.rl.inference.engines.protocol import PolicyWeights
+from tangram.rl.train.records import Demonstration, TrainingBatch, TrainStepResult
 
 
 class TrainerDied(ManagerError):
-    """It ended, hung or broke down. What it was doing is not done; what it had published may be whole."""
+    """The trainer ended, hung or failed. Its current request is not done; a version that it published may be
+    complete."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"trainer: {reason}")
 
 
 class Trainer(Protocol):
-    async def start(self, checkpoint: Path | None = None) -> Weights:
-        """Ready, with the weights of a checkpoint (as `save` wrote it; its version goes on) or with the first ones,
-        version 0. They are published, and what was published of later versions is gone. Also after it died. Raises
-        TrainerDied and ManagerError, and InvalidConfig for settings of which it cannot be made."""
+    async def start(self, checkpoint: Path | None = None) -> PolicyWeights:
+        """Starts or restarts the trainer with the weights of a checkpoint as `save` wrote it, or with the first ones,
+        version 0. Publishes them, and deletes published later versions. Raises TrainerDied and ManagerError, and
+        InvalidConfig for settings that it cannot use."""
         ...
 
     async def imitate(self, episodes: Sequence[Demonstration]) -> float:
-        """One supervised step; its loss. Nothing is published and the version stays."""
+        """Makes one supervised step of behaviour cloning. Returns its loss. Publishes nothing and keeps the version."""
         ...
 
-    async def publish(self, version: int) -> Weights:
-        """The weights as they are, as this version; for the looks at a warm start. A version that is there is
-        replaced."""
+    async def publish(self, version: int) -> PolicyWeights:
+        """Publishes the current weights as this version, replacing it if it exists; for checks during a warm start."""
         ...
 
-    async def step(self, batch: Batch) -> Stepped:
-        """Raises TrainerDied; InvalidInput for a batch that cannot be trained on, in which case nothing changed."""
+    async def step(self, batch: TrainingBatch) -> TrainStepResult:
+        """Makes one gradient step. Raises TrainerDied; InvalidInput for a batch that cannot be trained on, which
+        changes nothing."""
         ...
 
     async def save(self, folder: Path) -> None:
-        """Into a folder that is there: weights, optimiser and random state, so that the next step from it is the same
-        to the last bit. Raises ManagerError, if it cannot be written."""
+        """Writes weights, optimiser and random state into an existing folder, so that the next step from there is the
+        same to the last bit. Raises ManagerError if it cannot be written."""
         ...
 
     async def close(self) -> None: ...

@@ -1,133 +1,142 @@
-"""What a trainer's process and its owner say to each other, over a socket pair.
+"""Messages between a trainer process and its supervisor, over a socket pair.
 
-Owns the messages; processes/framing.py encodes them. Every command but the first and the last has a number, which comes
-back in its one answer; answers come in the order of the commands. Beats come between them.
+Owns the records; processes/framing.py encodes them. Every command except the first and the last has a number, which its
+one reply repeats; replies come in the order of the commands, with heartbeats between them.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from tangram.processes.framing import Frames
+from tangram.processes.framing import FrameDecoder
 from tangram.rl.config.training_settings import TrainSettings
-from tangram.rl.inference.engines.protocol import Weights
-from tangram.rl.train.records import Batch, Demonstration, Stepped
+from tangram.rl.inference.engines.protocol import PolicyWeights
+from tangram.rl.train.records import Demonstration, TrainingBatch, TrainStepResult
 
-# ---- commands ---------------------------------------------------------------------------------------------------
+# ---- commands ----
 
 
-class Command(msgspec.Struct, frozen=True, kw_only=True, tag=False):
+class TrainerCommand(msgspec.Struct, frozen=True, kw_only=True, tag=False):
     ask: int
-    """Comes back in the answer."""
+    """Repeated in the reply."""
 
 
-class Hello(Command, frozen=True, kw_only=True, tag="Hello"):
-    """The first one. It is answered by Ready when the trainer has its weights and has published them, or by
-    NotReady or Refused."""
+class TrainerHello(TrainerCommand, frozen=True, kw_only=True, tag="Hello"):
+    """The first command. Its reply is TrainerReady once the trainer has published its weights, or TrainerNotReady or
+    TrainerRefused."""
 
     settings: TrainSettings
     vocabulary: int
-    """Tokens that a new policy knows."""
+    """Vocabulary size of a new policy."""
     folder: str
     """Where weights are published."""
     keep: int
-    """Published versions that stay, the newest."""
+    """Number of published versions to keep."""
     checkpoint: str | None
     learner: str
-    """`module:name` of the class that learns."""
+    """`module:name` of the learner class."""
     reward_low: dict[str, float]
     tokens_longest: int
     beat_s: float
-    """How often it says that it is at work."""
+    """Interval between heartbeats."""
 
 
-class Imitate(Command, frozen=True, kw_only=True, tag="Imitate"):
-    """Answered by Imitated."""
+class Imitate(TrainerCommand, frozen=True, kw_only=True, tag="Imitate"):
+    """Its reply is Imitated."""
 
     episodes: tuple[Demonstration, ...]
 
 
-class Publish(Command, frozen=True, kw_only=True, tag="Publish"):
-    """Answered by Published."""
+class PublishWeights(TrainerCommand, frozen=True, kw_only=True, tag="Publish"):
+    """Its reply is WeightsPublished."""
 
     version: int
 
 
-class Step(Command, frozen=True, kw_only=True, tag="Step"):
-    """Answered by Done."""
+class TrainStep(TrainerCommand, frozen=True, kw_only=True, tag="Step"):
+    """Its reply is TrainStepDone."""
 
-    batch: Batch
+    batch: TrainingBatch
 
 
-class Save(Command, frozen=True, kw_only=True, tag="Save"):
-    """Answered by Saved."""
+class SaveCheckpoint(TrainerCommand, frozen=True, kw_only=True, tag="Save"):
+    """Its reply is CheckpointSaved."""
 
     folder: str
 
 
-class Close(Command, frozen=True, kw_only=True, tag="Close"):
-    """Not answered but by its end."""
+class CloseTrainer(TrainerCommand, frozen=True, kw_only=True, tag="Close"):
+    """It has no reply; the process ends."""
 
 
-# ---- answers ----------------------------------------------------------------------------------------------------
+# ---- replies ----
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True, tag=False):
+class TrainerReply(msgspec.Struct, frozen=True, kw_only=True, tag=False):
     ask: int
 
 
-class Ready(Answer, frozen=True, kw_only=True, tag="Ready"):
-    weights: Weights
+class TrainerReady(TrainerReply, frozen=True, kw_only=True, tag="Ready"):
+    weights: PolicyWeights
 
 
-class NotReady(Answer, frozen=True, kw_only=True, tag="NotReady"):
+class TrainerNotReady(TrainerReply, frozen=True, kw_only=True, tag="NotReady"):
     reason: str
     retry: bool
 
 
-class Imitated(Answer, frozen=True, kw_only=True, tag="Imitated"):
+class Imitated(TrainerReply, frozen=True, kw_only=True, tag="Imitated"):
     loss: float
 
 
-class Published(Answer, frozen=True, kw_only=True, tag="Published"):
-    weights: Weights
+class WeightsPublished(TrainerReply, frozen=True, kw_only=True, tag="Published"):
+    weights: PolicyWeights
 
 
-class Done(Answer, frozen=True, kw_only=True, tag="Done"):
-    stepped: Stepped
+class TrainStepDone(TrainerReply, frozen=True, kw_only=True, tag="Done"):
+    stepped: TrainStepResult
 
 
-class Saved(Answer, frozen=True, kw_only=True, tag="Saved"):
+class CheckpointSaved(TrainerReply, frozen=True, kw_only=True, tag="Saved"):
     pass
 
 
-class Refused(Answer, frozen=True, kw_only=True, tag="Refused"):
-    """What came cannot be used, and nothing has changed; of Hello, the settings. The words are those of
-    InvalidInput."""
+class TrainerRefused(TrainerReply, frozen=True, kw_only=True, tag="Refused"):
+    """The command cannot be executed and nothing has changed. The fields are those of InvalidInput."""
 
     field: str
     value: str
     expected: str
 
 
-class Failed(Answer, frozen=True, kw_only=True, tag="Failed"):
-    """The world did not let it: a full disk, mostly."""
+class TrainerFailed(TrainerReply, frozen=True, kw_only=True, tag="Failed"):
+    """The environment of the process failed, for example a full disk."""
 
     reason: str
     retry: bool
 
 
-class Beat(Answer, frozen=True, kw_only=True, tag="Beat"):
-    """It is at work, and has used the processor since the last one. `ask` is that of what it does."""
+class TrainerHeartbeat(TrainerReply, frozen=True, kw_only=True, tag="Beat"):
+    """The trainer works and has used CPU time since the last heartbeat. `ask` is that of its current command."""
 
 
-AnyCommand = Hello | Imitate | Publish | Step | Save | Close
-AnyAnswer = Ready | NotReady | Imitated | Published | Done | Saved | Refused | Failed | Beat
+AnyTrainerCommand = TrainerHello | Imitate | PublishWeights | TrainStep | SaveCheckpoint | CloseTrainer
+AnyTrainerReply = (
+    TrainerReady
+    | TrainerNotReady
+    | Imitated
+    | WeightsPublished
+    | TrainStepDone
+    | CheckpointSaved
+    | TrainerRefused
+    | TrainerFailed
+    | TrainerHeartbeat
+)
 
 
-def commands() -> Frames[AnyCommand]:
-    return Frames(AnyCommand)
+def command_frames() -> FrameDecoder[AnyTrainerCommand]:
+    return FrameDecoder(AnyTrainerCommand)
 
 
-def answers() -> Frames[AnyAnswer]:
-    return Frames(AnyAnswer)
+def reply_frames() -> FrameDecoder[AnyTrainerReply]:
+    return FrameDecoder(AnyTrainerReply)

@@ -1,14 +1,13 @@
-"""The trainer in a process of its own, seen from the process that uses it.
+"""The trainer in a child process, from the side of its supervisor.
 
-Owns what is asked of the child; child.py owns its process. Promises that whoever asks is answered exactly once: by what
-was asked for, by InvalidInput or ManagerError, after which it goes on, or by TrainerDied with the reason. A child that
-neither says nor computes anything for `hang_s` while it has work counts as dead, and so does one that computes at one
-thing for `work_s_max`. Nothing of it is left after `close`; `start` begins anew, after a death or at any time.
+Owns the requests to the child; processes/child.py owns the process. Promises that each request ends exactly once: with
+its result, with InvalidInput or ManagerError, after which the trainer still works, or with TrainerDied and the reason.
+A child counts as dead if it sends nothing and computes nothing for `hang_s` while it has work, or computes at one
+request for `work_s_max`. Nothing of it remains after `close`. `start` restarts it at any time.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -16,52 +15,33 @@ from typing import TypeVar
 import msgspec
 
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
-from tangram.processes.child import BEATS_PER_HANG, ChildLife
-from tangram.processes.fork_server import Nursery
+from tangram.processes.child import HEARTBEATS_PER_HANG, ChildProcess
+from tangram.processes.fork_server import ForkServer
 from tangram.processes.framing import FrameTooLong
 from tangram.rl.config.training_settings import TrainSettings
-from tangram.rl.inference.engines.protocol import Weights
+from tangram.rl.inference.engines.protocol import PolicyWeights
 from tangram.rl.rollout.assembly import tasks_of
 from tangram.rl.rollout.records import Group, Trajectory
 from tangram.rl.train import trainer_messages as messages
-from tangram.rl.train.records import Batch, Demonstration, Stepped
+from tangram.rl.train.records import Demonstration, TrainingBatch, TrainStepResult
 from tangram.rl.train.trainer import TrainerDied
-from tangram.rl.train.trainer_messages import (
-    AnyAnswer,
-    AnyCommand,
-    Beat,
-    Close,
-    Done,
-    Failed,
-    Hello,
-    Imitate,
-    Imitated,
-    NotReady,
-    Publish,
-    Published,
-    Ready,
-    Refused,
-    Save,
-    Saved,
-    Step,
-)
 
 PROGRAM = "tangram.rl.model.trainer_child"
 LEARNER = "tangram.rl.model.learner:Learner"
-BEAT_S_MAX = 1.0
-"""Between two words of a child that works; less if `hang_s` is small."""
+HEARTBEAT_S_MAX = 1.0
+"""Interval between heartbeats of a busy child; shorter if `hang_s` is small."""
 HANG_S = 120.0
-"""Without a word and without computing: far longer than a disk takes that others use as well."""
+"""Without a heartbeat: far longer than a disk that others use too blocks a write."""
 WORK_S_MAX = 1800.0
-"""At one thing. A step takes seconds; one of a large model on few cores takes minutes."""
-KEEP = 3
-"""Published versions that stay: an engine that starts, or that is slow, may still read the one before the newest."""
+"""For one request. A step takes seconds; with a large model on few cores, minutes."""
+VERSIONS_KEPT = 3
+"""Published versions that are kept: a starting or slow engine may still read the version before the newest."""
 
-_Answer = TypeVar("_Answer", bound=AnyAnswer)
+_Reply = TypeVar("_Reply", bound=messages.AnyTrainerReply)
 
 
 class ProcessTrainer:
-    """One trainer; see Trainer. It belongs to the event loop in which it was started."""
+    """A trainer process; see Trainer. It belongs to the event loop in which it was started."""
 
     def __init__(
         self,
@@ -69,23 +49,23 @@ class ProcessTrainer:
         codec_size: int,
         folder: Path,
         *,
-        keep: int = KEEP,
+        keep: int = VERSIONS_KEPT,
         hang_s: float = HANG_S,
         work_s_max: float = WORK_S_MAX,
         learner: str = LEARNER,
-        nursery: Nursery | None = None,
+        fork_server: ForkServer | None = None,
     ) -> None:
-        """Weights are published in `folder`, the newest `keep` versions of them. `learner`: `module:name` of the class
-        that learns. Raises InvalidConfig for tasks that cannot be found."""
+        """Publishes weights in `folder` and keeps the newest `keep` versions. `learner`: `module:name` of the learner
+        class. Raises InvalidConfig for unknown tasks."""
         self._settings, self._codec_size, self._folder, self._keep = settings, codec_size, folder, keep
         self._hang_s, self._work_s_max, self._learner = hang_s, work_s_max, learner
-        self._reward_low, self._tokens_longest = _limits_of(settings)
-        self._nursery = nursery
-        self._child: _Child | None = None
+        self._reward_low, self._tokens_longest = _task_limits(settings)
+        self._fork_server = fork_server
+        self._child: _TrainerChild | None = None
 
     @property
     def pid(self) -> int:
-        """Of the child that runs."""
+        """Of the running child."""
         assert self._child is not None, "the trainer does not run"
         return self._child.pid
 
@@ -93,10 +73,10 @@ class ProcessTrainer:
     def alive(self) -> bool:
         return self._child is not None and self._child.alive
 
-    async def start(self, checkpoint: Path | None = None) -> Weights:
+    async def start(self, checkpoint: Path | None = None) -> PolicyWeights:
         await self.close()
-        child = self._child = _Child(self._hang_s, self._work_s_max)
-        hello = Hello(
+        child = self._child = _TrainerChild(self._hang_s, self._work_s_max)
+        hello = messages.TrainerHello(
             ask=0,
             settings=self._settings,
             vocabulary=self._codec_size,
@@ -106,111 +86,113 @@ class ProcessTrainer:
             learner=self._learner,
             reward_low=self._reward_low,
             tokens_longest=self._tokens_longest,
-            beat_s=min(BEAT_S_MAX, self._hang_s / BEATS_PER_HANG),
+            beat_s=min(HEARTBEAT_S_MAX, self._hang_s / HEARTBEATS_PER_HANG),
         )
-        await child.start(PROGRAM, self._settings.training.threads, hello, self._nursery)
-        assert child.first is not None
-        return child.first
+        await child.start(PROGRAM, self._settings.training.threads, hello, self._fork_server)
+        assert child.initial_weights is not None
+        return child.initial_weights
 
     async def imitate(self, episodes: Sequence[Demonstration]) -> float:
-        child = self._running()
-        answer = await child.done(Imitate(ask=child.number(), episodes=tuple(episodes)), Imitated)
-        return answer.loss
+        child = self._require_child()
+        reply = await child.call(messages.Imitate(ask=child.next_number(), episodes=tuple(episodes)), messages.Imitated)
+        return reply.loss
 
-    async def publish(self, version: int) -> Weights:
-        child = self._running()
-        return (await child.done(Publish(ask=child.number(), version=version), Published)).weights
+    async def publish(self, version: int) -> PolicyWeights:
+        child = self._require_child()
+        reply = await child.call(
+            messages.PublishWeights(ask=child.next_number(), version=version), messages.WeightsPublished
+        )
+        return reply.weights
 
-    async def step(self, batch: Batch) -> Stepped:
-        """Raises ManagerError, and not TrainerDied, if the step was made and could not be published: the trainer has
-        the next version then, which can be saved, and be published by `publish`."""
-        child = self._running()
-        return (await child.done(Step(ask=child.number(), batch=stripped(batch)), Done)).stepped
+    async def step(self, batch: TrainingBatch) -> TrainStepResult:
+        """Raises ManagerError, not TrainerDied, if the step was made but could not be published: the trainer has the
+        next version then, which can be saved, or published by `publish`."""
+        child = self._require_child()
+        reply = await child.call(
+            messages.TrainStep(ask=child.next_number(), batch=strip_batch(batch)), messages.TrainStepDone
+        )
+        return reply.stepped
 
     async def save(self, folder: Path) -> None:
-        child = self._running()
-        await child.done(Save(ask=child.number(), folder=str(folder)), Saved)
+        child = self._require_child()
+        await child.call(messages.SaveCheckpoint(ask=child.next_number(), folder=str(folder)), messages.CheckpointSaved)
 
     async def close(self) -> None:
         if self._child is not None:
-            await self._child.close(Close(ask=0))
+            await self._child.close(messages.CloseTrainer(ask=0))
 
-    def _running(self) -> _Child:
+    def _require_child(self) -> _TrainerChild:
         if self._child is None:
             raise TrainerDied("it was not started")
         return self._child
 
 
-class _Child(ChildLife):
-    """One life of a trainer."""
+class _TrainerChild(ChildProcess):
+    """One process of a trainer, from its start to its death."""
 
     def __init__(self, hang_s: float, work_s_max: float) -> None:
-        super().__init__("the trainer", messages.answers(), hang_s)
-        self.first: Weights | None = None
-        """With which it got ready."""
+        super().__init__("the trainer", messages.reply_frames(), hang_s)
+        self.initial_weights: PolicyWeights | None = None
+        """Published when it became ready."""
         self._work_s_max = work_s_max
         self._working_since_s = 0.0
-        self._numbers = itertools.count(1)
 
-    def number(self) -> int:
-        return next(self._numbers)
-
-    async def done(self, command: AnyCommand, kind: type[_Answer]) -> _Answer:
+    async def call(self, command: messages.AnyTrainerCommand, kind: type[_Reply]) -> _Reply:
         if not self.has_work:
             self._working_since_s = self._loop.time()
         try:
-            answer: AnyAnswer = await self.ask(command.ask, command)
+            reply: messages.AnyTrainerReply = await self.request(command.ask, command)
         except FrameTooLong as error:
             raise InvalidInput(str(command.__struct_config__.tag).lower(), "too much at once", str(error)) from error
-        match answer:
-            case Refused(field=field, value=value, expected=expected):
+        match reply:
+            case messages.TrainerRefused(field=field, value=value, expected=expected):
                 raise InvalidInput(field, value, expected)
-            case Failed(reason=reason, retry=retry):
+            case messages.TrainerFailed(reason=reason, retry=retry):
                 raise ManagerError(f"trainer: {reason}", retry=retry)
-        assert isinstance(answer, kind), answer
-        return answer
+        assert isinstance(reply, kind), reply
+        return reply
 
-    def take(self, answer: AnyAnswer) -> None:
+    def on_message(self, answer: messages.AnyTrainerReply) -> None:
         match answer:
-            case Ready(weights=weights):
-                self.first = weights
-                self.now_ready()
-            case NotReady(reason=reason, retry=retry):
-                self.refused(ManagerError(reason, retry=retry))
-            case Refused(ask=0, field=field, value=value, expected=expected):
-                self.refused(InvalidConfig(field, value, expected))
-            case Beat():
-                pass  # to have been heard is all
+            case messages.TrainerReady(weights=weights):
+                self.initial_weights = weights
+                self.mark_ready()
+            case messages.TrainerNotReady(reason=reason, retry=retry):
+                self.fail_start(ManagerError(reason, retry=retry))
+            case messages.TrainerRefused(ask=0, field=field, value=value, expected=expected):
+                self.fail_start(InvalidConfig(field, value, expected))
+            case messages.TrainerHeartbeat():
+                pass  # its arrival is all that counts
             case _:
                 self._working_since_s = self._loop.time()  # it begins with the next thing
-                self.answered(answer.ask, answer)
+                self.resolve(answer.ask, answer)
 
-    def died(self, reason: str) -> TrainerDied:
+    def death_error(self, reason: str) -> TrainerDied:
         return TrainerDied(reason)
 
-    def complaint(self, silent_s: float) -> str:
+    def hang_reason(self, silent_s: float) -> str:
         worked_s = self._loop.time() - self._working_since_s
         if self.has_work and worked_s > self._work_s_max:
-            return f"it worked at one thing for {worked_s:.1f} s without an end"
-        return super().complaint(silent_s)
+            return f"it worked at one request for {worked_s:.1f} s without an end"
+        return super().hang_reason(silent_s)
 
 
-def stripped(batch: Batch) -> Batch:
-    """What a trainer does not need is not sent: texts, times, and trajectories that are not trained on."""
-    return msgspec.structs.replace(batch, groups=tuple(map(_group, batch.groups)))
+def strip_batch(batch: TrainingBatch) -> TrainingBatch:
+    """Removes what a trainer does not need: texts, spans, and trajectories that are not trained on."""
+    return msgspec.structs.replace(batch, groups=tuple(map(_strip_group, batch.groups)))
 
 
-def _group(group: Group) -> Group:
-    return msgspec.structs.replace(group, members=tuple(map(_trajectory, group.members)), left_out=())
+def _strip_group(group: Group) -> Group:
+    return msgspec.structs.replace(group, members=tuple(map(_strip_trajectory, group.members)), left_out=())
 
 
-def _trajectory(trajectory: Trajectory) -> Trajectory:
+def _strip_trajectory(trajectory: Trajectory) -> Trajectory:
     turns = tuple(msgspec.structs.replace(turn, observation="", action="") for turn in trajectory.turns)
     return msgspec.structs.replace(trajectory, turns=turns, observation="", spans=())
 
 
-def _limits_of(settings: TrainSettings) -> tuple[dict[str, float], int]:
-    """By task the lowest reward that there is; and the most tokens that a policy may write in one trajectory."""
+def _task_limits(settings: TrainSettings) -> tuple[dict[str, float], int]:
+    """Returns the lowest reward of each task, and the most tokens that a policy may write in one trajectory."""
     reward_low: dict[str, float] = {}
     tokens_longest = 1
     for task, own in zip(tasks_of(settings), settings.tasks, strict=True):

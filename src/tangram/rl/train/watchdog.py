@@ -1,13 +1,13 @@
-"""Stalls: a run in which nothing moves is noticed, what it waits for is named, and what is stuck is stopped.
+"""The watchdog: detects a stall, names what the run waits for, and stops what is stuck.
 
-Owns the judgement, and no clock: time comes in. What moves is a step, group or trajectory that ends, a trajectory that
-comes to another stage, a token that is written. Promises that a run in which something moves within `stall_s` has no
-stall, that one in which nothing does has one every `stall_s`, and that each names what is waited for.
+Owns the decision, and no clock: time is an argument. Activity is a step, group or trajectory that ends, a trajectory
+that changes its stage, or a generated token. Promises that a run with activity within `stall_s` has no stall, that a
+run without any has one every `stall_s`, and that each stall names its cause.
 
-    watch = StallWatch(settings.training.stall_s, settings.training.stalls_max, now)
-    watch.progress(now)  |  watch.ended(record, now)       # a step, or a group with members; a trajectory
-    stall = watch.look(now, seen(rollout, gateway, client, training=(12, 300.0)))     # every few seconds
-    if stall and not stall.give_up: free(rollout, stall)
+    watchdog = Watchdog(settings.training.stall_s, settings.training.stalls_max, now)
+    watchdog.on_progress(now)  |  watchdog.on_trajectory_end(record, now)    # a step or a group with members
+    stall = watchdog.check(now, snapshot_run(rollout, router, client, training=(12, 300.0)))    # every few seconds
+    if stall and not stall.give_up: abort_stuck(rollout, stall)
 """
 
 from __future__ import annotations
@@ -22,208 +22,211 @@ from tangram.client.transport import LocalTransport
 from tangram.core.action import State
 from tangram.core.scheduler import Scheduler
 from tangram.managers.quotas.manager import REQUESTS, TOKENS
-from tangram.rl.inference.router import Gateway
-from tangram.rl.rollout.episode import ASKED, WAITING
+from tangram.rl.inference.router import Router
+from tangram.rl.rollout.episode import WAITED_FOR_BY_STAGE, WAITING
 from tangram.rl.rollout.records import Ending, Stage, Trajectory
 from tangram.rl.rollout.rollout import Rollout
-from tangram.server.observe.shortage import short_kind
+from tangram.runtime.shortage import short_kind
 
-CAUSE = "nothing moved"
-"""Of trajectories that are stopped for it; what was waited for stands behind it."""
+STALL_CAUSE = "nothing moved"
+"""First words of the cause of trajectories that a stall stops; what they waited for follows."""
 
 
-class Live(msgspec.Struct, frozen=True, kw_only=True):
-    """A trajectory in play."""
+class LiveTrajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """A trajectory in flight."""
 
     id: str
     task: str
     stage: str
-    since_s: float
-    """How long it has been in this stage."""
-    what: str
-    """Whose answer it waits for, as far as it knows itself."""
+    stage_s: float
+    """Seconds in this stage."""
+    waiting_for: str
+    """What has to respond before it continues, as far as the episode can tell."""
     pool: str = ""
-    """For which an action of it waits."""
+    """The pool that one of its actions waits for."""
 
     @property
-    def is_kept(self) -> bool:
-        """Others keep it from being served: it is not what is stuck, but waits behind it."""
-        return bool(self.pool) or self.stage == WAITING or self.what != ASKED[self.stage]
+    def is_blocked(self) -> bool:
+        """Whether other trajectories keep it from being served, so that it is not itself what is stuck."""
+        return bool(self.pool) or self.stage == WAITING or self.waiting_for != WAITED_FOR_BY_STAGE[self.stage]
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """A run at one moment."""
+class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a run at one moment."""
 
-    live: tuple[Live, ...] = ()
+    trajectories: tuple[LiveTrajectory, ...] = ()
     """Oldest first."""
     engines: dict[str, int] = {}
-    """Requests inside each engine."""
+    """Number of requests inside each engine."""
     tokens: int = 0
-    """That engines have read and written so far."""
+    """Prefilled and decoded by all engines so far."""
     training: tuple[int, float] | None = None
-    """The step that a trainer works on, and for how long."""
+    """The step that the trainer works on, and for how many seconds."""
     idle: str = ""
-    """Why nothing is in play, if nothing is."""
+    """Why no trajectory is in flight, if none is."""
 
 
 class Stall(msgspec.Struct, frozen=True, kw_only=True):
-    for_s: float
-    """How long nothing has moved."""
+    stalled_s: float
+    """Seconds without any activity."""
     number: int
-    """Of those in a row, from 1."""
+    """In a row, from 1."""
     text: str
-    """What is waited for."""
+    """What the run waits for."""
     abort: tuple[str, ...] = ()
     """Trajectories to be stopped and played again."""
     give_up: bool = False
-    """It is the last of those that there may be in a row."""
+    """It is the last of the stalls in a row that are allowed."""
 
 
-class _Cause(NamedTuple):
-    what: str
+class _WaitCause(NamedTuple):
+    waiting_for: str
     trajectories: int
 
 
-class StallWatch:
+class Watchdog:
     def __init__(self, stall_s: float, stalls_max: int, now: float) -> None:
         self._stall_s = stall_s
         self._stalls_max = stalls_max
-        self._moved_at = self._told_at = now
-        self._row = 0
+        self._last_activity_s = self._last_stall_s = now
+        self._stalls_in_row = 0
         self._tokens = 0
 
-    def progress(self, now: float) -> None:
-        """A step is done, or a trajectory or group ended with what it was played for."""
-        self._moved_at = max(self._moved_at, now)
-        self._row = 0
+    def on_progress(self, now: float) -> None:
+        """Records a step that is done, or a trajectory or group that ended with a reward."""
+        self._last_activity_s = max(self._last_activity_s, now)
+        self._stalls_in_row = 0
 
-    def ended(self, record: Trajectory, now: float) -> None:
-        """What ended without a reward, as what was stopped does, is no sign that the next attempt does better."""
-        if record.ending.rewarded:
-            self.progress(now)
+    def on_trajectory_end(self, record: Trajectory, now: float) -> None:
+        """A trajectory without a reward, such as a stopped one, is no evidence that its next attempt will do better."""
+        if record.ending.is_rewarded:
+            self.on_progress(now)
 
-    def look(self, now: float, seen: Seen) -> Stall | None:
-        """A stall, once. Whatever moves puts it off; that others followed it is forgotten only when there is
-        progress, for what is played again moves too, until it is stuck where the one before was."""
-        moved = [now - since_s for since_s in _ages(seen)]
-        if self._wrote(seen):
+    def check(self, now: float, seen: RunSnapshot) -> Stall | None:
+        """Returns a stall when one is due. Activity delays the next stall; only progress resets the count of stalls in
+        a row, because a replayed trajectory is active too until it is stuck in the same place."""
+        moved = [now - since_s for since_s in _stage_ages(seen)]
+        if self._has_new_tokens(seen):
             moved.append(now)
-        self._moved_at = max([self._moved_at, *moved])
-        if now - max(self._moved_at, self._told_at) < self._stall_s:
+        self._last_activity_s = max([self._last_activity_s, *moved])
+        if now - max(self._last_activity_s, self._last_stall_s) < self._stall_s:
             return None
-        self._told_at = now
-        self._row += 1
-        for_s = now - self._moved_at
-        give_up = self._row >= self._stalls_max
+        self._last_stall_s = now
+        self._stalls_in_row += 1
+        for_s = now - self._last_activity_s
+        give_up = self._stalls_in_row >= self._stalls_max
         return Stall(
-            for_s=for_s,
-            number=self._row,
-            text=f"{CAUSE} for {for_s:.0f} s: {waited_for(seen)}",
-            abort=() if give_up else self._stuck(seen),
+            stalled_s=for_s,
+            number=self._stalls_in_row,
+            text=f"{STALL_CAUSE} for {for_s:.0f} s: {describe_waits(seen)}",
+            abort=() if give_up else self._stuck_trajectories(seen),
             give_up=give_up,
         )
 
-    def _wrote(self, seen: Seen) -> bool:
+    def _has_new_tokens(self, seen: RunSnapshot) -> bool:
         before, self._tokens = self._tokens, seen.tokens
         return before != seen.tokens
 
-    def _stuck(self, seen: Seen) -> tuple[str, ...]:
-        """Oldest first. At first those that nobody keeps from going on: whoever waits behind them may then go on. If
-        that did not help, or there are none such, all."""
-        first = [] if self._row > 1 else [each for each in seen.live if not each.is_kept]
-        return tuple(each.id for each in sorted(first or seen.live, key=lambda each: -each.since_s))
+    def _stuck_trajectories(self, seen: RunSnapshot) -> tuple[str, ...]:
+        """Returns ids, oldest first. The first stall selects only trajectories that nothing else blocks, so that those
+        behind them can continue. If that did not help, or there are none, it selects all."""
+        first = [] if self._stalls_in_row > 1 else [each for each in seen.trajectories if not each.is_blocked]
+        return tuple(each.id for each in sorted(first or seen.trajectories, key=lambda each: -each.stage_s))
 
 
-def _ages(seen: Seen) -> Iterator[float]:
-    """How long each has been at what it does."""
-    yield from (each.since_s for each in seen.live)
+def _stage_ages(seen: RunSnapshot) -> Iterator[float]:
+    """Seconds since each trajectory and the current step last changed."""
+    yield from (each.stage_s for each in seen.trajectories)
     if seen.training is not None:
         yield seen.training[1]
 
 
-# ---- words ----
+# ---- descriptions ----
 
 
-def waited_for(seen: Seen) -> str:
-    """What is waited for, most first."""
+def describe_waits(seen: RunSnapshot) -> str:
+    """What the run waits for, most frequent first."""
     parts = []
     if seen.training is not None:
         step, since_s = seen.training
         parts.append(f"the trainer has worked on step {step} for {since_s:.0f} s (raise training.stall_s if it should)")
-    causes = sorted(_causes(seen), key=lambda each: -each.trajectories)
-    parts += [_said(cause, alone=len(causes) == 1) for cause in causes]
-    if not seen.live and seen.training is None:
-        parts.append("no trajectory is in play" + (f": {seen.idle}" if seen.idle else ""))
+    causes = sorted(_wait_causes(seen), key=lambda each: -each.trajectories)
+    parts += [_cause_text(cause, alone=len(causes) == 1) for cause in causes]
+    if not seen.trajectories and seen.training is None:
+        parts.append("no trajectory is in flight" + (f": {seen.idle}" if seen.idle else ""))
     return "; ".join(parts)
 
 
-def _said(cause: _Cause, *, alone: bool) -> str:
+def _cause_text(cause: _WaitCause, *, alone: bool) -> str:
     if cause.trajectories == 1:
-        return f"{'the only trajectory' if alone else '1 trajectory'} waits for {cause.what}"
-    return f"{'all ' if alone else ''}{cause.trajectories} trajectories wait for {cause.what}"
+        return f"{'the only trajectory' if alone else '1 trajectory'} waits for {cause.waiting_for}"
+    return f"{'all ' if alone else ''}{cause.trajectories} trajectories wait for {cause.waiting_for}"
 
 
-def _causes(seen: Seen) -> Iterable[_Cause]:
-    generating = [each for each in seen.live if each.stage == Stage.GENERATE and not each.is_kept]
-    yield from _engines(len(generating), seen.engines)
+def _wait_causes(seen: RunSnapshot) -> Iterable[_WaitCause]:
+    generating = [each for each in seen.trajectories if each.stage == Stage.GENERATE and not each.is_blocked]
+    yield from _engine_causes(len(generating), seen.engines)
     oldest_s: dict[str, float] = {}
     counts: dict[str, int] = {}
-    for each in seen.live:
-        if each.is_kept or each.stage != Stage.GENERATE:
-            name = _name(each)
+    for each in seen.trajectories:
+        if each.is_blocked or each.stage != Stage.GENERATE:
+            name = _wait_name(each)
             counts[name] = counts.get(name, 0) + 1
-            oldest_s[name] = max(oldest_s.get(name, 0.0), each.since_s)
+            oldest_s[name] = max(oldest_s.get(name, 0.0), each.stage_s)
     for name, count in counts.items():
-        yield _Cause(f"{name} since {oldest_s[name]:.0f} s", count)
+        yield _WaitCause(f"{name} since {oldest_s[name]:.0f} s", count)
 
 
-def _engines(generating: int, inside: dict[str, int]) -> Iterable[_Cause]:
-    """Which request is in which engine is not known here; how many are, is. Others than trajectories may ask too."""
+def _engine_causes(generating: int, inside: dict[str, int]) -> Iterable[_WaitCause]:
+    """Which request is in which engine is not known here, only how many are; others than trajectories may send requests
+    too."""
     for name, requests in sorted(inside.items(), key=lambda each: -each[1]):
         if count := min(requests, generating):
             generating -= count
-            yield _Cause(f"engine {name}", count)
+            yield _WaitCause(f"engine {name}", count)
     if generating:
-        yield _Cause("an engine that serves", generating)
+        yield _WaitCause("an engine that serves", generating)
 
 
-def _name(each: Live) -> str:
+def _wait_name(each: LiveTrajectory) -> str:
     if each.pool:
         return f"pool `{each.pool}`"
-    if each.is_kept:
-        return each.what
-    return f"{each.what} of task {each.task} in {each.stage}"
+    if each.is_blocked:
+        return each.waiting_for
+    return f"{each.waiting_for} of task {each.task} in {each.stage}"
 
 
-# ---- looking and acting ----
+# ---- snapshot and abort ----
 
 
-def seen(
+def snapshot_run(
     rollout: Rollout,
-    gateway: Gateway | None = None,
+    router: Router | None = None,
     client: Client | None = None,
     *,
     training: tuple[int, float] | None = None,
     idle: str = "",
-) -> Seen:
-    """A run as it is now."""
+) -> RunSnapshot:
+    """Returns the current state of a run."""
     pools = waiting_pools(client)
     live = []
-    for episode in rollout.in_play():
-        stage, since_s, what = episode.waiting()
+    for episode in rollout.in_flight():
+        stage, since_s, what = episode.current_wait()
         pool = pools.get(episode.id, "")
-        live.append(Live(id=episode.id, task=episode.task, stage=stage, since_s=since_s, what=what, pool=pool))
+        live.append(
+            LiveTrajectory(id=episode.id, task=episode.task, stage=stage, stage_s=since_s, waiting_for=what, pool=pool)
+        )
     engines: dict[str, int] = {}
     tokens = 0
-    if gateway is not None:
-        engines = {each.name: each.requests for each in gateway.statistics().engines if each.requests}
-        tokens = sum(each.prefill_tokens + each.decode_tokens for each in gateway.engine_statistics())
-    return Seen(live=tuple(live), engines=engines, tokens=tokens, training=training, idle=idle)
+    if router is not None:
+        engines = {each.name: each.requests for each in router.statistics().engines if each.requests}
+        tokens = sum(each.prefill_tokens + each.decode_tokens for each in router.engine_statistics())
+    return RunSnapshot(trajectories=tuple(live), engines=engines, tokens=tokens, training=training, idle=idle)
 
 
 def waiting_pools(client: Client | None) -> dict[str, str]:
-    """By trajectory, the pool that an action of it waits for. Of a service elsewhere nothing is known: it does not tell
-    what actions wait for."""
+    """Returns the pool that an action of each trajectory waits for. Empty for a remote service, which does not report
+    it."""
     transport = client.transport if client is not None else None
     decider = transport.orchestrator.decider if isinstance(transport, LocalTransport) else None
     if not isinstance(decider, Scheduler):
@@ -236,17 +239,17 @@ def waiting_pools(client: Client | None) -> dict[str, str]:
 
 
 def _pool_name(kind: str) -> str:
-    """The pools of one quota bear its name."""
+    """The pools of one quota share its name."""
     name, _, counted = kind.rpartition("/")
     return name if counted in (REQUESTS, TOKENS) and name else kind
 
 
-def free(rollout: Rollout, stall: Stall) -> int:
-    """Stops what is stuck, in engine and environment, so that its group plays it again as the settings say. How
-    many."""
+def abort_stuck(rollout: Rollout, stall: Stall) -> int:
+    """Stops stuck trajectories, in engine and environment; their groups play them again as the settings say. Returns
+    how many."""
     stuck = set(stall.abort)
-    chosen = [each for each in rollout.in_play() if each.id in stuck]
+    chosen = [each for each in rollout.in_flight() if each.id in stuck]
     for episode in chosen:
-        episode.given_up = True
+        episode.was_abandoned = True
         episode.stop(Ending.CANCELLED, stall.text)
     return len(chosen)

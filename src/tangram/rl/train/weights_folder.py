@@ -1,8 +1,7 @@
-"""The folder in which weights are published: in memory where there is some to share, gone with its owner.
+"""The folder in which weights are published: in shared memory where possible, deleted with its owner.
 
-Owns who may delete it. A process that is killed cannot clean up after itself, and what it leaves is a whole model in
-memory: so each folder is locked by its owner for as long as that lives, and whoever makes one deletes those that nobody
-holds any more.
+A killed process cannot delete its folder, which holds a whole model in memory. So the owner locks its folder for as
+long as it lives, and whichever process creates one deletes those without a lock.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 @contextlib.contextmanager
-def published_folder(below: Path | None = None) -> Iterator[Path]:
-    """A new folder, `below` another one or where memory is shared; with all that is in it, it goes at the end."""
+def weights_folder(below: Path | None = None) -> Iterator[Path]:
+    """Creates a folder in `below`, or in shared memory; deletes it with its contents at the end."""
     parent = below or (SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir()))
-    _sweep(parent)
+    _remove_orphans(parent)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -35,10 +34,10 @@ def published_folder(below: Path | None = None) -> Iterator[Path]:
         os.close(lock)
 
 
-def _sweep(parent: Path) -> None:
-    """Delete what owners that were killed have left. One that is just being made has no lock yet, and stays."""
+def _remove_orphans(parent: Path) -> None:
+    """Deletes folders of killed owners. One that is just being created has no lock file yet and stays."""
     for folder in parent.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # another one sweeps too, or it is somebody else's
+        with contextlib.suppress(OSError):  # another process deletes it too, or another user owns it
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""The gate: what is done with managers at the request of callers passes it, until the service goes down.
+"""The drain gate: counts requests to managers and rejects them once the service shuts down.
 
-Owns the count of what is under way. Promises that nothing passes once it is closed: whoever comes then, or fails since
-its manager has left, is told to try again when the service is back.
+After it is closed, new requests, and those that fail because their manager has closed, raise Draining: the client
+should retry when the service is back.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from tangram.errors import ManagerError
 from tangram.runtime.error_records import Draining
 
 
-class Gate:
+class DrainGate:
     def __init__(self) -> None:
-        self._inside = 0
+        self._in_flight = 0
         self.is_closed = False
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @contextmanager
-    def passing(self) -> Iterator[None]:
+    def admit(self) -> Iterator[None]:
         """Raises Draining."""
         if self.is_closed:
             raise Draining
-        self._inside += 1
-        self._empty.clear()
+        self._in_flight += 1
+        self._idle.clear()
         try:
             yield
         except ManagerError as error:
             if self.is_closed:
-                raise Draining from error  # it was not done in time, and the next service can do it
+                raise Draining from error  # not finished in time; the next service can do it
             raise
         finally:
-            self._inside -= 1
-            if not self._inside:
-                self._empty.set()
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
 
-    async def close(self, limit_s: float) -> int:
-        """Let nobody in any more, and wait for those inside, but not longer than that. Returns how many are left."""
+    async def close(self, timeout_s: float) -> int:
+        """Rejects new requests and waits up to `timeout_s` for those in flight. Returns how many are left."""
         self.is_closed = True
         with suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                await self._empty.wait()
-        return self._inside
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        return self._in_flight

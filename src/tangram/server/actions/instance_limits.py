@@ -1,8 +1,8 @@
-"""Rooms: how many sandboxes each caller may have, those that it has open and those of its functions together.
+"""Limits on sandboxes per tenant: open ones and instances of functions count together.
 
-Owns the caps, and for each caller of functions the pool that counts the calls which may have an instance now: what its
-cap leaves beside its open sandboxes. So calls wait where a sandbox is refused. Promises that calls in instances and
-open sandboxes are never more than the cap; idle instances end for either, and are above it only while they end.
+Owns the caps, and per tenant that calls functions a pool with one unit for each call that may have an instance now: the
+cap less its open sandboxes. Where a sandbox is refused, a call waits. Promises that open sandboxes and calls in
+instances together never exceed the cap. Idle instances may exceed it only while they are being ended.
 """
 
 from __future__ import annotations
@@ -10,100 +10,100 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tangram.core.action import State
+from tangram.core.ledger import Ledger
 from tangram.core.messages import Pool, PoolChanged
 from tangram.core.scheduler import Scheduler
 from tangram.errors import AdmissionRefused
-from tangram.managers.functions import BoxedFunctionManager
-from tangram.managers.functions.boxed_host import Awaiting
-from tangram.server.actions.registry import Lives
+from tangram.managers.functions.host import MemoryWaiter
+from tangram.server.actions.registry import ActionRegistry
 from tangram.server.actions.translate import instances_pool
 
 
-class Rooms:
+class InstanceLimits:
     def __init__(
         self,
-        lives: Lives,
-        functions: BoxedFunctionManager,
-        tell: Callable[[PoolChanged], None],
-        held: Callable[[str], int],
+        registry: ActionRegistry,
+        ledger: Ledger,
+        notify: Callable[[PoolChanged], None],
         sandboxes_max: int,
     ) -> None:
-        """`held`: how many units of a pool are held. `sandboxes_max`: of whoever has no cap of its own."""
-        self._lives = lives
-        self._functions = functions
-        self._tell = tell
-        self._held = held
+        """`sandboxes_max` applies to tenants without a cap of their own."""
+        self._registry = registry
+        self._ledger = ledger
+        self._notify = notify
         self._sandboxes_max = sandboxes_max
-        self._max_by_space: dict[str, int] = {}
-        self._told_by_space: dict[str, int] = {}
-        """The totals of the pools that there are."""
+        self._max_by_tenant: dict[str, int] = {}
+        self._published_by_tenant: dict[str, int] = {}
+        """Sizes of the pools that exist."""
 
-    def cap(self, space: str, sandboxes_max: int | None) -> None:
+    def set_cap(self, tenant: str, sandboxes_max: int | None) -> None:
         if sandboxes_max is None:
-            self._max_by_space.pop(space, None)
+            self._max_by_tenant.pop(tenant, None)
         else:
-            self._max_by_space[space] = sandboxes_max
-        self.changed(space)
+            self._max_by_tenant[tenant] = sandboxes_max
 
-    def left(self, space: str) -> int:
-        """For instances, beside its open sandboxes."""
-        most = self._max_by_space.get(space, self._sandboxes_max)
-        return max(0, most - self._lives.boxes_by_space[space])
+    def remaining(self, tenant: str) -> int:
+        """How many instances the tenant may have beside its open sandboxes."""
+        most = self._max_by_tenant.get(tenant, self._sandboxes_max)
+        return max(0, most - self._registry.sandboxes_by_tenant[tenant])
 
-    def require_box(self, space: str) -> None:
-        """Room for one more sandbox: calls have what they hold, and one of them at least can go on."""
+    def require_sandbox_capacity(self, tenant: str) -> None:
+        """Raises AdmissionRefused without room for one more sandbox. Calls keep what they hold, and one call can always
+        proceed."""
         calls = 0
-        if self._lives.calls_by_space[space]:
-            calls = max(1, self._held(instances_pool(space)) if space in self._told_by_space else 0)
-        if self.left(space) <= calls:
-            has = f"{self._lives.boxes_by_space[space]} sandboxes"
+        if self._registry.calls_by_tenant[tenant]:
+            pool = self._ledger.pools.get(instances_pool(tenant))
+            calls = max(1, pool.held if pool is not None and tenant in self._published_by_tenant else 0)
+        if self.remaining(tenant) <= calls:
+            usage = f"{self._registry.sandboxes_by_tenant[tenant]} sandboxes"
             if calls:
-                has += f" and {calls} for calls of functions"
-            raise AdmissionRefused("sandboxes_max", f"this run has {has}, which is the most; close one")
+                usage += f" and {calls} for calls of functions"
+            raise AdmissionRefused("sandboxes_max", f"this run has {usage}, the maximum; close one")
 
-    def require_call(self, space: str) -> None:
-        if not self.left(space):
-            most = self._lives.boxes_by_space[space]
-            said = f"this run has {most} sandboxes, which is the most, and a call of a function needs one; close one"
-            raise AdmissionRefused("sandboxes_max", said)
+    def require_call_capacity(self, tenant: str) -> None:
+        if not self.remaining(tenant):
+            most = self._registry.sandboxes_by_tenant[tenant]
+            reason = f"this run has {most} sandboxes, the maximum, and a call of a function needs one; close one"
+            raise AdmissionRefused("sandboxes_max", reason)
 
-    def announce(self, space: str) -> None:
-        """A function of this caller is about to be called."""
-        if space not in self._told_by_space:
-            self._tell_left(space)
+    def ensure_pool(self, tenant: str) -> None:
+        """Creates the pool before the tenant calls a function."""
+        if tenant not in self._published_by_tenant:
+            self._publish_remaining(tenant)
 
-    def changed(self, space: str) -> None:
-        """It has more sandboxes, or fewer, or another cap."""
-        if space in self._told_by_space and self._told_by_space[space] != self.left(space):
-            self._tell_left(space)
-            self._functions.trim(space)
+    def refresh(self, tenant: str) -> bool:
+        """Updates the pool after the tenant's sandboxes or cap have changed. Returns whether its size changed."""
+        if self._published_by_tenant.get(tenant) in (None, self.remaining(tenant)):
+            return False
+        self._publish_remaining(tenant)
+        return True
 
-    def _tell_left(self, space: str) -> None:
-        left = self._told_by_space[space] = self.left(space)
-        self._tell(PoolChanged(pool=Pool(kind=instances_pool(space), total=left, private=True)))
+    def _publish_remaining(self, tenant: str) -> None:
+        size = self._published_by_tenant[tenant] = self.remaining(tenant)
+        self._notify(PoolChanged(pool=Pool(kind=instances_pool(tenant), total=size, private=True)))
 
-    def forget(self, space: str) -> None:
-        self._max_by_space.pop(space, None)
-        if self._told_by_space.pop(space, None) is not None:
-            self._tell(PoolChanged(pool=Pool(kind=instances_pool(space), total=0, private=True)))
+    def remove_tenant(self, tenant: str) -> None:
+        self._max_by_tenant.pop(tenant, None)
+        if self._published_by_tenant.pop(tenant, None) is not None:
+            self._notify(PoolChanged(pool=Pool(kind=instances_pool(tenant), total=0, private=True)))
 
 
-class WhoWaits:
+class MemoryWaiters:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
-    def first(self) -> Awaiting | None:
-        """Who goes first of those that wait for memory which instances have."""
-        entry = self._scheduler.snapshot.awaits_yielding()
+    def first_waiter(self) -> MemoryWaiter | None:
+        """The first action that waits for memory which idle instances hold."""
+        entry = self._scheduler.awaits_yielding()
         if entry is None:
             return None
         assert entry.place is not None, entry.id
-        return Awaiting(entry.id, entry.place.id)
+        return MemoryWaiter(entry.id, entry.place.id)
 
-    def waits(self, action: str) -> bool:
+    def is_waiting(self, action: str) -> bool:
         entry = self._scheduler.entries.get(action)
         return entry is not None and entry.state is State.QUEUED
 
-    def holds(self, sandbox: str) -> bool:
+    def has_memory(self, sandbox: str) -> bool:
         place = self._scheduler.places.by_sandbox.get(sandbox)
         return place is not None and place.node != ""

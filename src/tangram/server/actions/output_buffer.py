@@ -1,9 +1,9 @@
-"""The tail of an output: what an action writes, for whoever follows it over a wire.
+"""Output buffer: the most recent output of an action, for clients that follow it.
 
-Owns a bounded part of it. Never holds the program back: what nobody read in time is skipped, and that is said. Promises
-that every byte is told once and in order, or counted as skipped, to any number of readers who may come late, go and
-come again; and that a program which writes byte by byte costs no more memory than another, and a reader who waits no
-more than what is new.
+Bounded; never blocks the program: bytes that were not read in time are dropped and reported as skipped. Promises that
+each byte is delivered once and in order, or counted as skipped, to any number of readers that may come late or
+reconnect. A program that writes byte by byte costs no more memory than another. A waiting reader costs no more than the
+new output.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 
 from tangram.processes.streams import STDOUT
-from tangram.runtime.wire import Chunk
+from tangram.runtime.wire import OutputChunk
 
-OUTPUTS_BYTES_MAX = 256 << 20
-"""Of all outputs that have ended and may still be asked for."""
-OUTPUT_KEEP_S = 60.0
-"""After the end of its action."""
+ENDED_OUTPUTS_BYTES_MAX = 256 << 20
+"""Size of all outputs of settled actions."""
+OUTPUT_RETENTION_S = 60.0
+"""Kept after the action has ended."""
 
-PIECE_BYTES = 16 << 10
-"""What is written in smaller ones is put together up to this size."""
-PIECE_OVERHEAD_BYTES = 256
-"""What a piece counts besides its bytes: a program that changes between its streams with every byte makes many."""
+SEGMENT_BYTES_MAX = 16 << 10
+"""Smaller writes are joined up to this size."""
+SEGMENT_OVERHEAD_BYTES = 256
+"""Counted per segment beside its bytes: a program that alternates between its streams makes many segments."""
 
 
-class Piece:
-    """Bytes of one stream, one after the other."""
+class OutputSegment:
+    """Consecutive bytes of one stream."""
 
     __slots__ = ("data", "offset", "stream")
 
@@ -41,109 +41,109 @@ class Piece:
         return self.offset + len(self.data)
 
 
-class Tail:
+class OutputBuffer:
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
-        self._pieces: deque[Piece] = deque()
-        self._kept = 0
-        self._end = 0
-        """The offset of what comes next."""
-        self._closed = False
-        self._news = asyncio.Event()
+        self._segments: deque[OutputSegment] = deque()
+        self._buffered_bytes = 0
+        self._end_offset = 0
+        """The offset of the next byte."""
+        self._is_closed = False
+        self._changed = asyncio.Event()
 
     @property
-    def bytes_kept(self) -> int:
-        return self._kept
+    def buffered_bytes(self) -> int:
+        return self._buffered_bytes
 
     def __call__(self, stream: int, data: bytes) -> None:
-        last = self._pieces[-1] if self._pieces else None
-        if last is not None and last.stream == stream and len(last.data) + len(data) <= PIECE_BYTES:
+        last = self._segments[-1] if self._segments else None
+        if last is not None and last.stream == stream and len(last.data) + len(data) <= SEGMENT_BYTES_MAX:
             last.data += data
         else:
-            self._pieces.append(Piece(self._end, stream, data))
-            self._kept += PIECE_OVERHEAD_BYTES
-        self._end += len(data)
-        self._kept += len(data)
-        while self._kept > self._bytes_max and len(self._pieces) > 1:
-            self._kept -= len(self._pieces.popleft().data) + PIECE_OVERHEAD_BYTES
-        self._tell()
+            self._segments.append(OutputSegment(self._end_offset, stream, data))
+            self._buffered_bytes += SEGMENT_OVERHEAD_BYTES
+        self._end_offset += len(data)
+        self._buffered_bytes += len(data)
+        while self._buffered_bytes > self._bytes_max and len(self._segments) > 1:
+            self._buffered_bytes -= len(self._segments.popleft().data) + SEGMENT_OVERHEAD_BYTES
+        self._notify()
 
     def close(self) -> None:
-        """Nothing more comes."""
-        self._closed = True
-        self._tell()
+        """Ends the output."""
+        self._is_closed = True
+        self._notify()
 
-    def _tell(self) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
-    async def follow(self, after: int = 0) -> AsyncIterator[Chunk]:
-        """From an offset on, to the end."""
+    async def follow(self, after: int = 0) -> AsyncIterator[OutputChunk]:
+        """Yields chunks from an offset to the end."""
         while True:
-            news = self._news
-            for chunk in self._since(after):
+            changed = self._changed
+            for chunk in self._chunks_since(after):
                 yield chunk
                 after = chunk.offset + len(chunk.data)
-            if news.is_set():
-                continue  # something came while the reader was busy
-            if self._closed:
-                yield Chunk(offset=self._end)
+            if changed.is_set():
+                continue  # new output arrived while the reader was busy
+            if self._is_closed:
+                yield OutputChunk(offset=self._end_offset)
                 return
-            await news.wait()
+            await changed.wait()
 
-    def _since(self, after: int) -> list[Chunk]:
-        new: list[Piece] = []
-        for piece in reversed(self._pieces):
-            if piece.end <= after:
+    def _chunks_since(self, after: int) -> list[OutputChunk]:
+        new: list[OutputSegment] = []
+        for segment in reversed(self._segments):
+            if segment.end <= after:
                 break
-            new.append(piece)
-        found = []
-        for piece in reversed(new):
-            begin = max(0, after - piece.offset)
-            found.append(
-                Chunk(
-                    offset=piece.offset + begin,
-                    stream="stdout" if piece.stream == STDOUT else "stderr",
-                    data=bytes(piece.data[begin:]),
-                    skipped=max(0, piece.offset - after),
+            new.append(segment)
+        chunks = []
+        for segment in reversed(new):
+            begin = max(0, after - segment.offset)
+            chunks.append(
+                OutputChunk(
+                    offset=segment.offset + begin,
+                    stream="stdout" if segment.stream == STDOUT else "stderr",
+                    data=bytes(segment.data[begin:]),
+                    skipped=max(0, segment.offset - after),
                 )
             )
-            after = piece.end
-        return found
+            after = segment.end
+        return chunks
 
 
-class EndedTails:
-    """Outputs of actions that have ended, kept for a while: whoever follows one may not even have begun."""
+class EndedOutputs:
+    """Outputs of settled actions, kept for a while: a client may start to follow late."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._tails: OrderedDict[str, tuple[float, Tail]] = OrderedDict()
-        """With the time of their end, the oldest first."""
+        self._outputs: OrderedDict[str, tuple[float, OutputBuffer]] = OrderedDict()
+        """With their end time, oldest first."""
         self._bytes = 0
 
-    def get(self, id: str) -> Tail | None:
-        found = self._tails.get(id)
-        return None if found is None else found[1]
+    def get(self, id: str) -> OutputBuffer | None:
+        entry = self._outputs.get(id)
+        return None if entry is None else entry[1]
 
-    def keep(self, id: str, tail: Tail) -> None:
-        tail.close()
-        self._tails[id] = (self._now(), tail)
-        self._bytes += tail.bytes_kept
-        while self._bytes > OUTPUTS_BYTES_MAX:
-            self.drop(next(iter(self._tails)))
+    def add(self, id: str, output: OutputBuffer) -> None:
+        output.close()
+        self._outputs[id] = (self._now(), output)
+        self._bytes += output.buffered_bytes
+        while self._bytes > ENDED_OUTPUTS_BYTES_MAX:
+            self.drop(next(iter(self._outputs)))
 
     def drop(self, id: str) -> None:
-        found = self._tails.pop(id, None)
-        if found is not None:
-            self._bytes -= found[1].bytes_kept
+        entry = self._outputs.pop(id, None)
+        if entry is not None:
+            self._bytes -= entry[1].buffered_bytes
 
-    def forget(self, is_meant: Callable[[str], bool]) -> None:
-        for id in [id for id in self._tails if is_meant(id)]:
+    def drop_matching(self, matches: Callable[[str], bool]) -> None:
+        for id in [id for id in self._outputs if matches(id)]:
             self.drop(id)
 
     def sweep(self) -> None:
         now = self._now()
-        for id, (ended_s, _) in list(self._tails.items()):
-            if now - ended_s <= OUTPUT_KEEP_S:
+        for id, (ended_s, _) in list(self._outputs.items()):
+            if now - ended_s <= OUTPUT_RETENTION_S:
                 break
             self.drop(id)

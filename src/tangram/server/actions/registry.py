@@ -1,150 +1,142 @@
-"""What callers have at the service: actions under way, and open sandboxes.
+"""The registry: actions that have not settled and open sandboxes, with counts per tenant.
 
-Owns the registry and the counts per caller. Decides nothing.
+Decides nothing.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable
 
-from tangram.core.action import Action, Status
+from tangram.core.action import Action, Outcome, Status
+from tangram.errors import AdmissionRefused, InvalidInput
 from tangram.managers.functions.work import Call
 from tangram.managers.work import Close, Open, SandboxSpec
-from tangram.runtime.orchestrator import Settled, Ticket
+from tangram.runtime.error_records import error_record_of
+from tangram.runtime.orchestrator import ActionTicket, SettledAction
 from tangram.runtime.wire import AnyWork
-from tangram.server.actions.output_buffer import Tail
-from tangram.server.actions.tenants import space_of
+from tangram.server.actions.output_buffer import OutputBuffer
+from tangram.server.actions.tenants import tenant_of
 
 
-class Live:
-    """An action under way, as its callers see it."""
+class RegisteredAction(ActionTicket):
+    """An action that has not settled, as the runtime and the service see it. Exists from the moment the service accepts
+    the action; the orchestrator gets it once it is in the journal."""
 
-    __slots__ = (
-        "action",
-        "cancelled",
-        "makes_box",
-        "seen_s",
-        "settled",
-        "started",
-        "tail",
-        "ticket",
-        "why_cancelled",
-        "work",
-        "work_bytes",
-    )
+    __slots__ = ("cancel_reason", "cancel_requested", "last_polled_s", "opens_sandbox", "work_bytes")
 
-    def __init__(self, action: Action, work: AnyWork, work_bytes: int, tail: Tail | None, now: float) -> None:
-        loop = asyncio.get_running_loop()
-        self.action = action
-        self.work = work
+    work: AnyWork
+    output: OutputBuffer | None
+
+    def __init__(self, action: Action, work: AnyWork, work_bytes: int, output: OutputBuffer | None, now: float) -> None:
+        super().__init__(action, work, output)
         self.work_bytes = work_bytes
-        """Of both, as the journal keeps them."""
-        self.tail = tail
-        self.ticket: Ticket | None = None
-        self.started: asyncio.Future[None] = loop.create_future()
-        self.settled: asyncio.Future[Settled] = loop.create_future()
-        self.cancelled = False
-        """Somebody asked for that, perhaps before the orchestrator had it."""
-        self.why_cancelled = ""
-        """If not because its caller wants it."""
-        self.makes_box = False
-        """It opens a sandbox: if it does not succeed, there is none."""
-        self.seen_s = now
-        """When somebody last asked after it."""
+        """Encoded size of action and work in the journal."""
+        self.cancel_requested = False
+        """May be set before the orchestrator has the action."""
+        self.cancel_reason = ""
+        """Empty if the caller cancelled."""
+        self.opens_sandbox = False
+        """The action creates its sandbox: unless it succeeds, there is none."""
+        self.last_polled_s = now
 
     @property
     def state(self) -> str:
         if self.settled.done():
             return "settled"
-        if self.ticket is None or not self.ticket.attempt:
+        if not self.attempt:
             return "queued"
-        return "starting" if self.ticket.lease is None else "running"
+        return "starting" if self.lease is None else "running"
+
+    def resolve(self, settled: SettledAction) -> None:
+        """Completes `settled`. A rejected request is a result here, since it reaches the caller over HTTP."""
+        if not self.settled.done():
+            self.settled.set_result(settled if self.error is None else refused_action(self.action.id, self.error))
 
 
-class Box:
-    """A sandbox that a caller has."""
+def refused_action(action: str, error: AdmissionRefused | InvalidInput) -> SettledAction:
+    fault = error_record_of(error)
+    return SettledAction(outcome=Outcome(action=action, status=Status.REFUSED, reason=fault.message), fault=fault)
 
-    __slots__ = ("active", "run", "space", "spec", "used_s")
 
-    def __init__(self, space: str, run: str, spec: SandboxSpec, now: float) -> None:
-        self.space = space
+class RegisteredSandbox:
+    """A sandbox of a tenant."""
+
+    __slots__ = ("active_actions", "run", "tenant", "spec", "last_used_s")
+
+    def __init__(self, tenant: str, run: str, spec: SandboxSpec, now: float) -> None:
+        self.tenant = tenant
         self.run = run
         self.spec = spec
-        self.active = 0
-        self.used_s = now
+        self.active_actions = 0
+        self.last_used_s = now
 
 
-class Lives:
-    def __init__(self, now: Callable[[], float], on_boxes: Callable[[str], None]) -> None:
-        """`on_boxes` is told whose sandboxes have become more or fewer."""
+class ActionRegistry:
+    def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._on_boxes = on_boxes
-        self.actions: dict[str, Live] = {}
-        """Under way, by id."""
-        self.boxes: dict[str, Box] = {}
-        """Open, or about to be, by name."""
-        self.actions_by_space: Counter[str] = Counter()
-        self.calls_by_space: Counter[str] = Counter()
-        """Of functions, under way."""
-        self.bytes_by_space: Counter[str] = Counter()
-        """Of the work of actions under way."""
-        self.boxes_by_space: Counter[str] = Counter()
+        self.actions: dict[str, RegisteredAction] = {}
+        """Live actions by id."""
+        self.sandboxes: dict[str, RegisteredSandbox] = {}
+        """Open or opening sandboxes by name."""
+        self.actions_by_tenant: Counter[str] = Counter()
+        self.calls_by_tenant: Counter[str] = Counter()
+        """Live calls of functions."""
+        self.bytes_by_tenant: Counter[str] = Counter()
+        """Encoded size of live actions."""
+        self.sandboxes_by_tenant: Counter[str] = Counter()
 
-    def enter(self, action: Action, work: AnyWork, work_bytes: int, tail: Tail | None) -> Live:
-        live = self.actions[action.id] = Live(action, work, work_bytes, tail, self._now())
-        space = space_of(action.id)
-        self.actions_by_space[space] += 1
-        self.calls_by_space[space] += isinstance(work, Call)
-        self.bytes_by_space[space] += work_bytes
-        if isinstance(work, Open) and action.sandbox not in self.boxes:
-            self.enter_box(action.sandbox, action.run, work.spec)
-            live.makes_box = True
-        box = self.boxes.get(action.sandbox)
+    def register(self, action: Action, work: AnyWork, work_bytes: int, output: OutputBuffer | None) -> RegisteredAction:
+        live = self.actions[action.id] = RegisteredAction(action, work, work_bytes, output, self._now())
+        space = tenant_of(action.id)
+        self.actions_by_tenant[space] += 1
+        self.calls_by_tenant[space] += isinstance(work, Call)
+        self.bytes_by_tenant[space] += work_bytes
+        if isinstance(work, Open) and action.sandbox not in self.sandboxes:
+            self.register_sandbox(action.sandbox, action.run, work.spec)
+            live.opens_sandbox = True
+        box = self.sandboxes.get(action.sandbox)
         if box is not None:
-            box.active += 1
+            box.active_actions += 1
         return live
 
-    def leave(self, live: Live) -> bool:
-        """Whether it was there."""
+    def unregister(self, live: RegisteredAction) -> bool:
+        """Returns whether it was registered."""
         action = live.action
         if self.actions.pop(action.id, None) is None:
             return False
-        space = space_of(action.id)
-        self.actions_by_space[space] -= 1
-        self.calls_by_space[space] -= isinstance(live.work, Call)
-        self.bytes_by_space[space] -= live.work_bytes
-        box = self.boxes.get(action.sandbox)
+        space = tenant_of(action.id)
+        self.actions_by_tenant[space] -= 1
+        self.calls_by_tenant[space] -= isinstance(live.work, Call)
+        self.bytes_by_tenant[space] -= live.work_bytes
+        box = self.sandboxes.get(action.sandbox)
         if box is not None:
-            box.active -= 1
-            box.used_s = self._now()
-            if _ends_box(live):
-                self.leave_box(action.sandbox)
+            box.active_actions -= 1
+            box.last_used_s = self._now()
+            if _ends_sandbox(live):
+                self.unregister_sandbox(action.sandbox)
         return True
 
-    def enter_box(self, sandbox: str, run: str, spec: SandboxSpec) -> None:
-        space = space_of(sandbox)
-        self.boxes[sandbox] = Box(space, run, spec, self._now())
-        self.boxes_by_space[space] += 1
-        self._on_boxes(space)
+    def register_sandbox(self, sandbox: str, run: str, spec: SandboxSpec) -> None:
+        space = tenant_of(sandbox)
+        self.sandboxes[sandbox] = RegisteredSandbox(space, run, spec, self._now())
+        self.sandboxes_by_tenant[space] += 1
 
-    def leave_box(self, sandbox: str) -> None:
-        box = self.boxes.pop(sandbox, None)
+    def unregister_sandbox(self, sandbox: str) -> None:
+        box = self.sandboxes.pop(sandbox, None)
         if box is not None:
-            self.boxes_by_space[box.space] -= 1
-            self._on_boxes(box.space)
+            self.sandboxes_by_tenant[box.tenant] -= 1
 
-    def of_box(self, sandbox: str) -> list[Live]:
+    def actions_of_sandbox(self, sandbox: str) -> list[RegisteredAction]:
         return [live for live in self.actions.values() if live.action.sandbox == sandbox]
 
-    def of_space(self, space: str) -> list[Live]:
-        return [live for live in self.actions.values() if space_of(live.action.id) == space]
+    def actions_of_tenant(self, tenant: str) -> list[RegisteredAction]:
+        return [live for live in self.actions.values() if tenant_of(live.action.id) == tenant]
 
 
-def _ends_box(live: Live) -> bool:
-    """Whether its end is that of its sandbox. One that was never begun ends none."""
+def _ends_sandbox(live: RegisteredAction) -> bool:
+    """Whether the sandbox ends with this action. An action that never started ends none."""
     status = live.settled.result().outcome.status if live.settled.done() else Status.REFUSED
     if isinstance(live.work, Close):
         return status not in (Status.LOST, Status.REFUSED)
-    return live.makes_box and status is not Status.SUCCEEDED
+    return live.opens_sandbox and status is not Status.SUCCEEDED

@@ -1,13 +1,10 @@
-"""Spaces: whose something is, told by its name.
-
-Owns how the name of a caller's space stands before the names that it chose.
-"""
+"""Qualified names: `TENANT/NAME`, the name that a tenant chose behind its own."""
 
 from __future__ import annotations
 
-SEPARATOR = "/"
-"""Between the space of a caller and a name that it chose."""
+TENANT_SEPARATOR = "/"
+"""Between the name of a tenant and a name that it chose."""
 
 
-def space_of(inner: str) -> str:
-    return inner.partition(SEPARATOR)[0]
+def tenant_of(qualified_name: str) -> str:
+    return qualified_name.partition(TENANT_SEPARATOR)[0]

@@ -44,7 +44,7 @@ export function put(node, text) {
   node.textContent = text;
 }
 
-/** Shows a name that somebody else chose: cut if long, whole in the title. */
+/** Shows a name chosen by a tenant: cut if long, complete in the title. */
 export function putName(node, text) {
   put(node, cut(text));
   attr(node, "title", text);

@@ -7,7 +7,7 @@ const HEIGHT = 40;
 const COLUMN = 3;
 
 export class Minimap {
-  /** `chosen(from, to)` is told a stretch in seconds; `reset()` asks for everything. */
+  /** `chosen(from, to)` receives the selected range in seconds; `reset()` selects everything. */
   constructor(chosen, reset) {
     this.canvas = document.createElement("canvas");
     this.canvas.className = "minimap";

@@ -1,6 +1,6 @@
-// Past: what the charts and tables show of the time behind. Owns the sums over rows for one run, since the view has
-// history and classes only over all runs; and the thinning of history to as many points as a chart can show. A row
-// that took no time is of an action which ended with a service before this one: how long it took nobody knows.
+// Past: history for charts and tables. Owns the sums over rows of one run, because the view has history and classes only
+// over all runs; and the reduction of history to the points that a chart can show. A row without duration is an action
+// that ended with an earlier process of the service; its duration is unknown.
 
 const BUCKET_S = 5;
 /* As in runtime/views.py. */

@@ -1,5 +1,5 @@
-// Poll: asks the service. Owns every request, the token and the pace. Asks once a second while the page is visible,
-// slower and slower while nobody answers, and goes on by itself when somebody does. Changes nothing in the service.
+// Poll: fetches the state of the service. Owns every request, the token and the interval. Polls once a second while the
+// page is visible, backs off exponentially while the service does not respond, and recovers by itself. Read-only.
 
 const EVERY_MS = 1000;
 const BACKOFF_MAX_MS = 10_000;
@@ -21,7 +21,7 @@ export class Refused extends Error {
   }
 }
 
-/** Nobody answered, or not to the end. */
+/** The service did not respond, or the response was cut off. */
 class Gone extends Error {}
 
 async function reach(path, headers) {

@@ -8,7 +8,7 @@ import {HIDDEN, paintRun, putAction, putRun} from "./palette.js";
 const OF_CALLS = /^(function|endpoint|instances)\//;
 
 export function lasting(pools) {
-  // Without those of functions, which are there while somebody calls one: rows that come and go would move all others.
+  // Without pools of functions, which exist only during calls: rows that come and go would move all others.
   return pools.filter((pool) => !OF_CALLS.test(pool.kind));
 }
 
@@ -197,7 +197,7 @@ function chunksOf(pool) {
   for (const part of pool.parts) {
     const holder = holderByPart.get(part.index);
     const run = holder?.run ?? (part.held ? HIDDEN : "");
-    // Riders share a chunk; whoever of them is seen stands for all, so chunks are told apart by their devices.
+    // Actions of a batch share a chunk, and the view contains one of them, so devices identify a chunk.
     const key = run ? `${holder?.parts.join() ?? part.index}` : `free ${part.service}`;
     if (found.at(-1)?.key === key) found.at(-1).parts.push(part);
     else found.push({key, run, service: part.service, parts: [part]});

@@ -280,7 +280,7 @@ function names(context, plan, frame, colours) {
   context.restore();
 }
 
-/** Without marks that turn the direction of what follows; cut, since nobody sees the rest. */
+/** Removes control characters and marks that change the text direction; cuts what would not be visible. */
 function plain(name) {
   return name.slice(0, 40).replace(/[\u0000-\u001f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, "");
 }

@@ -1,7 +1,4 @@
-"""The application: routes behind their door, and the files of the dashboard.
-
-Owns no state.
-"""
+"""The application: API routes behind the middleware, and the files of the dashboard. Stateless."""
 
 from __future__ import annotations
 
@@ -16,34 +13,34 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.routing import Route as StarletteRoute
 
-from tangram.runtime.error_records import Fault
-from tangram.server.http.middleware import STATUS_BY_CODE, Ask, Door, problem
-from tangram.server.http.openapi import document
-from tangram.server.http.routes import ROUTES, Api
+from tangram.runtime.error_records import ErrorRecord
+from tangram.server.http.middleware import STATUS_BY_CODE, ApiMiddleware, RequestContext, problem_response
+from tangram.server.http.openapi import openapi_document
+from tangram.server.http.routes import ROUTES, RouteHandlers
 
-MEDIA = {
+MEDIA_TYPE_BY_SUFFIX = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-POLICY = (
+CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:;"
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-SAFE = {
-    "content-security-policy": POLICY,
+SECURITY_HEADERS = {
+    "content-security-policy": CONTENT_SECURITY_POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
 
 
-def application(api: Api, door: Door) -> Starlette:
+def create_app(handlers: RouteHandlers, middleware: ApiMiddleware) -> Starlette:
     routes = [
         StarletteRoute(
             route.path,
-            door.open(route.handler.__get__(api), f"{route.method} {route.path}", public=route.public),
+            middleware.wrap(route.handler.__get__(handlers), f"{route.method} {route.path}", is_public=route.is_public),
             methods=[route.method],
         )
         for route in ROUTES
@@ -51,54 +48,54 @@ def application(api: Api, door: Door) -> Starlette:
     describing = asyncio.Lock()
     described = b""
 
-    async def openapi(ask: Ask) -> Response:
-        """Made when somebody asks for it: that takes longer than anything else of a start."""
+    async def openapi(ask: RequestContext) -> Response:
+        """Built on first use: it takes longer than the rest of a start."""
         nonlocal described
         async with describing:
-            described = described or await asyncio.to_thread(document)
+            described = described or await asyncio.to_thread(openapi_document)
         return Response(described, media_type="application/json")
 
-    routes.append(StarletteRoute("/openapi.json", door.open(openapi, "GET /openapi.json", public=True)))
-    for path, content, media in _dashboard():
-        routes.append(StarletteRoute(path, _file(content, media)))
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _unknown})
-    app.router.redirect_slashes = False  # an address is right or wrong, and where to go is not for the Host to say
+    routes.append(StarletteRoute("/openapi.json", middleware.wrap(openapi, "GET /openapi.json", is_public=True)))
+    for path, content, media in _dashboard_files():
+        routes.append(StarletteRoute(path, _static_handler(content, media)))
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _unknown_route_response})
+    app.router.redirect_slashes = False  # no redirects: their target would come from the Host header
     return app
 
 
-async def _unknown(request: Request, error: Exception) -> Response:
+async def _unknown_route_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "no_such_method"}.get(error.status_code, "internal")
     said = {
-        "not_found": "there is nothing at this address; GET /openapi.json lists what there is",
-        "no_such_method": f"{request.method} is not for this address; GET /openapi.json lists what there is",
+        "not_found": "there is nothing at this address; GET /openapi.json lists the API",
+        "no_such_method": f"{request.method} is not allowed at this address; GET /openapi.json lists the API",
     }.get(code, str(error.detail))
-    answer = problem(Fault(code=code, message=said), STATUS_BY_CODE[code])
+    response = problem_response(ErrorRecord(code=code, message=said), STATUS_BY_CODE[code])
     if code == "no_such_method":
-        answer.headers["allow"] = ", ".join(sorted(_methods(request)))
-    return answer
+        response.headers["allow"] = ", ".join(sorted(_allowed_methods(request)))
+    return response
 
 
-def _methods(request: Request) -> set[str]:
-    """Of what is at its address."""
+def _allowed_methods(request: Request) -> set[str]:
+    """Methods of the routes with the requested path."""
     routes = [route for route in request.app.routes if isinstance(route, StarletteRoute)]
-    found = [route.methods or set() for route in routes if route.matches(request.scope)[0] is not Match.NONE]
-    return set[str]().union(*found)
+    methods = [route.methods or set() for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return set[str]().union(*methods)
 
 
-def _dashboard() -> list[tuple[str, bytes, str]]:
-    """The address of each file, its content and its kind. All are read here: no request ever names a file."""
-    found = []
+def _dashboard_files() -> list[tuple[str, bytes, str]]:
+    """Path, content and media type of each file. All are read here: a request never names a file."""
+    served = []
     for file in (files("tangram.server") / "dashboard").iterdir():
         suffix = file.name[file.name.rfind(".") :]
-        if suffix in MEDIA:
+        if suffix in MEDIA_TYPE_BY_SUFFIX:
             path = "/" if file.name == "index.html" else f"/dashboard/{file.name}"
-            found.append((path, file.read_bytes(), MEDIA[suffix]))
-    return found
+            served.append((path, file.read_bytes(), MEDIA_TYPE_BY_SUFFIX[suffix]))
+    return served
 
 
-def _file(content: bytes, media: str) -> Callable[[Request], Awaitable[Response]]:
+def _static_handler(content: bytes, media: str) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
-        return Response(content, media_type=media, headers=SAFE)
+        return Response(content, media_type=media, headers=SECURITY_HEADERS)
 
     return answer

@@ -1,11 +1,10 @@
 """Authentication: the tenant of a token, the admin, and rate limits by token bucket.
 
-Owns the tokens, of which only hashes are kept, and what each run may have. Never hands a token out twice. Promises that
-a token tells which run it is and nothing else does, and that how long a wrong one takes to be refused says nothing
-about the right ones.
+Owns the tokens, of which only hashes are stored, and the limits of each run. Returns a token only once. Promises that
+only the token determines the run, and that the time to reject a wrong token reveals nothing about valid ones.
 
-A token is 32 random bytes: nobody finds one by trying. So a plain hash protects it, and it is looked up by that hash:
-whoever tries cannot choose how much of one is alike.
+A token is 32 random bytes, so it cannot be guessed and a plain hash suffices. Tokens are looked up by hash: an attacker
+cannot choose how many characters of a comparison match.
 """
 
 from __future__ import annotations
@@ -25,192 +24,193 @@ import msgspec
 from tangram.errors import AdmissionRefused, InvalidAction
 from tangram.runtime.error_records import Unauthorized
 from tangram.runtime.wire import RUN, Caps, RunReply, RunRequest
-from tangram.server.journal.journal import Run
+from tangram.server.journal.journal import JournaledRun
 
-PREFIX = "tgr_"
-"""So that a token that lies about is known for what it is."""
+TOKEN_PREFIX = "tgr_"
+"""Prefix that makes a leaked token recognizable."""
 TOKEN_BYTES = 32
 TOKEN_LENGTH_MAX = 512
-"""As the config takes them: what is longer is not even hashed."""
+"""As the config limits it; a longer token is not even hashed."""
 RUNS_MAX = 1000
-ADMIN = "admin"
-"""The name that stands before what the admin, or anybody on this machine, makes in no run's name."""
-RESERVED = (ADMIN, "default", "warm")
+ADMIN_TENANT = "admin"
+"""The tenant of what the admin, or an unauthenticated local caller, makes outside of a run."""
+RESERVED_RUN_NAMES = (ADMIN_TENANT, "default", "warm")
 
-FAILURES_PER_S, FAILURES_BURST = 1.0, 20.0
-"""Wrong tokens from one address; then it waits."""
-ADDRESSES_MAX = 10_000
+WRONG_TOKENS_PER_S, WRONG_TOKENS_BURST = 1.0, 20.0
+"""Wrong tokens of one address before it has to wait."""
+TRACKED_ADDRESSES_MAX = 10_000
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a run, in the journal."""
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Journal record of a run."""
 
     weight: float
     caps: Caps
     made_at: float
 
 
-class Standing:
-    """Of one run, from the making of its name to its revocation. Another run of that name has another one."""
+class Revocation:
+    """One run from creation to revocation. A later run of that name has another one."""
 
-    __slots__ = ("ended",)
+    __slots__ = ("is_revoked",)
 
     def __init__(self) -> None:
-        self.ended = False
-        """It was revoked: nothing more is done in its name."""
+        self.is_revoked = False
+        """Set when the run is revoked: nothing more is done for it."""
 
 
-class Caller(msgspec.Struct, frozen=True):
-    """Whom a request comes from."""
+class Principal(msgspec.Struct, frozen=True):
+    """The identity of a request."""
 
-    space: str
-    """Stands before every name that it chooses, so that no two callers can mean the same thing."""
+    tenant: str
+    """Prefix of every name that it chooses, so that callers cannot mean each other's objects."""
     run: str
-    """In whose name all is done; empty: it says so itself."""
-    admin: bool
+    """The run it acts for; empty: requests name one."""
+    is_admin: bool
     caps: Caps
-    standing: Standing
+    revocation: Revocation
 
-    def require_standing(self) -> None:
-        """Asked after whatever was waited for, and before anything is entered for a run: a request may be under way
-        when its run is revoked, and must not act for the next one of that name. Raises Unauthorized."""
-        if self.standing.ended:
+    def require_not_revoked(self) -> None:
+        """To be called after each await and before anything is stored for a run: the run may have been revoked
+        meanwhile, and the request must not act for a later run of that name. Raises Unauthorized."""
+        if self.revocation.is_revoked:
             raise Unauthorized
 
 
-class Facts(Protocol):
-    """Where runs are kept."""
+class RunStore(Protocol):
+    """Stores runs."""
 
-    async def run_changed(self, run: str, token_hash: bytes, record: bytes) -> None: ...
+    async def record_run(self, run: str, token_hash: bytes, record: bytes) -> None: ...
 
-    async def run_ending(self, run: str, record: bytes) -> None: ...
+    async def record_run_ending(self, run: str, record: bytes) -> None: ...
 
-    async def run_removed(self, run: str) -> None: ...
+    async def remove_run(self, run: str) -> None: ...
 
 
-class Runs:
+class RunRegistry:
     """The runs that have a token."""
 
-    def __init__(self, facts: Facts, known: Iterable[Run], admin_token: str = "") -> None:
-        """Without a token of the admin whoever has none is the admin."""
-        self._facts = facts
+    def __init__(self, store: RunStore, recovered: Iterable[JournaledRun], admin_token: str = "") -> None:
+        """Without an admin token, every caller without a token is the admin."""
+        self._store = store
         self._hash_by_run: dict[str, bytes] = {}
-        self._record_by_run: dict[str, Record] = {}
-        self._standing_by_run: dict[str, Standing] = {}
-        self._caller_by_hash: dict[bytes, Caller] = {}
-        self._admin_hash = hash_of(admin_token) if admin_token else b""
-        self._turn = asyncio.Lock()
-        """Changes go one after the other: what is revoked while it is written does not come back."""
-        self._ending: dict[str, Record] = {}
-        """Runs whose token was revoked, and which may still have something: their names are taken."""
-        self._under_way: set[str] = set()
-        """Those of them that somebody is ending now."""
-        for run in known:
-            record = msgspec.msgpack.decode(run.record, type=Record)
+        self._record_by_run: dict[str, RunRecord] = {}
+        self._revocation_by_run: dict[str, Revocation] = {}
+        self._principal_by_hash: dict[bytes, Principal] = {}
+        self._admin_hash = hash_token(admin_token) if admin_token else b""
+        self._lock = asyncio.Lock()
+        """Serializes changes, so that a revoked run cannot be written again."""
+        self._ending: dict[str, RunRecord] = {}
+        """Revoked runs with objects that may be left; their names are taken."""
+        self._revoking: set[str] = set()
+        """Those of them that are being ended now."""
+        for run in recovered:
+            record = msgspec.msgpack.decode(run.record, type=RunRecord)
             if run.ending:
                 self._ending[run.name] = record
             else:
-                self._enter(run.name, run.token_hash, record)
+                self._index(run.name, run.token_hash, record)
 
-    def _enter(self, name: str, token_hash: bytes, record: Record) -> None:
-        self._caller_by_hash.pop(self._hash_by_run.get(name, b""), None)
+    def _index(self, name: str, token_hash: bytes, record: RunRecord) -> None:
+        self._principal_by_hash.pop(self._hash_by_run.get(name, b""), None)
         self._hash_by_run[name] = token_hash
         self._record_by_run[name] = record
-        standing = self._standing_by_run.setdefault(name, Standing())
-        self._caller_by_hash[token_hash] = Caller(name, name, False, record.caps, standing)
+        standing = self._revocation_by_run.setdefault(name, Revocation())
+        self._principal_by_hash[token_hash] = Principal(name, name, False, record.caps, standing)
 
     @property
-    def is_open(self) -> bool:
-        """Anybody who reaches the service may do everything."""
+    def allows_anonymous(self) -> bool:
+        """Whether every caller may do everything."""
         return not self._admin_hash
 
-    def caller(self, token: str) -> Caller | None:
-        """None: nobody has that token."""
+    def authenticate(self, token: str) -> Principal | None:
+        """None for an unknown token."""
         if not token:
-            return ANYBODY if self.is_open else None
+            return ADMIN_PRINCIPAL if self.allows_anonymous else None
         if len(token) > TOKEN_LENGTH_MAX:
             return None
-        found = hash_of(token)
-        if self._admin_hash and hmac.compare_digest(found, self._admin_hash):
-            return ANYBODY
-        return self._caller_by_hash.get(found)
+        token_hash = hash_token(token)
+        if self._admin_hash and hmac.compare_digest(token_hash, self._admin_hash):
+            return ADMIN_PRINCIPAL
+        return self._principal_by_hash.get(token_hash)
 
-    def acting(self, name: str) -> Caller:
-        """The admin, in the name of a run: what it names is the run's."""
-        return Caller(name, name, True, self.record(name).caps, self._standing_by_run[name])
+    def impersonate(self, name: str) -> Principal:
+        """The admin acting for a run: names that it chooses are the run's."""
+        return Principal(name, name, True, self.record(name).caps, self._revocation_by_run[name])
 
-    async def make(self, name: str, asked: RunRequest) -> RunReply:
-        if not RUN.fullmatch(name) or name in RESERVED:
+    async def create(self, name: str, request: RunRequest) -> RunReply:
+        if not RUN.fullmatch(name) or name in RESERVED_RUN_NAMES:
             raise InvalidAction(
-                "run", name, "1 to 40 of a-z, 0-9 and '-', the first no '-'; not " + ", ".join(RESERVED)
+                "run", name, "1 to 40 of a-z, 0-9 and '-', the first no '-'; not " + ", ".join(RESERVED_RUN_NAMES)
             )
-        async with self._turn:
+        async with self._lock:
             if name in self._record_by_run:
-                said = f"there is a run {name}; revoke it first, or change it with PATCH"
-                raise AdmissionRefused("run_exists", said)
+                reason = f"there is a run {name}; revoke it first, or change it with PATCH"
+                raise AdmissionRefused("run_exists", reason)
             if name in self._ending:
-                said = f"a run {name} was revoked and has not quite ended; revoke it again, or choose another name"
-                raise AdmissionRefused("run_ending", said)
+                reason = (
+                    f"a run {name} was revoked, but not removed completely; revoke it again, or choose another name"
+                )
+                raise AdmissionRefused("run_ending", reason)
             if len(self._record_by_run) + len(self._ending) >= RUNS_MAX:
-                raise AdmissionRefused("runs_max", f"there are {RUNS_MAX} runs, which is the most; revoke one")
-            token = PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
-            record = Record(weight=asked.weight, caps=asked.caps, made_at=time.time())
-            await self._keep(name, hash_of(token), record)
+                raise AdmissionRefused("runs_max", f"there are {RUNS_MAX} runs, the maximum; revoke one")
+            token = TOKEN_PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
+            record = RunRecord(weight=request.weight, caps=request.caps, made_at=time.time())
+            await self._save(name, hash_token(token), record)
             return msgspec.structs.replace(self._reply(name), token=token)
 
-    async def change(self, name: str, asked: RunRequest) -> RunReply:
-        async with self._turn:
-            record = msgspec.structs.replace(self.record(name), weight=asked.weight, caps=asked.caps)
-            await self._keep(name, self._hash_by_run[name], record)
+    async def change(self, name: str, request: RunRequest) -> RunReply:
+        async with self._lock:
+            record = msgspec.structs.replace(self.record(name), weight=request.weight, caps=request.caps)
+            await self._save(name, self._hash_by_run[name], record)
             return self._reply(name)
 
-    async def renew(self, name: str) -> RunReply:
-        """Another token for a run that keeps all that it has; the old one is void from now on."""
-        async with self._turn:
+    async def renew_token(self, name: str) -> RunReply:
+        """Replaces the token of a run that keeps all its objects; the old one is void at once."""
+        async with self._lock:
             record = self.record(name)
-            token = PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
-            await self._keep(name, hash_of(token), record)
+            token = TOKEN_PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
+            await self._save(name, hash_token(token), record)
             return msgspec.structs.replace(self._reply(name), token=token)
 
-    async def _keep(self, name: str, token_hash: bytes, record: Record) -> None:
-        await self._facts.run_changed(name, token_hash, msgspec.msgpack.encode(record))
-        self._enter(name, token_hash, record)
+    async def _save(self, name: str, token_hash: bytes, record: RunRecord) -> None:
+        await self._store.record_run(name, token_hash, msgspec.msgpack.encode(record))
+        self._index(name, token_hash, record)
 
     @property
     def ending(self) -> list[str]:
-        """Those that were revoked, and of which something may be left: `revoking` can be entered for them again."""
+        """Revoked runs with objects that may be left; `revoking` can be entered for them again."""
         return sorted(self._ending)
 
     @asynccontextmanager
     async def revoking(self, name: str) -> AsyncIterator[None]:
-        """Its token is no longer taken from now on, what is under way in its name enters nothing more, and nobody gets
-        a token under that name before the context was left without an error, in which all that it has is taken away:
-        not after a restart either."""
-        async with self._turn:
-            if name in self._under_way:
-                raise AdmissionRefused("run_ending", f"run {name} is being ended; ask again when that is done")
+        """Revokes a run. Its token is void at once, and its requests store nothing more. The body must remove all its
+        objects. The name stays taken until the body has ended without an error, across restarts too."""
+        async with self._lock:
+            if name in self._revoking:
+                raise AdmissionRefused("run_ending", f"run {name} is being revoked; try again when that is done")
             if name not in self._ending:
                 record = self._ending[name] = self.record(name)
-                self._caller_by_hash.pop(self._hash_by_run.pop(name), None)
+                self._principal_by_hash.pop(self._hash_by_run.pop(name), None)
                 del self._record_by_run[name]
-                self._standing_by_run.pop(name).ended = True
-                await self._facts.run_ending(name, msgspec.msgpack.encode(record))
-            self._under_way.add(name)
+                self._revocation_by_run.pop(name).is_revoked = True
+                await self._store.record_run_ending(name, msgspec.msgpack.encode(record))
+            self._revoking.add(name)
         try:
             yield
-            await self._facts.run_removed(name)
+            await self._store.remove_run(name)
             del self._ending[name]
         finally:
-            self._under_way.discard(name)
+            self._revoking.discard(name)
 
-    def record(self, name: str) -> Record:
+    def record(self, name: str) -> RunRecord:
         found = self._record_by_run.get(name)
         if found is None:
             raise InvalidAction("run", name, "the name of a run that has a token")
         return found
 
-    def all(self) -> list[RunReply]:
-        """Those that have a token, and those that have not quite ended."""
+    def replies(self) -> list[RunReply]:
+        """Runs with a token, and revoked ones that have not ended."""
         return [self._reply(name) for name in sorted([*self._record_by_run, *self._ending])]
 
     def _reply(self, name: str) -> RunReply:
@@ -221,56 +221,57 @@ class Runs:
         )
 
 
-ANYBODY = Caller(ADMIN, "", True, Caps(), Standing())
+ADMIN_PRINCIPAL = Principal(ADMIN_TENANT, "", True, Caps(), Revocation())
 
 
-def hash_of(token: str) -> bytes:
+def hash_token(token: str) -> bytes:
     return hashlib.sha256(token.encode(errors="surrogatepass")).digest()
 
 
-class Bucket:
+class TokenBucket:
     """A token bucket: admits a burst at once, and `per_s` more each second."""
 
-    __slots__ = ("_at", "_burst", "_left", "per_s")
+    __slots__ = ("_refilled_s", "_burst", "_tokens", "per_s")
 
     def __init__(self, per_s: float, burst: float, now: float) -> None:
         self.per_s, self._burst = per_s, burst
-        self._left, self._at = burst, now
+        self._tokens, self._refilled_s = burst, now
 
-    def _fill(self, now: float) -> None:
-        self._left = min(self._burst, self._left + max(0.0, now - self._at) * self.per_s)
-        self._at = now
+    def _refill(self, now: float) -> None:
+        self._tokens = min(self._burst, self._tokens + max(0.0, now - self._refilled_s) * self.per_s)
+        self._refilled_s = now
 
     def take(self, now: float) -> float:
-        """0 if there was one; otherwise the seconds until there is."""
+        """Returns 0 and takes a token, or the seconds until there is one."""
         wait_s = self.peek(now)
         if not wait_s:
-            self._left -= 1.0
+            self._tokens -= 1.0
         return wait_s
 
     def peek(self, now: float) -> float:
         """As `take`, without taking one."""
-        self._fill(now)
-        return 0.0 if self._left >= 1.0 else (1.0 - self._left) / self.per_s
+        self._refill(now)
+        return 0.0 if self._tokens >= 1.0 else (1.0 - self._tokens) / self.per_s
 
 
-class Guesses:
-    """Wrong tokens by address: whoever sends many is not even answered whether the next one is right."""
+class WrongTokenLimiter:
+    """Limits wrong tokens per address: beyond the limit, the response does not even reveal whether the next one is
+    valid."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._buckets: OrderedDict[str, Bucket] = OrderedDict()
+        self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
 
-    def wait_s(self, address: str) -> float:
-        """How long this address may not try."""
+    def retry_after_s(self, address: str) -> float:
+        """Seconds for which the address must wait."""
         bucket = self._buckets.get(address)
         return 0.0 if bucket is None else bucket.peek(self._clock())
 
-    def wrong(self, address: str) -> None:
+    def record_failure(self, address: str) -> None:
         now = self._clock()
         bucket = self._buckets.get(address)
         if bucket is None:
-            bucket = self._buckets[address] = Bucket(FAILURES_PER_S, FAILURES_BURST, now)
-            if len(self._buckets) > ADDRESSES_MAX:
+            bucket = self._buckets[address] = TokenBucket(WRONG_TOKENS_PER_S, WRONG_TOKENS_BURST, now)
+            if len(self._buckets) > TRACKED_ADDRESSES_MAX:
                 self._buckets.popitem(last=False)
         bucket.take(now)

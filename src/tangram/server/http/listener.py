@@ -1,8 +1,7 @@
-"""Listening: a socket, and HTTP on it by uvicorn.
+"""The listener: a socket, and HTTP on it by uvicorn.
 
-Owns the connections. Promises that whoever connects and says nothing, or says it slowly, or sends headers without end,
-or goes on sending what nobody reads any more, or does not read its answer, is cut off; and that stopping answers those
-who wait.
+Owns the connections. Cuts off clients that send nothing, send slowly, send endless headers, keep sending after their
+response, or do not read their response. Stopping answers requests in flight.
 """
 
 from __future__ import annotations
@@ -21,67 +20,72 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tangram.errors import InvalidConfig
-from tangram.runtime.error_records import Fault
-from tangram.server.http.middleware import STATUS_BY_CODE, problem
+from tangram.runtime.error_records import ErrorRecord
+from tangram.server.http.middleware import STATUS_BY_CODE, problem_response
 
-HEADER_S = 20.0
-"""Until a request is known by its headers."""
+HEADER_TIMEOUT_S = 20.0
+"""Until the headers of a request are complete."""
 HEADER_BYTES_MAX = 64 << 10
-HEADER_BYTES = 32
-"""What each header counts besides its characters: it takes memory, however short it is."""
-LINGER_S = 10.0
-"""For the rest of a body after its request was answered: whoever is still sending reads the answer only then."""
-READ_S = 60.0
-"""For a client to take what fills the buffers between; then it is taken for gone."""
+HEADER_OVERHEAD_BYTES = 32
+"""Memory of each header beside its characters."""
+LINGER_TIMEOUT_S = 10.0
+"""For the rest of a body after its response: a client that still sends reads the response only then."""
+SEND_TIMEOUT_S = 60.0
+"""For a client to take what fills the socket buffers; beyond, the connection is dropped."""
 KEEP_ALIVE_S = 75.0
-STOP_S = 10.0
-"""For answers that are under way when the service stops."""
+GRACEFUL_SHUTDOWN_S = 10.0
+"""For responses in flight when the service stops."""
 BACKLOG = 4096
 
 log = logging.getLogger("tangram.http")
 
 
-class Phase(enum.Enum):
-    """What comes next on a connection."""
+class ConnectionPhase(enum.Enum):
+    """The next thing expected on a connection."""
 
     IDLE = enum.auto()
-    """A request, or none."""
+    """A request, or nothing."""
     HEAD = enum.auto()
     BODY = enum.auto()
 
 
-class Patience(HttpToolsProtocol):
-    """HTTP on one connection, with limits on all that uvicorn would wait for without end."""
+class TimeoutHttpProtocol(HttpToolsProtocol):
+    """HTTP on one connection, with timeouts where uvicorn would wait forever."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._connections_max, self.limit_concurrency = self.limit_concurrency, None
-        """Kept here: the refusal of uvicorn names no limit, and comes only after a request."""
-        self._phase = Phase.HEAD
-        self._watched: tuple[Phase, bool] | None = None
-        """What the alarm is for: the phase, and whether the last request was answered."""
-        self._alarm: asyncio.TimerHandle | None = None
-        self._unread: asyncio.TimerHandle | None = None
-        """Rings when the client does not take its answer."""
+        """Counted here: uvicorn's own limit has no name and applies only after a request."""
+        self._phase = ConnectionPhase.HEAD
+        self._armed_for: tuple[ConnectionPhase, bool] | None = None
+        """Phase that the timer watches, and whether the last request was answered."""
+        self._receive_timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+        """Fires when the client does not take its response."""
         self._header_bytes = 0
         self._idle_bytes = 0
-        """Bytes that came since the last of which something came."""
+        """Bytes received when the last progress was seen."""
 
-    # ---- what comes in ----
+    # ---- input ----
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         most = self._connections_max
         if most is not None and len(self.connections) > most:
-            self._refuse(
-                Fault(code="rate", message=f"{most} connections are open", limit="connections_max", retry=True)
+            self._reject(
+                ErrorRecord(
+                    code="rate",
+                    message=f"{most} connections are open, the maximum",
+                    limit="connections_max",
+                    retry=True,
+                )
             )
         else:
-            self._watch()
+            self._arm_receive_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._relax()
-        self._taken()
+        self._cancel_receive_timer()
+        self._cancel_send_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -90,28 +94,28 @@ class Patience(HttpToolsProtocol):
             self._idle_bytes += len(data)
             if self._idle_bytes > HEADER_BYTES_MAX + len(data):
                 self.transport.abort()
-            self._watch()
+            self._arm_receive_timer()
 
     def on_message_begin(self) -> None:
-        self._phase, self._watched = Phase.HEAD, None
+        self._phase, self._armed_for = ConnectionPhase.HEAD, None
         self._header_bytes = self._idle_bytes = 0
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        self._count(len(url))
+        self._count_header_bytes(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value) + HEADER_BYTES)
+        self._count_header_bytes(len(name) + len(value) + HEADER_OVERHEAD_BYTES)
         super().on_header(name, value)
 
-    def _count(self, size: int) -> None:
+    def _count_header_bytes(self, size: int) -> None:
         self._header_bytes += size
         if self._header_bytes > HEADER_BYTES_MAX:
             self.transport.abort()
 
     def on_headers_complete(self) -> None:
-        self._phase, self._idle_bytes = Phase.BODY, 0
+        self._phase, self._idle_bytes = ConnectionPhase.BODY, 0
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -119,88 +123,88 @@ class Patience(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._phase, self._idle_bytes = Phase.IDLE, 0
+        self._phase, self._idle_bytes = ConnectionPhase.IDLE, 0
         super().on_message_complete()
 
-    # ---- how long ----
+    # ---- timer ----
 
-    def _watch(self) -> None:
-        """Have the alarm ring if what comes next does not come in time. What we do not let in is not waited for."""
+    def _arm_receive_timer(self) -> None:
+        """Sets the timer for the next phase. A request that is not admitted has none."""
         is_answered = self.cycle is None or self.cycle.response_complete
-        if self._phase is Phase.IDLE and is_answered and self.timeout_keep_alive_task is None:
+        if self._phase is ConnectionPhase.IDLE and is_answered and self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = self.loop.call_later(KEEP_ALIVE_S, self.timeout_keep_alive_handler)
         now = None if self.flow.read_paused else (self._phase, is_answered)
-        if now == self._watched:
+        if now == self._armed_for:
             return
-        self._watched = now
-        self._relax()
-        if now is not None and self._phase is Phase.HEAD:
-            self._alarm = self.loop.call_later(HEADER_S, self.transport.abort)
-        elif now is not None and self._phase is Phase.BODY and is_answered:
-            self._alarm = self.loop.call_later(LINGER_S, self.transport.abort)
+        self._armed_for = now
+        self._cancel_receive_timer()
+        if now is not None and self._phase is ConnectionPhase.HEAD:
+            self._receive_timer = self.loop.call_later(HEADER_TIMEOUT_S, self.transport.abort)
+        elif now is not None and self._phase is ConnectionPhase.BODY and is_answered:
+            self._receive_timer = self.loop.call_later(LINGER_TIMEOUT_S, self.transport.abort)
 
-    def _relax(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
+    def _cancel_receive_timer(self) -> None:
+        if self._receive_timer is not None:
+            self._receive_timer.cancel()
+            self._receive_timer = None
 
-    # ---- what goes out ----
+    # ---- output ----
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing():
-            self._expect_taken()
+            self._arm_send_timer()
         else:
-            self._watch()
+            self._arm_receive_timer()
 
     def timeout_keep_alive_handler(self) -> None:
-        self.transport.abort()  # to close it would wait until the last answer is taken
+        self.transport.abort()  # close() would wait until the last response is taken
 
     def pause_writing(self) -> None:
-        self._expect_taken()
+        self._arm_send_timer()
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        self._taken()
+        self._cancel_send_timer()
         if self.transport.is_closing():
-            self._expect_taken()  # the rest
+            self._arm_send_timer()  # the rest
         super().resume_writing()
 
-    def _expect_taken(self) -> None:
-        if self._unread is None:
-            self._unread = self.loop.call_later(READ_S, self.transport.abort)
+    def _arm_send_timer(self) -> None:
+        if self._send_timer is None:
+            self._send_timer = self.loop.call_later(SEND_TIMEOUT_S, self.transport.abort)
 
-    def _taken(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
+    def _cancel_send_timer(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
 
     def send_400_response(self, msg: str) -> None:
         log.warning("malformed request address=%r", self.client[0] if self.client else "")
-        self._refuse(Fault(code="invalid_http", message="this is no HTTP that can be understood"))
+        self._reject(ErrorRecord(code="invalid_http", message="malformed HTTP"))
 
-    def _refuse(self, fault: Fault) -> None:
-        """An answer to what is no request that the application could see."""
+    def _reject(self, fault: ErrorRecord) -> None:
+        """Answers bytes that are not a request, which the application never sees."""
         status = STATUS_BY_CODE[fault.code]
-        answer = problem(fault, status)
+        answer = problem_response(fault, status)
         head = [b"HTTP/1.1 %d \r\n" % status, b"connection: close\r\n"]
         head += [b"%s: %s\r\n" % (name, value) for name, value in answer.raw_headers]
         self.transport.write(b"".join([*head, b"\r\n", bytes(answer.body)]))
-        self._relax()
-        self._expect_taken()
+        self._cancel_receive_timer()
+        self._arm_send_timer()
         self.transport.close()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Anybody can ask for that as often as they like: it is answered as what it is besides, and not logged."""
+        """Ignores upgrades and does not log them: any client can send them at any rate."""
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Of what uvicorn logs: `send_400_response` says it as well, with the address."""
+def _is_not_duplicate(record: logging.LogRecord) -> bool:
+    """Drops a log line of uvicorn: `send_400_response` logs the same with the address."""
     return record.msg != "Invalid HTTP request received."
 
 
-class _Server(uvicorn.Server):
-    """Signals are the service's."""
+class _UvicornServer(uvicorn.Server):
+    """The service handles signals."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -208,10 +212,10 @@ class _Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Raises InvalidConfig if nobody can listen there."""
+    """Raises InvalidConfig if the address cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is said, because asyncio asks for it before it turns off Nagle's algorithm on what is accepted:
-    # without that, the body of every answer waits some 40 ms for the client's acknowledgement of its head.
+    # The protocol is explicit because asyncio checks it before it turns off Nagle's algorithm on accepted sockets.
+    # Without that, the body of every response waits about 40 ms for the client's acknowledgement of the headers.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -229,10 +233,10 @@ def bind(host: str, port: int) -> socket.socket:
 async def serving(
     app: Starlette, listening: socket.socket, *, connections_max: int, certificate: str = "", key: str = ""
 ) -> AsyncIterator[None]:
-    """The app answers on that socket, until the context is left."""
+    """Serves the app on the socket until the context is left."""
     config = uvicorn.Config(
         app,
-        http=Patience,
+        http=TimeoutHttpProtocol,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -241,20 +245,20 @@ async def serving(
         proxy_headers=False,
         date_header=False,
         timeout_keep_alive=int(KEEP_ALIVE_S),
-        timeout_graceful_shutdown=int(STOP_S),
+        timeout_graceful_shutdown=int(GRACEFUL_SHUTDOWN_S),
         limit_concurrency=connections_max,
         backlog=BACKLOG,
         ssl_certfile=certificate or None,
         ssl_keyfile=key or None,
     )
-    logging.getLogger("uvicorn.error").addFilter(_is_news)
-    server = _Server(config)
+    logging.getLogger("uvicorn.error").addFilter(_is_not_duplicate)
+    server = _UvicornServer(config)
     task = asyncio.create_task(server.serve(sockets=[listening]), name="http")
     try:
         while not server.started:
             if task.done():
                 task.result()
-                raise InvalidConfig("service", "the HTTP server", "one that starts; the log says why it did not")
+                raise InvalidConfig("service", "the HTTP server", "a server that starts; see the log")
             await asyncio.sleep(0.005)
         yield
     finally:

@@ -1,8 +1,7 @@
-"""The HTTP door: requests in, answers out, errors as JSON.
+"""HTTP middleware: authentication, limits on size, time and concurrency, and errors as JSON.
 
-Owns how a request is read: who sends it, how large it may be, how long it may take. Decides nothing: the desk does what
-it asks. Treats everything that comes as hostile. Promises that a bad request gets an answer which says what is wrong,
-loses nothing and changes nothing, and that no answer tells one run about another.
+Treats all input as hostile; executes nothing itself. Promises that a bad request gets a response that names the error
+and has no effect, and that no response tells one run about another.
 """
 
 from __future__ import annotations
@@ -24,34 +23,35 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from tangram.config.valid import is_loopback
+from tangram.config.validators import is_loopback
 from tangram.errors import AdmissionRefused, FileFailed, InvalidAction, InvalidInput, ManagerError, TangramError
-from tangram.runtime.error_records import Draining, Fault, NotFound, Unauthorized, fault_of
-from tangram.runtime.wire import WAIT_S, WAIT_S_MAX, Caps, Problem
-from tangram.server.http.auth import Bucket, Caller, Guesses, Runs, Standing
-from tangram.server.http.decode_errors import malformed
+from tangram.runtime.error_records import Draining, ErrorRecord, NotFound, Unauthorized, error_record_of
+from tangram.runtime.wire import WAIT_S, WAIT_S_MAX, Caps, ErrorResponse
+from tangram.server.http.auth import Principal, Revocation, RunRegistry, TokenBucket, WrongTokenLimiter
+from tangram.server.http.decode_errors import to_invalid_action
 from tangram.server.journal.journal import JournalConflict, JournalFailed
+from tangram.server.observe.metrics import ReportedMetrics
 
-BODY_S = 30.0
-BODY_BYTES_PER_S = 64 << 10
-"""A body may take so long, and longer by its size at that speed: who sends slower than this is cut off."""
-PIECE_BYTES = 256 << 10
+BODY_TIMEOUT_S = 30.0
+BODY_BYTES_PER_S_MIN = 64 << 10
+"""Time for a body, plus its size at that speed; a slower sender is cut off."""
+CHUNK_BYTES = 256 << 10
 SPOOL_BYTES = 8 << 20
-"""Of what is streamed in or out; more goes through a temporary file."""
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-"""What the disk of a temporary file may say."""
+"""Size of one part of a stream; more goes through a temporary file."""
+DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""Disk errors of a temporary file that the service reports."""
 LARGE_BYTES = 256 << 10
-"""Bodies and answers beyond take turns: so much on every connection is what memory is there for."""
-BODIES_MAX, BODIES_OF_RUN_MAX = 16, 4
-"""Large bodies that are read into memory at once, over all runs and of one run."""
-UPLOADS_MAX, UPLOADS_OF_RUN_MAX = 64, 8
-"""Bodies that go through a file at once: each may take disk."""
-ANSWERS_MAX, ANSWERS_OF_RUN_MAX = 64, 8
-"""Large answers under way at once, until they are taken: each may take disk."""
-WAIT_SAID_S_MAX = 3600.0
-"""What a client is told to wait at most."""
-WHOLE_MAX = 1 << 53
-"""The last whole number that every client can tell from its neighbours."""
+"""Larger bodies and responses need a slot: memory would not hold that much per connection."""
+BODIES_MAX, BODIES_PER_TENANT_MAX = 16, 4
+"""Large bodies in memory at once, over all runs and per run."""
+UPLOADS_MAX, UPLOADS_PER_TENANT_MAX = 64, 8
+"""Bodies in temporary files at once: each may fill disk."""
+LARGE_RESPONSES_MAX, LARGE_RESPONSES_PER_TENANT_MAX = 64, 8
+"""Large responses at once, until they are taken: each may fill disk."""
+RETRY_AFTER_S_MAX = 3600.0
+"""Largest value of Retry-After."""
+SAFE_INTEGER_MAX = 1 << 53
+"""Beyond 2^53 a float, as most clients use, cannot represent every integer."""
 
 log = logging.getLogger("tangram.http")
 
@@ -80,62 +80,62 @@ STATUS_BY_CODE = {
     "draining": 503,
     "journal_failed": 503,
 }
-"""Every code that an answer can have. They stay the same."""
+"""HTTP status by error code. Codes are stable."""
 
 
-class Refusal(Exception):
-    """An answer that is none."""
+class ApiError(Exception):
+    """An error response."""
 
     def __init__(self, code: str, message: str, *, wait_s: float = 0.0, limit: str = "", status: int = 0) -> None:
         super().__init__(message)
         retry = code in ("rate", "draining", "journal_failed", "too_slow")
-        self.fault = Fault(code=code, message=message, limit=limit, retry=retry)
+        self.fault = ErrorRecord(code=code, message=message, limit=limit, retry=retry)
         self.wait_s = wait_s
         self.status = status or STATUS_BY_CODE[code]
 
 
-class Turns:
-    """So many at once, over all runs and of one: whoever is slow holds up its own ones only."""
+class ConcurrencyLimiter:
+    """Limits concurrency over all tenants and per tenant: a slow client delays only its own tenant."""
 
-    def __init__(self, most: int, of_run_max: int) -> None:
-        self._turn = asyncio.Semaphore(most)
-        self._of_run_max = of_run_max
-        self._turn_by_space: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+    def __init__(self, total_max: int, per_tenant_max: int) -> None:
+        self._semaphore = asyncio.Semaphore(total_max)
+        self._per_tenant_max = per_tenant_max
+        self._semaphore_by_tenant: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     @asynccontextmanager
-    async def turn(self, caller: Caller) -> AsyncIterator[None]:
-        """Raises Unauthorized if the run was revoked before it came."""
-        own = self._turn_by_space.get(caller.space) or asyncio.Semaphore(self._of_run_max)
-        self._turn_by_space[caller.space] = own
-        async with own, self._turn:
-            caller.require_standing()
+    async def acquire(self, caller: Principal) -> AsyncIterator[None]:
+        """Raises Unauthorized if the run was revoked before its turn."""
+        own = self._semaphore_by_tenant.get(caller.tenant) or asyncio.Semaphore(self._per_tenant_max)
+        self._semaphore_by_tenant[caller.tenant] = own
+        async with own, self._semaphore:
+            caller.require_not_revoked()
             yield
 
 
-class Ask:
-    """One request, with who sends it."""
+class RequestContext:
+    """One request with its authenticated caller."""
 
-    __slots__ = ("bodies", "caller", "request")
+    __slots__ = ("body_limiter", "caller", "request")
 
-    def __init__(self, request: Request, caller: Caller, bodies: Turns) -> None:
+    def __init__(self, request: Request, caller: Principal, body_limiter: ConcurrencyLimiter) -> None:
         self.request = request
         self.caller = caller
-        self.bodies = bodies
-        """Of large ones."""
+        self.body_limiter = body_limiter
+        """Limits large bodies."""
 
-    def part(self, name: str) -> str:
-        """Of the path."""
+    def path_param(self, name: str) -> str:
+        """A parameter of the path."""
         return cast(str, self.request.path_params[name])
 
-    def text(self, name: str, default: str | None = None) -> str:
-        """Of the query."""
-        found = self.request.query_params.getlist(name)
-        if len(found) > 1 or (not found and default is None):
-            raise InvalidAction(name, found, "once in the query")
-        return found[0] if found else cast(str, default)
+    def query_text(self, name: str, default: str | None = None) -> str:
+        """A parameter of the query."""
+        values = self.request.query_params.getlist(name)
+        if len(values) > 1 or (not values and default is None):
+            raise InvalidAction(name, values, "once in the query")
+        return values[0] if values else cast(str, default)
 
-    def number(self, name: str, default: float, most: float) -> float:
-        text = self.text(name, str(default))
+    def query_float(self, name: str, default: float, most: float) -> float:
+        text = self.query_text(name, str(default))
         try:
             value = float(text)
         except ValueError:
@@ -144,127 +144,136 @@ class Ask:
             raise InvalidAction(name, text, f"a number from 0 to {most:g}")
         return value
 
-    def whole(self, name: str, default: int, most: int) -> int:
-        text = self.text(name, str(default))
+    def query_int(self, name: str, default: int, most: int) -> int:
+        text = self.query_text(name, str(default))
         if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= most):
             raise InvalidAction(name, text, f"a whole number from 0 to {most}")
         return int(text)
 
-    def at_most(self, name: str, most: int) -> int:
-        """A bound of the caller's, below ours."""
-        return min(most, self.whole(name, most, WHOLE_MAX))
+    def query_bound(self, name: str, most: int) -> int:
+        """A caller's limit, at most ours."""
+        return min(most, self.query_int(name, most, SAFE_INTEGER_MAX))
 
-    def octal(self, name: str, default: int) -> int:
-        text = self.text(name, f"{default:04o}")
+    def query_octal(self, name: str, default: int) -> int:
+        text = self.query_text(name, f"{default:04o}")
         if not re.fullmatch("[0-7]{3,4}", text, re.ASCII):
             raise InvalidAction(name, text, "three or four octal digits, such as 0644")
         return int(text, 8)
 
     def wait_s(self) -> float:
-        return self.number("wait_s", WAIT_S, WAIT_S_MAX)
+        return self.query_float("wait_s", WAIT_S, WAIT_S_MAX)
 
     def require_admin(self) -> None:
-        if not self.caller.admin:
-            raise Refusal("forbidden", "only the admin's token may do that")
+        if not self.caller.is_admin:
+            raise ApiError("forbidden", "only the admin's token may do that")
 
 
-Handler = Callable[[Ask], Awaitable[Response]]
+Handler = Callable[[RequestContext], Awaitable[Response]]
 
 
-def json_answer(record: Any, status: int = 200) -> Response:
+def json_response(record: Any, status: int = 200) -> Response:
     return Response(encode(record), status, media_type="application/json")
 
 
-def nothing() -> Response:
+def no_content() -> Response:
     return Response(status_code=204)
 
 
-def problem(fault: Fault, status: int, wait_s: float = 0.0) -> Response:
-    headers = {"retry-after": str(max(1, round(min(wait_s, WAIT_SAID_S_MAX))))} if wait_s or fault.retry else {}
+def problem_response(fault: ErrorRecord, status: int, wait_s: float = 0.0) -> Response:
+    headers = {"retry-after": str(max(1, round(min(wait_s, RETRY_AFTER_S_MAX))))} if wait_s or fault.retry else {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(encode(Problem(error=fault)), status, headers, media_type="application/json")
+    return Response(encode(ErrorResponse(error=fault)), status, headers, media_type="application/json")
 
 
-class Door:
-    """What stands before every handler."""
+class ApiMiddleware:
+    """Wraps every handler."""
 
-    def __init__(self, runs: Runs, *, requests_per_s: float, requests_burst: int, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        runs: RunRegistry,
+        metrics: ReportedMetrics,
+        *,
+        requests_per_s: float,
+        requests_burst: int,
+        now: Callable[[], float],
+    ) -> None:
         self._runs = runs
+        self._metrics = metrics
         self._now = now
         self._per_s, self._burst = requests_per_s, requests_burst
-        self._buckets: dict[str, Bucket] = {}
-        self._guesses = Guesses(now)
-        self._bodies = Turns(BODIES_MAX, BODIES_OF_RUN_MAX)
-        self.observe: Callable[[str, int, float], None] = lambda route, status, seconds: None
-        """Told each request that was answered: metrics."""
-        self.refused: Callable[[str], None] = lambda limit: None
-        """Told the limit that kept a request out."""
+        self._buckets: dict[str, TokenBucket] = {}
+        self._wrong_token_limiter = WrongTokenLimiter(now)
+        self._body_limiter = ConcurrencyLimiter(BODIES_MAX, BODIES_PER_TENANT_MAX)
 
-    def open(self, handler: Handler, route: str, *, public: bool = False) -> Callable[[Request], Awaitable[Response]]:
+    def wrap(
+        self, handler: Handler, route: str, *, is_public: bool = False
+    ) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             began = time.perf_counter()
             try:
-                caller = NOBODY if public else self._caller(request)
-                found = await handler(Ask(request, caller, self._bodies))
+                caller = ANONYMOUS if is_public else self._authenticate(request)
+                response = await handler(RequestContext(request, caller, self._body_limiter))
             except Exception as error:
-                found = self._failed(request, error)
-            self.observe(route, found.status_code, time.perf_counter() - began)
-            return found
+                response = self._error_response(request, error)
+            self._metrics.on_response(route, response.status_code, time.perf_counter() - began)
+            return response
 
         return answer
 
-    def _caller(self, request: Request) -> Caller:
+    def _authenticate(self, request: Request) -> Principal:
         address = request.client.host if request.client is not None else ""
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         if scheme and scheme.lower() != "bearer":
-            raise Refusal("unauthorized", "expected the header 'Authorization: Bearer TOKEN'")
-        caller = self._runs.caller(token.strip())
+            raise ApiError("unauthorized", "expected the header 'Authorization: Bearer TOKEN'")
+        caller = self._runs.authenticate(token.strip())
         if caller is None:
-            wait_s = self._guesses.wait_s(address) if token else 0.0
-            if wait_s:  # who has a right token is let in all the same: many may have one address
-                raise Refusal("rate", "too many wrong tokens from this address", limit="wrong_tokens", wait_s=wait_s)
+            wait_s = self._wrong_token_limiter.retry_after_s(address) if token else 0.0
+            if wait_s:  # a valid token is accepted: many callers may share an address
+                raise ApiError("rate", "too many wrong tokens from this address", limit="wrong_tokens", wait_s=wait_s)
             if token:
-                self._guesses.wrong(address)
+                self._wrong_token_limiter.record_failure(address)
                 log.warning("wrong token address=%r", address)
             raise Unauthorized
         if not token:
-            _require_this_machine(request)
-        self._require_rate(caller)
-        run = request.query_params.get("run") if caller.admin else None
-        return caller if run is None else self._runs.acting(run)
+            _require_local_origin(request)
+        self._check_rate_limit(caller)
+        run = request.query_params.get("run") if caller.is_admin else None
+        return caller if run is None else self._runs.impersonate(run)
 
-    def _require_rate(self, caller: Caller) -> None:
+    def _check_rate_limit(self, caller: Principal) -> None:
         now = self._now()
         per_s = caller.caps.requests_per_s or self._per_s
-        bucket = self._buckets.get(caller.space)
+        bucket = self._buckets.get(caller.tenant)
         if bucket is None or bucket.per_s != per_s:
             burst = max(1.0, self._burst * per_s / self._per_s)
-            bucket = self._buckets[caller.space] = Bucket(per_s, burst, now)
+            bucket = self._buckets[caller.tenant] = TokenBucket(per_s, burst, now)
         wait_s = bucket.take(now)
         if wait_s:
-            said = f"more than {per_s:g} requests per second"
-            raise Refusal("rate", said, limit="requests_per_s", wait_s=wait_s)
+            reason = f"more than {per_s:g} requests per second"
+            raise ApiError("rate", reason, limit="requests_per_s", wait_s=wait_s)
 
-    def _failed(self, request: Request, error: Exception) -> Response:
-        if isinstance(error, Refusal):
+    def _error_response(self, request: Request, error: Exception) -> Response:
+        if isinstance(error, ApiError):
             if error.fault.limit:
-                self.refused(error.fault.limit)
-            return problem(error.fault, error.status, error.wait_s)
+                self._metrics.on_refused(error.fault.limit)
+            return problem_response(error.fault, error.status, error.wait_s)
         if isinstance(error, ClientDisconnect):
             return Response(status_code=499)
-        fault = _fault(error)
+        fault = _to_fault(error)
         if fault is not None:
             if fault.limit:
-                self.refused(fault.limit)
-            return problem(fault, STATUS_BY_CODE[fault.code])
+                self._metrics.on_refused(fault.limit)
+            return problem_response(fault, STATUS_BY_CODE[fault.code])
         log.error("request failed method=%s path=%r", request.method, request.url.path, exc_info=error)
-        return problem(Fault(code="internal", message="a bug in Tangram; the log of the service has more"), 500)
+        return problem_response(
+            ErrorRecord(code="internal", message="a bug in Tangram; see the log of the service"), 500
+        )
 
 
-def _require_this_machine(request: Request) -> None:
-    """Where nobody needs a token, a browser of this machine must not act for the pages of others: not for one of
-    another origin, nor for one whose name was made to lead here."""
+def _require_local_origin(request: Request) -> None:
+    """Where no token is needed, rejects requests that a local browser makes for other sites: of another origin, or to a
+    name that was made to resolve to this machine (DNS rebinding)."""
     host = request.headers.get("host", "")
     origin = request.headers.get("origin", "")
     try:
@@ -273,83 +282,87 @@ def _require_this_machine(request: Request) -> None:
     except ValueError:
         is_here = is_own = False
     if not (is_here and is_own):
-        said = "without a token only programs of this machine may ask, at an address such as http://127.0.0.1:7433"
-        raise Refusal("forbidden", f"{said}, not {host[:100]!r} from {origin[:100]!r}")
+        reason = "without a token only local programs may send requests, to an address such as http://127.0.0.1:7433"
+        raise ApiError("forbidden", f"{reason}, not {host[:100]!r} from {origin[:100]!r}")
 
 
-def _fault(error: Exception) -> Fault | None:
-    """None: it is a bug."""
+def _to_fault(error: Exception) -> ErrorRecord | None:
+    """None for a bug."""
     if isinstance(error, NotFound):
-        return Fault(code="not_found", message=str(error))
+        return ErrorRecord(code="not_found", message=str(error))
     if isinstance(error, Unauthorized):
-        return Fault(code="unauthorized", message=str(error))
+        return ErrorRecord(code="unauthorized", message=str(error))
     if isinstance(error, Draining):
-        return Fault(code="draining", message=str(error), retry=True)
+        return ErrorRecord(code="draining", message=str(error), retry=True)
     if isinstance(error, JournalConflict):
-        return Fault(code="conflict", message="another action of this run has that id, with other content", field="id")
+        return ErrorRecord(
+            code="conflict", message="another action of this run has that id, with different content", field="id"
+        )
     if isinstance(error, JournalFailed):
-        return Fault(code="journal_failed", message="the service cannot write its journal and is stopping", retry=True)
+        return ErrorRecord(
+            code="journal_failed", message="the service cannot write its journal and is stopping", retry=True
+        )
     if isinstance(error, InvalidInput | AdmissionRefused | FileFailed | ManagerError):
-        return fault_of(error)
+        return error_record_of(error)
     return None
 
 
-NOBODY = Caller("", "", False, Caps(), Standing())
-"""Who asks for what everybody may see."""
+ANONYMOUS = Principal("", "", False, Caps(), Revocation())
+"""The caller of a public route."""
 
 
 # ---- bodies -----------------------------------------------------------------------------------------------------
 
 
-async def read_json(ask: Ask, decoder: msgspec.json.Decoder[Any], bytes_max: int) -> Any:
-    """Raises InvalidAction for what is no such record, and Unauthorized if its run was revoked meanwhile."""
-    kind = ask.request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+async def read_json(context: RequestContext, decoder: msgspec.json.Decoder[Any], bytes_max: int) -> Any:
+    """Raises InvalidAction for a malformed record, and Unauthorized if the run was revoked meanwhile."""
+    kind = context.request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
     if kind not in (JSON, FORM):
-        raise Refusal("wrong_content_type", f"expected a body of {JSON}, got {kind[:100]!r}")
-    body = await _body(ask, bytes_max)
-    ask.caller.require_standing()
+        raise ApiError("wrong_content_type", f"expected a body of {JSON}, got {kind[:100]!r}")
+    body = await _read_body(context, bytes_max)
+    context.caller.require_not_revoked()
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         inner = error.__cause__
         if isinstance(inner, TangramError):
             raise inner from None
-        raise malformed(error, body, decoder.type) from None
+        raise to_invalid_action(error, body, decoder.type) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Refusal("invalid_json", f"the body is no JSON: {error}") from None
+        raise ApiError("invalid_json", f"the body is not JSON: {error}") from None
 
 
 JSON = "application/json"
-OCTETS = "application/octet-stream"
+OCTET_STREAM = "application/octet-stream"
 FORM = "application/x-www-form-urlencoded"
-"""What curl says of whatever it sends; it is read as JSON all the same."""
+"""The content type that curl sends by default; the body is read as JSON all the same."""
 
 
-async def _body(ask: Ask, bytes_max: int) -> bytes:
-    """One that may be large is read when it is its turn."""
+async def _read_body(context: RequestContext, bytes_max: int) -> bytes:
+    """Reads a body; a possibly large one waits for its slot."""
     async with AsyncExitStack() as stack:
-        length = _length(ask.request)
+        length = _content_length(context.request)
         if length < 0 or LARGE_BYTES < length <= bytes_max:
-            await stack.enter_async_context(ask.bodies.turn(ask.caller))
-        parts = [part async for part in pieces(ask.request, bytes_max, "body_bytes_max")]
+            await stack.enter_async_context(context.body_limiter.acquire(context.caller))
+        parts = [part async for part in body_chunks(context.request, bytes_max, "body_bytes_max")]
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _length(request: Request) -> int:
-    """What it says of its body; -1: nothing."""
-    said = request.headers.get("content-length", "")
-    if said.isdigit():
-        return int(said)
+def _content_length(request: Request) -> int:
+    """The announced size of the body; -1 if there is none."""
+    length = request.headers.get("content-length", "")
+    if length.isdigit():
+        return int(length)
     return -1 if "transfer-encoding" in request.headers else 0
 
 
-async def pieces(request: Request, bytes_max: int, limit: str) -> AsyncIterator[bytes]:
-    """Of a body, within its limits of size and time."""
-    if _length(request) > bytes_max:
+async def body_chunks(request: Request, bytes_max: int, limit: str) -> AsyncIterator[bytes]:
+    """Reads a body within its limits of size and time."""
+    if _content_length(request) > bytes_max:
         raise _too_large(bytes_max, limit)
-    size, end_s, more = 0, asyncio.get_running_loop().time() + BODY_S, True
+    size, end_s, more = 0, asyncio.get_running_loop().time() + BODY_TIMEOUT_S, True
     while more:
-        part, more = await _received(request, end_s + size / BODY_BYTES_PER_S)
+        part, more = await _receive_chunk(request, end_s + size / BODY_BYTES_PER_S_MIN)
         size += len(part)
         if size > bytes_max:
             raise _too_large(bytes_max, limit)
@@ -357,83 +370,88 @@ async def pieces(request: Request, bytes_max: int, limit: str) -> AsyncIterator[
             yield part
 
 
-async def _received(request: Request, end_s: float) -> tuple[bytes, bool]:
-    """A part, and whether more follows. Asked of the server itself, which hands over most bodies as one part."""
+async def _receive_chunk(request: Request, end_s: float) -> tuple[bytes, bool]:
+    """Returns a part, and whether more follows. Reads from the ASGI server directly, which delivers most bodies as one
+    part."""
     try:
         async with asyncio.timeout_at(end_s):
             message = await request.receive()
     except TimeoutError:
-        raise Refusal("too_slow", f"the body came slower than {BODY_BYTES_PER_S} bytes per second") from None
+        raise ApiError("too_slow", f"the body arrived slower than {BODY_BYTES_PER_S_MIN} bytes per second") from None
     if message["type"] == "http.disconnect":
         raise ClientDisconnect
     return message.get("body", b""), message.get("more_body", False)
 
 
-def _too_large(bytes_max: int, limit: str) -> Refusal:
-    return Refusal("too_large", f"it has more than {bytes_max} bytes, which is the most ({limit})", limit=limit)
+def _too_large(bytes_max: int, limit: str) -> ApiError:
+    return ApiError("too_large", f"it has more than {bytes_max} bytes, the maximum ({limit})", limit=limit)
 
 
 @contextmanager
-def _spooling() -> Iterator[None]:
-    """Of what goes through a file: whether it finds room there is not its sender's fault, nor a bug."""
+def _map_disk_errors() -> Iterator[None]:
+    """A full disk of the service is neither the sender's fault nor a bug."""
     try:
         yield
     except OSError as error:
-        if error.errno not in NO_ROOM:
+        if error.errno not in DISK_ERRNOS:
             raise
         log.error("no room for temporary files folder=%r: %s", tempfile.gettempdir(), error)
         raise ManagerError(
-            f"the service has no room for it on the disk of its temporary files (TMPDIR): {error.strerror}; try again"
+            f"the disk of the service's temporary files (TMPDIR) is full: {error.strerror}; try again"
             " later, or in smaller parts"
         ) from error
 
 
-class Uploads:
-    """Bodies that go through a file."""
+class UploadSpool:
+    """Bodies that go through a temporary file."""
 
     def __init__(self) -> None:
-        self._turns = Turns(UPLOADS_MAX, UPLOADS_OF_RUN_MAX)
+        self._limiter = ConcurrencyLimiter(UPLOADS_MAX, UPLOADS_PER_TENANT_MAX)
 
-    async def spooled(self, ask: Ask, bytes_max: int, use: Callable[[BinaryIO], Awaitable[Any]]) -> Any:
-        """What `use` makes of the body, as a file at its beginning. Raises Unauthorized if its run was revoked before
-        all of it was there."""
-        async with self._turns.turn(ask.caller):
-            with _spooling(), tempfile.SpooledTemporaryFile(SPOOL_BYTES) as spool:
+    async def spool(self, context: RequestContext, bytes_max: int, use: Callable[[BinaryIO], Awaitable[Any]]) -> Any:
+        """Returns what `use` makes of the body, as a file at its start. Raises Unauthorized if the run was revoked
+        before the body was complete."""
+        async with self._limiter.acquire(context.caller):
+            with _map_disk_errors(), tempfile.SpooledTemporaryFile(SPOOL_BYTES) as spool:
                 file = cast(BinaryIO, spool)
-                async for part in pieces(ask.request, bytes_max, "file_bytes_max"):
+                async for part in body_chunks(context.request, bytes_max, "file_bytes_max"):
                     if len(part) + file.tell() > SPOOL_BYTES:
                         await asyncio.to_thread(file.write, part)
                     else:
                         file.write(part)
                 file.seek(0)
-                ask.caller.require_standing()
+                context.caller.require_not_revoked()
                 return await use(file)
 
 
-# ---- answers ----------------------------------------------------------------------------------------------------
+# ---- responses ----------------------------------------------------------------------------------------------------
 
 
-class Answers:
-    """Answers that may be large. They go through a file, and a turn lasts until its answer is taken: one that nobody
-    reads takes neither memory nor the turn of another run."""
+class ResponseSpool:
+    """Large responses, through a temporary file. The slot is held until the response is taken, so one that is not read
+    uses neither memory nor the slot of another run."""
 
     def __init__(self) -> None:
-        self._turns = Turns(ANSWERS_MAX, ANSWERS_OF_RUN_MAX)
+        self._limiter = ConcurrencyLimiter(LARGE_RESPONSES_MAX, LARGE_RESPONSES_PER_TENANT_MAX)
 
-    async def spooled(
-        self, ask: Ask, write: Callable[[BinaryIO], Awaitable[None]], media_type: str = OCTETS, status: int = 200
+    async def spool(
+        self,
+        context: RequestContext,
+        write: Callable[[BinaryIO], Awaitable[None]],
+        media_type: str = OCTET_STREAM,
+        status: int = 200,
     ) -> Response:
-        """What `write` has written into the file that it is given."""
-        with _spooling():
-            return await self._spooled(ask, write, media_type, status)
+        """Sends what `write` writes into its file."""
+        with _map_disk_errors():
+            return await self._spool(context, write, media_type, status)
 
-    async def _spooled(
-        self, ask: Ask, write: Callable[[BinaryIO], Awaitable[None]], media_type: str, status: int
+    async def _spool(
+        self, context: RequestContext, write: Callable[[BinaryIO], Awaitable[None]], media_type: str, status: int
     ) -> Response:
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self._turns.turn(ask.caller))
-            if await ask.request.is_disconnected():
-                raise ClientDisconnect  # while it waited: nothing is read for nobody
+            await stack.enter_async_context(self._limiter.acquire(context.caller))
+            if await context.request.is_disconnected():
+                raise ClientDisconnect  # the client may have gone while it waited
             spool = tempfile.SpooledTemporaryFile(SPOOL_BYTES)  # noqa: SIM115 - until the answer is sent
             file = cast(BinaryIO, stack.enter_context(spool))
             await write(file)
@@ -441,22 +459,22 @@ class Answers:
             file.seek(0)
             if size <= LARGE_BYTES:
                 return Response(file.read(), status, media_type=media_type)
-            return FileAnswer(file, size, stack.pop_all(), media_type, status)
+            return OpenFileResponse(file, size, stack.pop_all(), media_type, status)
 
 
-class FileAnswer(StreamingResponse):
-    """All of a file. What it stands on, such as a turn, is let go when it was sent or its client has gone."""
+class OpenFileResponse(StreamingResponse):
+    """Sends a file. Its slot is released when it was sent or its client has gone."""
 
     def __init__(
-        self, file: BinaryIO, size: int, held: AsyncExitStack, media_type: str = OCTETS, status: int = 200
+        self, file: BinaryIO, size: int, resources: AsyncExitStack, media_type: str = OCTET_STREAM, status: int = 200
     ) -> None:
         async def content() -> AsyncIterator[bytes]:
-            while part := await asyncio.to_thread(file.read, PIECE_BYTES):
+            while part := await asyncio.to_thread(file.read, CHUNK_BYTES):
                 yield part
 
         super().__init__(content(), status, {"content-length": str(size)}, media_type)
-        self._held = held
+        self._resources = resources
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._held:
+        async with self._resources:
             await super().__call__(scope, receive, send)

@@ -1,7 +1,7 @@
-"""The routes: what can be asked over HTTP, each with its record in and its record out.
+"""The routes of the HTTP API, each with its request and response records.
 
-Owns the table of which the OpenAPI document and the reference are made, and the handlers. A handler reads the request,
-lets the desk or a manager do it, and answers; it keeps nothing.
+Owns the table from which the OpenAPI document and the reference page are generated, and the handlers. A handler decodes
+the request, calls the action service or a manager, and encodes the response; it keeps no state.
 """
 
 from __future__ import annotations
@@ -22,427 +22,457 @@ from tangram.core.messages import NodeChanged, NodeState, PoolChanged
 from tangram.errors import AdmissionRefused, InvalidAction, InvalidInput, ManagerError, TangramError
 from tangram.managers.base import Manager
 from tangram.managers.quotas.manager import Quota
-from tangram.runtime.error_records import NotFound, fault_of
-from tangram.runtime.orchestrator import Settled
-from tangram.runtime.views import Story, Timeline, View
+from tangram.runtime.error_records import NotFound, error_record_of
+from tangram.runtime.orchestrator import SettledAction
+from tangram.runtime.views import Story, TimelineView, View
 from tangram.runtime.wire import (
-    About,
-    Acknowledged,
-    Chunk,
-    Entries,
-    Heard,
+    Acknowledgement,
+    ActionReply,
+    DirectoryReply,
+    ImageKeyRequest,
     ImageReply,
-    LetGo,
     NodeRequest,
+    OutputChunk,
     PoolRequest,
-    Quotas,
-    Remember,
-    Reply,
+    QuotaRelease,
+    QuotasReply,
     RunReply,
     RunRequest,
     RunsReply,
-    Sandboxes,
+    SandboxesReply,
     SandboxReply,
-    Services,
+    ServerInfo,
+    ServicesReply,
     Submission,
+    UpstreamResponse,
     WeightRequest,
     require_name,
 )
-from tangram.server.actions.images import OwnedImages
-from tangram.server.actions.service import Desk
-from tangram.server.http.auth import Runs
+from tangram.server.actions.service import ActionService
+from tangram.server.actions.tenant_images import TenantImages
+from tangram.server.http.auth import RunRegistry
 from tangram.server.http.middleware import (
     JSON,
     LARGE_BYTES,
-    WHOLE_MAX,
-    Answers,
-    Ask,
-    FileAnswer,
-    Uploads,
+    SAFE_INTEGER_MAX,
+    OpenFileResponse,
+    RequestContext,
+    ResponseSpool,
+    UploadSpool,
     encode,
-    json_answer,
-    nothing,
+    json_response,
+    no_content,
     read_json,
 )
-from tangram.server.observe.visibility import Sight
+from tangram.server.observe.visibility import VisibilityFilter
 
 FILE_BYTES_MAX = 256 << 20
-"""Of one file that is read or written as such; larger ones go as trees."""
-READS_MAX = 8
-"""Files that are read into memory at once."""
-TIMELINE_ROWS = 5000
-MODE = 0o644
-LINE = msgspec.json.Encoder()
+"""Size of one file; larger ones are transferred as a tree."""
+CONCURRENT_READS_MAX = 8
+"""Files in memory at once."""
+TIMELINE_ROWS_PER_PAGE = 5000
+FILE_MODE_DEFAULT = 0o644
+LINE_ENCODER = msgspec.json.Encoder()
 
 log = logging.getLogger("tangram.server")
 
 
-class Query(NamedTuple):
-    """A word of the query."""
+class QueryParam(NamedTuple):
+    """A query parameter."""
 
     name: str
-    kind: dict[str, Any]
+    schema: dict[str, Any]
     """Its JSON schema."""
-    about: str
+    description: str
     required: bool = False
 
 
 class Route(NamedTuple):
-    """One thing that can be asked."""
+    """One operation of the API."""
 
     method: str
     path: str
-    handler: Callable[[Any, Ask], Any]
-    operation: str
-    """The `operationId` of the OpenAPI document. Generated clients are named after it: it stays as it is."""
-    about: str
-    takes: Any = None
+    handler: Callable[[Any, RequestContext], Any]
+    operation_id: str
+    """`operationId` of the OpenAPI document. Generated clients use it as a name, so it is stable."""
+    summary: str
+    request_type: Any = None
     """The record of the body; `bytes` for a raw one."""
-    gives: Any = None
-    """The record of the answer; `bytes` for a raw one, None for nothing."""
-    query: tuple[Query, ...] = ()
-    public: bool = False
-    """Anybody may ask."""
+    response_type: Any = None
+    """The record of the response; `bytes` for a raw one, None for an empty one."""
+    query: tuple[QueryParam, ...] = ()
+    is_public: bool = False
+    """Needs no token."""
     status: int = 200
-    also: tuple[int, ...] = ()
-    """Other ways to say that it was done."""
+    other_statuses: tuple[int, ...] = ()
+    """Further success statuses."""
 
 
-PATH = Query(
-    "path", {"type": "string", "minLength": 1}, "inside the sandbox; relative ones begin at /work", required=True
+PATH = QueryParam(
+    "path", {"type": "string", "minLength": 1}, "inside the sandbox; relative paths start at /work", required=True
 )
-WAIT = Query(
+WAIT = QueryParam(
     "wait_s", {"type": "number", "minimum": 0, "maximum": 60, "default": 20}, "how long to wait for it to settle"
 )
-UNTIL = Query("until", {"enum": ["settled", "started"], "default": "settled"}, "what to wait for")
-AFTER = Query("after", {"type": "integer", "minimum": 0, "default": 0}, "where to go on: bytes, or the number of a row")
+UNTIL = QueryParam("until", {"enum": ["settled", "started"], "default": "settled"}, "what to wait for")
+AFTER = QueryParam(
+    "after", {"type": "integer", "minimum": 0, "default": 0}, "where to continue: bytes, or the number of a row"
+)
 
 
-class Api:
+class RouteHandlers:
     def __init__(
         self,
-        desk: Desk,
-        runs: Runs,
+        action_service: ActionService,
+        runs: RunRegistry,
         manager: Manager,
-        images: OwnedImages,
-        sight: Sight,
-        about: Callable[[], About],
+        images: TenantImages,
+        visibility: VisibilityFilter,
+        about: ServerInfo,
     ) -> None:
-        self._desk = desk
+        self._action_service = action_service
         self._runs = runs
-        self._gate = desk.gate
+        self._drain_gate = action_service.drain_gate
         self._manager = manager
         self._images = images
-        self._sight = sight
+        self._visibility = visibility
         self._about = about
-        self._uploads = Uploads()
-        self._answers = Answers()
-        self._reading = asyncio.Semaphore(READS_MAX)
-        self._encoding = asyncio.Lock()
-        """Large results are read and encoded one by one: each is in memory twice, and the loop waits for the
-        interpreter meanwhile."""
-        self._submission = msgspec.json.Decoder(Submission)
+        self._uploads = UploadSpool()
+        self._responses = ResponseSpool()
+        self._read_semaphore = asyncio.Semaphore(CONCURRENT_READS_MAX)
+        self._encode_lock = asyncio.Lock()
+        """Large results are read and encoded one by one: each is in memory twice, and encoding blocks the event
+        loop."""
+        self._submission_decoder = msgspec.json.Decoder(Submission)
 
-    async def about(self, ask: Ask) -> Response:
-        said = self._about()
-        return json_answer(msgspec.structs.replace(said, run=ask.caller.run, admin=ask.caller.admin))
+    async def about(self, context: RequestContext) -> Response:
+        info = msgspec.structs.replace(self._about, run=context.caller.run, admin=context.caller.is_admin)
+        return json_response(info)
 
     # ---- actions ----
 
-    async def submit(self, ask: Ask) -> Response:
-        reply = await self._submitted(ask, ask.wait_s())
-        return await self._answer(ask, reply, 200 if reply.state == "settled" else 202)
+    async def submit(self, context: RequestContext) -> Response:
+        reply = await self._submit_and_wait(context, context.wait_s())
+        return await self._reply_response(context, reply, 200 if reply.state == "settled" else 202)
 
-    async def _submitted(self, ask: Ask, wait_s: float) -> Reply:
-        """Apart, so that nobody holds what was sent while its result waits for its turn."""
-        asked = await read_json(ask, self._submission, self._desk.limits.body_bytes_max)
-        found = await self._desk.submit(ask.caller, asked)
-        if isinstance(found, Settled):
-            return self._desk.reply(ask.caller, asked.id, found)
-        return await self._desk.wait(ask.caller, found, asked.id, wait_s=wait_s)
+    async def _submit_and_wait(self, context: RequestContext, wait_s: float) -> ActionReply:
+        """A function of its own, so that the request's memory is free while its result waits for a slot."""
+        request = await read_json(context, self._submission_decoder, self._action_service.limits.body_bytes_max)
+        result = await self._action_service.submit(context.caller, request)
+        if isinstance(result, SettledAction):
+            return self._action_service.reply(context.caller, request.id, result)
+        return await self._action_service.wait(context.caller, result, request.id, wait_s=wait_s)
 
-    async def _answer(self, ask: Ask, reply: Reply, status: int = 200) -> Response:
-        """One whose result is large is read again when it is its turn, and is not encoded on the loop."""
+    async def _reply_response(self, context: RequestContext, reply: ActionReply, status: int = 200) -> Response:
+        """Fetches a large result again when it is its turn, and encodes it off the event loop."""
         if reply.state != "settled" or reply.settled is not None:
-            return json_answer(reply, status)
+            return json_response(reply, status)
 
         async def write(file: BinaryIO) -> None:
-            async with self._encoding:
-                ask.caller.require_standing()
-                whole = await self._desk.whole(ask.caller, reply.id)
+            async with self._encode_lock:
+                context.caller.require_not_revoked()
+                whole = await self._action_service.fetch_reply(context.caller, reply.id)
                 content = await asyncio.to_thread(encode, whole)
                 del whole
                 await asyncio.to_thread(file.write, content)
 
-        return await self._answers.spooled(ask, write, JSON, status)
+        return await self._responses.spool(context, write, JSON, status)
 
-    async def look(self, ask: Ask) -> Response:
-        until = ask.text("until", "settled")
+    async def get_action(self, context: RequestContext) -> Response:
+        until = context.query_text("until", "settled")
         if until not in ("settled", "started"):
             raise InvalidAction("until", until, "'settled' or 'started'")
-        reply = await self._desk.look(ask.caller, ask.part("id"), wait_s=ask.wait_s(), until_started=until == "started")
-        return await self._answer(ask, reply)
+        reply = await self._action_service.status(
+            context.caller, context.path_param("id"), wait_s=context.wait_s(), until_started=until == "started"
+        )
+        return await self._reply_response(context, reply)
 
-    async def output(self, ask: Ask) -> Response:
-        chunks = self._desk.follow(ask.caller, ask.part("id"), ask.whole("after", 0, WHOLE_MAX))
+    async def output(self, context: RequestContext) -> Response:
+        chunks = self._action_service.follow(
+            context.caller, context.path_param("id"), context.query_int("after", 0, SAFE_INTEGER_MAX)
+        )
 
         async def lines() -> AsyncIterator[bytes]:
             async for chunk in chunks:
-                yield LINE.encode(chunk) + b"\n"
+                yield LINE_ENCODER.encode(chunk) + b"\n"
 
         return StreamingResponse(lines(), media_type="application/x-ndjson")
 
-    async def cancel(self, ask: Ask) -> Response:
-        await self._desk.cancel(ask.caller, ask.part("id"))
-        return nothing()
+    async def cancel(self, context: RequestContext) -> Response:
+        await self._action_service.cancel(context.caller, context.path_param("id"))
+        return no_content()
 
-    async def let_go(self, ask: Ask) -> Response:
-        asked: LetGo = await read_json(ask, _LET_GO, self._desk.limits.body_bytes_max)
-        self._desk.let_go(ask.caller, ask.part("id"), asked.spent)
-        return nothing()
+    async def release_quota(self, context: RequestContext) -> Response:
+        request: QuotaRelease = await read_json(
+            context, _QUOTA_RELEASE_DECODER, self._action_service.limits.body_bytes_max
+        )
+        self._action_service.release_quota(context.caller, context.path_param("id"), request.spent)
+        return no_content()
 
-    async def acknowledge(self, ask: Ask) -> Response:
-        asked: Acknowledged = await read_json(ask, _ACKNOWLEDGED, self._desk.limits.body_bytes_max)
-        self._desk.acknowledge(ask.caller, asked.actions)
-        return nothing()
+    async def acknowledge(self, context: RequestContext) -> Response:
+        request: Acknowledgement = await read_json(
+            context, _ACKNOWLEDGED_DECODER, self._action_service.limits.body_bytes_max
+        )
+        self._action_service.acknowledge(context.caller, request.actions)
+        return no_content()
 
-    async def story(self, ask: Ask) -> Response:
-        found = self._sight.story(ask.part("id"), ask.caller)
-        if found is None:
-            raise NotFound("action", ask.part("id"))
-        return json_answer(found)
+    async def story(self, context: RequestContext) -> Response:
+        story = self._visibility.story(context.path_param("id"), context.caller)
+        if story is None:
+            raise NotFound("action", context.path_param("id"))
+        return json_response(story)
 
     # ---- sandboxes ----
 
-    async def sandboxes(self, ask: Ask) -> Response:
-        return json_answer(Sandboxes(sandboxes=self._desk.sandboxes(ask.caller)))
+    async def sandboxes(self, context: RequestContext) -> Response:
+        return json_response(SandboxesReply(sandboxes=self._action_service.sandboxes(context.caller)))
 
-    async def sandbox(self, ask: Ask) -> Response:
-        inner = self._desk.sandbox(ask.caller, ask.part("name"))
-        return json_answer(self._desk.sandbox_reply(ask.caller, inner))
+    async def sandbox(self, context: RequestContext) -> Response:
+        inner = self._action_service.require_sandbox(context.caller, context.path_param("name"))
+        return json_response(self._action_service.sandbox_reply(context.caller, inner))
 
-    async def discard(self, ask: Ask) -> Response:
-        with self._gate.passing():
-            await self._desk.discard(ask.caller, ask.part("name"))
-        return nothing()
+    async def discard(self, context: RequestContext) -> Response:
+        with self._drain_gate.admit():
+            await self._action_service.remove_sandbox(context.caller, context.path_param("name"))
+        return no_content()
 
-    def _using(self, ask: Ask) -> AbstractContextManager[str]:
-        return self._desk.using(ask.caller, ask.part("name"))
+    def _sandbox_in_use(self, context: RequestContext) -> AbstractContextManager[str]:
+        return self._action_service.sandbox_in_use(context.caller, context.path_param("name"))
 
-    async def read_file(self, ask: Ask) -> Response:
-        with self._using(ask) as box:
-            path, most = ask.text("path"), ask.at_most("bytes_max", FILE_BYTES_MAX)
+    async def read_file(self, context: RequestContext) -> Response:
+        with self._sandbox_in_use(context) as box:
+            path, most = context.query_text("path"), context.query_bound("bytes_max", FILE_BYTES_MAX)
 
             async def write(file: BinaryIO) -> None:
-                async with self._reading:
-                    ask.caller.require_standing()
-                    with self._gate.passing():
+                async with self._read_semaphore:
+                    context.caller.require_not_revoked()
+                    with self._drain_gate.admit():
                         content = await self._manager.read(box, path, bytes_max=most)
                     if len(content) <= LARGE_BYTES:
                         file.write(content)
                     else:
                         await asyncio.to_thread(file.write, content)
 
-            return await self._answers.spooled(ask, write)
+            return await self._responses.spool(context, write)
 
-    async def write_file(self, ask: Ask) -> Response:
-        with self._using(ask) as box:
-            path, mode = ask.text("path"), ask.octal("mode", MODE)
+    async def write_file(self, context: RequestContext) -> Response:
+        with self._sandbox_in_use(context) as box:
+            path, mode = context.query_text("path"), context.query_octal("mode", FILE_MODE_DEFAULT)
 
             async def write(file: BinaryIO) -> None:
                 content = await asyncio.to_thread(file.read)
-                with self._gate.passing():
+                with self._drain_gate.admit():
                     await self._manager.write(box, path, content, mode=mode)
 
-            await self._uploads.spooled(ask, min(FILE_BYTES_MAX, self._desk.limits.file_bytes_max), write)
-        return nothing()
+            await self._uploads.spool(context, min(FILE_BYTES_MAX, self._action_service.limits.file_bytes_max), write)
+        return no_content()
 
-    async def delete_file(self, ask: Ask) -> Response:
-        with self._using(ask) as box, self._gate.passing():
-            await self._manager.delete(box, ask.text("path"))
-        return nothing()
+    async def delete_file(self, context: RequestContext) -> Response:
+        with self._sandbox_in_use(context) as box, self._drain_gate.admit():
+            await self._manager.delete(box, context.query_text("path"))
+        return no_content()
 
-    async def list_files(self, ask: Ask) -> Response:
-        with self._using(ask) as box, self._gate.passing():
-            return json_answer(Entries(entries=await self._manager.list(box, ask.text("path"))))
+    async def list_files(self, context: RequestContext) -> Response:
+        with self._sandbox_in_use(context) as box, self._drain_gate.admit():
+            return json_response(DirectoryReply(entries=await self._manager.list(box, context.query_text("path"))))
 
-    async def read_tree(self, ask: Ask) -> Response:
-        with self._using(ask) as box:
-            path, most = ask.text("path"), ask.at_most("bytes_max", self._desk.limits.file_bytes_max)
+    async def read_tree(self, context: RequestContext) -> Response:
+        with self._sandbox_in_use(context) as box:
+            path, most = (
+                context.query_text("path"),
+                context.query_bound("bytes_max", self._action_service.limits.file_bytes_max),
+            )
 
             async def write(file: BinaryIO) -> None:
-                async with self._reading:
-                    ask.caller.require_standing()
-                    with self._gate.passing():
+                async with self._read_semaphore:
+                    context.caller.require_not_revoked()
+                    with self._drain_gate.admit():
                         await self._manager.pack(box, path, file, bytes_max=most)
 
-            return await self._answers.spooled(ask, write)
+            return await self._responses.spool(context, write)
 
-    async def write_tree(self, ask: Ask) -> Response:
-        with self._using(ask) as box:
-            path = ask.text("path")
+    async def write_tree(self, context: RequestContext) -> Response:
+        with self._sandbox_in_use(context) as box:
+            path = context.query_text("path")
 
             async def write(file: BinaryIO) -> None:
-                with self._gate.passing():
+                with self._drain_gate.admit():
                     await self._manager.unpack(box, path, file)
 
-            await self._uploads.spooled(ask, self._desk.limits.file_bytes_max, write)
-        return nothing()
+            await self._uploads.spool(context, self._action_service.limits.file_bytes_max, write)
+        return no_content()
 
     # ---- images ----
 
-    async def add_image(self, ask: Ask) -> Response:
-        self._images.require_room(ask.caller.space, self._desk.limits.images_max)
+    async def add_image(self, context: RequestContext) -> Response:
+        self._images.require_capacity(context.caller.tenant, self._action_service.limits.images_max)
 
         async def add(file: BinaryIO) -> str:
             with tempfile.NamedTemporaryFile(suffix=".tar") as named:
                 await asyncio.to_thread(_copy, file, named)
-                with self._gate.passing():
-                    return await self._images.alias(ask.caller, await self._added(named.name))
+                with self._drain_gate.admit():
+                    return await self._images.register(context.caller, await self._add_uploaded_image(named.name))
 
-        return json_answer(ImageReply(name=await self._uploads.spooled(ask, self._desk.limits.file_bytes_max, add)))
+        return json_response(
+            ImageReply(name=await self._uploads.spool(context, self._action_service.limits.file_bytes_max, add))
+        )
 
-    async def _added(self, path: str) -> str:
+    async def _add_uploaded_image(self, path: str) -> str:
         try:
             return await self._manager.add_image(path)
         except (InvalidInput, AdmissionRefused, ManagerError) as error:
-            raise _of_upload(error, path) from error
+            raise _without_upload_path(error, path) from error
 
-    async def forget_image(self, ask: Ask) -> Response:
-        with self._gate.passing():
-            await self._images.forget(self._desk.names(ask.caller), ask.part("name"))
-        return nothing()
+    async def forget_image(self, context: RequestContext) -> Response:
+        with self._drain_gate.admit():
+            await self._images.forget(self._action_service.namespace(context.caller), context.path_param("name"))
+        return no_content()
 
-    async def recall_image(self, ask: Ask) -> Response:
-        with self._gate.passing():
-            name = await self._images.recall(self._desk.names(ask.caller), ask.part("key"))
-        return json_answer(ImageReply(name=name))
+    async def recall_image(self, context: RequestContext) -> Response:
+        with self._drain_gate.admit():
+            name = await self._images.recall(self._action_service.namespace(context.caller), context.path_param("key"))
+        return json_response(ImageReply(name=name))
 
-    async def remember_image(self, ask: Ask) -> Response:
-        asked: Remember = await read_json(ask, _REMEMBER, self._desk.limits.body_bytes_max)
-        with self._gate.passing():
-            await self._images.remember(self._desk.names(ask.caller), ask.part("key"), asked.name)
-        return nothing()
+    async def remember_image(self, context: RequestContext) -> Response:
+        request: ImageKeyRequest = await read_json(
+            context, _IMAGE_KEY_DECODER, self._action_service.limits.body_bytes_max
+        )
+        with self._drain_gate.admit():
+            await self._images.remember(
+                self._action_service.namespace(context.caller), context.path_param("key"), request.name
+            )
+        return no_content()
 
     # ---- services and quotas ----
 
-    async def services(self, ask: Ask) -> Response:
-        return json_answer(Services(services=self._sight.services()))
+    async def services(self, context: RequestContext) -> Response:
+        return json_response(ServicesReply(services=self._visibility.services()))
 
-    async def quotas(self, ask: Ask) -> Response:
-        return json_answer(Quotas(quotas=self._desk.quotas()))
+    async def quotas(self, context: RequestContext) -> Response:
+        return json_response(QuotasReply(quotas=self._action_service.quotas()))
 
-    async def set_quota(self, ask: Ask) -> Response:
-        ask.require_admin()
-        asked: Quota = await read_json(ask, _QUOTA, self._desk.limits.body_bytes_max)
-        self._desk.set_quota(asked)
-        log.info("quota set quota=%s", asked.name)
-        return nothing()
+    async def set_quota(self, context: RequestContext) -> Response:
+        context.require_admin()
+        request: Quota = await read_json(context, _QUOTA_DECODER, self._action_service.limits.body_bytes_max)
+        self._action_service.set_quota(request)
+        log.info("quota set quota=%s", request.name)
+        return no_content()
 
-    async def heard(self, ask: Ask) -> Response:
-        asked: Heard = await read_json(ask, _HEARD, self._desk.limits.body_bytes_max)
-        self._desk.heard(ask.caller, ask.part("name"), asked.status, asked.headers, asked.action, time.time())
-        return nothing()
+    async def report_upstream_response(self, context: RequestContext) -> Response:
+        request: UpstreamResponse = await read_json(
+            context, _UPSTREAM_RESPONSE_DECODER, self._action_service.limits.body_bytes_max
+        )
+        self._action_service.report_upstream_response(
+            context.caller, context.path_param("name"), request.status, request.headers, request.action, time.time()
+        )
+        return no_content()
 
     # ---- runs, pools and nodes ----
 
-    async def runs(self, ask: Ask) -> Response:
-        ask.require_admin()
-        return json_answer(RunsReply(runs=self._runs.all()))
+    async def runs(self, context: RequestContext) -> Response:
+        context.require_admin()
+        return json_response(RunsReply(runs=self._runs.replies()))
 
-    async def make_run(self, ask: Ask) -> Response:
-        ask.require_admin()
-        asked: RunRequest = await read_json(ask, _RUN, self._desk.limits.body_bytes_max)
-        with self._gate.passing():
-            made = await self._runs.make(ask.part("name"), asked)
+    async def make_run(self, context: RequestContext) -> Response:
+        context.require_admin()
+        request: RunRequest = await read_json(context, _RUN_DECODER, self._action_service.limits.body_bytes_max)
+        with self._drain_gate.admit():
+            made = await self._runs.create(context.path_param("name"), request)
             log.info("run made run=%s weight=%g", made.name, made.weight)
-            self._desk.weigh(made.name, made.weight)
-            self._desk.cap(made.name, made.caps)
-        return json_answer(made, 201)
+            self._action_service.set_weight(made.name, made.weight)
+            self._action_service.set_caps(made.name, made.caps)
+        return json_response(made, 201)
 
-    async def change_run(self, ask: Ask) -> Response:
-        ask.require_admin()
-        asked: RunRequest = await read_json(ask, _RUN, self._desk.limits.body_bytes_max)
-        changed = await self._runs.change(ask.part("name"), asked)
+    async def change_run(self, context: RequestContext) -> Response:
+        context.require_admin()
+        request: RunRequest = await read_json(context, _RUN_DECODER, self._action_service.limits.body_bytes_max)
+        changed = await self._runs.change(context.path_param("name"), request)
         log.info("run changed run=%s weight=%g", changed.name, changed.weight)
-        self._desk.weigh(changed.name, changed.weight)
-        self._desk.cap(changed.name, changed.caps)
-        return json_answer(changed)
+        self._action_service.set_weight(changed.name, changed.weight)
+        self._action_service.set_caps(changed.name, changed.caps)
+        return json_response(changed)
 
-    async def revoke_run(self, ask: Ask) -> Response:
-        ask.require_admin()
-        name = ask.part("name")
-        with self._gate.passing():
+    async def revoke_run(self, context: RequestContext) -> Response:
+        context.require_admin()
+        name = context.path_param("name")
+        with self._drain_gate.admit():
             async with self._runs.revoking(name):
-                await self._desk.end_run(name)
-                self._sight.forget(name)
+                await self._action_service.end_run(name)
+                self._visibility.hide_run(name)
         log.info("run revoked run=%s", name)
-        return nothing()
+        return no_content()
 
-    async def renew_token(self, ask: Ask) -> Response:
-        ask.require_admin()
-        renewed = await self._runs.renew(ask.part("name"))
+    async def renew_token(self, context: RequestContext) -> Response:
+        context.require_admin()
+        renewed = await self._runs.renew_token(context.path_param("name"))
         log.info("token renewed run=%s", renewed.name)
-        return json_answer(renewed)
+        return json_response(renewed)
 
-    async def weigh(self, ask: Ask) -> Response:
-        ask.require_admin()
-        asked: WeightRequest = await read_json(ask, _WEIGHT, self._desk.limits.body_bytes_max)
-        self._desk.weigh(require_name("run", ask.part("run")), asked.weight)
-        return nothing()
+    async def set_weight(self, context: RequestContext) -> Response:
+        context.require_admin()
+        request: WeightRequest = await read_json(context, _WEIGHT_DECODER, self._action_service.limits.body_bytes_max)
+        self._action_service.set_weight(require_name("run", context.path_param("run")), request.weight)
+        return no_content()
 
-    async def resize_pool(self, ask: Ask) -> Response:
-        ask.require_admin()
-        asked: PoolRequest = await read_json(ask, _POOL, self._desk.limits.body_bytes_max)
-        self._desk.orchestrator.tell(PoolChanged(pool=self._sight.resized(ask.part("name"), asked.total)))
-        log.info("pool resized pool=%s total=%d", ask.part("name"), asked.total)
-        return json_answer(self._sight.view(ask.caller))
+    async def resize_pool(self, context: RequestContext) -> Response:
+        context.require_admin()
+        request: PoolRequest = await read_json(context, _POOL_DECODER, self._action_service.limits.body_bytes_max)
+        self._action_service.orchestrator.send(
+            PoolChanged(pool=self._visibility.resized_pool(context.path_param("name"), request.total))
+        )
+        log.info("pool resized pool=%s total=%d", context.path_param("name"), request.total)
+        return json_response(self._visibility.view(context.caller))
 
-    async def change_node(self, ask: Ask) -> Response:
-        ask.require_admin()
-        asked: NodeRequest = await read_json(ask, _NODE, self._desk.limits.body_bytes_max)
-        if not self._sight.has_node(ask.part("name")):
-            raise NotFound("node", ask.part("name"))
-        self._desk.orchestrator.tell(NodeChanged(node=ask.part("name"), state=NodeState(asked.state)))
-        log.info("node changed node=%s state=%s", ask.part("name"), asked.state)
-        return json_answer(self._sight.view(ask.caller))
+    async def change_node(self, context: RequestContext) -> Response:
+        context.require_admin()
+        request: NodeRequest = await read_json(context, _NODE_DECODER, self._action_service.limits.body_bytes_max)
+        if not self._visibility.has_node(context.path_param("name")):
+            raise NotFound("node", context.path_param("name"))
+        self._action_service.orchestrator.send(
+            NodeChanged(node=context.path_param("name"), state=NodeState(request.state))
+        )
+        log.info("node changed node=%s state=%s", context.path_param("name"), request.state)
+        return json_response(self._visibility.view(context.caller))
 
-    # ---- seeing ----
+    # ---- views ----
 
-    async def view(self, ask: Ask) -> Response:
-        return json_answer(self._sight.view(ask.caller))
+    async def view(self, context: RequestContext) -> Response:
+        return json_response(self._visibility.view(context.caller))
 
-    async def timeline(self, ask: Ask) -> Response:
-        after, limit = ask.whole("after", 0, WHOLE_MAX), ask.whole("limit", TIMELINE_ROWS, 1 << 20)
-        return json_answer(self._sight.timeline(after, min(limit, TIMELINE_ROWS), ask.caller))
+    async def timeline(self, context: RequestContext) -> Response:
+        after, limit = (
+            context.query_int("after", 0, SAFE_INTEGER_MAX),
+            context.query_int("limit", TIMELINE_ROWS_PER_PAGE, 1 << 20),
+        )
+        return json_response(self._visibility.timeline(after, min(limit, TIMELINE_ROWS_PER_PAGE), context.caller))
 
-    async def trace(self, ask: Ask) -> Response:
-        ask.require_admin()
-        file, size = self._sight.trace()
+    async def trace(self, context: RequestContext) -> Response:
+        context.require_admin()
+        file, size = self._visibility.open_trace()
         held = AsyncExitStack()
         held.enter_context(file)
-        return FileAnswer(file, size, held)
+        return OpenFileResponse(file, size, held)
 
-    async def metrics(self, ask: Ask) -> Response:
-        ask.require_admin()
-        return Response(self._sight.metrics(), media_type="text/plain; version=0.0.4")
+    async def metrics(self, context: RequestContext) -> Response:
+        context.require_admin()
+        return Response(self._visibility.metrics(), media_type="text/plain; version=0.0.4")
 
-    async def is_alive(self, ask: Ask) -> Response:
+    async def is_alive(self, context: RequestContext) -> Response:
         return Response("alive\n", media_type="text/plain")
 
-    async def is_ready(self, ask: Ask) -> Response:
-        ready = not self._desk.draining
+    async def is_ready(self, context: RequestContext) -> Response:
+        ready = not self._action_service.is_draining
         return Response("ready\n" if ready else "draining\n", 200 if ready else 503, media_type="text/plain")
 
 
-def _of_upload(error: TangramError, path: str) -> TangramError:
-    """What a manager found wrong with what was sent: where it lies here is nobody's business, and helps nobody."""
-    fault = fault_of(error)
-    said = {
+def _without_upload_path(error: TangramError, path: str) -> TangramError:
+    """Hides where the service stores files from the message of a manager."""
+    fault = error_record_of(error)
+    texts = {
         field: getattr(fault, field).replace(repr(path), "the upload").replace(path, "the upload")
         for field in ("message", "value", "expected")
     }
-    return msgspec.structs.replace(fault, **said).exception()
+    return msgspec.structs.replace(fault, **texts).to_exception()
 
 
 def _copy(file: BinaryIO, named: Any) -> None:
@@ -450,69 +480,109 @@ def _copy(file: BinaryIO, named: Any) -> None:
     named.flush()
 
 
-_LET_GO = msgspec.json.Decoder(LetGo)
-_ACKNOWLEDGED = msgspec.json.Decoder(Acknowledged)
-_HEARD = msgspec.json.Decoder(Heard)
-_REMEMBER = msgspec.json.Decoder(Remember)
-_QUOTA = msgspec.json.Decoder(Quota)
-_RUN = msgspec.json.Decoder(RunRequest)
-_WEIGHT = msgspec.json.Decoder(WeightRequest)
-_POOL = msgspec.json.Decoder(PoolRequest)
-_NODE = msgspec.json.Decoder(NodeRequest)
+_QUOTA_RELEASE_DECODER = msgspec.json.Decoder(QuotaRelease)
+_ACKNOWLEDGED_DECODER = msgspec.json.Decoder(Acknowledgement)
+_UPSTREAM_RESPONSE_DECODER = msgspec.json.Decoder(UpstreamResponse)
+_IMAGE_KEY_DECODER = msgspec.json.Decoder(ImageKeyRequest)
+_QUOTA_DECODER = msgspec.json.Decoder(Quota)
+_RUN_DECODER = msgspec.json.Decoder(RunRequest)
+_WEIGHT_DECODER = msgspec.json.Decoder(WeightRequest)
+_POOL_DECODER = msgspec.json.Decoder(PoolRequest)
+_NODE_DECODER = msgspec.json.Decoder(NodeRequest)
 
-BYTES_MAX = Query(
+BYTES_MAX = QueryParam(
     "bytes_max",
     {"type": "integer", "minimum": 0},
-    f"refuse what is larger; never more than {FILE_BYTES_MAX >> 20} MiB of a file and limits.file_bytes_max of a tree",
+    f"refuse larger content; at most {FILE_BYTES_MAX >> 20} MiB of a file and limits.file_bytes_max of a tree",
 )
-FILE_MODE = Query(
-    "mode", {"type": "string", "pattern": "^[0-7]{3,4}$", "default": f"{MODE:04o}"}, "permissions of the file, in octal"
+FILE_MODE = QueryParam(
+    "mode",
+    {"type": "string", "pattern": "^[0-7]{3,4}$", "default": f"{FILE_MODE_DEFAULT:04o}"},
+    "permissions of the file, in octal",
 )
-LIMIT = Query("limit", {"type": "integer", "minimum": 0, "maximum": 1 << 20, "default": TIMELINE_ROWS}, "rows at most")
+LIMIT = QueryParam(
+    "limit",
+    {"type": "integer", "minimum": 0, "maximum": 1 << 20, "default": TIMELINE_ROWS_PER_PAGE},
+    "maximum number of rows",
+)
 
 ROUTES = (
-    # The most frequent first: they are tried in this order.
+    # Most frequent first: routes are matched in this order.
     Route(
         "POST",
         "/v1/actions",
-        Api.submit,
+        RouteHandlers.submit,
         "submit",
         "Submit an action, and wait for it",
         Submission,
-        Reply,
+        ActionReply,
         (WAIT,),
-        also=(202,),
+        other_statuses=(202,),
     ),
     Route(
-        "POST", "/v1/acknowledge", Api.acknowledge, "acknowledge", "Results that have arrived", Acknowledged, status=204
+        "POST",
+        "/v1/acknowledge",
+        RouteHandlers.acknowledge,
+        "acknowledge",
+        "Acknowledge results",
+        Acknowledgement,
+        status=204,
     ),
-    Route("GET", "/v1/actions/{id}", Api.look, "look", "What has become of an action", None, Reply, (WAIT, UNTIL)),
+    Route(
+        "GET",
+        "/v1/actions/{id}",
+        RouteHandlers.get_action,
+        "look",
+        "Get an action, or wait for it",
+        None,
+        ActionReply,
+        (WAIT, UNTIL),
+    ),
     Route(
         "GET",
         "/v1/actions/{id}/output",
-        Api.output,
+        RouteHandlers.output,
         "output",
-        "Follow what it writes, as lines of JSON",
+        "Follow its output, as JSON lines",
         None,
-        Chunk,
+        OutputChunk,
         (AFTER,),
     ),
-    Route("POST", "/v1/actions/{id}/cancel", Api.cancel, "cancel", "Have it stopped", status=204),
+    Route("POST", "/v1/actions/{id}/cancel", RouteHandlers.cancel, "cancel", "Cancel it", status=204),
     Route(
-        "POST", "/v1/actions/{id}/release", Api.let_go, "let_go", "Let go of the quota that it holds", LetGo, status=204
+        "POST",
+        "/v1/actions/{id}/release",
+        RouteHandlers.release_quota,
+        "let_go",
+        "Release the quota that it holds",
+        QuotaRelease,
+        status=204,
     ),
-    Route("GET", "/v1/actions/{id:path}/story", Api.story, "story", "What happened to it, line by line", None, Story),
-    Route("GET", "/v1/sandboxes", Api.sandboxes, "sandboxes", "Open sandboxes", None, Sandboxes),
-    Route("GET", "/v1/sandboxes/{name}", Api.sandbox, "sandbox", "One sandbox", None, SandboxReply),
     Route(
-        "DELETE", "/v1/sandboxes/{name}", Api.discard, "discard", "End it at once, with all that runs in it", status=204
+        "GET",
+        "/v1/actions/{id:path}/story",
+        RouteHandlers.story,
+        "story",
+        "Its history, line by line",
+        None,
+        Story,
+    ),
+    Route("GET", "/v1/sandboxes", RouteHandlers.sandboxes, "sandboxes", "Open sandboxes", None, SandboxesReply),
+    Route("GET", "/v1/sandboxes/{name}", RouteHandlers.sandbox, "sandbox", "One sandbox", None, SandboxReply),
+    Route(
+        "DELETE",
+        "/v1/sandboxes/{name}",
+        RouteHandlers.discard,
+        "discard",
+        "End it at once, with all its processes",
+        status=204,
     ),
     Route(
         "GET",
         "/v1/sandboxes/{name}/files",
-        Api.read_file,
+        RouteHandlers.read_file,
         "read_file",
-        "The content of a file",
+        "Read a file",
         None,
         bytes,
         (PATH, BYTES_MAX),
@@ -520,9 +590,9 @@ ROUTES = (
     Route(
         "PUT",
         "/v1/sandboxes/{name}/files",
-        Api.write_file,
+        RouteHandlers.write_file,
         "write_file",
-        "Make or replace a file",
+        "Create or replace a file",
         bytes,
         None,
         (PATH, FILE_MODE),
@@ -531,7 +601,7 @@ ROUTES = (
     Route(
         "DELETE",
         "/v1/sandboxes/{name}/files",
-        Api.delete_file,
+        RouteHandlers.delete_file,
         "delete_file",
         "Delete a file or a tree",
         None,
@@ -542,19 +612,19 @@ ROUTES = (
     Route(
         "GET",
         "/v1/sandboxes/{name}/list",
-        Api.list_files,
+        RouteHandlers.list_files,
         "list_files",
-        "What is in a directory",
+        "List a directory",
         None,
-        Entries,
+        DirectoryReply,
         (PATH,),
     ),
     Route(
         "GET",
         "/v1/sandboxes/{name}/tree",
-        Api.read_tree,
+        RouteHandlers.read_tree,
         "read_tree",
-        "A file or a directory as a tar",
+        "Download a file or a directory as a tar",
         None,
         bytes,
         (PATH, BYTES_MAX),
@@ -562,7 +632,7 @@ ROUTES = (
     Route(
         "PUT",
         "/v1/sandboxes/{name}/tree",
-        Api.write_tree,
+        RouteHandlers.write_tree,
         "write_tree",
         "Unpack a tar below a directory",
         bytes,
@@ -573,53 +643,78 @@ ROUTES = (
     Route(
         "POST",
         "/v1/images",
-        Api.add_image,
+        RouteHandlers.add_image,
         "add_image",
-        "An image from a tar, as `docker save` or OCI write it",
+        "Create an image from a tar of `docker save` or OCI",
         bytes,
         ImageReply,
     ),
-    Route("DELETE", "/v1/images/{name}", Api.forget_image, "forget_image", "Forget an image", status=204),
+    Route("DELETE", "/v1/images/{name}", RouteHandlers.forget_image, "forget_image", "Forget an image", status=204),
     Route(
         "GET",
         "/v1/image-keys/{key}",
-        Api.recall_image,
+        RouteHandlers.recall_image,
         "recall_image",
-        "The image that is remembered under a key",
+        "The image stored under a key",
         None,
         ImageReply,
     ),
     Route(
         "PUT",
         "/v1/image-keys/{key}",
-        Api.remember_image,
+        RouteHandlers.remember_image,
         "remember_image",
-        "Remember an image under a key",
-        Remember,
+        "Store an image under a key",
+        ImageKeyRequest,
         status=204,
     ),
-    Route("GET", "/v1/services", Api.services, "services", "Model services", None, Services),
-    Route("GET", "/v1/quotas", Api.quotas, "quotas", "Quotas of APIs", None, Quotas),
-    Route("PUT", "/v1/quotas", Api.set_quota, "set_quota", "Add a quota, or change one (admin)", Quota, status=204),
+    Route("GET", "/v1/services", RouteHandlers.services, "services", "Model services", None, ServicesReply),
+    Route("GET", "/v1/quotas", RouteHandlers.quotas, "quotas", "Quotas of APIs", None, QuotasReply),
+    Route(
+        "PUT",
+        "/v1/quotas",
+        RouteHandlers.set_quota,
+        "set_quota",
+        "Add a quota, or change one (admin)",
+        Quota,
+        status=204,
+    ),
     Route(
         "POST",
         "/v1/quotas/{name}/heard",
-        Api.heard,
+        RouteHandlers.report_upstream_response,
         "heard",
-        "What an API answered about its limits",
-        Heard,
+        "Report the response of an API about its limits",
+        UpstreamResponse,
         status=204,
     ),
-    Route("GET", "/v1/about", Api.about, "about", "Who answers, and whom it takes the caller for", None, About),
-    Route("GET", "/v1/view", Api.view, "view", "Pools, queue, runs and sandboxes as they are now", None, View),
-    Route("GET", "/v1/timeline", Api.timeline, "timeline", "Actions that have settled", None, Timeline, (AFTER, LIMIT)),
-    Route("GET", "/v1/runs", Api.runs, "runs", "Runs that have a token (admin)", None, RunsReply),
+    Route(
+        "GET",
+        "/v1/about",
+        RouteHandlers.about,
+        "about",
+        "The service, and the caller's identity",
+        None,
+        ServerInfo,
+    ),
+    Route("GET", "/v1/view", RouteHandlers.view, "view", "Present pools, queue, runs and sandboxes", None, View),
+    Route(
+        "GET",
+        "/v1/timeline",
+        RouteHandlers.timeline,
+        "timeline",
+        "Settled actions",
+        None,
+        TimelineView,
+        (AFTER, LIMIT),
+    ),
+    Route("GET", "/v1/runs", RouteHandlers.runs, "runs", "Runs that have a token (admin)", None, RunsReply),
     Route(
         "POST",
         "/v1/runs/{name}",
-        Api.make_run,
+        RouteHandlers.make_run,
         "make_run",
-        "Make a run; its token is told once (admin)",
+        "Create a run; its token is returned once (admin)",
         RunRequest,
         RunReply,
         status=201,
@@ -627,28 +722,42 @@ ROUTES = (
     Route(
         "POST",
         "/v1/runs/{name}/token",
-        Api.renew_token,
+        RouteHandlers.renew_token,
         "renew_token",
         "A new token; the old one is void (admin)",
         None,
         RunReply,
     ),
     Route(
-        "PATCH", "/v1/runs/{name}", Api.change_run, "change_run", "Its weight and caps (admin)", RunRequest, RunReply
+        "PATCH",
+        "/v1/runs/{name}",
+        RouteHandlers.change_run,
+        "change_run",
+        "Change its weight and caps (admin)",
+        RunRequest,
+        RunReply,
     ),
     Route(
         "DELETE",
         "/v1/runs/{name}",
-        Api.revoke_run,
+        RouteHandlers.revoke_run,
         "revoke_run",
-        "Revoke its token and end all that it has (admin)",
+        "Revoke its token and remove all its objects (admin)",
         status=204,
     ),
-    Route("PUT", "/v1/weights/{run}", Api.weigh, "weigh", "The weight of a run (admin)", WeightRequest, status=204),
+    Route(
+        "PUT",
+        "/v1/weights/{run}",
+        RouteHandlers.set_weight,
+        "weigh",
+        "Change the weight of a run (admin)",
+        WeightRequest,
+        status=204,
+    ),
     Route(
         "PATCH",
         "/v1/pools/{name}",
-        Api.resize_pool,
+        RouteHandlers.resize_pool,
         "resize_pool",
         "Change the size of a pool (admin)",
         PoolRequest,
@@ -657,22 +766,32 @@ ROUTES = (
     Route(
         "PATCH",
         "/v1/nodes/{name}",
-        Api.change_node,
+        RouteHandlers.change_node,
         "change_node",
-        "Drain a node, or take it up again (admin)",
+        "Drain a node, or use it again (admin)",
         NodeRequest,
         View,
     ),
     Route(
         "GET",
         "/v1/trace",
-        Api.trace,
+        RouteHandlers.trace,
         "trace",
         "The trace so far, for `tangram sim` and `tangram plan` (admin)",
         None,
         bytes,
     ),
-    Route("GET", "/metrics", Api.metrics, "metrics", "Metrics for Prometheus (admin)", None, str),
-    Route("GET", "/healthz", Api.is_alive, "is_alive", "It answers", None, str, public=True),
-    Route("GET", "/readyz", Api.is_ready, "is_ready", "It takes in actions", None, str, public=True, also=(503,)),
+    Route("GET", "/metrics", RouteHandlers.metrics, "metrics", "Metrics for Prometheus (admin)", None, str),
+    Route("GET", "/healthz", RouteHandlers.is_alive, "is_alive", "It answers", None, str, is_public=True),
+    Route(
+        "GET",
+        "/readyz",
+        RouteHandlers.is_ready,
+        "is_ready",
+        "Ready to accept actions",
+        None,
+        str,
+        is_public=True,
+        other_statuses=(503,),
+    ),
 )

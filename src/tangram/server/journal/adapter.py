@@ -1,6 +1,6 @@
-"""The memory of the orchestrator: the journal, and how what it keeps is written.
+"""The journal adapter: stores actions and results of the orchestrator in the journal.
 
-Owns the encoding of actions, work and ends. Decides nothing.
+Owns the encoding of actions, work and results. Decides nothing.
 """
 
 from __future__ import annotations
@@ -11,62 +11,61 @@ import msgspec
 
 from tangram.core.action import Action, Status
 from tangram.managers.work import Close, Commit, Open
-from tangram.runtime.orchestrator import Settled, Ticket
+from tangram.runtime.orchestrator import ActionTicket, SettledAction
 from tangram.runtime.wire import AnyWork
-from tangram.server.actions.images import OwnedImages
-from tangram.server.actions.tenants import SEPARATOR, space_of
+from tangram.server.actions.tenant_images import TenantImages
+from tangram.server.actions.tenants import TENANT_SEPARATOR, tenant_of
 from tangram.server.journal.journal import RECORD_BYTES_MAX, Journal
 
 encode = msgspec.msgpack.Encoder().encode
 decode_action = msgspec.msgpack.Decoder(Action).decode
 decode_work = msgspec.msgpack.Decoder(AnyWork).decode
-decode_settled = msgspec.msgpack.Decoder(Settled).decode
+decode_settled = msgspec.msgpack.Decoder(SettledAction).decode
 
 
-class Remembering:
-    """The memory of the orchestrator: all that callers asked for, in the journal. What the service does for itself has
-    no caller's space before its id, and is not missed after its end."""
+class JournalAdapter:
+    """Stores the actions of tenants. Actions of the service itself have no tenant in their id and are not stored."""
 
-    def __init__(self, journal: Journal, images: OwnedImages, node: str, *, results_bytes_max: int) -> None:
-        """`results_bytes_max`: of one caller, that nobody has fetched."""
+    def __init__(self, journal: Journal, images: TenantImages, node: str, *, results_bytes_max: int) -> None:
+        """`results_bytes_max` limits the unacknowledged results of one tenant."""
         self._journal = journal
         self._results_bytes_max = results_bytes_max
         self._images = images
         self._node = node
 
-    async def starting(self, ticket: Ticket) -> None:
-        if SEPARATOR in ticket.action.id:
-            await self._journal.starting(ticket.action.id, ticket.attempt)
+    async def record_start(self, ticket: ActionTicket) -> None:
+        if TENANT_SEPARATOR in ticket.action.id:
+            await self._journal.record_start(ticket.action.id, ticket.attempt)
 
-    async def settled(self, ticket: Ticket, settled: Settled) -> Settled:
+    async def record_settled(self, ticket: ActionTicket, settled: SettledAction) -> SettledAction:
         action, work = ticket.action, ticket.work
-        if SEPARATOR not in action.id:
+        if TENANT_SEPARATOR not in action.id:
             return settled
-        settled, content = self._with_room(settled)
-        done = self._journal.settled(action.id, content)
+        settled, content = self._within_limits(settled)
+        done = self._journal.record_settled(action.id, content)
         if isinstance(work, Open) and settled.outcome.status is Status.SUCCEEDED:
             spec = encode(work.spec)
-            await asyncio.gather(self._journal.sandbox_opened(action.sandbox, action.run, self._node, spec), done)
+            await asyncio.gather(
+                self._journal.record_sandbox_opened(action.sandbox, action.run, self._node, spec), done
+            )
         elif isinstance(work, Commit) and settled.outcome.status is Status.SUCCEEDED:
-            await asyncio.gather(self._images.committed(work.image), done)
+            await asyncio.gather(self._images.on_committed(work.image), done)
         elif isinstance(work, Close) and settled.outcome.status is not Status.LOST:
-            await asyncio.gather(self._journal.sandbox_closed(action.sandbox), done)
+            await asyncio.gather(self._journal.record_sandbox_closed(action.sandbox), done)
         else:
             await done
         return settled
 
-    def _with_room(self, settled: Settled) -> tuple[Settled, bytes]:
-        """As it can be kept, and encoded. Of more than its caller may leave here, or than the journal takes at once,
-        the content goes, which is said."""
+    def _within_limits(self, settled: SettledAction) -> tuple[SettledAction, bytes]:
+        """Returns the result and its encoding. Drops the content of a result that exceeds the tenant's limit or that of
+        a record, and sets the reason."""
         content, most = encode(settled), self._results_bytes_max
-        kept = self._journal.kept_bytes[space_of(settled.outcome.action)]
+        kept = self._journal.unfetched_bytes[tenant_of(settled.outcome.action)]
         why = ""
         if len(content) > RECORD_BYTES_MAX:
-            why = f"the journal takes {RECORD_BYTES_MAX} at once; write more to a file of the sandbox and fetch that"
+            why = f"a journal record has at most {RECORD_BYTES_MAX}; write more to a file of the sandbox and fetch that"
         elif kept >= most:
-            why = (
-                f"results of {kept} bytes of this run were not acknowledged, and {most} is the most (results_bytes_max)"
-            )
+            why = f"unacknowledged results of this run have {kept} bytes, and the maximum is {most} (results_bytes_max)"
         if not why or (settled.executed is None and not settled.answer):
             return settled, content
         reason = f"there was no room for its result of {len(content)} bytes: {why}"

@@ -1,20 +1,18 @@
-"""The journal: what the shared service remembers, whatever ends it.
+"""The journal: durable storage of actions, results, sandboxes, runs and notes.
 
-Owns the files of the journal: the database, its log, and the lock that says whose they are. Never decides what becomes
-of an action, and does not look into one: it keeps bytes by id and run. Promises:
+Owns the database file, its write-ahead log and its lock. Stores bytes by id and run; does not interpret them. Promises:
 
-- what was awaited is there after the death of the process (`process`) or of the machine (`power`), and in order;
-- after a failure to write, every call raises that failure; what was awaited before is not lost;
-- what is handed out is what was written, or JournalDamaged is raised;
-- it has one owner at a time.
+- What was awaited survives the death of the process (`process`) or of the machine (`power`), in order.
+- After a write error every call raises that error; what was awaited before is not lost.
+- What is read is what was written, or JournalDamaged is raised.
+- It has one owner at a time.
 
-One thread does all that touches the disk. Operations gather while a commit is under way and go into the next one
-together; whoever awaits an operation goes on when its commit is done. Whoever is cancelled meanwhile has still made it.
+One thread does all disk access. Operations are grouped: those that arrive during a commit go into the next one
+together. An operation whose caller is cancelled is still committed.
 
-Ages. A result is kept until its caller has it or `keep_s` have passed, counted while the journal was open: nobody can
-fetch a result from a service that is down. No calendar is asked, so no change of it makes a result older. Of the clock
-that is asked a step back counts nothing, and a step forward at most STEP_MAX_S: however wrong, it takes `keep_s /
-STEP_MAX_S` of them to delete a result early.
+Ages: a result is kept until it is acknowledged or `retention_s` have passed while the journal was open, since a stopped
+service cannot deliver it. Calendar changes have no effect. A backward step of the clock counts nothing, a forward step
+at most CLOCK_STEP_S_MAX.
 """
 
 from __future__ import annotations
@@ -35,20 +33,20 @@ from typing import Any, Self
 from tangram.clock import Clock, WallClock
 from tangram.core.action import ID_LENGTH_MAX
 from tangram.errors import InvalidAction, InvalidConfig, InvalidInput, InvariantError, ManagerError
-from tangram.runtime.orchestrator import undisturbed
-from tangram.server.actions.tenants import space_of
+from tangram.runtime.shielding import shielded
+from tangram.server.actions.tenants import tenant_of
 from tangram.server.journal.store import (
-    Batch,
-    Damage,
-    Entry,
-    Fact,
-    Known,
-    Note,
-    Phase,
-    Recovered,
-    Run,
-    Sandbox,
-    Store,
+    CommitBatch,
+    JournalCorruption,
+    JournaledAction,
+    JournaledFact,
+    JournaledNote,
+    JournaledRun,
+    JournaledSandbox,
+    JournalEntry,
+    JournalPhase,
+    JournalStore,
+    RecoveredState,
     digest_of,
 )
 
@@ -58,73 +56,94 @@ __all__ = [
     "JournalConflict",
     "JournalDamaged",
     "JournalFailed",
-    "Known",
-    "Note",
-    "Phase",
-    "Recovered",
-    "Run",
-    "Sandbox",
+    "JournaledAction",
+    "JournaledNote",
+    "JournalPhase",
+    "RecoveredState",
+    "JournaledRun",
+    "JournaledSandbox",
 ]
 
 DURABILITIES = ("process", "power")
-KEEP_S = 86400.0
+RETENTION_S = 86400.0
 """A day: a run that was interrupted in the evening finds its results in the morning."""
-STEP_MAX_S = 600.0
-"""Compactions come more often than this; between two readings of the clock no more time can have passed."""
+CLOCK_STEP_S_MAX = 600.0
+"""More than the interval between compactions, so no longer time can pass between two readings of the clock."""
 
 BATCH_OPERATIONS_MAX = 1024
 BATCH_BYTES_MAX = 8 << 20
-"""What is full is a batch of its own: who writes little does not wait for all of who writes much."""
+"""Size of a batch: a small write does not wait for all large writes of others."""
 RECORD_BYTES_MAX = 256 << 20
-"""SQLite takes rows of less than 1 GB."""
-CHECKPOINT_BYTES = 4 << 20
-"""Of the log, until it is copied into the database: what SQLite takes as well."""
+"""SQLite limits a row to 1 GB."""
+CHECKPOINT_THRESHOLD_BYTES = 4 << 20
+"""Size of the write-ahead log at which it is copied into the database: the default of SQLite."""
 
-_THE_DISK = frozenset((3, 5, 6, 7, 8, 10, 13, 14))
-"""Codes of SQLite that blame the world around the file: permission, busy, locked, memory, read-only, I/O, full, cannot
-open. All others at opening blame what is in it."""
+CommitListener = Callable[[float, int, int], None]
+"""Called after each commit with its seconds, its operations, and the size of the write-ahead log."""
+
+_ENVIRONMENT_ERROR_CODES = frozenset(
+    (
+        sqlite3.SQLITE_PERM,
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_CANTOPEN,
+    )
+)
+"""Error codes of SQLite with causes outside of the file: permission, busy, locked, memory, read-only, I/O, full, cannot
+open. Other errors at opening mean a damaged file."""
 
 
 class JournalFailed(ManagerError):
-    """The disk does not take or give what is asked of it. The journal takes nothing more."""
+    """The disk failed. The journal accepts no further operation."""
 
-    def __init__(self, path: Path, found: object) -> None:
+    def __init__(self, path: Path, problem: object) -> None:
         super().__init__(
-            f"the journal {path} cannot be used: {found}. All that was acknowledged is in it: see to the disk (space,"
+            f"the journal {path} cannot be used: {problem}. It has all that was acknowledged: check the disk (space,"
             " permissions, health) and start the service again",
             retry=False,
         )
 
 
-class JournalDamaged(ManagerError):
-    """The files are there, and what is in them is not what was written."""
+class JournalClosed(JournalFailed):
+    """The journal was closed, or has not been opened yet."""
 
-    def __init__(self, path: Path, found: object) -> None:
+    def __init__(self, path: Path) -> None:
+        ManagerError.__init__(self, f"the journal {path} is not open", retry=False)
+
+
+class JournalDamaged(ManagerError):
+    """The content of the files is not what was written."""
+
+    def __init__(self, path: Path, problem: object) -> None:
         super().__init__(
-            f"the journal {path} is damaged: {found}. Nothing in it was changed. Put a copy back that is whole, or move"
-            f" {path} and {path.name}-wal away to begin with an empty one, which forgets all actions and sandboxes",
+            f"the journal {path} is damaged: {problem}. It was not changed. Restore an intact copy, or move"
+            f" {path} and {path.name}-wal away to start with an empty one, without any actions and sandboxes",
             retry=False,
         )
 
 
 class JournalBusy(ManagerError):
-    """Another service has it."""
+    """Another service owns the journal."""
 
     def __init__(self, path: Path, owner: str) -> None:
         self.owner = owner
-        """Its process id."""
+        """Process id of the owner."""
         super().__init__(
-            f"the journal {path} belongs to process {owner}, which is alive; stop that service, or give this one"
+            f"the journal {path} belongs to process {owner}, which is running; stop that service, or give this one"
             " another journal",
             retry=False,
         )
 
 
 class JournalConflict(InvalidAction):
-    """The id is that of another action."""
+    """The id belongs to another action."""
 
     def __init__(self, id: str) -> None:
-        super().__init__("id", id, "an id that no other action has; the journal has one with other content")
+        super().__init__("id", id, "an unused id; the journal has an action with different content")
 
 
 class Journal:
@@ -133,88 +152,88 @@ class Journal:
         path: str | Path,
         durability: str = "process",
         *,
-        keep_s: float = KEEP_S,
+        retention_s: float = RETENTION_S,
         clock: Clock | None = None,
+        on_commit: CommitListener | None = None,
     ) -> None:
         if durability not in DURABILITIES:
             raise InvalidConfig("journal.durability", durability, "'process' or 'power'")
-        if not keep_s > 0.0:
-            raise InvalidConfig("journal.keep_s", keep_s, "a positive number of seconds")
+        if not retention_s > 0.0:
+            raise InvalidConfig("journal.retention_s", retention_s, "a positive number of seconds")
         self.path = Path(os.path.abspath(path))
         self.durability = durability
-        self.recovered = Recovered()
-        """What was found at opening. Whoever has read it may set it to an empty one."""
-        self.observe: Callable[[float, int, int], None] = lambda seconds, operations, log_bytes: None
-        """Told of each commit how long it took, of how many operations it was, and how long the log is: metrics."""
-        self._keep_s = keep_s
+        self.recovered = RecoveredState()
+        """The content at opening. May be replaced by an empty one to free its memory."""
+        self._on_commit = on_commit
+        self._retention_s = retention_s
         self._clock = clock or WallClock()
         self._lock = -1
         self._thread: ThreadPoolExecutor | None = None
-        self._store: Store
-        self._up: _UpTime
-        self._live: dict[str, Entry] = {}
-        self.kept_bytes: collections.Counter[str] = collections.Counter()
-        """Of results that nobody has fetched, by the space of their ids."""
+        self._store: JournalStore
+        self._uptime: _UptimeClock
+        self._live_entries: dict[str, JournalEntry] = {}
+        self.unfetched_bytes: collections.Counter[str] = collections.Counter()
+        """By tenant: size of results that are not acknowledged."""
         self._next_seq = 1
-        self._batches: collections.deque[_Waited] = collections.deque()
-        """The last one still takes operations; the first is next."""
-        self._busy = False
-        """A batch is being committed, or is about to be."""
+        self._batches: collections.deque[_PendingBatch] = collections.deque()
+        """The first is next to commit; the last accepts operations."""
+        self._is_committing = False
+        """A commit is in progress or scheduled."""
         self._idle = asyncio.Event()
         self._compacting = asyncio.Lock()
-        self._opened = False
-        self._taking = False
-        """Operations, that is: between the opening and the closing."""
-        self._broken: Exception | None = None
+        self._is_store_open = False
+        self._is_accepting = False
+        """Operations are accepted between opening and closing."""
+        self._failure: Exception | None = None
         """Raised by every call."""
 
-    # ---- its life ----
+    # ---- opening and closing ----
 
     async def __aenter__(self) -> Self:
         assert self._thread is None, "a journal is opened once"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         try:
-            await undisturbed(self._on_thread(self._open))
+            await shielded(self._on_thread(self._open))
         except BaseException:
-            await undisturbed(self._close())
+            await shielded(self._close())
             raise
-        self.recovered, self._store.recovered = self._store.recovered, Recovered()
-        self.kept_bytes = self._store.kept_bytes
-        self._live = {entry.id: entry for entry in self._store.live}
+        self.recovered, self._store.recovered = self._store.recovered, RecoveredState()
+        self.unfetched_bytes = self._store.unfetched_bytes
+        self._live_entries = {entry.id: entry for entry in self._store.live_entries}
         self._next_seq = self._store.next_seq
-        self._up = _UpTime(self._clock, self._store.up_s)
-        self._taking = True
+        self._uptime = _UptimeClock(self._clock, self._store.uptime_s)
+        self._is_accepting = True
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Commit what is pending."""
-        self._taking = False
-        await undisturbed(self._close())
+        """Commits pending operations."""
+        self._is_accepting = False
+        await shielded(self._close())
 
     def _open(self) -> None:
         try:
             _require_directory(self.path.parent)
             for name in (f"{self.path.name}.lock", self.path.name, f"{self.path.name}-wal"):
                 _require_private(self.path.with_name(name))
-            self._lock = _locked(self.path)
-            self._store = Store(self.path, power=self.durability == "power")
-            self._opened = True
-        except (Damage, UnicodeError) as error:  # names that are damaged may not even be text
+            self._lock = _acquire_lock(self.path)
+            self._store = JournalStore(self.path, survives_power_loss=self.durability == "power")
+            self._is_store_open = True
+        except (JournalCorruption, UnicodeError) as error:  # damaged names may not be valid UTF-8
             raise JournalDamaged(self.path, error) from None
         except sqlite3.Error as error:
             code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-            raise (JournalFailed if code in _THE_DISK else JournalDamaged)(self.path, error) from error
+            raise (JournalFailed if code in _ENVIRONMENT_ERROR_CODES else JournalDamaged)(self.path, error) from error
         except OSError as error:
             raise JournalFailed(self.path, error) from error
 
     async def _close(self) -> None:
         assert self._thread is not None
-        if self._busy:
+        if self._is_committing:
             await self._idle.wait()
         try:
-            if self._opened:
+            if self._is_store_open:
                 await self._on_thread(self._store.close)
         finally:
             self._thread.shutdown()
@@ -224,220 +243,223 @@ class Journal:
 
     # ---- actions ----
 
-    async def submitted(self, id: str, run: str, action: bytes, work: bytes) -> Known | None:
-        """None: it is new, and is queued. Otherwise it was submitted before with the same content, and this is what
-        became of it. Raises JournalConflict if its content was another."""
+    async def record_submission(self, id: str, run: str, action: bytes, work: bytes) -> JournaledAction | None:
+        """Returns None for a new action, which is now queued. For a repeated submission, returns the stored action.
+        Raises JournalConflict if the content differs."""
         _require_name("id", id)
         _require_name("run", run)
         size = _require_record("action", action) + _require_record("work", work)
         digest = digest_of(run, action, work)
         self._require_usable()
-        entry = self._live.get(id)
+        entry = self._live_entries.get(id)
         if entry is not None and entry.digest != digest:
             raise JournalConflict(id)
-        batch = self._batch(size)
+        batch = self._open_batch(size)
         is_new = entry is None
         if entry is None:
-            entry = self._live[id] = Entry(self._next_seq, id, run, digest)
+            entry = self._live_entries[id] = JournalEntry(self._next_seq, id, run, digest)
             self._next_seq += 1
             batch.submitted.append((entry, action, work))
         else:
-            batch.asked.append(id)
-        await batch.committed()
-        if is_new and not entry.refused:
+            batch.queried_ids.append(id)
+        await batch.wait_committed()
+        if is_new and not entry.is_duplicate:
             return None
-        known = batch.known[id]
+        known = batch.actions_by_id[id]
         if known.digest != digest:
             raise JournalConflict(id)
         return known
 
-    async def starting(self, id: str, attempt: int) -> None:
-        """Launch it when this has returned: what is launched is known to have been."""
+    async def record_start(self, id: str, attempt: int) -> None:
+        """The action may be started after this returns."""
         assert type(attempt) is int and 0 < attempt < 1 << 31, f"attempts count from 1, got {attempt!r}"
-        entry = self._entry(id)
-        batch = self._batch()
+        entry = self._live_entry(id)
+        batch = self._open_batch()
         batch.started[entry] = attempt
-        await batch.committed()
-        _require_added(entry)
+        await batch.wait_committed()
+        _require_not_duplicate(entry)
 
-    async def settled(self, id: str, settled: bytes) -> None:
-        """Tell its caller when this has returned."""
+    async def record_settled(self, id: str, settled: bytes) -> None:
+        """The result may be delivered after this returns."""
         size = _require_record("settled", settled)
-        entry = self._entry(id)
-        batch = self._batch(size)
-        del self._live[id]
-        self.kept_bytes[space_of(id)] += size
-        batch.settled.append((entry, self._up.read(), settled))
-        await batch.committed()
-        _require_added(entry)
+        entry = self._live_entry(id)
+        batch = self._open_batch(size)
+        del self._live_entries[id]
+        self.unfetched_bytes[tenant_of(id)] += size
+        batch.settled.append((entry, self._uptime.read(), settled))
+        await batch.wait_committed()
+        _require_not_duplicate(entry)
 
-    def fetched(self, id: str) -> None:
-        """The caller has the result. Not waited for: if it is lost, the result is kept longer."""
+    def record_fetched(self, id: str) -> None:
+        """Records that the caller has the result. Does not wait: if the record is lost, the result is only kept
+        longer."""
         self._require_usable()
-        if id in self._live:
-            raise InvariantError(f"action {id} has not settled, and so nobody can have its result")
-        self._batch().fetched.append(id)
+        if id in self._live_entries:
+            raise InvariantError(f"action {id} has not settled, so there is no result to acknowledge")
+        self._open_batch().fetched.append(id)
 
-    async def written(self) -> None:
-        """Until all that was asked for before is."""
-        await self._batch().committed()
+    async def flush(self) -> None:
+        """Waits until all earlier operations are committed."""
+        await self._open_batch().wait_committed()
 
     async def result(self, id: str) -> bytes | None:
-        """Of an action that has settled. None: it has not, was never there, or the result was not kept any longer."""
-        result: bytes | None = await self._ask(Store.result, id)
+        """The result of a settled action; None if it has not settled, is unknown, or its result was deleted."""
+        result: bytes | None = await self._call_store(JournalStore.result, id)
         return result
 
     async def result_bytes(self, id: str) -> int | None:
-        """How large it is."""
-        size: int | None = await self._ask(Store.result_bytes, id)
+        """The size of a result; None as in `result`."""
+        size: int | None = await self._call_store(JournalStore.result_bytes, id)
         return size
 
-    def _entry(self, id: str) -> Entry:
+    def _live_entry(self, id: str) -> JournalEntry:
         self._require_usable()
-        entry = self._live.get(id)
+        entry = self._live_entries.get(id)
         if entry is None:
             raise InvariantError(f"the journal has no action {id} that is queued or running")
         return entry
 
-    # ---- everything else ----
+    # ---- sandboxes, runs and notes ----
 
-    async def sandbox_opened(self, name: str, run: str, node: str, spec: bytes) -> None:
+    async def record_sandbox_opened(self, name: str, run: str, node: str, spec: bytes) -> None:
         _require_name("run", run)
         _require_name("node", node)
         size = _require_record("spec", spec)
-        await self._set("sandbox", name, Sandbox(name=name, run=run, node=node, spec=spec), size)
+        await self._set_fact("sandbox", name, JournaledSandbox(name=name, run=run, node=node, spec=spec), size)
 
-    async def sandbox_closed(self, name: str) -> None:
-        await self._set("sandbox", name, None)
+    async def record_sandbox_closed(self, name: str) -> None:
+        await self._set_fact("sandbox", name, None)
 
-    async def run_changed(self, run: str, token_hash: bytes, record: bytes) -> None:
+    async def record_run(self, run: str, token_hash: bytes, record: bytes) -> None:
         size = _require_record("token_hash", token_hash) + _require_record("record", record)
-        await self._set("run", run, Run(name=run, token_hash=token_hash, record=record), size)
+        await self._set_fact("run", run, JournaledRun(name=run, token_hash=token_hash, record=record), size)
 
-    async def run_ending(self, run: str, record: bytes) -> None:
-        """It has no token any more, and its name is taken until it is removed."""
-        ending = Run(name=run, token_hash=b"", record=record, ending=True)
-        await self._set("run", run, ending, _require_record("record", record))
+    async def record_run_ending(self, run: str, record: bytes) -> None:
+        """Revokes the token of a run. Its name stays taken until `remove_run`."""
+        ending = JournaledRun(name=run, token_hash=b"", record=record, ending=True)
+        await self._set_fact("run", run, ending, _require_record("record", record))
 
-    async def run_removed(self, run: str) -> None:
-        """Its results stay until a compaction is told that it has finished."""
-        await self._set("run", run, None)
+    async def remove_run(self, run: str) -> None:
+        """The run's results stay until `delete_results` is called for it."""
+        await self._set_fact("run", run, None)
 
-    async def note(self, key: str, value: bytes) -> None:
-        await self._set("note", key, Note(key=key, value=value), _require_record("value", value))
+    async def put_note(self, key: str, value: bytes) -> None:
+        await self._set_fact("note", key, JournaledNote(key=key, value=value), _require_record("value", value))
 
-    async def _set(self, kind: str, key: str, fact: Fact | None, size: int = 0) -> None:
+    async def _set_fact(self, kind: str, key: str, fact: JournaledFact | None, size: int = 0) -> None:
         _require_name(f"{kind} name", key)
-        batch = self._batch(size)
+        batch = self._open_batch(size)
         batch.facts[kind, key] = fact
-        await batch.committed()
+        await batch.wait_committed()
 
     # ---- compaction ----
 
     async def compact(self) -> int:
-        """Delete results that were fetched or are older than `keep_s`, and let the file shrink. Goes in small steps,
-        between which operations are committed. Call it every few minutes. Returns how many results it deleted; live
-        actions are never touched."""
+        """Deletes acknowledged and expired results and shrinks the file, in small steps between commits. Call it every
+        few minutes. Never touches live actions. Returns the number of deleted results."""
         self._require_usable()
         async with self._compacting:
-            deleted = await self.forget(())
-            while await self._step(Store.vacuum):
+            deleted = await self.delete_results(())
+            while await self._compaction_step(JournalStore.vacuum):
                 pass
-            await self._ask(Store.checkpoint)
+            await self._call_store(JournalStore.checkpoint)
             return deleted
 
-    async def forget(self, runs: Collection[str]) -> int:
-        """Delete the results of runs that have finished as well, and do not wait for the file to shrink: that comes
-        with the next compaction, and may be under way. Returns how many it deleted."""
+    async def delete_results(self, runs: Collection[str]) -> int:
+        """Also deletes the results of these runs; leaves shrinking to the next compaction. Returns the number of
+        deleted results."""
         last, deleted = 0, 0
         while True:
-            up_s = self._up.read()
-            step = await self._step(Store.prune, last, up_s - self._keep_s, tuple(runs), up_s)
+            up_s = self._uptime.read()
+            step = await self._compaction_step(JournalStore.prune, last, up_s - self._retention_s, tuple(runs), up_s)
             if step is None:
                 return deleted
             last, count, freed_bytes = step
             deleted += count
-            self.kept_bytes.subtract(freed_bytes)
+            self.unfetched_bytes.subtract(freed_bytes)
 
-    async def _step(self, function: Callable[..., Any], *arguments: object) -> Any:
-        """Of a compaction, which may write more than a log should have."""
-        answer = await self._ask(function, *arguments)
-        if self._store.wal_bytes > CHECKPOINT_BYTES:
-            await self._ask(Store.checkpoint)
+    async def _compaction_step(self, function: Callable[..., Any], *arguments: object) -> Any:
+        """Runs one step of a compaction, and copies the log if it became too long."""
+        answer = await self._call_store(function, *arguments)
+        if self._store.wal_bytes > CHECKPOINT_THRESHOLD_BYTES:
+            await self._call_store(JournalStore.checkpoint)
         return answer
 
     # ---- group commit ----
 
-    def _batch(self, size: int = 0) -> _Waited:
-        """The one that takes the next operation, of so many bytes."""
+    def _open_batch(self, size: int = 0) -> _PendingBatch:
+        """The batch for the next operation of this size."""
         self._require_usable()
         batch = self._batches[-1] if self._batches else None
         if batch is None or batch.operations >= BATCH_OPERATIONS_MAX or batch.bytes + size > BATCH_BYTES_MAX:
-            batch = _Waited()
+            batch = _PendingBatch()
             self._batches.append(batch)
         batch.operations += 1
         batch.bytes += size
-        if not self._busy:
-            self._busy = True
+        if not self._is_committing:
+            self._is_committing = True
             self._idle.clear()
-            # Not at once: what else comes in this turn of the loop goes with it.
+            # Deferred, so that further operations of this turn of the loop join.
             asyncio.get_running_loop().call_soon(self._commit_next)
         return batch
 
     def _commit_next(self) -> None:
         if not self._batches:
-            self._busy = False
+            self._is_committing = False
             self._idle.set()
             return
         batch = self._batches.popleft()
-        batch.up_s = self._up.read()
+        batch.uptime_s = self._uptime.read()
         batch.began_s = self._clock.now()
-        self._on_thread(self._store.commit, batch).add_done_callback(functools.partial(self._commit_done, batch))
+        self._on_thread(self._store.commit, batch).add_done_callback(functools.partial(self._on_commit_done, batch))
 
-    def _commit_done(self, batch: _Waited, done: asyncio.Future[None]) -> None:
+    def _on_commit_done(self, batch: _PendingBatch, done: asyncio.Future[None]) -> None:
         if (error := done.exception()) is not None:
             self._batches.appendleft(batch)
-            self._break(error)
+            self._fail(error)
             self._commit_next()
             return
         for entry, _, _ in batch.submitted:
-            if entry.refused and self._live.get(entry.id) is entry:
-                del self._live[entry.id]
-        self.kept_bytes.subtract(batch.freed_bytes)
-        batch.release(None)
-        self.observe(self._clock.now() - batch.began_s, batch.operations, self._store.wal_bytes)
-        if self._store.wal_bytes > CHECKPOINT_BYTES:
-            self._on_thread(self._store.checkpoint).add_done_callback(self._checkpoint_done)
+            if entry.is_duplicate and self._live_entries.get(entry.id) is entry:
+                del self._live_entries[entry.id]
+        self.unfetched_bytes.subtract(batch.freed_bytes)
+        batch.resolve(None)
+        if self._on_commit is not None:
+            self._on_commit(self._clock.now() - batch.began_s, batch.operations, self._store.wal_bytes)
+        if self._store.wal_bytes > CHECKPOINT_THRESHOLD_BYTES:
+            self._on_thread(self._store.checkpoint).add_done_callback(self._on_checkpoint_done)
         else:
             self._commit_next()
 
-    def _checkpoint_done(self, done: asyncio.Future[None]) -> None:
+    def _on_checkpoint_done(self, done: asyncio.Future[None]) -> None:
         if (error := done.exception()) is not None:
-            self._break(error)
+            self._fail(error)
         self._commit_next()
 
-    def _break(self, error: BaseException) -> None:
-        """Nothing more is written: what came after a gap would not be the truth."""
-        if self._broken is None:
-            self._broken = (JournalDamaged if isinstance(error, Damage) else JournalFailed)(self.path, error)
-            self._broken.__cause__ = error
+    def _fail(self, error: BaseException) -> None:
+        """Fails all operations from now on: nothing may be written after a gap."""
+        if self._failure is None:
+            self._failure = (JournalDamaged if isinstance(error, JournalCorruption) else JournalFailed)(
+                self.path, error
+            )
+            self._failure.__cause__ = error
         for batch in self._batches:
-            batch.release(self._broken)
+            batch.resolve(self._failure)
         self._batches.clear()
 
     def _require_usable(self) -> None:
-        if self._broken is not None:
-            raise self._broken
-        if not self._taking:
-            raise JournalFailed(self.path, "it is not open")
+        if self._failure is not None:
+            raise self._failure
+        if not self._is_accepting:
+            raise JournalClosed(self.path)
 
-    async def _ask(self, function: Callable[..., Any], *arguments: object) -> Any:
-        """Between two commits."""
+    async def _call_store(self, function: Callable[..., Any], *arguments: object) -> Any:
+        """Runs on the thread between two commits."""
         self._require_usable()
         try:
             return await self._on_thread(function, self._store, *arguments)
         except Exception as error:
-            self._break(error)
+            self._fail(error)
             self._require_usable()
             raise
 
@@ -445,20 +467,20 @@ class Journal:
         return asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
 
-class _Waited(Batch):
-    """With those who wait for its commit."""
+class _PendingBatch(CommitBatch):
+    """A batch with the callers that wait for its commit."""
 
     def __init__(self) -> None:
         super().__init__()
         self.began_s = 0.0
         self._waiters: list[asyncio.Future[None]] = []
 
-    def committed(self) -> asyncio.Future[None]:
+    def wait_committed(self) -> asyncio.Future[None]:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         return waiter
 
-    def release(self, error: Exception | None) -> None:
+    def resolve(self, error: Exception | None) -> None:
         for waiter in self._waiters:
             if waiter.done():
                 continue  # it was cancelled
@@ -468,8 +490,8 @@ class _Waited(Batch):
                 waiter.set_exception(error)
 
 
-class _UpTime:
-    """Seconds that the journal was open, over all its owners."""
+class _UptimeClock:
+    """Seconds for which the journal was open, over all owners."""
 
     def __init__(self, clock: Clock, before_s: float) -> None:
         self._clock = clock
@@ -478,12 +500,12 @@ class _UpTime:
 
     def read(self) -> float:
         now_s = self._clock.now()
-        self._counted_s += min(max(now_s - self._last_s, 0.0), STEP_MAX_S)
+        self._counted_s += min(max(now_s - self._last_s, 0.0), CLOCK_STEP_S_MAX)
         self._last_s = now_s
         return self._counted_s
 
 
-# ---- what is let in -------------------------------------------------------------------------------------------------
+# ---- input checks ---------------------------------------------------------------------------------------------------
 
 
 def _require_name(field: str, value: object) -> None:
@@ -492,7 +514,7 @@ def _require_name(field: str, value: object) -> None:
 
 
 def _require_record(field: str, value: object) -> int:
-    """Returns its size."""
+    """Returns the size of the record."""
     if not isinstance(value, bytes):
         raise InvalidInput(field, type(value).__name__, "bytes")
     if len(value) > RECORD_BYTES_MAX:
@@ -500,56 +522,56 @@ def _require_record(field: str, value: object) -> int:
     return len(value)
 
 
-def _require_added(entry: Entry) -> None:
-    if entry.refused:
-        raise InvariantError(f"action {entry.id} was submitted, and its id was taken; nothing can become of it")
+def _require_not_duplicate(entry: JournalEntry) -> None:
+    if entry.is_duplicate:
+        raise InvariantError(f"action {entry.id} was not stored: its id was taken")
 
 
 # ---- the files ------------------------------------------------------------------------------------------------------
 
 
 def _require_directory(directory: Path) -> None:
-    """What others may change, they may exchange."""
-    us = os.geteuid()
+    """Rejects a directory in which other users could replace the files."""
+    uid = os.geteuid()
     try:
-        found = os.stat(directory)
+        status = os.stat(directory)
     except FileNotFoundError:
-        found = None
-    if found is None or not stat.S_ISDIR(found.st_mode):
+        status = None
+    if status is None or not stat.S_ISDIR(status.st_mode):
         raise InvalidConfig("journal", str(directory), f"a directory that exists: mkdir -m 700 {directory}")
-    if found.st_uid != us:
+    if status.st_uid != uid:
         raise InvalidConfig(
             "journal",
-            f"{directory} of user {found.st_uid}",
-            f"a directory of user {us}, who runs the service: chown {us} {directory}",
+            f"{directory} of user {status.st_uid}",
+            f"a directory of user {uid}, who runs the service: chown {uid} {directory}",
         )
-    if found.st_mode & 0o022:
+    if status.st_mode & 0o022:
         raise InvalidConfig(
             "journal",
-            f"{directory} with mode {stat.S_IMODE(found.st_mode):o}",
+            f"{directory} with mode {stat.S_IMODE(status.st_mode):o}",
             f"a directory that others cannot write to: chmod go-w {directory}",
         )
 
 
 def _require_private(path: Path) -> None:
-    """A file of the journal, if it is there."""
-    us = os.geteuid()
+    """Checks a file of the journal, if it exists."""
+    uid = os.geteuid()
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except FileNotFoundError:
         return
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise InvalidConfig("journal", str(path), "a regular file, not a link or a directory; move it away")
-    if found.st_uid != us or found.st_mode & 0o077:
+    if status.st_uid != uid or status.st_mode & 0o077:
         raise InvalidConfig(
             "journal",
-            f"{path} of user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}",
-            f"a file that user {us} alone can read and write: chown {us} {path}; chmod 600 {path}",
+            f"{path} of user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}",
+            f"a file that only user {uid} can read and write: chown {uid} {path}; chmod 600 {path}",
         )
 
 
-def _locked(path: Path) -> int:
-    """A descriptor that holds the journal, until it is closed or its process ends in any way."""
+def _acquire_lock(path: Path) -> int:
+    """Returns a descriptor that holds the lock until it is closed or its process ends."""
     fd = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,9 +1,9 @@
-"""Recovery: what becomes of all that a service left in its journal, when the next one starts.
+"""Recovery: resumes at start-up what the previous service left in its journal.
 
-Owns no state. Promises that nothing is lost and nothing runs twice unasked: what was queued is queued again in its
-order; what was running is run again if its caller declared that it may be, and is settled as lost otherwise; results
-stay. Sandboxes that their manager kept are taken over, and of the others it is said why they are gone. Nothing of a run
-whose revocation was under way is taken up again.
+Owns no state. Every recorded action ends with a known outcome; none runs twice unless it is idempotent. Queued actions
+are queued again in order; running actions run again if they are idempotent, and settle as lost otherwise; results stay.
+Sandboxes that their manager kept are adopted; for others the reason of their loss is kept. Actions of a run whose
+revocation had begun are cancelled.
 """
 
 from __future__ import annotations
@@ -18,122 +18,132 @@ from tangram.core.action import Status
 from tangram.errors import AdmissionRefused, ManagerError
 from tangram.managers.work import Close, Open, SandboxSpec
 from tangram.runtime.wire import AnyWork
-from tangram.server.actions.service import Desk
-from tangram.server.actions.tenants import SEPARATOR, space_of
+from tangram.server.actions.service import ActionService
+from tangram.server.actions.tenants import TENANT_SEPARATOR, tenant_of
 from tangram.server.journal.adapter import decode_action, decode_work
-from tangram.server.journal.journal import Phase, Recovered
+from tangram.server.journal.journal import JournalPhase, RecoveredState
 
 log = logging.getLogger("tangram.server")
 
-RESTARTED = "the service was restarted while it ran"
+RESTARTED_REASON = "the service was restarted while it ran"
 
 
 @runtime_checkable
-class Keeping(Protocol):
+class AdoptingManager(Protocol):
     """A manager whose sandboxes outlive it."""
 
     adopted: dict[str, SandboxSpec]
-    """Those that are back, by name."""
+    """Sandboxes that were recovered, by name."""
     missing: dict[str, str]
-    """Those that are not, and why."""
+    """Sandboxes that were not, with the reason."""
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class RecoveryReport(msgspec.Struct, frozen=True, kw_only=True):
     queued: int = 0
-    again: int = 0
+    rerun: int = 0
     lost: int = 0
     refused: int = 0
-    """Queued, or to be run again, and settled at once: its sandbox is gone, or there is no room for it any more."""
+    """Queued or idempotent actions that settled at once: their sandbox is gone or capacity is missing."""
     results: int = 0
     sandboxes: int = 0
     sandboxes_lost: int = 0
-    notes: tuple[str, ...] = ()
-    """What of the journal was not whole."""
+    damage: tuple[str, ...] = ()
+    """What was damaged in the journal."""
 
     def __str__(self) -> str:
         counts = (
             (self.queued, "queued again"),
-            (self.again, "run again"),
+            (self.rerun, "run again"),
             (self.lost, "lost while running"),
-            (self.refused, "not taken up again"),
+            (self.refused, "not resumed"),
             (self.results, "result kept" if self.results == 1 else "results kept"),
-            (self.sandboxes, "sandbox taken over" if self.sandboxes == 1 else "sandboxes taken over"),
+            (self.sandboxes, "sandbox adopted" if self.sandboxes == 1 else "sandboxes adopted"),
             (self.sandboxes_lost, "sandbox lost" if self.sandboxes_lost == 1 else "sandboxes lost"),
         )
-        found = ", ".join(f"{count} {what}" for count, what in counts if count)
-        return "; ".join([*([found] if found else []), *self.notes])
+        text = ", ".join(f"{count} {what}" for count, what in counts if count)
+        return "; ".join([*([text] if text else []), *self.damage])
 
 
-async def recover(desk: Desk, found: Recovered, manager: object, node: str, ending: Collection[str] = ()) -> Report:
-    """`ending`: spaces of which nothing goes on."""
-    adopted: Mapping[str, SandboxSpec] = manager.adopted if isinstance(manager, Keeping) else {}
-    missing: Mapping[str, str] = manager.missing if isinstance(manager, Keeping) else {}
-    taken, lost_boxes = await _take_over(desk, found, adopted, missing, node)
-    queued = again = lost = refused = results = 0
-    for known in found.actions:
-        if known.phase is Phase.SETTLED:
+async def recover(
+    action_service: ActionService,
+    recovered: RecoveredState,
+    manager: object,
+    node: str,
+    ending_tenants: Collection[str] = (),
+) -> RecoveryReport:
+    """Recovers nothing of `ending_tenants`."""
+    adopted: Mapping[str, SandboxSpec] = manager.adopted if isinstance(manager, AdoptingManager) else {}
+    missing: Mapping[str, str] = manager.missing if isinstance(manager, AdoptingManager) else {}
+    adopted_names, lost_sandboxes = await _adopt_sandboxes(action_service, recovered, adopted, missing, node)
+    queued = rerun = lost = refused = results = 0
+    for journaled in recovered.actions:
+        if journaled.phase is JournalPhase.SETTLED:
             results += 1
             continue
-        action, work = decode_action(known.action), decode_work(known.work)
-        if space_of(action.id) in ending:
-            await desk.conclude(action, Status.CANCELLED, f"its run {action.run} was revoked")
+        action, work = decode_action(journaled.action), decode_work(journaled.work)
+        if tenant_of(action.id) in ending_tenants:
+            await action_service.conclude(action, Status.CANCELLED, f"its run {action.run} was revoked")
             continue
-        if known.phase is Phase.RUNNING and _is_done(work, action.sandbox in taken):
-            await desk.conclude(action, Status.SUCCEEDED, "")
-        elif known.phase is Phase.RUNNING and not action.idempotent:
+        if journaled.phase is JournalPhase.RUNNING and _had_completed(work, action.sandbox in adopted_names):
+            await action_service.conclude(action, Status.SUCCEEDED, "")
+        elif journaled.phase is JournalPhase.RUNNING and not action.idempotent:
             lost += 1
-            await desk.conclude(action, Status.LOST, RESTARTED)
-        elif not await desk.resume(action, work, len(known.action) + len(known.work)):
+            await action_service.conclude(action, Status.LOST, RESTARTED_REASON)
+        elif not await action_service.resume(action, work, len(journaled.action) + len(journaled.work)):
             refused += 1
-        elif known.phase is Phase.QUEUED:
+        elif journaled.phase is JournalPhase.QUEUED:
             queued += 1
         else:
-            again += 1
-    return Report(
-        queued=queued, again=again, lost=lost, refused=refused, results=results, sandboxes=len(taken),
-        sandboxes_lost=lost_boxes, notes=found.report,
+            rerun += 1
+    return RecoveryReport(
+        queued=queued, rerun=rerun, lost=lost, refused=refused, results=results, sandboxes=len(adopted_names),
+        sandboxes_lost=lost_sandboxes, damage=recovered.report,
     )  # fmt: skip
 
 
-def _is_done(work: AnyWork, has_box: bool) -> bool:
-    """An opening whose sandbox is back has been done, and so has a closing whose sandbox is not."""
-    return has_box if isinstance(work, Open) else isinstance(work, Close) and not has_box
+def _had_completed(work: AnyWork, has_sandbox: bool) -> bool:
+    """An open has completed if its sandbox exists, a close if its sandbox does not."""
+    return has_sandbox if isinstance(work, Open) else isinstance(work, Close) and not has_sandbox
 
 
-async def _take_over(
-    desk: Desk, found: Recovered, adopted: Mapping[str, SandboxSpec], missing: Mapping[str, str], node: str
+async def _adopt_sandboxes(
+    action_service: ActionService,
+    recovered: RecoveredState,
+    adopted: Mapping[str, SandboxSpec],
+    missing: Mapping[str, str],
+    node: str,
 ) -> tuple[set[str], int]:
-    """The names of those that are back, and how many are not."""
-    run_by_name = {sandbox.name: sandbox.run for sandbox in found.sandboxes}
+    """Returns the names of adopted sandboxes, and the number of lost ones."""
+    run_by_name = {sandbox.name: sandbox.run for sandbox in recovered.sandboxes}
     opened = set(run_by_name)
-    for known in found.actions:  # its opening was not yet written down as done
-        if known.phase is Phase.RUNNING and isinstance(decode_work(known.work), Open):
-            action = decode_action(known.action)
+    for journaled in recovered.actions:  # an opening whose completion was not written
+        if journaled.phase is JournalPhase.RUNNING and isinstance(decode_work(journaled.work), Open):
+            action = decode_action(journaled.action)
             run_by_name.setdefault(action.sandbox, action.run)
-    taken, lost = set(), 0
+    adopted_names, lost = set(), 0
     for name, run in run_by_name.items():
         spec = adopted.get(name)
         if spec is None:
-            why = missing.get(name, "it did not survive the end of the service")
+            why = missing.get(name, "it did not outlive the service")
         else:
             try:
-                desk.adopt(name, run, spec, node)
+                action_service.adopt(name, run, spec, node)
             except AdmissionRefused as error:
                 why = f"there was no room for it after a restart: {error}"
             else:
-                taken.add(name)
-                await desk.journal.sandbox_opened(name, run, node, msgspec.msgpack.encode(spec))
+                adopted_names.add(name)
+                await action_service.journal.record_sandbox_opened(name, run, node, msgspec.msgpack.encode(spec))
                 continue
         if name in opened:
             lost += 1
-            desk.gone[name] = why
+            action_service.lost_sandboxes[name] = why
             log.warning("sandbox lost sandbox=%s: %s", name, why)
-        await desk.journal.sandbox_closed(name)
-    for name in adopted.keys() - taken:
-        if SEPARATOR in name:  # otherwise it is nobody's: an instance of a function never outlives the service
+        await action_service.journal.record_sandbox_closed(name)
+    for name in adopted.keys() - adopted_names:
+        if TENANT_SEPARATOR in name:  # instances of functions never outlive the service
             log.warning("sandbox ended sandbox=%s: the journal does not know it, or has no room for it", name)
         try:
-            await desk.orchestrator.end_sandbox(name, node)
+            await action_service.orchestrator.close_on_node(name, node)
         except ManagerError as error:
             log.error("sandbox not closed sandbox=%s: %s", name, error)
-    return taken, lost
+    return adopted_names, lost

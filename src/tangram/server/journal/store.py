@@ -1,11 +1,11 @@
-"""The journal as a SQLite database: its tables, a transaction per batch, and a check of everything that is read.
+"""The journal in SQLite: tables, one transaction per batch, and verification of everything that is read.
 
-Owns the connection and every statement. Never waits for anything but the disk, and knows nothing of asyncio: all of it
-runs on the one thread of the journal. Promises that a batch is written whole or not at all, and that nothing is handed
-out which is not as it was written: every row carries a checksum, since SQLite checks the shape of its pages only.
+Owns the connection and all statements. Synchronous: runs on the thread of the journal. Promises that a batch is written
+completely or not at all, and that damaged content is never returned: every row carries a checksum, since SQLite checks
+only the structure of its pages.
 
-The log is copied into the database only as a whole, and is empty afterwards. So a log that was cut anywhere leaves the
-state after one of its commits, never a mixture with pages that later commits had already changed.
+The write-ahead log is copied into the database only as a whole and is empty afterwards. So a truncated log leaves the
+state after one of its commits, never a mixture with pages of later commits.
 """
 
 from __future__ import annotations
@@ -23,29 +23,33 @@ from typing import Any
 
 import msgspec
 
-from tangram.server.actions.tenants import space_of
-from tangram.server.journal.wal import Log, read_log
+from tangram.files.atomic_file import replace_file
+from tangram.server.actions.tenants import tenant_of
 
 SCHEMA_VERSION = 1
 APPLICATION_ID = 0x54_4E_47_4A
-"""'TNGJ': what kind of file it is."""
+"""'TNGJ': identifies the file type."""
+
+WAL_HEADER_BYTES = 32
+WAL_FRAME_HEADER_BYTES = 24
+"""SQLite's log is a header, then frames of a header and a page each."""
 
 ROWS_MAX = 64
-"""Of one statement. Each statement lets go of the interpreter, and a busy thread may keep it for 5 ms then: a batch
-costs few statements, however many rows it has."""
+"""Rows per statement. Each statement releases the GIL, and a busy thread may hold it for 5 ms then, so a batch uses few
+statements."""
 CACHED_STATEMENTS = 1024
-"""All of them, with every number of rows."""
+"""All statements, with every number of rows."""
 
 PRUNE_ROWS_MAX = 512
 PRUNE_BYTES_MAX = 8 << 20
-"""Looked at in one step of a compaction, in rows and in bytes of results: about what a batch may have."""
+"""Rows and bytes examined in one step of a compaction: about the size of a batch."""
 VACUUM_PAGES = 128
-"""Given back to the file system in one step."""
+"""Pages returned to the file system in one step."""
 FREE_PAGES_KEPT = 256
-"""1 MiB stays in the file for what comes next."""
+"""1 MiB stays in the file for later writes."""
 
 RECOVERED_RESULT_BYTES_MAX = 64 << 20
-"""Of all results that are read at opening; there may be more on disk than fits in memory."""
+"""Size of results read at opening; there may be more on disk than fits in memory."""
 
 SCHEMA = f"""
 BEGIN;
@@ -59,162 +63,162 @@ PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 COMMIT;
 """
-"""`meta` is first: its page is the first that is copied from the log, so that `_commits_in_file` sees a copy begun. An
-action has a row in `works` until it settles and one in `results` from then on; `starts` is for those under way."""
+"""`meta` is first: its page is the first that a checkpoint copies, so `_commits_in_file` detects a partial copy. An
+action has a row in `works` until it settles, then one in `results`; `starts` has running actions."""
 
 
-class Damage(Exception):
+class JournalCorruption(Exception):
     """What was read is not what was written."""
 
 
-class Phase(enum.Enum):
+class JournalPhase(enum.Enum):
     QUEUED = "queued"
     RUNNING = "running"
     """Its start was committed, its end was not."""
     SETTLED = "settled"
 
 
-class Known(msgspec.Struct, frozen=True, kw_only=True):
-    """What the journal has of an action."""
+class JournaledAction(msgspec.Struct, frozen=True, kw_only=True):
+    """A stored action."""
 
     id: str
     run: str
-    phase: Phase
+    phase: JournalPhase
     attempt: int = 0
-    """The latest one, while running."""
+    """The latest attempt of a running action."""
     action: bytes = b""
     work: bytes = b""
-    """Given at opening, until it settles."""
+    """Set at opening, for actions that have not settled."""
     result: bytes | None = None
-    """Of a settled one. None at opening if all results were too many to be read: ask for it."""
+    """Set for settled actions; None at opening if all results together were too large."""
     fetched: bool = False
-    """Its caller has it."""
+    """Its caller has acknowledged the result."""
     digest: bytes = b""
 
 
-class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
+class JournaledSandbox(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     run: str
     node: str
     spec: bytes
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
+class JournaledRun(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     token_hash: bytes
     record: bytes
     ending: bool = False
-    """It was revoked, and what it had may not all be gone."""
+    """It was revoked; some of its objects may be left."""
 
 
-class Note(msgspec.Struct, frozen=True, kw_only=True):
+class JournaledNote(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     value: bytes
 
 
-class Recovered(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found at opening."""
+class RecoveredState(msgspec.Struct, frozen=True, kw_only=True):
+    """The content at opening."""
 
-    actions: tuple[Known, ...] = ()
-    """In the order of their submission."""
-    sandboxes: tuple[Sandbox, ...] = ()
-    runs: tuple[Run, ...] = ()
-    notes: tuple[Note, ...] = ()
+    actions: tuple[JournaledAction, ...] = ()
+    """In order of submission."""
+    sandboxes: tuple[JournaledSandbox, ...] = ()
+    runs: tuple[JournaledRun, ...] = ()
+    notes: tuple[JournaledNote, ...] = ()
     commits: int = 0
-    """Since the journal was made: the last one that is there."""
+    """Number of the last commit since the journal was created."""
     report: tuple[str, ...] = ()
-    """What was not whole, in sentences."""
+    """Damage that was found, in sentences."""
 
 
-class Entry:
-    """A live action, as the journal remembers it."""
+class JournalEntry:
+    """A live action in the journal."""
 
-    __slots__ = ("seq", "id", "run", "digest", "refused")
+    __slots__ = ("seq", "id", "run", "digest", "is_duplicate")
 
     def __init__(self, seq: int, id: str, run: str, digest: bytes) -> None:
         self.seq = seq
         self.id = id
         self.run = run
         self.digest = digest
-        self.refused = False
-        """The id was taken already: this one was not added, and nothing more is written of it."""
+        self.is_duplicate = False
+        """The id was taken: nothing more is written of this entry."""
 
 
-Fact = Sandbox | Run | Note
-FACT_BY_KIND: dict[str, type[Fact]] = {"sandbox": Sandbox, "run": Run, "note": Note}
+JournaledFact = JournaledSandbox | JournaledRun | JournaledNote
+FACT_BY_KIND: dict[str, type[JournaledFact]] = {"sandbox": JournaledSandbox, "run": JournaledRun, "note": JournaledNote}
 
 
-class Batch:
-    """What goes into one commit. In it, the order matters within one action only: submitted, started, settled,
-    fetched."""
+class CommitBatch:
+    """Operations of one commit. Order matters only within one action: submitted, started, settled, fetched."""
 
     def __init__(self) -> None:
-        self.submitted: list[tuple[Entry, bytes, bytes]] = []
-        self.started: dict[Entry, int] = {}
-        self.settled: list[tuple[Entry, float, bytes]] = []
+        self.submitted: list[tuple[JournalEntry, bytes, bytes]] = []
+        self.started: dict[JournalEntry, int] = {}
+        self.settled: list[tuple[JournalEntry, float, bytes]] = []
         self.fetched: list[str] = []
         self.freed_bytes: Counter[str] = Counter()
-        """Of the results that were fetched by this, by the space of their ids."""
-        self.facts: dict[tuple[str, str], Fact | None] = {}
-        """None: there is no such thing any more."""
-        self.asked: list[str] = []
-        """Ids of which the caller wants to know what is there."""
-        self.known: dict[str, Known] = {}
-        """The answers, and those of refused entries."""
-        self.up_s = 0.0
+        """By tenant: size of the results that this batch acknowledges."""
+        self.facts: dict[tuple[str, str], JournaledFact | None] = {}
+        """None deletes the fact."""
+        self.queried_ids: list[str] = []
+        """Ids whose stored action is requested."""
+        self.actions_by_id: dict[str, JournaledAction] = {}
+        """Requested actions and those of duplicate entries."""
+        self.uptime_s = 0.0
         self.operations = 0
         self.bytes = 0
 
 
 def digest_of(run: str, action: bytes, work: bytes) -> bytes:
-    """Two submissions are the same if this is."""
+    """Equal digests mean equal submissions."""
     hashed = hashlib.blake2b(msgspec.msgpack.encode((run, len(action))), digest_size=16)
     hashed.update(action)
     hashed.update(work)
     return hashed.digest()
 
 
-def _seal(*fields: object, content: bytes = b"") -> int:
+def _checksum(*fields: object, content: bytes = b"") -> int:
     return zlib.crc32(content, zlib.crc32(msgspec.msgpack.encode(fields)))
 
 
-class Store:
-    """An open journal. Everything raises sqlite3.Error, OSError or Damage."""
+class JournalStore:
+    """An open journal. Methods raise sqlite3.Error, OSError or JournalCorruption."""
 
-    def __init__(self, path: Path, *, power: bool) -> None:
+    def __init__(self, path: Path, *, survives_power_loss: bool) -> None:
         self._wal = path.with_name(path.name + "-wal")
-        self.recovered = Recovered()
-        self.live: list[Entry] = []
-        self.up_s = 0.0
+        self.recovered = RecoveredState()
+        self.live_entries: list[JournalEntry] = []
+        self.uptime_s = 0.0
         self.commits = 0
         self.next_seq = 1
-        self.kept_bytes: Counter[str] = Counter()
-        """Of results that nobody had fetched at opening, by the space of their ids."""
+        self.unfetched_bytes: Counter[str] = Counter()
+        """By tenant: size of unacknowledged results at opening."""
         self.wal_bytes = 0
-        log = _inspected(path, self._wal)
-        # Look first, through a connection that cannot write: SQLite would copy the log into a damaged database as well.
-        with contextlib.closing(_looking(path)) as self._db:
-            self._require_version()
-            self._require_whole()
-            self._load_meta(_commits_in_file(path) if log.size_bytes else 0, log)
-            self._load(_reported(self._wal, log, self.commits))
+        wal_bytes = _inspect_files(path, self._wal)
+        # Verify through a read-only connection: SQLite would copy the log into a damaged database as well.
+        with contextlib.closing(_connect_read_only(path)) as self._db:
+            self._check_version()
+            self._check_integrity()
+            self._load_meta(_commits_in_file(path) if wal_bytes else 0)
+            self._load()
         path.with_name(path.name + "-shm").unlink(missing_ok=True)
-        self._db = _connected(path)
+        self._db = _connect(path)
         try:
-            self._db.execute(f"PRAGMA synchronous = {'FULL' if power else 'NORMAL'}")
-            # What a statement may have to take back is a page or two; in a file it would stay open, and need a disk.
+            self._db.execute(f"PRAGMA synchronous = {'FULL' if survives_power_loss else 'NORMAL'}")
+            # Statement journals are a page or two; as files they would stay open and need disk space.
             self._db.execute("PRAGMA temp_store = MEMORY")
+            self._report_truncation(wal_bytes)
             self.checkpoint()
         except BaseException:
             self._db.close()
             raise
 
     def close(self) -> None:
-        """Copies the log into the database and deletes it; where that fails, it stays for the next opening."""
+        """Copies the log into the database and deletes it; on failure it stays for the next opening."""
         self._db.close()
 
     def checkpoint(self) -> None:
-        """Copy the whole log into the database and empty it."""
+        """Copies the whole log into the database and empties it."""
         busy, *_ = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         if busy:
             raise sqlite3.OperationalError("another program has the journal open, and the log cannot be copied")
@@ -222,57 +226,59 @@ class Store:
 
     # ---- writing ----
 
-    def commit(self, batch: Batch) -> None:
-        with self._transaction(batch.up_s):
-            refused = self._add(batch.submitted)
-            starts = [(e.seq, n, _seal(e.seq, n)) for e, n in batch.started.items() if not e.refused]
-            self._many("INSERT OR REPLACE INTO starts", starts)
-            self._settle([row for row in batch.settled if not row[0].refused])
+    def commit(self, batch: CommitBatch) -> None:
+        with self._transaction(batch.uptime_s):
+            refused = self._insert_actions(batch.submitted)
+            starts = [(e.seq, n, _checksum(e.seq, n)) for e, n in batch.started.items() if not e.is_duplicate]
+            self._execute_many("INSERT OR REPLACE INTO starts", starts)
+            self._settle([row for row in batch.settled if not row[0].is_duplicate])
             fetched = self._select(
                 "UPDATE results SET fetched = seq WHERE fetched IS NULL AND seq IN (SELECT seq FROM actions WHERE id IN"
                 " (",
                 [(id,) for id in batch.fetched],
                 ")) RETURNING (SELECT id FROM actions WHERE actions.seq = results.seq), length(result)",
             )
-            batch.freed_bytes = _by_space(fetched)
+            batch.freed_bytes = _bytes_by_tenant(fetched)
             self._set_facts(batch.facts)
-            batch.known = self._known(batch.asked + refused)
+            batch.actions_by_id = self._load_actions(batch.queried_ids + refused)
 
-    def _add(self, submitted: list[tuple[Entry, bytes, bytes]]) -> list[str]:
+    def _insert_actions(self, submitted: list[tuple[JournalEntry, bytes, bytes]]) -> list[str]:
         """Returns the ids that were taken."""
         entries = [entry for entry, _, _ in submitted]
-        rows = [(e.seq, e.id, e.run, e.digest, _seal(e.seq, e.id, e.run, e.digest)) for e in entries]
+        rows = [(e.seq, e.id, e.run, e.digest, _checksum(e.seq, e.id, e.run, e.digest)) for e in entries]
         refused = []
-        if self._many("INSERT INTO actions", rows, "ON CONFLICT (id) DO NOTHING") < len(rows):
-            found = self._select("SELECT id, seq FROM actions WHERE id IN (", [(e.id,) for e in entries], ")")
-            seq_by_id = dict(found)
+        if self._execute_many("INSERT INTO actions", rows, "ON CONFLICT (id) DO NOTHING") < len(rows):
+            taken = self._select("SELECT id, seq FROM actions WHERE id IN (", [(e.id,) for e in entries], ")")
+            seq_by_id = dict(taken)
             for entry in entries:
-                entry.refused = seq_by_id[entry.id] != entry.seq
-            refused = [entry.id for entry in entries if entry.refused]
-        self._many("INSERT INTO works", [(e.seq, action, work) for e, action, work in submitted if not e.refused])
+                entry.is_duplicate = seq_by_id[entry.id] != entry.seq
+            refused = [entry.id for entry in entries if entry.is_duplicate]
+        self._execute_many(
+            "INSERT INTO works", [(e.seq, action, work) for e, action, work in submitted if not e.is_duplicate]
+        )
         return refused
 
-    def _settle(self, settled: list[tuple[Entry, float, bytes]]) -> None:
+    def _settle(self, settled: list[tuple[JournalEntry, float, bytes]]) -> None:
         seqs = [(entry.seq,) for entry, _, _ in settled]
-        rows = [(e.seq, at_s, None, _seal(e.seq, at_s, content=result), result) for e, at_s, result in settled]
-        self._many("INSERT INTO results", rows)
-        self._many("DELETE FROM works WHERE seq IN (", seqs, ")")
-        self._many("DELETE FROM starts WHERE seq IN (", seqs, ")")
+        rows = [(e.seq, at_s, None, _checksum(e.seq, at_s, content=result), result) for e, at_s, result in settled]
+        self._execute_many("INSERT INTO results", rows)
+        self._execute_many("DELETE FROM works WHERE seq IN (", seqs, ")")
+        self._execute_many("DELETE FROM starts WHERE seq IN (", seqs, ")")
 
-    def _set_facts(self, facts: dict[tuple[str, str], Fact | None]) -> None:
+    def _set_facts(self, facts: dict[tuple[str, str], JournaledFact | None]) -> None:
         put, gone = [], []
         for (kind, key), fact in facts.items():
             if fact is None:
                 gone.append((kind, key))
             else:
                 record = msgspec.msgpack.encode(fact)
-                put.append((None, kind, key, record, _seal(kind, key, content=record)))
-        self._many(
+                put.append((None, kind, key, record, _checksum(kind, key, content=record)))
+        self._execute_many(
             "INSERT INTO facts",
             put,
             "ON CONFLICT (kind, key) DO UPDATE SET record = excluded.record, seal = excluded.seal",
         )
-        self._many("DELETE FROM facts WHERE (kind, key) IN (", gone, ")")
+        self._execute_many("DELETE FROM facts WHERE (kind, key) IN (", gone, ")")
 
     @contextlib.contextmanager
     def _transaction(self, up_s: float) -> Any:
@@ -280,18 +286,20 @@ class Store:
         try:
             yield
             commits = self.commits + 1
-            self._db.execute("INSERT OR REPLACE INTO meta VALUES (1, ?, ?, ?)", (commits, up_s, _seal(commits, up_s)))
+            self._db.execute(
+                "INSERT OR REPLACE INTO meta VALUES (1, ?, ?, ?)", (commits, up_s, _checksum(commits, up_s))
+            )
             self._db.execute("COMMIT")
         except BaseException:
             with contextlib.suppress(sqlite3.Error):
                 self._db.execute("ROLLBACK")
             raise
         self.commits = commits
-        self.up_s = up_s
+        self.uptime_s = up_s
         self.wal_bytes = os.stat(self._wal).st_size
 
-    def _many(self, head: str, rows: Sequence[tuple[object, ...]], tail: str = "") -> int:
-        """One statement for many rows. Returns how many it changed."""
+    def _execute_many(self, head: str, rows: Sequence[tuple[object, ...]], tail: str = "") -> int:
+        """Runs one statement for many rows. Returns how many rows it changed."""
         return sum(self._db.execute(*statement).rowcount for statement in _statements(head, rows, tail))
 
     def _select(self, head: str, rows: Sequence[tuple[object, ...]], tail: str) -> list[Any]:
@@ -300,27 +308,26 @@ class Store:
     # ---- reading ----
 
     def result(self, id: str) -> bytes | None:
-        known = self._known([id]).get(id)
+        known = self._load_actions([id]).get(id)
         return None if known is None else known.result
 
     def result_bytes(self, id: str) -> int | None:
-        found = self._db.execute(
+        row = self._db.execute(
             "SELECT length(result) FROM results JOIN actions USING (seq) WHERE id = ?", (id,)
         ).fetchone()
-        return None if found is None else int(found[0])
+        return None if row is None else int(row[0])
 
-    def _known(self, ids: list[str]) -> dict[str, Known]:
-        rows = self._select(f"{_ACTIONS} WHERE a.id IN (", [(id,) for id in ids], ")") if ids else []
-        return {known.id: known for known in (_checked(row) for row in rows)}
+    def _load_actions(self, ids: list[str]) -> dict[str, JournaledAction]:
+        rows = self._select(f"{_SELECT_ACTIONS} WHERE a.id IN (", [(id,) for id in ids], ")") if ids else []
+        return {known.id: known for known in (_verified_action(row) for row in rows)}
 
     # ---- compaction ----
 
     def prune(
         self, after: int, settled_before_s: float, runs: Sequence[str], up_s: float
     ) -> tuple[int, int, Counter[str]] | None:
-        """One step: delete from the next results those that were fetched, are old, or belong to these runs. Returns
-        up to where it looked, how many it deleted, and the bytes of those that nobody had fetched, by the space of
-        their ids; None if there was nothing left to look at."""
+        """One step of a compaction: deletes acknowledged, expired and listed runs' results after this seq. Returns the
+        last seq examined, the number of deletions, and the unacknowledged bytes deleted by tenant; None at the end."""
         last, *_ = self._db.execute(
             "SELECT max(seq) FROM (SELECT seq, sum(size) OVER (ORDER BY seq) - size AS before FROM"
             " (SELECT seq, length(result) AS size FROM results WHERE seq > ? ORDER BY seq LIMIT ?)) WHERE before < ?",
@@ -339,10 +346,10 @@ class Store:
             self._db.execute(
                 "DELETE FROM results WHERE seq > ? AND seq <= ? AND seq NOT IN (SELECT seq FROM actions)", (after, last)
             )
-        return last, deleted, _by_space(unfetched)
+        return last, deleted, _bytes_by_tenant(unfetched)
 
     def vacuum(self) -> bool:
-        """One step: give free pages back. Returns whether there are more."""
+        """One step: returns free pages to the file system. Returns whether there are more."""
         free, *_ = self._db.execute("PRAGMA freelist_count").fetchone()
         if free > FREE_PAGES_KEPT:
             pages = min(VACUUM_PAGES, free - FREE_PAGES_KEPT)
@@ -352,106 +359,142 @@ class Store:
 
     # ---- opening ----
 
-    def _require_version(self) -> None:
+    def _check_version(self) -> None:
         application, version = (
             self._db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
         )
         if application != APPLICATION_ID:
-            raise Damage("it is not a journal of Tangram")
+            raise JournalCorruption("it is not a journal of Tangram")
         if version != SCHEMA_VERSION:
-            raise Damage(f"it is of version {version}, and this Tangram reads version {SCHEMA_VERSION}")
+            raise JournalCorruption(f"it has version {version}; this Tangram reads version {SCHEMA_VERSION}")
 
-    def _require_whole(self) -> None:
-        found = [line for (line,) in self._db.execute("PRAGMA integrity_check(3)")]
-        if found != ["ok"]:
-            raise Damage("; ".join(" ".join(str(line).split()) for line in found))
+    def _check_integrity(self) -> None:
+        problems = [line for (line,) in self._db.execute("PRAGMA integrity_check(3)")]
+        if problems != ["ok"]:
+            raise JournalCorruption("; ".join(" ".join(str(line).split()) for line in problems))
 
-    def _load_meta(self, commits_in_file: int, log: Log) -> None:
-        self.commits, self.up_s = _meta(self._db)
+    def _load_meta(self, commits_in_file: int) -> None:
+        self.commits, self.uptime_s = _read_meta(self._db)
         if self.commits < commits_in_file:
-            raise Damage(
-                f"the database has parts of commit {commits_in_file}, but of its log, which was being copied into it,"
-                f" only {log.whole_bytes} bytes up to commit {self.commits} are whole"
+            raise JournalCorruption(
+                f"the database has parts of commit {commits_in_file}, but its log, which was being copied into it, is"
+                f" complete only up to commit {self.commits}"
             )
 
-    def _load(self, report: tuple[str, ...]) -> None:
+    def _report_truncation(self, wal_bytes: int) -> None:
+        """Adds to the report what follows the last complete commit of the log, which SQLite drops silently."""
+        _, frames, _ = self._db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+        page_bytes, *_ = self._db.execute("PRAGMA page_size").fetchone()
+        committed_bytes = WAL_HEADER_BYTES + max(0, frames) * (WAL_FRAME_HEADER_BYTES + page_bytes)
+        trailing_bytes = wal_bytes - (committed_bytes if frames > 0 else 0)
+        if trailing_bytes:
+            line = (
+                f"the last {trailing_bytes} bytes of {self._wal} were not a complete commit and are dropped;"
+                f" recovered up to commit {self.commits}"
+            )
+            self.recovered = msgspec.structs.replace(self.recovered, report=(line,))
+
+    def _load(self) -> None:
         actions, room_bytes = [], RECOVERED_RESULT_BYTES_MAX
         running = 0
-        for row in self._db.execute(f"{_ACTIONS} ORDER BY a.seq"):
-            known = _checked(row)
+        for row in self._db.execute(f"{_SELECT_ACTIONS} ORDER BY a.seq"):
+            known = _verified_action(row)
             seq = row[0]
-            if known.phase is not Phase.SETTLED:
-                self.live.append(Entry(seq, known.id, known.run, known.digest))
-                running += known.phase is Phase.RUNNING
+            if known.phase is not JournalPhase.SETTLED:
+                self.live_entries.append(JournalEntry(seq, known.id, known.run, known.digest))
+                running += known.phase is JournalPhase.RUNNING
             elif known.result is not None:
                 if not known.fetched:
-                    self.kept_bytes[space_of(known.id)] += len(known.result)
+                    self.unfetched_bytes[tenant_of(known.id)] += len(known.result)
                 room_bytes -= len(known.result)
                 if room_bytes < 0:
                     known = msgspec.structs.replace(known, result=None)
             actions.append(known)
             self.next_seq = seq + 1
-        self._require_counts(len(actions), len(self.live), running)
+        self._check_row_counts(len(actions), len(self.live_entries), running)
         facts = self._load_facts()
-        self.recovered = Recovered(
+        self.recovered = RecoveredState(
             actions=tuple(actions),
-            sandboxes=tuple(fact for fact in facts if isinstance(fact, Sandbox)),
-            runs=tuple(fact for fact in facts if isinstance(fact, Run)),
-            notes=tuple(fact for fact in facts if isinstance(fact, Note)),
+            sandboxes=tuple(fact for fact in facts if isinstance(fact, JournaledSandbox)),
+            runs=tuple(fact for fact in facts if isinstance(fact, JournaledRun)),
+            notes=tuple(fact for fact in facts if isinstance(fact, JournaledNote)),
             commits=self.commits,
-            report=report,
         )
 
-    def _require_counts(self, actions: int, live: int, running: int) -> None:
-        """Rows that belong to no action were those of an action that is missing."""
+    def _check_row_counts(self, actions: int, live: int, running: int) -> None:
+        """Excess rows mean that their action is missing."""
         expected = {"works": live, "starts": running, "results": actions - live}
         for table, count in expected.items():
-            found, *_ = self._db.execute(f"SELECT count(*) FROM {table}").fetchone()
-            if found != count:
-                raise Damage(f"the table {table} has {found} rows, and {count} belong to actions that are there")
+            rows, *_ = self._db.execute(f"SELECT count(*) FROM {table}").fetchone()
+            if rows != count:
+                raise JournalCorruption(f"the table {table} has {rows} rows, but {count} of its actions exist")
 
-    def _load_facts(self) -> list[Fact]:
+    def _load_facts(self) -> list[JournaledFact]:
         facts = []
-        for kind, key, record, seal in self._db.execute("SELECT kind, key, record, seal FROM facts ORDER BY number"):
-            if not isinstance(record, bytes) or kind not in FACT_BY_KIND or _seal(kind, key, content=record) != seal:
-                raise Damage(f"the record of {kind} {key!r} is not as it was written")
+        for kind, key, record, checksum in self._db.execute(
+            "SELECT kind, key, record, seal FROM facts ORDER BY number"
+        ):
+            if (
+                not isinstance(record, bytes)
+                or kind not in FACT_BY_KIND
+                or _checksum(kind, key, content=record) != checksum
+            ):
+                raise JournalCorruption(f"the record of {kind} {key!r} was altered")
             facts.append(msgspec.msgpack.decode(record, type=FACT_BY_KIND[kind]))
         return facts
 
 
-_ACTIONS = (
+_SELECT_ACTIONS = (
     "SELECT a.seq, a.id, a.run, a.digest, a.seal, w.action, w.work, s.attempt, s.seal, r.settled_s, r.fetched, r.seal,"
     " r.result FROM actions a LEFT JOIN works w USING (seq) LEFT JOIN starts s USING (seq) LEFT JOIN results r USING"
     " (seq)"
 )
 
 
-def _checked(row: tuple[Any, ...]) -> Known:
-    """One row of `_ACTIONS`."""
-    seq, id, run, digest, seal, action, work, attempt, start_seal, settled_s, fetched, result_seal, result = row
-    if _seal(seq, id, run, digest) != seal:
-        raise Damage(f"action {id!r} is not as it was written")
-    if isinstance(result, bytes) and work is None and start_seal is None and fetched in (None, seq):
-        if _seal(seq, settled_s, content=result) != result_seal:
-            raise Damage(f"the result of action {id} is not as it was written")
-        return Known(id=id, run=run, phase=Phase.SETTLED, result=result, fetched=fetched is not None, digest=digest)
-    if not isinstance(action, bytes) or not isinstance(work, bytes) or result_seal is not None:
-        raise Damage(f"action {id} must have either work or a result")
+def _verified_action(row: tuple[Any, ...]) -> JournaledAction:
+    """Verifies one row of _SELECT_ACTIONS."""
+    (
+        seq,
+        id,
+        run,
+        digest,
+        checksum,
+        action,
+        work,
+        attempt,
+        start_checksum,
+        settled_s,
+        fetched,
+        result_checksum,
+        result,
+    ) = row
+    if _checksum(seq, id, run, digest) != checksum:
+        raise JournalCorruption(f"action {id!r} was altered")
+    if isinstance(result, bytes) and work is None and start_checksum is None and fetched in (None, seq):
+        if _checksum(seq, settled_s, content=result) != result_checksum:
+            raise JournalCorruption(f"the result of action {id} was altered")
+        return JournaledAction(
+            id=id, run=run, phase=JournalPhase.SETTLED, result=result, fetched=fetched is not None, digest=digest
+        )
+    if not isinstance(action, bytes) or not isinstance(work, bytes) or result_checksum is not None:
+        raise JournalCorruption(f"action {id} must have either work or a result")
     if digest_of(run, action, work) != digest:
-        raise Damage(f"the work of action {id} is not as it was written")
-    if start_seal is None and attempt is None:
-        return Known(id=id, run=run, phase=Phase.QUEUED, action=action, work=work, digest=digest)
-    if _seal(seq, attempt) != start_seal:
-        raise Damage(f"the start of action {id} is not as it was written")
-    return Known(id=id, run=run, phase=Phase.RUNNING, attempt=attempt, action=action, work=work, digest=digest)
+        raise JournalCorruption(f"the work of action {id} was altered")
+    if start_checksum is None and attempt is None:
+        return JournaledAction(id=id, run=run, phase=JournalPhase.QUEUED, action=action, work=work, digest=digest)
+    if _checksum(seq, attempt) != start_checksum:
+        raise JournalCorruption(f"the start of action {id} was altered")
+    return JournaledAction(
+        id=id, run=run, phase=JournalPhase.RUNNING, attempt=attempt, action=action, work=work, digest=digest
+    )
 
 
-def _by_space(rows: Iterable[tuple[str, int]]) -> Counter[str]:
-    """The sum of sizes, given by id."""
-    found: Counter[str] = Counter()
+def _bytes_by_tenant(rows: Iterable[tuple[str, int]]) -> Counter[str]:
+    """Sums sizes, given by id, per tenant."""
+    bytes_by_tenant: Counter[str] = Counter()
     for id, size in rows:
-        found[space_of(id)] += size
-    return found
+        bytes_by_tenant[tenant_of(id)] += size
+    return bytes_by_tenant
 
 
 def _statements(head: str, rows: Sequence[tuple[object, ...]], tail: str) -> Iterable[tuple[str, list[object]]]:
@@ -465,52 +508,46 @@ def _statements(head: str, rows: Sequence[tuple[object, ...]], tail: str) -> Ite
 
 
 def create(path: Path) -> None:
-    """A new, empty journal. It appears whole or not at all, so that an empty file is never a new journal."""
+    """Creates an empty journal. It appears under its name complete, so an empty file is never a new journal."""
     part = path.with_name(path.name + ".new")
-    for left in (part, *(part.with_name(part.name + end) for end in ("-wal", "-journal"))):
-        left.unlink(missing_ok=True)
+    for leftover in (part, *(part.with_name(part.name + end) for end in ("-wal", "-journal"))):
+        leftover.unlink(missing_ok=True)
     os.close(os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-    with contextlib.closing(_connected(part)) as db:
+    with contextlib.closing(_connect(part, is_new=True)) as db:
         db.executescript(SCHEMA)
-        db.execute("INSERT INTO meta VALUES (1, 0, 0.0, ?)", (_seal(0, 0.0),))
-    with part.open("rb") as file:
-        os.fsync(file.fileno())
-    os.rename(part, path)
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+        db.execute("INSERT INTO meta VALUES (1, 0, 0.0, ?)", (_checksum(0, 0.0),))
+    replace_file(part, path, durable=True)
 
 
-def _inspected(path: Path, wal: Path) -> Log:
-    """Makes the journal if there is none. SQLite would delete the log of a database that is empty."""
-    log = read_log(wal)
+def _inspect_files(path: Path, wal: Path) -> int:
+    """Creates the journal if there is none. Returns the size of its log. SQLite would delete the log of an empty
+    database."""
+    wal_bytes = wal.stat().st_size if wal.exists() else 0
     there = path.exists()
-    if log.size_bytes and not there:
-        raise Damage(f"the database is gone, and its log {wal} is still there")
+    if wal_bytes and not there:
+        raise JournalCorruption(f"the database is gone, but its log {wal} exists")
     if there and path.stat().st_size == 0:
-        raise Damage("the database is empty, without even a header")
+        raise JournalCorruption("the database is empty, without even a header")
     if not there:
         create(path)
-    return log
+    return wal_bytes
 
 
-def _looking(path: Path, way: str = "mode=ro") -> sqlite3.Connection:
+def _connect_read_only(path: Path, way: str = "mode=ro") -> sqlite3.Connection:
     """A connection that changes neither the database nor its log."""
     return sqlite3.connect(f"{path.absolute().as_uri()}?{way}", uri=True, isolation_level=None)
 
 
-def _connected(path: Path) -> sqlite3.Connection:
+def _connect(path: Path, *, is_new: bool = False) -> sqlite3.Connection:
     db = sqlite3.connect(path, isolation_level=None, timeout=1.0, cached_statements=CACHED_STATEMENTS)
     try:
         for pragma in (
-            "locking_mode = EXCLUSIVE",  # first: with one owner, the index of the log needs no shared memory
-            "auto_vacuum = INCREMENTAL",
+            "locking_mode = EXCLUSIVE",  # first: with one owner the log index needs no shared memory
+            *(("auto_vacuum = INCREMENTAL",) if is_new else ()),  # persistent; setting it again writes to the log
             "journal_mode = WAL",
-            "wal_autocheckpoint = 0",  # `checkpoint` is called between batches, where nobody waits for a commit
-            "cache_spill = OFF",  # only whole commits are written to the log
-            "secure_delete = OFF",  # to overwrite what is deleted would cost as much as to write it
+            "wal_autocheckpoint = 0",  # `checkpoint` runs between batches, when no commit waits
+            "cache_spill = OFF",  # only complete commits are written to the log
+            "secure_delete = OFF",  # overwriting deleted rows would cost as much as writing them
         ):
             db.execute(f"PRAGMA {pragma}").fetchall()
     except BaseException:
@@ -520,24 +557,18 @@ def _connected(path: Path) -> sqlite3.Connection:
 
 
 def _commits_in_file(path: Path) -> int:
-    """What the database says without its log. 0: it says nothing, as in the middle of being copied to."""
-    with contextlib.suppress(sqlite3.Error, Damage), contextlib.closing(_looking(path, "immutable=1")) as db:
-        return _meta(db)[0]
+    """Number of commits in the database without its log; 0 if unreadable, as during a copy."""
+    with (
+        contextlib.suppress(sqlite3.Error, JournalCorruption),
+        contextlib.closing(_connect_read_only(path, "immutable=1")) as db,
+    ):
+        return _read_meta(db)[0]
     return 0
 
 
-def _meta(db: sqlite3.Connection) -> tuple[int, float]:
+def _read_meta(db: sqlite3.Connection) -> tuple[int, float]:
     rows = db.execute("SELECT commits, up_s, seal FROM meta").fetchall()
-    if len(rows) != 1 or _seal(*rows[0][:2]) != rows[0][2]:
-        raise Damage("the number of its last commit is not as it was written")
+    if len(rows) != 1 or _checksum(*rows[0][:2]) != rows[0][2]:
+        raise JournalCorruption("the number of its last commit was altered")
     commits, up_s, _ = rows[0]
     return commits, up_s
-
-
-def _reported(wal: Path, log: Log, commits: int) -> tuple[str, ...]:
-    if not log.rest_bytes:
-        return ()
-    return (
-        f"the last {log.rest_bytes} bytes of {wal} were not a whole commit and are left out;"
-        f" recovered up to commit {commits}",
-    )

@@ -1,1 +1,1 @@
-"""What the picture of the service is made of: each part keeps or shows one thing."""
+"""What the service shows of itself."""

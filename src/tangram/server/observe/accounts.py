@@ -1,10 +1,9 @@
-"""Accounts: what is counted per run and per class of actions.
+"""Accounts: counters per run and per class of actions.
 
-Owns the counters and which names have some of their own. Names are chosen by tenants, and each costs memory here and
-series in whoever collects the metrics: so there is room for RUNS_MAX runs and CLASSES_MAX classes. A run that finds no
-room is counted under OTHER together with all others like it. So is a class, after its task was left out of its name:
-`*/exec/tests` are the tests of all tasks of that run which have no class of their own. Whoever has not been seen for an
-hour makes room when that is needed, and begins at zero when it comes back.
+Tenants choose these names, and each costs memory here and series in every metrics collector. So RUNS_MAX runs and
+CLASSES_MAX classes have an account of their own; other runs count together as OTHER. A class without room is first
+counted without its task: `*/exec/tests` is the tests of all tasks of that run that have no class of their own. Accounts
+without activity for an hour are evicted when room is short, and start at zero when they return.
 """
 
 from __future__ import annotations
@@ -13,28 +12,29 @@ from bisect import bisect_left
 
 from tangram.core.action import Action
 from tangram.core.demand import Demand
-from tangram.server.observe.amounts import asked_for
-from tangram.server.observe.history import Hour, Series, Tally
-from tangram.server.observe.time_breakdown import OTHER, Sums
+from tangram.runtime.tally import Tally
+from tangram.server.observe.amounts import describe_demand
+from tangram.server.observe.history import LastHour, Series
+from tangram.server.observe.time_breakdown import OTHER, TimeSums
 
 RUNS_MAX = 200
 CLASSES_MAX = 300
-"""Classes, over all runs, OTHER of each run not counted."""
-RUN_CLASSES_MAX = 60
-"""Of one run, so that the first one leaves some to the rest ..."""
-RUN_TASKS_MAX = 30
-"""... and of those so many with a task in their name: a task may be one item of a data set of thousands."""
+"""Classes over all runs, not counting the OTHER of each run."""
+CLASSES_PER_RUN_MAX = 60
+"""Classes of one run, so that the first run leaves some to others."""
+TASKS_PER_RUN_MAX = 30
+"""Classes of one run with a task in their name: a task may be one item of a data set of thousands."""
 
-EDGES = (0.001, 0.0033, 0.01, 0.033, 0.1, 0.33, 1.0, 3.3, 10.0, 33.0, 100.0, 330.0, 1000.0, 3300.0)
-"""The upper ends of the buckets of seconds in the metrics: few, since each costs a series per run and class."""
+DURATION_BUCKETS_S = (0.001, 0.0033, 0.01, 0.033, 0.1, 0.33, 1.0, 3.3, 10.0, 33.0, 100.0, 330.0, 1000.0, 3300.0)
+"""Upper bounds of duration buckets in the metrics: few, since each costs a series per run and class."""
 
 
-class Distribution:
-    """How often something took how long, since the service began: a histogram of the metrics."""
+class Histogram:
+    """A histogram of durations since the service started."""
 
     __slots__ = ("counts", "edges", "sum_s")
 
-    def __init__(self, edges: tuple[float, ...] = EDGES) -> None:
+    def __init__(self, edges: tuple[float, ...] = DURATION_BUCKETS_S) -> None:
         self.edges = edges
         self.counts = [0] * (len(edges) + 1)
         self.sum_s = 0.0
@@ -45,11 +45,11 @@ class Distribution:
 
 
 class RunAccount:
-    """Of one run, or of all that have none of their own."""
+    """Counters of one run, or of all runs without an account."""
 
     __slots__ = (
-        "active", "classes", "hour", "name", "running", "sandboxes", "series", "settled", "spending", "tally", "tasks",
-        "waiting",
+        "active", "classes", "hour", "name", "running", "sandboxes", "series", "settled", "time_breakdown", "tally",
+        "tasks", "waiting",
     )  # fmt: skip
 
     def __init__(self, name: str) -> None:
@@ -57,43 +57,43 @@ class RunAccount:
         self.waiting = self.running = 0
         """Actions, now."""
         self.sandboxes = self.active = 0
-        """Sandboxes, and those of them in which an action runs."""
+        """Sandboxes, and those in which an action runs."""
         self.settled: dict[str, int] = {}
-        """By status."""
+        """Settled actions by status."""
         self.tally = Tally()
-        """Of the bucket that is being filled."""
-        self.hour = Hour()
+        """Of the present bucket."""
+        self.hour = LastHour()
         self.series: Series | None = None
-        """From its first bucket in which there was anything."""
-        self.spending = Sums()
+        """Starts at the first bucket with activity."""
+        self.time_breakdown = TimeSums()
         self.classes = self.tasks = 0
-        """How many classes it has, and how many of them name a task."""
+        """Number of classes, and of those with a task in their name."""
 
     def count(self, status: str) -> None:
         self.settled[status] = self.settled.get(status, 0) + 1
 
 
 class ClassAccount:
-    """Of one class of one run."""
+    """Counters of one class of one run."""
 
     __slots__ = (
-        "_asked", "_demand", "completion", "execution", "hour", "live", "name", "overhead", "run", "tally", "waiting",
-        "with_task",
+        "_demand_text", "_demand", "completion", "execution", "hour", "live_actions", "name", "overhead", "run",
+        "tally", "waiting", "has_task",
     )  # fmt: skip
 
-    def __init__(self, run: RunAccount, name: str, *, with_task: bool) -> None:
+    def __init__(self, run: RunAccount, name: str, *, has_task: bool) -> None:
         self.run = run
         self.name = name
-        self.with_task = with_task
-        self.live = 0
-        """Actions that have yet to settle."""
+        self.has_task = has_task
+        self.live_actions = 0
+        """Actions that have not settled."""
         self.tally = Tally()
-        """Of what nobody has looked at yet."""
-        self.hour = Hour()
-        self.completion, self.waiting = Distribution(), Distribution()
-        self.execution, self.overhead = Distribution(), Distribution()
+        """Not folded into run and hour yet."""
+        self.hour = LastHour()
+        self.completion, self.waiting = Histogram(), Histogram()
+        self.execution, self.overhead = Histogram(), Histogram()
         self._demand: Demand | None = None
-        self._asked = ""
+        self._demand_text = ""
 
     def add(self, waiting_s: float, execution_s: float, overhead_s: float) -> None:
         self.tally.add(waiting_s, execution_s, overhead_s)
@@ -102,15 +102,15 @@ class ClassAccount:
         self.execution.observe(execution_s)
         self.overhead.observe(overhead_s)
 
-    def asked(self, demand: Demand) -> str:
-        """What an action asks for, in words. Those of one class mostly ask for the same, and share the words."""
+    def describe_demand(self, demand: Demand) -> str:
+        """The demand as text, cached: actions of one class mostly have the same demand."""
         if demand != self._demand:
             self._demand = demand
-            self._asked = asked_for(demand)
-        return self._asked
+            self._demand_text = describe_demand(demand)
+        return self._demand_text
 
 
-Key = tuple[str, str, str, str]
+ClassKey = tuple[str, str, str, str]
 """Run, task, kind and key of an action."""
 
 
@@ -118,12 +118,12 @@ class Accounts:
     def __init__(self) -> None:
         self.runs: dict[str, RunAccount] = {}
         self.other = RunAccount(OTHER)
-        """Of all runs without an account of their own. A run of that name has none, or the two would look the same."""
+        """All runs without an account. A run of that name has none, or the two could not be told apart."""
         self.classes: dict[tuple[str, str], ClassAccount] = {}
-        """By the name of the account of the run, and their own."""
-        self._by_key: dict[Key, ClassAccount] = {}
-        """What a look at the four names of an action has led to, as far as that was an account by its own name."""
-        self._classes_named = 0
+        """By name of the run's account and of the class."""
+        self._by_key: dict[ClassKey, ClassAccount] = {}
+        """Caches the lookup of accounts by their full name."""
+        self._named_class_count = 0
 
     def all_runs(self) -> list[RunAccount]:
         return [*self.runs.values(), self.other]
@@ -136,16 +136,16 @@ class Accounts:
             account = self.runs[name] = RunAccount(name)
         return account
 
-    def of(self, action: Action) -> ClassAccount:
+    def account_of(self, action: Action) -> ClassAccount:
         key = (action.run, action.task, action.kind, action.key)
         account = self._by_key.get(key)
         if account is None:
-            account = self._find(action)
-            if account.with_task or (not action.task and account.name != OTHER):
+            account = self._find_account(action)
+            if account.has_task or (not action.task and account.name != OTHER):
                 self._by_key[key] = account
         return account
 
-    def _find(self, action: Action) -> ClassAccount:
+    def _find_account(self, action: Action) -> ClassAccount:
         run = self.run(action.run)
         if run is not self.other:
             named = [(class_name(action.task, action.kind, action.key), bool(action.task))]
@@ -155,62 +155,64 @@ class Accounts:
                 account = self.classes.get((run.name, name))
                 if account is not None:
                     return account
-                if name != OTHER and self._has_room(run, with_task=with_task):
+                if name != OTHER and self._has_room(run, has_task=with_task):
                     run.classes += 1
                     run.tasks += with_task
-                    self._classes_named += 1
-                    return self._open(run, name, with_task=with_task)
-        return self.classes.get((run.name, OTHER)) or self._open(run, OTHER, with_task=False)
+                    self._named_class_count += 1
+                    return self._open_account(run, name, has_task=with_task)
+        return self.classes.get((run.name, OTHER)) or self._open_account(run, OTHER, has_task=False)
 
-    def _has_room(self, run: RunAccount, *, with_task: bool) -> bool:
-        if with_task and run.tasks >= RUN_TASKS_MAX:
+    def _has_room(self, run: RunAccount, *, has_task: bool) -> bool:
+        if has_task and run.tasks >= TASKS_PER_RUN_MAX:
             return False
-        return run.classes < RUN_CLASSES_MAX and self._classes_named < CLASSES_MAX
+        return run.classes < CLASSES_PER_RUN_MAX and self._named_class_count < CLASSES_MAX
 
-    def _open(self, run: RunAccount, name: str, *, with_task: bool) -> ClassAccount:
-        account = self.classes[run.name, name] = ClassAccount(run, name, with_task=with_task)
+    def _open_account(self, run: RunAccount, name: str, *, has_task: bool) -> ClassAccount:
+        account = self.classes[run.name, name] = ClassAccount(run, name, has_task=has_task)
         return account
 
     def forget(self, slice_number: int) -> None:
-        """What is no longer of the hour; and where there is little room left, whoever has nothing in it."""
+        """Drops what is older than an hour, and evicts inactive accounts if room is short."""
         for run in self.all_runs():
             run.hour.forget(slice_number)
         for account in self.classes.values():
             account.hour.forget(slice_number)
-        if 2 * self._classes_named > CLASSES_MAX or 2 * len(self.runs) > RUNS_MAX:
-            self._make_room()
+        if 2 * self._named_class_count > CLASSES_MAX or 2 * len(self.runs) > RUNS_MAX:
+            self._evict_idle()
 
-    def drop(self, name: str) -> None:
-        """The run has ended: whoever comes under its name begins at zero."""
+    def drop_run(self, name: str) -> None:
+        """The run has ended: a later run of that name starts at zero."""
         self.runs.pop(name, None)
         self.classes = {key: account for key, account in self.classes.items() if account.run.name != name}
-        self._count_again()
+        self._recount()
 
-    def _make_room(self) -> None:
-        self.classes = {key: account for key, account in self.classes.items() if account.live or account.hour.all.count}
+    def _evict_idle(self) -> None:
+        self.classes = {
+            key: account for key, account in self.classes.items() if account.live_actions or account.hour.total.count
+        }
         self.runs = {
             name: run
             for name, run in self.runs.items()
-            if run.waiting or run.running or run.sandboxes or run.hour.all.count
+            if run.waiting or run.running or run.sandboxes or run.hour.total.count
         }
-        self._count_again()
+        self._recount()
 
-    def _count_again(self) -> None:
+    def _recount(self) -> None:
         self._by_key = {
             key: account
             for key, account in self._by_key.items()
             if self.classes.get((account.run.name, account.name)) is account
         }
-        self._classes_named = 0
+        self._named_class_count = 0
         for run in self.all_runs():
             run.classes = run.tasks = 0
         for account in self.classes.values():
             if account.name != OTHER:
-                self._classes_named += 1
+                self._named_class_count += 1
                 account.run.classes += 1
-                account.run.tasks += account.with_task
+                account.run.tasks += account.has_task
 
 
 def class_name(*words: str) -> str:
-    """`task/kind/key`, without what is empty."""
+    """`task/kind/key`, without empty parts."""
     return "/".join([word for word in words if word])

@@ -1,8 +1,8 @@
-"""Lives: every action that has yet to settle, as it goes from phase to phase.
+"""The action tracker: follows each live action from phase to phase.
 
-Owns where each is and enters what it had in the accounts of its run, in the sums of its trajectory and in the levels of
-pools. Follows the effects of the scheduler, and the scheduler itself where they do not say all: that an attempt was
-lost and the action waits again.
+Adds the time of each phase to the accounts of the run, to the sums of the trajectory, and updates the utilization of
+pools. Follows the effects of the scheduler, and reads the scheduler where they do not suffice: that an attempt was lost
+and the action waits again.
 """
 
 from __future__ import annotations
@@ -11,203 +11,217 @@ from tangram.core.action import Action, Outcome, State, Status
 from tangram.core.demand import CPU, MEMORY
 from tangram.core.messages import Event, Finished, Grant, Resize, Started, StartFailed
 from tangram.core.scheduler import Scheduler
-from tangram.runtime.views import Row
+from tangram.runtime.shortage import lacking_kind, short_kind
+from tangram.runtime.views import TimelineRow
 from tangram.server.observe.accounts import Accounts
 from tangram.server.observe.buckets import Buckets
-from tangram.server.observe.sandbox_stats import Box, Boxes
-from tangram.server.observe.shortage import lacked, short_kind
-from tangram.server.observe.stories import FAILED, GRANTED, RESIZED, STARTED, STOPPED, WAITS, Life, Past
-from tangram.server.observe.time_breakdown import EXECUTING, START, STARTING, WAITING, Trajectories
+from tangram.server.observe.sandbox_stats import SandboxStats, TrackedSandbox
+from tangram.server.observe.stories import (
+    FAILED_NOTE,
+    GRANTED_NOTE,
+    RESIZED_NOTE,
+    STARTED_NOTE,
+    STOPPED_NOTE,
+    WAITING_NOTE,
+    SettledActionRecord,
+    TrackedAction,
+)
+from tangram.server.observe.time_breakdown import EXECUTING, START, STARTING, WAITING, TrajectoryClocks
 
 
-class Lives:
-    def __init__(self, scheduler: Scheduler, accounts: Accounts, buckets: Buckets, boxes: Boxes) -> None:
+class ActionTracker:
+    def __init__(self, scheduler: Scheduler, accounts: Accounts, buckets: Buckets, sandboxes: SandboxStats) -> None:
         self._scheduler = scheduler
         self._accounts = accounts
         self._buckets = buckets
-        self._boxes = boxes
-        self.trajectories = Trajectories()
-        self.by_id: dict[str, Life] = {}
+        self._sandboxes = sandboxes
+        self.trajectories = TrajectoryClocks()
+        self.by_id: dict[str, TrackedAction] = {}
         self._freed: tuple[str, ...] = ()
-        """Pools of which the present event has given units back."""
+        """Pools to which the present event returned units."""
 
-    def submitted(self, action: Action, now: float) -> Life | None:
-        """None if it was refused: then it is not there, or another one that has its id is."""
+    def on_submitted(self, action: Action, now: float) -> TrackedAction | None:
+        """Returns None if the action was refused: it is unknown then, or another action has its id."""
         entry = self._scheduler.entries.get(action.id)
-        return self._begin(action, now) if entry is not None and entry.action is action else None
+        return self._track(action, now) if entry is not None and entry.action is action else None
 
-    def _begin(self, action: Action, now: float) -> Life:
-        account = self._accounts.of(action)
-        trajectory = self.trajectories.of(action, account.run.spending, now)
-        box = self._boxes.by_name.get(action.sandbox) if action.sandbox else None
-        life = self.by_id[action.id] = Life(action, account, trajectory, box, now)
-        life.since = trajectory.enter(WAITING)
-        account.live += 1
+    def _track(self, action: Action, now: float) -> TrackedAction:
+        account = self._accounts.account_of(action)
+        trajectory = self.trajectories.trajectory_of(action, account.run.time_breakdown, now)
+        box = self._sandboxes.by_name.get(action.sandbox) if action.sandbox else None
+        tracked = self.by_id[action.id] = TrackedAction(action, account, trajectory, box, now)
+        tracked.phase_start = trajectory.enter_phase(WAITING)
+        account.live_actions += 1
         account.run.waiting += 1
-        return life
+        return tracked
 
-    def waits(self, life: Life, now: float) -> None:
-        """Look at what it waits for, if it does."""
-        entry = self._scheduler.entries.get(life.action.id)
+    def on_waiting(self, tracked: TrackedAction, now: float) -> None:
+        """Finds which kind the action waits for, if it is queued."""
+        entry = self._scheduler.entries.get(tracked.action.id)
         if entry is not None and entry.state is State.QUEUED:
-            life.short = short_kind(self._scheduler, entry)
-            life.note(now, WAITS, life.short)
+            tracked.short_kind = short_kind(self._scheduler, entry)
+            tracked.add_note(now, WAITING_NOTE, tracked.short_kind)
 
-    def granted(self, action: Action, grant: Grant, event: Event, now: float) -> None:
-        life = self.by_id.get(action.id)
-        if life is None:
-            life = self._begin(action, now)
-        elif life.phase != WAITING:
-            self._back_to_queue(life, now, "")
-        trajectory, run = life.trajectory, life.account.run
+    def on_granted(self, action: Action, grant: Grant, event: Event, now: float) -> None:
+        tracked = self.by_id.get(action.id)
+        if tracked is None:
+            tracked = self._track(action, now)
+        elif tracked.phase != WAITING:
+            self._requeue(tracked, now, "")
+        trajectory, run = tracked.trajectory, tracked.account.run
         trajectory.advance(now)
-        waited_s = trajectory.leave(WAITING, life.since)
+        waited_s = trajectory.leave_phase(WAITING, tracked.phase_start)
         if waited_s > 0.0:
-            trajectory.sums.waited(lacked(self._scheduler, action, event, self._freed, life.short), waited_s)
-        life.phase, life.since = STARTING, trajectory.enter(STARTING)
-        life.granted_s, life.started_s, life.attempt, life.node = now, -1.0, grant.attempt, grant.node
+            trajectory.breakdown.add_waiting(
+                lacking_kind(self._scheduler, action, event, self._freed, tracked.short_kind), waited_s
+            )
+        tracked.phase, tracked.phase_start = STARTING, trajectory.enter_phase(STARTING)
+        tracked.granted_s, tracked.started_s, tracked.attempt, tracked.node = now, -1.0, grant.attempt, grant.node
         run.waiting -= 1
         run.running += 1
-        life.pools = tuple([share.pool for share in grant.shares])
-        life.cpu = 0
+        tracked.pools = tuple([share.pool for share in grant.shares])
+        tracked.cpu = 0
         for share in grant.shares:
-            if self._touch(share.pool, now) == CPU:
-                life.cpu += share.reserved
-        life.note(now, GRANTED, grant)
-        if life.box is not None:
-            self._enter(life.box, grant.node, now)
+            if self._touch_pool(share.pool, now) == CPU:
+                tracked.cpu += share.reserved
+        tracked.add_note(now, GRANTED_NOTE, grant)
+        if tracked.sandbox is not None:
+            self._enter_sandbox(tracked.sandbox, grant.node, now)
 
-    def _enter(self, box: Box, node: str, now: float) -> None:
-        settles_down = node and not box.node
-        self._boxes.enter(box, node, now)
+    def _enter_sandbox(self, sandbox: TrackedSandbox, node: str, now: float) -> None:
+        settles_down = node and not sandbox.node
+        self._sandboxes.on_action_granted(sandbox, node, now)
         if settles_down:
-            self._touch(f"{MEMORY}@{node}", now)
+            self._touch_pool(f"{MEMORY}@{node}", now)
 
-    def _touch(self, name: str, now: float) -> str:
-        """A pool has changed. Returns its kind; empty if it is gone."""
+    def _touch_pool(self, name: str, now: float) -> str:
+        """Updates the utilization of a pool that changed. Returns its kind; empty if the pool is gone."""
         pool = self._scheduler.ledger.pools.get(name)
         if pool is None:
             return ""
-        self._buckets.levels.touch(pool, now)
+        self._buckets.utilization.touch(pool, now)
         return pool.kind
 
     def touch_memory(self, node: str, now: float) -> None:
-        self._touch(f"{MEMORY}@{node}", now)
+        self._touch_pool(f"{MEMORY}@{node}", now)
 
-    def started(self, event: Started, now: float) -> None:
-        life = self.by_id.get(event.action)
-        if life is None or life.phase != STARTING or event.attempt not in (0, life.attempt):
+    def on_started(self, event: Started, now: float) -> None:
+        tracked = self.by_id.get(event.action)
+        if tracked is None or tracked.phase != STARTING or event.attempt not in (0, tracked.attempt):
             return
-        trajectory = life.trajectory
+        trajectory = tracked.trajectory
         trajectory.advance(now)
-        waited_s = trajectory.leave(STARTING, life.since)
+        waited_s = trajectory.leave_phase(STARTING, tracked.phase_start)
         if waited_s > 0.0:
-            trajectory.sums.waited(START, waited_s)
-        life.phase, life.since, life.started_s = EXECUTING, trajectory.enter(EXECUTING), now
-        life.note(now, STARTED)
+            trajectory.breakdown.add_waiting(START, waited_s)
+        tracked.phase, tracked.phase_start, tracked.started_s = EXECUTING, trajectory.enter_phase(EXECUTING), now
+        tracked.add_note(now, STARTED_NOTE)
 
-    def resized(self, effect: Resize, now: float) -> None:
-        life = self.by_id.get(effect.action)
-        if life is not None:
-            if self._touch(effect.pool, now) == CPU:
-                life.cpu = effect.reserved
-            life.note(now, RESIZED, effect)
+    def on_resized(self, effect: Resize, now: float) -> None:
+        tracked = self.by_id.get(effect.action)
+        if tracked is not None:
+            if self._touch_pool(effect.pool, now) == CPU:
+                tracked.cpu = effect.reserved
+            tracked.add_note(now, RESIZED_NOTE, effect)
 
-    def stopped(self, id: str, reason: str, now: float) -> None:
-        life = self.by_id.get(id)
-        if life is not None:
-            life.note(now, STOPPED, reason)
+    def on_stopped(self, id: str, reason: str, now: float) -> None:
+        tracked = self.by_id.get(id)
+        if tracked is not None:
+            tracked.add_note(now, STOPPED_NOTE, reason)
 
-    def next_event(self) -> None:
+    def begin_event(self) -> None:
         self._freed = ()
 
-    def attempt_over(self, event: Finished | StartFailed, now: float) -> Life | None:
-        """If the action is over too, a Settle follows; else it is in the queue again or was granted anew, and returned.
-        The last words of an attempt that was given up before change nothing."""
-        life = self.by_id.get(event.action)
-        if life is None or life.phase == WAITING or event.attempt not in (0, life.attempt):
+    def on_attempt_ended(self, event: Finished | StartFailed, now: float) -> TrackedAction | None:
+        """Returns the action if it was queued or granted again; if it is over, a Settle follows. The late end of an
+        abandoned attempt has no effect."""
+        tracked = self.by_id.get(event.action)
+        if tracked is None or tracked.phase == WAITING or event.attempt not in (0, tracked.attempt):
             return None
-        self._freed = life.pools
+        self._freed = tracked.pools
         if isinstance(event, Finished):
-            return life if self._follow(life, now, event.lost) else None
+            return tracked if self._requeue_if_queued(tracked, now, event.lost) else None
         if event.sandbox and event.action in self._scheduler.entries:
-            # It used up no attempt: one that was granted anew has the same number.
-            self._back_to_queue(life, now, event.reason)
-            return life
-        return life if self._follow(life, now, event.reason) else None
+            # This used up no attempt: after a second grant the number is the same.
+            self._requeue(tracked, now, event.reason)
+            return tracked
+        return tracked if self._requeue_if_queued(tracked, now, event.reason) else None
 
-    def node_down(self, node: str, now: float) -> list[Life]:
-        """Returns those that are in the queue again."""
-        there = [life for life in self.by_id.values() if life.node == node and life.phase != WAITING]
-        return [life for life in there if self._follow(life, now, f"node {node} went down")]
+    def on_node_down(self, node: str, now: float) -> list[TrackedAction]:
+        """Returns the actions that were queued again."""
+        there = [tracked for tracked in self.by_id.values() if tracked.node == node and tracked.phase != WAITING]
+        return [tracked for tracked in there if self._requeue_if_queued(tracked, now, f"node {node} went down")]
 
-    def _follow(self, life: Life, now: float, reason: str) -> bool:
-        """Is it in the queue again, as the scheduler sees it?"""
-        entry = self._scheduler.entries.get(life.action.id)
-        if entry is None or (entry.state is not State.QUEUED and entry.attempts == life.attempt):
+    def _requeue_if_queued(self, tracked: TrackedAction, now: float, reason: str) -> bool:
+        """Returns whether the scheduler has queued the action again."""
+        entry = self._scheduler.entries.get(tracked.action.id)
+        if entry is None or (entry.state is not State.QUEUED and entry.attempts == tracked.attempt):
             return False
-        self._back_to_queue(life, now, reason)
+        self._requeue(tracked, now, reason)
         return True
 
-    def _back_to_queue(self, life: Life, now: float, reason: str) -> None:
-        self._leave(life, now, 0.0)
-        life.phase, life.since = WAITING, life.trajectory.enter(WAITING)
-        life.account.run.waiting += 1
-        life.note(now, FAILED, reason or "our side lost it")
+    def _requeue(self, tracked: TrackedAction, now: float, reason: str) -> None:
+        self._leave_phase(tracked, now, 0.0)
+        tracked.phase, tracked.phase_start = WAITING, tracked.trajectory.enter_phase(WAITING)
+        tracked.account.run.waiting += 1
+        tracked.add_note(now, FAILED_NOTE, reason or "the infrastructure lost it")
 
-    def _leave(self, life: Life, now: float, overhead_s: float) -> None:
-        """What it had in its phase is entered in the sums; what it held, it holds no more."""
-        trajectory, phase, run = life.trajectory, life.phase, life.account.run
+    def _leave_phase(self, tracked: TrackedAction, now: float, overhead_s: float) -> None:
+        """Adds the time of the phase to the sums, and returns the units that the action held."""
+        trajectory, phase, run = tracked.trajectory, tracked.phase, tracked.account.run
         trajectory.advance(now)
-        had_s = trajectory.leave(phase, life.since)
-        sums = trajectory.sums
+        had_s = trajectory.leave_phase(phase, tracked.phase_start)
+        sums = trajectory.breakdown
         if phase == WAITING:
             run.waiting -= 1
             if had_s > 0.0:
-                sums.waited(life.short or next(iter(life.action.demand.pools)), had_s)
+                sums.add_waiting(tracked.short_kind or next(iter(tracked.action.demand.pools)), had_s)
             return
         if phase == STARTING:
             if had_s > 0.0:
-                sums.waited(START, had_s)
+                sums.add_waiting(START, had_s)
         else:
-            elapsed_s = now - life.started_s
+            elapsed_s = now - tracked.started_s
             ours_s = had_s * min(1.0, overhead_s / elapsed_s) if elapsed_s > 0.0 else 0.0
             sums.overhead_s += ours_s
             sums.execution_s += had_s - ours_s
         run.running -= 1
-        for name in life.pools:
-            self._touch(name, now)
-        life.pools = ()
-        if life.box is not None:
-            self._boxes.leave(life.box, now)
+        for name in tracked.pools:
+            self._touch_pool(name, now)
+        tracked.pools = ()
+        if tracked.sandbox is not None:
+            self._sandboxes.on_action_ended(tracked.sandbox, now)
 
-    def settled(self, outcome: Outcome, number: int, now: float) -> Past | None:
-        """What is left of it. None: nobody knew it."""
-        life = self.by_id.pop(outcome.action, None)
-        if life is None:
+    def on_settled(self, outcome: Outcome, number: int, now: float) -> SettledActionRecord | None:
+        """Returns its record, or None for an unknown action."""
+        tracked = self.by_id.pop(outcome.action, None)
+        if tracked is None:
             return None
-        self._leave(life, now, outcome.usage.overhead_s)
-        action, account, status = life.action, life.account, outcome.status.value
-        self.trajectories.left(life.trajectory, action.kind, outcome.status is Status.SUCCEEDED)
-        account.live -= 1
+        self._leave_phase(tracked, now, outcome.usage.overhead_s)
+        action, account, status = tracked.action, tracked.account, outcome.status.value
+        self.trajectories.on_settled(tracked.trajectory, action.kind, outcome.status is Status.SUCCEEDED)
+        account.live_actions -= 1
         account.run.count(status)
-        self._buckets.settled(account, outcome.waiting_s, outcome.execution_s, outcome.overhead_s)
-        if life.box is not None:
-            self._boxes.drop_if_gone(life.box.name, self._scheduler.places)
-        granted_s = life.granted_s if life.granted_s >= 0.0 else now
-        row = Row(
-            number, action.id, action.run, action.trajectory, account.name, status, life.submitted_s, granted_s, now,
-            outcome.waiting_s, outcome.execution_s, outcome.overhead_s, life.cpu, life.node,
+        self._buckets.on_settled(account, outcome.waiting_s, outcome.execution_s, outcome.overhead_s)
+        if tracked.sandbox is not None:
+            self._sandboxes.drop_if_closed(tracked.sandbox.name, self._scheduler.places)
+        granted_s = tracked.granted_s if tracked.granted_s >= 0.0 else now
+        row = TimelineRow(
+            number, action.id, action.run, action.trajectory, account.name, status, tracked.submitted_s, granted_s, now,
+            outcome.waiting_s, outcome.execution_s, outcome.overhead_s, tracked.cpu, tracked.node,
         )  # fmt: skip
-        asked, cpu_s = account.asked(action.demand), outcome.usage.cpu_s
-        return Past(row, asked, outcome.reason, outcome.attempts, cpu_s, life.missed, tuple(life.notes))
+        demand_text, cpu_s = account.describe_demand(action.demand), outcome.usage.cpu_s
+        return SettledActionRecord(
+            row, demand_text, outcome.reason, outcome.attempts, cpu_s, tracked.dropped_notes, tuple(tracked.notes)
+        )
 
-    def concluded(self, action: Action, outcome: Outcome, number: int, now: float) -> Past:
-        """One that was never here. It is counted by its status, and not among durations: nobody knows how long it
-        took."""
-        account, status = self._accounts.of(action), outcome.status.value
+    def on_concluded(self, action: Action, outcome: Outcome, number: int, now: float) -> SettledActionRecord:
+        """Records an action that this service never ran. Counts its status but no durations, which are unknown."""
+        account, status = self._accounts.account_of(action), outcome.status.value
         account.run.count(status)
-        row = Row(
+        row = TimelineRow(
             number, action.id, action.run, action.trajectory, account.name, status, now, now, now, 0.0, 0.0, 0.0, 0, "",
         )  # fmt: skip
-        return Past(row, account.asked(action.demand), outcome.reason, outcome.attempts, 0.0, 0, ())
+        return SettledActionRecord(
+            row, account.describe_demand(action.demand), outcome.reason, outcome.attempts, 0.0, 0, ()
+        )

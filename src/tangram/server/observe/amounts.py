@@ -1,42 +1,40 @@
-"""Amounts in words: what an action asks for, and what it got.
-
-Owns the words, as they stand in stories.
-"""
+"""Amounts as text, for stories: what an action demands and what it was granted."""
 
 from __future__ import annotations
 
 from tangram.core.demand import CORE, CPU, GPU, MEMORY, Amounts, Demand
 
 
-def asked_for(demand: Demand) -> str:
-    """What it wants of which kinds: `1 to 4 cores of cpu and 1 unit of search`."""
-    return " and ".join([f"{_amounts(kind, amounts)} of {kind}" for kind, amounts in demand.pools.items()])
+def describe_demand(demand: Demand) -> str:
+    """A demand as text: `1 to 4 cores of cpu and 1 unit of search`."""
+    return " and ".join([f"{_describe_amounts(kind, amounts)} of {kind}" for kind, amounts in demand.pools.items()])
 
 
-def share(pool: str, reserved: int, limit: int) -> str:
-    """Units of one pool: `0.5 cores (limit 4 cores) of cpu@n0`."""
+def describe_share(pool: str, reserved: int, limit: int) -> str:
+    """Units of one pool as text: `0.5 cores (limit 4 cores) of cpu@n0`."""
     kind = pool.partition("@")[0]
-    more = f" (limit {_amount(kind, limit)})" if limit != reserved else ""
-    return f"{_amount(kind, reserved)}{more} of {pool}"
+    more = f" (limit {_describe_amount(kind, limit)})" if limit != reserved else ""
+    return f"{_describe_amount(kind, reserved)}{more} of {pool}"
 
 
-def _amounts(kind: str, amounts: Amounts) -> str:
+def _describe_amounts(kind: str, amounts: Amounts) -> str:
     if not amounts.declared:
-        return f"what is learned, up to {_amount(kind, amounts.max)}"
+        return f"a learned amount, up to {_describe_amount(kind, amounts.max)}"
     if amounts.max == amounts.min:
-        return _amount(kind, amounts.min)
+        return _describe_amount(kind, amounts.min)
     if amounts.choices:
-        return f"{', '.join(_number(kind, choice) for choice in amounts.choices[:-1])} or {_amount(kind, amounts.max)}"
-    return f"{_number(kind, amounts.min)} to {_amount(kind, amounts.max)}"
+        choices = ", ".join(_format_number(kind, choice) for choice in amounts.choices[:-1])
+        return f"{choices} or {_describe_amount(kind, amounts.max)}"
+    return f"{_format_number(kind, amounts.min)} to {_describe_amount(kind, amounts.max)}"
 
 
-def _amount(kind: str, units: int) -> str:
-    number = _number(kind, units)
+def _describe_amount(kind: str, units: int) -> str:
+    number = _format_number(kind, units)
     if kind == MEMORY:
         return f"{number} MiB"
     noun = "core" if kind == CPU else "device" if kind == GPU else "unit"
     return f"{number} {noun}" if number == "1" else f"{number} {noun}s"
 
 
-def _number(kind: str, units: int) -> str:
+def _format_number(kind: str, units: int) -> str:
     return f"{units / CORE:g}" if kind == CPU else str(units)

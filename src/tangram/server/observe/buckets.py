@@ -1,76 +1,76 @@
-"""Buckets: the stretches of BUCKET_S into which the history is cut.
+"""Buckets: the intervals of BUCKET_S that make up the history.
 
-Owns the one that is being filled and when it ends. What settles is first counted with its class, and goes from there to
-its run and to all when somebody looks or the bucket ends: so that what happens for every action is little.
+Owns the present bucket. A settled action first counts in its class only; `fold` adds classes to runs and totals when a
+view is built or the bucket ends, so that each action costs little.
 """
 
 from __future__ import annotations
 
 from tangram.core.ledger import PoolState
-from tangram.runtime.views import BUCKET_S, BUCKETS_MAX, Bucket
+from tangram.runtime.tally import Tally
+from tangram.runtime.views import BUCKET_S, BUCKETS_MAX, HistoryBucket
 from tangram.server.observe.accounts import Accounts, ClassAccount, RunAccount
-from tangram.server.observe.history import SLICE_S, Busy, Series, Tally
+from tangram.server.observe.history import SLICE_S, PoolUtilization, Series
 
 BUCKETS_PER_SLICE = round(SLICE_S / BUCKET_S)
 
-EMPTY = Series()
+EMPTY_SERIES = Series()
 
 
 class Buckets:
     def __init__(self, accounts: Accounts) -> None:
         self._accounts = accounts
-        self.levels = Busy()
+        self.utilization = PoolUtilization()
         self.end_s = BUCKET_S
-        """Of the one that is being filled."""
+        """End of the present bucket."""
         self._number = 0
         self._tally = Tally()
         self._series = Series()
-        """Of all runs together."""
-        self._busy: dict[int, dict[str, float]] = {}
-        """Per bucket, the oldest first."""
-        self._touched: list[ClassAccount] = []
-        """Classes in which something settled that their runs have not heard of."""
+        """All runs together."""
+        self._utilization_by_bucket: dict[int, dict[str, float]] = {}
+        """By bucket, oldest first."""
+        self._unfolded_classes: list[ClassAccount] = []
+        """Classes with settled actions that `fold` has yet to add."""
 
-    def settled(self, account: ClassAccount, waiting_s: float, execution_s: float, overhead_s: float) -> None:
+    def on_settled(self, account: ClassAccount, waiting_s: float, execution_s: float, overhead_s: float) -> None:
         if not account.tally.count:
-            self._touched.append(account)
+            self._unfolded_classes.append(account)
         account.add(waiting_s, execution_s, overhead_s)
 
     def fold(self) -> None:
-        """Tell runs and hours what has settled."""
+        """Adds settled actions to runs and totals."""
         number = self._number // BUCKETS_PER_SLICE
-        for account in self._touched:
+        for account in self._unfolded_classes:
             tally, account.tally = account.tally, Tally()
             account.hour.add(tally, number)
             account.run.hour.add(tally, number)
             account.run.tally.merge(tally)
             self._tally.merge(tally)
-        self._touched.clear()
+        self._unfolded_classes.clear()
 
     def close(self, now: float, pools: dict[str, PoolState]) -> None:
-        """End those that are over by now. Waiting and running actions are counted as they were before the event that
-        came first after them."""
+        """Closes buckets that have ended. Waiting and running actions count as before the first event after the end."""
         self.fold()
         slice_before = self._number // BUCKETS_PER_SLICE
         last = int(now // BUCKET_S)
-        self._end_one()
+        self._close_one()
         if last - self._number > BUCKETS_MAX:
-            # Nothing happened for longer than is remembered.
-            self.levels.close(self._number * BUCKET_S, (last - BUCKETS_MAX) * BUCKET_S)
+            # The pause is longer than the history.
+            self.utilization.close(self._number * BUCKET_S, (last - BUCKETS_MAX) * BUCKET_S)
             self._number = last - BUCKETS_MAX
         while self._number < last:
-            self._end_one()
+            self._close_one()
         self.end_s = (self._number + 1) * BUCKET_S
-        self.levels.renew(pools, now)
+        self.utilization.reset_pools(pools, now)
         number = self._number // BUCKETS_PER_SLICE
         if number != slice_before:
             self._accounts.forget(number)
 
-    def _end_one(self) -> None:
+    def _close_one(self) -> None:
         number = self._number
-        self._busy[number] = self.levels.close(number * BUCKET_S, (number + 1) * BUCKET_S)
-        if len(self._busy) > BUCKETS_MAX:
-            del self._busy[next(iter(self._busy))]
+        self._utilization_by_bucket[number] = self.utilization.close(number * BUCKET_S, (number + 1) * BUCKET_S)
+        if len(self._utilization_by_bucket) > BUCKETS_MAX:
+            del self._utilization_by_bucket[next(iter(self._utilization_by_bucket))]
         waiting = running = 0
         for run in self._accounts.all_runs():
             waiting += run.waiting
@@ -84,8 +84,10 @@ class Buckets:
         self._tally = Tally()
         self._number = number + 1
 
-    def history(self, account: RunAccount | None) -> tuple[Bucket, ...]:
-        """Of one run, or of all, the oldest first. How busy the pools were is the same for everybody."""
-        series = self._series if account is None else account.series or EMPTY
+    def history(self, account: RunAccount | None) -> tuple[HistoryBucket, ...]:
+        """Returns the history of a run, or of all, oldest first. The utilization of pools is the same for all."""
+        series = self._series if account is None else account.series or EMPTY_SERIES
         first = self._number - BUCKETS_MAX
-        return tuple([series.bucket(number, busy) for number, busy in self._busy.items() if number >= first])
+        return tuple(
+            [series.bucket(number, busy) for number, busy in self._utilization_by_bucket.items() if number >= first]
+        )

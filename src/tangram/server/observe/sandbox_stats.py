@@ -1,7 +1,6 @@
-"""Boxes: the sandboxes as the picture knows them.
+"""Sandbox statistics: age, actions and last use of each sandbox.
 
-Owns since when each is there, how many actions it has had and has, and when one was granted last. Which sandboxes there
-are, the scheduler says.
+The scheduler decides which sandboxes exist.
 """
 
 from __future__ import annotations
@@ -10,55 +9,55 @@ from tangram.core.places import Places
 from tangram.server.observe.accounts import RunAccount
 
 
-class Box:
-    """A sandbox."""
+class TrackedSandbox:
+    """Statistics of one sandbox."""
 
-    __slots__ = ("account", "actions", "active", "last_used_s", "name", "node", "opened_s", "run")
+    __slots__ = ("account", "actions", "active_actions", "last_used_s", "name", "node", "opened_s", "run")
 
     def __init__(self, name: str, run: str, account: RunAccount, node: str, now: float) -> None:
         self.name = name
         self.run = run
         self.account = account
         self.node = node
-        """Empty until an action of it is granted."""
+        """Empty until its first action is granted."""
         self.opened_s = self.last_used_s = now
-        self.actions = self.active = 0
+        self.actions = self.active_actions = 0
 
 
-class Boxes:
+class SandboxStats:
     def __init__(self) -> None:
-        self.by_name: dict[str, Box] = {}
-        """The one used last at the end."""
+        self.by_name: dict[str, TrackedSandbox] = {}
+        """Least recently used first."""
 
     def open(self, name: str, run: str, account: RunAccount, node: str, now: float) -> None:
-        self.by_name[name] = Box(name, run, account, node, now)
+        self.by_name[name] = TrackedSandbox(name, run, account, node, now)
         account.sandboxes += 1
 
-    def enter(self, box: Box, node: str, now: float) -> None:
-        """An action of it is granted."""
-        box.node = node or box.node
-        box.actions += 1
-        box.last_used_s = now
-        box.active += 1
-        if self.by_name.pop(box.name, None) is not None:
-            self.by_name[box.name] = box
-            if box.active == 1:
-                box.account.active += 1
+    def on_action_granted(self, sandbox: TrackedSandbox, node: str, now: float) -> None:
+        """Counts an action that is granted."""
+        sandbox.node = node or sandbox.node
+        sandbox.actions += 1
+        sandbox.last_used_s = now
+        sandbox.active_actions += 1
+        if self.by_name.pop(sandbox.name, None) is not None:
+            self.by_name[sandbox.name] = sandbox
+            if sandbox.active_actions == 1:
+                sandbox.account.active += 1
 
-    def leave(self, box: Box, now: float) -> None:
-        """It runs no more."""
-        box.active -= 1
-        box.last_used_s = now
-        if not box.active and box.name in self.by_name:
-            box.account.active -= 1
+    def on_action_ended(self, sandbox: TrackedSandbox, now: float) -> None:
+        """Counts the end of an action."""
+        sandbox.active_actions -= 1
+        sandbox.last_used_s = now
+        if not sandbox.active_actions and sandbox.name in self.by_name:
+            sandbox.account.active -= 1
 
-    def drop_if_gone(self, name: str, places: Places) -> None:
+    def drop_if_closed(self, name: str, places: Places) -> None:
         if name not in places.by_sandbox:
             box = self.by_name.pop(name, None)
             if box is not None:
                 box.account.sandboxes -= 1
-                box.account.active -= bool(box.active)
+                box.account.active -= bool(box.active_actions)
 
-    def drop_all_gone(self, places: Places) -> None:
+    def drop_all_closed(self, places: Places) -> None:
         for name in [name for name in self.by_name if name not in places.by_sandbox]:
-            self.drop_if_gone(name, places)
+            self.drop_if_closed(name, places)

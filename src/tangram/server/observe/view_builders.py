@@ -1,7 +1,7 @@
-"""Panes: the parts of a View, each made of the scheduler and the picture at the moment somebody looks.
+"""View builders: the data of the dashboard and of `tangram status`, built from scheduler and observer on request.
 
-Owns what a caller may see. Reads, and changes nothing. Of other runs than its own a caller sees that they hold units,
-and all of them together as one run named HIDDEN; their actions, sandboxes, classes and rows are not there at all.
+Decides what a caller may see; changes nothing. A run sees all other runs as one, named HIDDEN, with the units that they
+hold; their actions, sandboxes, classes and rows are absent.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tangram.core.explain import explain
 from tangram.core.lanes import Entry, Lane, Run
 from tangram.core.queue import ELDER_FACTOR
 from tangram.core.scheduler import Scheduler
-from tangram.managers.functions.boxed import Instance
+from tangram.managers.functions.manager import FunctionInstanceView
 from tangram.runtime.views import (
-    HIDDEN,
+    HIDDEN_NAME,
     RUNNING_SHOWN_MAX,
     SANDBOXES_SHOWN_MAX,
     WAITING_SHOWN_MAX,
@@ -31,59 +30,60 @@ from tangram.runtime.views import (
     WaitingView,
 )
 from tangram.server.observe.accounts import ClassAccount, RunAccount
-from tangram.server.observe.pools import pool_views
-from tangram.server.observe.sandbox_stats import Box
-from tangram.server.observe.shares import Shares
+from tangram.server.observe.pool_views import RunShares, pool_views
+from tangram.server.observe.sandbox_stats import TrackedSandbox
 from tangram.server.observe.time_breakdown import OTHER
 
 if TYPE_CHECKING:
-    from tangram.server.observe.observer import Picture
+    from tangram.server.observe.state_observer import StateObserver
 
 CLASSES_SHOWN_MAX = 50
 
 
-def view(picture: Picture, run: str | None, now: float, at: float) -> View:
-    scheduler, accounts = picture.scheduler, picture.accounts
+def build_view(observer: StateObserver, run: str | None, now: float, at: float) -> View:
+    scheduler, accounts = observer.scheduler, observer.accounts
     known = scheduler.queue.runs.get(run) if run is not None else None
     waiting_total = scheduler.queue.waiting if run is None else known.waiting if known is not None else 0
     running = [entry for entry in scheduler.grants.holding.values() if run is None or entry.action.run == run]
-    boxes = [box for box in reversed(picture.boxes.by_name.values()) if run is None or box.run == run]
-    # Whoever has no account of its own is counted with others, whom it may not see.
+    boxes = [box for box in reversed(observer.sandboxes.by_name.values()) if run is None or box.run == run]
+    # A run without an account is counted among others, whose numbers it must not see.
     account = None if run is None else accounts.runs.get(run, RunAccount(run))
     return View(
         now_s=now,
         at=at,
-        service=picture.service(),
-        pools=pool_views(picture, run, now),
-        runs=_runs(picture, run, running),
-        classes=_classes(picture, account),
-        waiting=_waiting(picture, run),
+        service=observer.service(),
+        pools=pool_views(observer, run, now),
+        runs=_run_views(observer, run, running),
+        classes=_class_views(observer, account),
+        waiting=_waiting_views(observer, run),
         waiting_total=waiting_total,
-        running=tuple([_running(picture, entry) for entry in running[:RUNNING_SHOWN_MAX]]),
+        running=tuple([_running_view(observer, entry) for entry in running[:RUNNING_SHOWN_MAX]]),
         running_total=len(running),
-        sandboxes=_sandboxes(picture, boxes[:SANDBOXES_SHOWN_MAX], now),
+        sandboxes=_sandbox_views(observer, boxes[:SANDBOXES_SHOWN_MAX], now),
         sandboxes_total=len(boxes),
-        history=picture.buckets.history(account),
+        history=observer.buckets.history(account),
     )
 
 
-def _sandboxes(picture: Picture, boxes: list[Box], now: float) -> tuple[SandboxView, ...]:
-    instance_by_name = {instance.sandbox: instance for instance in picture.instances()}
-    return tuple([_sandbox(picture.scheduler, box, instance_by_name.get(box.name), now) for box in boxes])
+def _sandbox_views(observer: StateObserver, sandboxes: list[TrackedSandbox], now: float) -> tuple[SandboxView, ...]:
+    instance_by_name = {instance.sandbox: instance for instance in observer.instances()}
+    return tuple([_sandbox_view(observer.scheduler, box, instance_by_name.get(box.name), now) for box in sandboxes])
 
 
-def _sandbox(scheduler: Scheduler, box: Box, instance: Instance | None, now: float) -> SandboxView:
-    """Of an instance the picture has seen no actions: its calls are those of no sandbox."""
-    place = scheduler.places.by_sandbox.get(box.name)
+def _sandbox_view(
+    scheduler: Scheduler, sandbox: TrackedSandbox, instance: FunctionInstanceView | None, now: float
+) -> SandboxView:
+    """The observer sees no actions of an instance: its calls name no sandbox."""
+    place = scheduler.places.by_sandbox.get(sandbox.name)
     view = SandboxView(
-        name=box.name,
-        run=box.run,
-        node=box.node,
+        name=sandbox.name,
+        run=sandbox.run,
+        node=sandbox.node,
         memory_mib=place.memory if place is not None else 0,
-        opened_s=box.opened_s,
-        active=box.active,
-        actions=box.actions,
-        last_used_s=box.last_used_s,
+        opened_s=sandbox.opened_s,
+        active=sandbox.active_actions,
+        actions=sandbox.actions,
+        last_used_s=sandbox.last_used_s,
     )
     if instance is None:
         return view
@@ -99,10 +99,10 @@ def _sandbox(scheduler: Scheduler, box: Box, instance: Instance | None, now: flo
 # ---- runs and classes -----------------------------------------------------------------------------------------
 
 
-def _runs(picture: Picture, run: str | None, running: list[Entry]) -> tuple[RunView, ...]:
-    scheduler = picture.scheduler
-    runs, accounts = scheduler.queue.runs, picture.accounts
-    shares = Shares(scheduler.ledger, picture.now())
+def _run_views(observer: StateObserver, run: str | None, running: list[Entry]) -> tuple[RunView, ...]:
+    scheduler = observer.scheduler
+    runs, accounts = scheduler.queue.runs, observer.accounts
+    shares = RunShares(scheduler.ledger, observer.now())
     if run is None:
         named = [name for name in accounts.runs if name in runs]
         shown = [run_view(shares, accounts.runs[name], [runs[name]]) for name in named]
@@ -112,8 +112,8 @@ def _runs(picture: Picture, run: str | None, running: list[Entry]) -> tuple[RunV
     if own is None:
         own = RunAccount(run)
         own.running = len(running)
-        own.sandboxes = sum(box.run == run for box in picture.boxes.by_name.values())
-    others = RunAccount(HIDDEN)
+        own.sandboxes = sum(box.run == run for box in observer.sandboxes.by_name.values())
+    others = RunAccount(HIDDEN_NAME)
     for other in accounts.all_runs():
         others.running += other.running
         others.sandboxes += other.sandboxes
@@ -125,45 +125,45 @@ def _runs(picture: Picture, run: str | None, running: list[Entry]) -> tuple[RunV
 
 
 def _is_empty(run: RunView) -> bool:
-    """As after a run was revoked that is not counted by name any more."""
+    """True after a run without an account was revoked."""
     return not (run.waiting or run.running or run.sandboxes or run.share or any(run.settled.values()))
 
 
-def run_view(shares: Shares, account: RunAccount, runs: list[Run]) -> RunView:
-    """Of the runs that an account counts."""
+def run_view(shares: RunShares, account: RunAccount, runs: list[Run]) -> RunView:
+    """The runs that one account counts."""
     return RunView(
         name=account.name,
         weight=sum(run.usage.weight for run in runs),
-        share=shares.of(run.usage for run in runs),
+        share=shares.dominant_share(run.usage for run in runs),
         waiting=sum(run.waiting for run in runs),
         running=account.running,
         sandboxes=account.sandboxes,
         settled=dict(account.settled),
-        act=account.hour.all.percentiles(),
-        spending=account.spending.view(),
+        act=account.hour.total.percentiles(),
+        spending=account.time_breakdown.view(),
     )
 
 
-def _classes(picture: Picture, run: RunAccount | None) -> tuple[ClassView, ...]:
-    """Classes of one name of several runs are one class to the admin."""
-    accounts = [one for one in picture.accounts.classes.values() if one.hour.all.count]
+def _class_views(observer: StateObserver, run: RunAccount | None) -> tuple[ClassView, ...]:
+    """An admin sees classes of the same name of several runs as one."""
+    accounts = [one for one in observer.accounts.classes.values() if one.hour.total.count]
     if run is not None:
         accounts = [one for one in accounts if one.run is run]
     by_name: dict[str, list[ClassAccount]] = {}
     for account in accounts:
         by_name.setdefault(account.name, []).append(account)
     shown = nlargest(
-        CLASSES_SHOWN_MAX, by_name.items(), key=lambda item: sum(account.hour.all.total_s for account in item[1])
+        CLASSES_SHOWN_MAX, by_name.items(), key=lambda item: sum(account.hour.total.total_s for account in item[1])
     )
-    return tuple([_class(name, some) for name, some in shown])
+    return tuple([_class_view(name, some) for name, some in shown])
 
 
-def _class(name: str, accounts: list[ClassAccount]) -> ClassView:
-    tally = accounts[0].hour.all
+def _class_view(name: str, accounts: list[ClassAccount]) -> ClassView:
+    tally = accounts[0].hour.total
     if len(accounts) > 1:
         tally = type(tally)()
         for account in accounts:
-            tally.merge(account.hour.all)
+            tally.merge(account.hour.total)
     return ClassView(
         name=name,
         act=tally.percentiles(),
@@ -173,17 +173,17 @@ def _class(name: str, accounts: list[ClassAccount]) -> ClassView:
     )
 
 
-# ---- what waits and what runs ---------------------------------------------------------------------------------
+# ---- waiting and running actions ------------------------------------------------------------------------------
 
 
-def _running(picture: Picture, entry: Entry) -> RunningView:
+def _running_view(observer: StateObserver, entry: Entry) -> RunningView:
     action = entry.action
-    life = picture.lives.by_id.get(action.id)
+    tracked = observer.tracker.by_id.get(action.id)
     return RunningView(
         id=action.id,
         run=action.run,
         trajectory=action.trajectory,
-        name=life.account.name if life is not None else OTHER,
+        name=tracked.account.name if tracked is not None else OTHER,
         state=entry.state.value,
         submitted_s=entry.submitted_at,
         started_s=entry.granted_at,
@@ -192,48 +192,49 @@ def _running(picture: Picture, entry: Entry) -> RunningView:
     )
 
 
-def _waiting(picture: Picture, run: str | None) -> tuple[WaitingView, ...]:
-    """What keeps the second of a lane keeps all behind it: the first two are explained, the others like the second."""
-    scheduler = picture.scheduler
-    hidden = foreign(scheduler, run)
-    said: dict[int, list[str]] = {}
-    found = []
-    for entry in front(scheduler, run, WAITING_SHOWN_MAX):
-        before = said.setdefault(id(entry.lane), [])
-        if len(before) < 2:
-            before.append(explained(scheduler, entry, hidden).removeprefix(entry.id))
-        found.append(_waits(picture, entry, entry.id + before[-1]))
-    return tuple(found)
+def _waiting_views(observer: StateObserver, run: str | None) -> tuple[WaitingView, ...]:
+    """All actions behind the second of a lane wait for the same reason: the first two are explained, the others like
+    the second."""
+    scheduler = observer.scheduler
+    hidden = foreign_ids(scheduler, run)
+    explanations_by_lane: dict[int, list[str]] = {}
+    views = []
+    for entry in queue_front(scheduler, run, WAITING_SHOWN_MAX):
+        explanations = explanations_by_lane.setdefault(id(entry.lane), [])
+        if len(explanations) < 2:
+            explanations.append(explain_for(scheduler, entry, hidden).removeprefix(entry.id))
+        views.append(_waiting_view(observer, entry, entry.id + explanations[-1]))
+    return tuple(views)
 
 
-def _waits(picture: Picture, entry: Entry, reason: str) -> WaitingView:
+def _waiting_view(observer: StateObserver, entry: Entry, reason: str) -> WaitingView:
     action = entry.action
-    life = picture.lives.by_id.get(action.id)
+    tracked = observer.tracker.by_id.get(action.id)
     return WaitingView(
         id=action.id,
         run=action.run,
         trajectory=action.trajectory,
-        name=life.account.name if life is not None else OTHER,
+        name=tracked.account.name if tracked is not None else OTHER,
         since_s=entry.submitted_at,
         reason=reason,
     )
 
 
-def front(scheduler: Scheduler, run: str | None, most: int) -> list[Entry]:
-    """The first of those that wait, in the order of the queue: elders by arrival, then the poorest run, and within it
-    the aged by arrival, then by priority and the policy's key."""
+def queue_front(scheduler: Scheduler, run: str | None, most: int) -> list[Entry]:
+    """The first waiting actions in queue order: elders by arrival, then the run with the smallest share, and within it
+    aged actions by arrival, then by priority and the policy's key."""
     queue, now = scheduler.queue, scheduler.now
     runs = [one for name, one in queue.runs.items() if one.waiting and run in (None, name)]
     elder_since, aged_since = now - ELDER_FACTOR * queue.ageing_s, now - queue.ageing_s
     elders = nsmallest(most, [entry for one in runs for entry in _elders(one, elder_since, most)])
-    found = {entry.seq: entry for entry in elders}
+    entry_by_seq = {entry.seq: entry for entry in elders}
     for one in sorted(runs, key=lambda one: (one.usage.standing(now), one.served)):
-        if len(found) >= most:
+        if len(entry_by_seq) >= most:
             break
-        first = [entry for lane in one.lanes.values() if lane.waiting for entry in _first(lane, most)]
+        first = [entry for lane in one.lanes.values() if lane.waiting for entry in _lane_front(lane, most)]
         ranked = sorted([(_rank(entry, aged_since), entry) for entry in first])
-        found.update({entry.seq: entry for _, entry in ranked if entry.seq not in found})
-    return list(found.values())[:most]
+        entry_by_seq.update({entry.seq: entry for _, entry in ranked if entry.seq not in entry_by_seq})
+    return list(entry_by_seq.values())[:most]
 
 
 def _elders(run: Run, since: float, most: int) -> Iterator[Entry]:
@@ -248,8 +249,8 @@ def _rank(entry: Entry, aged_since: float) -> tuple[float, ...]:
     return (1, -entry.action.priority, entry.key, entry.seq)
 
 
-def _first(lane: Lane, most: int) -> list[Entry]:
-    """Of one lane: the oldest, among whom are those that have aged, and the first by the policy's order."""
+def _lane_front(lane: Lane, most: int) -> list[Entry]:
+    """The first of a lane: the oldest, which include all aged ones, and the first in the policy's order."""
     if lane.waiting <= most:
         return [entry for entry in lane.fifo if entry.lane is lane]
     oldest = islice((entry for entry in lane.fifo if entry.lane is lane), most)
@@ -257,9 +258,9 @@ def _first(lane: Lane, most: int) -> list[Entry]:
     return [*oldest, *[item[3] for item in first]]
 
 
-def foreign(scheduler: Scheduler, run: str | None) -> list[str]:
-    """Ids of other runs that may stand in an explanation: whoever has closed a pool. The longest first, since one may
-    be the beginning of another."""
+def foreign_ids(scheduler: Scheduler, run: str | None) -> list[str]:
+    """Ids of other runs that an explanation may contain, because their actions closed a pool. Longest first, since one
+    id may be a prefix of another."""
     if run is None or not scheduler.queue.closures:
         return []
     queue = scheduler.queue
@@ -269,9 +270,9 @@ def foreign(scheduler: Scheduler, run: str | None) -> list[str]:
     return sorted(ids, key=lambda id: (-len(id), id))
 
 
-def explained(scheduler: Scheduler, entry: Entry, hidden: list[str]) -> str:
-    """Why it waits, or what it does, without the ids that are not the caller's to see."""
-    sentence = explain(scheduler, entry).removeprefix(entry.id)
+def explain_for(scheduler: Scheduler, entry: Entry, hidden: list[str]) -> str:
+    """The explanation of an action, without ids that the caller must not see."""
+    sentence = scheduler.explain(entry.id).removeprefix(entry.id)
     for id in hidden:
-        sentence = sentence.replace(f"behind {id}, which", f"behind {HIDDEN}, which")
+        sentence = sentence.replace(f"behind {id}, which", f"behind {HIDDEN_NAME}, which")
     return entry.id + sentence

@@ -1,6 +1,6 @@
-"""Sight: what the service shows of itself over HTTP, to each caller what it may see.
+"""The visibility filter: what each caller may see of the service over HTTP.
 
-Owns nothing: it asks the picture, the metrics, the scheduler and the event log. Changes nothing.
+Owns nothing; reads the observer, the metrics, the scheduler and the event log.
 """
 
 from __future__ import annotations
@@ -13,65 +13,66 @@ import msgspec
 from tangram.core.messages import Pool
 from tangram.errors import InvalidAction
 from tangram.managers.models import ModelManager
-from tangram.runtime.views import Story, Timeline, View
+from tangram.runtime.views import Story, TimelineView, View
 from tangram.runtime.wire import ServiceReply
-from tangram.server.http.auth import Caller
+from tangram.server.http.auth import Principal
 from tangram.server.observe.event_log import EventLog
 
 
-class Picture(Protocol):
-    """Of all runs, or as one of them may see it."""
+class ObservedState(Protocol):
+    """State as one run may see it; None is the admin."""
 
     def view(self, run: str | None) -> View: ...
 
-    def timeline(self, after: int, limit: int, run: str | None) -> Timeline: ...
+    def timeline(self, after: int, limit: int, run: str | None) -> TimelineView: ...
 
     def story(self, id: str, run: str | None) -> Story | None: ...
 
-    def hide(self, run: str) -> None: ...
+    def hide_run(self, run: str) -> None: ...
 
 
-class Sight:
+class VisibilityFilter:
     def __init__(
         self,
         pools: Iterable[Pool],
-        picture: Picture,
+        observer: ObservedState,
         metrics: Callable[[], str],
         models: ModelManager | None,
         event_log: EventLog | None,
     ) -> None:
         self._pools = {pool.name: pool for pool in pools}
-        """Of the machine, as large as they can be."""
-        self._picture = picture
+        """The pools of this machine at full size."""
+        self._observer = observer
         self.metrics = metrics
-        """All of them, as Prometheus reads them."""
+        """Renders all metrics for Prometheus."""
         self._models = models
         self._event_log = event_log
 
-    def view(self, caller: Caller) -> View:
-        found = self._picture.view(_run(caller))
-        return found if caller.admin else _without_others(found, caller.run)
+    def view(self, caller: Principal) -> View:
+        view = self._observer.view(_visible_run(caller))
+        return view if caller.is_admin else _hide_other_runs(view, caller.run)
 
-    def timeline(self, after: int, limit: int, caller: Caller) -> Timeline:
-        return self._picture.timeline(after, limit, _run(caller))
+    def timeline(self, after: int, limit: int, caller: Principal) -> TimelineView:
+        return self._observer.timeline(after, limit, _visible_run(caller))
 
-    def story(self, id: str, caller: Caller) -> Story | None:
-        """`id` with the name of its run before it, as the view shows it; or as its caller chose it."""
-        run = _run(caller)
-        return self._picture.story(id, run) or self._picture.story(f"{caller.space}/{id}", run)
+    def story(self, id: str, caller: Principal) -> Story | None:
+        """`id` is qualified, as views show it, or as its caller chose it."""
+        run = _visible_run(caller)
+        return self._observer.story(id, run) or self._observer.story(f"{caller.tenant}/{id}", run)
 
-    def forget(self, run: str) -> None:
-        """Whoever comes under its name later sees nothing of it."""
-        self._picture.hide(run)
+    def hide_run(self, run: str) -> None:
+        """Hides the past of the run from a later run of that name."""
+        self._observer.hide_run(run)
 
     def services(self) -> list[ServiceReply]:
-        found = self._models.services() if self._models is not None else ()
+        services = self._models.services() if self._models is not None else ()
         return [
-            ServiceReply(name=service.name, degrees=service.degrees, call_s_max=service.call_s_max) for service in found
+            ServiceReply(name=service.name, degrees=service.degrees, call_s_max=service.call_s_max)
+            for service in services
         ]
 
-    def resized(self, name: str, total: int) -> Pool:
-        """A pool of this machine with another total, its NUMA nodes in the same proportions."""
+    def resized_pool(self, name: str, total: int) -> Pool:
+        """Returns a pool of this machine with another total and its NUMA nodes in proportion."""
         pool = self._pools.get(name)
         if pool is None:
             raise InvalidAction("pool", name, f"one that can be resized: {', '.join(self._pools)}")
@@ -84,26 +85,26 @@ class Sight:
     def has_node(self, name: str) -> bool:
         return any(pool.node == name for pool in self._pools.values())
 
-    def trace(self) -> tuple[BinaryIO, int]:
+    def open_trace(self) -> tuple[BinaryIO, int]:
         if self._event_log is None:
-            raise InvalidAction("trace", None, "a service that records one: give its config `service.event_log`")
-        return self._event_log.opened()
+            raise InvalidAction("trace", None, "a service that records one: set `service.event_log` in its config")
+        return self._event_log.open_snapshot()
 
 
-def _run(caller: Caller) -> str | None:
-    return None if caller.admin else caller.run
+def _visible_run(caller: Principal) -> str | None:
+    return None if caller.is_admin else caller.run
 
 
-OF_RUNS = ("running", "function", "endpoint", "instances")
-"""Pools that belong to one run begin with one of these words and its name."""
+RUN_POOL_PREFIXES = ("running", "function", "endpoint", "instances")
+"""Names of pools of one run start with one of these words and the run."""
 
 
-def _without_others(view: View, run: str) -> View:
-    """Pools that belong to another run tell its name."""
+def _hide_other_runs(view: View, run: str) -> View:
+    """Removes pools of other runs, whose names contain the run."""
 
     def is_shown(kind: str) -> bool:
         word, _, rest = kind.partition("/")
-        return word not in OF_RUNS or rest.partition("/")[0] == run
+        return word not in RUN_POOL_PREFIXES or rest.partition("/")[0] == run
 
     pools = tuple(pool for pool in view.pools if is_shown(pool.kind))
     if len(pools) == len(view.pools):

@@ -1,7 +1,7 @@
 """Workloads: what agents submit to the pools, built by name; one file per built-in workload.
 
-Owns the list of the built-in workloads. Each is a generator fitted to measurements of real agents. Promises the same
-episodes for the same name, seed and options, under any PYTHONHASHSEED, and the same episode k whatever the batch size.
+Owns the list of built-in workloads. Each is a generator fitted to measurements of real agents. Same name, seed and
+options: same episodes, under any PYTHONHASHSEED; episode k is the same for every batch size.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _BUILDERS: dict[str, Callable[..., Workload]] = {
 
 
 def build(name: str, *, batch: int | None = None, seed: int = 0, **chosen: Any) -> Workload:
-    """The workload of that name with `batch` episodes (None: its own default); `chosen` are its own options."""
-    options.known("workload", name, WORKLOADS)
+    """Build the named workload with `batch` episodes (None: its own default); `chosen` are its own options."""
+    options.check_choice("workload", name, WORKLOADS)
     builder = _BUILDERS[name]
-    options.accepted(f"workload {name}", builder, chosen)
-    options.whole("seed", seed, least=0)
+    options.check_options(f"workload {name}", builder, chosen)
+    options.check_integer("seed", seed, least=0)
     if batch is None:
         return builder(seed=seed, **chosen)
-    options.whole("batch", batch)
+    options.check_integer("batch", batch)
     return builder(batch=batch, seed=seed, **chosen)

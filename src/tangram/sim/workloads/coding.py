@@ -1,9 +1,8 @@
 """The `coding` workload: a rollout batch of software-engineering agents in sandboxes, rewarded by test suites.
 
-Owns the shape of such trajectories. An episode starts its container, alternates thinking and tool calls, and ends
-with the reward: the test suite of its data set item. Groups of siblings work on one item, so the number of their
-calls, the length of their test runs and their reward move together. Promises that episode k is the same whatever
-the batch size.
+Owns the shape of such trajectories. An episode starts its container, alternates thinking and tool calls, and ends with
+the reward: the test suite of its data set item. Groups of siblings work on one item, so the number of their calls, the
+length of their test runs and their rewards correlate. Episode k is the same for every batch size.
 
 Fitted to measurements of real agents (left: the measured range; right: the exact value of the fit):
 
@@ -30,22 +29,23 @@ import numpy as np
 
 from tangram.core.demand import CPU, Demand, cores, learned
 from tangram.core.speedup import PowerLaw
-from tangram.sim.episode import Episode, Step, Turn, Workload
+from tangram.sim.episode import SimEpisode, SimStep, SimTurn, Workload
 from tangram.sim.workloads import options
-from tangram.sim.workloads.fit import SECONDS_MIN, Floats, Mixture, Part, blend, lognormal, stream
+from tangram.sim.workloads.fit import SECONDS_MIN, Floats, LognormalPart, Mixture, blend, lognormal, random_stream
 
 TOOL_LIMIT_S = 120.0
-"""Default time limit of a shell tool: the pile-up of durations at 120 s in every measurement."""
+"""Default time limit of a shell tool: every measurement shows a peak of durations at 120 s."""
 
 LONG_LIMIT_S = 360.0
 LONG_LIMIT_SHARE = 0.25
-"""Share of the hopeless commands that the agent gave a longer limit: it brings the measured maximum and CV."""
+"""Share of the commands that hit a time limit for which the agent set a longer limit. Reproduces the measured maximum
+and coefficient of variation."""
 
 CALLS = lognormal(38.0, 0.54)
 CALLS_SIGMA_ITEM = 0.4
-"""Part of that spread that siblings share: how hard the item is."""
+"""Part of that spread that siblings share: the difficulty of the item."""
 CALLS_MIN, CALLS_MAX = 3, 150
-"""The most is a limit of turns, as every rollout has one: above all measured p95, and rarely reached."""
+"""The maximum is a limit of turns, as in every rollout: above all measured p95, and rarely reached."""
 
 THINK = lognormal(3.1, 0.8)
 
@@ -55,26 +55,32 @@ TESTS_SIGMA_ITEM = 0.35
 REWARD_SIGMA = 0.5
 """Spread of the log duration of one item's test suite between siblings."""
 REWARD_BUSY = 0.3
-"""Cores that a test suite keeps busy per core of its width: as much as the test commands of the agents do; the rest
-of the time it installs packages, reads files and waits."""
+"""Cores that a test suite keeps busy per core of its width: as measured for the test commands of agents. The rest of
+the time it installs packages, reads files and waits."""
 REWARD_CORES_MIN = 0.5
-"""What a test suite is guaranteed: as much as a pod per trajectory requests in the baseline of the papers."""
+"""Guaranteed cores of a test suite: the request of a pod per trajectory in the baseline of the papers."""
 REWARD_EXPONENTS = (0.6, 0.85)
 """Test suites parallelise like the better developer commands (lint 0.6, type checks 0.76-0.88)."""
 
-START = Mixture((Part(0.75, 0.42, 0.15), Part(0.25, 1.75, 0.62)))
+START = Mixture((LognormalPart(0.75, 0.42, 0.15), LognormalPart(0.25, 1.75, 0.62)))
 """Most containers start from a warm image at once; a quarter wait for the disk."""
 
-REWARD = Mixture((Part(0.628, 3.54, 0.61, 120.0), Part(0.36, 24.7, 0.762, 120.0), Part(0.012, 180.0, 0.81, 600.0)))
+REWARD = Mixture(
+    (
+        LognormalPart(0.628, 3.54, 0.61, 120.0),
+        LognormalPart(0.36, 24.7, 0.762, 120.0),
+        LognormalPart(0.012, 180.0, 0.81, 600.0),
+    )
+)
 """Small suites, large suites, and the few data set items with a limit of ten minutes."""
 
 START_BUSY = 0.3
 LIMIT_CORES = 4.0
-"""What a pod per trajectory may use at most in the baseline of the papers."""
+"""Core limit of a pod per trajectory in the baseline of the papers."""
 
 
 class CallClass(msgspec.Struct, frozen=True):
-    """Calls that behave alike, as far as one can tell from the tool and the first word of the command."""
+    """Calls with the same behaviour, as far as the tool and the first word of the command predict it."""
 
     key: str
     share: float
@@ -82,34 +88,44 @@ class CallClass(msgspec.Struct, frozen=True):
     cores: Mixture
 
 
-def _limited(weight: float, median: float, sigma: float) -> tuple[Part, Part]:
-    """Commands that mostly end by their time limit, of which some have the long one."""
+def _limited(weight: float, median: float, sigma: float) -> tuple[LognormalPart, LognormalPart]:
+    """Commands that mostly end at their time limit; some have the long limit."""
     return (
-        Part(weight * (1.0 - LONG_LIMIT_SHARE), median, sigma, TOOL_LIMIT_S),
-        Part(weight * LONG_LIMIT_SHARE, median, sigma, LONG_LIMIT_S),
+        LognormalPart(weight * (1.0 - LONG_LIMIT_SHARE), median, sigma, TOOL_LIMIT_S),
+        LognormalPart(weight * LONG_LIMIT_SHARE, median, sigma, LONG_LIMIT_S),
     )
 
 
 def _quick(median: float, sigma: float, slow: float = 0.0) -> Mixture:
-    """Calls of tens of milliseconds; a share meets a cold cache or a large tree and takes about a second."""
+    """Calls of tens of milliseconds. The share `slow` hits a cold cache or a large tree and takes about a second."""
     if not slow:
         return lognormal(median, sigma, TOOL_LIMIT_S)
-    return Mixture((Part(1.0 - slow, median, sigma, TOOL_LIMIT_S), Part(slow, 0.9, 0.5, TOOL_LIMIT_S)))
+    return Mixture(
+        (LognormalPart(1.0 - slow, median, sigma, TOOL_LIMIT_S), LognormalPart(slow, 0.9, 0.5, TOOL_LIMIT_S))
+    )
 
 
 TESTS = Mixture(
-    (Part(0.783, 1.08, 0.62, TOOL_LIMIT_S), Part(0.176, 6.0, 0.85, TOOL_LIMIT_S), *_limited(0.041, 140, 0.45))
+    (
+        LognormalPart(0.783, 1.08, 0.62, TOOL_LIMIT_S),
+        LognormalPart(0.176, 6.0, 0.85, TOOL_LIMIT_S),
+        *_limited(0.041, 140, 0.45),
+    )
 )
 """One test file, the whole suite, and suites that hang until the limit."""
-INSTALLS = Mixture((Part(0.70, 1.5, 0.45, TOOL_LIMIT_S), *_limited(0.30, 62.0, 0.9)))
-"""Already there, or downloaded and built."""
+INSTALLS = Mixture((LognormalPart(0.70, 1.5, 0.45, TOOL_LIMIT_S), *_limited(0.30, 62.0, 0.9)))
+"""Already installed, or downloaded and built."""
 
 LIGHT = lognormal(0.12, 0.6, 1.0)
-"""Waits for the disk and for the tool itself."""
-SCRIPT = Mixture((Part(0.6, 0.15, 0.6, 1.0), Part(0.4, 0.95, 0.1, 1.2)))
-TEST_CORES = Mixture((Part(0.88, 0.12, 0.7, 1.0), Part(0.11, 0.92, 0.08, 1.2), Part(0.01, 2.4, 0.7, 12.0)))
+"""Waiting for the disk and for the tool itself."""
+SCRIPT = Mixture((LognormalPart(0.6, 0.15, 0.6, 1.0), LognormalPart(0.4, 0.95, 0.1, 1.2)))
+TEST_CORES = Mixture(
+    (LognormalPart(0.88, 0.12, 0.7, 1.0), LognormalPart(0.11, 0.92, 0.08, 1.2), LognormalPart(0.01, 2.4, 0.7, 12.0))
+)
 """Most tests wait, a tenth fill one core, a few start threads on every core they see."""
-INSTALL_CORES = Mixture((Part(0.88, 0.1, 0.7, 1.0), Part(0.11, 0.9, 0.1, 1.2), Part(0.01, 2.0, 0.5, 12.0)))
+INSTALL_CORES = Mixture(
+    (LognormalPart(0.88, 0.1, 0.7, 1.0), LognormalPart(0.11, 0.9, 0.1, 1.2), LognormalPart(0.01, 2.0, 0.5, 12.0))
+)
 """Downloads wait, unpacking and byte-compiling fill a core, a compiler run fills several."""
 
 CLASSES = (
@@ -125,13 +141,13 @@ CLASSES = (
     CallClass("bash:pytest", 0.259, TESTS, TEST_CORES),
     CallClass("bash:pip", 0.032, INSTALLS, INSTALL_CORES),
 )
-"""Short calls dominate the count, tests the time, and a class predicts its calls only roughly."""
+"""Short calls dominate the count, tests the time. A class predicts the duration of its calls only roughly."""
 
 CALL_SECONDS = blend(tuple((c.share, c.seconds) for c in CLASSES))
 
 
-class _Table:
-    """Mixtures of all classes side by side, so that one pass draws the calls of an episode whatever their classes."""
+class _MixtureTable:
+    """Mixtures of all classes as one table, so that one vectorized pass draws all calls of an episode."""
 
     def __init__(self, mixtures: list[Mixture], sigma_shared: list[float]) -> None:
         width = max(len(mixture.parts) for mixture in mixtures)
@@ -155,32 +171,32 @@ class _Table:
 
 _TESTS_ROW = next(row for row, c in enumerate(CLASSES) if c.key == "bash:pytest")
 _SHARED = np.where(np.arange(len(CLASSES)) == _TESTS_ROW, TESTS_SIGMA_ITEM, 0.0)
-_SECONDS = _Table([c.seconds for c in CLASSES], _SHARED.tolist())
-_CORES = _Table([c.cores for c in CLASSES], [0.0] * len(CLASSES))
+_SECONDS = _MixtureTable([c.seconds for c in CLASSES], _SHARED.tolist())
+_CORES = _MixtureTable([c.cores for c in CLASSES], [0.0] * len(CLASSES))
 _CLASS_EDGES = np.cumsum([c.share for c in CLASSES])[:-1]
 _KEYS = [c.key for c in CLASSES]
 
 
-class Item(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of the data set: what the siblings of a group have in common."""
+class DatasetItem(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of the data set: what the siblings of a group share."""
 
     name: str
     calls_log: float
     """Mean of the log number of calls."""
     slowness: float
-    """Standard normal: how slow the tests of its repository are."""
+    """Standard normal: slowness of the repository's tests."""
     reward_log: float
     reward_cap_s: float
     speedup: PowerLaw
 
 
-def draw_item(seed: int, number: int) -> Item:
-    rng = stream("coding", seed, "item", number)
+def draw_item(seed: int, number: int) -> DatasetItem:
+    rng = random_stream("coding", seed, "item", number)
     slowness, difficulty = rng.standard_normal(2).tolist()
     suite_draw, exponent_draw = rng.random(2).tolist()
     suite = REWARD.parts[int(np.searchsorted(np.cumsum([p.weight for p in REWARD.parts])[:-1], suite_draw, "right"))]
     low, high = REWARD_EXPONENTS
-    return Item(
+    return DatasetItem(
         name=f"item-{seed}-{number}",
         calls_log=math.log(CALLS.parts[0].median) + CALLS_SIGMA_ITEM * difficulty,
         slowness=slowness,
@@ -190,8 +206,8 @@ def draw_item(seed: int, number: int) -> Item:
     )
 
 
-def draw_calls(rng: np.random.Generator, item: Item) -> tuple[list[float], list[str], list[float], list[float]]:
-    """The tool calls of one trajectory: think seconds, keys, durations and cores in use."""
+def draw_calls(rng: np.random.Generator, item: DatasetItem) -> tuple[list[float], list[str], list[float], list[float]]:
+    """Return the tool calls of one trajectory: think seconds, keys, durations and cores in use."""
     sigma = math.sqrt(CALLS.parts[0].sigma ** 2 - CALLS_SIGMA_ITEM**2)
     count = round(math.exp(item.calls_log + sigma * rng.standard_normal()))
     count = min(max(count, CALLS_MIN), CALLS_MAX)
@@ -211,20 +227,20 @@ def build(
     reward_cores_max: int = 16,
     spread_s: float = 0.0,
 ) -> Workload:
-    """`memory` in MiB per sandbox; `spread_s` staggers the starts, which are otherwise all at 0."""
-    options.word("run", run)
-    options.whole("group", group)
-    options.whole("memory", memory, least=0)
-    options.whole("reward_cores_max", reward_cores_max)
-    options.number("spread_s", spread_s)
+    """Build the workload. `memory` is in MiB per sandbox; `spread_s` staggers the starts (default: all at 0)."""
+    options.check_name("run", run)
+    options.check_integer("group", group)
+    options.check_integer("memory", memory, least=0)
+    options.check_integer("reward_cores_max", reward_cores_max)
+    options.check_number("spread_s", spread_s)
     call = Demand({CPU: learned(LIMIT_CORES)})
     reward = Demand({CPU: cores(REWARD_CORES_MIN, reward_cores_max)})
     items = [draw_item(seed, number) for number in range(-(-batch // group))]
     episodes = []
     for k in range(batch):
-        rng = stream("coding", seed, "episode", k)
+        rng = random_stream("coding", seed, "episode", k)
         episodes.append(
-            Episode(
+            SimEpisode(
                 id=f"{run}/{k}",
                 run=run,
                 task="coding",
@@ -237,13 +253,13 @@ def build(
     return Workload(name="coding", seed=seed, episodes=tuple(episodes))
 
 
-def _turns(rng: np.random.Generator, item: Item, call: Demand, reward: Demand) -> tuple[Turn, ...]:
+def _turns(rng: np.random.Generator, item: DatasetItem, call: Demand, reward: Demand) -> tuple[SimTurn, ...]:
     start_s = float(START.draw(rng, 1)[0])
     reward_think_s = float(THINK.draw(rng, 1)[0])
     reward_log = item.reward_log + REWARD_SIGMA * float(rng.standard_normal())
     reward_s = max(SECONDS_MIN, min(item.reward_cap_s, math.exp(reward_log)))
-    start = Step(kind="create", key="container", demand=call, work_s=start_s, busy=START_BUSY)
-    tests = Step(
+    start = SimStep(kind="create", key="container", demand=call, work_s=start_s, busy=START_BUSY)
+    tests = SimStep(
         kind="reward",
         key="tests",
         demand=reward,
@@ -252,10 +268,10 @@ def _turns(rng: np.random.Generator, item: Item, call: Demand, reward: Demand) -
         speedup=item.speedup,
         task=item.name,
     )
-    turns = [Turn(think_s=0.0, steps=(start,))]
+    turns = [SimTurn(think_s=0.0, steps=(start,))]
     turns.extend(
-        Turn(think_s=think, steps=(Step(kind="exec", key=key, demand=call, work_s=work, busy=busy),))
+        SimTurn(think_s=think, steps=(SimStep(kind="exec", key=key, demand=call, work_s=work, busy=busy),))
         for think, key, work, busy in zip(*draw_calls(rng, item), strict=True)
     )
-    turns.append(Turn(think_s=reward_think_s, steps=(tests,)))
+    turns.append(SimTurn(think_s=reward_think_s, steps=(tests,)))
     return tuple(turns)

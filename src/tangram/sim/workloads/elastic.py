@@ -1,8 +1,8 @@
-"""The `elastic` workload: independent elastic actions that arrive on their own, for comparing schedulers.
+"""The `elastic` workload: independent elastic actions with open arrivals, for comparing schedulers.
 
-Owns open arrivals at a stated load. Every episode is one action with a known speed-up; arrivals are Poisson with
-arrivals per second x mean work / units = load, where the work is what one unit would need. So a load of 1 is what
-the units can just carry if no action is ever sped up. Promises that action k is the same whatever the batch size.
+Owns open arrivals at a stated load. Every episode is one action with a known speed-up. Arrivals are Poisson with
+arrivals per second x mean work / units = load, where the work is the time on one unit: at load 1 the units just suffice
+if no action is sped up. Action k is the same for every batch size.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import numpy as np
 
 from tangram.core.demand import CPU, Demand, cores
 from tangram.core.speedup import PowerLaw
-from tangram.sim.episode import Episode, Step, Turn, Workload
+from tangram.sim.episode import SimEpisode, SimStep, SimTurn, Workload
 from tangram.sim.workloads import options
 from tangram.sim.workloads.coding import REWARD
-from tangram.sim.workloads.fit import lognormal_by_mean, stream
+from tangram.sim.workloads.fit import lognormal_by_mean, random_stream
 
 GPU_REQUEST = lognormal_by_mean(28.7, 0.73)
 """Execution of one request of a production mix of models."""
 
 SOURCES = {"reward": REWARD, "gpu": GPU_REQUEST}
-"""Where the work comes from: test suites (mean 17 s, CV 2.1) or model requests (mean 28.7 s, CV 0.73)."""
+"""Sources of work: test suites (mean 17 s, CV 2.1) or model requests (mean 28.7 s, CV 0.73)."""
 
 
 def build(
@@ -36,10 +36,10 @@ def build(
     cores_max: int | None = None,
     source: str = "reward",
 ) -> Workload:
-    """`cores_max` is what one action may use at most, by default half of the units."""
-    options.known("source", source, SOURCES)
+    """Build the workload. `cores_max` limits one action; default: half of the units."""
+    options.check_choice("source", source, SOURCES)
     seconds = SOURCES[source]
-    work = seconds.draw(stream("elastic", seed, "work", source), batch)
+    work = seconds.draw(random_stream("elastic", seed, "work", source), batch)
     episodes = arrivals(
         work.tolist(),
         [""] * batch,
@@ -65,27 +65,27 @@ def arrivals(
     units: int,
     exponent: float,
     cores_max: int | None = None,
-) -> tuple[Episode, ...]:
-    """One episode per entry of `work`, which has the expectation `mean_s`, arriving as a Poisson process."""
-    options.word("run", run)
-    options.positive("load", load)
-    options.whole("units", units)
-    options.number("exponent", exponent, most=1.0)
+) -> tuple[SimEpisode, ...]:
+    """Return one episode per entry of `work`, whose expectation is `mean_s`, arriving as a Poisson process."""
+    options.check_name("run", run)
+    options.check_positive("load", load)
+    options.check_integer("units", units)
+    options.check_number("exponent", exponent, most=1.0)
     law = PowerLaw(exponent)
     if cores_max is not None:
-        options.whole("cores_max", cores_max)
+        options.check_integer("cores_max", cores_max)
     demand = Demand({CPU: cores(1, cores_max or max(1, units // 2))}, speedup=law)
-    gaps = stream("elastic", seed, "arrivals").exponential(mean_s / (load * units), len(work))
+    gaps = random_stream("elastic", seed, "arrivals").exponential(mean_s / (load * units), len(work))
     return tuple(
-        Episode(
+        SimEpisode(
             id=f"{run}/{k}",
             run=run,
             task="elastic",
             start_s=start,
             turns=(
-                Turn(
+                SimTurn(
                     think_s=0.0,
-                    steps=(Step(kind="reward", key="tests", demand=demand, work_s=seconds, speedup=law, task=task),),
+                    steps=(SimStep(kind="reward", key="tests", demand=demand, work_s=seconds, speedup=law, task=task),),
                 ),
             ),
         )

@@ -1,8 +1,8 @@
-"""Distributions that the workloads draw from, and the streams of randomness that they draw with.
+"""Distributions and random streams of the workloads.
 
-Owns the mixture of lognormals with a cap: real durations are skewed, many-peaked and cut off by time limits, and
-this is the smallest family with all three. Its mean, spread and quantiles are exact, so a fit is checked without
-sampling. Promises the same numbers for the same seed under any PYTHONHASHSEED.
+Owns the mixture of capped lognormals. Real durations are skewed, multimodal and cut off by time limits; this is the
+smallest family with all three properties. Mean, spread and quantiles are exact, so a fit is checked without sampling.
+Same seed, same numbers, under any PYTHONHASHSEED.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 SECONDS_MIN = 0.001
-"""The shortest action: durations of tool calls go down to a millisecond, and a duration of zero is no action."""
+"""The shortest action: measured tool calls go down to a millisecond, and zero is not a duration."""
 
 
-def stream(*parts: object) -> np.random.Generator:
-    """A random stream of its own for every distinct sequence of names and numbers."""
+def random_stream(*parts: object) -> np.random.Generator:
+    """Return a separate random stream for every distinct sequence of names and numbers."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return np.random.default_rng(int.from_bytes(digest[:16], "big"))
 
 
-class Part(msgspec.Struct, frozen=True):
+class LognormalPart(msgspec.Struct, frozen=True):
     """One lognormal of a mixture."""
 
     weight: float
@@ -34,14 +34,14 @@ class Part(msgspec.Struct, frozen=True):
     sigma: float
     """Standard deviation of the logarithm."""
     cap: float = math.inf
-    """Values above become the cap: the time limit of the tool or of the test runner."""
+    """Larger values become the cap: the time limit of the tool or of the test runner."""
 
-    def below(self, x: float) -> float:
-        """The probability of a value of at most x."""
+    def cdf(self, x: float) -> float:
+        """Return the probability of a value of at most x."""
         return 1.0 if x >= self.cap else _normal_cdf(math.log(x / self.median) / self.sigma) if x > 0.0 else 0.0
 
     def moment(self, order: int) -> float:
-        """The expectation of the value to this power, by the closed form for a lognormal that is cut at the cap."""
+        """Return the expectation of the value to this power, in closed form for a lognormal with a cap."""
         spread = order * self.sigma
         raw = self.median**order * math.exp(spread * spread / 2.0)
         if math.isinf(self.cap):
@@ -51,16 +51,16 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Mixture(msgspec.Struct, frozen=True):
-    """A mixture of capped lognormals; the weights add up to one."""
+    """A mixture of capped lognormals; the weights sum to one."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[LognormalPart, ...]
 
     def __post_init__(self) -> None:
         total = sum(part.weight for part in self.parts)
         assert abs(total - 1.0) < 1e-9, f"the weights of a mixture add up to 1, these to {total}"
 
-    def below(self, x: float) -> float:
-        return sum(part.weight * part.below(x) for part in self.parts)
+    def cdf(self, x: float) -> float:
+        return sum(part.weight * part.cdf(x) for part in self.parts)
 
     def mean(self) -> float:
         return sum(part.weight * part.moment(1) for part in self.parts)
@@ -71,15 +71,16 @@ class Mixture(msgspec.Struct, frozen=True):
         return math.sqrt(sum(part.weight * part.moment(2) for part in self.parts) - mean * mean) / mean
 
     def quantile(self, share: float) -> float:
-        """The value below which this share lies, by bisection of the logarithm."""
+        """Return the quantile, by bisection of the logarithm."""
         low, high = 1e-6, 1e6
         for _ in range(80):
             middle = math.sqrt(low * high)
-            low, high = (middle, high) if self.below(middle) < share else (low, middle)
+            low, high = (middle, high) if self.cdf(middle) < share else (low, middle)
         return high
 
     def draw(self, rng: np.random.Generator, count: int) -> Floats:
-        """Three uniform numbers per value (its part, and a normal by Box-Muller): value k never depends on `count`."""
+        """Draw with three uniform numbers per value (its part, and a normal by Box-Muller): value k does not depend on
+        `count`."""
         uniform = rng.random((count, 3))
         edges = np.cumsum([part.weight for part in self.parts])[:-1]
         part = np.searchsorted(edges, uniform[:, 0], side="right")
@@ -91,10 +92,10 @@ class Mixture(msgspec.Struct, frozen=True):
 
 
 def blend(shares_and_mixtures: tuple[tuple[float, Mixture], ...]) -> Mixture:
-    """The mixture of mixtures: what all classes together look like."""
+    """Return the mixture of mixtures: the distribution over all classes."""
     return Mixture(
         tuple(
-            Part(share * part.weight, part.median, part.sigma, part.cap)
+            LognormalPart(share * part.weight, part.median, part.sigma, part.cap)
             for share, mixture in shares_and_mixtures
             for part in mixture.parts
         )
@@ -102,11 +103,11 @@ def blend(shares_and_mixtures: tuple[tuple[float, Mixture], ...]) -> Mixture:
 
 
 def lognormal(median: float, sigma: float, cap: float = math.inf) -> Mixture:
-    return Mixture((Part(1.0, median, sigma, cap),))
+    return Mixture((LognormalPart(1.0, median, sigma, cap),))
 
 
 def lognormal_by_mean(mean: float, cv: float, cap: float = math.inf) -> Mixture:
-    """The lognormal with this mean and coefficient of variation (before the cap)."""
+    """Return the lognormal with this mean and coefficient of variation (before the cap)."""
     variance = math.log(1.0 + cv * cv)
     return lognormal(mean * math.exp(-variance / 2.0), math.sqrt(variance), cap)
 

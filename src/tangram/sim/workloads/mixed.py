@@ -1,7 +1,7 @@
-"""The `mixed` workload: coding, search and teachers at once, as three runs that share all pools.
+"""The `mixed` workload: coding, search and teachers as three concurrent runs that share all pools.
 
-Owns only how the three come together. Synchronous: all trajectories start at 0, as after a training phase in which
-nothing arrived. Asynchronous: they start over a while, as when trajectories end and are replaced one by one.
+Owns the combination of the three. Synchronous: all trajectories start at 0, as after a training phase. Asynchronous:
+starts are spread, as when trajectories end and are replaced one by one.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from tangram.sim.workloads import coding, options, search, teachers
 PHASES = ("synchronous", "asynchronous")
 
 SPREAD_S = 300.0
-"""Asynchronous starts are spread over about the span of a coding trajectory: the steady state of a rollout."""
+"""Asynchronous starts are spread over about the length of a coding trajectory: the steady state of a rollout."""
 
 
 def build(*, batch: int = 1536, seed: int = 0, phases: str = "synchronous", spread_s: float | None = None) -> Workload:
-    """`batch` trajectories in all, a third per run; at least one each. `spread_s` None: 300 s if asynchronous."""
-    options.known("phases", phases, PHASES)
-    options.whole("batch", batch, least=3)
+    """Build `batch` trajectories in total, a third per run, at least one each. `spread_s` None: 300 s (async)."""
+    options.check_choice("phases", phases, PHASES)
+    options.check_integer("batch", batch, least=3)
     if spread_s is None:
         spread_s = SPREAD_S if phases == "asynchronous" else 0.0
     elif phases == "synchronous" and spread_s:

@@ -1,7 +1,6 @@
-"""Checks of the options of a workload.
+"""Validation of workload options.
 
-Owns the wording of what is wrong with an option. Promises InvalidConfig with its name, its value and what would be
-valid, before anything is drawn.
+Raises InvalidConfig with the option, its value and the valid values, before anything is drawn.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from collections.abc import Callable, Iterable
 from tangram.errors import InvalidConfig
 
 
-def whole(name: str, value: object, least: int = 1) -> None:
+def check_integer(name: str, value: object, least: int = 1) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise InvalidConfig(name, value, f"a whole number, at least {least}")
 
 
-def number(name: str, value: object, least: float = 0.0, most: float = math.inf) -> None:
+def check_number(name: str, value: object, least: float = 0.0, most: float = math.inf) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
         upper = f"from {least:g} to {most:g}" if most < math.inf else f"at least {least:g}"
         raise InvalidConfig(name, value, f"a number {upper}")
@@ -27,34 +26,34 @@ def number(name: str, value: object, least: float = 0.0, most: float = math.inf)
         raise InvalidConfig(name, value, "a finite number")
 
 
-def positive(name: str, value: object) -> None:
-    number(name, value)
+def check_positive(name: str, value: object) -> None:
+    check_number(name, value)
     if value == 0:
         raise InvalidConfig(name, value, "a number above 0")
 
 
-def word(name: str, value: object) -> None:
+def check_name(name: str, value: object) -> None:
     if not isinstance(value, str) or not value or not value.isprintable():
         raise InvalidConfig(name, value, "a printable name that is not empty")
 
 
-def flag(name: str, value: object) -> None:
+def check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise InvalidConfig(name, value, "True or False")
 
 
-def degrees(value: Iterable[int]) -> tuple[int, ...]:
-    """The numbers of devices that a service can run on, increasing and each once."""
+def check_degrees(value: Iterable[int]) -> tuple[int, ...]:
+    """Return the device counts that a service can run on, sorted and without duplicates."""
     for degree in value:
-        whole("degrees", degree)
-    found = tuple(sorted(set(value)))
-    if not found:
+        check_integer("degrees", degree)
+    degrees = tuple(sorted(set(value)))
+    if not degrees:
         raise InvalidConfig("degrees", value, "at least one number of devices, such as (1, 2, 4, 8)")
-    return found
+    return degrees
 
 
-def known(name: str, value: object, valid: Iterable[str]) -> None:
-    """`value` is one of the valid names; the error names the nearest one."""
+def check_choice(name: str, value: object, valid: Iterable[str]) -> None:
+    """Check that `value` is one of the valid names; the error suggests the nearest one."""
     names = list(valid)
     if value in names:
         return
@@ -63,11 +62,11 @@ def known(name: str, value: object, valid: Iterable[str]) -> None:
     raise InvalidConfig(name, value, f"one of {', '.join(names) or 'no names at all'}{guess}")
 
 
-def accepted(subject: str, function: Callable[..., object], chosen: Iterable[str]) -> None:
-    """Every chosen option is a keyword of the function that builds `subject`."""
+def check_options(subject: str, function: Callable[..., object], chosen: Iterable[str]) -> None:
+    """Check that every option is a keyword of the function that builds `subject`."""
     valid = [name for name, parameter in inspect.signature(function).parameters.items() if _is_option(name, parameter)]
     for option in chosen:
-        known(f"option of {subject}", option, valid)
+        check_choice(f"option of {subject}", option, valid)
 
 
 def _is_option(name: str, parameter: inspect.Parameter) -> bool:

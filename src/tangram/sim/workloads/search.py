@@ -1,9 +1,9 @@
 """The `search` workload: deep search agents that call web APIs under quotas and are rewarded by a judge model.
 
-Owns the shape of such trajectories: 16-20 turns, each of which searches or reads pages with 1-5 queries side by
-side, then one call of the judge. Promises that episode k is the same whatever the batch size.
+Owns the shape of such trajectories: 16-20 turns, each of which searches or reads pages with 1-5 concurrent queries,
+then one call of the judge. Episode k is the same for every batch size.
 
-Measured, and met by the distributions below:
+Measured, and reproduced by the distributions below:
 
     search API (fast provider)  p50 0.35-0.7, p95 0.5-1.1, p99 0.7-1.2 s     0.5, 0.88, 1.12
     page fetch                  mean 7.5-12 s, CV 0.4                        9.5, 0.4
@@ -18,14 +18,14 @@ import numpy as np
 
 from tangram.core.demand import GPU, Demand, fixed
 from tangram.managers.quotas.manager import Quota, Rate
-from tangram.sim.episode import Episode, ServiceModel, Step, Turn, Workload, api_model
+from tangram.sim.episode import ServiceModel, SimEpisode, SimStep, SimTurn, Workload, api_model
 from tangram.sim.workloads import options
-from tangram.sim.workloads.fit import lognormal, lognormal_by_mean, stream
+from tangram.sim.workloads.fit import lognormal, lognormal_by_mean, random_stream
 
 TURNS = (16, 20)
 QUERIES = (1, 5)
 SEARCH_SHARE = 0.6
-"""Of the turns; in the others the agent reads the pages that it found."""
+"""Of the turns; in the others the agent fetches pages."""
 
 THINK = lognormal(3.0, 0.8)
 """As for coding agents: the latency of the policy model."""
@@ -41,11 +41,11 @@ SEARCH_RATE = 0.19
 FETCH_RATE = 0.13
 """Calls per second of one trajectory without waiting: 3 queries per turn of 9.4 s, split by SEARCH_SHARE."""
 HEADROOM = 1.25
-"""Quotas that are not given are this much above the mean need: enough over time, too little for the bursts."""
+"""Default quotas exceed the mean need by this factor: enough over time, too little for the bursts."""
 
 WINDOW_S = 60.0
 SEARCH_TOKENS = 1000
-"""Of one search where tokens are counted: ten results with their snippets. An order of magnitude, not measured."""
+"""Tokens per search, where tokens are counted: ten results with snippets. An order of magnitude, not measured."""
 
 
 def build(
@@ -60,13 +60,13 @@ def build(
     search_tokens_per_minute: int | None = None,
     fetch_concurrency: int | None = None,
 ) -> Workload:
-    """The quotas are those that the APIs enforce; None sizes them to the batch, but tokens are counted only if given.
+    """Build the workload. The APIs enforce the quotas; None sizes them to the batch. Tokens are counted only if given.
 
-    The APIs count in fixed windows of one minute, which begin at a second that depends on the seed.
+    The APIs count in fixed windows of one minute, whose phase depends on the seed.
     """
-    options.word("run", run)
-    options.whole("group", group)
-    options.number("spread_s", spread_s)
+    options.check_name("run", run)
+    options.check_integer("group", group)
+    options.check_number("spread_s", spread_s)
     per_minute = _units("search_per_minute", search_per_minute, batch * SEARCH_RATE * WINDOW_S)
     search = Quota(
         name="search",
@@ -82,13 +82,13 @@ def build(
         Demand(search.demand(tokens=SEARCH_TOKENS if search.tokens is not None else 0)),
         Demand(fetch.demand()),
     ]
-    phase_s = WINDOW_S * float(stream("search", seed, "window").random())
+    phase_s = WINDOW_S * float(random_stream("search", seed, "window").random())
     apis = tuple(api_model(quota, phase_s=phase_s) for quota in (search, fetch))
     episodes = []
     for k in range(batch):
-        rng = stream("search", seed, "episode", k)
+        rng = random_stream("search", seed, "episode", k)
         episodes.append(
-            Episode(
+            SimEpisode(
                 id=f"{run}/{k}",
                 run=run,
                 task="search",
@@ -103,18 +103,18 @@ def build(
 def _units(option: str, given: int | None, mean_need: float) -> int:
     if given is None:
         return max(QUERIES[1], math.ceil(HEADROOM * mean_need))
-    options.whole(option, given)
+    options.check_integer(option, given)
     return given
 
 
 def _tokens(given: int | None) -> Rate | None:
     if given is None:
         return None
-    options.whole("search_tokens_per_minute", given, least=SEARCH_TOKENS)
+    options.check_integer("search_tokens_per_minute", given, least=SEARCH_TOKENS)
     return Rate(given, WINDOW_S)
 
 
-def _turns(rng: np.random.Generator, search: Demand, fetch: Demand) -> tuple[Turn, ...]:
+def _turns(rng: np.random.Generator, search: Demand, fetch: Demand) -> tuple[SimTurn, ...]:
     count = int(rng.integers(TURNS[0], TURNS[1] + 1))
     widths = rng.integers(QUERIES[0], QUERIES[1] + 1, size=count).tolist()
     searches = (rng.random(count) < SEARCH_SHARE).tolist()
@@ -124,13 +124,13 @@ def _turns(rng: np.random.Generator, search: Demand, fetch: Demand) -> tuple[Tur
     turns = []
     for width, searching, think in zip(widths, searches, thinks, strict=False):
         kind, demand, seconds = ("search", search, search_s) if searching else ("fetch", fetch, fetch_s)
-        steps = tuple(Step(kind=kind, key=kind, demand=demand, work_s=next(seconds), busy=0.0) for _ in range(width))
-        turns.append(Turn(think_s=think, steps=steps))
-    judge = Step(
+        steps = tuple(SimStep(kind=kind, key=kind, demand=demand, work_s=next(seconds), busy=0.0) for _ in range(width))
+        turns.append(SimTurn(think_s=think, steps=steps))
+    judge = SimStep(
         kind="judge",
         key="judge",
         demand=JUDGE_DEMAND,
         service=JUDGE_SERVICE.name,
         work_s=float(JUDGE.draw(rng, 1)[0]),
     )
-    return (*turns, Turn(think_s=thinks[-1], steps=(judge,)))
+    return (*turns, SimTurn(think_s=thinks[-1], steps=(judge,)))

@@ -1,11 +1,11 @@
 """The `teachers` workload: trajectories that end with calls to one of several models on GPUs.
 
-Owns two shapes. By default multi-teacher distillation: a rollout batch over several domains, each with its own
-teacher, whose trajectories end over some minutes and then ask for log-probabilities. With `production=True` an
-open stream of requests to many models that are rarely the same twice in a row. Promises that episode k is the same
-whatever the batch size.
+Owns two shapes. The default is multi-teacher distillation: a rollout batch over several domains, each with its own
+teacher, whose trajectories end over some minutes and then request log-probabilities. With `production=True` it is an
+open stream of requests to many models, where consecutive requests rarely use the same model. Episode k is the same for
+every batch size.
 
-Measured, and met by the constants below:
+Measured, and reproduced by the constants below:
 
     teachers     9-12 services, batch 2048, execution 0.6 s on 4 devices, restore 0.2 s and more
     production   86 models, top-1 31 %, top-5 70 % of the requests; 75 % of consecutive requests change the model;
@@ -23,18 +23,18 @@ import numpy as np
 
 from tangram.core.demand import GPU, Demand, one_of
 from tangram.core.speedup import PowerLaw
-from tangram.sim.episode import Episode, ServiceModel, Step, Turn, Workload
+from tangram.sim.episode import ServiceModel, SimEpisode, SimStep, SimTurn, Workload
 from tangram.sim.workloads import options
 from tangram.sim.workloads.elastic import GPU_REQUEST
-from tangram.sim.workloads.fit import Floats, lognormal, lognormal_by_mean, stream
+from tangram.sim.workloads.fit import Floats, lognormal, lognormal_by_mean, random_stream
 
 POPULARITY_HEAD = (0.31, 0.11, 0.102, 0.094, 0.084)
-"""The five most asked-for models: top-1 31 %, top-5 70 %. The rest share 30 % in proportion to 1/rank."""
+"""The five most requested models: top-1 31 %, top-5 70 %. The rest share 30 % in proportion to 1/rank."""
 POPULARITY_TAIL = 0.30
 
 EXECUTION = lognormal_by_mean(0.6, 0.7)
 EXECUTION_DEGREE = 4
-"""The paper's teachers run on four devices each; its 0.6 s hold there."""
+"""The paper's teachers run on four devices each; its 0.6 s apply to these."""
 
 EXPONENTS = (0.18, 0.82)
 MEMORY_GIB = (64.0, 140.0)
@@ -42,7 +42,7 @@ MEMORY_GIB = (64.0, 140.0)
 RESTORE_S = (0.2, 0.5)
 """Smallest and largest teacher, from host memory."""
 DEVICE_GIB = 72.0
-"""What weights may take of a device of 80 GiB; the rest is for activations. It sets the smallest degree."""
+"""Maximum for weights on a device of 80 GiB; the rest is for activations. It determines the smallest degree."""
 DEGREES = (1, 2, 4, 8)
 
 ROLLOUT_MEDIANS_S = (120.0, 480.0)
@@ -58,10 +58,11 @@ PRODUCTION_GAP_S = 72.0
 """Mean seconds between requests: 1,200 a day."""
 RATE_SIGMA = 1.2
 RATE_MEMORY = 0.985
-"""The log of the arrival rate wanders from request to request; this spread and memory bring the measured peaks."""
+"""The log of the arrival rate is an autoregressive walk from request to request; this spread and memory reproduce the
+measured peaks."""
 REPEAT = 0.13
-"""Chance that a request is for the model of the one before it, whatever its popularity: independent draws would
-change the model 86 % of the time, and 75 % were measured."""
+"""Probability that a request uses the model of its predecessor, whatever its popularity: independent draws would change
+the model 86 % of the time, and 75 % were measured."""
 
 
 class _Teacher(msgspec.Struct, frozen=True):
@@ -73,7 +74,7 @@ class _Teacher(msgspec.Struct, frozen=True):
 
 
 def popularity(count: int) -> Floats:
-    """The share of each of `count` models, the most popular first."""
+    """Return the share of each of `count` models, the most popular first."""
     ranks = range(len(POPULARITY_HEAD) + 1, count + 1)
     whole = sum(1.0 / rank for rank in ranks)
     shares = [*POPULARITY_HEAD, *(POPULARITY_TAIL / rank / whole for rank in ranks)][:count]
@@ -94,24 +95,25 @@ def build(
     degrees: tuple[int, ...] | None = None,
     spread_s: float = 0.0,
 ) -> Workload:
-    """1 to `calls_max` calls per trajectory: side by side at its end or, with `multi_turn`, one after each part of it.
+    """Build the workload: 1 to `calls_max` calls per trajectory, concurrent at its end or, with `multi_turn`, one after
+    each part.
 
     `restore_s` None: 0.2-0.5 s by size, 22 s in production. `degrees` None: 1, 2, 4, 8 where the weights fit; 1 in
     production, where `group`, `calls_max`, `multi_turn` and `spread_s` have no meaning.
     """
-    options.word("run", run)
+    options.check_name("run", run)
     count = (PRODUCTION_SERVICES if production else 10) if services is None else services
-    options.whole("services", count)
-    options.whole("group", group)
-    options.whole("calls_max", calls_max)
-    options.number("spread_s", spread_s)
+    options.check_integer("services", count)
+    options.check_integer("group", group)
+    options.check_integer("calls_max", calls_max)
+    options.check_number("spread_s", spread_s)
     if restore_s is not None:
-        options.number("restore_s", restore_s)
-    options.flag("multi_turn", multi_turn)
-    options.flag("production", production)
+        options.check_number("restore_s", restore_s)
+    options.check_flag("multi_turn", multi_turn)
+    options.check_flag("production", production)
     if degrees is None:
         degrees = (1,) if production else DEGREES
-    degrees = options.degrees(degrees)
+    degrees = options.check_degrees(degrees)
     if production:
         restore_s = PRODUCTION_RESTORE_S if restore_s is None else restore_s
         teachers = _teachers(seed, count, PRODUCTION_MEMORY_GIB, restore_s, degrees)
@@ -125,8 +127,9 @@ def build(
 def _teachers(
     seed: int, count: int, memory_gib: tuple[float, ...], restore_s: float | None, degrees: tuple[int, ...]
 ) -> list[_Teacher]:
-    """By falling popularity. Sizes are spread evenly; which size is popular, and which domain slow, is drawn."""
-    rng = stream("teachers", seed, "services", count)
+    """Return the services by falling popularity. Sizes are evenly spaced; which size is popular, and which domain slow,
+    is drawn."""
+    rng = random_stream("teachers", seed, "services", count)
     sizes, speeds = rng.permutation(count).tolist(), rng.permutation(count).tolist()
     last = max(1, count - 1)
     return [
@@ -143,29 +146,29 @@ def _teacher(
     restore_s: float | None,
     degrees: tuple[int, ...],
 ) -> _Teacher:
-    """`size` and `slowness` from 0 to 1: large models gain most from more devices and take longest to restore."""
+    """`size` and `slowness` are from 0 to 1: large models gain most from more devices and take longest to restore."""
     memory = memory_gib[min(int(size * len(memory_gib)), len(memory_gib) - 1)]
     fitting = tuple(degree for degree in degrees if degree * DEVICE_GIB >= memory) or degrees[-1:]
     service = ServiceModel(
         name=f"teacher-{number}",
         memory_gib=memory,
-        restore_s=_between(RESTORE_S, size) if restore_s is None else restore_s,
+        restore_s=_interpolate(RESTORE_S, size) if restore_s is None else restore_s,
         degrees=fitting,
     )
     return _Teacher(
         service,
         Demand({GPU: one_of(*fitting)}),
-        PowerLaw(_between(EXPONENTS, size)),
-        _between(ROLLOUT_MEDIANS_S, slowness),
+        PowerLaw(_interpolate(EXPONENTS, size)),
+        _interpolate(ROLLOUT_MEDIANS_S, slowness),
     )
 
 
-def _between(ends: tuple[float, float], place: float) -> float:
+def _interpolate(ends: tuple[float, float], place: float) -> float:
     return ends[0] + (ends[1] - ends[0]) * place
 
 
-def _call(teacher: _Teacher, work_s: float) -> Step:
-    return Step(
+def _call_step(teacher: _Teacher, work_s: float) -> SimStep:
+    return SimStep(
         kind="teacher",
         key=teacher.service.name,
         demand=teacher.demand,
@@ -184,61 +187,66 @@ def _rollout_episodes(
     calls_max: int,
     multi_turn: bool,
     spread_s: float,
-) -> tuple[Episode, ...]:
-    """One stream per column, not per episode: with so few calls each, making the streams would take longest."""
+) -> tuple[SimEpisode, ...]:
+    """Draw one random stream per column, not per episode: with few calls each, creating streams would dominate the
+    time."""
     edges = np.cumsum(popularity(len(teachers)))[:-1]
-    groups = stream("teachers", seed, "domain").random(-(-batch // group))
+    groups = random_stream("teachers", seed, "domain").random(-(-batch // group))
     domains = np.searchsorted(edges, groups, side="right").tolist()
-    starts = (spread_s * stream("teachers", seed, "start").random(batch)).tolist()
-    lengths = ROLLOUT.draw(stream("teachers", seed, "rollout"), batch).tolist()
-    calls = (1 + np.floor(calls_max * stream("teachers", seed, "calls").random(batch))).astype(int).tolist()
-    seconds = EXECUTION.draw(stream("teachers", seed, "work"), batch * calls_max).reshape(batch, calls_max).tolist()
+    starts = (spread_s * random_stream("teachers", seed, "start").random(batch)).tolist()
+    lengths = ROLLOUT.draw(random_stream("teachers", seed, "rollout"), batch).tolist()
+    calls = (1 + np.floor(calls_max * random_stream("teachers", seed, "calls").random(batch))).astype(int).tolist()
+    seconds = (
+        EXECUTION.draw(random_stream("teachers", seed, "work"), batch * calls_max).reshape(batch, calls_max).tolist()
+    )
     episodes = []
     for k, (start, length, count, row) in enumerate(zip(starts, lengths, calls, seconds, strict=True)):
         domain = domains[k // group]
         teacher = teachers[domain]
         scale = teacher.speedup.at(EXECUTION_DEGREE)
-        steps = tuple(_call(teacher, scale * work) for work in row[:count])
+        steps = tuple(_call_step(teacher, scale * work) for work in row[:count])
         parts = [(step,) for step in steps] if multi_turn else [steps]
         think = teacher.rollout_s * length / len(parts)
         episodes.append(
-            Episode(
+            SimEpisode(
                 id=f"{run}/{k}",
                 run=run,
                 task=f"domain-{domain}",
                 group=f"{run}/g{k // group}",
                 start_s=start,
-                turns=tuple(Turn(think_s=think, steps=part) for part in parts),
+                turns=tuple(SimTurn(think_s=think, steps=part) for part in parts),
             )
         )
     return tuple(episodes)
 
 
-def _production_episodes(batch: int, seed: int, run: str, teachers: list[_Teacher]) -> tuple[Episode, ...]:
+def _production_episodes(batch: int, seed: int, run: str, teachers: list[_Teacher]) -> tuple[SimEpisode, ...]:
     """One request per episode."""
     edges = np.cumsum(popularity(len(teachers)))[:-1]
-    drawn = np.searchsorted(edges, stream("teachers", seed, "models").random(batch), side="right").tolist()
-    repeats = (stream("teachers", seed, "repeats").random(batch) < REPEAT).tolist()
+    drawn = np.searchsorted(edges, random_stream("teachers", seed, "models").random(batch), side="right").tolist()
+    repeats = (random_stream("teachers", seed, "repeats").random(batch) < REPEAT).tolist()
     models = accumulate(zip(drawn, repeats, strict=True), lambda before, new: (before[0], True) if new[1] else new)
-    work = GPU_REQUEST.draw(stream("teachers", seed, "work"), batch).tolist()
+    work = GPU_REQUEST.draw(random_stream("teachers", seed, "work"), batch).tolist()
     starts = _bursty_starts(batch, seed)
     return tuple(
-        Episode(
+        SimEpisode(
             id=f"{run}/{k}",
             run=run,
             task="production",
             start_s=start,
-            turns=(Turn(think_s=0.0, steps=(_call(teachers[model], seconds),)),),
+            turns=(SimTurn(think_s=0.0, steps=(_call_step(teachers[model], seconds),)),),
         )
         for k, (start, (model, _), seconds) in enumerate(zip(starts, models, work, strict=True))
     )
 
 
 def _bursty_starts(count: int, seed: int) -> list[float]:
-    """Poisson arrivals whose log rate is an autoregressive walk; the mean gap is PRODUCTION_GAP_S."""
-    steps = stream("teachers", seed, "rate").standard_normal(count) * RATE_SIGMA * math.sqrt(1.0 - RATE_MEMORY**2)
+    """Return Poisson arrivals whose log rate is an autoregressive walk; the mean gap is PRODUCTION_GAP_S."""
+    steps = (
+        random_stream("teachers", seed, "rate").standard_normal(count) * RATE_SIGMA * math.sqrt(1.0 - RATE_MEMORY**2)
+    )
     steps[0] /= math.sqrt(1.0 - RATE_MEMORY**2)
     log_gaps = np.array(list(accumulate(steps.tolist(), lambda before, step: RATE_MEMORY * before + step)))
-    gaps = stream("teachers", seed, "gaps").exponential(PRODUCTION_GAP_S, count)
+    gaps = random_stream("teachers", seed, "gaps").exponential(PRODUCTION_GAP_S, count)
     starts: Floats = np.cumsum(gaps * np.exp(log_gaps - RATE_SIGMA**2 / 2.0))
     return [float(start) for start in starts]

@@ -28,7 +28,7 @@ from tangram.files.tree_removal import remove_tree
 from tangram.managers.sandboxes.bwrap.images import base_layers
 from tangram.managers.sandboxes.bwrap.images.archives import ARCHITECTURES
 from tangram.managers.sandboxes.bwrap.images.layers import OPAQUE_XATTR
-from tangram.managers.sandboxes.bwrap.images.store import LAYERS_MAX, SANDBOX_UID, Image, ImageStore
+from tangram.managers.sandboxes.bwrap.images.store import LAYERS_MAX, SANDBOX_UID, ImageStore, StoredImage
 
 if os.geteuid() != 0 and os.environ.get("CI") != "true":
     pytest.skip("layers belong to another user: needs root", allow_module_level=True)
@@ -155,7 +155,7 @@ FORMATS: dict[str, Callable[[Path, list[bytes]], Path]] = {
 # ---- looking at what came of them -----------------------------------------------------------------------------------
 
 
-def mounted(image: Image, command: str) -> str:
+def mounted(image: StoredImage, command: str) -> str:
     """The output of a command in the root of a sandbox: the overlay of an image, in a mount namespace of its own."""
     script = """
         set -e
@@ -171,7 +171,7 @@ def mounted(image: Image, command: str) -> str:
     return done.stdout
 
 
-def files_of(image: Image) -> dict[str, str]:
+def files_of(image: StoredImage) -> dict[str, str]:
     """Content by name of the regular files of an image, without those of the layer that fits it."""
     lines = mounted(image, r"find . -path ./etc -prune -o -type f -printf '%P=' -exec cat {} \; -printf '\n'")
     return dict(line.split("=", 1) for line in lines.splitlines())
@@ -230,7 +230,7 @@ def test_the_image_of_the_machine_holds_no_secrets(store: ImageStore, tmp_path: 
     for parent in closed:
         parent.chmod(parent.stat().st_mode | 0o001)
     try:
-        nodes = base_layers.host_skeleton(SANDBOX_UID, etc=etc)
+        nodes = base_layers.host_base_layer(SANDBOX_UID, etc=etc)
     finally:
         for parent in closed:
             parent.chmod(parent.stat().st_mode & ~0o001)
@@ -407,7 +407,7 @@ def test_layers_are_shared_between_images(store: ImageStore, tmp_path: Path) -> 
 def test_two_who_add_an_image_at_once_get_the_same(store: ImageStore, tmp_path: Path) -> None:
     path = archive(tmp_path / "image", saved([LOWER, UPPER]))
 
-    async def both() -> list[Image]:
+    async def both() -> list[StoredImage]:
         return list(await asyncio.gather(store.add_tar(path), ImageStore(store.root).add_tar(path)))
 
     first, second = run(both())
@@ -824,7 +824,7 @@ def test_directories_that_cannot_be_images_are_refused(store: ImageStore, tmp_pa
 # ---- commits --------------------------------------------------------------------------------------------------------
 
 
-def commit(store: ImageStore, name: str, base: Image, **files: str) -> Image:
+def commit(store: ImageStore, name: str, base: StoredImage, **files: str) -> StoredImage:
     part = store.new_layer()
     for each, content in files.items():
         (part / each).write_text(content)
@@ -951,7 +951,7 @@ def test_an_archive_with_too_many_layers_is_refused(store: ImageStore, tmp_path:
 def test_paths_too_long_for_the_options_of_a_mount_are_refused(tmp_path: Path) -> None:
     store = ImageStore(tmp_path / ("x" * 200) / ("y" * 200))
 
-    def pile(image: Image) -> None:
+    def pile(image: StoredImage) -> None:
         for number in range(LAYERS_MAX):
             image = commit(store, f"{number}", image)
 

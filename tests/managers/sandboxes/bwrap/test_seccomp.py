@@ -27,7 +27,7 @@ from tangram.managers.sandboxes.bwrap.seccomp import (
     CHECKED,
     I386,
     KILL,
-    NEWEST,
+    NEWEST_SYSCALL,
     NO_SUCH_CALL,
     NO_SUCH_FAMILY,
     NOT_PERMITTED,
@@ -142,7 +142,7 @@ def test_without_the_filter_the_same_calls_fail_for_other_reasons() -> None:
 
 
 def test_calls_that_programs_can_do_without_are_unknown() -> None:
-    calls = [*numbers(UNKNOWN).values(), NEWEST + 1, 1000, 0x40000000 | 39]
+    calls = [*numbers(UNKNOWN).values(), NEWEST_SYSCALL + 1, 1000, 0x40000000 | 39]
     assert errnos([[number, *ALL_ONES] for number in calls]) == [errno.ENOSYS] * len(calls)
 
 
@@ -329,9 +329,13 @@ def test_every_number_is_allowed_but_for_the_listed(machine: str, way: int) -> N
     checked = numbers(CHECKED, column)
     harmless = {"clone": 0, "unshare": 0, "personality": 0, "ioctl": 0, "socket": 1, "socketpair": 1, "socketcall": 2}
     argument = {number: harmless[name] for name, number in checked.items()}
-    for number in (*range(NEWEST + 200), 0x40000000, 0x40000000 | 41, 0x7FFFFFFF, 0xFFFFFFFF):
+    for number in (*range(NEWEST_SYSCALL + 200), 0x40000000, 0x40000000 | 41, 0x7FFFFFFF, 0xFFFFFFFF):
         expected = (
-            NO_SUCH_CALL if number in unknown or number > NEWEST else NOT_PERMITTED if number in refused else ALLOW
+            NO_SUCH_CALL
+            if number in unknown or number > NEWEST_SYSCALL
+            else NOT_PERMITTED
+            if number in refused
+            else ALLOW
         )
         assert verdict(code, way, number, (argument.get(number, 0),))[0] == VERDICTS[expected], number
 
@@ -374,7 +378,7 @@ def test_common_calls_are_decided_after_few_instructions() -> None:
     code = filter_program("x86_64")
     steps = {name: verdict(code, X86_64, number)[1] for name, number in common.items()}
     assert max(steps.values()) <= 12, steps
-    every = [verdict(code, X86_64, number)[1] for number in range(NEWEST + 1)]
+    every = [verdict(code, X86_64, number)[1] for number in range(NEWEST_SYSCALL + 1)]
     assert sum(every) / len(every) < 10
 
 

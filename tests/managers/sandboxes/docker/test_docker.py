@@ -35,9 +35,9 @@ from tangram.core.messages import Grant, Share
 from tangram.errors import FileFailed, InvalidConfig, ManagerError
 from tangram.managers.base import Lease
 from tangram.managers.sandboxes.docker import DockerManager
-from tangram.managers.sandboxes.docker.engine import Engine
-from tangram.managers.sandboxes.docker.owners import SANDBOX
-from tangram.managers.work import KIB, MIB, Close, Commit, Ended, Exec, Executed, Open, SandboxSpec, Work
+from tangram.managers.sandboxes.docker.engine import DockerEngine
+from tangram.managers.sandboxes.docker.owners import SANDBOX_LABEL
+from tangram.managers.work import KIB, MIB, Close, Commit, Exec, ExecResult, LeaseResult, Open, SandboxSpec, Work
 from tangram.processes.streams import STDOUT, Output
 
 pytestmark = pytest.mark.docker
@@ -82,10 +82,10 @@ class Desk:
         grant = Grant(action.id, "local", (Share("cpu@local", units, limit or units),), limit or units)
         return await self.manager.start(action, grant, work, output)
 
-    async def do(self, work: Work, box: str = "box", **options: Any) -> Ended:
+    async def do(self, work: Work, box: str = "box", **options: Any) -> LeaseResult:
         return await asyncio.wait_for((await self.start(work, box, **options)).wait(), WAIT_S)
 
-    async def run(self, command: str | tuple[str, ...], box: str = "box", **fields: Any) -> Executed:
+    async def run(self, command: str | tuple[str, ...], box: str = "box", **fields: Any) -> ExecResult:
         ended = await self.do(Exec(command=command, **fields), box)
         assert not ended.lost and ended.executed is not None, ended
         return ended.executed
@@ -97,7 +97,7 @@ class Desk:
         return executed.stdout.decode()
 
     def inspect(self, box: str = "box") -> Any:
-        filters = quote(json.dumps({"label": [f"{SANDBOX}={box}"]}))
+        filters = quote(json.dumps({"label": [f"{SANDBOX_LABEL}={box}"]}))
         [found] = json.loads(self.engine.ask("GET", f"/containers/json?all=true&filters={filters}")[1])
         return json.loads(self.engine.ask("GET", f"/containers/{found['Id']}/json")[1])
 
@@ -478,7 +478,7 @@ def test_what_cannot_be_done_with_a_file_is_said(engine: PrivateEngine) -> None:
             ("denied|permitted", manager.delete("box", "/bin/sh")),
             ("no such file", manager.pack("box", "absent", io.BytesIO(), bytes_max=9)),
             ("more than", manager.pack("box", "/bin/bash", io.BytesIO(), bytes_max=9)),
-            ("no tar", manager.unpack("box", "d", io.BytesIO(b"no tar" * 300))),
+            ("not a tar", manager.unpack("box", "d", io.BytesIO(b"no tar" * 300))),
         ):
             with pytest.raises(FileFailed, match=reason):
                 await work
@@ -729,7 +729,7 @@ def test_a_commit_fails_once_the_container_has_ended(
             await desk.start(Exec(command="sleep 3400"))
         await kill(desk)
         await require_no_commit(desk)
-        desk.manager._containers["box"].lose("the event arrives")  # noqa: SLF001, see delayed_end
+        desk.manager._containers["box"].mark_lost("the event arrives")  # noqa: SLF001, see delayed_end
 
     play(engine if visible else hiding_engine, scene)
 
@@ -739,20 +739,20 @@ def test_a_commit_fails_once_the_container_has_ended(
 def test_a_commit_fails_if_the_container_ends_while_it_is_copied(
     engine: PrivateEngine, monkeypatch: pytest.MonkeyPatch, busy: bool
 ) -> None:
-    request = Engine.json
+    request = DockerEngine.json
 
     async def scene(desk: Desk) -> None:
-        async def request_and_kill(self: Engine, method: str, path: str, **options: Any) -> Any:
+        async def request_and_kill(self: DockerEngine, method: str, path: str, **options: Any) -> Any:
             reply = await request(self, method, path, **options)
             if path == "/commit":
                 await kill(desk)
             return reply
 
-        monkeypatch.setattr(Engine, "json", request_and_kill)
+        monkeypatch.setattr(DockerEngine, "json", request_and_kill)
         if busy:
             await desk.start(Exec(command="sleep 3401"))
         await require_no_commit(desk)
-        desk.manager._containers["box"].lose("the event arrives")  # noqa: SLF001, see delayed_end
+        desk.manager._containers["box"].mark_lost("the event arrives")  # noqa: SLF001, see delayed_end
 
     play(engine, scene)
 

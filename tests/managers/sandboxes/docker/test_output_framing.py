@@ -7,12 +7,12 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram.managers.sandboxes.docker.output_framing import Marked
+from tangram.managers.sandboxes.docker.output_framing import FrameParser
 
 
-def fed(token: str, chunks: list[bytes]) -> tuple[bytes, Marked]:
-    marked = Marked(token)
-    return b"".join([*(marked.feed(chunk) for chunk in chunks), marked.rest()]), marked
+def fed(token: str, chunks: list[bytes]) -> tuple[bytes, FrameParser]:
+    marked = FrameParser(token)
+    return b"".join([*(marked.feed(chunk) for chunk in chunks), marked.flush()]), marked
 
 
 @given(
@@ -37,4 +37,4 @@ def test_a_stream_without_an_end_is_passed_on_to_its_last_byte() -> None:
     got, marked = fed("t", [b"\0begin t 0 0\nabc\0end t 1"])
     assert (got, marked.exit_code) == (b"abc\0end t 1", None)
     got, marked = fed("t", [b"cannot start"])
-    assert (got, marked.stray) == (b"", b"cannot start")
+    assert (got, marked.preamble) == (b"", b"cannot start")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tangram.managers.sandboxes.docker.owners import is_dead, own_name
+from tangram.managers.sandboxes.docker.owners import is_dead, new_owner_name
 
 
 def test_an_owner_of_whom_nothing_is_known_lives() -> None:
-    name = own_name()
+    name = new_owner_name()
     host, boot, namespace, pid, started, nonce = name.split("/")
     assert not is_dead(name)
     assert is_dead("/".join([host, boot, namespace, pid, str(int(started) + 1), nonce])), "its number is another's now"

@@ -22,7 +22,7 @@ from tangram.managers.sandboxes import process as module
 from tangram.managers.sandboxes.process import ProcessManager
 from tangram.managers.sandboxes.process.files import DEPTH_MAX
 from tangram.managers.work import MIB, Open, Prepare, SandboxSpec
-from tangram.processes.process_tree import SANDBOX_MARK, Census, Kin, look_up, send
+from tangram.processes.process_tree import SANDBOX_MARK, ProcessTable, ProcessTree, read_process, send_signal
 
 Scenario = Callable[[Bench, Path], Awaitable[None]]
 
@@ -210,14 +210,14 @@ async def test_a_process_whose_first_thread_has_ended_is_ended_too(bench: Bench,
     said: list[bytes] = []
     lease = await box.start(("python3", "threads.py", marker), output=lambda stream, data: said.append(data))
     pid = lease.child.pid  # type: ignore[attr-defined]
-    await until(lambda: (found := look_up(pid)) is not None and found.state == b"Z")
+    await until(lambda: (found := read_process(pid)) is not None and found.state == b"Z")
     await until(lambda: said == [b"ready\n"])
-    found = look_up(pid)
+    found = read_process(pid)
     assert found is not None
-    assert found.living
+    assert found.is_alive
     await lease.stop()
     assert (await lease.wait()).lost == ""
-    assert look_up(pid) is None
+    assert read_process(pid) is None
 
 
 @scenario
@@ -227,11 +227,11 @@ async def test_what_a_program_itself_stopped_stays_stopped(bench: Bench, tmp_pat
     pid = int(await box.says(f"sleep 1000 > /dev/null 2>&1 & kill -STOP $!; {stopped}; echo $!"))
     await box.says("echo next")
     async with box.awake():
-        found = look_up(pid)
+        found = read_process(pid)
         assert found is not None
         assert found.state == b"T"
     await box.close()
-    assert (found := look_up(pid)) is None or not found.living
+    assert (found := read_process(pid)) is None or not found.is_alive
 
 
 @scenario
@@ -243,7 +243,7 @@ async def test_all_stand_still_although_they_fork_all_the_time(bench: Bench, tmp
     await box.run(f"(for i in 1 2 3 4; do ({fork}) & done; wait) > /dev/null 2>&1 & {all_fork}")
 
     def members() -> dict[int, bytes]:
-        return {one.pid: one.state for one in Kin(Census(), SANDBOX_MARK, mark).find()}
+        return {one.pid: one.state for one in ProcessTree(ProcessTable(), SANDBOX_MARK, mark).find()}
 
     await until(lambda: set(members().values()) == {b"T"})
     there = members()
@@ -280,7 +280,9 @@ async def test_a_shell_that_died_between_commands_is_replaced(bench: Bench, tmp_
     box = await bench.open()
     pid = int(await box.says("x=1; echo $$", session="s"))
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: (found := look_up(pid)) is not None and not found.living)  # the loop has not heard of it yet
+    wait_for(
+        lambda: (found := read_process(pid)) is not None and not found.is_alive
+    )  # the loop has not heard of it yet
     assert await box.says('echo "[$x]"', session="s") == "[]"
 
 
@@ -504,24 +506,24 @@ def test_a_process_is_read_whatever_its_name_is(tmp_path: Path) -> None:
     program = tmp_path / ") Z 1 (x"
     program.symlink_to("/bin/sleep")
     with subprocess.Popen([str(program), "60"]) as started:
-        wait_for(lambda: (found := look_up(started.pid)) is not None and found.state == b"S")
-        found = look_up(started.pid)
+        wait_for(lambda: (found := read_process(started.pid)) is not None and found.state == b"S")
+        found = read_process(started.pid)
         assert found is not None
-        assert (found.parent, found.living, found.threads) == (os.getpid(), True, 1)
+        assert (found.parent, found.is_alive, found.threads) == (os.getpid(), True, 1)
         started.kill()
-    assert look_up(started.pid) is None
+    assert read_process(started.pid) is None
 
 
 def test_a_signal_does_not_reach_another_process_that_got_the_number() -> None:
     with subprocess.Popen(["sleep", "60"]) as newcomer:
-        found = look_up(newcomer.pid)
+        found = read_process(newcomer.pid)
         assert found is not None
-        send(found._replace(started=found.started - 1), signal.SIGKILL)
-        send(found, signal.SIGSTOP)
-        wait_for(lambda: (now := look_up(newcomer.pid)) is not None and now.state == b"T")
-        send(found, signal.SIGKILL)
+        send_signal(found._replace(started=found.started - 1), signal.SIGKILL)
+        send_signal(found, signal.SIGSTOP)
+        wait_for(lambda: (now := read_process(newcomer.pid)) is not None and now.state == b"T")
+        send_signal(found, signal.SIGKILL)
         assert newcomer.wait() == -signal.SIGKILL
-    send(found, signal.SIGKILL)
+    send_signal(found, signal.SIGKILL)
 
 
 def test_only_who_carries_the_mark_or_comes_from_one_who_does_belongs() -> None:
@@ -535,7 +537,7 @@ def test_only_who_carries_the_mark_or_comes_from_one_who_does_belongs() -> None:
         subprocess.Popen(["sleep", "60"], env=environment | {SANDBOX_MARK: f"{mark[:-1]}1."}) as neighbour,
         subprocess.Popen(["sleep", "60"], env=environment) as stranger,
     ):
-        kin = Kin(Census(), SANDBOX_MARK, mark)
+        kin = ProcessTree(ProcessTable(), SANDBOX_MARK, mark)
         wait_for(lambda: len(kin.find()) == 4)
         own.kill()  # its children have no parent any more that belongs
         own.wait()

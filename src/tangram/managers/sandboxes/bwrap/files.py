@@ -1,7 +1,7 @@
-"""Filing: files of sandboxes, read and written in the owner's name.
+"""The file API of the bwrap backend.
 
-Owns the pipes between the owner and the processes that do the work inside. Promises that a path is looked up inside the
-sandbox alone, that no more comes out than was asked for, and that a failure there is FileFailed.
+Owns the pipes between the owner and the processes that work inside the sandboxes. Promises that a path is resolved
+inside the sandbox alone, that no more is read than was requested, and that a failure inside raises FileFailed.
 """
 
 from __future__ import annotations
@@ -18,59 +18,61 @@ from typing import Any, BinaryIO
 import msgspec
 
 from tangram.errors import FileFailed, ManagerError
-from tangram.managers.sandboxes.bwrap.sandbox import Sandbox
-from tangram.managers.sandboxes.bwrap.spawner.client import ExecFailed, Spawning
-from tangram.managers.work import Entry, inside
+from tangram.managers.sandboxes.bwrap.sandbox import BwrapSandbox
+from tangram.managers.sandboxes.bwrap.spawner.client import ExecFailed, SpawnerClient
+from tangram.managers.work import FileEntry, sandbox_path
 from tangram.processes.streams import standard_input
 
 ENTRIES_MAX = 100_000
-"""Of one listing."""
+"""In one listing."""
 LISTING_BYTES_MAX = 64 << 20
 CHUNK_BYTES = 1 << 18
-AT_ONCE_MAX = 8
-"""File work at the same time: each is a process and a thread at the other end of its pipe."""
+CONCURRENCY_MAX = 8
+"""File operations at the same time: each takes a process, and a thread at the other end of its pipe."""
 
 
-class Filing:
-    def __init__(self, found: Callable[[str], Sandbox], spawning: Callable[[], Awaitable[Spawning]]) -> None:
-        self._found = found
-        self._spawning = spawning
-        self._gate = asyncio.Semaphore(AT_ONCE_MAX)
-        self._threads = ThreadPoolExecutor(AT_ONCE_MAX, "tangram-files")
+class BwrapFiles:
+    def __init__(self, found: Callable[[str], BwrapSandbox], spawning: Callable[[], Awaitable[SpawnerClient]]) -> None:
+        self._get_sandbox = found
+        self._get_spawner = spawning
+        self._semaphore = asyncio.Semaphore(CONCURRENCY_MAX)
+        self._threads = ThreadPoolExecutor(CONCURRENCY_MAX, "tangram-files")
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)
 
     async def read(self, sandbox: str, path: str, bytes_max: int) -> bytes:
         content = bytearray()
-        await self._out(sandbox, "read", path, content.extend, bytes_max, bytes_max=bytes_max)
+        await self._stream_out(sandbox, "read", path, content.extend, bytes_max, bytes_max=bytes_max)
         return bytes(content)
 
     async def write(self, sandbox: str, path: str, content: bytes, mode: int) -> None:
         source = standard_input(content)
         beside = f".tangram-{secrets.token_hex(4)}.part"
-        async with self._gate:
+        async with self._semaphore:
             try:
-                await self._work(sandbox, "write", path, [source], bytes=len(content), mode=mode, beside=beside)
+                await self._run_file_work(
+                    sandbox, "write", path, [source], bytes=len(content), mode=mode, beside=beside
+                )
             except BaseException as error:
                 if not isinstance(error, FileFailed) or error.__cause__ is not None:
-                    await asyncio.shield(asyncio.ensure_future(self._delete_part(sandbox, path, beside)))
+                    await asyncio.shield(asyncio.ensure_future(self._delete_partial(sandbox, path, beside)))
                 raise
 
-    async def _delete_part(self, sandbox: str, path: str, beside: str) -> None:
-        """Whoever wrote it was killed."""
+    async def _delete_partial(self, sandbox: str, path: str, beside: str) -> None:
+        """The process that wrote it was killed."""
         with contextlib.suppress(FileFailed, ManagerError):
-            await self._work(sandbox, "delete", posixpath.join(posixpath.dirname(path), beside), [])
+            await self._run_file_work(sandbox, "delete", posixpath.join(posixpath.dirname(path), beside), [])
 
     async def delete(self, sandbox: str, path: str) -> None:
-        async with self._gate:
-            await self._work(sandbox, "delete", path, [])
+        async with self._semaphore:
+            await self._run_file_work(sandbox, "delete", path, [])
 
     async def pack(self, sandbox: str, path: str, into: BinaryIO, bytes_max: int) -> None:
-        await self._out(sandbox, "pack", path, into.write, bytes_max)
+        await self._stream_out(sandbox, "pack", path, into.write, bytes_max)
 
     async def unpack(self, sandbox: str, path: str, tar: BinaryIO) -> None:
-        """The tar is handed over as a pipe, never as a descriptor of the caller's file."""
+        """The tar is passed as a pipe, never as a descriptor of the caller's file."""
 
         def send(writer: int) -> None:
             with open(writer, "wb", buffering=0) as pipe, contextlib.suppress(BrokenPipeError):
@@ -79,20 +81,20 @@ class Filing:
                     while left:
                         left = left[pipe.write(left) or 0 :]
 
-        async with self._gate:
-            self._found(sandbox)
+        async with self._semaphore:
+            self._get_sandbox(sandbox)
             reader, writer = os.pipe2(os.O_CLOEXEC)
             sent = asyncio.get_running_loop().run_in_executor(self._threads, send, writer)
             try:
-                await self._work(sandbox, "unpack", path, [reader])
+                await self._run_file_work(sandbox, "unpack", path, [reader])
             finally:
                 await asyncio.shield(sent)
 
-    async def _out(
+    async def _stream_out(
         self, sandbox: str, what: str, path: str, take: Callable[[bytes], Any], most: int, **fields: Any
     ) -> None:
         def receive(reader: int) -> int:
-            """Reads to the end, or to one byte too many: closing the pipe then ends whoever writes."""
+            """Reads to the end, or to one byte above the limit: closing the pipe then ends the writer."""
             total = 0
             with open(reader, "rb", buffering=0) as pipe:
                 while total <= most and (data := pipe.read(CHUNK_BYTES)):
@@ -100,13 +102,13 @@ class Filing:
                     take(data)
             return total
 
-        async with self._gate:
-            self._found(sandbox)
+        async with self._semaphore:
+            self._get_sandbox(sandbox)
             reader, writer = os.pipe2(os.O_CLOEXEC)
             received = asyncio.get_running_loop().run_in_executor(self._threads, receive, reader)
             failure: FileFailed | None = None
             try:
-                await self._work(sandbox, what, path, [writer], **fields)
+                await self._run_file_work(sandbox, what, path, [writer], **fields)
             except FileFailed as error:
                 failure = error
             finally:
@@ -116,22 +118,22 @@ class Filing:
         if failure is not None:
             raise failure
 
-    async def _work(self, sandbox: str, what: str, path: str, fds: list[int], **fields: Any) -> Any:
-        """The descriptors are closed whatever happens: they are the sandbox's then."""
+    async def _run_file_work(self, sandbox: str, what: str, path: str, fds: list[int], **fields: Any) -> Any:
+        """Closes the descriptors in any case: they belong to the sandbox by then."""
         try:
-            box = self._found(sandbox)
-            target = inside(path)
-            spawning = await self._spawning()
-            # Who frees memory is not charged for any: a sandbox that is full could never be emptied.
-            groups = [] if what == "delete" else box.files
+            box = self._get_sandbox(sandbox)
+            target = sandbox_path(path)
+            spawning = await self._get_spawner()
+            # Deleting is not charged to the memory of the sandbox: a full one could never be emptied.
+            groups = [] if what == "delete" else box.file_join_files
             try:
-                return await spawning.file_work(box.box, what, fds, groups, path=target, **fields)
+                return await spawning.file_work(box.sandbox_id, what, fds, groups, path=target, **fields)
             except ExecFailed as error:
                 raise FileFailed(path, error.reason) from None
             except ManagerError as error:
                 if box.is_ending():
                     raise box.gone_error() from error
-                if not box.new_memory_kills():
+                if not box.new_oom_kills():
                     raise
                 limit = f"the {box.spec.memory_bytes} bytes of memory of its sandbox, which its files share"
                 raise FileFailed(path, f"does not fit into {limit}") from error
@@ -139,7 +141,7 @@ class Filing:
             for fd in fds:
                 os.close(fd)
 
-    async def list(self, sandbox: str, path: str) -> list[Entry]:
+    async def list(self, sandbox: str, path: str) -> list[FileEntry]:
         content = bytearray()
-        await self._out(sandbox, "list", path, content.extend, LISTING_BYTES_MAX, entries_max=ENTRIES_MAX)
-        return msgspec.json.decode(content, type=list[Entry])
+        await self._stream_out(sandbox, "list", path, content.extend, LISTING_BYTES_MAX, entries_max=ENTRIES_MAX)
+        return msgspec.json.decode(content, type=list[FileEntry])

@@ -1,8 +1,8 @@
-"""The sandbox manager: sandboxes on this machine that hold cores only while they act.
+"""The bwrap manager: sandboxes on this machine that hold cores only while an action runs in them.
 
-Owns every sandbox that it opened, from its state directory to its control groups. Decides nothing: grants say who runs
-with how much. Promises what `managers.base` asks, and that sandboxes die with their owner. Those of an owner with a
-name that keeps them do not: they stand still until the next process of that name adopts them.
+Owns every sandbox that it opened, from its state directory to its control groups. Decides nothing: grants state who
+runs with how much. Promises what `managers.base` requires, and that sandboxes die with their owner. Those of a named
+owner that keeps them do not: they stay frozen until the next process of that name adopts them.
 """
 
 from __future__ import annotations
@@ -23,80 +23,90 @@ from tangram.core.action import Action, Usage
 from tangram.core.demand import CORE
 from tangram.core.messages import Grant, Pool, cpu_node
 from tangram.errors import AdmissionRefused, InvalidAction, InvalidConfig, ManagerError
-from tangram.managers.base import FiledApart, Lease
+from tangram.managers.base import FilesMixin, Lease
 from tangram.managers.sandboxes.bwrap.adoption import Adoption
-from tangram.managers.sandboxes.bwrap.files import Filing
-from tangram.managers.sandboxes.bwrap.images.store import SANDBOX_UID, Image, ImageStore
-from tangram.managers.sandboxes.bwrap.leases import Placement, ProgramLease, SessionLease
-from tangram.managers.sandboxes.bwrap.owner import CALLED, Owner, state_directory
-from tangram.managers.sandboxes.bwrap.records import Record
-from tangram.managers.sandboxes.bwrap.sandbox import Sandbox
+from tangram.managers.sandboxes.bwrap.files import BwrapFiles
+from tangram.managers.sandboxes.bwrap.images.store import SANDBOX_UID, ImageStore, StoredImage
+from tangram.managers.sandboxes.bwrap.leases import BwrapProgramLease, BwrapSessionLease, Placement
+from tangram.managers.sandboxes.bwrap.owner import OWNER_NAME, SandboxOwner, SandboxRecord, state_directory
+from tangram.managers.sandboxes.bwrap.sandbox import BwrapSandbox
 from tangram.managers.sandboxes.bwrap.seccomp import filter_program
-from tangram.managers.sandboxes.bwrap.spawner.client import Spawning
-from tangram.managers.sandboxes.bwrap.spawner.lock import Keeping
-from tangram.managers.sandboxes.bwrap.spawner.mounts import bubblewrap, steps
-from tangram.managers.sandboxes.cpuset_allocator import Cores
+from tangram.managers.sandboxes.bwrap.spawner.client import SpawnerClient
+from tangram.managers.sandboxes.bwrap.spawner.lock import SpawnerLock
+from tangram.managers.sandboxes.bwrap.spawner.mounts import bwrap_argv, mount_steps
+from tangram.managers.sandboxes.cpuset_allocator import CpusetAllocator
 from tangram.managers.sandboxes.machine import Machine, has_user_namespaces
-from tangram.managers.work import GIB, HOST_IMAGE, Close, Commit, Ended, Exec, Open, Prepare, SandboxSpec, Work
+from tangram.managers.work import GIB, HOST_IMAGE, Close, Commit, Exec, LeaseResult, Open, Prepare, SandboxSpec, Work
 from tangram.processes.streams import Output
 
 CLOSE_S_MAX = 10.0
-"""Until its first process has ended; then its control group is killed all the same."""
+"""For the first process of a sandbox to end; then its control group is killed in any case."""
 
 PROGRAMS = {"bwrap": "bubblewrap", "catatonit": "catatonit", "setpriv": "util-linux", "cp": "coreutils"}
-"""What must be installed, and the package of Debian that has it."""
+"""Required programs, and the Debian package of each."""
+WORK_ERRORS = (ManagerError, InvalidAction, OSError)
+"""Errors that the result of a lease reports."""
 NO_RECORD = "it did not survive the end of the last owner: there is no record of it"
 
 
-class Warm:
+class WarmPool:
     def __init__(self, count_max: int) -> None:
         self._count_max = count_max
-        self._kept: list[Sandbox] = []
+        self._sandboxes: list[BwrapSandbox] = []
         """The oldest first."""
 
-    def take(self, spec: SandboxSpec, image: Image) -> Sandbox | None:
-        """One that was made to this very specification, of this very image; it is the caller's then."""
-        for sandbox in self._kept:
+    def take(self, spec: SandboxSpec, image: StoredImage) -> BwrapSandbox | None:
+        """A sandbox that was made with exactly this specification and image, now owned by the caller; None if there is
+        none."""
+        for sandbox in self._sandboxes:
             if sandbox.spec == spec and sandbox.image == image and not sandbox.gone.done():
-                self._kept.remove(sandbox)
+                self._sandboxes.remove(sandbox)
                 return sandbox
         return None
 
-    def put(self, sandbox: Sandbox) -> Sandbox | None:
-        """Keep one. Returns the one that has to go for it, which may be itself."""
-        self._kept.append(sandbox)
-        return self._kept.pop(0) if len(self._kept) > self._count_max else None
+    def put(self, sandbox: BwrapSandbox) -> BwrapSandbox | None:
+        """Keep a sandbox. Returns the one that is evicted for it, which may be itself; None if there is room."""
+        self._sandboxes.append(sandbox)
+        return self._sandboxes.pop(0) if len(self._sandboxes) > self._count_max else None
 
-    def take_all(self) -> list[Sandbox]:
-        """Nobody will ask for one any more."""
-        found, self._kept = self._kept, []
+    def take_all(self) -> list[BwrapSandbox]:
+        """Empty the pool."""
+        found, self._sandboxes = self._sandboxes, []
         return found
 
 
-class _Errand:
-    """The lease of work that runs in the owner's name rather than as a program: stopping it waits for its end."""
+class _ManagerTaskLease:
+    """The lease of work of the manager itself rather than of a program: stopping it waits for its end."""
 
-    def __init__(self, doing: Coroutine[Any, Any, Ended]) -> None:
-        self._doing = doing
-        self._done = asyncio.Event()
+    def __init__(self, work: Coroutine[Any, Any, LeaseResult], tasks: set[asyncio.Task[LeaseResult]]) -> None:
+        """`tasks`: holds the task until it has ended; the manager cancels what is left there when it shuts down."""
+        self._task = asyncio.get_running_loop().create_task(_run_to_result(work))
+        tasks.add(self._task)
+        self._task.add_done_callback(tasks.discard)
 
-    async def wait(self) -> Ended:
-        try:
-            return await self._doing
-        finally:
-            self._done.set()
+    async def wait(self) -> LeaseResult:
+        return await asyncio.shield(self._task)
 
     def resize(self, *, reserved: int, limit: int) -> None:
-        """Its share is not limited."""
+        """Its CPU is not limited."""
 
-    def used(self) -> float | None:
+    def cpu_seconds(self) -> float | None:
         return None
 
     async def stop(self) -> None:
-        await self._done.wait()
+        await self.wait()
 
 
-class SandboxManager(FiledApart):
+async def _run_to_result(work: Coroutine[Any, Any, LeaseResult]) -> LeaseResult:
+    try:
+        return await work
+    except asyncio.CancelledError:
+        return LeaseResult(lost="the manager was closed")
+    except Exception as error:  # a waiter must get a result
+        return LeaseResult(lost=f"the manager failed: {error!r}")
+
+
+class BwrapManager(FilesMixin):
     backend = "sandbox"
     isolates = True
 
@@ -112,45 +122,47 @@ class SandboxManager(FiledApart):
         keeps: bool = True,
         expected: Iterable[str] = (),
     ) -> None:
-        """`warm`: how many sandboxes that wait for a caller are kept at most. `owner`: the name under which those of
-        the last process of that name are adopted, and sandboxes kept beyond the life of this one; not `keeps`: they
-        end with it, however it ends. `expected`: the sandboxes that the caller believes to be there."""
-        if owner and not CALLED.fullmatch(owner):
+        """`warm`: how many sandboxes are kept ahead of their callers at most. `owner`: the name under which the
+        sandboxes of the previous process are adopted, and its own are kept beyond its life; without `keeps` they end
+        with it. `expected`: the sandboxes that the caller believes to exist."""
+        if owner and not OWNER_NAME.fullmatch(owner):
             raise InvalidConfig("owner", owner, "up to 41 small letters, digits and '-', not '-' first")
         self.node = node
         self.adopted: dict[str, SandboxSpec] = {}
-        """Sandboxes that were there before this process, by the name that the caller knows."""
+        """Sandboxes taken over from the previous process, by the caller's name."""
         self.missing: dict[str, str] = {}
-        """Those that were on record or expected and are not there, and why. A record that cannot be read says not of
-        whom it is: it stands under the name of its file."""
-        self._called = owner
+        """Sandboxes that were recorded or expected and do not exist, and why. An unreadable record has no name: its
+        file name stands for it."""
+        self._owner_name = owner
         self._keeps = bool(owner) and keeps
         self._expected = tuple(expected)
         self._state = state or state_directory()
-        self._machine = Machine.of_this(cores=cores, memory_bytes=memory_bytes)
+        self._machine = Machine.detect(cores=cores, memory_bytes=memory_bytes)
         self._total = round(self._machine.cores * CORE)
-        self._cores = Cores(self._total, self._machine.cpus, self._machine.cpus_by_cell)
-        self._numbers = count(1)
-        self._sandboxes: dict[str, Sandbox] = {}
-        """By the name that the caller knows."""
+        self._cpusets = CpusetAllocator(self._total, self._machine.cpus, self._machine.cpus_by_cell)
+        self._ids = count(1)
+        self._sandboxes: dict[str, BwrapSandbox] = {}
+        """By the caller's name."""
         self._opening: dict[str, asyncio.Future[None]] = {}
-        """By the name that the caller knows; done when it is open, or could not be opened."""
-        self._by_box: dict[str, Sandbox] = {}
-        """All, those that wait for a caller included."""
-        self._warm = Warm(warm)
+        """By the caller's name; done when it is open or could not be opened."""
+        self._by_id: dict[str, BwrapSandbox] = {}
+        """All sandboxes, warm ones included, by number."""
+        self._warm = WarmPool(warm)
         self._forgotten: dict[str, str] = {}
-        """Images that go as soon as no sandbox stands on them."""
+        """Images that are deleted as soon as no sandbox uses them."""
         self._user_namespaces: bool | None = None
-        self._place = Placement(self._cores)
-        self._owner: Owner | None = None
-        self._spawning: Spawning | None = None
-        self._renewing = asyncio.Lock()
+        self._placement = Placement(self._cpusets)
+        self._owner: SandboxOwner | None = None
+        self._spawner: SpawnerClient | None = None
+        self._spawner_lock = asyncio.Lock()
         """Held while a spawner is started."""
-        self._filing: Filing = Filing(self._found, self._running_spawner)
+        self._tasks: set[asyncio.Task[LeaseResult]] = set()
+        """The tasks of the leases of work that is not a program."""
+        self._files: BwrapFiles = BwrapFiles(self._get_sandbox, self._get_spawner)
 
     @functools.cached_property
     def images(self) -> ImageStore:
-        """Whoever only makes a manager, and never enters it, makes no folders."""
+        """Created on first use: a manager that is never entered creates no directories."""
         return ImageStore(self._state / "images")
 
     def pools(self) -> tuple[Pool, ...]:
@@ -160,7 +172,7 @@ class SandboxManager(FiledApart):
     def sandboxes(self) -> tuple[str, ...]:
         return tuple(self._sandboxes)
 
-    # ---- the owner's life ----
+    # ---- the life of the owner ----
 
     async def __aenter__(self) -> Self:
         missing = [
@@ -169,48 +181,49 @@ class SandboxManager(FiledApart):
         if os.geteuid() != 0:
             raise ManagerError("sandboxes need root; use backend='process', which isolates nothing", retry=False)
         if missing:
-            raise ManagerError(f"missing: {', '.join(missing)}; `tangram doctor` says more", retry=False)
-        self._owner = owner = await asyncio.to_thread(Owner, self._state, self._called)
+            raise ManagerError(f"missing: {', '.join(missing)}; run `tangram doctor` for details", retry=False)
+        self._owner = owner = await asyncio.to_thread(SandboxOwner, self._state, self._owner_name)
         try:
-            await self._take_over()
-            await asyncio.to_thread(owner.group.set_bounds, limit=self._total, cpus=self._machine.cpus)
+            await self._adopt()
+            await asyncio.to_thread(owner.group.set_owner_limits, limit=self._total, cpus=self._machine.cpus)
             owner.group.delegate()
-            await asyncio.to_thread(self._tidy_images, owner.orphans)
-            await self._running_spawner()
-            if owner.returns:
-                await self._forget_as_noted()
+            await asyncio.to_thread(self._tidy_images, owner.orphaned_images)
+            await self._get_spawner()
+            if owner.has_spawner:
+                await self._forget_tied_images()
         except BaseException as error:
-            if owner.returns:
-                await self._leave_behind()
+            if owner.has_spawner:
+                await self._detach()
             else:
-                await asyncio.to_thread(owner.leave)
+                await self._stop_spawner()
+                await asyncio.to_thread(owner.remove)
             if isinstance(error, OSError):
                 raise ManagerError(f"the state directory {self._state} cannot be used: {error}", retry=False) from error
             raise
         return self
 
-    async def _take_over(self) -> None:
-        """What the last owner of this name left, if there is one."""
+    async def _adopt(self) -> None:
+        """Adopt the sandboxes of the previous owner of this name."""
         assert self._owner is not None
         owner = self._owner
         self.missing |= owner.missing
-        if owner.returns:
-            spawning, left, why_none = self._new_spawning(), {}, ""
+        if owner.has_spawner:
+            spawner, orphans, attach_error = self._new_spawner(), {}, ""
             try:
-                left = await spawning.attach(filter_program(), self._groups())
-                self._spawning = spawning
+                orphans = await spawner.attach(filter_program(), self._cgroup_directories())
+                self._spawner = spawner
             except ManagerError as error:
-                why_none = str(error)
-            adoption = Adoption(owner, left, why_none)
-            self._numbers = count(adoption.number_max + 1)
-            self._by_box = {sandbox.box: sandbox for sandbox in adoption.sandboxes()}
-            back = await asyncio.to_thread(adoption.take_over, list(self._by_box.values()))
-            self._by_box = {sandbox.box: sandbox for sandbox in back}
-            self._sandboxes = {sandbox.name: sandbox for sandbox in back}
+                attach_error = str(error)
+            adoption = Adoption(owner, orphans, attach_error)
+            self._ids = count(adoption.number_max + 1)
+            self._by_id = {sandbox.sandbox_id: sandbox for sandbox in adoption.sandboxes()}
+            adopted = await asyncio.to_thread(adoption.adopt, list(self._by_id.values()))
+            self._by_id = {sandbox.sandbox_id: sandbox for sandbox in adopted}
+            self._sandboxes = {sandbox.name: sandbox for sandbox in adopted}
             self.missing |= adoption.missing
-            for box in [box for box in left if box not in self._by_box]:
+            for box in [box for box in orphans if box not in self._by_id]:
                 with contextlib.suppress(ManagerError):  # it ends with its groups, if they were found
-                    await spawning.request("close", box=box)
+                    await spawner.request("close", box=box)
         self.adopted = {name: sandbox.spec for name, sandbox in self._sandboxes.items()}
         for name in self._expected:
             if name not in self.adopted:
@@ -219,96 +232,116 @@ class SandboxManager(FiledApart):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await asyncio.shield(asyncio.ensure_future(self._end()))
+        await asyncio.shield(asyncio.ensure_future(self._shut_down()))
 
-    async def _end(self) -> None:
+    async def _shut_down(self) -> None:
         assert self._owner is not None
+        await self._cancel_tasks()
         if self._keeps:
-            await self._end_warm()
+            await self._close_warm()
             if any(not sandbox.gone.done() for sandbox in self._sandboxes.values()):
-                await self._leave_behind()
+                await self._detach()
                 return
-        if self._spawning is not None:
-            await self._spawning.stop()  # every sandbox dies with it
-        self._let_go()
-        await asyncio.to_thread(self._tidy_images, self._owner.images())
-        await asyncio.to_thread(self._owner.leave)
+        await self._stop_spawner()
+        self._release()
+        await asyncio.to_thread(self._tidy_images, self._owner.tied_images())
+        await asyncio.to_thread(self._owner.remove)
 
-    async def _leave_behind(self) -> None:
-        """The sandboxes, for the next process of this name."""
+    async def _cancel_tasks(self) -> None:
+        await asyncio.sleep(0)  # a task that is cancelled before its first step never runs its cleanup
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks)
+
+    async def _detach(self) -> None:
+        """Leave the sandboxes to the next process of this name."""
         assert self._owner is not None
-        for sandbox in self._by_box.values():
+        for sandbox in self._by_id.values():
             sandbox.abandon()
-        if self._spawning is not None:
-            await self._spawning.leave()
-        self._let_go()
-        self._owner.let_go()
+        if self._spawner is not None:
+            await self._spawner.detach()
+        self._release()
+        self._owner.release()
 
-    def _let_go(self) -> None:
-        for sandbox in self._by_box.values():
+    def _release(self) -> None:
+        for sandbox in self._by_id.values():
             sandbox.close_descriptors()
         self._sandboxes.clear()
-        self._by_box.clear()
-        self._filing.close()
+        self._by_id.clear()
+        self._files.close()
 
-    async def _end_warm(self) -> None:
+    async def _close_warm(self) -> None:
         for sandbox in self._warm.take_all():
-            with contextlib.suppress(ManagerError, OSError):  # it goes with its owner, or at the next start
+            with contextlib.suppress(ManagerError, OSError):  # it is removed with its owner, or at the next start
                 await self._end_sandbox(sandbox)
 
     async def close_all(self) -> None:
         """End every sandbox."""
-        await self._end_warm()
+        await self._close_warm()
         ended = await asyncio.gather(*[self._close(name) for name in list(self._sandboxes)])
         lost = [each.lost for each in ended if each.lost]
         if lost:
             raise ManagerError("; ".join(lost))
 
     def _tidy_images(self, names: list[str]) -> None:
-        """Forget these, and what was never finished. Blocks."""
+        """Delete these images and unsealed layers. Blocks."""
         for name in names:
             with contextlib.suppress(InvalidAction):
                 self.images.forget(name)
         self.images.sweep()
         self.images.get(HOST_IMAGE)  # made here rather than by the first sandbox
 
-    async def _running_spawner(self) -> Spawning:
-        """A spawner that died took its sandboxes along; new ones get a new one."""
-        while self._spawning is None:
-            async with self._renewing:
-                if self._spawning is None:
+    async def _get_spawner(self) -> SpawnerClient:
+        """The present spawner. One that died took its sandboxes along; new sandboxes get a new one."""
+        while self._spawner is None:
+            async with self._spawner_lock:
+                if self._spawner is None:
                     await self._start_spawner()
-        return self._spawning
+        return self._spawner
 
     async def _start_spawner(self) -> None:
         assert self._owner is not None
-        if self._owner.kept is not None:
-            await Keeping(self._owner.kept).end()  # the last one may not quite have ended
-        self._spawning = spawning = self._new_spawning()
+        if self._owner.kept_directory is not None:
+            await SpawnerLock(self._owner.kept_directory).kill_spawner()  # the previous one may still be ending
+        spawner = self._new_spawner()
         try:
-            await spawning.start(filter_program(), self._groups())
-        except (ManagerError, OSError):
-            if self._spawning is spawning:
-                self._spawning = None
+            await spawner.start(filter_program(), self._cgroup_directories())
+            if not spawner.is_connected:
+                raise ManagerError("the spawner ended while it started")
+        except BaseException:
+            await asyncio.shield(asyncio.ensure_future(self._abort_start(spawner)))
             raise
+        self._spawner = spawner
 
-    def _new_spawning(self) -> Spawning:
+    async def _abort_start(self, spawner: SpawnerClient) -> None:
         assert self._owner is not None
-        return Spawning(self._on_gone, self._on_spawner_end, self._owner.kept, outlives=self._keeps)
+        await spawner.stop()
+        if self._owner.kept_directory is not None:
+            await SpawnerLock(self._owner.kept_directory).kill_spawner()
 
-    def _groups(self) -> list[str]:
+    async def _stop_spawner(self) -> None:
+        """Every sandbox dies with it."""
+        if self._spawner is not None:
+            await self._spawner.stop()
+
+    def _new_spawner(self) -> SpawnerClient:
+        assert self._owner is not None
+        return SpawnerClient(self._on_gone, self._on_spawner_end, self._owner.kept_directory, outlives=self._keeps)
+
+    def _cgroup_directories(self) -> list[str]:
         """The control groups of the owner, one in each hierarchy."""
         assert self._owner is not None
         return [os.path.dirname(path) for path in self._owner.group.join_files]
 
     def _on_gone(self, box: str, code: int) -> None:
-        sandbox = self._by_box.get(box)
+        sandbox = self._by_id.get(box)
         if sandbox is not None and not sandbox.gone.done():
             sandbox.gone.set_result(f"its first process ended with {code}")
 
     def _on_spawner_end(self, why: str) -> None:
-        self._spawning = None
-        for sandbox in self._by_box.values():
+        self._spawner = None
+        for sandbox in self._by_id.values():
             if not sandbox.gone.done():
                 sandbox.gone.set_result(why)
 
@@ -321,18 +354,18 @@ class SandboxManager(FiledApart):
         if isinstance(work, Open):
             return await self._start_opening(name, work.spec)
         if isinstance(work, Close):
-            return _Errand(self._close(name))
+            return _ManagerTaskLease(self._close(name), self._tasks)
         if isinstance(work, Prepare):
-            return _Errand(self._prepare(work.spec, self.images.get(work.spec.image)))
+            return _ManagerTaskLease(self._prepare(work.spec, self.images.get(work.spec.image)), self._tasks)
         assert isinstance(work, Commit)
-        sandbox = self._found(name)
+        sandbox = self._get_sandbox(name)
         try:
             self.images.require_sealable(work.image, sandbox.image)
         except AdmissionRefused as error:
             raise ManagerError(str(error), retry=False) from error
-        return _Errand(self._commit(sandbox, work.image))
+        return _ManagerTaskLease(self._commit(sandbox, work.image), self._tasks)
 
-    def _found(self, name: str) -> Sandbox:
+    def _get_sandbox(self, name: str) -> BwrapSandbox:
         sandbox = self._sandboxes.get(name)
         if sandbox is None:
             raise ManagerError(f"there is no sandbox {name}: it was closed, or never opened", retry=False)
@@ -340,12 +373,12 @@ class SandboxManager(FiledApart):
         return sandbox
 
     async def _start_program(self, action: Action, grant: Grant, work: Exec, output: Output | None) -> Lease:
-        sandbox = self._found(action.sandbox)
+        sandbox = self._get_sandbox(action.sandbox)
         if work.session and not sandbox.image.shell.endswith("bash"):
             raise InvalidAction("session", work.session, f"an image with bash; {sandbox.image.name} has none")
-        kind = SessionLease if work.session else ProgramLease
-        spawning = await self._running_spawner()
-        lease = kind(action.id, grant, work, output, sandbox=sandbox, spawning=spawning, place=self._place)
+        kind = BwrapSessionLease if work.session else BwrapProgramLease
+        spawner = await self._get_spawner()
+        lease = kind(action.id, grant, work, output, sandbox=sandbox, spawner=spawner, placement=self._placement)
         try:
             await lease.begin()
         except ManagerError as error:
@@ -361,84 +394,88 @@ class SandboxManager(FiledApart):
             raise ManagerError(f"sandbox {name} is open already", retry=False)
         self._opening[name] = asyncio.get_running_loop().create_future()
         try:
-            await self._require_possible(spec)
+            await self._require_supported(spec)
             image = self.images.get(spec.image)
         except BaseException:
             self._opening.pop(name).set_result(None)
             raise
-        return _Errand(self._open(name, spec, image))
+        return _ManagerTaskLease(self._open(name, spec, image), self._tasks)
 
-    async def _open(self, name: str, spec: SandboxSpec, image: Image) -> Ended:
+    async def _open(self, name: str, spec: SandboxSpec, image: StoredImage) -> LeaseResult:
         try:
-            return await self._opened(name, spec, image)
+            return await self._open_sandbox(name, spec, image)
         finally:
             self._opening.pop(name).set_result(None)
 
-    async def _opened(self, name: str, spec: SandboxSpec, image: Image) -> Ended:
+    async def _open_sandbox(self, name: str, spec: SandboxSpec, image: StoredImage) -> LeaseResult:
         warm = self._warm.take(spec, image)
         try:
-            sandbox = warm or await self._make(name, spec, image)
-            await self._record(name, sandbox)
-        except ManagerError as error:
-            return Ended(lost=f"sandbox {name} could not be made: {error}")
+            sandbox = warm or await self._create(name, spec, image)
+            await self._write_record(name, sandbox)
+        except WORK_ERRORS as error:
+            return LeaseResult(lost=f"sandbox {name} could not be made: {error}")
         sandbox.name = name
         self._sandboxes[name] = sandbox
-        return Ended() if warm else Ended(usage=Usage(cpu_s=sandbox.group.cpu_s()))
+        return LeaseResult() if warm else LeaseResult(usage=Usage(cpu_s=sandbox.group.cpu_s()))
 
-    async def _record(self, name: str, sandbox: Sandbox) -> None:
-        """From now on it is the caller's, also after this process."""
+    async def _write_record(self, name: str, sandbox: BwrapSandbox) -> None:
+        """From now on the sandbox is the caller's, also after the end of this process."""
         assert self._owner is not None
         if self._owner.records is None:
             return
-        record = Record(name=name, box=sandbox.box, init=sandbox.init, spec=sandbox.spec, image=sandbox.image)
+        record = SandboxRecord(
+            name=name, box=sandbox.sandbox_id, init=sandbox.init, spec=sandbox.spec, image=sandbox.image
+        )
         try:
             self._owner.records.write(record)
         except OSError as error:
             await self._end_sandbox(sandbox)
             raise ManagerError(f"its record cannot be written: {error}") from error
 
-    async def _prepare(self, spec: SandboxSpec, image: Image) -> Ended:
+    async def _prepare(self, spec: SandboxSpec, image: StoredImage) -> LeaseResult:
         try:
-            sandbox = await self._make("warm", spec, image)
-        except ManagerError as error:
-            return Ended(lost=f"a sandbox could not be made: {error}")
+            sandbox = await self._create("warm", spec, image)
+        except WORK_ERRORS as error:
+            return LeaseResult(lost=f"a sandbox could not be made: {error}")
         surplus = self._warm.put(sandbox)
         if surplus is not None:
             await self._end_sandbox(surplus)
-        return Ended(usage=Usage(cpu_s=sandbox.group.cpu_s()))
+        return LeaseResult(usage=Usage(cpu_s=sandbox.group.cpu_s()))
 
-    async def _make(self, name: str, spec: SandboxSpec, image: Image) -> Sandbox:
+    async def _create(self, name: str, spec: SandboxSpec, image: StoredImage) -> BwrapSandbox:
         assert self._owner is not None
-        spawning = await self._running_spawner()
-        # Numbered: a name that a caller chose is never part of a path.
-        box = str(next(self._numbers))
-        sandbox = Sandbox(name, box, spec, image, self._owner.group.child(box), self._owner.boxes / box)
-        self._by_box[box] = sandbox
+        spawner = await self._get_spawner()
+        # Numbered: a caller's name is never part of a path.
+        box = str(next(self._ids))
+        sandbox = BwrapSandbox(
+            name, box, spec, image, self._owner.group.child(box), self._owner.sandboxes_directory / box
+        )
+        self._by_id[box] = sandbox
         try:
             sandbox.directory.mkdir(mode=0o711)
-            reply = await spawning.open(
+            reply = await spawner.open(
                 box,
-                groups=sandbox.prepare(),
-                prepare=steps(sandbox),
+                groups=sandbox.apply_limits(),
+                prepare=mount_steps(sandbox),
                 init=shutil.which("catatonit"),
-                argv=bubblewrap(sandbox),
+                argv=bwrap_argv(sandbox),
                 env={"PATH": os.defpath},
                 uid=0 if spec.user == "root" else SANDBOX_UID,
                 rlimits={"nofile": spec.open_files_max, "core": 0},
             )
         except BaseException:
-            del self._by_box[box]
+            del self._by_id[box]
             await asyncio.to_thread(sandbox.remove)
             raise
         sandbox.init = int(reply["init"])
         return sandbox
 
-    async def _require_possible(self, spec: SandboxSpec) -> None:
-        """Root inside is a user namespace, or it is refused."""
+    async def _require_supported(self, spec: SandboxSpec) -> None:
+        """Root in a sandbox requires a user namespace."""
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         if spec.open_files_max > most:
             raise InvalidAction(
-                "sandbox.open_files_max", spec.open_files_max, f"at most {most}, which is what `ulimit -Hn` says here"
+                "sandbox.open_files_max", spec.open_files_max, f"at most {most}, the limit of `ulimit -Hn` here"
             )
         if spec.user != "root":
             return
@@ -447,71 +484,73 @@ class SandboxManager(FiledApart):
         if not self._user_namespaces:
             raise InvalidAction("sandbox.user", "root", "'agent': this machine allows no user namespaces")
 
-    async def _close(self, name: str) -> Ended:
-        """Of one that is being opened, when it is open. One that could not be removed can be closed again."""
+    async def _close(self, name: str) -> LeaseResult:
+        """Close a sandbox; one that is being opened, when it is open. A failed removal can be repeated."""
         opening = self._opening.get(name)
         if opening is not None:
             await asyncio.wait({opening})
         sandbox = self._sandboxes.get(name)
         if sandbox is None:
-            return Ended()
+            return LeaseResult()
         async with sandbox.closing:
             if self._sandboxes.get(name) is not sandbox:
-                return Ended()  # another one was faster
+                return LeaseResult()  # another call was faster
             try:
                 await self._end_sandbox(sandbox)
             except (ManagerError, OSError) as error:
-                return Ended(lost=f"sandbox {name} could not be removed: {error}")
+                return LeaseResult(lost=f"sandbox {name} could not be removed: {error}")
             del self._sandboxes[name]
-        return Ended()
+        return LeaseResult()
 
-    async def _end_sandbox(self, sandbox: Sandbox) -> None:
+    async def _end_sandbox(self, sandbox: BwrapSandbox) -> None:
         assert self._owner is not None
         if self._owner.records is not None:
-            self._owner.records.remove(sandbox.box)
-        sandbox.let_end()
-        if not sandbox.gone.done() and self._spawning is not None:
+            self._owner.records.remove(sandbox.sandbox_id)
+        sandbox.prepare_kill()
+        if not sandbox.gone.done() and self._spawner is not None:
             try:
-                await self._spawning.request("close", box=sandbox.box)
+                await self._spawner.request("close", box=sandbox.sandbox_id)
                 await asyncio.wait_for(asyncio.shield(sandbox.gone), CLOSE_S_MAX)
             except (ManagerError, TimeoutError):
                 pass  # what is left is killed with its group
-        self._by_box.pop(sandbox.box, None)
+        self._by_id.pop(sandbox.sandbox_id, None)
         sandbox.close_descriptors()
         await asyncio.to_thread(sandbox.remove)
         if self._forgotten:
             await self._forget_unused()
 
-    async def _commit(self, sandbox: Sandbox, image: str) -> Ended:
+    async def _commit(self, sandbox: BwrapSandbox, image: str) -> LeaseResult:
         assert self._owner is not None
-        spawning = await self._running_spawner()
+        spawner = await self._get_spawner()
         layer = self.images.new_layer()
         try:
             try:
-                sandbox.hold_still()
-                await spawning.request("copy", box=sandbox.box, source=f"{sandbox.directory}/upper", target=str(layer))
-                # The mounts outlive the first process. One that is alive after the copy was alive throughout: nothing
-                # was killed in the middle of a write.
+                sandbox.freeze()
+                await spawner.request(
+                    "copy", box=sandbox.sandbox_id, source=f"{sandbox.directory}/upper", target=str(layer)
+                )
+                # The mounts outlive the first process. If that is alive after the copy it was alive throughout: no
+                # write was interrupted by a kill.
                 sandbox.require_alive()
             finally:
-                sandbox.go_on()
-            if not self._called:  # an image of an owner with a name stays until it is forgotten
-                aside = self.images.aside(image)
-                if aside and image in self._owner.images():
-                    self._owner.keep_with(aside)
-                self._owner.keep_with(image)
+                sandbox.thaw()
+            if not self._owner_name:  # an image of a named owner stays until it is deleted
+                aside = self.images.replaced_name(image)
+                if aside and image in self._owner.tied_images():
+                    self._owner.tie_image(aside)
+                self._owner.tie_image(image)
             await asyncio.to_thread(self.images.seal, layer, name=image, base=sandbox.image)
         except BaseException as error:
             await asyncio.to_thread(self.images.discard, layer)
-            if isinstance(error, (ManagerError, AdmissionRefused)):
-                return Ended(lost=f"sandbox {sandbox.name} could not be copied: {error}")
+            if isinstance(error, (*WORK_ERRORS, AdmissionRefused)):
+                return LeaseResult(lost=f"sandbox {sandbox.name} could not be copied: {error}")
             raise
-        return Ended()
+        return LeaseResult()
 
     # ---- images ----
 
     async def add_image(self, path: str) -> str:
-        add = self.images.add_directory if await asyncio.to_thread(_is_root, path) else self.images.add_tar
+        add = self.images.add_directory if await asyncio.to_thread(_is_root_file_system, path) else self.images.add_tar
         return (await add(Path(path))).name
 
     async def recall_image(self, key: str) -> str:
@@ -521,36 +560,36 @@ class SandboxManager(FiledApart):
     async def remember_image(self, key: str, name: str) -> None:
         assert self._owner is not None
         self.images.remember(key, self.images.get(name))
-        self._owner.let_stay(name)
+        self._owner.untie_image(name)
 
     async def forget_image(self, name: str) -> None:
-        """Once nothing stands on it any more."""
+        """The image is deleted once no sandbox uses it."""
         assert self._owner is not None
         self._forgotten[name] = self.images.forgettable(name).layers[0]
-        if self._called:
-            self._owner.keep_with(name)  # also if this process ends before that
+        if self._owner_name:
+            self._owner.tie_image(name)  # also if this process ends before that
         await self._forget_unused()
 
-    async def _forget_as_noted(self) -> None:
-        """What the last owner of this name was asked to forget, while a sandbox stood on it."""
+    async def _forget_tied_images(self) -> None:
+        """Images that the previous owner of this name had to delete once they are no longer used."""
         assert self._owner is not None
-        for name in self._owner.images():
+        for name in self._owner.tied_images():
             try:
                 self._forgotten[name] = self.images.forgettable(name).layers[0]
             except InvalidAction:
-                self._owner.let_stay(name)  # it has gone
+                self._owner.untie_image(name)  # it has been deleted
         await self._forget_unused()
 
     async def _forget_unused(self) -> None:
         assert self._owner is not None
-        in_use = {layer for sandbox in self._by_box.values() for layer in sandbox.image.layers}
+        in_use = {layer for sandbox in self._by_id.values() for layer in sandbox.image.layers}
         for name in [name for name, layer in self._forgotten.items() if layer not in in_use]:
             self._forgotten.pop(name, None)
             with contextlib.suppress(InvalidAction):  # another process that shares the store was faster
                 await asyncio.to_thread(self.images.forget, name)
-            self._owner.let_stay(name)
+            self._owner.untie_image(name)
 
 
-def _is_root(path: str) -> bool:
-    """A directory that is a root file system, not the layout of an OCI image."""
+def _is_root_file_system(path: str) -> bool:
+    """A directory that is a root file system, not an OCI layout."""
     return os.path.isdir(path) and not os.path.exists(f"{path}/index.json")

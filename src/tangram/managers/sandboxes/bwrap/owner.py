@@ -1,19 +1,18 @@
-"""The owner: who a sandbox belongs to, and what is done about those whose owner has died.
+"""The owner of sandboxes: its state directory, its locks, and the removal of what dead owners left.
 
 Owns the layout of the state directory:
 
-    owners.lock      held while an owner comes or dead ones are swept
+    owners.lock      held while an owner starts or dead ones are removed
     owners/NAME/     one owner: `lock`, held while it lives; `boxes/`, a directory for each of its sandboxes; `images/`,
-                     a file for each image that is to go with it, which holds the name; and for an owner that was given
-                     a name also `kept/`, which only root may enter: records of its sandboxes, the socket of its
-                     spawner, and `spawner.lock`, held while that lives
+                     a file with the name of each image that is deleted with it; and for a named owner `kept/`, which
+                     only root may enter: records of its sandboxes, the socket of its spawner, and `spawner.lock`, held
+                     while the spawner lives
     images/          layers, shared by all owners
 
-An owner without a name that dies leaves empty directories and control groups behind; its processes and mounts end with
-it. So does one with a name whose spawner has died too. Whoever comes next removes them. An owner with a name whose
-spawner lives is taken over by the next process that comes under that name; NAME is the given one with a random part,
-since owners of several state directories share the control groups of the machine. Promises never to touch what belongs
-to an owner or a spawner that lives.
+An unnamed owner that dies leaves empty directories and control groups; its processes and mounts end with it. So does a
+named one whose spawner has died too. The next owner removes them. A named owner whose spawner lives is taken over by
+the next process of that name; NAME is the given name with a random suffix, because owners of several state directories
+share the control groups of the machine. Promises never to touch what belongs to a living owner or spawner.
 """
 
 from __future__ import annotations
@@ -28,14 +27,23 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from tangram.errors import ManagerError
-from tangram.managers.sandboxes.bwrap.records import Records
+import msgspec
+
+from tangram.errors import ManagerError, TangramError
+from tangram.files.atomic_file import write_file
+from tangram.managers.sandboxes.bwrap.images.store import StoredImage
 from tangram.managers.sandboxes.cgroups import groups
+from tangram.managers.work import SandboxSpec
+
+RECORD_SUFFIX = ".json"
+RECORD_BYTES_MAX = 1 << 20
+"""A name, a specification with its environment and the layers of an image take a tenth of it."""
+SANDBOX_ID = re.compile(r"[1-9][0-9]{0,17}")
 
 STATE_DEFAULT = "/var/lib/tangram"
-CALLED = re.compile(r"[a-z0-9][a-z0-9-]{0,40}")
-"""The name that an owner may be given."""
-NO_LOCK = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+OWNER_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,40}")
+"""Names that an owner may be given."""
+NO_LOCK_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 SPAWNER_ENDED = "the spawner that held it has ended, and with it all that ran in it"
 
 
@@ -43,98 +51,101 @@ def state_directory() -> Path:
     return Path(os.environ.get("TANGRAM_STATE") or STATE_DEFAULT)
 
 
-class Owner:
+class SandboxOwner:
     def __init__(self, state: Path, called: str = "") -> None:
-        """Come into being, or come back under the name that was given. Blocks while another owner does; that is
-        short."""
+        """Create the owner, or take over the previous one of this name. Blocks shortly while another owner starts."""
         self.state = state
-        self.called = called
-        self.orphans: list[str] = []
-        """Images of owners that were swept."""
+        self.given_name = called
+        self.orphaned_images: list[str] = []
+        """Images of the owners that were removed."""
         self.missing: dict[str, str] = {}
-        """Sandboxes of the last owner of this name that ended with its spawner, and why."""
+        """Sandboxes of the previous owner of this name that ended with its spawner, and why."""
         try:
-            # In a user namespace their files are reached by an unprivileged user: the way is open, the list is not.
+            # Sandboxes in user namespaces reach their files as an unprivileged user: directories can be entered, not
+            # listed.
             for directory in (state, state / "owners"):
                 directory.mkdir(mode=0o711, parents=True, exist_ok=True)
-            with self._coming():
-                found = self._left_behind() if called else None
-                self.swept = self._sweep()
-                self.returns = found is not None
-                """Whether there is a spawner to be attached to."""
-                self._directory, self._lock = found or self._make()
+            with self._owners_lock():
+                found = self._find_previous() if called else None
+                self._sweep()
+                self.has_spawner = found is not None
+                """Whether there is a spawner to attach to."""
+                self._directory, self._lock = found or self._create()
         except OSError as error:
             raise ManagerError(f"the state directory {state} cannot be used: {error}", retry=False) from error
         self.name = self._directory.name
-        self.boxes = self._directory / "boxes"
+        self.sandboxes_directory = self._directory / "boxes"
         self._images = self._directory / "images"
-        self.kept = self._directory / "kept" if called else None
-        self.records = Records(self.kept) if self.kept else None
+        self.kept_directory = self._directory / "kept" if called else None
+        self.records = SandboxRecords(self.kept_directory) if self.kept_directory else None
         try:
-            self.group = groups.owner_root(self.name)
+            self.group = groups.create_owner_cgroup(self.name)
         except BaseException:
             os.close(self._lock)
             raise
 
-    def _make(self) -> tuple[Path, int]:
-        name = f"{self.called}.{secrets.token_hex(4)}" if self.called else f"{os.getpid()}-{secrets.token_hex(4)}"
+    def _create(self) -> tuple[Path, int]:
+        name = (
+            f"{self.given_name}.{secrets.token_hex(4)}" if self.given_name else f"{os.getpid()}-{secrets.token_hex(4)}"
+        )
         directory = self.state / "owners" / name
         directory.mkdir(mode=0o711)
         (directory / "boxes").mkdir(mode=0o711)
         (directory / "images").mkdir(mode=0o700)
-        if self.called:
+        if self.given_name:
             (directory / "kept").mkdir(mode=0o700)
         lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if self.called:
-            _sign(lock)
+        if self.given_name:
+            _write_pid(lock)
         return directory, lock
 
-    def _left_behind(self) -> tuple[Path, int] | None:
-        """The directory of the last owner of this name, and its lock, if its spawner lives. Otherwise it is swept."""
-        for directory in sorted((self.state / "owners").glob(f"{self.called}.*")):
+    def _find_previous(self) -> tuple[Path, int] | None:
+        """The directory and the lock of the previous owner of this name, if its spawner lives. Otherwise it is
+        removed."""
+        for directory in sorted((self.state / "owners").glob(f"{self.given_name}.*")):
             try:
-                lock = _taken(directory / "lock")
-            except NO_LOCK:
-                continue  # it died while it came or went
+                lock = _try_lock(directory / "lock")
+            except NO_LOCK_ERRORS:
+                continue  # it died while it started or ended
             if lock is None:
                 who = (directory / "lock").read_bytes().decode("ascii", "replace")
                 raise ManagerError(
-                    f"owner {self.called!r} of {self.state} is process {who}, or a fork that it left: end it, or take "
-                    "another name",
+                    f"owner {self.given_name!r} of {self.state} is process {who}, or a fork that it left: end it,"
+                    " or take another name",
                     retry=False,
                 )
             if _is_held(directory / "kept" / "spawner.lock"):
-                _sign(lock)
+                _write_pid(lock)
                 return directory, lock
             os.close(lock)
-            records, wrong = Records(directory / "kept").read()
+            records, wrong = SandboxRecords(directory / "kept").read()
             self.missing |= wrong | dict.fromkeys(records, SPAWNER_ENDED)
         return None
 
-    def keep_with(self, image: str) -> None:
-        """This image goes when the owner does, however that comes about."""
-        _note(self._images, image).write_text(image, encoding="utf-8")
+    def tie_image(self, image: str) -> None:
+        """Delete this image when the owner ends, in whichever way."""
+        _image_note(self._images, image).write_text(image, encoding="utf-8")
 
-    def let_stay(self, image: str) -> None:
-        _note(self._images, image).unlink(missing_ok=True)
+    def untie_image(self, image: str) -> None:
+        _image_note(self._images, image).unlink(missing_ok=True)
 
-    def images(self) -> list[str]:
-        """Those that go with it."""
-        return _noted(self._images)
+    def tied_images(self) -> list[str]:
+        """The images that are deleted with the owner."""
+        return _read_image_notes(self._images)
 
-    def leave(self) -> None:
-        """All its sandboxes have been closed."""
+    def remove(self) -> None:
+        """Remove the owner. All its sandboxes must have been closed."""
         self.group.remove()
         shutil.rmtree(self._directory, ignore_errors=True)
         os.close(self._lock)
 
-    def let_go(self) -> None:
-        """For the next process of this name."""
+    def release(self) -> None:
+        """Leave it to the next process of this name."""
         os.close(self._lock)
 
     @contextlib.contextmanager
-    def _coming(self) -> Iterator[None]:
+    def _owners_lock(self) -> Iterator[None]:
         fd = os.open(self.state / "owners.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -142,24 +153,21 @@ class Owner:
         finally:
             os.close(fd)
 
-    def _sweep(self) -> list[str]:
-        """Remove what dead owners left. Returns their names."""
-        found = []
+    def _sweep(self) -> None:
+        """Remove what dead owners left."""
         for directory in sorted((self.state / "owners").iterdir()):
             if not directory.is_dir() or _is_held(directory / "lock") or _is_held(directory / "kept" / "spawner.lock"):
                 continue
-            found.append(directory.name)
-            self.orphans += _noted(directory / "images")
-            groups.remove_owner(directory.name)
+            self.orphaned_images += _read_image_notes(directory / "images")
+            groups.remove_owner_cgroup(directory.name)
             shutil.rmtree(directory, ignore_errors=True)
-        return found
 
 
-def _note(folder: Path, image: str) -> Path:
+def _image_note(folder: Path, image: str) -> Path:
     return folder / hashlib.sha256(image.encode()).hexdigest()
 
 
-def _noted(folder: Path) -> list[str]:
+def _read_image_notes(folder: Path) -> list[str]:
     found = []
     for path in sorted(folder.glob("*")):
         with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -167,8 +175,8 @@ def _noted(folder: Path) -> list[str]:
     return found
 
 
-def _sign(lock: int) -> None:
-    """Whose lock it is, for those who find it held."""
+def _write_pid(lock: int) -> None:
+    """Write the process id into a lock file, for error messages of other processes."""
     try:
         os.ftruncate(lock, 0)
         os.pwrite(lock, str(os.getpid()).encode(), 0)
@@ -177,8 +185,8 @@ def _sign(lock: int) -> None:
         raise
 
 
-def _taken(path: Path) -> int | None:
-    """A descriptor that holds the lock; None: another one holds it."""
+def _try_lock(path: Path) -> int | None:
+    """A descriptor that holds the lock; None if another process holds it."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -194,12 +202,77 @@ def _taken(path: Path) -> int | None:
 
 
 def _is_held(path: Path) -> bool:
-    """Not: there is none, since its owner died while it came, or never had one."""
+    """False also if there is no lock file: its owner died while it started, or never had one."""
     try:
-        fd = _taken(path)
-    except NO_LOCK:
+        fd = _try_lock(path)
+    except NO_LOCK_ERRORS:
         return False
     if fd is None:
         return True
     os.close(fd)
     return False
+
+
+# ---- records of sandboxes ----------------------------------------------------------------------------------------
+
+
+class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    """The caller's name."""
+    box: str
+    """Its number, which stands for it in paths and for the spawner."""
+    init: int
+    """Its first process."""
+    spec: SandboxSpec
+    image: StoredImage
+    """As it was when the sandbox was opened: the name may refer to another image by now."""
+
+
+class SandboxRecords:
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def write(self, record: SandboxRecord) -> None:
+        path = self._path(record.box)
+        write_file(path, msgspec.json.encode(record), partial=path.with_suffix(".part"))
+
+    def remove(self, box: str) -> None:
+        self._path(box).unlink(missing_ok=True)
+
+    def read(self) -> tuple[dict[str, SandboxRecord], dict[str, str]]:
+        """The records by the caller's name, and why a file is not a valid record, by file name."""
+        records: dict[str, SandboxRecord] = {}
+        wrong: dict[str, str] = {}
+        for path in sorted(self._directory.glob(f"*{RECORD_SUFFIX}")):
+            try:
+                record = _read_record(path)
+                if record.name in records:
+                    raise ValueError(f"it is of {record.name}, as another one is")
+                records[record.name] = record
+            except (OSError, ValueError, TangramError, msgspec.MsgspecError, RecursionError) as error:
+                wrong[path.name] = f"its record cannot be read: {error}"
+        return records, wrong
+
+    def remove_all_except(self, boxes: set[str]) -> None:
+        """Remove all files but the records of these sandboxes."""
+        kept = {self._path(box) for box in boxes}
+        for path in [*self._directory.glob(f"*{RECORD_SUFFIX}"), *self._directory.glob("*.part")]:
+            if path not in kept:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    def _path(self, box: str) -> Path:
+        assert SANDBOX_ID.fullmatch(box), f"a sandbox cannot be numbered {box!r}"
+        return self._directory / f"{box}{RECORD_SUFFIX}"
+
+
+def _read_record(path: Path) -> SandboxRecord:
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(fd, "rb") as file:
+        content = file.read(RECORD_BYTES_MAX + 1)
+    if content is None or len(content) > RECORD_BYTES_MAX:
+        raise ValueError(f"it is not a file of at most {RECORD_BYTES_MAX} bytes")
+    record = msgspec.json.decode(content, type=SandboxRecord)
+    if path.name != f"{record.box}{RECORD_SUFFIX}" or not SANDBOX_ID.fullmatch(record.box):
+        raise ValueError(f"it is that of sandbox {record.box!r}, under another name")
+    return record

@@ -1,14 +1,14 @@
-"""A sandbox: its control groups, who runs in it, and whether it stands still.
+"""A bwrap sandbox: its control groups, the actions that run in it, and whether it is frozen.
 
-Owns the groups below its own: a *slot* for each action that runs at the same time, used again and again, and one group
-for what actions leave running. Decides nothing. Promises that nothing in a sandbox runs while no action does, that CPU
-is given by weight and quota as granted, and that a sandbox which is closed leaves no group, process or directory.
+Owns the groups below its own: a *slot* for each concurrent action, which is reused, and one group for what actions
+leave running. Decides nothing. Promises that nothing in a sandbox runs while no action does, that CPU is given by
+weight and quota as granted, and that a closed sandbox leaves no group, process or directory.
 
     sandbox          weight: the reserves of its running actions; memory; number of processes
     ├── init         (version 2 only, where a group with children holds no process; in version 1 the sandbox itself)
-    ├── a0, a1, …    slots: weight and quota of one action, the CPUs that it sees; or a held shell that rests
-    ├── files        file work of the owner: counts as the sandbox's memory, never stands still
-    └── background   what actions left running; like shells that rest, frozen while no action runs
+    ├── a0, a1, …    slots: weight, quota and CPUs of one action; or the shell of an idle session, then frozen too
+    ├── files        file work of the owner: counts as the sandbox's memory, is never frozen
+    └── background   what actions left running; frozen while no action runs
 """
 
 from __future__ import annotations
@@ -20,45 +20,49 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tangram.errors import ManagerError
-from tangram.managers.sandboxes.bwrap.images.store import Image
-from tangram.managers.sandboxes.bwrap.session import Session
-from tangram.managers.sandboxes.cgroups.groups import Group
+from tangram.managers.sandboxes.bwrap.images.store import StoredImage
+from tangram.managers.sandboxes.bwrap.spawner.client import Program
+from tangram.managers.sandboxes.cgroups.groups import Cgroup
+from tangram.managers.sandboxes.leases import ShellSession
 from tangram.managers.work import SandboxSpec
+from tangram.processes.process_tree import read_process
 from tangram.processes.streams import Stream
 
 SLOT_CONTROLLERS = ("cpu", "cpuacct", "cpuset", "freezer")
 """Version 1: memory and the number of processes are limited for the sandbox as a whole."""
-WHOLE_CONTROLLERS = ("memory", "pids")
-SLOT = re.compile(r"a[0-9]{1,6}")
+SANDBOX_CONTROLLERS = ("memory", "pids")
+SLOT_NAME = re.compile(r"a[0-9]{1,6}")
 BACKGROUND_RESERVE = 10
-"""Milli-cores, as weight: what was left running yields to actions."""
+"""Milli-cores, as weight: background processes yield to actions."""
 MOVE_ROUNDS_MAX = 100
-"""A process that waits for its quota is not yet frozen, and may fork once more."""
+"""A process that is throttled is not frozen yet, and may fork once more."""
 DISCARDED_MAX = 64
-"""Streams that are read though nobody wants them: each is a descriptor of the owner. The oldest are closed."""
+"""Streams of ended actions that are drained; each takes a descriptor of the owner. The oldest are closed."""
+SHELL_FDS = (10, 11)
+"""The descriptors at which the shell of a session finds its ends of the two pipes."""
 KILL_PAUSE_S = 0.002
 KILL_ROUNDS_MAX = 5000
-"""A process in the middle of a system call, such as a write to a slow disk, ends after it."""
+"""A process in a system call, such as a write to a slow disk, ends after it."""
 
 
-class Slot:
-    """The place of one running action."""
+class ActionSlot:
+    """The control group of one running action."""
 
-    def __init__(self, group: Group, joins: list[str]) -> None:
+    def __init__(self, group: Cgroup, joins: list[str]) -> None:
         self.group = group
-        self.joins = joins
+        self.join_files = joins
         """A process whose id is written to each of these files is in the slot."""
         self.affinity: tuple[int, ...] = ()
-        """CPUs that a program must be told itself, where the group cannot say so."""
+        """CPUs that a program must set as its affinity, where the group has no cpuset."""
         self._cpu_s = 0.0
         self._throttled_s = 0.0
-        """Of all actions before the present one."""
+        """Used by all earlier actions."""
 
     def cpu_s_so_far(self) -> float:
         """CPU seconds of the present action."""
         return max(0.0, self.group.cpu_s() - self._cpu_s)
 
-    def used(self) -> tuple[float, float]:
+    def take_usage(self) -> tuple[float, float]:
         """CPU and throttled seconds since the last call."""
         cpu_s, throttled_s = self.group.cpu_s(), self.group.throttled_s()
         used = (cpu_s - self._cpu_s, throttled_s - self._throttled_s)
@@ -66,227 +70,269 @@ class Slot:
         return max(0.0, used[0]), max(0.0, used[1])
 
 
-class Sandbox:
-    def __init__(self, name: str, box: str, spec: SandboxSpec, image: Image, group: Group, directory: Path) -> None:
+class BwrapSession(ShellSession):
+    """The shell of a session. Between its commands it stays in the slot of the last one, or in the background of its
+    sandbox with what that command left running."""
+
+    def __init__(self, streams: tuple[Stream, Stream]) -> None:
+        super().__init__()
+        self.streams = streams
+        self.program: Program | None = None
+        self.slot: ActionSlot | None = None
+        """The slot in which it stays."""
+
+    def argv(self, shell: str) -> list[str]:
+        return [*self._shell.argv(shell)[:-2], *map(str, SHELL_FDS)]
+
+    @property
+    def shell_fds(self) -> dict[int, int]:
+        """The descriptors of the shell, by the number that they have there."""
+        return dict(zip(SHELL_FDS, self._shell.child_fds, strict=True))
+
+    def close_shell_fds(self) -> None:
+        self._shell.close_child_fds()
+
+    @property
+    def has_ended(self) -> bool:
+        return self.program is not None and self.program.has_ended
+
+    def close(self) -> None:
+        super().close()
+        for stream in self.streams:
+            stream.close()
+
+
+class BwrapSandbox:
+    def __init__(
+        self, name: str, box: str, spec: SandboxSpec, image: StoredImage, group: Cgroup, directory: Path
+    ) -> None:
         self.name = name
-        self.box = box
+        self.sandbox_id = box
         """Its name for the spawner and in paths."""
         self.spec = spec
         self.image = image
         self.group = group
         self.directory = directory
-        """Where its holder mounts its files; others see an empty directory."""
+        """Where its holder mounts its files; other processes see an empty directory."""
         self.init = 0
         """Its first process."""
         self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Why it is no more."""
+        """Why it has ended."""
         self.closing = asyncio.Lock()
-        """Held by whoever ends it: two may ask for that."""
-        self.sessions: dict[str, Session] = {}
-        self.sessions_lost: set[str] = set()
-        """Those whose shell ended with the last owner, and whose callers do not know it yet."""
-        self._discarding: list[Stream] = []
-        """Streams of actions that have ended, which what they left running still holds."""
-        self._slots: list[Slot] = []
-        self._free: list[Slot] = []
-        self._resting: set[Slot] = set()
-        """Those of held shells between two commands. No other action gets them."""
-        self._weight_by_slot: dict[Slot, int] = {}
-        self._background: Group | None = None
-        self._files: Slot | None = None
-        self._frozen = False
-        self._ending = False
+        """Held while it is being ended, which two callers may request."""
+        self.sessions: dict[str, BwrapSession] = {}
+        self.lost_sessions: set[str] = set()
+        """Sessions whose shell ended with the previous owner, and whose callers have not been notified yet."""
+        self._discarded_streams: list[Stream] = []
+        """Streams of ended actions that processes left running still hold."""
+        self._slots: list[ActionSlot] = []
+        self._free_slots: list[ActionSlot] = []
+        self._idle_session_slots: set[ActionSlot] = set()
+        """Slots of idle sessions. No other action gets them."""
+        self._weight_by_slot: dict[ActionSlot, int] = {}
+        self._background: Cgroup | None = None
+        self._file_slot: ActionSlot | None = None
+        self._idle_frozen = False
+        self._is_closing = False
         self._abandoned = False
-        """It belongs to the next owner: an action that has not quite ended touches nothing of it any more."""
-        self._holds = 0
-        """How many want it to stand still, whoever else wants it to run."""
-        self._memory_kills = 0
+        """It belongs to the next owner: an action that is still ending must not touch it any more."""
+        self._freeze_count = 0
+        """How many callers have it frozen, actions or not."""
+        self._oom_kills = 0
 
     # ---- groups ----
 
-    def prepare(self) -> list[str]:
-        """Set the limits of the whole. Returns what its first process joins."""
+    def apply_limits(self) -> list[str]:
+        """Set the limits of the sandbox. Returns the files that its first process joins."""
         self.group.set_memory(self.spec.memory_bytes)
         self.group.set_processes_max(self.spec.processes_max)
         self.group.delegate()
         init = self.group if self.group.version == 1 else self.group.child("init")
         return init.join_files
 
-    def _make_slot(self, name: str) -> Slot:
+    def _make_slot(self, name: str) -> ActionSlot:
         if self.group.version == 2:
             group = self.group.child(name)
-            return Slot(group, group.join_files)
+            return ActionSlot(group, group.join_files)
         group = self.group.child(name, SLOT_CONTROLLERS)
-        return Slot(group, group.join_files + self.group.part(WHOLE_CONTROLLERS).join_files)
+        return ActionSlot(group, group.join_files + self.group.subset(SANDBOX_CONTROLLERS).join_files)
 
     @property
-    def files(self) -> list[str]:
-        """What file work joins."""
+    def file_join_files(self) -> list[str]:
+        """The files that file work joins."""
         if self.group.version == 1:
-            return self.group.part(WHOLE_CONTROLLERS).join_files
-        if self._files is None:
-            self._files = self._make_slot("files")
-        return self._files.joins
+            return self.group.subset(SANDBOX_CONTROLLERS).join_files
+        if self._file_slot is None:
+            self._file_slot = self._make_slot("files")
+        return self._file_slot.join_files
 
-    def _background_group(self) -> Group:
+    def _background_group(self) -> Cgroup:
         if self._background is None:
             self._background = self._make_slot("background").group
             self._background.set_weight(BACKGROUND_RESERVE)
-            if self._holds:
+            if self._freeze_count:
                 self._background.freeze()
         return self._background
 
-    def take_over(self, init: int, sessions_lost: Iterable[str]) -> None:
-        """It comes from an owner that is gone: its groups are there, and its spawner has let all in it stand still or
-        end. Blocks. Raises ManagerError if it is dying."""
+    def adopt(self, init: int, sessions_lost: Iterable[str]) -> None:
+        """Take over a sandbox of a dead owner: its groups exist, and its spawner has frozen or ended all its processes.
+        Blocks. Raises ManagerError if it is ending."""
         self.init = init
         self.require_alive()
-        self.sessions_lost = set(sessions_lost)
+        self.lost_sessions = set(sessions_lost)
         there = self.group.children()
-        for number in range(1 + max([int(name[1:]) for name in there if SLOT.fullmatch(name)], default=-1)):
+        for number in range(1 + max([int(name[1:]) for name in there if SLOT_NAME.fullmatch(name)], default=-1)):
             slot = self._make_slot(f"a{number}")
             slot.group.kill()
             slot.group.thaw()
-            slot.used()
+            slot.take_usage()
             self._slots.append(slot)
-            self._free.append(slot)
+            self._free_slots.append(slot)
         if "background" in there:
             self._background_group().freeze()
-            self._frozen = True
-        self.new_memory_kills()
+            self._idle_frozen = True
+        self.new_oom_kills()
 
     # ---- actions ----
 
-    def enter(self, *, weight: int, limit: int, cpus: tuple[int, ...], again: Slot | None = None) -> Slot:
-        """A slot with these units; the sandbox runs. `again`: the one in which a held shell was left."""
-        if again in self._resting:
-            assert again is not None
-            slot = again
-        elif self._free:
-            slot = self._free.pop()
+    def acquire_slot(
+        self, *, weight: int, limit: int, cpus: tuple[int, ...], preferred: ActionSlot | None = None
+    ) -> ActionSlot:
+        """Returns a slot with these units, and thaws the sandbox. `preferred`: the slot of an idle session."""
+        if preferred in self._idle_session_slots:
+            assert preferred is not None
+            slot = preferred
+        elif self._free_slots:
+            slot = self._free_slots.pop()
         else:
             slot = self._make_slot(f"a{len(self._slots)}")
             self._slots.append(slot)
         try:
-            if self._holds:
+            if self._freeze_count:
                 slot.group.freeze()
             slot.group.set_cpu(reserved=weight, limit=limit)
             slot.affinity = () if slot.group.set_cpus(cpus) else cpus
         except BaseException:
-            if slot not in self._resting:
-                self._free.append(slot)
+            if slot not in self._idle_session_slots:
+                self._free_slots.append(slot)
             raise
         if not self._weight_by_slot:
-            self.wake()
+            self.thaw_idle()
             if self.group.version == 1:
-                self.group.forget_memory_peak()
-        self._resting.discard(slot)
-        self._weigh(slot, weight)
+                self.group.reset_memory_peak()
+        self._idle_session_slots.discard(slot)
+        self._update_weight(slot, weight)
         return slot
 
-    def resize(self, slot: Slot, *, weight: int, limit: int) -> None:
+    def resize(self, slot: ActionSlot, *, weight: int, limit: int) -> None:
         slot.group.set_cpu(reserved=weight, limit=limit)
-        self._weigh(slot, weight)
+        self._update_weight(slot, weight)
 
-    def leave(self, slot: Slot, held: int = 0) -> bool:
-        """Whatever still runs there goes to the background; without any action the sandbox stands still. A held shell
-        that is alone there stays: True."""
+    def release_slot(self, slot: ActionSlot, shell_pid: int = 0) -> bool:
+        """Move what still runs there to the background, and freeze the sandbox if no action is left. Returns True if
+        only the shell of a session is left, which then stays in the slot."""
         if self._abandoned:
             return False
         there = slot.group.processes()
-        rests = bool(held) and there == [held] and not self._ending and not self.is_ending()
+        rests = bool(shell_pid) and there == [shell_pid] and not self._is_closing and not self.is_ending()
         if rests:
-            self._resting.add(slot)
+            self._idle_session_slots.add(slot)
         elif there:
-            slot.group.freeze()  # whoever stands still does not fork while it is moved
+            slot.group.freeze()  # frozen processes do not fork while they are moved
             for _ in range(MOVE_ROUNDS_MAX):
                 left = slot.group.processes()
                 if not left:
                     break
-                self._background_group().adopt(left)
+                self._background_group().add_processes(left)
             slot.group.thaw()
         del self._weight_by_slot[slot]
         if not rests:
-            self._free.append(slot)
+            self._free_slots.append(slot)
         if self._weight_by_slot:
-            self._weigh()
-        elif not self._frozen and not self._ending and (self._resting or self._background) and not self.is_ending():
-            self._stand_still()
+            self._update_weight()
+        elif (
+            not self._idle_frozen
+            and not self._is_closing
+            and (self._idle_session_slots or self._background)
+            and not self.is_ending()
+        ):
+            self._freeze_idle()
         return rests
 
-    def _stand_still(self) -> None:
-        for slot in self._resting:
+    def _freeze_idle(self) -> None:
+        for slot in self._idle_session_slots:
             slot.group.freeze(wait=False)  # it waits for its next command
         if self._background is not None:
             self._background.freeze()
-        self._frozen = True
+        self._idle_frozen = True
 
-    async def kill(self, slot: Slot) -> None:
-        """Everything in the slot, and nothing else."""
+    async def kill(self, slot: ActionSlot) -> None:
+        """Kill everything in the slot, and nothing else."""
         if self._abandoned:
             return
         for _ in range(KILL_ROUNDS_MAX):
-            if slot.group.kill_round():
+            if slot.group.try_kill():
                 return
             await asyncio.sleep(KILL_PAUSE_S)
         raise ManagerError(f"processes of sandbox {self.name} cannot be killed: {slot.group.processes()[:8]}")
 
-    def _weigh(self, slot: Slot | None = None, weight: int = 0) -> None:
+    def _update_weight(self, slot: ActionSlot | None = None, weight: int = 0) -> None:
         if slot is not None:
             self._weight_by_slot[slot] = weight
         self.group.set_weight(sum(self._weight_by_slot.values()))
 
-    def wake(self) -> None:
-        """What was left running runs, and what rests may."""
-        if self._frozen:
-            if not self._holds:
-                for group in self._left():
+    def thaw_idle(self) -> None:
+        """Thaw background processes and idle sessions."""
+        if self._idle_frozen:
+            if not self._freeze_count:
+                for group in self._idle_cgroups():
                     group.thaw()
-            self._frozen = False
+            self._idle_frozen = False
 
-    def _left(self) -> list[Group]:
-        """Of those that belong to no action. They stand still while none runs."""
-        found = [slot.group for slot in self._resting]
+    def _idle_cgroups(self) -> list[Cgroup]:
+        """The groups that belong to no action. They are frozen while none runs."""
+        found = [slot.group for slot in self._idle_session_slots]
         return [*found, self._background] if self._background is not None else found
 
-    def let_end(self) -> None:
-        """It is about to be killed: from now on nothing in it is made to stand still, for what does cannot die."""
-        self._ending = True
-        self.wake()
+    def prepare_kill(self) -> None:
+        """To be called before it is killed: from now on nothing in it is frozen, because a frozen process cannot
+        die."""
+        self._is_closing = True
+        self.thaw_idle()
 
     def abandon(self) -> None:
         self._abandoned = True
 
-    # ---- standing still for a moment ----
+    # ---- freezing for a commit ----
 
-    def hold_still(self) -> None:
-        """Nothing in it runs, actions included, until `go_on`. An action that starts meanwhile waits."""
-        self._holds += 1
-        for group in self._groups():
+    def freeze(self) -> None:
+        """Freeze everything in it, actions included, until `thaw`. An action that starts meanwhile waits."""
+        self._freeze_count += 1
+        for group in self._cgroups():
             group.freeze()
 
-    def go_on(self) -> None:
-        self._holds -= 1
-        still = set(self._left()) if self._frozen else set()
-        for group in self._groups():
-            if not self._holds and group not in still:
+    def thaw(self) -> None:
+        self._freeze_count -= 1
+        still = set(self._idle_cgroups()) if self._idle_frozen else set()
+        for group in self._cgroups():
+            if not self._freeze_count and group not in still:
                 group.thaw()
 
-    def _groups(self) -> list[Group]:
+    def _cgroups(self) -> list[Cgroup]:
         found = [slot.group for slot in self._slots]
         return [*found, self._background] if self._background is not None else found
 
-    # ---- what was used, and the end ----
+    # ---- usage and end ----
 
-    def new_memory_kills(self) -> int:
-        """Processes that the kernel has killed for want of memory since the last call."""
-        count = self.group.memory_kills()
-        new, self._memory_kills = count - self._memory_kills, count
+    def new_oom_kills(self) -> int:
+        """Processes that the kernel has killed for lack of memory since the last call."""
+        count = self.group.oom_kills()
+        new, self._oom_kills = count - self._oom_kills, count
         return new
 
     def require_alive(self) -> None:
-        """Raises ManagerError once its first process has begun to exit. The spawner notices that later: when the
-        holder has ended, which waits for every process of the sandbox, frozen ones included."""
+        """Raises ManagerError once its first process has begun to exit. The spawner notices that later: when the holder
+        has ended, which waits for every process of the sandbox, frozen ones included."""
         if self.gone.done() or self.is_ending():
             raise self.gone_error()
 
@@ -295,32 +341,28 @@ class Sandbox:
         return ManagerError(f"sandbox {self.name} is gone: {reason}", retry=False)
 
     def is_ending(self) -> bool:
-        """Its first process is about to go, and with it all others."""
-        try:
-            with open(f"/proc/{self.init}/stat", "rb") as file:
-                state, _, _, _, _, _, flags = file.read().rpartition(b")")[2].split()[:7]
-        except OSError:
-            return True
-        return state in (b"Z", b"X") or bool(int(flags) & PF_EXITING)
+        """Its first process is exiting, and with it all others."""
+        process = read_process(self.init)
+        return process is None or process.state in (b"Z", b"X") or bool(process.flags & PF_EXITING)
 
     def discard(self, streams: Iterable[Stream]) -> None:
-        """Go on reading what nobody wants, so that whoever still writes there can."""
-        kept = [stream for stream in (*self._discarding, *streams) if stream.open]
+        """Drain streams of an ended action, so that processes which still write there do not block."""
+        kept = [stream for stream in (*self._discarded_streams, *streams) if stream.is_open]
         for stream in kept[:-DISCARDED_MAX]:
             stream.close()
-        self._discarding = kept[-DISCARDED_MAX:]
+        self._discarded_streams = kept[-DISCARDED_MAX:]
 
     def close_descriptors(self) -> None:
         for session in self.sessions.values():
             session.close()
-        for stream in self._discarding:
+        for stream in self._discarded_streams:
             stream.close()
-        self.sessions, self._discarding = {}, []
+        self.sessions, self._discarded_streams = {}, []
 
     def remove(self) -> None:
-        """Blocks until every process in it has ended and its groups are gone."""
-        if self._frozen:
-            for group in self._left():
+        """Blocks until every process in it has ended and its groups are removed."""
+        if self._idle_frozen:
+            for group in self._idle_cgroups():
                 group.signal_all(9)
                 group.thaw()
         self.group.remove()
@@ -329,4 +371,4 @@ class Sandbox:
 
 
 PF_EXITING = 0x4
-"""In the flags of a process: it is on its way out."""
+"""In the flags of a process: it is exiting."""

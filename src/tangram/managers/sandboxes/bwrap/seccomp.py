@@ -1,32 +1,32 @@
-"""The filter of system calls that programs in sandboxes run under.
+"""The seccomp filter of programs in sandboxes.
 
-Owns the list of what is refused, and turns it into the program that the kernel runs before each system call. Installs
-nothing itself. Promises that the same machine always gets the same bytes.
+Owns the list of refused system calls, and compiles it to the BPF program that the kernel runs before each call. Does
+not install it. Promises that the same machine always gets the same bytes.
 
-What it protects. A sandbox is walled in by namespaces, control groups and an unprivileged user; the kernel behind the
-wall is shared. The filter takes away what no program of an agent needs and what past escapes were made of: mounting
-and changing the root, namespaces of its own (in which an unprivileged user has capabilities), modules and kexec,
-clocks, key rings, BPF, performance counters, userfaultfd, io_uring, file handles (which lead past a mount), typing into
-the terminal of somebody else, and all socket families but Unix, IP and the routing part of netlink. A system call that
-is newer than this list is unknown to programs in a sandbox, whatever the kernel knows.
+What it protects. A sandbox is isolated by namespaces, control groups and an unprivileged user; the kernel is shared.
+The filter refuses what no program of an agent needs and what past escapes were made of: mounting and changing the root,
+namespaces of its own (in which an unprivileged user has capabilities), modules and kexec, clocks, key rings, BPF,
+performance counters, userfaultfd, io_uring, file handles (which lead past a mount), input to another user's terminal,
+and all socket families but Unix, IP and the routing part of netlink. System calls newer than this list do not exist for
+programs in a sandbox, even if the kernel has them.
 
-What it does not protect. It allows by default: a bug of the kernel behind an allowed call stays within reach. It sees
-numbers, never memory: not what a path says or where an address leads. It stops no side channel and nothing that eats
-resources. Debugging (ptrace, process_vm_*) stays: the process namespace of the sandbox bounds whom it reaches. Who may
-not trust one kernel with two tenants needs a virtual machine.
+What it does not protect. It allows by default: a bug of the kernel in an allowed call stays within reach. It sees
+numbers, never memory: not the content of a path or of an address. It stops no side channel and no resource exhaustion.
+Debugging (ptrace, process_vm_*) stays: the process namespace of the sandbox limits its reach. Tenants that must not
+share a kernel need virtual machines.
 
-The list was compared with those of Docker and Flatpak. Docker lists what is allowed instead, and lets through
-name_to_handle_at, modify_ldt, adjtimex and most socket families; Flatpak lets clone make all namespaces but one.
+The list was compared with those of Docker and Flatpak. Docker lists what is allowed instead, and allows
+name_to_handle_at, modify_ldt, adjtimex and most socket families; Flatpak lets clone create all namespaces but one.
 
-Refused calls fail with EPERM. Where programs have another way and take it, they are told what a kernel without the
-call would say: ENOSYS for clone3, whose flags lie in memory (the C library goes on to clone), for io_uring and for the
-unknown; EAFNOSUPPORT for a socket. Programs that make namespaces of their own (a browser's sandbox, bubblewrap) must
-be told not to. A 32-bit program on x86 cannot open sockets: its way of asking hides the family in memory. The other
-32-bit ways in, x32 and ARM, are closed.
+Refused calls fail with EPERM. Where programs have a fallback, they get the error of a kernel without the call: ENOSYS
+for clone3, whose flags are in memory (the C library falls back to clone), for io_uring and for unknown calls;
+EAFNOSUPPORT for a socket. Programs that create namespaces of their own (a browser's sandbox, bubblewrap) must be
+configured not to. `socketcall` of 32-bit programs on x86 keeps the family in memory, so it cannot open a socket; their
+`socket` is filtered by family. The other 32-bit entries, x32 and ARM, are closed.
 
-Every start of a program pays for the filter: the kernel (since 5.11) tries it with each number to learn which calls
-are always allowed, and never runs it again for those. So numbers are looked up in a tree whose paths are shortest
-where the numbers are many.
+Every start of a program pays for the filter: the kernel (since 5.11) tries it with each number to learn which calls are
+always allowed, and never runs it again for those. So numbers are looked up in a tree whose paths are shortest where the
+numbers are many.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from collections.abc import Callable
 from tangram.errors import ManagerError
 
 X86_64, I386, AARCH64 = 0xC000003E, 0x40000003, 0xC00000B7
-"""AUDIT_ARCH_*: how the kernel names the ways in."""
+"""AUDIT_ARCH_*: the kernel's names of system call entries."""
 
 ARCHITECTURES = {"x86_64": (X86_64, I386), "aarch64": (AARCH64,)}
-"""By machine: the ways in that stay open. Whoever takes another is killed."""
+"""By machine: the entries that stay open. A process that uses another one is killed."""
 
-NEWEST = 469
-"""file_setattr, of Linux 6.17: the last number that was looked at. Above it also lie the numbers of x32."""
+NEWEST_SYSCALL = 469
+"""file_setattr, of Linux 6.17: the last number that was reviewed. The numbers of x32 are above it too."""
 
 _COLUMNS = (X86_64, I386, AARCH64)
 _NONE = -1
 """The architecture has no such call."""
 
 REFUSED: dict[str, tuple[int, int, int]] = {
-    # The tree of files.
+    # The file tree.
     "mount": (165, 21, 40),
     "umount": (_NONE, 22, _NONE),
     "umount2": (166, 52, 39),
@@ -102,7 +102,7 @@ REFUSED: dict[str, tuple[int, int, int]] = {
     "clock_adjtime": (305, 343, 266),
     "clock_adjtime64": (_NONE, 405, _NONE),
     "adjtimex": (159, 124, 171),
-    # The inside of the kernel.
+    # Kernel internals.
     "bpf": (321, 357, 280),
     "perf_event_open": (298, 336, 241),
     "lookup_dcookie": (212, 253, 18),
@@ -112,7 +112,7 @@ REFUSED: dict[str, tuple[int, int, int]] = {
     "keyctl": (250, 288, 219),
     "setns": (308, 346, 268),
 }
-"""EPERM, whatever the arguments. Numbers are for ever: the kernel never gives one a second meaning."""
+"""EPERM, whatever the arguments. The kernel never gives a number a second meaning."""
 
 UNKNOWN: dict[str, tuple[int, int, int]] = {
     "io_uring_setup": (425, 425, 425),
@@ -131,30 +131,30 @@ CHECKED: dict[str, tuple[int, int, int]] = {
     "socketpair": (53, 360, 199),
     "socketcall": (_NONE, 102, _NONE),
 }
-"""Refused or not by their arguments. Of each the lower half is looked at, as the kernel does: bits above it that the
-kernel drops would make a forbidden value look like another."""
+"""Refused or not by their arguments. Of each argument the lower half is compared, as in the kernel: upper bits that the
+kernel ignores would disguise a forbidden value."""
 
 NAMESPACES = 0x7E020000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET."""
 NAMESPACE_TIME = 0x80
 """CLONE_NEWTIME; for clone these bits mean a signal."""
 PERSONALITIES = (0, 0x40000, 0xFFFFFFFF)
-"""The usual one, ADDR_NO_RANDOMIZE (debuggers set it), and the question which one it is."""
+"""The usual one, ADDR_NO_RANDOMIZE (debuggers set it), and the query of the present one."""
 TERMINAL_INPUT = (0x5412, 0x541C)
-"""TIOCSTI and TIOCLINUX put words into the mouth of whoever sits at the terminal."""
-FAMILIES = (1, 2, 10)
+"""TIOCSTI and TIOCLINUX insert input into a terminal."""
+SOCKET_FAMILIES = (1, 2, 10)
 """AF_UNIX, AF_INET and AF_INET6."""
 NETLINK, NETLINK_ROUTE = 16, 0
 SOCKETCALLS = (1, 8)
 """SYS_SOCKET and SYS_SOCKETPAIR of i386."""
 
-# ---- instructions -------------------------------------------------------------------------------------------------
+# ---- BPF instructions -----------------------------------------------------------------------------------------------
 
 LOAD, RETURN, JUMP = 0x20, 0x06, 0x05
 IF_EQUAL, IF_AT_LEAST, IF_ANY_BIT = 0x15, 0x35, 0x45
 """Classic BPF, as in linux/filter.h."""
 OFFSET_NUMBER, OFFSET_ARCHITECTURE, OFFSET_ARGUMENTS = 0, 4, 16
-"""In struct seccomp_data; arguments have 8 bytes each, on little-endian machines the lower half first."""
+"""Offsets in struct seccomp_data; arguments have 8 bytes each, on little-endian machines the lower half first."""
 JUMP_MAX = 255
 INSTRUCTIONS_MAX = 4096
 
@@ -168,28 +168,28 @@ VERDICTS = {
     NO_SUCH_CALL: _RETURN_ERRNO | errno.ENOSYS,
     NO_SUCH_FAMILY: _RETURN_ERRNO | errno.EAFNOSUPPORT,
 }
-"""What an instruction RETURN says, by label."""
+"""The result of a RETURN instruction, by label."""
 
 
-class _Program:
+class _BpfProgram:
     """Instructions whose jumps name labels. All jumps go forward."""
 
     def __init__(self) -> None:
-        self._lines: list[tuple[int, int, str, str]] = []
-        self._places: dict[str, int] = {}
+        self._instructions: list[tuple[int, int, str, str]] = []
+        self._offset_by_label: dict[str, int] = {}
 
     def label(self, name: str) -> None:
-        assert name not in self._places, name
-        self._places[name] = len(self._lines)
+        assert name not in self._offset_by_label, name
+        self._offset_by_label[name] = len(self._instructions)
 
     def load(self, offset: int) -> None:
-        self._lines.append((LOAD, offset, "", ""))
+        self._instructions.append((LOAD, offset, "", ""))
 
     def test(self, code: int, value: int, then: str, otherwise: str = "") -> None:
-        """Go to one of two labels; an empty one is the next instruction."""
-        self._lines.append((code, value, then, otherwise))
+        """Jump to one of two labels; an empty one is the next instruction."""
+        self._instructions.append((code, value, then, otherwise))
 
-    def any_of(self, values: tuple[int, ...], then: str, otherwise: str) -> None:
+    def test_any(self, values: tuple[int, ...], then: str, otherwise: str) -> None:
         for value in values[:-1]:
             self.test(IF_EQUAL, value, then)
         self.test(IF_EQUAL, values[-1], then, otherwise)
@@ -198,37 +198,37 @@ class _Program:
         """Once per section, so that every jump of it reaches them."""
         for name, value in VERDICTS.items():
             self.label(section + name)
-            self._lines.append((RETURN, value, "", ""))
+            self._instructions.append((RETURN, value, "", ""))
 
-    def assembled(self) -> bytes:
-        assert len(self._lines) <= INSTRUCTIONS_MAX
-        return b"".join(self._instruction(at, *line) for at, line in enumerate(self._lines))
+    def assemble(self) -> bytes:
+        assert len(self._instructions) <= INSTRUCTIONS_MAX
+        return b"".join(self._instruction(at, *line) for at, line in enumerate(self._instructions))
 
     def _instruction(self, at: int, code: int, value: int, then: str, otherwise: str) -> bytes:
         if code == JUMP:
-            return struct.pack("=HBBI", code, 0, 0, self._places[then] - at - 1)
-        jumps = [self._places[name] - at - 1 if name else 0 for name in (then, otherwise)]
+            return struct.pack("=HBBI", code, 0, 0, self._offset_by_label[then] - at - 1)
+        jumps = [self._offset_by_label[name] - at - 1 if name else 0 for name in (then, otherwise)]
         assert all(0 <= jump <= JUMP_MAX for jump in jumps), (at, then, otherwise)
         return struct.pack("=HBBI", code, *jumps, value)
 
 
-# ---- the tree of numbers ------------------------------------------------------------------------------------------
+# ---- the search tree ------------------------------------------------------------------------------------------------
 
 Segment = tuple[int, str]
 """The first of the numbers that share a label, and the label."""
 
 
 def _segments(label_by_number: dict[int, str]) -> list[Segment]:
-    """The line of numbers, cut where the label changes."""
+    """The range of numbers, cut where the label changes."""
     found: list[Segment] = []
-    for number in range(NEWEST + 1):
+    for number in range(NEWEST_SYSCALL + 1):
         label = label_by_number.get(number, ALLOW)
         if not found or found[-1][1] != label:
             found.append((number, label))
     return found
 
 
-def _tree(program: _Program, section: str, segments: list[Segment], end: int) -> None:
+def _tree(program: _BpfProgram, section: str, segments: list[Segment], end: int) -> None:
     """Emit the search: each test halves the count of numbers, not of segments."""
     first, label = segments[0]
     if len(segments) == 1:
@@ -253,34 +253,34 @@ def _tree(program: _Program, section: str, segments: list[Segment], end: int) ->
 # ---- arguments ----------------------------------------------------------------------------------------------------
 
 
-def _argument(program: _Program, index: int) -> None:
+def _argument(program: _BpfProgram, index: int) -> None:
     program.load(OFFSET_ARGUMENTS + 8 * index)
 
 
-def _check_clone(program: _Program, section: str) -> None:
+def _check_clone(program: _BpfProgram, section: str) -> None:
     _argument(program, 0)
     program.test(IF_ANY_BIT, NAMESPACES, section + NOT_PERMITTED, section + ALLOW)
 
 
-def _check_unshare(program: _Program, section: str) -> None:
+def _check_unshare(program: _BpfProgram, section: str) -> None:
     _argument(program, 0)
     program.test(IF_ANY_BIT, NAMESPACES | NAMESPACE_TIME, section + NOT_PERMITTED, section + ALLOW)
 
 
-def _check_personality(program: _Program, section: str) -> None:
+def _check_personality(program: _BpfProgram, section: str) -> None:
     _argument(program, 0)
-    program.any_of(PERSONALITIES, section + ALLOW, section + NOT_PERMITTED)
+    program.test_any(PERSONALITIES, section + ALLOW, section + NOT_PERMITTED)
 
 
-def _check_ioctl(program: _Program, section: str) -> None:
+def _check_ioctl(program: _BpfProgram, section: str) -> None:
     _argument(program, 1)
-    program.any_of(TERMINAL_INPUT, section + NOT_PERMITTED, section + ALLOW)
+    program.test_any(TERMINAL_INPUT, section + NOT_PERMITTED, section + ALLOW)
 
 
-def _check_socket(program: _Program, section: str) -> None:
+def _check_socket(program: _BpfProgram, section: str) -> None:
     netlink = section + "netlink"
     _argument(program, 0)
-    for family in FAMILIES:
+    for family in SOCKET_FAMILIES:
         program.test(IF_EQUAL, family, section + ALLOW)
     program.test(IF_EQUAL, NETLINK, netlink, section + NO_SUCH_FAMILY)
     program.label(netlink)
@@ -288,12 +288,12 @@ def _check_socket(program: _Program, section: str) -> None:
     program.test(IF_EQUAL, NETLINK_ROUTE, section + ALLOW, section + NO_SUCH_FAMILY)
 
 
-def _check_socketcall(program: _Program, section: str) -> None:
+def _check_socketcall(program: _BpfProgram, section: str) -> None:
     _argument(program, 0)
-    program.any_of(SOCKETCALLS, section + NO_SUCH_FAMILY, section + ALLOW)
+    program.test_any(SOCKETCALLS, section + NO_SUCH_FAMILY, section + ALLOW)
 
 
-_CHECKS: dict[str, Callable[[_Program, str], None]] = {
+_CHECKS: dict[str, Callable[[_BpfProgram, str], None]] = {
     "clone": _check_clone,
     "unshare": _check_unshare,
     "personality": _check_personality,
@@ -318,7 +318,7 @@ def filter_program(machine: str = "") -> bytes:
             "run sandboxes on one of those",
             retry=False,
         )
-    program = _Program()
+    program = _BpfProgram()
     program.load(OFFSET_ARCHITECTURE)
     architectures = ARCHITECTURES[machine]
     for index, architecture in enumerate(architectures):
@@ -326,24 +326,24 @@ def filter_program(machine: str = "") -> bytes:
         following = f"{architectures[index + 1]:x} start" if index + 1 < len(architectures) else section + KILL
         program.label(section + "start")
         program.test(IF_EQUAL, architecture, section + "numbers", section + "other")
-        # A section is longer than a conditional jump.
+        # A section is longer than a conditional jump can reach.
         program.label(section + "other")
         program.test(JUMP, 0, following)
         program.label(section + "numbers")
         _section(program, section, _COLUMNS.index(architecture))
-    return program.assembled()
+    return program.assemble()
 
 
-def _section(program: _Program, section: str, column: int) -> None:
-    """All that is decided for one architecture."""
+def _section(program: _BpfProgram, section: str, column: int) -> None:
+    """The section of one architecture."""
     labels = [(numbers[column], NOT_PERMITTED) for numbers in REFUSED.values()]
     labels += [(numbers[column], NO_SUCH_CALL) for numbers in UNKNOWN.values()]
     labels += [(numbers[column], _SAME_CHECK.get(name, name)) for name, numbers in CHECKED.items()]
     label_by_number = {number: label for number, label in labels if number != _NONE}
-    assert len(label_by_number) == sum(number != _NONE for number, _ in labels), "a number stands twice"
+    assert len(label_by_number) == sum(number != _NONE for number, _ in labels), "duplicate number"
     program.load(OFFSET_NUMBER)
-    program.test(IF_AT_LEAST, NEWEST + 1, section + NO_SUCH_CALL)
-    _tree(program, section, _segments(label_by_number), NEWEST + 1)
+    program.test(IF_AT_LEAST, NEWEST_SYSCALL + 1, section + NO_SUCH_CALL)
+    _tree(program, section, _segments(label_by_number), NEWEST_SYSCALL + 1)
     for name, check in _CHECKS.items():
         if name in label_by_number.values():
             program.label(section + name)

@@ -1,7 +1,7 @@
-"""The files and directories of control groups: read, written, walked and removed.
+"""The files and directories of control groups: read, write, walk and remove.
 
-Owns no group and knows no limits. Every file is opened, read or written, and closed; a write is one system call, which
-the kernel takes or refuses as a whole. What goes wrong is OSError.
+Owns no group and no limits. Every file is opened, accessed and closed; a write is one system call, which the kernel
+accepts or refuses as a whole. Failures raise OSError.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def read(path: Path | str) -> str:
         os.close(fd)
 
 
-def field(path: Path | str, name: str) -> int:
+def read_field(path: Path | str, name: str) -> int:
     """The number in the line `name number`; 0 without such a line."""
     for line in read_short(path).splitlines():
         key, _, value = line.partition(" ")
@@ -56,7 +56,7 @@ def field(path: Path | str, name: str) -> int:
 
 
 def enable(group: Path, controllers: list[str]) -> None:
-    """Version 2: let the children of a group have these controllers, if they have not."""
+    """Version 2: enable these controllers for the children of a group, unless they are."""
     control = group / "cgroup.subtree_control"
     enabled = read(control).split()
     lacking = [f"+{name}" for name in controllers if name not in enabled]
@@ -64,39 +64,39 @@ def enable(group: Path, controllers: list[str]) -> None:
         write(control, " ".join(lacking))
 
 
-def fill_cpuset(group: Path) -> None:
-    """Version 1: a new group has no CPUs and takes no process. It is given those of its parent; its children get
-    theirs from the kernel."""
+def inherit_cpuset(group: Path) -> None:
+    """Version 1: a new group has no CPUs and accepts no process. It gets those of its parent; the kernel gives its
+    children theirs."""
     for file in ("cpuset.cpus", "cpuset.mems"):
         if not read(group / file).strip():
             write(group / file, read(group.parent / file).strip())
             write(group / "cgroup.clone_children", "1")
 
 
-def tree(group: Path) -> Iterator[Path]:
+def walk(group: Path) -> Iterator[Path]:
     """A group and those below it, from the top."""
     yield group
     with contextlib.suppress(OSError):
-        if group.stat().st_nlink > 2:  # a group without children has its own two names only
+        if group.stat().st_nlink > 2:  # a group without children has only its own entry and that of its parent
             with os.scandir(group) as entries:
                 children = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
             for child in children:
-                yield from tree(child)
+                yield from walk(child)
 
 
 def processes(group: Path) -> list[int]:
-    """Of a group and of those below it; none of a group that is gone. 0 stands for a process outside of our process
-    namespace, and would mean ourselves if it were signalled."""
+    """Processes of a group and of those below it; empty for a removed group. 0 stands for a process outside of our
+    process namespace; a signal to 0 would go to this process group."""
     found: dict[int, None] = {}
-    for below in tree(group):
+    for below in walk(group):
         with contextlib.suppress(OSError):
             found.update(dict.fromkeys(int(word) for word in read(below / "cgroup.procs").split() if word != "0"))
     return list(found)
 
 
 def remove(group: Path) -> None:
-    """With those below it. Whatever ran there must have ended or be about to."""
-    for below in reversed(list(tree(group))):
+    """Remove a group and those below it. Its processes must have ended or be exiting."""
+    for below in reversed(list(walk(group))):
         _rmdir(below)
 
 

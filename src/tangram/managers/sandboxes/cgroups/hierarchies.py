@@ -1,9 +1,9 @@
-"""Where control groups may be made on this machine: the mounted hierarchies, and the place below them that is ours.
+"""Where control groups can be created on this machine: the mounted hierarchies, and the place below them that is ours.
 
 Version 1 has a hierarchy per controller, version 2 one for all. Owns the search for them and, for version 2, the steps
-that let groups below a place have controllers. Never touches a group that others made, but for two things: it enables
-controllers for the children of the place that it chooses, and it moves this process into a leaf of its own group if no
-other process is there. Promises that a ManagerError says which places were tried, and what to do.
+that enable controllers below a place. Never touches a group of others, with two exceptions: it enables controllers for
+the children of the place that it chooses, and it moves this process into a leaf of its own group if no other process is
+there. A ManagerError lists the places that were tried, and what to do.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from tangram.managers.sandboxes.cgroups.cgroupfs import enable, read, write
 CONTROLLERS_V1 = ("cpu", "cpuacct", "freezer", "memory", "pids")
 CONTROLLERS_V2 = ("cpu", "memory", "pids")
 CPUSET = "cpuset"
-"""Used where it is there. Where not, processes are given their CPUs one by one."""
+"""Optional: without it, CPUs are set as the affinity of each process."""
 
 OWNER_LEAF = "tangram-owner"
-"""In version 2 a group whose children have controllers holds no process, so an owner in a delegated group steps down
-into this one."""
+"""In version 2 a group whose children have controllers holds no process, so an owner in a delegated group moves into
+this leaf."""
 
-MOUNTINFO, OWN_GROUP = "/proc/self/mountinfo", "/proc/self/cgroup"
+MOUNTINFO, OWN_CGROUP_FILE = "/proc/self/mountinfo", "/proc/self/cgroup"
 
-WHAT_TO_DO_V1 = (
+REMEDY_V1 = (
     "Tangram needs root and control groups that it may write; in a container these must be mounted writable, "
     "as `docker run --privileged` does"
 )
-WHAT_TO_DO_V2 = (
+REMEDY_V2 = (
     "Run Tangram under `systemd-run --scope -p Delegate=yes COMMAND`, or as root where no container is around it, "
     "or in a container with a private, writable cgroup namespace (`docker run --cgroupns=private --privileged`) as "
     "the only process of the container's own group; docs/guides/cgroup-v2.md says how to get there"
 )
 
 
-class Hierarchies:
+class CgroupHierarchies:
     """Where each controller is mounted."""
 
     def __init__(self, version: int, by_controller: dict[str, Path]) -> None:
@@ -51,14 +51,14 @@ class Hierarchies:
 
     @property
     def missing(self) -> list[str]:
-        """Controllers that Tangram needs and this machine does not offer."""
-        wanted = CONTROLLERS_V1 if self.version == 1 else CONTROLLERS_V2
-        return [name for name in wanted if name not in self.by_controller]
+        """Controllers that Tangram needs and this machine lacks."""
+        required = CONTROLLERS_V1 if self.version == 1 else CONTROLLERS_V2
+        return [name for name in required if name not in self.by_controller]
 
 
-def find_hierarchies(mountinfo: Iterable[str] | None = None) -> Hierarchies:
-    """Version 2 if it has the controllers, else version 1. Read from the kernel, since paths differ by distribution.
-    A controller that is mounted twice is taken where it was first."""
+def find_hierarchies(mountinfo: Iterable[str] | None = None) -> CgroupHierarchies:
+    """Version 2 if it has the controllers, else version 1. Read from the kernel, because paths differ by distribution.
+    Of a controller that is mounted twice, the first mount is used."""
     if mountinfo is None:
         with open(MOUNTINFO, encoding="utf-8") as file:
             mountinfo = file.readlines()
@@ -70,7 +70,7 @@ def find_hierarchies(mountinfo: Iterable[str] | None = None) -> Hierarchies:
         kind, _, options = after.split()[:3]
         if kind not in ("cgroup", "cgroup2"):
             continue
-        where = Path(_unescaped(before.split()[4]))
+        where = Path(_unescape(before.split()[4]))
         if kind == "cgroup":
             _add(first, options.split(","), (*CONTROLLERS_V1, CPUSET), where)
         elif not second:
@@ -78,63 +78,63 @@ def find_hierarchies(mountinfo: Iterable[str] | None = None) -> Hierarchies:
             with contextlib.suppress(OSError):
                 _add(second, read(where / "cgroup.controllers").split(), (*CONTROLLERS_V2, CPUSET), where)
     if set(CONTROLLERS_V2) <= set(second) or (unified and not first):
-        return Hierarchies(2, second)
-    return Hierarchies(1, first)
+        return CgroupHierarchies(2, second)
+    return CgroupHierarchies(1, first)
 
 
-def _add(found: dict[str, Path], offered: list[str], wanted: tuple[str, ...], where: Path) -> None:
-    for name in wanted:
+def _add(found: dict[str, Path], offered: list[str], required: tuple[str, ...], where: Path) -> None:
+    for name in required:
         if name in offered:
             found.setdefault(name, where)
 
 
-def _unescaped(path: str) -> str:
-    """The kernel writes blanks in paths as octal numbers."""
+def _unescape(path: str) -> str:
+    """The kernel writes blanks in paths as octal escapes."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), path)
 
 
-# ---- the place that is ours ---------------------------------------------------------------------------------------
+# ---- the place for our groups ---------------------------------------------------------------------------------------
 
 
-def place(found: Hierarchies) -> dict[str, Path]:
-    """The directory below which this process may make groups, by controller."""
+def writable_directories(found: CgroupHierarchies) -> dict[str, Path]:
+    """The directory below which this process may create groups, by controller."""
     if found.missing:
-        what = WHAT_TO_DO_V1 if found.version == 1 else WHAT_TO_DO_V2
+        what = REMEDY_V1 if found.version == 1 else REMEDY_V2
         names = ", ".join(found.missing)
         raise ManagerError(f"control groups: this machine shows no controller {names}. {what}", retry=False)
     if found.version == 1:
-        return _place_v1(found.by_controller)
-    return _place_v2(found.by_controller["cpu"])
+        return _writable_directories_v1(found.by_controller)
+    return _writable_directories_v2(found.by_controller["cpu"])
 
 
-def _place_v1(by_controller: dict[str, Path]) -> dict[str, Path]:
+def _writable_directories_v1(by_controller: dict[str, Path]) -> dict[str, Path]:
     closed = [str(path) for path in dict.fromkeys(by_controller.values()) if not os.access(path, os.W_OK)]
     if closed:
         raise ManagerError(
-            f"control groups cannot be made: {', '.join(closed)} may not be written. {WHAT_TO_DO_V1}", retry=False
+            f"control groups cannot be made: {', '.join(closed)} may not be written. {REMEDY_V1}", retry=False
         )
     return dict(by_controller)
 
 
-def _place_v2(mount: Path) -> dict[str, Path]:
-    """A group that was delegated to us, else the root of the mount, else our own group whatever it is."""
+def _writable_directories_v2(mount: Path) -> dict[str, Path]:
+    """A group that was delegated to us, else the root of the mount, else our own group in any case."""
     own = _own_group(mount)
     candidates = [own, mount] if own is not None and _is_delegated(own) else [mount, own]
     reasons = []
     for candidate in dict.fromkeys(candidates):
         if candidate is None:
             continue
-        reason = _opened(candidate, is_own=candidate == own)
+        reason = _delegate_controllers(candidate, is_own=candidate == own)
         if not reason:
             enabled = read(candidate / "cgroup.subtree_control").split()
             return {name: candidate for name in (*CONTROLLERS_V2, CPUSET) if name in enabled}
         reasons.append(reason)
-    raise ManagerError(f"control groups cannot be made: {'; '.join(reasons)}. {WHAT_TO_DO_V2}", retry=False)
+    raise ManagerError(f"control groups cannot be made: {'; '.join(reasons)}. {REMEDY_V2}", retry=False)
 
 
 def _own_group(mount: Path) -> Path | None:
-    """Where this process is, unless that lies outside of what the mount shows."""
-    with open(OWN_GROUP, encoding="utf-8") as file:
+    """The group of this process, unless it is outside of what the mount shows."""
+    with open(OWN_CGROUP_FILE, encoding="utf-8") as file:
         paths = [line[3:].rstrip("\n") for line in file if line.startswith("0::")]
     if not paths or "/.." in paths[0]:
         return None
@@ -144,7 +144,7 @@ def _own_group(mount: Path) -> Path | None:
 
 
 def _is_delegated(group: Path) -> bool:
-    """Whether systemd has marked it as such."""
+    """Whether systemd has marked it as delegated."""
     for name in ("user.delegate", "trusted.delegate"):
         with contextlib.suppress(OSError):
             if os.getxattr(group, name) == b"1":
@@ -152,8 +152,8 @@ def _is_delegated(group: Path) -> bool:
     return False
 
 
-def _opened(group: Path, *, is_own: bool) -> str:
-    """Let the children of a group have the controllers. Returns why not, or nothing."""
+def _delegate_controllers(group: Path, *, is_own: bool) -> str:
+    """Enable the controllers for the children of a group. Returns the reason of a failure, or an empty string."""
     try:
         offered = read(group / "cgroup.controllers").split()
         lacking = [name for name in CONTROLLERS_V2 if name not in offered]
@@ -166,7 +166,7 @@ def _opened(group: Path, *, is_own: bool) -> str:
         except OSError as error:
             if error.errno != errno.EBUSY or not is_own:
                 raise
-            reason = _stepped_down(group)
+            reason = _move_into_leaf(group)
             if reason:
                 return reason
             enable(group, list(CONTROLLERS_V2))
@@ -180,11 +180,11 @@ def _opened(group: Path, *, is_own: bool) -> str:
     return ""
 
 
-def _stepped_down(group: Path) -> str:
-    """Move this process into a leaf of its group. Returns why not, or nothing."""
+def _move_into_leaf(group: Path) -> str:
+    """Move this process into a leaf of its group. Returns the reason of a failure, or an empty string."""
     others = [pid for pid in read(group / "cgroup.procs").split() if pid != str(os.getpid())]
     if others:
-        return f"{group} also holds the processes {', '.join(others[:8])}, which are not ours to move"
+        return f"{group} also holds the processes {', '.join(others[:8])}, which Tangram must not move"
     leaf = group / OWNER_LEAF
     leaf.mkdir(exist_ok=True)
     write(leaf / "cgroup.procs", str(os.getpid()))

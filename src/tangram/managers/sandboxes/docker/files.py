@@ -1,11 +1,11 @@
-"""Filing: files of containers.
+"""The file API of the docker backend.
 
-Owns the tars that go to the engine and come from it. Content moves through the engine's archive endpoints while the
-container stands still or runs on, as it is: the engine looks every path up inside the container. It does so with the
-rights of root inside, so the caller may read and write what programs in the sandbox may not; what it writes belongs to
-their user. Listing and deleting are small scripts inside, with the rights of that user: the container runs meanwhile.
+Owns the tars that go to the engine and come from it. Content moves through the engine's archive endpoints, whether the
+container is paused or not: the engine resolves every path inside the container. It does so as root inside, so the
+caller may access files that programs in the sandbox may not; files that it writes belong to their user. Listing and
+deleting are small scripts inside, run as that user, for which the container is unpaused.
 
-Promises that no more comes out than was asked for, and that a failure inside is FileFailed.
+Promises that no more is read than was requested, and that a failure inside raises FileFailed.
 """
 
 from __future__ import annotations
@@ -23,27 +23,34 @@ from typing import IO, BinaryIO
 
 from tangram.errors import FileFailed, ManagerError
 from tangram.managers.sandboxes.docker.container import NOT_FOUND, Container
-from tangram.managers.sandboxes.docker.engine import UPLOAD_BYTES, Engine, EngineRefused, Json, pieces_of, to_its_end
-from tangram.managers.sandboxes.docker.programs import Answer, Programs
-from tangram.managers.work import WORKSPACE, Entry, inside, require_below
+from tangram.managers.sandboxes.docker.engine import (
+    UPLOAD_BYTES,
+    DockerEngine,
+    EngineRefused,
+    Json,
+    read_chunks,
+    run_to_completion,
+)
+from tangram.managers.sandboxes.docker.programs import Programs, ScriptResult
+from tangram.managers.work import WORKSPACE, FileEntry, require_safe_member, sandbox_path
 
 LINKS_MAX = 40
-"""Followed on the way to one file, as the kernel has it."""
+"""Links followed on the way to one file: the limit of the kernel."""
 ENTRIES_MAX = 100_000
 LISTING_BYTES_MAX = 64 << 20
-"""Of one listing."""
+"""In one listing."""
 LISTING_ROUNDS = 5
-"""Of looking at a directory that changes meanwhile."""
+"""Attempts to list a directory that changes meanwhile."""
 TAR_SLACK_BYTES = 1 << 16
-"""Of a tar with one file: all that is not its content."""
+"""Overhead of a tar with one file, without the content."""
 SPOOL_BYTES = 8 << 20
-"""Of a tar that is rewritten: what is held in memory; more goes to a file."""
+"""Of a tar that is rewritten: kept in memory; more goes to a file."""
 DIRECTORY_MODE = 0o755
 NO_SPACE = "no space left on device"
 
 GO_DIRECTORY, GO_LINK = 1 << 31, 1 << 27
 GO_TYPES = GO_DIRECTORY | GO_LINK | 1 << 26 | 1 << 25 | 1 << 24 | 1 << 21 | 1 << 19
-"""How the engine says what a file is; a regular one has none of these bits."""
+"""The engine's file type bits; a regular file has none of these."""
 
 Names = list[str]
 Entries = list[tarfile.TarInfo]
@@ -71,45 +78,45 @@ rm -rf -- "$1"
 """
 
 
-class Filing:
-    def __init__(self, engine: Engine, programs: Programs, found: Callable[[str], Container]) -> None:
+class DockerFiles:
+    def __init__(self, engine: DockerEngine, programs: Programs, found: Callable[[str], Container]) -> None:
         self._engine = engine
         self._programs = programs
-        self._found = found
+        self._get_container = found
 
     async def read(self, sandbox: str, path: str, bytes_max: int) -> bytes:
-        container = self._found(sandbox)
-        target = inside(path)
+        container = self._get_container(sandbox)
+        target = sandbox_path(path)
         for _ in range(LINKS_MAX):
             async with self._download(container, path, target) as (about, pieces):
                 if not about["mode"] & GO_LINK:
-                    return await _only_file(path, about, pieces, bytes_max)
+                    return await _extract_file(path, about, pieces, bytes_max)
                 target = posixpath.join(posixpath.dirname(target), about["linkTarget"])
         raise FileFailed(path, "too many links")
 
     async def write(self, sandbox: str, path: str, content: bytes, mode: int) -> None:
-        """Nothing runs in the container meanwhile, so that nobody there sees a part of the file."""
-        container = self._found(sandbox)
-        above, name = posixpath.split(posixpath.normpath(inside(path)))
+        """The container is paused meanwhile, so that no program sees a part of the file."""
+        container = self._get_container(sandbox)
+        above, name = posixpath.split(posixpath.normpath(sandbox_path(path)))
         if not name or path.endswith("/"):
             raise FileFailed(path, "is a directory")
-        at, missing = await self._existing(container, path, above)
+        at, missing = await self._split_existing(container, path, above)
         file = tarfile.TarInfo("/".join([*missing, name]))
         file.size, file.mode = len(content), mode & 0o7777
         try:
-            async with container.still():
-                await to_its_end(
+            async with container.paused():
+                await run_to_completion(
                     self._upload(container, path, at, _tar([*_directories(missing), file], content, container.user))
                 )
         except FileFailed as error:
             if error.reason == NO_SPACE:
-                await to_its_end(self._remove_part(container, f"{above}/{name}"))
+                await run_to_completion(self._remove_partial(container, f"{above}/{name}"))
             raise
 
-    async def list(self, sandbox: str, path: str) -> list[Entry]:
-        container = self._found(sandbox)
+    async def list(self, sandbox: str, path: str) -> list[FileEntry]:
+        container = self._get_container(sandbox)
         for _ in range(LISTING_ROUNDS):
-            answer = await self._ask(container, path, LIST_SCRIPT, bytes_max=LISTING_BYTES_MAX)
+            answer = await self._run_script(container, path, LIST_SCRIPT, bytes_max=LISTING_BYTES_MAX)
             if not answer.complete:
                 raise FileFailed(path, f"has more names than {LISTING_BYTES_MAX} bytes hold")
             entries = _entries(answer.stdout)
@@ -120,13 +127,13 @@ class Filing:
         raise FileFailed(path, "changes while it is listed")
 
     async def delete(self, sandbox: str, path: str) -> None:
-        await self._ask(self._found(sandbox), path, DELETE_SCRIPT)
+        await self._run_script(self._get_container(sandbox), path, DELETE_SCRIPT)
 
     async def pack(self, sandbox: str, path: str, into: BinaryIO, bytes_max: int) -> None:
-        container = self._found(sandbox)
+        container = self._get_container(sandbox)
         total = 0
         failure: OSError | None = None
-        async with self._download(container, path, inside(path)) as (_, pieces):
+        async with self._download(container, path, sandbox_path(path)) as (_, pieces):
             async for piece in pieces:
                 total += len(piece)
                 if total > bytes_max:
@@ -142,30 +149,30 @@ class Filing:
             raise FileFailed(path, f"has more than the {bytes_max} bytes that may be read")
 
     async def unpack(self, sandbox: str, path: str, tar: BinaryIO) -> None:
-        container = self._found(sandbox)
-        target = posixpath.normpath(inside(path))
+        container = self._get_container(sandbox)
+        target = posixpath.normpath(sandbox_path(path))
         with tempfile.SpooledTemporaryFile(SPOOL_BYTES) as spool:
             try:
                 await asyncio.to_thread(_rewrite, path, tar, spool, container.user)
             except tarfile.TarError as error:
-                raise FileFailed(path, f"what came is no tar: {error}") from error
-            at, missing = await self._existing(container, path, target)
+                raise FileFailed(path, f"the content is not a tar: {error}") from error
+            at, missing = await self._split_existing(container, path, target)
             if missing:
                 await self._upload(container, path, at, _tar(_directories(missing), user=container.user))
-            await to_its_end(self._upload(container, path, target, pieces_of(spool)))
+            await run_to_completion(self._upload(container, path, target, read_chunks(spool)))
 
     async def make_directories(self, container: Container) -> None:
         """In a container that is about to start: the workspace and the home of its user, and /tmp if there is none."""
         entries_by_place: dict[str, Entries] = {}
         for path, user, mode in (
             (WORKSPACE, container.user, DIRECTORY_MODE),
-            (home(container.user), container.user, DIRECTORY_MODE),
+            (home_directory(container.user), container.user, DIRECTORY_MODE),
             ("/tmp", 0, 0o1777),
         ):
-            at, missing = await self._existing(container, path, path)
+            at, missing = await self._split_existing(container, path, path)
             if path == WORKSPACE and not missing:
                 at, name = posixpath.split(at)
-                missing = [name]  # it is there, and gets a new owner
+                missing = [name]  # it exists, and gets a new owner
             entries = _directories(missing)
             for entry in entries:
                 entry.uid = entry.gid = user
@@ -175,7 +182,7 @@ class Filing:
             if entries:
                 await self._upload(container, at, at, _tar(entries))
 
-    # ---- the engine ----
+    # ---- paths in the engine ----
 
     @contextlib.asynccontextmanager
     async def _download(
@@ -186,7 +193,7 @@ class Filing:
             async with self._engine.download(archive, what="read a file", query={"path": target}) as found:
                 yield found
         except EngineRefused as error:
-            raise _failed(container, path, error) from error
+            raise _file_error(container, path, error) from error
 
     async def _upload(self, container: Container, path: str, at: str, content: AsyncIterator[bytes]) -> None:
         query = {"path": at, "noOverwriteDirNonDir": "true"}
@@ -195,10 +202,10 @@ class Filing:
                 "PUT", f"/containers/{container.id}/archive", content, what="write files", query=query
             )
         except EngineRefused as error:
-            raise _failed(container, path, error) from error
+            raise _file_error(container, path, error) from error
 
-    async def _existing(self, container: Container, path: str, directory: str) -> tuple[str, Names]:
-        """The part of a path that is there, and the names that are missing below it."""
+    async def _split_existing(self, container: Container, path: str, directory: str) -> tuple[str, Names]:
+        """The part of a path that exists, and the names that are missing below it."""
         missing: Names = []
         while True:
             about = await self._stat(container, path, directory)
@@ -214,44 +221,44 @@ class Filing:
     async def _stat(self, container: Container, path: str, target: str) -> Json | None:
         archive = f"/containers/{container.id}/archive"
         try:
-            return await self._engine.path_stat(archive, what="look at a file", query={"path": target})
+            return await self._engine.path_stat(archive, what="describe a file", query={"path": target})
         except EngineRefused as error:
-            container.require()
+            container.require_alive()
             if error.status == NOT_FOUND:
                 return None
-            raise _failed(container, path, error) from error
+            raise _file_error(container, path, error) from error
 
     # ---- scripts inside ----
 
-    async def _ask(self, container: Container, path: str, script: str, bytes_max: int = 1 << 16) -> Answer:
-        async with container.visit():
-            answer = await self._programs.ask(container, script, inside(path), bytes_max=bytes_max)
+    async def _run_script(self, container: Container, path: str, script: str, bytes_max: int = 1 << 16) -> ScriptResult:
+        async with container.unpaused():
+            answer = await self._programs.run_script(container, script, sandbox_path(path), bytes_max=bytes_max)
         if answer.code != 0:
             raise FileFailed(path, answer.stderr.splitlines()[-1] if answer.stderr else f"exit code {answer.code}")
         return answer
 
-    async def _remove_part(self, container: Container, target: str) -> None:
+    async def _remove_partial(self, container: Container, target: str) -> None:
         with contextlib.suppress(ManagerError):
-            async with container.visit():
-                await self._programs.ask(container, 'rm -f -- "$1"', target)
+            async with container.unpaused():
+                await self._programs.run_script(container, 'rm -f -- "$1"', target)
 
 
-def home(user: int) -> str:
+def home_directory(user: int) -> str:
     return "/home/agent" if user else "/root"
 
 
-def _failed(container: Container, path: str, error: EngineRefused) -> FileFailed:
-    """Whatever an engine that has the container says against a path is about the file."""
-    container.require()
+def _file_error(container: Container, path: str, error: EngineRefused) -> FileFailed:
+    """If the container exists, any refusal of the engine is about the path."""
+    container.require_alive()
     if error.status == NOT_FOUND:
         return FileFailed(path, "no such file or directory")
-    if "no space left" in error.answer or "quota exceeded" in error.answer:
+    if "no space left" in error.reason or "quota exceeded" in error.reason:
         return FileFailed(path, NO_SPACE)
-    # Before the reason stands the path on the engine's machine.
-    return FileFailed(path, error.answer.rpartition(": ")[2])
+    # The reason follows the path on the engine's machine.
+    return FileFailed(path, error.reason.rpartition(": ")[2])
 
 
-async def _only_file(path: str, about: Json, pieces: AsyncIterator[bytes], bytes_max: int) -> bytes:
+async def _extract_file(path: str, about: Json, pieces: AsyncIterator[bytes], bytes_max: int) -> bytes:
     """The content of the one file in a tar."""
     if about["mode"] & GO_DIRECTORY:
         raise FileFailed(path, "is a directory")
@@ -272,8 +279,8 @@ async def _only_file(path: str, about: Json, pieces: AsyncIterator[bytes], bytes
         return file.read(bytes_max)
 
 
-def _entries(listing: bytes) -> list[Entry] | None:
-    """None: the directory changed between its names and their sizes."""
+def _entries(listing: bytes) -> list[FileEntry] | None:
+    """None if the directory changed between its names and their sizes."""
     names, _, lines = listing.rpartition(b"\0\0")
     if not names:
         return []
@@ -288,9 +295,9 @@ def _entries(listing: bytes) -> list[Entry] | None:
     return entries
 
 
-def _entry(name: str, mode: int, size: int) -> Entry:
+def _entry(name: str, mode: int, size: int) -> FileEntry:
     kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "dir", stat.S_IFLNK: "link"}
-    return Entry(name=name, kind=kinds.get(stat.S_IFMT(mode), "other"), bytes=size, mode=stat.S_IMODE(mode))
+    return FileEntry(name=name, kind=kinds.get(stat.S_IFMT(mode), "other"), bytes=size, mode=stat.S_IMODE(mode))
 
 
 # ---- tars ---------------------------------------------------------------------------------------------------------
@@ -308,7 +315,7 @@ def _directory(name: str) -> tarfile.TarInfo:
 
 
 async def _tar(entries: list[tarfile.TarInfo], content: bytes = b"", user: int | None = None) -> AsyncIterator[bytes]:
-    """Of entries that belong to the user; the last one has the content."""
+    """A tar of entries that belong to the user; the last one has the content."""
     for entry in entries:
         if user is not None:
             entry.uid = entry.gid = user
@@ -321,13 +328,14 @@ async def _tar(entries: list[tarfile.TarInfo], content: bytes = b"", user: int |
 
 
 def _rewrite(path: str, source: BinaryIO, target: IO[bytes], user: int) -> None:
-    """All that belongs into a sandbox: files, directories and links of its user, without privileges. Blocks."""
+    """Copy the members that may enter a sandbox: files, directories and links, owned by its user, without privileges.
+    Blocks."""
     with (
         tarfile.open(fileobj=source, mode="r|*") as given,
         tarfile.open(fileobj=target, mode="w|", format=tarfile.PAX_FORMAT) as made,
     ):
         for entry in given:
-            require_below(path, entry.name)
+            require_safe_member(path, entry.name)
             if not (entry.isreg() or entry.isdir() or entry.issym() or entry.islnk()):
                 continue
             entry.uid = entry.gid = user

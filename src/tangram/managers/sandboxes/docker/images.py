@@ -1,8 +1,8 @@
-"""Images: found at the engine, added to it, made by Commit, removed with their owner.
+"""Images of the engine: found, added, made by Commit, and removed with their owner.
 
-Owns the names that commits gave, and what is known of each image. Never fetches one: what the engine does not have is
-refused. Promises that an image which this owner made is gone after it, unless it was to be remembered; what others use
-stays.
+Owns the names of commits, and what is known of each image. Never pulls: an image that the engine does not have is
+refused. Promises that an image of this owner is removed with it, unless it was to be remembered, and that other images
+stay.
 """
 
 from __future__ import annotations
@@ -21,72 +21,72 @@ from typing import IO
 import msgspec
 
 from tangram.errors import InvalidConfig, ManagerError
-from tangram.managers.sandboxes.docker.container import NOT_FOUND, Container, Traits
-from tangram.managers.sandboxes.docker.engine import Engine, EngineRefused, Json, pieces_of, to_its_end
-from tangram.managers.sandboxes.docker.owners import IMAGE, OWNER
+from tangram.managers.sandboxes.docker.container import NOT_FOUND, Container, ImageInfo
+from tangram.managers.sandboxes.docker.engine import DockerEngine, EngineRefused, Json, read_chunks, run_to_completion
+from tangram.managers.sandboxes.docker.owners import IMAGE_LABEL, OWNER_LABEL
 from tangram.managers.work import HOST_IMAGE, require_forgettable
 
 REPOSITORY = "tangram"
-"""What commits are called at the engine, with their name below it."""
-KEPT = "tangram-kept"
-"""What remembered images are called at the engine, with the hash of their key as the tag."""
+"""The repository of commits in the engine, with their name below it."""
+REMEMBERED_REPOSITORY = "tangram-kept"
+"""The repository of remembered images in the engine, with the hash of their key as the tag."""
 
 _PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
 _COMMIT_NAME = re.compile(rf"({_PART}(?:/{_PART})*)(?::(\w[\w.-]{{0,127}}))?", re.ASCII)
-"""What an engine takes. Other names are replaced by their hash there."""
+"""Names that an engine accepts. Others are replaced by their hash there."""
 _NAME = re.compile(r"[A-Za-z0-9][\w./:@-]*", re.ASCII)
-"""What may be asked of an engine: a name, with a tag or a digest, or an id."""
+"""References that an engine accepts: a name, with a tag or a digest, or an id."""
 _LOADED = re.compile(r"Loaded image(?: ID)?: (\S+)")
 
 
-class Images:
-    def __init__(self, engine: Engine, owner: str, default: str) -> None:
+class DockerImages:
+    def __init__(self, engine: DockerEngine, owner: str, default: str) -> None:
         self._engine = engine
         self._owner = owner
         self._default = default
         self._committed: dict[str, str] = {}
-        """Ids by the name that a Commit gave."""
-        self._traits: dict[str, Traits] = {}
+        """Ids by the name of a Commit."""
+        self._info_by_id: dict[str, ImageInfo] = {}
         """By id."""
         self._forgotten: set[str] = set()
         """Ids of images that may still be in use."""
 
-    # ---- finding ----
+    # ---- find ----
 
-    async def find(self, name: str) -> Traits:
+    async def find(self, name: str) -> ImageInfo:
         found = await self._describe(name)
         if found is None:
-            wanted = self._wanted(name)
+            reference = self._engine_name(name)
             raise ManagerError(
-                f"the Docker engine has no image {wanted}; fetch it first: docker pull {wanted}", retry=False
+                f"the Docker engine has no image {reference}; fetch it first: docker pull {reference}", retry=False
             )
-        return self._traits.get(found["Id"]) or _traits(found)
+        return self._info_by_id.get(found["Id"]) or _image_info(found)
 
-    def _wanted(self, name: str) -> str:
+    def _engine_name(self, name: str) -> str:
         return self._committed.get(name) or (self._default if name == HOST_IMAGE else name)
 
     async def _describe(self, name: str) -> Json | None:
-        wanted = self._wanted(name)
-        if not _NAME.fullmatch(wanted) or ".." in wanted:
-            raise ManagerError(f"{wanted!r} is no name of an image", retry=False)
+        reference = self._engine_name(name)
+        if not _NAME.fullmatch(reference) or ".." in reference:
+            raise ManagerError(f"{reference!r} is not a valid image name", retry=False)
         try:
-            return await self._engine.json("GET", f"/images/{wanted}/json", what="describe an image")
+            return await self._engine.json("GET", f"/images/{reference}/json", what="describe an image")
         except EngineRefused as error:
             if error.status == NOT_FOUND:
                 return None
             raise
 
-    def learn(self, image: Traits, programs: Iterable[str]) -> Traits:
+    def record_programs(self, image: ImageInfo, programs: Iterable[str]) -> ImageInfo:
         learned = msgspec.structs.replace(image, programs=frozenset(programs))
-        self._traits[image.id] = learned
+        self._info_by_id[image.id] = learned
         return learned
 
-    # ---- making ----
+    # ---- create ----
 
     async def commit(self, container: Container, name: str) -> None:
-        """Programs in it stand still meanwhile. Raises ManagerError if the container has ended: an engine commits one
-        that has, with files that a killed program may have written in part. The image gets its name last, so that no
-        name refers to such an image."""
+        """The container is paused meanwhile. Raises ManagerError if it has ended: an engine also commits an ended
+        container, in which a killed program may have left a partial file. The image gets its name last, so that no name
+        refers to such an image."""
         matched = _COMMIT_NAME.fullmatch(name)
         repository = matched[1] if matched else f"name-{_hash(name)}"
         tag = (matched and matched[2]) or "latest"
@@ -94,25 +94,27 @@ class Images:
         try:
             image = await self._commit(container, name)
             query = {"repo": f"{REPOSITORY}/{repository}", "tag": tag}
-            await to_its_end(self._engine.json("POST", f"/images/{image}/tag", what="name an image", query=query))
+            await run_to_completion(
+                self._engine.json("POST", f"/images/{image}/tag", what="name an image", query=query)
+            )
         except BaseException as error:
             if image:
-                await to_its_end(self._discard(image))
+                await run_to_completion(self._discard(image))
             if isinstance(error, EngineRefused):
-                await container.require_running()  # its end says more than what the engine refused for it
+                await container.require_running()  # its end explains more than the refusal of the engine
             raise
         self._committed[name] = image
         assert container.image.programs is not None
-        self.learn(msgspec.structs.replace(container.image, id=image), container.image.programs)
+        self.record_programs(msgspec.structs.replace(container.image, id=image), container.image.programs)
 
     async def _commit(self, container: Container, name: str) -> str:
         """The id of an image without a name."""
         query = {"container": container.id, "pause": "false"}
-        body = {"Labels": {OWNER: self._owner, IMAGE: name}}
+        body = {"Labels": {OWNER_LABEL: self._owner, IMAGE_LABEL: name}}
         image = ""
         try:
-            async with container.still():
-                made = await to_its_end(
+            async with container.paused():
+                made = await run_to_completion(
                     self._engine.json("POST", "/commit", what="commit a container", query=query, body=body)
                 )
                 image = str(made["Id"])
@@ -120,48 +122,48 @@ class Images:
                 await container.require_running()
         except BaseException:
             if image:
-                await to_its_end(self._discard(image))
+                await run_to_completion(self._discard(image))
             raise
         return image
 
     async def _discard(self, image: str) -> None:
-        """If the engine does not answer, the image is removed with those of its owner."""
+        """If the engine does not respond, the image is removed with those of its owner."""
         with contextlib.suppress(ManagerError):
             await self._remove(image)
 
     async def add(self, path: str) -> str:
-        """A root directory is imported and goes with its owner; a tar of images is loaded and stays."""
+        """A root directory is imported and removed with its owner; a tar of images is loaded and stays."""
         source = Path(path)
         if await asyncio.to_thread(source.is_dir):
             with tempfile.TemporaryFile() as tar:
                 await asyncio.to_thread(_pack, source, tar)
-                changes = [f"LABEL {OWNER}={self._owner}", f"LABEL {IMAGE}={_hash(path)}"]
+                changes = [f"LABEL {OWNER_LABEL}={self._owner}", f"LABEL {IMAGE_LABEL}={_hash(path)}"]
                 query = [("fromSrc", "-"), *(("changes", change) for change in changes)]
-                said = await to_its_end(self._post("/images/create", tar, "import an image", query))
-            return str(said[-1]["status"])
+                lines = await run_to_completion(self._post("/images/create", tar, "import an image", query))
+            return str(lines[-1]["status"])
         try:
             file = await asyncio.to_thread(open, source, "rb")
         except OSError as error:
             raise InvalidConfig("image", path, f"a directory or a tar ({error.strerror})") from error
         with file:
-            said = await to_its_end(self._post("/images/load", file, "load an image", [("quiet", "true")]))
-        loaded = _LOADED.findall("".join(line.get("stream", "") for line in said))
+            lines = await run_to_completion(self._post("/images/load", file, "load an image", [("quiet", "true")]))
+        loaded = _LOADED.findall("".join(line.get("stream", "") for line in lines))
         if len(loaded) != 1:
             raise InvalidConfig("image", path, f"a tar with one image, as `docker save` writes it; it had {loaded}")
         return str(loaded[0])
 
     async def _post(self, path: str, tar: IO[bytes], what: str, query: list[tuple[str, str]]) -> list[Json]:
-        answer = await self._engine.upload("POST", path, pieces_of(tar), what=what, query=query)
-        said = [json.loads(line) for line in answer.splitlines() if line.strip()]
-        for line in said:
+        answer = await self._engine.upload("POST", path, read_chunks(tar), what=what, query=query)
+        lines = [json.loads(line) for line in answer.splitlines() if line.strip()]
+        for line in lines:
             if "error" in line:
                 raise ManagerError(f"the Docker engine refused to {what}: {line['error']}", retry=False)
-        return said
+        return lines
 
-    # ---- keeping and removing ----
+    # ---- keep and remove ----
 
     async def recall(self, key: str) -> str:
-        kept = f"{KEPT}:{_hash(key)}"
+        kept = f"{REMEMBERED_REPOSITORY}:{_hash(key)}"
         found = await self._describe(kept)
         if found is None:
             return ""
@@ -169,11 +171,11 @@ class Images:
 
     async def remember(self, key: str, name: str) -> None:
         image = await self.find(name)
-        query = {"repo": KEPT, "tag": _hash(key)}
+        query = {"repo": REMEMBERED_REPOSITORY, "tag": _hash(key)}
         await self._engine.json("POST", f"/images/{image.id}/tag", what="name an image", query=query)
 
     async def forget(self, name: str) -> None:
-        """Only names that we gave. The engine keeps what a container uses until the container goes."""
+        """Only names that we gave. The engine keeps what a container uses until the container is removed."""
         require_forgettable(name)
         found = await self._describe(name)
         self._committed.pop(name, None)
@@ -184,7 +186,7 @@ class Images:
         await self.remove_forgotten()
 
     async def remove_forgotten(self) -> None:
-        """What is no longer in use."""
+        """Remove images that are no longer in use."""
         for image in list(self._forgotten):
             found = await self._describe(image)
             if found is None or found["RepoTags"]:
@@ -193,16 +195,16 @@ class Images:
                 await self._remove(image)
 
     async def remove_all(self, of_owner: Callable[[str], bool]) -> None:
-        """The newest first: an image below another one cannot be removed. Of those made within one second the engine
-        does not tell which is newer, so what is refused is tried again once another one has gone."""
+        """The newest first: an image below another one cannot be removed. The engine does not order images that were
+        created within one second, so a refused one is tried again after another has been removed."""
         await self.remove_forgotten()
-        query = {"filters": json.dumps({"label": [OWNER]})}
+        query = {"filters": json.dumps({"label": [OWNER_LABEL]})}
         listed = await self._engine.json("GET", "/images/json", what="list images", query=query)
         names: list[str] = []
         for image in sorted(listed, key=lambda image: -int(image["Created"])):
-            if of_owner((image["Labels"] or {}).get(OWNER, "")):
-                kept = any(tag.startswith(f"{KEPT}:") for tag in image["RepoTags"] or [])
-                tags = [tag for tag in _own_tags(image) if not tag.startswith(f"{KEPT}:")]
+            if of_owner((image["Labels"] or {}).get(OWNER_LABEL, "")):
+                kept = any(tag.startswith(f"{REMEMBERED_REPOSITORY}:") for tag in image["RepoTags"] or [])
+                tags = [tag for tag in _own_tags(image) if not tag.startswith(f"{REMEMBERED_REPOSITORY}:")]
                 names += tags if kept else [image["Id"]]
         while names:
             left = [name for name in names if not await self._remove(name)]
@@ -211,7 +213,7 @@ class Images:
             names = left
 
     async def _remove(self, image: str) -> bool:
-        """False: it is in use, or below another image."""
+        """False if it is in use, or below another image."""
         try:
             await self._engine.json("DELETE", f"/images/{image}", what="remove an image", query={"force": "true"})
         except EngineRefused:
@@ -219,10 +221,10 @@ class Images:
         return True
 
 
-def _traits(found: Json) -> Traits:
+def _image_info(found: Json) -> ImageInfo:
     config = found.get("Config") or {}
     directory = config.get("WorkingDir") or ""
-    return Traits(
+    return ImageInfo(
         id=found["Id"],
         env=dict(line.partition("=")[::2] for line in config.get("Env") or []),
         directory="" if directory == "/" else directory,
@@ -230,7 +232,7 @@ def _traits(found: Json) -> Traits:
 
 
 def _own_tags(found: Json) -> list[str]:
-    return [tag for tag in found["RepoTags"] or [] if tag.startswith((f"{REPOSITORY}/", f"{KEPT}:"))]
+    return [tag for tag in found["RepoTags"] or [] if tag.startswith((f"{REPOSITORY}/", f"{REMEMBERED_REPOSITORY}:"))]
 
 
 def _hash(text: str) -> str:
@@ -238,7 +240,7 @@ def _hash(text: str) -> str:
 
 
 def _pack(directory: Path, into: IO[bytes]) -> None:
-    """As it is, but for sockets, devices and pipes. Blocks."""
+    """Pack a directory, without sockets, devices and pipes. Blocks."""
 
     def sound(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
         return entry if entry.isreg() or entry.isdir() or entry.issym() or entry.islnk() else None

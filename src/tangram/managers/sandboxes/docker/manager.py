@@ -1,19 +1,18 @@
 """The docker manager: sandboxes that are containers of a Docker engine on this machine.
 
-It needs no root and no control groups of its own, only the right to use the engine. It does what can be done through
-the engine's API: `update` gives a container the CPU that its actions were granted, `exec` runs them, `pause` lets it
-stand still in between. Owns every container and image with its label. Decides nothing. Promises what `managers.base`
-asks, as far as an engine lets it:
+Needs neither root nor control groups of its own, only access to the engine. It uses the engine's API: `update` sets the
+CPU that the actions of a container were granted, `exec` runs them, `pause` freezes it in between. Owns every container
+and image with its label. Decides nothing. Promises what `managers.base` requires, as far as an engine allows:
 
-- an engine limits containers, not programs: actions that run in one sandbox at the same time share the sum of their
-  grants. An image with `taskset` gives each its own CPUs; without it, an action sees its width in its environment, and
-  as CPUs only while it is the only one. An action keeps the CPUs that it started on;
-- `usage` is what the container used, see `meter`; what is ended by `stop`, see `processes`; files, see `filing`;
+- an engine limits containers, not programs: concurrent actions in one sandbox share the sum of their grants. With
+  `taskset` in the image each gets its own CPUs; without it, an action sees its width in its environment, and as CPUs
+  only while it is the only one. An action keeps the CPUs that it started on;
+- usage is that of the container, see container.py; what `stop` ends, see processes.py; files, see files.py;
 - the disk limit holds where the engine can limit the disk of a container (overlay2 on xfs with pquota, btrfs, zfs);
-  elsewhere only a single file cannot be larger than it;
+  elsewhere it limits each file;
 - `user='root'` needs an engine with user namespaces (userns-remap, or rootless);
-- what an action leaves running should not hold its streams, but write to a file: the engine closes them some seconds
-  after the action, and until then it lags behind, so that the next action may start up to two seconds late.
+- background processes should not hold the streams of their action, but write to a file: the engine closes the streams
+  some seconds after the action, and lags until then, so that the next action may start up to two seconds late.
 
 An image needs `sh` and `sleep`; `bash` for sessions; `stat`, `xargs` and `rm` to list and delete files.
 """
@@ -32,36 +31,51 @@ from tangram.core.action import Action
 from tangram.core.demand import CORE
 from tangram.core.messages import Grant, Pool, cpu_node
 from tangram.errors import FileFailed, ManagerError
-from tangram.managers.base import FiledApart, Lease
-from tangram.managers.sandboxes.cpuset_allocator import Cores
-from tangram.managers.sandboxes.docker.container import HOLDER, NOT_FOUND, Container, Cpu, cpu_fields, cpu_of
-from tangram.managers.sandboxes.docker.engine import CONNECT_S, Engine, EngineRefused, Json, gather_bounded, to_its_end
-from tangram.managers.sandboxes.docker.files import Filing
-from tangram.managers.sandboxes.docker.images import Images
-from tangram.managers.sandboxes.docker.leases import Errand, ProgramLease, SessionLease
-from tangram.managers.sandboxes.docker.owners import OWNER, SANDBOX, is_dead, own_name
+from tangram.managers.base import FilesMixin, Lease
+from tangram.managers.sandboxes.cpuset_allocator import CpusetAllocator
+from tangram.managers.sandboxes.docker.container import (
+    HOLDER_UID,
+    NOT_FOUND,
+    Container,
+    CpuSettings,
+    cpu_fields,
+    cpu_settings,
+)
+from tangram.managers.sandboxes.docker.engine import (
+    CONNECT_S,
+    DockerEngine,
+    EngineRefused,
+    Json,
+    gather_bounded,
+    run_to_completion,
+)
+from tangram.managers.sandboxes.docker.files import DockerFiles
+from tangram.managers.sandboxes.docker.images import DockerImages
+from tangram.managers.sandboxes.docker.leases import DockerProgramLease, DockerSessionLease
+from tangram.managers.sandboxes.docker.owners import OWNER_LABEL, SANDBOX_LABEL, is_dead, new_owner_name
 from tangram.managers.sandboxes.docker.programs import Programs
+from tangram.managers.sandboxes.leases import CompletedLease
 from tangram.managers.sandboxes.machine import Machine
-from tangram.managers.work import GIB, MIB, Close, Commit, Ended, Exec, Open, Prepare, SandboxSpec, Work
+from tangram.managers.work import GIB, MIB, Close, Commit, Exec, LeaseResult, Open, Prepare, SandboxSpec, Work
 from tangram.processes.streams import Output
 
 DEFAULT_IMAGE = "debian:stable-slim"
 MEMORY_BYTES_MIN = 6 * MIB
-"""The least that an engine takes; less is rounded up."""
+"""The least that an engine accepts; less is rounded up."""
 OWN_PROCESSES = 2
-"""In every container: its init, and the program that holds it."""
-HOLD = ["sleep", "infinity"]
+"""In every container: its init, and the program that keeps it alive."""
+HOLD_COMMAND = ["sleep", "infinity"]
 ROOT_CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID"]
-"""Of root in a user namespace: what installing packages takes. They say nothing outside of it."""
+"""For root in a user namespace: what installing packages requires. They are worthless outside of it."""
 REMOVALS_AT_ONCE = 8
 REMOVAL_TRIES, REMOVAL_PAUSE_S = 20, 0.1
-"""Of a container whose files are still in use, or that another request removes already."""
-RELISTEN_S, RELISTEN_S_MAX = 0.1, 5.0
-"""Between two tries to hear an engine again that has ended: at first, and after some time."""
+"""For a container whose files are still in use, or that another request is removing."""
+RECONNECT_S, RECONNECT_S_MAX = 0.1, 5.0
+"""Between attempts to reconnect to an engine that has ended: at first, and at most."""
 PROBE_SCRIPT = 'for p in bash taskset; do if command -v "$p" >/dev/null; then echo "$p"; fi; done'
 
 
-class DockerManager(FiledApart):
+class DockerManager(FilesMixin):
     backend = "docker"
     isolates = True
 
@@ -75,24 +89,26 @@ class DockerManager(FiledApart):
         node: str = "local",
     ) -> None:
         self.node = node
-        self._machine = Machine.of_this(cores=cores, memory_bytes=memory_bytes)
-        self._cores = Cores(round(self._machine.cores * CORE), self._machine.cpus, self._machine.cpus_by_cell)
-        self._owner = own_name()
-        self._engine = Engine(socket)
+        self._machine = Machine.detect(cores=cores, memory_bytes=memory_bytes)
+        self._cpusets = CpusetAllocator(
+            round(self._machine.cores * CORE), self._machine.cpus, self._machine.cpus_by_cell
+        )
+        self._owner = new_owner_name()
+        self._engine = DockerEngine(socket)
         self._programs = Programs(self._engine)
-        self._filing: Filing = Filing(self._engine, self._programs, self._found)
-        self._images = Images(self._engine, self._owner, image)
+        self._files: DockerFiles = DockerFiles(self._engine, self._programs, self._get_container)
+        self._images = DockerImages(self._engine, self._owner, image)
         self._remaps_users = False
         self._limits_disk = True
-        """Until the engine says that it cannot."""
+        """Until the engine refuses it."""
         self._containers: dict[str, Container] = {}
         """By sandbox."""
         self._by_id: dict[str, Container] = {}
         self._starting: set[asyncio.Future[None]] = set()
-        self._leases: set[ProgramLease] = set()
-        self._heard = asyncio.Event()
-        """The engine tells its events."""
-        self._listening: asyncio.Task[None] | None = None
+        self._leases: set[DockerProgramLease] = set()
+        self._subscribed = asyncio.Event()
+        """The stream of events is open."""
+        self._listen_task: asyncio.Task[None] | None = None
         self._closing = False
 
     def pools(self) -> tuple[Pool, ...]:
@@ -102,7 +118,7 @@ class DockerManager(FiledApart):
     def sandboxes(self) -> tuple[str, ...]:
         return tuple(self._containers)
 
-    # ---- the owner's life ----
+    # ---- the life of the owner ----
 
     async def __aenter__(self) -> Self:
         await self._engine.connect()
@@ -110,28 +126,28 @@ class DockerManager(FiledApart):
             info = await self._engine.json("GET", "/info", what="describe itself")
             options = info.get("SecurityOptions") or []
             self._remaps_users = any(option.split(",")[0] in ("name=userns", "name=rootless") for option in options)
-            self._listening = asyncio.create_task(self._listen())
-            heard = asyncio.ensure_future(self._heard.wait())
-            await asyncio.wait([heard, self._listening], timeout=CONNECT_S, return_when=asyncio.FIRST_COMPLETED)
-            heard.cancel()
+            self._listen_task = asyncio.create_task(self._listen())
+            subscribed = asyncio.ensure_future(self._subscribed.wait())
+            await asyncio.wait([subscribed, self._listen_task], timeout=CONNECT_S, return_when=asyncio.FIRST_COMPLETED)
+            subscribed.cancel()
             self._require_open()
             await self._remove_all(is_dead)
         except BaseException:
-            await to_its_end(self._leave())
+            await run_to_completion(self._shut_down())
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await to_its_end(self._leave())
+        await run_to_completion(self._shut_down())
 
-    async def _leave(self) -> None:
+    async def _shut_down(self) -> None:
         self._closing = True
         for container in self._by_id.values():
-            container.lose("the manager was closed")
+            container.mark_lost("the manager was closed")
         if self._starting:
-            await asyncio.wait(self._starting)  # what is being made must be there to be removed
+            await asyncio.wait(self._starting)  # a container that is being created must exist to be removed
         await asyncio.gather(*(lease.wait() for lease in self._leases), return_exceptions=True)
         try:
             await self._remove_all(lambda owner: owner == self._owner)
@@ -140,16 +156,16 @@ class DockerManager(FiledApart):
                 await container.close()
             self._containers.clear()
             self._by_id.clear()
-            if self._listening is not None:
-                self._listening.cancel()
-                await asyncio.gather(self._listening, return_exceptions=True)
+            if self._listen_task is not None:
+                self._listen_task.cancel()
+                await asyncio.gather(self._listen_task, return_exceptions=True)
             await self._engine.close()
 
     async def _remove_all(self, of_owner: Callable[[str], bool]) -> None:
         """Containers first: an image in use cannot be removed."""
-        query = {"all": "true", "filters": json.dumps({"label": [OWNER]})}
+        query = {"all": "true", "filters": json.dumps({"label": [OWNER_LABEL]})}
         listed = await self._engine.json("GET", "/containers/json", what="list containers", query=query)
-        ids = [found["Id"] for found in listed if of_owner(found["Labels"].get(OWNER, ""))]
+        ids = [found["Id"] for found in listed if of_owner(found["Labels"].get(OWNER_LABEL, ""))]
         failures = await gather_bounded(REMOVALS_AT_ONCE, [self._remove(id) for id in ids])
         await self._images.remove_all(of_owner)
         for failure in failures:
@@ -157,7 +173,7 @@ class DockerManager(FiledApart):
                 raise failure
 
     async def _remove(self, container: str) -> None:
-        """By id or name. It need not be there."""
+        """By id or name. It need not exist."""
         path, query = f"/containers/{container}", {"force": "true", "v": "true"}
         for tries_left in reversed(range(REMOVAL_TRIES)):
             try:
@@ -170,22 +186,26 @@ class DockerManager(FiledApart):
                     raise
                 await asyncio.sleep(REMOVAL_PAUSE_S)
 
-    # ---- what the engine tells ----
+    # ---- events of the engine ----
 
     async def _listen(self) -> None:
-        """An engine that ends takes its containers along, or at least our streams to the programs in them."""
-        filters = {"type": ["container"], "event": ["die", "exec_die", "oom"], "label": [f"{OWNER}={self._owner}"]}
-        pause_s = RELISTEN_S
+        """When an engine ends, its containers end too, or at least our streams to the programs in them."""
+        filters = {
+            "type": ["container"],
+            "event": ["die", "exec_die", "oom"],
+            "label": [f"{OWNER_LABEL}={self._owner}"],
+        }
+        pause_s = RECONNECT_S
         while True:
             with contextlib.suppress(ManagerError, ValueError):
-                await self._engine.events(filters, self._heard.set, self._on_event)
-            if self._heard.is_set():
-                pause_s = RELISTEN_S
-            self._heard.clear()
+                await self._engine.events(filters, self._subscribed.set, self._on_event)
+            if self._subscribed.is_set():
+                pause_s = RECONNECT_S
+            self._subscribed.clear()
             for container in self._by_id.values():
-                container.lose("the Docker engine ended")
+                container.mark_lost("the Docker engine ended")
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, RELISTEN_S_MAX)
+            pause_s = min(2 * pause_s, RECONNECT_S_MAX)
 
     def _on_event(self, event: Json) -> None:
         actor = event["Actor"]
@@ -193,15 +213,15 @@ class DockerManager(FiledApart):
         if event["Action"] == "exec_die":
             self._programs.on_exec_die(actor["Attributes"]["execID"], int(actor["Attributes"]["exitCode"]))
         elif container is not None and event["Action"] == "oom":
-            container.memory_events += 1
+            container.oom_events += 1
         elif container is not None and event["Action"] == "die":
-            container.lose(f"its container ended with exit code {actor['Attributes'].get('exitCode', '?')}")
+            container.mark_lost(f"its container ended with exit code {actor['Attributes'].get('exitCode', '?')}")
 
     def _require_open(self) -> None:
         if self._closing:
             raise ManagerError("the docker manager is closed", retry=False)
-        if not self._heard.is_set():
-            raise ManagerError(f"the Docker engine at {self._engine.socket} ended; it is tried again and again")
+        if not self._subscribed.is_set():
+            raise ManagerError(f"the Docker engine at {self._engine.socket} ended; reconnecting")
 
     # ---- leases ----
 
@@ -223,31 +243,32 @@ class DockerManager(FiledApart):
         elif isinstance(work, Close):
             await self._close(action.sandbox)
         elif isinstance(work, Prepare):
-            raise ManagerError("the docker backend makes no sandboxes ahead; use the sandbox backend", retry=False)
+            raise ManagerError("the docker backend cannot prepare sandboxes; use the sandbox backend", retry=False)
         else:
             assert isinstance(work, Commit)
-            await self._images.commit(self._found(action.sandbox), work.image)
-        return Errand(Ended())
+            await self._images.commit(self._get_container(action.sandbox), work.image)
+        return CompletedLease(LeaseResult())
 
-    def _found(self, sandbox: str) -> Container:
+    def _get_container(self, sandbox: str) -> Container:
         container = self._containers.get(sandbox)
         if container is None or not container.ready:
             raise ManagerError(f"there is no sandbox {sandbox}: it was closed, or never opened", retry=False)
-        container.require()
+        container.require_alive()
         return container
 
     async def _start_program(self, action: Action, grant: Grant, work: Exec, output: Output | None) -> Lease:
-        lease = (SessionLease if work.session else ProgramLease)(
+        lease = (DockerSessionLease if work.session else DockerProgramLease)(
             action.id,
             grant,
             work,
             output,
-            container=self._found(action.sandbox),
+            container=self._get_container(action.sandbox),
             programs=self._programs,
-            cores=self._cores,
+            cpusets=self._cpusets,
         )
-        await lease.begin(self._leases.discard)
+        await lease.begin()
         self._leases.add(lease)
+        lease.add_done_callback(self._leases.discard)
         return lease
 
     # ---- sandboxes ----
@@ -264,10 +285,10 @@ class DockerManager(FiledApart):
         container = Container(self._engine, name=f"tangram-{secrets.token_hex(8)}", sandbox=sandbox, spec=spec)
         self._containers[sandbox] = container
         try:
-            await self._make(container)
+            await self._create_sandbox(container)
         except BaseException as error:
             self._by_id.pop(container.id, None)
-            await to_its_end(self._remove(container.name))
+            await run_to_completion(self._remove(container.name))
             del self._containers[sandbox]
             if isinstance(error, FileFailed):
                 raise ManagerError(f"the image of {sandbox} cannot be used: {error}", retry=False) from error
@@ -275,66 +296,66 @@ class DockerManager(FiledApart):
         finally:
             container.opened.set()
 
-    async def _make(self, container: Container) -> None:
+    async def _create_sandbox(self, container: Container) -> None:
         container.image = image = await self._images.find(container.spec.image)
-        cpu = cpu_of(reserved=CORE, limit=CORE, cpuset=",".join(map(str, self._machine.cpus)))
-        await to_its_end(self._create(container, cpu))
+        cpu = cpu_settings(reserved=CORE, limit=CORE, cpuset=",".join(map(str, self._machine.cpus)))
+        await run_to_completion(self._create(container, cpu))
         self._by_id[container.id] = container
-        await self._filing.make_directories(container)
+        await self._files.make_directories(container)
         await self._engine.json("POST", f"/containers/{container.id}/start", what="start a container")
-        container.started(await self._running(container), cpu)
+        container.on_started(await self._first_pid(container), cpu)
         if image.programs is None:
             try:
-                answer = await self._programs.ask(container, PROBE_SCRIPT)
+                answer = await self._programs.run_script(container, PROBE_SCRIPT)
             except ManagerError:
-                await self._running(container)  # it may have ended meanwhile, which says more
+                await self._first_pid(container)  # it may have ended meanwhile, which explains more
                 raise
-            container.image = self._images.learn(image, answer.stdout.decode(errors="replace").split())
-        await container.settle()
+            container.image = self._images.record_programs(image, answer.stdout.decode(errors="replace").split())
+        await container.apply_grants()
         self._require_open()
-        container.require()
+        container.require_alive()
         container.ready = True
 
-    async def _running(self, container: Container) -> int:
+    async def _first_pid(self, container: Container) -> int:
         """Its first process. Raises ManagerError if it has ended."""
         found = await self._engine.json("GET", f"/containers/{container.id}/json", what="describe a container")
         state = found["State"]
         if not state["Running"]:
             raise ManagerError(
                 f"the container of {container.sandbox} ended at once with exit code {state['ExitCode']}; "
-                f"expected that `{' '.join(HOLD)}` runs in its image {container.spec.image}",
+                f"expected that `{' '.join(HOLD_COMMAND)}` runs in its image {container.spec.image}",
                 retry=False,
             )
         return int(state["Pid"])
 
-    async def _create(self, container: Container, cpu: Cpu) -> None:
-        """With a limit of the disk, unless the engine says that it cannot."""
+    async def _create(self, container: Container, cpu: CpuSettings) -> None:
+        """With a disk limit, unless the engine refuses it."""
         limits_disk = self._limits_disk
         try:
-            made = await self._ask_to_create(container, cpu, limits_disk)
+            made = await self._post_create(container, cpu, limits_disk)
         except EngineRefused as error:
-            if not limits_disk or "storage-opt" not in error.answer:
+            if not limits_disk or "storage-opt" not in error.reason:
                 raise
             self._limits_disk = False
-            made = await self._ask_to_create(container, cpu, limits_disk=False)
+            made = await self._post_create(container, cpu, limits_disk=False)
         container.id = made["Id"]
 
-    async def _ask_to_create(self, container: Container, cpu: Cpu, limits_disk: bool) -> Json:
+    async def _post_create(self, container: Container, cpu: CpuSettings, limits_disk: bool) -> Json:
         body = create_body(container, cpu, self._owner, limits_disk=limits_disk)
         query = {"name": container.name}
-        return await self._engine.json("POST", "/containers/create", what="make a container", query=query, body=body)
+        return await self._engine.json("POST", "/containers/create", what="create a container", query=query, body=body)
 
     async def _close(self, sandbox: str) -> None:
-        """What runs in it ends. It can be tried again if it fails."""
+        """End all programs in it and remove it. Can be repeated if it fails."""
         container = self._containers.get(sandbox)
         if container is None:
             return
-        container.lose("it was closed")
-        await container.opened.wait()  # what is being made must be there to be removed
+        container.mark_lost("it was closed")
+        await container.opened.wait()  # a container that is being created must exist to be removed
         if self._containers.get(sandbox) is not container:
-            return  # it could not be opened, or another one was faster
-        await to_its_end(self._remove(container.name))
-        await to_its_end(container.close())
+            return  # it could not be opened, or another call was faster
+        await run_to_completion(self._remove(container.name))
+        await run_to_completion(container.close())
         self._containers.pop(sandbox, None)
         self._by_id.pop(container.id, None)
         await self._images.remove_forgotten()
@@ -354,20 +375,20 @@ class DockerManager(FiledApart):
         await self._images.forget(name)
 
 
-def create_body(container: Container, cpu: Cpu, owner: str, *, limits_disk: bool) -> Json:
-    """How the container is made."""
+def create_body(container: Container, cpu: CpuSettings, owner: str, *, limits_disk: bool) -> Json:
+    """The body of the request that creates the container."""
     spec = container.spec
-    user = 0 if spec.user == "root" else HOLDER
+    user = 0 if spec.user == "root" else HOLDER_UID
     ulimits = {"nofile": spec.open_files_max, "core": 0}
     if not limits_disk:
         ulimits["fsize"] = spec.disk_bytes
     return {
         "Image": container.image.id,
-        "Entrypoint": HOLD,
+        "Entrypoint": HOLD_COMMAND,
         "Cmd": [],
         "User": f"{user}:{user}",
         "Hostname": "sandbox",
-        "Labels": {OWNER: owner, SANDBOX: container.sandbox},
+        "Labels": {OWNER_LABEL: owner, SANDBOX_LABEL: container.sandbox},
         "Healthcheck": {"Test": ["NONE"]},
         "HostConfig": {
             **cpu_fields(cpu),

@@ -1,20 +1,20 @@
-r"""Marks: how the begin and the end of a command are told in the middle of its output.
+r"""Output framing: marks that delimit the output of a command in the streams of a container.
 
-Owns the scripts that run commands in a container, and the reading of what they print. An engine tells late that a
-program has ended when something that it left behind holds its streams open, and never tells where its output ends. So
-a small script runs it and prints, to both streams, a mark before it and a mark with its exit code after it. What stands
-between them is the output of the command, whole, and the exit code comes with its last byte. Beside it stand the CPU
-and the peak of memory that the container has used so far, as seen from inside.
+Owns the scripts that run commands in a container, and the parser of their output. An engine reports the end of a
+program late if background processes hold its streams, and never reports where its output ends. So a small script runs
+the command, and prints a mark before it and a mark with its exit code after it, to both streams. The text between them
+is the complete output, and the exit code comes right after its last byte. The marks also contain the CPU time and the
+memory peak of the container so far, as seen from inside.
 
-Each mark is one line, written at once, so that nothing else can stand in the middle of it:
+Each mark is one line in one write, so that no other output can appear within it:
 
     \0begin TOKEN CPU_US PEAK_BYTES
-    \0end TOKEN EXIT_CODE CPU_US PEAK_BYTES      the exit code with an x before it: the shell has ended with it
+    \0end TOKEN EXIT_CODE CPU_US PEAK_BYTES      an x before the exit code: the shell has ended with the command
 
-A program that prints the mark of its own end ends its own action early: what goes on of it is then what the action has
-left running, as of any action. It gains nothing, but what it says is believed of nothing else.
+A program that prints its own end mark ends its own action early: what it does afterwards counts as a background
+process. It gains nothing, and affects no other action.
 
-Only `sh` is needed in an image, for sessions `bash`.
+An image needs only `sh`, and `bash` for sessions.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ BEGIN = b"\0begin "
 END = b"\0end "
 """Programs that print text print no NUL."""
 REST_BYTES_MAX = 64
-"""Of a mark, after the token."""
-STRAY_BYTES_MAX = 4096
-"""Kept of what comes before the begin: why the engine could not start the program."""
+"""The length of a mark after the token."""
+PREAMBLE_BYTES_MAX = 4096
+"""Kept of the output before the begin mark: why the engine could not start the program."""
 
-TOKEN = "TANGRAM_ACTION"
-"""The variable by which all processes of an action are known, wherever they went."""
+TOKEN_VARIABLE = "TANGRAM_ACTION"
+"""The variable that identifies all processes of an action."""
 
 _BEGIN_REST = re.compile(rb"(\d{1,19}) (\d{1,19})\n")
 _END_REST = re.compile(rb"(x?)(\d{1,3}) (\d{1,19}) (\d{1,19})\n")
 
-USED = r"""
+USAGE_SCRIPT = r"""
 __tangram_used() {
   __tangram_cpu=0 __tangram_peak=0
   if read -r __tangram_cpu </sys/fs/cgroup/cpuacct/cpuacct.usage; then
@@ -48,7 +48,8 @@ __tangram_used() {
   __tangram_used="${__tangram_cpu:-0} ${__tangram_peak:-0}"
 } 2>/dev/null
 """
-"""Control groups of version 1, or of version 2. Without a process of its own, which would cost more than it tells."""
+"""Control groups of version 1, or of version 2. Only with builtins of the shell, because a process would cost more than
+it measures."""
 
 RUN_SCRIPT = (
     r"""
@@ -57,7 +58,7 @@ trap : HUP INT QUIT TERM USR1 USR2
 t=$1 m=$2 d=$3
 shift 3
 """
-    + USED
+    + USAGE_SCRIPT
     + r"""
 __tangram_used
 printf '\000begin %s %s\n' "$t" "$__tangram_used"
@@ -70,12 +71,12 @@ printf '\000end %s %d %s\n' "$t" "$s" "$__tangram_used" >&3
 exit "$s"
 """
 )
-"""Arguments: token, mask of cores or nothing, directory, words. What the shell itself has to say about a signal that
-ended the command is not output of the command and goes nowhere. Since the words stand in its own command line too, it
-outlives a `pkill -f` that means something else."""
+"""Arguments: token, mask of CPUs or nothing, directory, words. The shell's own message about a signal that ended the
+command is not output of the command, and is discarded. Because the words are also in its own command line, it ignores
+the signals of a `pkill -f` that is meant for them."""
 
 SESSION_SCRIPT = (
-    USED
+    USAGE_SCRIPT
     + r"""
 __tangram_exit() {
   __tangram_status=$?
@@ -112,40 +113,40 @@ while :; do
 done
 """
 )
-"""Reads token, set-up and command, each ended by NUL. The command has neither the channel that commands come from nor
-those that the marks go to. Its end is told where the next command is asked for: a command that says `break` or
-`continue` means these loops, and gets there all the same. One that says `exit` is told by the trap, unless it set its
-own; then the engine tells it, later."""
+"""Reads token, set-up and command, each ended by NUL. The command inherits neither the pipe of commands nor the
+descriptors of the marks. The end mark is printed where the next command is read, so that a `break` or `continue` in a
+command, which affects these loops, reaches it too. For `exit` the trap prints it; if the command replaced the trap, the
+engine reports the end, later."""
 
 
-class Marked:
-    """One stream of a script: what stands between the two marks is passed on."""
+class FrameParser:
+    """One stream of a script: returns what is between the two marks."""
 
     def __init__(self, token: str) -> None:
         self._begin = BEGIN + token.encode() + b" "
         self._end = END + token.encode() + b" "
-        self._held = b""
-        self.stray = b""
-        self.begun = False
+        self._pending = b""
+        self.preamble = b""
+        self.started = False
         self.exit_code: int | None = None
-        """Known from the end on."""
+        """Known once the end mark is read."""
         self.shell_ended = False
         self.cpu_us = 0
         """Used between the marks."""
         self.peak_bytes = 0
 
     def feed(self, data: bytes) -> bytes:
-        """Of all that came so far, the part that is output and was not passed on yet."""
+        """Returns the new output."""
         if self.exit_code is not None:
             return b""
-        data = self._held + data
-        self._held = b""
-        if not self.begun:
+        data = self._pending + data
+        self._pending = b""
+        if not self.started:
             found, before, rest = self._find(data, self._begin, _BEGIN_REST)
-            self.stray = (self.stray + before)[:STRAY_BYTES_MAX]
+            self.preamble = (self.preamble + before)[:PREAMBLE_BYTES_MAX]
             if found is None:
                 return b""
-            self.begun = True
+            self.started = True
             self.cpu_us = int(found[1])
             data = rest
         found, before, _ = self._find(data, self._end, _END_REST)
@@ -157,7 +158,7 @@ class Marked:
         return before
 
     def _find(self, data: bytes, start: bytes, rest: re.Pattern[bytes]) -> tuple[re.Match[bytes] | None, bytes, bytes]:
-        """The mark, and what stands before and after it. What may be the beginning of one is held back."""
+        """The mark, and the text before and after it. A partial mark at the end is held back."""
         at = data.find(start)
         while at >= 0:
             after = at + len(start)
@@ -165,19 +166,19 @@ class Marked:
             if found is not None:
                 return found, data[:at], data[found.end() :]
             if len(data) - after < REST_BYTES_MAX and b"\n" not in data[after:]:
-                self._held = data[at:]
+                self._pending = data[at:]
                 return None, data[:at], b""
             at = data.find(start, at + 1)
         keep = _overlap(data, start)
-        self._held = data[len(data) - keep :]
+        self._pending = data[len(data) - keep :]
         return None, data[: len(data) - keep], b""
 
-    def rest(self) -> bytes:
-        """What was held back because a mark might have begun there, once nothing more comes."""
-        held, self._held = self._held, b""
-        if self.begun:
+    def flush(self) -> bytes:
+        """The text that was held back as a possible mark, once the stream has ended."""
+        held, self._pending = self._pending, b""
+        if self.started:
             return held
-        self.stray = (self.stray + held)[:STRAY_BYTES_MAX]
+        self.preamble = (self.preamble + held)[:PREAMBLE_BYTES_MAX]
         return b""
 
 
@@ -189,12 +190,12 @@ def _overlap(data: bytes, mark: bytes) -> int:
     return 0
 
 
-def run_words(token: str, mask: str, directory: str, words: tuple[str, ...]) -> list[str]:
+def run_argv(token: str, mask: str, directory: str, words: tuple[str, ...]) -> list[str]:
     """The command line that runs the words with marks around their output."""
     return ["sh", "-c", RUN_SCRIPT, "tangram", token, mask, directory, *words]
 
 
-def session_words() -> list[str]:
+def session_argv() -> list[str]:
     return ["bash", "--noprofile", "--norc", "-c", SESSION_SCRIPT, "tangram"]
 
 

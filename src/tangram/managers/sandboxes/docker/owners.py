@@ -1,8 +1,8 @@
-"""Owners: whose a container or an image is, and whether its owner still lives.
+"""Owner labels of containers and images, and whether an owner still lives.
 
-Owns the labels. An owner is one manager in one process; its name says which process that is. Promises to call dead only
-an owner whose process has surely ended: one of this machine and of this process namespace that is not there any more,
-or one from before the machine came up last. Of an owner elsewhere nothing is known, and so it lives.
+An owner is one manager in one process; its name identifies that process. Promises to report only an owner as dead whose
+process has certainly ended: one of this machine and this process namespace that does not exist any more, or one from
+before the last boot. An owner elsewhere counts as alive.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import secrets
 import socket
 from pathlib import Path
 
-from tangram.processes.process_tree import look_up
+from tangram.processes.process_tree import read_process
 
-OWNER = "tangram.owner"
-SANDBOX = "tangram.sandbox"
-IMAGE = "tangram.image"
+OWNER_LABEL = "tangram.owner"
+SANDBOX_LABEL = "tangram.sandbox"
+IMAGE_LABEL = "tangram.image"
 """Labels."""
 
 
-def own_name() -> str:
-    """Host, boot, process namespace, process, its start, and a number of its own for each manager."""
-    me = look_up(os.getpid())
+def new_owner_name() -> str:
+    """Host, boot, process namespace, process, its start time, and a random suffix for each manager."""
+    me = read_process(os.getpid())
     assert me is not None
-    return "/".join([*_place(), str(me.pid), str(me.started), secrets.token_hex(4)])
+    return "/".join([*_host_identity(), str(me.pid), str(me.started), secrets.token_hex(4)])
 
 
-def _place() -> tuple[str, str, str]:
+def _host_identity() -> tuple[str, str, str]:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return socket.gethostname(), boot, str(os.stat("/proc/self/ns/pid").st_ino)
 
@@ -36,12 +36,12 @@ def is_dead(owner: str) -> bool:
     parts = owner.split("/")
     if len(parts) != 6 or not parts[3].isdigit() or not parts[4].isdigit():
         return False
-    host, boot, namespace = _place()
+    host, boot, namespace = _host_identity()
     if parts[0] != host:
         return False
     if parts[1] != boot:
         return True
     if parts[2] != namespace:
         return False
-    process = look_up(int(parts[3]))
+    process = read_process(int(parts[3]))
     return process is None or process.started != int(parts[4])

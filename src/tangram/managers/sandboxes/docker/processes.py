@@ -1,14 +1,14 @@
-"""Processes of an action: found again and ended, though no engine knows them.
+"""The processes of an action in a container: found and ended without the engine.
 
-An engine starts programs and cannot stop them. Owns every signal to what runs in a container. Where this process sees
-the container's processes and may signal them, that is done from outside; else by a script inside the container, which
-finds only what still carries the token of the action.
+An engine starts programs and cannot stop them. Owns every signal to processes in a container. Where this process sees
+them and may signal them, it does so from outside; else a script inside the container does, which finds only processes
+that still have the token of the action in their environment.
 
-From outside, a process of the container belongs to an action if it carries its token in the environment that it was
-executed with; or, carrying none that was ever given out, descends from one that belongs, or is in the session of one;
-or is an orphan without any trace that came into being while nothing but the action was started. Promises that nothing
-outside the container is signalled, and nothing that another action started. The limit of it: an orphan without any
-trace stays if several actions ran at once, and a leftover of an earlier action that forks such an orphan loses it.
+From outside, a process of the container belongs to an action if it was executed with its token in the environment; or,
+without any known token, descends from one that belongs, or is in the session of one; or is an orphan without any trace
+that was created while no other action ran. Promises that nothing outside the container is signalled, and no process of
+another action. Limitation: an orphan without any trace survives if several actions ran at once, and a background
+process of an earlier action that forks such an orphan loses it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from collections.abc import Awaitable, Callable, Collection
 
 from tangram.errors import ManagerError
 from tangram.managers.base import STOP_GRACE_S
-from tangram.managers.sandboxes.cgroups.groups import Group
+from tangram.managers.sandboxes.cgroups.groups import Cgroup
 from tangram.managers.sandboxes.docker.container import Claim, Container
-from tangram.managers.sandboxes.docker.output_framing import TOKEN
+from tangram.managers.sandboxes.docker.output_framing import TOKEN_VARIABLE
 from tangram.managers.sandboxes.docker.programs import Programs
-from tangram.processes.process_tree import Process, look_up, send
+from tangram.processes.process_tree import Process, read_process, send_signal
 
-LOOK_S, LOOK_S_MAX = 0.002, 0.05
-"""Between two looks at processes that should end: at first, and after some time."""
+POLL_S, POLL_S_MAX = 0.002, 0.05
+"""Between two looks at processes that should end: at first, and at most."""
 KILL_WAIT_S = 10.0
-"""For killed processes to be gone. One that the kernel holds in the middle of a system call may take longer."""
-KILL_ROUNDS_FREE = 3
-"""After so many, the container stands still while its processes are counted: some fork faster than we look."""
+"""For killed processes to end. One in an uninterruptible system call may take longer."""
+KILL_ROUNDS_UNPAUSED = 3
+"""After this many rounds the container is paused while its processes are counted: some fork faster than they are
+found."""
 ENVIRONMENT_BYTES_MAX = 1 << 21
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -45,88 +46,92 @@ for d in /proc/[0-9]*; do
 done
 exit 0
 """
-"""Arguments: a signal, and the tokens of an action and of its session. Prints those that it found."""
+"""Arguments: a signal, and the tokens of an action and of its session. Prints the process ids that it found."""
 
 
 def now_ticks() -> int:
-    """As the kernel counts the start of processes."""
+    """In the unit of process start times."""
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * TICKS_PER_S)
 
 
-async def end_all(
+async def stop_processes(
     container: Container, programs: Programs, claim: Claim, began_ticks: int, session_token: str = ""
 ) -> None:
-    """Ask all processes of the action to end, and kill them after a while. Returns when none is left."""
+    """Terminate all processes of the action, and kill them after STOP_GRACE_S. Returns when none is left."""
     group = container.meter.group
     if group is not None and os.geteuid() == 0:
-        await _end_seen(container, group, claim, began_ticks, session_token)
+        await _stop_from_outside(container, group, claim, began_ticks, session_token)
     else:
-        await _end_unseen(container, programs, claim.token, session_token or claim.token)
+        await _stop_from_inside(container, programs, claim.token, session_token or claim.token)
 
 
-# ---- from outside -------------------------------------------------------------------------------------------------
+# ---- from outside ---------------------------------------------------------------------------------------------------
 
 
-async def _end_seen(container: Container, group: Group, claim: Claim, began_ticks: int, session_token: str) -> None:
+async def _stop_from_outside(
+    container: Container, group: Cgroup, claim: Claim, began_ticks: int, session_token: str
+) -> None:
     tokens = {claim.token, session_token} - {""}
 
-    asked: set[tuple[int, int]] = set()
+    signalled: set[tuple[int, int]] = set()
 
     def find_and_ask() -> list[Process]:
-        """Each is asked once: some programs take a second time as a reason to hurry."""
-        found = belonging(group, container.tokens, tokens, began_ticks if claim.alone else None)
+        """Each is signalled once: some programs abort their clean-up on a second SIGTERM."""
+        found = find_processes(group, container.tokens, tokens, began_ticks if claim.is_alone else None)
         for process in found:
-            if (process.pid, process.started) not in asked:
-                asked.add((process.pid, process.started))
-                send(process, signal.SIGTERM)
+            if (process.pid, process.started) not in signalled:
+                signalled.add((process.pid, process.started))
+                send_signal(process, signal.SIGTERM)
         return found
 
     def find_and_kill() -> list[Process]:
-        found = belonging(group, container.tokens, tokens, began_ticks if claim.alone else None)
+        found = find_processes(group, container.tokens, tokens, began_ticks if claim.is_alone else None)
         for process in found:
-            send(process, signal.SIGKILL)
+            send_signal(process, signal.SIGKILL)
         return found
 
-    await _until_none(lambda: asyncio.to_thread(find_and_ask), STOP_GRACE_S, container)
-    give_up, rounds, pause_s = time.monotonic() + KILL_WAIT_S, 0, LOOK_S
+    await _poll_until_none(lambda: asyncio.to_thread(find_and_ask), STOP_GRACE_S, container)
+    give_up, rounds, pause_s = time.monotonic() + KILL_WAIT_S, 0, POLL_S
     while not container.gone.done():
         rounds += 1
-        if rounds <= KILL_ROUNDS_FREE:
+        if rounds <= KILL_ROUNDS_UNPAUSED:
             left = await asyncio.to_thread(find_and_kill)
         else:
-            async with container.still():
+            async with container.paused():
                 left = await asyncio.to_thread(find_and_kill)
         if not left:
             return
         if time.monotonic() > give_up:
             raise ManagerError(f"processes {[process.pid for process in left[:8]]} of a container could not be killed")
         await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, LOOK_S_MAX)
+        pause_s = min(2 * pause_s, POLL_S_MAX)
 
 
-async def _until_none(look: Callable[[], Awaitable[object]], seconds: float, container: Container) -> None:
-    give_up, pause_s = time.monotonic() + seconds, LOOK_S
+async def _poll_until_none(look: Callable[[], Awaitable[object]], seconds: float, container: Container) -> None:
+    give_up, pause_s = time.monotonic() + seconds, POLL_S
     while time.monotonic() < give_up and not container.gone.done() and await look():
         await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, LOOK_S_MAX)
+        pause_s = min(2 * pause_s, POLL_S_MAX)
 
 
-def belonging(group: Group, known: Collection[str], wanted: Collection[str], strays_since: int | None) -> list[Process]:
+def find_processes(
+    group: Cgroup, known: Collection[str], wanted: Collection[str], strays_since: int | None
+) -> list[Process]:
     """The living processes of the container that belong to one of the wanted tokens."""
-    table = {pid: process for pid in group.processes() if (process := look_up(pid)) is not None}
-    token_by_pid = {pid: token if (token := _token(pid)) in known else "" for pid in table}
-    _hand_down(table, token_by_pid)
+    table = {pid: process for pid in group.processes() if (process := read_process(pid)) is not None}
+    token_by_pid = {pid: token if (token := _read_token(pid)) in known else "" for pid in table}
+    _inherit_tokens(table, token_by_pid)
     found = []
     for pid, process in table.items():
         token = token_by_pid[pid]
         stray = not token and strays_since is not None and process.started >= strays_since
-        if process.living and (token in wanted or stray):
+        if process.is_alive and (token in wanted or stray):
             found.append(process)
     return found
 
 
-def _hand_down(table: dict[int, Process], token_by_pid: dict[int, str]) -> None:
-    """Who has no token gets that of its parent, or that of the first process of its session."""
+def _inherit_tokens(table: dict[int, Process], token_by_pid: dict[int, str]) -> None:
+    """A process without a token gets that of its parent, or that of the first process of its session."""
     changed = True
     while changed:
         changed = False
@@ -138,8 +143,8 @@ def _hand_down(table: dict[int, Process], token_by_pid: dict[int, str]) -> None:
                     changed = True
 
 
-def _token(pid: int) -> str:
-    start = f"{TOKEN}=".encode()
+def _read_token(pid: int) -> str:
+    start = f"{TOKEN_VARIABLE}=".encode()
     try:
         with open(f"/proc/{pid}/environ", "rb", buffering=0) as file:
             environment = file.read(ENVIRONMENT_BYTES_MAX)
@@ -151,22 +156,22 @@ def _token(pid: int) -> str:
     return ""
 
 
-# ---- from inside --------------------------------------------------------------------------------------------------
+# ---- from inside ----------------------------------------------------------------------------------------------------
 
 
-async def _end_unseen(container: Container, programs: Programs, token: str, session_token: str) -> None:
+async def _stop_from_inside(container: Container, programs: Programs, token: str, session_token: str) -> None:
     async def ask(name: str) -> bytes:
         if container.gone.done():
             return b""
-        answer = await programs.ask(container, KILL_SCRIPT, name, token, session_token)
+        answer = await programs.run_script(container, KILL_SCRIPT, name, token, session_token)
         if answer.code != 0:
             raise ManagerError(f"a stopped action cannot be ended: its image needs sh, tr and grep: {answer.stderr}")
         return answer.stdout
 
     if await ask("TERM"):
-        await _until_none(lambda: ask("0"), STOP_GRACE_S, container)
+        await _poll_until_none(lambda: ask("0"), STOP_GRACE_S, container)
     give_up = time.monotonic() + KILL_WAIT_S
     while left := await ask("KILL"):
         if time.monotonic() > give_up:
             raise ManagerError(f"processes {left.split()[:8]!r} of a container could not be killed")
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)

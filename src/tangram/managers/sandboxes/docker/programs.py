@@ -1,7 +1,7 @@
-"""Programs in containers: started through the engine, and asked small questions.
+"""Programs in containers, started through the engine.
 
-Owns which shells there are, so that the engine's word of their end finds them. Never pauses or resizes a container:
-whoever starts a program in it sees to it that it runs.
+Owns the list of shells, so that the engine's event of their end reaches them. Never pauses or resizes a container: the
+caller makes sure that it runs.
 """
 
 from __future__ import annotations
@@ -16,60 +16,60 @@ import msgspec
 
 from tangram.errors import ManagerError
 from tangram.managers.sandboxes.docker.container import CONFLICT, LAG_PAUSE_S, LAG_S, NOT_FOUND, Container
-from tangram.managers.sandboxes.docker.engine import Engine, EngineRefused, Json, to_its_end
-from tangram.managers.sandboxes.docker.output_framing import TOKEN, run_words
-from tangram.managers.sandboxes.docker.shells import Run, Shell
-from tangram.processes.streams import STDERR, STDOUT
+from tangram.managers.sandboxes.docker.engine import DockerEngine, EngineRefused, Json, run_to_completion
+from tangram.managers.sandboxes.docker.output_framing import TOKEN_VARIABLE, run_argv
+from tangram.managers.sandboxes.docker.shells import CommandRun, Shell
+from tangram.processes.capture import Capture
 
 BEGIN_S = 60.0
-"""For a program to begin. It takes a twentieth of a second; a loaded engine takes its time."""
-ANSWER_BYTES_MAX = 1 << 20
-ANSWER_S = 60.0
-"""For a small question. What it asks is bounded; a container that was granted little CPU takes its time."""
+"""For a program to begin. It takes a twentieth of a second; a loaded engine takes longer."""
+SCRIPT_OUTPUT_BYTES_MAX = 1 << 20
+SCRIPT_S_MAX = 60.0
+"""For a script. It does little work; a container with little CPU takes longer."""
 
 T = TypeVar("T")
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class ScriptResult(msgspec.Struct, frozen=True, kw_only=True):
     code: int | None
     stdout: bytes
     stderr: str
     complete: bool
-    """All of its output is there."""
+    """None of its output is missing."""
 
 
 class Programs:
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: DockerEngine) -> None:
         self._engine = engine
         self._shells: dict[str, Shell] = {}
 
     def on_exec_die(self, exec_id: str, code: int) -> None:
         shell = self._shells.get(exec_id)
         if shell is not None:
-            shell.on_engine_says_ended(code)
+            shell.on_exec_die(code)
 
     async def start(
         self,
         container: Container,
-        words: list[str],
+        argv: list[str],
         *,
         token: str,
-        run: Run,
+        run: CommandRun,
         env: dict[str, str] | None = None,
         stdin: bytes | None = None,
         holds_stdin: bool = False,
     ) -> Shell:
-        """A shell that has begun to run. To be closed by the caller. Its input ends after `stdin`, unless it is held;
-        None: it has none."""
-        container.require()
+        """Start a shell; returns when it runs. The caller closes it. Its input ends after `stdin`, unless it
+        `holds_stdin`; None: it has no input."""
+        container.require_alive()
         container.tokens.add(token)
         body = {
             "AttachStdin": stdin is not None,
             "AttachStdout": True,
             "AttachStderr": True,
             "Tty": False,
-            "Cmd": words,
-            "Env": [f"{name}={value}" for name, value in ((env or {}) | {TOKEN: token}).items()],
+            "Cmd": argv,
+            "Env": [f"{name}={value}" for name, value in ((env or {}) | {TOKEN_VARIABLE: token}).items()],
             "User": f"{container.user}:{container.user}",
             "WorkingDir": "/",
         }
@@ -81,50 +81,50 @@ class Programs:
             shell.run = run
             if stdin is not None:
                 shell.write(stdin, then_close=not holds_stdin)
-            await begun(container, shell, run)
+            await wait_started(container, shell, run)
 
         try:
             async with container.launching():
-                await to_its_end(launch())
+                await run_to_completion(launch())
         except BaseException as error:
             for shell in started:
-                await to_its_end(shell.close())
+                await run_to_completion(shell.close())
             if isinstance(error, EngineRefused) and error.status in (NOT_FOUND, CONFLICT):
-                raise ManagerError(f"sandbox {container.sandbox} does not run: {error.answer}", retry=False) from error
+                raise ManagerError(f"sandbox {container.sandbox} does not run: {error.reason}", retry=False) from error
             raise
         return started[0]
 
     async def _launch(self, container: Container, body: Json) -> Shell:
         path = f"/containers/{container.id}/exec"
-        made = await _caught_up(lambda: self._engine.json("POST", path, what="make a program", body=body))
+        made = await _retry_while_paused(lambda: self._engine.json("POST", path, what="create a program", body=body))
         exec_id = made["Id"]
-        streams = await _caught_up(lambda: self._engine.start_exec(exec_id))
-        shell = self._shells[exec_id] = Shell(self._engine, exec_id, streams, self._forget)
+        streams = await _retry_while_paused(lambda: self._engine.start_exec(exec_id))
+        shell = self._shells[exec_id] = Shell(self._engine, exec_id, streams, self._unregister)
         return shell
 
-    def _forget(self, exec_id: str) -> None:
+    def _unregister(self, exec_id: str) -> None:
         self._shells.pop(exec_id, None)
 
-    async def ask(
-        self, container: Container, script: str, *arguments: str, bytes_max: int = ANSWER_BYTES_MAX
-    ) -> Answer:
-        """Run a small script in a container that runs, as the user of its programs."""
+    async def run_script(
+        self, container: Container, script: str, *arguments: str, bytes_max: int = SCRIPT_OUTPUT_BYTES_MAX
+    ) -> ScriptResult:
+        """Run a small script in a running container, as the user of its programs."""
         token = secrets.token_hex(16)
-        run = Run(token, bytes_max)
-        words = run_words(token, "", "/", ("sh", "-c", script, "tangram", *arguments))
-        shell = await self.start(container, words, token=token, run=run)
+        out, err = Capture(bytes_max), Capture(bytes_max)
+        run = CommandRun(token, (out, err))
+        argv = run_argv(token, "", "/", ("sh", "-c", script, "tangram", *arguments))
+        shell = await self.start(container, argv, token=token, run=run)
         try:
-            waited: set[asyncio.Future[Any]] = {run.ended, shell.gone, container.gone}
-            done, _ = await asyncio.wait(waited, timeout=ANSWER_S, return_when=asyncio.FIRST_COMPLETED)
+            waited: set[asyncio.Future[Any]] = {run.ended, shell.exited, container.gone}
+            done, _ = await asyncio.wait(waited, timeout=SCRIPT_S_MAX, return_when=asyncio.FIRST_COMPLETED)
             if not done:
-                raise ManagerError(f"sandbox {container.sandbox} did not answer within {ANSWER_S:.0f} s")
-            container.require()
+                raise ManagerError(f"sandbox {container.sandbox} did not answer within {SCRIPT_S_MAX:.0f} s")
+            container.require_alive()
             if run.ended.done():
-                await shell.linger()
+                await shell.wait_exit()
         finally:
-            await to_its_end(shell.close())
-        out, err = run.captures[STDOUT], run.captures[STDERR]
-        return Answer(
+            await run_to_completion(shell.close())
+        return ScriptResult(
             code=run.ended.result() if run.ended.done() else None,
             stdout=out.content(),
             stderr=err.text().strip(),
@@ -132,27 +132,27 @@ class Programs:
         )
 
 
-async def _caught_up(ask: Callable[[], Awaitable[T]]) -> T:
-    """Ask an engine that may still believe that a container stands still, until it has caught up with itself."""
+async def _retry_while_paused(ask: Callable[[], Awaitable[T]]) -> T:
+    """Retry a request while an engine that lags still considers the container paused."""
     give_up = time.monotonic() + LAG_S
     while True:
         try:
             return await ask()
         except EngineRefused as error:
-            if "is paused" not in error.answer or time.monotonic() > give_up:
+            if "is paused" not in error.reason or time.monotonic() > give_up:
                 raise
         await asyncio.sleep(LAG_PAUSE_S)
 
 
-async def begun(container: Container, shell: Shell, run: Run) -> None:
-    """Until the command runs. ManagerError: it does not."""
-    waited: set[asyncio.Future[Any]] = {run.begun, shell.gone, container.gone}
+async def wait_started(container: Container, shell: Shell, run: CommandRun) -> None:
+    """Blocks until the command runs. Raises ManagerError if it does not."""
+    waited: set[asyncio.Future[Any]] = {run.started, shell.exited, container.gone}
     done, _ = await asyncio.wait(waited, timeout=BEGIN_S, return_when=asyncio.FIRST_COMPLETED)
-    container.require()
+    container.require_alive()
     if not done:
         raise ManagerError(f"the Docker engine did not start a program within {BEGIN_S:.0f} s")
-    if not run.begun.done():
-        reason = run.stray or "it ended at once"
+    if not run.started.done():
+        reason = run.preamble or "it ended at once"
         raise ManagerError(
             f"a program could not be started in sandbox {container.sandbox}: {reason}",
             retry="executable file not found" not in reason,

@@ -1,7 +1,7 @@
-"""Files of a process sandbox: a directory that no path leads out of.
+"""The file API of the process backend: a directory that no path leads out of.
 
-Owns every step from a path of the caller to a file. Promises that whatever links a program makes meanwhile, nothing
-outside the workspace is read, written or deleted: directories are walked one by one, by descriptor.
+Owns every step from a path of the caller to a file. Promises that nothing outside the workspace is read, written or
+deleted, whatever links a program makes meanwhile: directories are walked one by one, by descriptor.
 """
 
 from __future__ import annotations
@@ -21,37 +21,41 @@ from typing import IO, BinaryIO, cast
 from tangram.errors import FileFailed
 from tangram.managers.work import (
     WORKSPACE,
-    Entry,
-    inside,
-    require_below,
+    FileEntry,
+    require_safe_member,
+    sandbox_path,
 )
 
 LINKS_MAX = 40
-"""Followed on the way to one file, as the kernel has it."""
+"""Links followed on the way to one file: the limit of the kernel."""
 ENTRIES_MAX = 100_000
-"""Of one listing."""
+"""In one listing."""
 DEPTH_MAX = 200
-"""Of a tree that is packed: each level costs a descriptor."""
+"""Levels of a tree that is packed: each takes a descriptor."""
 COPY_BYTES = 1 << 20
 
 
 class Workspace:
     """The files of one sandbox.
 
-    Programs may change directories into links at any moment, so no path is ever handed to the kernel as a whole: every
-    step opens one name below a directory that is held open, and never follows a link there. Links are read and walked
-    by the same rule; one that leads out of the workspace is refused. All of it blocks: it is called in a thread.
+    Programs may replace directories with links at any moment, so the kernel never gets a path of several names: every
+    step opens one name below an open directory, without following a link. Links are read and walked by the same rule;
+    one that leads out of the workspace is refused. All methods block: call them in a thread.
     """
 
     def __init__(self, directory: Path, aside: Path, bytes_max: int) -> None:
         self.directory = directory
-        self._aside = aside
-        """On the same file system, and nowhere that paths of the sandbox lead: for what is not whole yet."""
+        self._staging = aside
+        """For incomplete files: on the same file system, and unreachable by paths of the sandbox."""
         self._bytes_max = bytes_max
-        """Of one file."""
+        """In one file."""
 
     def read(self, path: str, bytes_max: int) -> bytes:
-        with _told(path), self._at(path) as (parent, name), _opened(name, parent, os.O_PATH) as fd:
+        with (
+            _translate_errors(path),
+            self._open_parent(path) as (parent, name),
+            _open_fd(name, parent, os.O_PATH) as fd,
+        ):
             size = _size_of_regular(fd)
             if size > bytes_max:
                 raise FileFailed(path, f"has {size} bytes, more than the {bytes_max} that may be read")
@@ -64,50 +68,50 @@ class Workspace:
             return bytes(content)
 
     def write(self, path: str, content: bytes, mode: int) -> None:
-        with _told(path), self._at(path, make=True, follow=False) as (parent, name):
+        with _translate_errors(path), self._open_parent(path, make=True, follow=False) as (parent, name):
             if len(content) > self._bytes_max:
                 raise FileFailed(path, f"{len(content)} bytes are more than the disk of the sandbox, {self._bytes_max}")
-            with self._part() as part:
+            with self._temporary_file() as part:
                 part.write(content)
-                self._put(part, mode, parent, name)
+                self._replace(part, mode, parent, name)
 
-    def entries(self, path: str) -> list[Entry]:
-        found: list[Entry] = []
+    def list_entries(self, path: str) -> list[FileEntry]:
+        found: list[FileEntry] = []
         with (
-            _told(path),
-            self._at(path) as (parent, name),
-            _opened(name, parent, os.O_DIRECTORY) as fd,
+            _translate_errors(path),
+            self._open_parent(path) as (parent, name),
+            _open_fd(name, parent, os.O_DIRECTORY) as fd,
             os.scandir(fd) as scan,
         ):
             for entry in scan:
                 if len(found) >= ENTRIES_MAX:
                     raise FileFailed(path, f"has more than {ENTRIES_MAX} entries; list it with a program")
-                with contextlib.suppress(FileNotFoundError):  # it vanished meanwhile
+                with contextlib.suppress(FileNotFoundError):  # it was deleted meanwhile
                     found.append(_entry(entry.name, entry.stat(follow_symlinks=False)))
         return sorted(found, key=lambda entry: entry.name)
 
-    def take_away(self, path: str) -> Path:
-        """Move a file or a tree out of the workspace at one stroke. Returns where it is now."""
-        with _told(path), self._at(path, follow=False) as (parent, name):
+    def move_aside(self, path: str) -> Path:
+        """Move a file or a tree out of the workspace atomically. Returns its new path."""
+        with _translate_errors(path), self._open_parent(path, follow=False) as (parent, name):
             if name == ".":
                 raise FileFailed(path, "a directory that is the workspace or stands above it cannot be deleted")
-            away = self._aside / secrets.token_hex(8)
+            away = self._staging / secrets.token_hex(8)
             os.rename(name, away, src_dir_fd=parent)
             return away
 
     def pack(self, path: str, into: BinaryIO, bytes_max: int) -> None:
         """Names start with that of the file or directory. Sockets, pipes and devices are left out."""
-        with _told(path), self._at(path, follow=False) as (parent, name):
-            bounded = cast(IO[bytes], _Bounded(path, into, bytes_max))  # of a stream, a tar only needs `write`
+        with _translate_errors(path), self._open_parent(path, follow=False) as (parent, name):
+            bounded = cast(IO[bytes], _BoundedWriter(path, into, bytes_max))  # of a stream, a tar only needs `write`
             with tarfile.open(fileobj=bounded, mode="w|", format=tarfile.PAX_FORMAT) as tar:
-                top = posixpath.basename(posixpath.normpath(inside(path))) if name == "." else name
+                top = posixpath.basename(posixpath.normpath(sandbox_path(path))) if name == "." else name
                 _pack(tar, path, parent, name, top, DEPTH_MAX)
 
     def unpack(self, path: str, source: BinaryIO) -> None:
-        with _told(path), tarfile.open(fileobj=source, mode="r|") as tar:
+        with _translate_errors(path), tarfile.open(fileobj=source, mode="r|") as tar:
             self._make_directory(path)
             for member in tar:
-                require_below(path, member.name)
+                require_safe_member(path, member.name)
                 self._unpack_one(tar, member, path)
 
     def _unpack_one(self, tar: tarfile.TarFile, member: tarfile.TarInfo, base: str) -> None:
@@ -115,32 +119,32 @@ class Workspace:
         if member.isdir():
             self._make_directory(path, member.mode)
             return
-        with self._at(path, make=True, follow=False) as (parent, name):
+        with self._open_parent(path, make=True, follow=False) as (parent, name):
             if member.isreg():
                 source = tar.extractfile(member)
                 assert source is not None
                 if member.size > self._bytes_max:
                     raise FileFailed(path, f"{member.size} bytes are more than the disk, {self._bytes_max}")
-                with self._part() as part:
+                with self._temporary_file() as part:
                     shutil.copyfileobj(source, part, COPY_BYTES)
-                    self._put(part, member.mode, parent, name)
+                    self._replace(part, member.mode, parent, name)
                 return
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=parent)
             if member.issym():
                 os.symlink(member.linkname, name, dir_fd=parent)
             elif member.islnk():
-                with self._at(f"{base}/{member.linkname}", follow=False) as (there, original):
+                with self._open_parent(f"{base}/{member.linkname}", follow=False) as (there, original):
                     os.link(original, name, src_dir_fd=there, dst_dir_fd=parent, follow_symlinks=False)
             else:
-                raise FileFailed(path, "is neither a file, a directory nor a link; a sandbox takes nothing else")
+                raise FileFailed(path, "is neither a file, a directory nor a link; other files are not unpacked")
 
-    # ---- steps ----
+    # ---- path resolution ----
 
     @contextlib.contextmanager
-    def _at(self, path: str, *, make: bool = False, follow: bool = True) -> Iterator[tuple[int, str]]:
-        """The directory that holds it, opened, and its name there; `.` if the path ends with a directory that was
-        walked into. `make`: directories on the way are made. `follow`: a link at the end is followed too."""
+    def _open_parent(self, path: str, *, make: bool = False, follow: bool = True) -> Iterator[tuple[int, str]]:
+        """The parent directory, opened, and the name in it; `.` if the path ends with a directory that was entered.
+        `make` creates the directories on the way. `follow` also follows a link at the end."""
         ahead = list(reversed(_below_workspace(path)))
         way = [os.open(self.directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)]
         found, links = ".", 0
@@ -149,11 +153,11 @@ class Workspace:
                 name = ahead.pop()
                 if name == "..":
                     self._step_up(path, way)
-                elif (follow or ahead) and (target := _link(name, way[-1])) is not None:
+                elif (follow or ahead) and (target := _read_link(name, way[-1])) is not None:
                     links += 1
                     if links > LINKS_MAX:
                         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-                    ahead += reversed(self._turn_to(path, target, way))
+                    ahead += reversed(self._follow_link(path, target, way))
                 elif ahead:
                     way.append(_step_down(name, way[-1], make))
                 else:
@@ -168,8 +172,8 @@ class Workspace:
             raise FileFailed(path, f"leads out of {WORKSPACE}; the process backend has no files outside it")
         os.close(way.pop())
 
-    def _turn_to(self, path: str, target: str, way: list[int]) -> list[str]:
-        """Where a link leads: names from the end of the way, which starts anew if the link is absolute."""
+    def _follow_link(self, path: str, target: str, way: list[int]) -> list[str]:
+        """The target of a link as remaining names, last first. An absolute link starts again at the root."""
         if target.startswith("/"):
             home = f"{self.directory}/"
             if not f"{target}/".startswith(home):
@@ -177,10 +181,10 @@ class Workspace:
             while len(way) > 1:
                 os.close(way.pop())
             target = target[len(home) :]
-        return _names(target)
+        return _split_path(target)
 
     def _make_directory(self, path: str, mode: int | None = None) -> None:
-        with self._at(path, make=True) as (parent, name):
+        with self._open_parent(path, make=True) as (parent, name):
             made = _step_down(name, parent, make=True)
             try:
                 if mode is not None:
@@ -189,16 +193,16 @@ class Workspace:
                 os.close(made)
 
     @contextlib.contextmanager
-    def _part(self) -> Iterator[IO[bytes]]:
-        """A file that is not whole yet, and is gone afterwards unless it was put in its place."""
-        path = self._aside / secrets.token_hex(8)
+    def _temporary_file(self) -> Iterator[IO[bytes]]:
+        """An incomplete file, which is removed afterwards unless it was moved to its place."""
+        path = self._staging / secrets.token_hex(8)
         try:
             with open(path, "xb", buffering=0) as part:
                 yield part
         finally:
             path.unlink(missing_ok=True)
 
-    def _put(self, part: IO[bytes], mode: int, parent: int, name: str) -> None:
+    def _replace(self, part: IO[bytes], mode: int, parent: int, name: str) -> None:
         if name == ".":
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         os.fchmod(part.fileno(), mode & 0o777)
@@ -206,8 +210,8 @@ class Workspace:
 
 
 @contextlib.contextmanager
-def _told(path: str) -> Iterator[None]:
-    """What the file system refuses, as the failure of this path."""
+def _translate_errors(path: str) -> Iterator[None]:
+    """Raise errors of the file system as FileFailed for this path."""
     try:
         yield
     except OSError as error:
@@ -217,18 +221,18 @@ def _told(path: str) -> Iterator[None]:
 
 
 def _below_workspace(path: str) -> list[str]:
-    absolute = inside(path)
+    absolute = sandbox_path(path)
     if not f"{absolute}/".startswith(f"{WORKSPACE}/"):
         raise FileFailed(path, f"is outside {WORKSPACE}; the process backend has no file system of its own there")
-    return _names(absolute[len(WORKSPACE) :])
+    return _split_path(absolute[len(WORKSPACE) :])
 
 
-def _names(path: str) -> list[str]:
+def _split_path(path: str) -> list[str]:
     return [name for name in path.split("/") if name not in ("", ".")]
 
 
-def _link(name: str, parent: int) -> str | None:
-    """Where a link leads; None if it is none."""
+def _read_link(name: str, parent: int) -> str | None:
+    """The target of a link; None for other files."""
     try:
         return os.readlink(name, dir_fd=parent)
     except OSError as error:
@@ -246,7 +250,7 @@ def _step_down(name: str, parent: int, make: bool) -> int:
 
 
 @contextlib.contextmanager
-def _opened(name: str, parent: int, flags: int) -> Iterator[int]:
+def _open_fd(name: str, parent: int, flags: int) -> Iterator[int]:
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | flags, dir_fd=parent)
     try:
         yield fd
@@ -255,7 +259,7 @@ def _opened(name: str, parent: int, flags: int) -> Iterator[int]:
 
 
 def _size_of_regular(fd: int) -> int:
-    """What is no regular file (a device, a pipe that never ends) is not read."""
+    """Only regular files are read (not a device, nor a pipe that never ends)."""
     found = os.fstat(fd)
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -264,11 +268,11 @@ def _size_of_regular(fd: int) -> int:
     return found.st_size
 
 
-def _entry(name: str, found: os.stat_result) -> Entry:
+def _entry(name: str, found: os.stat_result) -> FileEntry:
     kind = {stat.S_IFREG: "file", stat.S_IFDIR: "dir", stat.S_IFLNK: "link"}.get(stat.S_IFMT(found.st_mode), "other")
     # A name may hold any bytes; the record travels as text.
     shown = name.encode(errors="surrogateescape").decode(errors="replace")
-    return Entry(name=shown, kind=kind, bytes=found.st_size, mode=stat.S_IMODE(found.st_mode))
+    return FileEntry(name=shown, kind=kind, bytes=found.st_size, mode=stat.S_IMODE(found.st_mode))
 
 
 def _pack(tar: tarfile.TarFile, path: str, parent: int, name: str, shown: str, depth: int) -> None:
@@ -279,7 +283,7 @@ def _pack(tar: tarfile.TarFile, path: str, parent: int, name: str, shown: str, d
         member.type, member.linkname = tarfile.SYMTYPE, os.readlink(name, dir_fd=parent)
         tar.addfile(member)
     elif stat.S_ISREG(found.st_mode):
-        with _opened(name, parent, 0) as fd, open(fd, "rb", closefd=False) as file:
+        with _open_fd(name, parent, 0) as fd, open(fd, "rb", closefd=False) as file:
             member.size = _size_of_regular(fd)
             tar.addfile(member, file)
     elif stat.S_ISDIR(found.st_mode):
@@ -287,22 +291,22 @@ def _pack(tar: tarfile.TarFile, path: str, parent: int, name: str, shown: str, d
             raise FileFailed(path, f"is deeper than {DEPTH_MAX} directories; pack it with a program")
         member.type = tarfile.DIRTYPE
         tar.addfile(member)
-        with _opened(name, parent, os.O_DIRECTORY) as fd:
+        with _open_fd(name, parent, os.O_DIRECTORY) as fd:
             for below in sorted(os.listdir(fd)):
                 _pack(tar, path, fd, below, f"{shown}/{below}", depth - 1)
 
 
-class _Bounded:
-    """Where a tar goes, up to a number of bytes."""
+class _BoundedWriter:
+    """The target of a tar, up to a number of bytes."""
 
     def __init__(self, path: str, into: BinaryIO, bytes_max: int) -> None:
         self._path = path
         self._into = into
         self._bytes_max = bytes_max
-        self._left = bytes_max
+        self._bytes_left = bytes_max
 
     def write(self, data: bytes) -> int:
-        self._left -= len(data)
-        if self._left < 0:
+        self._bytes_left -= len(data)
+        if self._bytes_left < 0:
             raise FileFailed(self._path, f"is larger than {self._bytes_max} bytes as a tar")
         return self._into.write(data)

@@ -1,7 +1,7 @@
 """The process manager: its directory, its sandboxes and its images.
 
-Owns the directory that holds all of them, which is locked while it lives. Promises what `managers.base` asks, as far as
-the package says that it can be kept.
+Owns the directory that holds all of them, which is locked while it lives. Promises what `managers.base` requires, with
+the exceptions that the package docstring states.
 """
 
 from __future__ import annotations
@@ -26,38 +26,36 @@ from tangram.core.demand import CORE
 from tangram.core.messages import Grant, Pool, cpu_node
 from tangram.errors import FileFailed, ManagerError
 from tangram.managers.base import Lease
+from tangram.managers.sandboxes.leases import NOT_EXECUTABLE, NOT_FOUND, CompletedLease
 from tangram.managers.sandboxes.process.leases import (
-    NOT_EXECUTABLE,
-    NOT_FOUND,
-    USUAL_PATH,
-    Box,
-    Cpus,
-    PastLease,
-    ProgramLease,
-    SessionLease,
+    DEFAULT_PATH,
+    AffinityAllocator,
+    ProcessProgramLease,
+    ProcessSandbox,
+    ProcessSessionLease,
 )
 from tangram.managers.work import (
     GIB,
     HOST_IMAGE,
     Close,
     Commit,
-    Ended,
-    Entry,
     Exec,
-    Executed,
+    ExecResult,
+    FileEntry,
+    LeaseResult,
     Open,
     SandboxSpec,
     Work,
     require_forgettable,
 )
 from tangram.processes.capture import Capture
-from tangram.processes.process_tree import SANDBOX_MARK, Census, Child, Kin
+from tangram.processes.process_tree import SANDBOX_MARK, ProcessTable, ProcessTree, SpawnedChild
 from tangram.processes.streams import STDERR, Output, Stream
 
-CALLERS_MISTAKES = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.E2BIG)
-"""Why a program cannot be started that is not a failure of ours: its directory, or too long a command."""
+CALLER_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.E2BIG)
+"""Reasons for a failed start that are the caller's: its directory, or too long a command."""
 FAILURE_BYTES_MAX = 4096
-"""Kept of what our own commands (cp, rm) say when they fail."""
+"""Kept of the error output of our own commands (cp, rm)."""
 HOME_PREFIX = "tangram-process-"
 HOME_NAME = re.compile(HOME_PREFIX + "[0-9a-f]{16}")
 LOCK = "lock"
@@ -65,7 +63,7 @@ LOCK = "lock"
 
 
 class ProcessManager:
-    """Programs as plain processes of this machine. It isolates nothing: see the module."""
+    """Programs as plain processes of this machine, without isolation: see the package."""
 
     backend = "process"
     isolates = False
@@ -78,27 +76,27 @@ class ProcessManager:
         memory_bytes: int | None = None,
         node: str = "local",
     ) -> None:
-        """`root`: where the directory of this manager is made, which holds all of its sandboxes. What managers of the
-        same user left there that are dead is ended and deleted. None: the directory for temporary files.
-        `cores` and `memory_bytes`: what the pools say; None: what this process may use."""
+        """`root`: where the directory of this manager is created, which holds all of its sandboxes; None: the directory
+        for temporary files. Directories and processes of dead managers of the same user there are removed. `cores` and
+        `memory_bytes`: the size of the pools; None: what this process may use."""
         self._given_root = root
         self._pools = cpu_node(
             node,
             len(os.sched_getaffinity(0)) if cores is None else cores,
             (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if memory_bytes is None else memory_bytes) / GIB,
         )
-        self._census = Census()
-        self._boxes: dict[str, Box] = {}
+        self._process_table = ProcessTable()
+        self._sandboxes: dict[str, ProcessSandbox] = {}
         self._images: dict[str, Path] = {}
-        """The last commit of each name. Those before it stay until the end: somebody may be copying them."""
-        self._remembered: dict[str, str] = {}
-        self._made = 0
-        """Directories so far."""
+        """The last commit of each name. Earlier ones stay until the end, because they may be being copied."""
+        self._image_by_key: dict[str, str] = {}
+        self._directories_made = 0
+        """Number of directories so far."""
         self._mark = f"{secrets.token_hex(8)}."
         self._lock = -1
         self._home = Path()
-        self._made_root = False
-        self.cpus = Cpus()
+        self._created_root = False
+        self.cpu_allocator = AffinityAllocator()
         self.prlimit = ""
         self.shell = ""
 
@@ -106,28 +104,28 @@ class ProcessManager:
         return self._pools
 
     def sandboxes(self) -> tuple[str, ...]:
-        return tuple(self._boxes)
+        return tuple(self._sandboxes)
 
-    # ---- taking and leaving possession ----
+    # ---- enter and exit ---------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
         assert self._lock < 0, "a manager is entered once at a time"
-        self.prlimit = shutil.which("prlimit", path=USUAL_PATH) or ""
-        self.shell = shutil.which("bash", path=f"/bin:{USUAL_PATH}") or "/bin/sh"
+        self.prlimit = shutil.which("prlimit", path=DEFAULT_PATH) or ""
+        self.shell = shutil.which("bash", path=f"/bin:{DEFAULT_PATH}") or "/bin/sh"
         if not self.prlimit:
             raise ManagerError("the process backend needs prlimit: install util-linux", retry=False)
         root = self._given_root or Path(tempfile.gettempdir())
-        self._made_root = not root.exists()
+        self._created_root = not root.exists()
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             await self._sweep(root.resolve())
-            self._take_home(root.resolve())
+            self._create_home(root.resolve())
         except OSError as error:
             raise ManagerError(f"{root} cannot hold sandboxes: {error}", retry=False) from error
         return self
 
-    def _take_home(self, root: Path) -> None:
-        """It is locked before it has the name under which others look for homes of dead owners."""
+    def _create_home(self, root: Path) -> None:
+        """It is locked before it gets the name under which others look for directories of dead owners."""
         new = Path(tempfile.mkdtemp(prefix=".tangram-", dir=root))
         self._lock = os.open(new / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -136,14 +134,14 @@ class ProcessManager:
 
     async def _sweep(self, root: Path) -> None:
         """End what dead owners left: their processes carry the mark that their directory is named after."""
-        for home in _homes(root):
+        for home in _find_homes(root):
             try:
                 lock = os.open(home / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             except FileNotFoundError:
-                continue  # another one sweeps it
+                continue  # another process removes it
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                await Kin(self._census, SANDBOX_MARK, f"{home.name.removeprefix(HOME_PREFIX)}.").kill()
+                await ProcessTree(self._process_table, SANDBOX_MARK, f"{home.name.removeprefix(HOME_PREFIX)}.").kill()
                 await _remove(home)
             except BlockingIOError:
                 continue  # its owner is alive
@@ -154,19 +152,21 @@ class ProcessManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         failures: list[ManagerError] = []
-        for box in list(self._boxes.values()):
+        for box in list(self._sandboxes.values()):
             try:
                 await self._close(box, "the manager of its sandbox ended")
             except ManagerError as failure:
                 failures.append(failure)
-        self._images, self._remembered = {}, {}
+        self._images, self._image_by_key = {}, {}
         try:
-            await _remove(self._home.rename(self._home.with_name(f".{self._home.name}")))  # no longer to be swept
+            await _remove(
+                self._home.rename(self._home.with_name(f".{self._home.name}"))
+            )  # no longer to be removed by others
         finally:
             os.close(self._lock)
             self._lock = -1
-        if self._made_root:
-            with contextlib.suppress(OSError):  # others have come to use it
+        if self._created_root:
+            with contextlib.suppress(OSError):  # other managers use it
                 self._home.parent.rmdir()
         if failures:
             raise failures[0]
@@ -176,102 +176,106 @@ class ProcessManager:
     async def start(self, action: Action, grant: Grant, work: Work, output: Output | None = None) -> Lease:
         name = action.sandbox
         if isinstance(work, Exec):
-            return await self._execute(self._box(name), work, grant.width, output)
+            return await self._execute(self._get_sandbox(name), work, grant.width, output)
         if isinstance(work, Open):
             await self._open(name, work.spec)
         elif isinstance(work, Commit):
-            await self._commit(self._box(name), work.image)
+            await self._commit(self._get_sandbox(name), work.image)
         elif isinstance(work, Close):
-            if name in self._boxes:
-                await self._close(self._boxes[name], f"sandbox {name} was closed while the action ran")
+            if name in self._sandboxes:
+                await self._close(self._sandboxes[name], f"sandbox {name} was closed while the action ran")
         else:
             raise ManagerError(
                 f"the process backend does Open, Exec, Commit and Close, not {type(work).__name__}", retry=False
             )
-        return PastLease(Ended())
+        return CompletedLease(LeaseResult())
 
-    def _box(self, name: str) -> Box:
-        box = self._boxes.get(name)
-        if box is None or box.shut:
-            why = f": {box.shut}" if box is not None else ""
+    def _get_sandbox(self, name: str) -> ProcessSandbox:
+        box = self._sandboxes.get(name)
+        if box is None or box.closed_reason:
+            why = f": {box.closed_reason}" if box is not None else ""
             raise ManagerError(f"sandbox {name!r} is not open on this node{why}", retry=False)
         return box
 
     async def _open(self, name: str, spec: SandboxSpec) -> None:
         assert self._lock >= 0, "a manager works between entering and leaving it"
-        if name in self._boxes:
+        if name in self._sandboxes:
             raise ManagerError(f"sandbox {name!r} is open already: choose another name", retry=False)
         if spec.user != "agent":
             raise ManagerError("user='root' needs a user namespace: use the sandbox backend", retry=False)
         self._require_image(spec.image)
-        box = Box(name, spec, self._new_directory("box"), f"{self._mark}{self._made}.", self._census)
-        self._boxes[name] = box
+        box = ProcessSandbox(
+            name, spec, self._new_directory("box"), f"{self._mark}{self._directories_made}.", self._process_table
+        )
+        self._sandboxes[name] = box
         try:
-            box.make()
+            box.create_directories()
             if spec.image != HOST_IMAGE:
                 await _copy(self._images[spec.image], box.work)
-            if self._boxes.get(name) is not box:
+            if self._sandboxes.get(name) is not box:
                 raise ManagerError(f"sandbox {name!r} was closed while it was made", retry=False)
         except BaseException as error:
-            self._forget(box)
+            self._unregister(box)
             await _remove(box.directory)
             if isinstance(error, OSError):
                 raise ManagerError(f"sandbox {name!r} cannot be made: {error}") from error
             raise
-        box.shut = ""
+        box.closed_reason = ""
 
-    async def _close(self, box: Box, why: str) -> None:
-        """May be done again after it was interrupted."""
-        box.shut = why
-        async with box.turn:
-            await box.end()
+    async def _close(self, box: ProcessSandbox, why: str) -> None:
+        """Can be repeated after an interruption."""
+        box.closed_reason = why
+        async with box.start_lock:
+            await box.kill_all()
             await _remove(box.directory)
-            self._forget(box)
+            self._unregister(box)
 
-    def _forget(self, box: Box) -> None:
-        if self._boxes.get(box.name) is box:
-            del self._boxes[box.name]
+    def _unregister(self, box: ProcessSandbox) -> None:
+        if self._sandboxes.get(box.name) is box:
+            del self._sandboxes[box.name]
 
-    async def _commit(self, box: Box, image: str) -> None:
-        async with box.turn:
-            self._box(box.name)
+    async def _commit(self, box: ProcessSandbox, image: str) -> None:
+        async with box.start_lock:
+            self._get_sandbox(box.name)
             directory = self._new_directory("image")
-            box.kin.stand_still()
+            box.processes.freeze()
             try:
                 await _copy(box.work, directory)
             except BaseException:
                 await _remove(directory)
                 raise
             finally:
-                box.go_on()
+                box.thaw_if_running()
             self._images[image] = directory
 
     def _new_directory(self, kind: str) -> Path:
-        self._made += 1
-        return self._home / f"{kind}-{self._made}"
+        self._directories_made += 1
+        return self._home / f"{kind}-{self._directories_made}"
 
-    async def _execute(self, box: Box, work: Exec, width: int, output: Output | None) -> Lease:
-        async with box.turn:
-            self._box(box.name)
+    async def _execute(self, box: ProcessSandbox, work: Exec, width: int, output: Output | None) -> Lease:
+        async with box.start_lock:
+            self._get_sandbox(box.name)
             if work.session:
                 self._require_session(box, work.session)
-            width = min(width, len(self.cpus) * CORE)  # more than there are would only crowd them
-            lease = (SessionLease if work.session else ProgramLease)(box, work, width, output, self)
+            width = min(width, len(self.cpu_allocator) * CORE)  # more would only compete for the same cores
+            lease = (ProcessSessionLease if work.session else ProcessProgramLease)(box, work, width, output, self)
             try:
-                lease.begin()
+                await lease.begin()
             except OSError as error:
-                if error.errno not in CALLERS_MISTAKES:
+                if error.errno not in CALLER_ERRNOS:
                     raise ManagerError(f"a program cannot be started: {error}") from error
-                said = f"tangram: {error.filename or 'the command'}: {error.strerror}\n".encode()
+                message = f"tangram: {error.filename or 'the command'}: {error.strerror}\n".encode()
                 code = NOT_FOUND if error.errno == errno.ENOENT else NOT_EXECUTABLE
-                return PastLease(Ended(executed=Executed(exit_code=code, stderr=said, stderr_bytes=len(said))))
+                return CompletedLease(
+                    LeaseResult(executed=ExecResult(exit_code=code, stderr=message, stderr_bytes=len(message)))
+                )
             return lease
 
-    def _require_session(self, box: Box, name: str) -> None:
+    def _require_session(self, box: ProcessSandbox, name: str) -> None:
         if not self.shell.endswith("/bash"):
             raise ManagerError("sessions need bash on this machine: install it", retry=False)
-        shell = box.shells.get(name)
-        if shell is not None and shell.lease is not None:
+        shell = box.sessions.get(name)
+        if shell is not None and shell.busy:
             raise ManagerError(f"session {name!r} of sandbox {box.name!r} runs a command already", retry=False)
 
     # ---- images ----
@@ -283,53 +287,54 @@ class ProcessManager:
         )
 
     async def recall_image(self, key: str) -> str:
-        """Images of this backend end with its manager, so only what this one was told is remembered."""
-        return self._remembered.get(key, "")
+        """Images of this backend end with its manager, so only its own are remembered."""
+        return self._image_by_key.get(key, "")
 
     async def remember_image(self, key: str, name: str) -> None:
         self._require_image(name)
-        self._remembered[key] = name
+        self._image_by_key[key] = name
 
     async def forget_image(self, name: str) -> None:
         require_forgettable(name)
         self._require_image(name)
-        self._remembered = {key: image for key, image in self._remembered.items() if image != name}
+        self._image_by_key = {key: image for key, image in self._image_by_key.items() if image != name}
         await _remove(self._images.pop(name))
 
     def _require_image(self, name: str) -> None:
         if name != HOST_IMAGE and name not in self._images:
             known = ", ".join([HOST_IMAGE, *self._images])
             raise ManagerError(
-                f"there is no image {name!r}: the process backend has {known}; others come of Commit", retry=False
+                f"there is no image {name!r}: the process backend has {known}; others are created by Commit",
+                retry=False,
             )
 
     # ---- files ----
 
     async def read(self, sandbox: str, path: str, *, bytes_max: int) -> bytes:
-        return await asyncio.to_thread(self._box(sandbox).workspace.read, path, bytes_max)
+        return await asyncio.to_thread(self._get_sandbox(sandbox).workspace.read, path, bytes_max)
 
     async def write(self, sandbox: str, path: str, content: bytes, *, mode: int) -> None:
-        await asyncio.to_thread(self._box(sandbox).workspace.write, path, content, mode)
+        await asyncio.to_thread(self._get_sandbox(sandbox).workspace.write, path, content, mode)
 
     async def delete(self, sandbox: str, path: str) -> None:
-        away = await asyncio.to_thread(self._box(sandbox).workspace.take_away, path)
+        away = await asyncio.to_thread(self._get_sandbox(sandbox).workspace.move_aside, path)
         try:
             await _remove(away)
         except ManagerError as error:
             raise FileFailed(path, f"is gone from the sandbox, but its space is not free yet: {error}") from error
 
     async def pack(self, sandbox: str, path: str, into: BinaryIO, *, bytes_max: int) -> None:
-        await asyncio.to_thread(self._box(sandbox).workspace.pack, path, into, bytes_max)
+        await asyncio.to_thread(self._get_sandbox(sandbox).workspace.pack, path, into, bytes_max)
 
     async def unpack(self, sandbox: str, path: str, tar: BinaryIO) -> None:
-        await asyncio.to_thread(self._box(sandbox).workspace.unpack, path, tar)
+        await asyncio.to_thread(self._get_sandbox(sandbox).workspace.unpack, path, tar)
 
-    async def list(self, sandbox: str, path: str) -> list[Entry]:
-        return await asyncio.to_thread(self._box(sandbox).workspace.entries, path)
+    async def list(self, sandbox: str, path: str) -> list[FileEntry]:
+        return await asyncio.to_thread(self._get_sandbox(sandbox).workspace.list_entries, path)
 
 
-def _homes(root: Path) -> list[Path]:
-    """Directories of managers of this user. The directory for temporary files may hold lures of others."""
+def _find_homes(root: Path) -> list[Path]:
+    """Directories of managers of this user. The directory for temporary files may contain decoys of other users."""
     found = []
     for path in root.iterdir():
         if HOME_NAME.fullmatch(path.name):
@@ -344,13 +349,13 @@ def _homes(root: Path) -> list[Path]:
 
 
 async def _copy(source: Path, target: Path) -> None:
-    """A whole tree with its links, modes and times; the target is made."""
+    """A whole tree with its links, modes and times; the target is created."""
     await _run("cp", "-a", "--reflink=auto", "-T", "--", str(source), str(target))
 
 
 async def _remove(path: Path) -> None:
-    """A file or a whole tree. `rm` manages trees of any depth. Directories that nobody may enter are opened first if it
-    fails, which without privileges it does."""
+    """A file or a whole tree of any depth. If it fails, which without privileges it does for directories without
+    permissions, they are made accessible first."""
     try:
         await _run("rm", "-rf", "--one-file-system", "--", str(path))
     except ManagerError:
@@ -359,13 +364,13 @@ async def _remove(path: Path) -> None:
 
 
 async def _run(*argv: str) -> None:
-    """To its end, or to that of whoever waits for it."""
-    errors, said = Stream(STDERR), Capture(FAILURE_BYTES_MAX)
+    """Run a command to its end; killed if the caller is cancelled."""
+    errors, capture = Stream(STDERR), Capture(FAILURE_BYTES_MAX)
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     try:
-        errors.begin(said, None)
+        errors.begin(capture, None)
         try:
-            child = Child(argv, env={"PATH": USUAL_PATH}, cwd="/", streams=(null, null, errors.writer))
+            child = SpawnedChild(argv, env={"PATH": DEFAULT_PATH}, cwd="/", streams=(null, null, errors.writer))
         except OSError as error:
             raise ManagerError(f"{argv[0]} cannot be started: {error}") from error
         errors.close_writer()
@@ -381,4 +386,4 @@ async def _run(*argv: str) -> None:
         os.close(null)
         errors.close()
     if code != 0:
-        raise ManagerError(f"{argv[0]} ended with {code}: {said.text().strip()}")
+        raise ManagerError(f"{argv[0]} ended with {code}: {capture.text().strip()}")

@@ -1,16 +1,16 @@
-"""The fake engine: writes what a script says. For tests, and to try an environment or a gateway without PyTorch.
+"""The fake engine: generates scripted tokens. For tests, and to try an environment or a router without PyTorch.
 
-It keeps the contract of engines on whatever loop it is used, on virtual time too, since all that it does with time is
-to ask the loop for a call later. Owns nothing outside itself. Remembers what it was asked, the last ASKED_MAX requests.
+Keeps the contract of engines on any event loop, virtual time included, because it uses time only through timers of the
+loop. Owns nothing outside itself. Records the last ASKED_MAX requests.
 
     engine = FakeEngine(lambda request: (5, 6, END), token_s=0.02)
 
-An answer is what follows the tokens of a request. A request that comes again after the death of an engine has among
-them what was written before, so a script has to go on from there: it does so by itself if it chooses each token by what
-stands before it, and `spoken` does so for whole texts.
+A script returns what follows the tokens of a request. After the death of an engine these include what was generated
+before, so a script has to continue from there: it does if it chooses each token by its context, and `spoken` does for
+whole texts.
 
-It can be told to misbehave: `die` ends it with all that is inside, `hang` stops it without a word, `refuse` makes its
-next updates or starts fail.
+It can fail on purpose: `die` ends it with all its requests, `hang` stops it silently, `refuse` makes its next updates
+or starts fail.
 """
 
 from __future__ import annotations
@@ -20,15 +20,22 @@ import collections
 from collections.abc import Callable, Sequence
 
 from tangram.errors import ManagerError
-from tangram.rl.inference.engines.protocol import EngineDied, EngineStatistics, Finish, Generation, Request, Weights
+from tangram.rl.inference.engines.protocol import (
+    EngineDied,
+    EngineStatistics,
+    Finish,
+    Generation,
+    GenerationRequest,
+    PolicyWeights,
+)
 from tangram.rl.rollout.codec import Codec
 
-Answer = Callable[[Request], Sequence[int]]
+TokenScript = Callable[[GenerationRequest], Sequence[int]]
 
-ASKED_MAX = 10_000
-"""More than a test asks for; whoever runs for days on it must not remember all."""
+REQUESTS_MAX = 10_000
+"""More than a test checks; bounds the memory of long runs."""
 LOGPROB = -1.0
-"""Of every token: it was not drawn."""
+"""Log-probability of every token: it was not sampled."""
 
 
 class FakeEngine:
@@ -36,11 +43,11 @@ class FakeEngine:
 
     def __init__(
         self,
-        answer: Answer,
+        answer: TokenScript,
         *,
         name: str = "fake",
         hardware: str = "default",
-        trains: bool = True,
+        output_is_trainable: bool = True,
         prefill_s_per_token: float = 0.0,
         token_s: float = 0.0,
         start_s: float = 0.0,
@@ -49,27 +56,27 @@ class FakeEngine:
     ) -> None:
         self.name = name
         self.hardware = hardware
-        self.trains = trains
-        self.asked: collections.deque[Request] = collections.deque(maxlen=ASKED_MAX)
+        self.output_is_trainable = output_is_trainable
+        self.requests: collections.deque[GenerationRequest] = collections.deque(maxlen=REQUESTS_MAX)
         self.fetched: list[int] = []
-        """Versions, also those that it could not have."""
+        """Versions, also those that it refused."""
         self.alive = False
         self.suspended = False
         self.hanging = False
         self.version = 0
-        self.answered = 0
+        self.completed = 0
         self.aborted = 0
-        self._answer = answer
+        self._token_script = answer
         self._prefill_s_per_token = prefill_s_per_token
         self._token_s = token_s
         self._start_s = start_s
         self.fetch_s = fetch_s
-        """Seconds that reading weights takes."""
+        """Seconds of reading weights."""
         self._update_s = update_s
-        self._inside: dict[str, _Served] = {}
+        self._active: dict[str, _FakeRequest] = {}
         self._resident: dict[str, int] = {}
-        """Tokens that were read of a session."""
-        self._stuck: list[asyncio.Future[None]] = []
+        """Cached tokens of a session."""
+        self._hung_calls: list[asyncio.Future[None]] = []
         """Calls that hang."""
         self._refusals = {"fetch": 0, "update": 0, "start": 0}
         self._counts: collections.Counter[str] = collections.Counter()
@@ -77,24 +84,24 @@ class FakeEngine:
         self._suspended_at = 0.0
 
     @property
-    def inside(self) -> tuple[str, ...]:
-        """The requests that it serves."""
-        return tuple(self._inside)
+    def active_requests(self) -> tuple[str, ...]:
+        """Requests in service."""
+        return tuple(self._active)
 
     # ---- the contract ----
 
-    async def start(self, weights: Weights) -> None:
+    async def start(self, weights: PolicyWeights) -> None:
         assert not self.alive, f"{self.name} is started twice"
-        await self._take(self._start_s)
-        self._refuse_if_told("start")
+        await self._sleep_or_hang(self._start_s)
+        self._refuse_if_scripted("start")
         self.version = weights.version
         self.alive, self.suspended = True, False
 
-    async def generate(self, request: Request) -> Generation:
+    async def generate(self, request: GenerationRequest) -> Generation:
         self._require_alive()
-        assert request.id not in self._inside, f"{self.name} has {request.id} already"
-        self.asked.append(request)
-        served = self._inside[request.id] = _Served(self, request, self._answer(request))
+        assert request.id not in self._active, f"{self.name} has {request.id} already"
+        self.requests.append(request)
+        served = self._active[request.id] = _FakeRequest(self, request, self._token_script(request))
         reused = min(self._resident.get(request.session, 0), len(request.tokens)) if request.session else 0
         served.begin(reused)
         try:
@@ -103,56 +110,56 @@ class FakeEngine:
             self.aborted += 1
             raise
         finally:
-            served.leave()
-            self._inside.pop(request.id, None)
-        self.answered += 1
+            served.detach()
+            self._active.pop(request.id, None)
+        self.completed += 1
         if request.session:
             self._resident[request.session] = len(request.tokens) + len(generation.tokens)
         return generation
 
-    async def fetch(self, weights: Weights) -> None:
+    async def fetch(self, weights: PolicyWeights) -> None:
         self.fetched.append(weights.version)
-        await self._take(self.fetch_s)
+        await self._sleep_or_hang(self.fetch_s)
         self._require_alive()
-        self._refuse_if_told("fetch")
+        self._refuse_if_scripted("fetch")
         self._seconds["update"] += self.fetch_s
 
     async def suspend(self) -> None:
-        await self._take(0.0)
+        await self._sleep_or_hang(0.0)
         self._require_alive()
         self.suspended = True
         self._suspended_at = asyncio.get_running_loop().time()
-        for served in self._inside.values():
+        for served in self._active.values():
             served.stop()
 
-    async def update(self, weights: Weights) -> None:
-        await self._take(self._update_s)
+    async def update(self, weights: PolicyWeights) -> None:
+        await self._sleep_or_hang(self._update_s)
         self._require_alive()
-        self._refuse_if_told("update")
+        self._refuse_if_scripted("update")
         self.version = weights.version
         self._resident.clear()
         self._seconds["update"] += self._update_s
-        for served in self._inside.values():
-            served.read_again()
+        for served in self._active.values():
+            served.reset_prefill()
 
     async def resume(self) -> None:
-        await self._take(0.0)
+        await self._sleep_or_hang(0.0)
         self._require_alive()
         if self.suspended:
             self._seconds["suspended"] += asyncio.get_running_loop().time() - self._suspended_at
         self.suspended = False
-        for served in list(self._inside.values()):
-            served.go_on()
+        for served in list(self._active.values()):
+            served.resume()
 
     async def close(self) -> None:
-        """Also if it hangs, as a process that is killed."""
+        """Also works while it hangs, like killing a process."""
         self._end("was closed")
 
     def statistics(self) -> EngineStatistics:
         return EngineStatistics(
             name=self.name,
             version=self.version,
-            active=len(self._inside),
+            active=len(self._active),
             resident=sum(self._resident.values()),
             steps=self._counts["decode"],
             prefill_tokens=self._counts["prefill"],
@@ -166,63 +173,63 @@ class FakeEngine:
     # ---- misbehaviour ----
 
     def die(self, reason: str = "the script says so") -> None:
-        """With all that is inside. It can be started again."""
+        """Ends it with all its requests. It can be started again."""
         self._end(reason)
 
     def hang(self, notice_s: float | None = None) -> None:
-        """Nothing is written or answered any more, and no call returns. After `notice_s` that is noticed, as an engine
-        does that watches over its process, and it dies; without it, it hangs until it is closed."""
+        """Generates nothing and returns from no call. After `notice_s` the hang is detected, as by an engine that
+        supervises its process, and it dies; without it, it hangs until it is closed."""
         if not self.alive:
             return
         self.hanging = True
-        for served in self._inside.values():
+        for served in self._active.values():
             served.stop()
         if notice_s is not None:
-            asyncio.get_running_loop().call_later(notice_s, self._notice)
+            asyncio.get_running_loop().call_later(notice_s, self._on_hang_noticed)
 
     def refuse(self, *, fetches: int = 0, updates: int = 0, starts: int = 0) -> None:
-        """The next calls fail."""
+        """Makes the next calls fail."""
         self._refusals = {"fetch": fetches, "update": updates, "start": starts}
 
     # ---- inside ----
 
-    def _notice(self) -> None:
+    def _on_hang_noticed(self) -> None:
         if self.hanging:
-            self._end("did not answer any more")
+            self._end("stopped responding")
 
     def _end(self, reason: str) -> None:
         self.alive = self.hanging = self.suspended = False
         self._resident.clear()
-        inside, self._inside = self._inside, {}
+        inside, self._active = self._active, {}
         for served in inside.values():
             served.fail(reason)
-        for stuck in self._stuck:
+        for stuck in self._hung_calls:
             if not stuck.done():
                 stuck.set_exception(EngineDied(self.name, reason, None))
-        self._stuck = []
+        self._hung_calls = []
 
     def _require_alive(self) -> None:
         if not self.alive:
             raise EngineDied(self.name, "is not running", None)
 
-    def _refuse_if_told(self, what: str) -> None:
+    def _refuse_if_scripted(self, what: str) -> None:
         if self._refusals[what]:
             self._refusals[what] -= 1
             raise ManagerError(f"engine {self.name}: no {what}, as the script says")
 
-    async def _take(self, seconds: float) -> None:
+    async def _sleep_or_hang(self, seconds: float) -> None:
         if seconds:
             await asyncio.sleep(seconds)
         if self.hanging:
             stuck = asyncio.get_running_loop().create_future()
-            self._stuck.append(stuck)
+            self._hung_calls.append(stuck)
             await stuck
 
 
-class _Served:
-    """A request inside a FakeEngine. Each token is a call of the loop; nothing waits for it in between."""
+class _FakeRequest:
+    """A request inside a FakeEngine. Each token is a timer of the loop; no task runs in between."""
 
-    def __init__(self, engine: FakeEngine, request: Request, answer: Sequence[int]) -> None:
+    def __init__(self, engine: FakeEngine, request: GenerationRequest, answer: Sequence[int]) -> None:
         limit = request.sampling.tokens_max
         self._engine = engine
         self._request = request
@@ -239,12 +246,12 @@ class _Served:
     def begin(self, reused: int) -> None:
         self._reused = reused
         self._unread = len(self._request.tokens) - reused
-        self.go_on()
+        self.resume()
 
-    def read_again(self) -> None:
+    def reset_prefill(self) -> None:
         self._unread = len(self._request.tokens) + len(self._tokens)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         engine = self._engine
         if engine.suspended or engine.hanging or not engine.alive or self._timer is not None or self.future.done():
             return
@@ -264,15 +271,16 @@ class _Served:
             self._timer.cancel()
             self._timer = None
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         self.stop()
         if self.future.done() and not self.future.cancelled():
-            self.future.exception()  # else asyncio complains, if whoever awaited it was cancelled meanwhile
+            # otherwise asyncio reports an exception that was never retrieved, if the caller was cancelled
+            self.future.exception()
 
     def fail(self, reason: str) -> None:
         self.stop()
         if not self.future.done():
-            self.future.set_exception(EngineDied(self._engine.name, reason, self._written("length")))
+            self.future.set_exception(EngineDied(self._engine.name, reason, self._generation("length")))
 
     def _write(self) -> None:
         engine = self._engine
@@ -283,12 +291,12 @@ class _Served:
             engine._counts["decode"] += 1
             engine._seconds["decode"] += engine._token_s
         if len(self._tokens) < len(self._script):
-            self.go_on()
+            self.resume()
         elif not self.future.done():
             stopped = bool(self._tokens) and self._tokens[-1] in self._request.sampling.stop
-            self.future.set_result(self._written("stop" if stopped else "length"))
+            self.future.set_result(self._generation("stop" if stopped else "length"))
 
-    def _written(self, finish: Finish) -> Generation:
+    def _generation(self, finish: Finish) -> Generation:
         return Generation(
             tokens=tuple(self._tokens),
             logprobs=(LOGPROB,) * len(self._tokens),
@@ -302,17 +310,17 @@ class _Served:
         )
 
 
-def spoken(codec: Codec, speak: Callable[[Request], str]) -> Answer:
-    """Whole texts as answers. One that is given to several engines goes on where another engine died: a request that
-    comes again under its id gets the rest of what was said to it at first."""
-    said: collections.OrderedDict[str, tuple[int, tuple[int, ...]]] = collections.OrderedDict()
+def text_script(codec: Codec, speak: Callable[[GenerationRequest], str]) -> TokenScript:
+    """Whole texts as responses. If several engines share it, a request that returns with the same id after a death gets
+    the rest of its first text."""
+    started: collections.OrderedDict[str, tuple[int, tuple[int, ...]]] = collections.OrderedDict()
 
-    def answer(request: Request) -> Sequence[int]:
-        if request.id not in said:
-            said[request.id] = (len(request.tokens), codec.written(speak(request)))
-            while len(said) > ASKED_MAX:
-                said.popitem(last=False)
-        began, tokens = said[request.id]
+    def answer(request: GenerationRequest) -> Sequence[int]:
+        if request.id not in started:
+            started[request.id] = (len(request.tokens), codec.encode_action(speak(request)))
+            while len(started) > REQUESTS_MAX:
+                started.popitem(last=False)
+        began, tokens = started[request.id]
         return tokens[len(request.tokens) - began :]
 
     return answer

@@ -1,8 +1,8 @@
-"""A line: the connections of an engine to a server of others, from a start of the engine to its close.
+"""The connections of an engine to an external server, from its start to its close.
 
-Owns connections, and nothing of what is said on them. Never asks twice. Promises that whoever waits on a line that is
-closed hears of it at once (LineClosed), that nobody waits for a server that says nothing for `silent_s_max`
-(TimeoutError), unless it was told to stand still, and that a request that is left half read is aborted there.
+Owns connections, not the protocol on them. Never retries. Promises that closing fails all waiting calls at once
+(HttpSessionClosed), that a server that sends nothing for `silent_s_max` raises TimeoutError unless it is suspended, and
+that a response that is not read to its end is aborted at the server.
 """
 
 from __future__ import annotations
@@ -10,67 +10,59 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from tangram.rl.inference.engines.server_adapters import SHOWN
+from tangram.managers.http import HttpClient, HttpStream, Timeouts
+from tangram.rl.inference.engines.server_adapters import SHOWN_CHARACTERS
 
-if TYPE_CHECKING:
-    import aiohttp
-
-CONNECT_S_MAX = 10.0
-ANSWER_BYTES_MAX = 64 << 20
-"""Of one answer, or one line of it: far more than ids and log-probabilities of a long context take."""
+RESPONSE_BYTES_MAX = 64 << 20
+"""Limit of a response, or of one line of a stream: far more than the ids and log-probabilities of a long context."""
 EVENT, DONE = b"data:", b"[DONE]"
-"""How a line of a stream begins that says something, and what the last one says."""
+"""Prefix of a data line of a server-sent event stream, and the content of the last one."""
 
 
-class LineClosed(Exception):
-    """We hung up."""
+class HttpSessionClosed(Exception):
+    """The session was closed by this process."""
 
 
-class Line:
-    """Made in a running loop, closed once."""
+class HttpSession:
+    """Create it in a running event loop, and close it once."""
 
     def __init__(
-        self, url: str, headers: Mapping[str, str], *, silent_s_max: float, may_speak: Callable[[], bool]
+        self, url: str, headers: Mapping[str, str], *, silent_s_max: float, is_response_due: Callable[[], bool]
     ) -> None:
-        """`may_speak`: whether a silence that has just ended was the server's own."""
-        import aiohttp
-
+        """`is_response_due`: whether a silence that has just reached the limit is the server's fault."""
         self._url = url
         self._silent_s_max = silent_s_max
-        self._may_speak = may_speak
+        self._is_response_due = is_response_due
         self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S_MAX)
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=limits, headers=dict(headers)
-        )
-        self._session._retry_connection = False  # it would write twice behind our back
+        self._http = HttpClient(headers=headers)
 
     async def close(self) -> None:
         if not self._closed.done():
             self._closed.set_result(None)
-        await self._session.close()
+        await self._http.close()
 
     def require_open(self) -> None:
-        """Raises LineClosed."""
+        """Raises HttpSessionClosed."""
         if self._closed.done():
-            raise LineClosed(f"the line to {self._url} was closed")
+            raise HttpSessionClosed(f"the session with {self._url} was closed")
 
     async def pause(self, seconds: float) -> None:
-        """Raises LineClosed, as soon as it is."""
+        """Sleeps. Raises HttpSessionClosed as soon as the session is closed."""
         await asyncio.wait({self._closed}, timeout=seconds)
         self.require_open()
 
     @contextlib.asynccontextmanager
-    async def post(self, path: str, body: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Whatever happens, the connection is closed, not given back: a request that is left half read is aborted."""
+    async def post(self, path: str, body: dict[str, Any]) -> AsyncIterator[HttpStream]:
+        """Sends a request. At the end of the block the connection is closed, not reused: an unfinished response is
+        aborted."""
         self.require_open()
-        waiting = asyncio.ensure_future(self._session.post(self._url + path, json=body, allow_redirects=False))
+        waiting = asyncio.ensure_future(self._http.send("POST", self._url + path, timeouts=Timeouts(), json=body))
         try:
-            response = await self._patiently(waiting)
+            response = await self._wait_for_response(waiting)
         except BaseException:
             waiting.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
@@ -81,49 +73,49 @@ class Line:
         finally:
             response.close()
 
-    async def answers(self, response: aiohttp.ClientResponse, *, streams: bool) -> AsyncIterator[Any]:
-        """The pieces of an answer, each decoded. Raises ValueError for what is none."""
+    async def response_parts(self, response: HttpStream, *, streams: bool) -> AsyncIterator[Any]:
+        """The chunks of a response, each decoded. Raises ValueError for malformed content."""
         rest = b""
-        async for content in self._contents(response):
+        async for content in self._content_chunks(response):
             rest += content
-            if len(rest) > ANSWER_BYTES_MAX:
-                raise ValueError(f"more than {ANSWER_BYTES_MAX} bytes without an end")
+            if len(rest) > RESPONSE_BYTES_MAX:
+                raise ValueError(f"more than {RESPONSE_BYTES_MAX} bytes without an end")
             if not streams:
                 continue
             *lines, rest = rest.split(b"\n")
             for line in lines:
-                said = _said(line)
-                if said == DONE:
+                data = _event_data(line)
+                if data == DONE:
                     return
-                if said:
-                    yield msgspec.json.decode(said)
+                if data:
+                    yield msgspec.json.decode(data)
         if not streams:
             yield msgspec.json.decode(rest)
-        elif _said(rest) != DONE and rest.strip():
-            raise ValueError(f"half a line: {rest[:SHOWN]!r}")
+        elif _event_data(rest) != DONE and rest.strip():
+            raise ValueError(f"an incomplete line: {rest[:SHOWN_CHARACTERS]!r}")
 
-    async def _patiently(self, waiting: asyncio.Future[Any]) -> Any:
-        """Raises TimeoutError after a silence that is not ours, and LineClosed."""
+    async def _wait_for_response(self, waiting: asyncio.Future[Any]) -> Any:
+        """Raises TimeoutError after a silence that is the server's fault, and HttpSessionClosed."""
         while not waiting.done():
             await asyncio.wait({waiting, self._closed}, timeout=self._silent_s_max, return_when=asyncio.FIRST_COMPLETED)
             if waiting.done():
                 break
             self.require_open()
-            if self._may_speak():
+            if self._is_response_due():
                 raise TimeoutError
         try:
             return waiting.result()
         except Exception as error:
-            self.require_open()  # else it is whatever aiohttp says of a session that is closed meanwhile
+            self.require_open()  # otherwise the error is a consequence of closing the session
             if isinstance(error, RuntimeError):
                 raise ConnectionAbortedError(str(error)) from error
             raise
 
-    async def _contents(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    async def _content_chunks(self, response: HttpStream) -> AsyncIterator[bytes]:
         while True:
-            waiting = asyncio.ensure_future(response.content.readany())
+            waiting = asyncio.ensure_future(response.chunk())
             try:
-                content = await self._patiently(waiting)
+                content = await self._wait_for_response(waiting)
             finally:
                 if not waiting.done():
                     waiting.cancel()
@@ -132,7 +124,7 @@ class Line:
             yield content
 
 
-def _said(line: bytes) -> bytes:
-    """What a line of a stream says; nothing, if it is a comment, the name of an event or empty."""
+def _event_data(line: bytes) -> bytes:
+    """The data of a line; empty for a comment, an event name or an empty line."""
     word = line.strip()
     return word.removeprefix(EVENT).strip() if word.startswith(EVENT) else b""

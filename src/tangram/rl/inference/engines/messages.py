@@ -1,94 +1,93 @@
-"""What an engine's process and its owner say to each other, over a socket pair.
+"""Messages between the process of an engine and its owner, over a socket pair.
 
-Owns the messages; processes/framing.py encodes them. Commands go in, answers come out, both in the order in which they
-were said.
+Owns the messages; processes/framing.py encodes them. Commands and responses each arrive in the order in which they were
+sent.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from tangram.processes.framing import Frames
+from tangram.processes.framing import FrameDecoder
 from tangram.rl.config.rollout_settings import EngineSettings
-from tangram.rl.inference.engines.protocol import EngineStatistics, Generation, Request, Weights
+from tangram.rl.inference.engines.protocol import EngineStatistics, Generation, GenerationRequest, PolicyWeights
 
 # ---- commands ---------------------------------------------------------------------------------------------------
 
 
-class Command(msgspec.Struct, frozen=True, kw_only=True, tag=False):
+class EngineCommand(msgspec.Struct, frozen=True, kw_only=True, tag=False):
     pass
 
 
-class Hello(Command, frozen=True, kw_only=True, tag="Hello"):
-    """The first one. It is answered by Ready when the engine can serve, or by NotReady."""
+class EngineHello(EngineCommand, frozen=True, kw_only=True, tag="Hello"):
+    """The first command. The response is Ready when the engine can serve, or NotReady."""
 
     name: str
     settings: EngineSettings
     dtype: str
-    weights: Weights
+    weights: PolicyWeights
     beat_s: float
-    """How often it says what it does while it works."""
+    """Heartbeat interval while it works."""
     record_steps: bool = False
 
 
-class Add(Command, frozen=True, kw_only=True, tag="Add"):
-    """Answered by Done or Refused; ahead of that by any number of Written."""
+class AddRequest(EngineCommand, frozen=True, kw_only=True, tag="Add"):
+    """The response is Done or Refused, preceded by any number of Written."""
 
-    request: Request
+    request: GenerationRequest
 
 
-class Abort(Command, frozen=True, kw_only=True, tag="Abort"):
-    """Not answered. An answer to the request may be on its way."""
+class AbortRequest(EngineCommand, frozen=True, kw_only=True, tag="Abort"):
+    """Has no response. The response to the request may already be on its way."""
 
     id: str
 
 
-class Suspend(Command, frozen=True, kw_only=True, tag="Suspend"):
+class Suspend(EngineCommand, frozen=True, kw_only=True, tag="Suspend"):
     ask: int
-    """Comes back in the answer."""
+    """Returned in the response."""
 
 
-class Fetch(Command, frozen=True, kw_only=True, tag="Fetch"):
-    """Weights are read while it goes on writing. Answered by Fetched or UpdateFailed; ahead of that by any number of
-    Fetching. A second one takes the place of the first, which has failed then."""
-
-    ask: int
-    weights: Weights
-
-
-class Update(Command, frozen=True, kw_only=True, tag="Update"):
-    """Weights that were fetched take the place of the old ones; others are read first. Answered by Updated or
-    UpdateFailed."""
+class Fetch(EngineCommand, frozen=True, kw_only=True, tag="Fetch"):
+    """Reads weights while decoding continues. The response is Fetched or UpdateFailed, preceded by any number of
+    Fetching. A second one replaces the first, which fails then."""
 
     ask: int
-    weights: Weights
+    weights: PolicyWeights
 
 
-class Resume(Command, frozen=True, kw_only=True, tag="Resume"):
+class Update(EngineCommand, frozen=True, kw_only=True, tag="Update"):
+    """Switches to fetched weights; others are read first. The response is Updated or UpdateFailed."""
+
+    ask: int
+    weights: PolicyWeights
+
+
+class Resume(EngineCommand, frozen=True, kw_only=True, tag="Resume"):
     ask: int
 
 
-class Close(Command, frozen=True, kw_only=True, tag="Close"):
-    """Not answered but by its end."""
+class CloseEngine(EngineCommand, frozen=True, kw_only=True, tag="Close"):
+    """The only response is the end of the process."""
 
 
 # ---- answers ----------------------------------------------------------------------------------------------------
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True, tag=False):
+class EngineReply(msgspec.Struct, frozen=True, kw_only=True, tag=False):
     pass
 
 
-class Ready(Answer, frozen=True, kw_only=True, tag="Ready"):
+class EngineReady(EngineReply, frozen=True, kw_only=True, tag="Ready"):
     pass
 
 
-class NotReady(Answer, frozen=True, kw_only=True, tag="NotReady"):
+class EngineNotReady(EngineReply, frozen=True, kw_only=True, tag="NotReady"):
     reason: str
 
 
-class Written(Answer, frozen=True, kw_only=True, tag="Written"):
-    """Of a request that goes on: its tokens since the last message about it. Done repeats them all."""
+class TokenDelta(EngineReply, frozen=True, kw_only=True, tag="Written"):
+    """Tokens of a running request since its last message. Done repeats all of them."""
 
     id: str
     tokens: tuple[int, ...]
@@ -97,14 +96,14 @@ class Written(Answer, frozen=True, kw_only=True, tag="Written"):
     kept: tuple[tuple[int, ...], ...] | None = None
 
 
-class Done(Answer, frozen=True, kw_only=True, tag="Done"):
+class GenerationDone(EngineReply, frozen=True, kw_only=True, tag="Done"):
     id: str
     generation: Generation
-    """All of it."""
+    """The complete result."""
 
 
-class Refused(Answer, frozen=True, kw_only=True, tag="Refused"):
-    """The request cannot be served by this engine. The words are those of InvalidInput."""
+class GenerationRefused(EngineReply, frozen=True, kw_only=True, tag="Refused"):
+    """This engine cannot serve the request. The fields are those of InvalidInput."""
 
     id: str
     field: str
@@ -112,29 +111,29 @@ class Refused(Answer, frozen=True, kw_only=True, tag="Refused"):
     expected: str
 
 
-class Acknowledged(Answer, frozen=True, kw_only=True, tag="Acknowledged"):
-    """Of Suspend and Resume: it is so from the next step on."""
+class EngineAcknowledged(EngineReply, frozen=True, kw_only=True, tag="Acknowledged"):
+    """Response to Suspend and Resume; takes effect with the next step."""
 
     ask: int
 
 
-class Fetching(Answer, frozen=True, kw_only=True, tag="Fetching"):
-    """It goes on: nothing else is said by an engine that has nothing to write."""
+class Fetching(EngineReply, frozen=True, kw_only=True, tag="Fetching"):
+    """A heartbeat: an engine that does not decode sends nothing else."""
 
     ask: int
 
 
-class Fetched(Answer, frozen=True, kw_only=True, tag="Fetched"):
-    ask: int
-    version: int
-
-
-class Updated(Answer, frozen=True, kw_only=True, tag="Updated"):
+class Fetched(EngineReply, frozen=True, kw_only=True, tag="Fetched"):
     ask: int
     version: int
 
 
-class UpdateFailed(Answer, frozen=True, kw_only=True, tag="UpdateFailed"):
+class Updated(EngineReply, frozen=True, kw_only=True, tag="Updated"):
+    ask: int
+    version: int
+
+
+class UpdateFailed(EngineReply, frozen=True, kw_only=True, tag="UpdateFailed"):
     """The old weights stay."""
 
     ask: int
@@ -146,30 +145,40 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     ended_s: float
     commands: tuple[str, ...]
-    """Taken since the step before."""
+    """Requests accepted since the step before."""
     prefilled: int
-    """Tokens that were read."""
+    """Prefilled tokens."""
     decoded: int
-    """Requests for which one token was written after another."""
+    """Requests that decoded one token."""
 
 
-class Beat(Answer, frozen=True, kw_only=True, tag="Beat"):
-    """It lives, and this is what it has done. Also said when it runs out of work."""
+class EngineHeartbeat(EngineReply, frozen=True, kw_only=True, tag="Beat"):
+    """A heartbeat with statistics. Also sent when it runs out of work."""
 
     statistics: EngineStatistics
     steps: tuple[StepRecord, ...] = ()
-    """Since the last beat, if they are recorded."""
+    """Steps since the last heartbeat, if they are recorded."""
 
 
-AnyCommand = Hello | Add | Abort | Suspend | Fetch | Update | Resume | Close
-AnyAnswer = (
-    Ready | NotReady | Written | Done | Refused | Acknowledged | Fetching | Fetched | Updated | UpdateFailed | Beat
+AnyEngineCommand = EngineHello | AddRequest | AbortRequest | Suspend | Fetch | Update | Resume | CloseEngine
+AnyEngineReply = (
+    EngineReady
+    | EngineNotReady
+    | TokenDelta
+    | GenerationDone
+    | GenerationRefused
+    | EngineAcknowledged
+    | Fetching
+    | Fetched
+    | Updated
+    | UpdateFailed
+    | EngineHeartbeat
 )
 
 
-def commands() -> Frames[AnyCommand]:
-    return Frames(AnyCommand)
+def command_frames() -> FrameDecoder[AnyEngineCommand]:
+    return FrameDecoder(AnyEngineCommand)
 
 
-def answers() -> Frames[AnyAnswer]:
-    return Frames(AnyAnswer)
+def reply_frames() -> FrameDecoder[AnyEngineReply]:
+    return FrameDecoder(AnyEngineReply)

@@ -1,7 +1,7 @@
-"""Dialects: what is said to each kind of server, and how its answers are read.
+"""Server adapters: the API of each kind of inference server.
 
-Owns the table of dialects. Never connects. Promises that what is read of an answer is what was said: ids that are
-whole numbers, log-probabilities that are numbers of at most 0, and an error for everything else.
+Owns the table of adapters. Never connects. Promises that parsed ids are whole numbers and log-probabilities numbers of
+at most 0, and raises an error for everything else.
 """
 
 from __future__ import annotations
@@ -12,53 +12,53 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tangram.rl.inference.engines.protocol import Request, Weights
+from tangram.rl.inference.engines.protocol import GenerationRequest, PolicyWeights
 
-SHOWN = 300
-"""Characters of what a server said, in errors."""
-SAME = 1e-4
-"""Two log-probabilities that differ by less are the same, computed in another batch."""
+SHOWN_CHARACTERS = 300
+"""Characters of a response in an error message."""
+LOGPROB_TOLERANCE = 1e-4
+"""Log-probabilities that differ by less are equal up to another batch."""
 
-Calls = tuple[tuple[str, dict[str, Any] | None], ...]
+ControlCalls = tuple[tuple[str, dict[str, Any] | None], ...]
 """Paths with their bodies."""
 
 
-class TextAlone(ValueError):
-    """An answer without ids."""
+class TextOnlyResponse(ValueError):
+    """A response without ids."""
 
 
-class Said(NamedTuple):
-    """A piece of an answer."""
+class CompletionChunk(NamedTuple):
+    """A chunk of a response."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...] | None
     finish: str | None
     version: int | None = None
     prompt: int | None = None
-    """Tokens that were read, and of these, those that were there:"""
+    """Prefilled tokens, and the part that was cached:"""
     cached: int | None = None
 
 
-class Dialect(msgspec.Struct, frozen=True, kw_only=True):
-    """How a kind of server is spoken to."""
+class ServerAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """The API of a kind of server."""
 
     path: str
     streams: bool
-    body: Callable[[str, Request, int], dict[str, Any]]
-    """Of the model, the request and its seed."""
-    said: Callable[[Any], Said]
-    """Of what was answered. Raises ValueError, KeyError, TypeError or IndexError for what it does not understand."""
-    suspend: Calls = ()
-    update: Callable[[Weights], Calls] | None = None
+    body: Callable[[str, GenerationRequest, int], dict[str, Any]]
+    """Builds the body from model, request and seed."""
+    parse: Callable[[Any], CompletionChunk]
+    """Parses a response. Raises ValueError, KeyError, TypeError or IndexError for what is malformed."""
+    suspend: ControlCalls = ()
+    update: Callable[[PolicyWeights], ControlCalls] | None = None
     """None: it takes no weights."""
-    resume: Calls = ()
+    resume: ControlCalls = ()
     abort: str = ""
-    """Where to say that a request is over; empty: by hanging up."""
+    """Path to abort a request; empty: by closing the connection."""
     hint: str = ""
     """What to do if it does not take weights."""
 
 
-def _completion_body(model: str, request: Request, seed: int) -> dict[str, Any]:
+def _completion_body(model: str, request: GenerationRequest, seed: int) -> dict[str, Any]:
     sampling = request.sampling
     body: dict[str, Any] = {
         "model": model,
@@ -80,22 +80,22 @@ def _completion_body(model: str, request: Request, seed: int) -> dict[str, Any]:
     return body
 
 
-def _completion_said(answer: Any) -> Said:
+def _parse_completion(answer: Any) -> CompletionChunk:
     if answer.get("error"):
-        raise ValueError(f"an error in place of an answer: {str(answer['error'])[:SHOWN]}")
+        raise ValueError(f"an error instead of a response: {str(answer['error'])[:SHOWN_CHARACTERS]}")
     usage = answer.get("usage") or {}
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     if not answer["choices"]:
-        return Said((), (), None, prompt=usage.get("prompt_tokens"), cached=cached)
+        return CompletionChunk((), (), None, prompt=usage.get("prompt_tokens"), cached=cached)
     choice = answer["choices"][0]
-    told = choice.get("logprobs") or {}
+    entries = choice.get("logprobs") or {}
     ids = choice.get("token_ids")
     if ids is None:
-        # vLLM with --return-tokens-as-token-ids names tokens so.
-        names = told.get("tokens") or ([] if not choice.get("text") else [None])
+        # vLLM names tokens so with --return-tokens-as-token-ids.
+        names = entries.get("tokens") or ([] if not choice.get("text") else [None])
         ids = [_named_id(name) for name in names]
-    logprobs = told.get("token_logprobs")
-    return Said(
+    logprobs = entries.get("token_logprobs")
+    return CompletionChunk(
         _ids(ids),
         _logprobs(logprobs) if logprobs is not None else None,
         choice.get("finish_reason"),
@@ -106,11 +106,11 @@ def _completion_said(answer: Any) -> Said:
 
 def _named_id(name: object) -> int:
     if not isinstance(name, str) or not name.startswith("token_id:"):
-        raise TextAlone
+        raise TextOnlyResponse
     return int(name.removeprefix("token_id:"))
 
 
-def _generate_body(model: str, request: Request, seed: int) -> dict[str, Any]:
+def _generate_body(model: str, request: GenerationRequest, seed: int) -> dict[str, Any]:
     sampling = request.sampling
     return {
         "rid": request.id,
@@ -130,21 +130,21 @@ def _generate_body(model: str, request: Request, seed: int) -> dict[str, Any]:
     }
 
 
-def _generate_said(answer: Any) -> Said:
+def _parse_generate(answer: Any) -> CompletionChunk:
     meta = answer["meta_info"]
-    told = meta.get("output_token_logprobs")
+    entries = meta.get("output_token_logprobs")
     ids = answer.get("output_ids")
     if ids is None:
-        if told is None:
-            raise TextAlone
-        ids = [each[1] for each in told]
-    if told is not None and [each[1] for each in told] != list(ids):
-        raise ValueError("log-probabilities of other tokens than it wrote")
+        if entries is None:
+            raise TextOnlyResponse
+        ids = [each[1] for each in entries]
+    if entries is not None and [each[1] for each in entries] != list(ids):
+        raise ValueError("log-probabilities of other tokens than it generated")
     finish = (meta.get("finish_reason") or {}).get("type")
     version = meta.get("weight_version")
-    return Said(
+    return CompletionChunk(
         _ids(ids),
-        _logprobs([each[0] for each in told]) if told is not None else None,
+        _logprobs([each[0] for each in entries]) if entries is not None else None,
         finish,
         version=int(version) if isinstance(version, str | int) and str(version).isdecimal() else None,
         prompt=meta.get("prompt_tokens"),
@@ -154,52 +154,52 @@ def _generate_said(answer: Any) -> Said:
 
 def _ids(values: Any) -> tuple[int, ...]:
     if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
-        raise ValueError(f"what are no ids of tokens: {str(values)[:SHOWN]}")
+        raise ValueError(f"invalid token ids: {str(values)[:SHOWN_CHARACTERS]}")
     return tuple(values)
 
 
 def _logprobs(values: Any) -> tuple[float, ...]:
     if not isinstance(values, list):
-        raise ValueError(f"what are no log-probabilities: {str(values)[:SHOWN]}")
+        raise ValueError(f"invalid log-probabilities: {str(values)[:SHOWN_CHARACTERS]}")
     for value in values:
-        if type(value) not in (int, float) or not math.isfinite(value) or value > SAME:
-            raise ValueError(f"what is no log-probability: {value!r}")
+        if type(value) not in (int, float) or not math.isfinite(value) or value > LOGPROB_TOLERANCE:
+            raise ValueError(f"an invalid log-probability: {value!r}")
     return tuple(min(0.0, float(value)) for value in values)
 
 
-def _vllm_update(weights: Weights) -> Calls:
+def _vllm_update(weights: PolicyWeights) -> ControlCalls:
     reload = {"method": "reload_weights", "kwargs": {"weights_path": weights.folder}}
-    # What was read under the old weights is read again, also of requests that are under way.
+    # The KV cache of the old weights is recomputed, also for requests in flight.
     return ("/collective_rpc", reload), ("/reset_prefix_cache?reset_running_requests=true", None)
 
 
-def _sglang_update(weights: Weights) -> Calls:
+def _sglang_update(weights: PolicyWeights) -> ControlCalls:
     body = {"model_path": weights.folder, "weight_version": str(weights.version), "flush_cache": True}
     return (("/update_weights_from_disk", body),)
 
 
-DIALECTS: Mapping[str, Dialect] = {
-    "vllm": Dialect(
+SERVER_ADAPTERS: Mapping[str, ServerAdapter] = {
+    "vllm": ServerAdapter(
         path="/v1/completions",
         streams=True,
         body=_completion_body,
-        said=_completion_said,
+        parse=_parse_completion,
         suspend=(("/pause?mode=keep", None),),
         update=_vllm_update,
         resume=(("/resume", None),),
         hint="start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment, in a network of your own",
     ),
-    "sglang": Dialect(
+    "sglang": ServerAdapter(
         path="/generate",
         streams=False,
         body=_generate_body,
-        said=_generate_said,
-        # Retracted requests are read again, so what they have read under old weights can be thrown away.
+        parse=_parse_generate,
+        # Retracted requests are prefilled again, so their KV cache of the old weights can be dropped.
         suspend=(("/pause_generation", {"mode": "retract"}),),
         update=_sglang_update,
         resume=(("/continue_generation", {}),),
         abort="/abort_request",
         hint="a version of SGLang that has /update_weights_from_disk and /pause_generation",
     ),
-    "plain": Dialect(path="/v1/completions", streams=True, body=_completion_body, said=_completion_said),
+    "plain": ServerAdapter(path="/v1/completions", streams=True, body=_completion_body, parse=_parse_completion),
 }

@@ -1,8 +1,8 @@
-"""Archives: images as other programs write them.
+"""Archives: container images as other programs write them.
 
-Owns what is known of the formats: what `docker save` writes, old and new, and the image layout of the OCI, in a tar or
-in a directory. Reads the small descriptions and says where each layer lies; never unpacks one, never writes. Promises
-InvalidConfig for whatever is not as the formats want it, and that every description whose digest is known has it.
+Owns the formats: the old and the new output of `docker save`, and the OCI image layout, in a tar or in a directory.
+Reads the small JSON files and locates each layer; never unpacks a layer, never writes. Raises InvalidConfig for input
+that violates the formats. Verifies the digest of each JSON file for which one is given.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tangram.errors import AdmissionRefused, InvalidAction, InvalidConfig
 from tangram.managers.work import WORKSPACE, require_environment, require_text
 
 DESCRIPTION_BYTES_MAX = 4 << 20
-"""Of one JSON file of an archive: the most that registries take."""
+"""For one JSON file of an archive: the limit of registries."""
 INDEX_DEPTH_MAX = 4
-"""Of indexes that name indexes."""
+"""Levels of indexes that refer to indexes."""
 ARCHITECTURES = {
     "x86_64": "amd64",
     "aarch64": "arm64",
@@ -34,13 +34,13 @@ ARCHITECTURES = {
     "s390x": "s390x",
     "riscv64": "riscv64",
 }
-"""What images call a machine, by what the machine calls itself."""
+"""The architecture in images, by the name that the machine reports."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _T = TypeVar("_T")
 
 
-# ---- what the descriptions say --------------------------------------------------------------------------------------
+# ---- JSON files -----------------------------------------------------------------------------------------------------
 
 
 class _Platform(msgspec.Struct, frozen=True):
@@ -64,7 +64,7 @@ class _Manifest(msgspec.Struct, frozen=True):
     layers: list[_Descriptor]
 
 
-class _Saved(msgspec.Struct, frozen=True, rename="pascal"):
+class _SavedImage(msgspec.Struct, frozen=True, rename="pascal"):
     """One image in the manifest.json of `docker save`."""
 
     config: str
@@ -72,7 +72,7 @@ class _Saved(msgspec.Struct, frozen=True, rename="pascal"):
     repo_tags: list[str] | None = None
 
 
-class _Runs(msgspec.Struct, frozen=True, rename="pascal"):
+class _RuntimeConfig(msgspec.Struct, frozen=True, rename="pascal"):
     env: list[str] | None = None
     working_dir: str | None = None
 
@@ -85,10 +85,10 @@ class _Config(msgspec.Struct, frozen=True):
     rootfs: _RootFs
     architecture: str = ""
     os: str = ""
-    config: _Runs | None = None
+    config: _RuntimeConfig | None = None
 
 
-# ---- where things lie -----------------------------------------------------------------------------------------------
+# ---- locations ------------------------------------------------------------------------------------------------------
 
 
 class Blob(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,13 +103,13 @@ class ArchivedLayer(msgspec.Struct, frozen=True, kw_only=True):
     diff_id: str
     """The SHA-256 of its plain tar, hexadecimal."""
     digest: str
-    """... of its bytes as they lie in the archive; empty: the format does not say."""
+    """The SHA-256 of its bytes in the archive; empty if the format has none."""
     blob: Blob
 
 
 class ArchivedImage(msgspec.Struct, frozen=True, kw_only=True):
     tag: str
-    """What the archive calls it; may be empty."""
+    """Its name in the archive; may be empty."""
     env: dict[str, str]
     cwd: str
     layers: tuple[ArchivedLayer, ...]
@@ -117,32 +117,32 @@ class ArchivedImage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Archive:
-    """Files by name, of a tar that was indexed or of a directory. Descriptors that it opened are closed with it."""
+    """Files by name, of an indexed tar or of a directory. Closing it closes the descriptors that it opened."""
 
-    def __init__(self, path: Path, *, fd: int = -1, at: dict[str, tuple[int, int]] | None = None) -> None:
-        """`at`: offset and size by name in the tar `fd`. Without: the directory `path`."""
+    def __init__(self, path: Path, *, fd: int = -1, index: dict[str, tuple[int, int]] | None = None) -> None:
+        """`index`: offset and size by name in the tar `fd`; None reads the directory `path`."""
         self.path = path
         self._fd = fd
-        self._at = at
-        self._opened: list[int] = []
+        self._index = index
+        self._opened_fds: list[int] = []
 
     def find(self, name: str) -> Blob | None:
-        if self._at is not None:
-            if name not in self._at:
+        if self._index is not None:
+            if name not in self._index:
                 return None
-            offset, size = self._at[name]
+            offset, size = self._index[name]
             return Blob(fd=self._fd, offset=offset, size=size)
         try:
             fd = os.open(self.path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
             return None
-        self._opened.append(fd)
+        self._opened_fds.append(fd)
         found = os.fstat(fd)
         return Blob(fd=fd, offset=0, size=found.st_size) if stat.S_ISREG(found.st_mode) else None
 
     def close(self) -> None:
-        while self._opened:
-            os.close(self._opened.pop())
+        while self._opened_fds:
+            os.close(self._opened_fds.pop())
 
     # ---- reading ----
 
@@ -150,7 +150,7 @@ class Archive:
         index = self.find("index.json")
         if index is not None:
             return self._read_layout(index, layers_max)
-        if self._at is None:
+        if self._index is None:
             raise self._invalid("there is no index.json in the directory; a root directory is added as such")
         saved = self.find("manifest.json")
         if saved is not None:
@@ -158,66 +158,66 @@ class Archive:
         raise self._invalid("there is neither an index.json nor a manifest.json in it")
 
     def _read_layout(self, blob: Blob, layers_max: int) -> ArchivedImage:
-        descriptor = self._choose(self._decode("index.json", self._bytes("index.json", blob), _Index))
+        descriptor = self._select_manifest(self._decode("index.json", self._bytes("index.json", blob), _Index))
         manifest = self._decode_digest(descriptor.digest, _Manifest)
         if len(manifest.layers) > layers_max:
             raise too_many_layers(str(self.path), len(manifest.layers), layers_max)
         found = []
         for layer in manifest.layers:
             hexdigest = self._hexdigest(layer.digest)
-            found.append((hexdigest, self._need(f"blobs/sha256/{hexdigest}")))
+            found.append((hexdigest, self._require_blob(f"blobs/sha256/{hexdigest}")))
         config = self._decode_digest(manifest.config.digest, _Config)
         tags = self._saved_tags() or _annotated_tags(descriptor)
-        return self._image(config, found, tags)
+        return self._build_image(config, found, tags)
 
     def _read_saved(self, blob: Blob, layers_max: int) -> ArchivedImage:
-        images = self._decode("manifest.json", self._bytes("manifest.json", blob), list[_Saved])
+        images = self._decode("manifest.json", self._bytes("manifest.json", blob), list[_SavedImage])
         if len(images) != 1:
             raise self._invalid(f"it holds {len(images)} images; save one at a time")
         saved = images[0]
         if len(saved.layers) > layers_max:
             raise too_many_layers(str(self.path), len(saved.layers), layers_max)
-        content = self._bytes(saved.config, self._need(saved.config))
+        content = self._bytes(saved.config, self._require_blob(saved.config))
         named = posixpath.basename(saved.config).removesuffix(".json")
         if _SHA256.fullmatch(named):
             self._verify(saved.config, content, named)
         config = self._decode(saved.config, content, _Config)
-        found = [("", self._need(name)) for name in saved.layers]
-        return self._image(config, found, saved.repo_tags or [])
+        found = [("", self._require_blob(name)) for name in saved.layers]
+        return self._build_image(config, found, saved.repo_tags or [])
 
     def _saved_tags(self) -> list[str]:
-        """What `docker save` says in its own file about an image that it also describes as a layout."""
+        """The tags that `docker save` writes in its own file for an image that it also describes as a layout."""
         blob = self.find("manifest.json")
         if blob is None:
             return []
-        images = self._decode("manifest.json", self._bytes("manifest.json", blob), list[_Saved])
+        images = self._decode("manifest.json", self._bytes("manifest.json", blob), list[_SavedImage])
         return (images[0].repo_tags or []) if len(images) == 1 else []
 
-    def _choose(self, index: _Index, depth: int = 0) -> _Descriptor:
+    def _select_manifest(self, index: _Index, depth: int = 0) -> _Descriptor:
         """The manifest for this machine."""
-        wanted = (ARCHITECTURES.get(platform.machine(), platform.machine()), "linux")
+        target = (ARCHITECTURES.get(platform.machine(), platform.machine()), "linux")
         fitting = [
             each
             for each in index.manifests
-            if each.platform is None or (each.platform.architecture, each.platform.os) == wanted
+            if each.platform is None or (each.platform.architecture, each.platform.os) == target
         ]
         if len(fitting) != 1:
             there = ", ".join(
                 f"{each.platform.os}/{each.platform.architecture}" if each.platform else "one of any platform"
                 for each in index.manifests
             )
-            raise self._invalid(f"it should hold one image for linux/{wanted[0]}, and holds: {there[:300] or 'none'}")
+            raise self._invalid(f"it should hold one image for linux/{target[0]}, and holds: {there[:300] or 'none'}")
         chosen = fitting[0]
         if not chosen.media_type.endswith(("image.index.v1+json", "manifest.list.v2+json")):
             return chosen
         if depth == INDEX_DEPTH_MAX:
             raise self._invalid(f"its indexes are nested more than {INDEX_DEPTH_MAX} deep")
-        inner = self._choose(self._decode_digest(chosen.digest, _Index), depth + 1)
-        # The name stands at the outermost, the architecture at the innermost.
+        inner = self._select_manifest(self._decode_digest(chosen.digest, _Index), depth + 1)
+        # The outermost index has the name, the innermost the architecture.
         annotations = {**(inner.annotations or {}), **(chosen.annotations or {})}
         return msgspec.structs.replace(inner, annotations=annotations)
 
-    def _image(self, config: _Config, found: list[tuple[str, Blob]], tags: list[str]) -> ArchivedImage:
+    def _build_image(self, config: _Config, found: list[tuple[str, Blob]], tags: list[str]) -> ArchivedImage:
         architecture = ARCHITECTURES.get(platform.machine(), platform.machine())
         if config.architecture not in ("", architecture) or config.os not in ("", "linux"):
             raise self._invalid(f"it is for {config.os}/{config.architecture}; this machine is linux/{architecture}")
@@ -228,7 +228,7 @@ class Archive:
             ArchivedLayer(diff_id=self._hexdigest(diff_id), digest=digest, blob=blob)
             for diff_id, (digest, blob) in zip(diff_ids, found, strict=True)
         ]
-        runs = config.config or _Runs()
+        runs = config.config or _RuntimeConfig()
         env = dict(line.partition("=")[::2] for line in runs.env or [])
         try:
             require_environment("Env", env)
@@ -238,10 +238,10 @@ class Archive:
         cwd = posixpath.normpath(posixpath.join("/", runs.working_dir)) if runs.working_dir else WORKSPACE
         return ArchivedImage(tag=tags[0] if tags else "", env=env, cwd=cwd, layers=tuple(layers))
 
-    # ---- descriptions ----
+    # ---- reading JSON files ----
 
-    def _need(self, name: str) -> Blob:
-        blob = self.find(name if self._at is None else posixpath.normpath(name))
+    def _require_blob(self, name: str) -> Blob:
+        blob = self.find(name if self._index is None else posixpath.normpath(name))
         if blob is None:
             raise self._invalid(f"{name[:200]} is not in it")
         return blob
@@ -260,7 +260,7 @@ class Archive:
     def _decode_digest(self, digest: str, kind: type[_T]) -> _T:
         hexdigest = self._hexdigest(digest)
         name = f"blobs/sha256/{hexdigest}"
-        content = self._bytes(name, self._need(name))
+        content = self._bytes(name, self._require_blob(name))
         self._verify(name, content, hexdigest)
         return self._decode(name, content, kind)
 

@@ -1,8 +1,8 @@
-"""Skeletons: small layers that are made here rather than unpacked.
+"""Base layers: small layers that are generated rather than unpacked.
 
-Owns what stands around the machine's own /usr when that is an image, and what is put on top of an image so that a
-sandbox can live in it. Never copies what an unprivileged user of this machine may not read, nor anything that is known
-to hold secrets. Promises that equal layers have equal digests.
+Owns what surrounds the machine's own /usr when that is the image, and what is put on top of an image so that a sandbox
+can run in it. Never copies files that an unprivileged user of this machine may not read, nor files known to hold
+secrets. Promises that equal layers have equal digests.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ FROM_ETC = (
         "groff",
     ),
 )
-"""What programs in /usr look for in /etc. Settings of package managers, shells and version control are left out: they
-may carry passwords in their addresses, and an environment of this machine is not that of a sandbox."""
+"""What programs in /usr read from /etc. Settings of package managers, shells and version control are left out: they may
+contain passwords in addresses, and the environment of this machine does not apply to a sandbox."""
 SECRET_NAMES = ("private", "Renviron.site", "Rprofile.site")
 SECRET_SUFFIXES = (".key", "-key.pem")
-"""Left out even where everybody may read them."""
+"""Left out even if all users may read them."""
 FILE_BYTES_MAX = 16 << 20
-"""Of one file of /etc."""
+"""For one file of /etc."""
 
 HOSTS = b"127.0.0.1 localhost sandbox\n::1 localhost ip6-localhost ip6-loopback\n"
 NSSWITCH = b"passwd: files\ngroup: files\nshadow: files\nhosts: files dns\nservices: files\nprotocols: files\n"
@@ -71,19 +71,19 @@ class Node(msgspec.Struct, frozen=True, array_like=True):
     target: str | None = None
 
 
-class Seen(msgspec.Struct, frozen=True):
-    """What an image has, as layers.py tells it."""
+class ImageContents(msgspec.Struct, frozen=True):
+    """What an image contains, as layers.py reports it."""
 
     has_bash: bool
     kinds: dict[str, str]
     texts: dict[str, str | None]
 
 
-# ---- what is in them ------------------------------------------------------------------------------------------------
+# ---- contents -------------------------------------------------------------------------------------------------------
 
 
-def host_skeleton(user: int, etc: Path = Path("/etc"), top: Path = Path("/")) -> list[Node]:
-    """Around the machine's own /usr, which the sandbox binds."""
+def host_base_layer(user: int, etc: Path = Path("/etc"), top: Path = Path("/")) -> list[Node]:
+    """The layer around the machine's own /usr, which the sandbox binds."""
     if not (top / "bin").is_symlink() or not (top / "usr/bin/sh").exists():
         raise ManagerError(
             "image 'host' needs a machine whose /bin is a link into /usr; add an image of a tar or a directory",
@@ -110,24 +110,24 @@ def host_skeleton(user: int, etc: Path = Path("/etc"), top: Path = Path("/")) ->
     return [*links, *made, *_from_etc(etc)]
 
 
-def leading_to(path: str) -> list[str]:
-    """The directories on the way to an absolute path and itself, from the top."""
+def path_prefixes(path: str) -> list[str]:
+    """An absolute path and the directories above it, from the top."""
     parts = path.strip("/").split("/")
     return ["/".join(parts[:count]) for count in range(1, len(parts) + 1) if parts[0]]
 
 
-def fitting(seen: Seen, user: int, cwd: str = WORKSPACE, etc: Path = Path("/etc")) -> list[Node]:
-    """On top of an image: the places where a sandbox mounts and writes, where its commands start, its user, and what a
-    network needs. Nothing is put below a link, which would be hidden by it."""
+def image_base_layer(seen: ImageContents, user: int, cwd: str = WORKSPACE, etc: Path = Path("/etc")) -> list[Node]:
+    """The layer on top of an image: the places where a sandbox mounts and writes, where its commands start, its user,
+    and network configuration. Nothing is put below a link, because the link would be hidden by it."""
     nodes = [*_mount_points(), *_homes(seen), *_etc(seen, user, etc)]
-    way = leading_to(cwd)
+    way = path_prefixes(cwd)
     if way and not seen.kinds[way[-1]] and "other" not in map(seen.kinds.get, way):
         there = {node.path for node in nodes}
         nodes += [Node(path) for path in way if path not in there]
     return nodes
 
 
-def _homes(seen: Seen) -> list[Node]:
+def _homes(seen: ImageContents) -> list[Node]:
     nodes: list[Node] = []
     if seen.kinds["home"] != "other":
         nodes += _home()
@@ -136,7 +136,7 @@ def _homes(seen: Seen) -> list[Node]:
     return nodes
 
 
-def _etc(seen: Seen, user: int, etc: Path) -> list[Node]:
+def _etc(seen: ImageContents, user: int, etc: Path) -> list[Node]:
     if seen.kinds["etc"] == "other":
         return []
     nodes = [Node("etc")]
@@ -181,7 +181,7 @@ def _var_tmp() -> list[Node]:
 
 
 def _resolver(etc: Path) -> list[Node]:
-    """Used with the network of the machine. Often a link to where a sandbox has nothing."""
+    """Used with the network of the machine. Often a link to a path that a sandbox does not have."""
     content = _public_content(etc / "resolv.conf")
     return [] if content is None else [Node("etc/resolv.conf", 0o644, content)]
 
@@ -194,31 +194,31 @@ def _from_etc(etc: Path) -> Iterator[Node]:
                 if str(parent) not in parents:
                     parents[str(parent)] = None
                     yield Node(f"etc/{parent}")
-            yield from _copied(path, f"etc/{path.relative_to(etc)}")
+            yield from _copy(path, f"etc/{path.relative_to(etc)}")
 
 
-def _copied(path: Path, name: str) -> Iterator[Node]:
+def _copy(path: Path, name: str) -> Iterator[Node]:
     if path.name in SECRET_NAMES or path.name.endswith(SECRET_SUFFIXES):
         return
     try:
         name.encode()
         mode = path.lstat().st_mode
         if stat.S_ISLNK(mode):
-            yield from _copied_link(path, name)
+            yield from _copy_link(path, name)
         elif stat.S_ISDIR(mode) and mode & 0o005 == 0o005:
             yield Node(name)
             for inner in sorted(path.iterdir()):
-                yield from _copied(inner, f"{name}/{inner.name}")
+                yield from _copy(inner, f"{name}/{inner.name}")
         elif stat.S_ISREG(mode):
             content = _public_content(path)
             if content is not None:
                 yield Node(name, mode & 0o755, content)
     except (FileNotFoundError, UnicodeEncodeError):
-        return  # gone meanwhile, or of a name that no program asks for
+        return  # deleted meanwhile, or a name that no program uses
 
 
-def _copied_link(path: Path, name: str) -> Iterator[Node]:
-    """As it is if a sandbox has its target, else what it leads to."""
+def _copy_link(path: Path, name: str) -> Iterator[Node]:
+    """The link itself if a sandbox has its target, else the file that it leads to."""
     target = os.readlink(path)
     target.encode()
     leads_to = os.path.normpath(path.parent / target)
@@ -231,7 +231,7 @@ def _copied_link(path: Path, name: str) -> Iterator[Node]:
 
 
 def _public_content(path: Path) -> bytes | None:
-    """None unless it is a file that everybody may read, and reach."""
+    """None unless it is a file that all users may read and reach."""
     try:
         real = path.resolve(strict=True)
         if not all(parent.stat().st_mode & 0o001 for parent in real.parents) or not real.is_file():
@@ -246,7 +246,7 @@ def _public_content(path: Path) -> bytes | None:
         return file.read(FILE_BYTES_MAX)
 
 
-# ---- on disk --------------------------------------------------------------------------------------------------------
+# ---- writing --------------------------------------------------------------------------------------------------------
 
 
 def digest(nodes: list[Node]) -> str:
@@ -254,7 +254,7 @@ def digest(nodes: list[Node]) -> str:
 
 
 def write(nodes: list[Node], folder: Path, user: int) -> None:
-    """Into an empty directory. Parents come before what is in them."""
+    """Write the entries into an empty directory. Parents come before what is in them."""
     for node in nodes:
         path = folder / node.path
         if node.target is not None:

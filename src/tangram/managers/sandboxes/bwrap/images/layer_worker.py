@@ -1,7 +1,7 @@
-"""Unpacking: how the store talks to the program that touches what came from elsewhere.
+"""The layer worker: runs layers.py, the program that touches files of untrusted archives.
 
-Owns the process of layers.py: one for each request. Decides nothing. Promises that the process has ended when a call
-has, also when the caller is cancelled, and that what it found wrong is raised as whose fault it is.
+Starts one process for each request. Promises that the process has ended when a call returns or is cancelled, and that a
+failure is raised as the error that names its cause: the image, a limit or the machine.
 """
 
 from __future__ import annotations
@@ -19,54 +19,55 @@ import msgspec
 from tangram.errors import AdmissionRefused, InvalidConfig, ManagerError
 from tangram.managers.sandboxes.bwrap.images import layers
 from tangram.managers.sandboxes.bwrap.images.archives import ArchivedLayer
-from tangram.managers.sandboxes.bwrap.images.base_layers import Seen
+from tangram.managers.sandboxes.bwrap.images.base_layers import ImageContents
 
 UNPACK_S_MAX = 3600.0
-"""Of one layer, or of one look."""
+"""For one request."""
 
 
-class Allowance(msgspec.Struct):
-    """What an image may still take. Shrinks as its layers are unpacked."""
+class UnpackLimits(msgspec.Struct):
+    """What the rest of an image may take. Decreases as its layers are unpacked."""
 
     bytes: int
     entries: int
     free_bytes_min: int
-    """What is left on the disk for all others that write to it."""
+    """Free bytes that must remain on the disk for other users of it."""
 
 
-class Unpacker:
-    """Works as the user `uid`, shut into the directory that each call names."""
+class LayerWorker:
+    """Works as the user `uid`, confined to the directory that each call names."""
 
     def __init__(self, uid: int) -> None:
         self._uid = uid
 
     async def index(
-        self, image: str, source: int, spool: int, folder: Path, allowed: Allowance
+        self, image: str, source: int, spool: int, folder: Path, allowed: UnpackLimits
     ) -> tuple[int, dict[str, tuple[int, int]]]:
-        """Which descriptor holds the plain tar, the source or the spool, and what is where in it."""
+        """Returns the descriptor that holds the plain tar (the source or the spool), and offset and size by name in
+        it."""
         request = {"do": "index", "source": source, "spool": spool, **_limits(allowed)}
-        answer = await self._ask(image, request, folder, [source, spool])
+        answer = await self._request(image, request, folder, [source, spool])
         at = {name: (offset, size) for name, (offset, size) in answer["at"].items()}
         return (spool if answer["spooled"] else source), at
 
-    async def unpack(self, image: str, layer: ArchivedLayer, folder: Path, allowed: Allowance) -> None:
-        """A layer into an empty directory, in which something is left if this fails."""
+    async def unpack(self, image: str, layer: ArchivedLayer, folder: Path, allowed: UnpackLimits) -> None:
+        """Unpack a layer into an empty directory. A failure leaves files in it."""
         blob = layer.blob
         request = {"do": "unpack", "source": blob.fd, "offset": blob.offset, "size": blob.size}
         request |= {"digest": layer.digest, "diff_id": layer.diff_id, **_limits(allowed)}
-        used = await self._ask(image, request, folder, [blob.fd])
+        used = await self._request(image, request, folder, [blob.fd])
         allowed.bytes -= used["bytes"]
         allowed.entries -= used["entries"]
 
-    async def look(self, image: str, layers: tuple[str, ...], folder: Path, paths: list[str]) -> Seen:
-        """What is in an image, and of which kind these paths are. Several layers are mounted on `folder`, an empty one,
-        for as long as it takes."""
+    async def inspect(self, image: str, layers: tuple[str, ...], folder: Path, paths: list[str]) -> ImageContents:
+        """What an image contains, and the kind of each of these paths. Several layers are mounted on the empty
+        directory `folder` meanwhile."""
         inside = folder if len(layers) > 1 else Path(layers[0])
         request = {"do": "look", "layers": layers, "target": str(folder), "paths": paths}
-        answer = await self._ask(image, request, inside, [])
-        return msgspec.convert(answer, Seen)
+        answer = await self._request(image, request, inside, [])
+        return msgspec.convert(answer, ImageContents)
 
-    async def _ask(self, image: str, request: dict[str, Any], folder: Path, fds: list[int]) -> dict[str, Any]:
+    async def _request(self, image: str, request: dict[str, Any], folder: Path, fds: list[int]) -> dict[str, Any]:
         shut_in = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             request = {**request, "folder": shut_in, "user": self._uid}
@@ -83,7 +84,7 @@ class Unpacker:
         raise AdmissionRefused(kind, f"image {image} is beyond the limit {kind} of the store: {reason}")
 
 
-def _limits(allowed: Allowance) -> dict[str, int]:
+def _limits(allowed: UnpackLimits) -> dict[str, int]:
     return {
         "bytes_max": allowed.bytes,
         "entries_max": allowed.entries,
@@ -93,7 +94,7 @@ def _limits(allowed: Allowance) -> dict[str, int]:
 
 async def _run(request: bytes, fds: list[int]) -> dict[str, Any]:
     process = _start(fds)
-    talk = asyncio.ensure_future(asyncio.to_thread(_talk, process, request))
+    talk = asyncio.ensure_future(asyncio.to_thread(_communicate, process, request))
     try:
         stdout, stderr = await asyncio.shield(talk)
     except asyncio.CancelledError:
@@ -101,8 +102,8 @@ async def _run(request: bytes, fds: list[int]) -> dict[str, Any]:
         await asyncio.wait([talk])
         raise
     if not stdout:
-        said = stderr.decode(errors="replace").strip()[-500:] or "it was killed"
-        return {"kind": "invalid", "error": f"the unpacking ended with {process.returncode}: {said}"}
+        output = stderr.decode(errors="replace").strip()[-500:] or "it was killed"
+        return {"kind": "invalid", "error": f"the unpacking ended with {process.returncode}: {output}"}
     return json.loads(stdout)  # type: ignore[no-any-return]
 
 
@@ -114,7 +115,7 @@ def _start(fds: list[int]) -> subprocess.Popen[bytes]:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             pass_fds=fds,
-            # What is in the environment of this process is no business of an archive.
+            # The environment of this process may hold secrets.
             env={"PATH": os.defpath},
             cwd="/",
         )
@@ -122,7 +123,7 @@ def _start(fds: list[int]) -> subprocess.Popen[bytes]:
         raise ManagerError(f"the program that unpacks images could not be started: {error}") from error
 
 
-def _talk(process: subprocess.Popen[bytes], request: bytes) -> tuple[bytes, bytes]:
+def _communicate(process: subprocess.Popen[bytes], request: bytes) -> tuple[bytes, bytes]:
     with process:
         try:
             return process.communicate(request, timeout=UNPACK_S_MAX)

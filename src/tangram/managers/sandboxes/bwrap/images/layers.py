@@ -1,13 +1,12 @@
-"""Layers: trees of files that came from elsewhere, on disk.
+"""Layers: unpack untrusted tars into directories.
 
-Owns how a hostile tar becomes a directory. It is a program of its own: run by its path, without site-packages, it
-imports only the standard library. It is given what it needs as open descriptors, shuts itself into the new directory
-(a mount namespace of its own, chroot) before it looks at the first byte, and works as the user to whom the files
-belong. So whatever a member is called and wherever a link points, it stays inside. Root again it is only for what the
-kernel asks root for: whiteouts and the mark of opaque directories.
+A program of its own: run by its path, without site-packages, it imports only the standard library. It gets open
+descriptors, confines itself to the new directory (a mount namespace, chroot) before it reads the first byte, and works
+as the user that owns the files. So no name of a member and no link leads outside. It becomes root again only where the
+kernel requires it: for whiteouts and the attribute of opaque directories.
 
-Reads one request from its standard input and writes one answer to its standard output, both JSON. Decides nothing:
-limits and digests come with the request. What it leaves after a failure is for its caller to delete.
+Reads one request from its standard input and writes one response to its standard output, both JSON. Limits and digests
+come with the request. The caller deletes what a failure leaves.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ from collections.abc import Iterator
 from typing import Any
 
 MEMORY_BYTES_MAX = 1 << 30
-"""Address space of the program: a header may claim to be as long as it likes, and is read as a whole."""
+"""Address space of the program: a header may claim any length, and is read as a whole."""
 CPU_S_MAX = 3600
-"""Of the program: an archive that keeps it busy for longer is an attack on it."""
+"""For the program: an archive that keeps it busy for longer is an attack."""
 INDEX_ENTRIES_MAX = 10_000
-"""Of the outer archive, which holds a handful of files per layer."""
+"""In the outer archive, which holds a handful of files per layer."""
 NAME_BYTES_MAX = 4096
 TEXT_BYTES_MAX = 1 << 20
-"""Of a file such as /etc/passwd that is read from an image."""
+"""For a file such as /etc/passwd that is read from an image."""
 CHUNK_BYTES = 1 << 20
-SPACE_LOOK_BYTES = 64 << 20
-"""How much is written between two looks at what the disk has left."""
+SPACE_CHECK_BYTES = 64 << 20
+"""Bytes written between two checks of the free space of the disk."""
 FREE_FILES_MIN = 20_000
-"""What is left to others of what a disk can count: more than is made between two looks."""
+"""Inodes that must stay free for other users of the disk: more than are created between two checks."""
 ENTRY_BYTES = 4096
-"""What an entry takes of a disk besides its content, for those looks."""
+"""Disk space of an entry in addition to its content, as counted for these checks."""
 
 CLONE_NEWNS = 0x00020000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 1, 2, 4, 0x4000, 0x40000
@@ -53,17 +52,17 @@ WHITEOUT, WHITEOUT_META, WHITEOUT_OPAQUE = ".wh.", ".wh..wh.", ".wh..wh..opq"
 OPAQUE_XATTR = "trusted.overlay.opaque"
 
 FOREIGN_MAGIC = {b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zX": "xz", b"BZh": "bzip2", b"PK\x03\x04": "zip"}
-LOOKED_AT = ("etc", "home", "var")
-"""Directories into which a layer on top may only put something if the image has no link there."""
-READ = ("etc/passwd", "etc/group", "etc/hosts", "etc/resolv.conf")
+INSPECTED_DIRECTORIES = ("etc", "home", "var")
+"""Directories into which a generated layer may put files only if they are not links in the image."""
+INSPECTED_FILES = ("etc/passwd", "etc/group", "etc/hosts", "etc/resolv.conf")
 
 Request = dict[str, Any]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Refused(Exception):
-    """What came cannot be unpacked. `kind`: `invalid`, the name of a limit, or `world` if the machine is at fault."""
+class UnpackError(Exception):
+    """The input cannot be unpacked. `kind`: `invalid`, the name of a limit, or `world` if the machine is at fault."""
 
     def __init__(self, kind: str, reason: str) -> None:
         self.kind = kind
@@ -73,7 +72,7 @@ class Refused(Exception):
 # ---- reading ------------------------------------------------------------------------------------------------------
 
 
-class Section(io.RawIOBase):
+class FileSection(io.RawIOBase):
     """A part of an open file."""
 
     def __init__(self, fd: int, offset: int, size: int) -> None:
@@ -89,12 +88,12 @@ class Section(io.RawIOBase):
         return len(data)
 
 
-class Measured(io.RawIOBase):
-    """A stream with its digest, that ends in an error where it gets too long."""
+class DigestingReader(io.RawIOBase):
+    """A stream with its digest, which raises an error beyond its maximum size."""
 
     def __init__(self, source: io.RawIOBase | gzip.GzipFile, bytes_max: int) -> None:
         self._source = source
-        self._left = self.bytes_max = bytes_max
+        self._bytes_left = self.bytes_max = bytes_max
         self._sha256 = hashlib.sha256()
 
     def readable(self) -> bool:
@@ -102,9 +101,9 @@ class Measured(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         data = self._source.read(len(buffer)) or b""
-        self._left -= len(data)
-        if self._left < 0:
-            raise Refused("bytes_max", f"it holds more than the {self.bytes_max} bytes that are left to it")
+        self._bytes_left -= len(data)
+        if self._bytes_left < 0:
+            raise UnpackError("bytes_max", f"it holds more than the {self.bytes_max} bytes that are left to it")
         self._sha256.update(data)
         buffer[: len(data)] = data
         return len(data)
@@ -122,7 +121,7 @@ def is_gzip(fd: int, offset: int) -> bool:
     head = os.pread(fd, 4, offset)
     for magic, name in FOREIGN_MAGIC.items():
         if head.startswith(magic):
-            raise Refused("invalid", f"it is compressed with {name}; only gzip and plain tar can be read")
+            raise UnpackError("invalid", f"it is compressed with {name}; only gzip and plain tar can be read")
     return head.startswith(b"\x1f\x8b")
 
 
@@ -130,29 +129,29 @@ def inner_path(name: str) -> str:
     """The name of a member as an absolute path of the new root."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if ".." in parts:
-        raise Refused("invalid", f"the member {name[:200]!r} leads out of it")
+        raise UnpackError("invalid", f"the member {name[:200]!r} leads out of it")
     if len(name.encode(errors="surrogateescape")) > NAME_BYTES_MAX:
-        raise Refused("invalid", f"the member {name[:200]!r}... has a name of more than {NAME_BYTES_MAX} bytes")
+        raise UnpackError("invalid", f"the member {name[:200]!r}... has a name of more than {NAME_BYTES_MAX} bytes")
     return "/" + "/".join(parts)
 
 
 # ---- unpacking ----------------------------------------------------------------------------------------------------
 
 
-class Unpacking:
-    """One layer on its way to the disk. The root directory is that of the layer."""
+class LayerUnpacker:
+    """Unpacks one layer. The root directory of this process is that of the layer."""
 
     def __init__(self, bytes_max: int, entries_max: int, free_bytes_min: int) -> None:
         self.bytes_max, self.entries_max, self.free_bytes_min = bytes_max, entries_max, free_bytes_min
         self.bytes = self.entries = 0
-        self._unlooked_bytes = SPACE_LOOK_BYTES
-        # Done at the end: a directory that may not be written to is filled first, and a whiteout hides only what the
-        # layers below have, wherever in the tar it stands.
+        self._unchecked_bytes = SPACE_CHECK_BYTES
+        # Done at the end: a read-only directory is filled first, and a whiteout hides only what the layers below have,
+        # wherever it is in the tar.
         self._folders: dict[str, tuple[int, float]] = {}
         self._whiteouts: dict[str, None] = {}
         self._opaque: dict[str, None] = {}
 
-    def take(self, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
+    def add_member(self, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
         self._charge(member.size if member.isreg() else 0)
         path = inner_path(member.name)
         if path == "/":
@@ -160,32 +159,32 @@ class Unpacking:
         folder, _, base = path.rpartition("/")
         self._make_folder(folder or "/")
         if base.startswith(WHITEOUT):
-            self._take_whiteout(folder, base)
+            self._add_whiteout(folder, base)
         elif member.isdir():
-            self._take_folder(path, member)
+            self._add_folder(path, member)
         elif member.isreg():
-            self._take_file(path, tar, member)
+            self._add_file(path, tar, member)
         elif member.issym():
             self._clear(path)
             os.symlink(member.linkname, path)
             os.utime(path, times=_times(member), follow_symlinks=False)
         elif member.islnk():
-            self._take_link(path, inner_path(member.linkname))
+            self._add_link(path, inner_path(member.linkname))
         elif member.ischr() and (member.devmajor, member.devminor) == (0, 0):
             self._clear(path)
             self._whiteouts[path] = None
-        # Other devices, sockets and pipes are left out: nothing in a sandbox may open the first, and the others mean
-        # nothing without the process that made them.
+        # Other devices, sockets and pipes are left out: nothing in a sandbox may open devices, and the others are
+        # useless without the process that made them.
 
     def finish(self) -> None:
-        """As root."""
+        """Run as root."""
         for path in self._whiteouts:
             try:
                 os.mknod(path, stat.S_IFCHR, os.makedev(0, 0))
             except FileExistsError:
-                self._opaque[path] = None  # what the layer itself has there stays; only below it is hidden
+                self._opaque[path] = None  # entries of this layer stay; only those below it are hidden
             except (FileNotFoundError, NotADirectoryError):
-                pass  # a later member took the place of its directory
+                pass  # a later member replaced its directory
             else:
                 os.lchown(path, *_owner("/"))
         for path in self._opaque:
@@ -201,21 +200,21 @@ class Unpacking:
 
     def _charge(self, size: int) -> None:
         if size < 0:
-            raise Refused("invalid", "a member has a negative size")
+            raise UnpackError("invalid", "a member has a negative size")
         self.entries += 1
         self.bytes += size
         if self.entries > self.entries_max:
-            raise Refused("entries_max", f"it holds more than the {self.entries_max} entries that are left to it")
+            raise UnpackError("entries_max", f"it holds more than the {self.entries_max} entries that are left to it")
         if self.bytes > self.bytes_max:
-            raise Refused("bytes_max", f"it unpacks to more than the {self.bytes_max} bytes that are left to it")
-        self._unlooked_bytes += size + ENTRY_BYTES
-        if self._unlooked_bytes > SPACE_LOOK_BYTES:
-            self._unlooked_bytes = 0
+            raise UnpackError("bytes_max", f"it unpacks to more than the {self.bytes_max} bytes that are left to it")
+        self._unchecked_bytes += size + ENTRY_BYTES
+        if self._unchecked_bytes > SPACE_CHECK_BYTES:
+            self._unchecked_bytes = 0
             require_space("/", size, self.free_bytes_min)
 
     def _make_folder(self, path: str) -> None:
-        """Directories that no member announced. A link on the way is followed, as every unpacker does: it cannot lead
-        out of this root."""
+        """Directories that no member announced. A link on the way is followed, as by every unpacker: it cannot lead out
+        of this root."""
         if os.path.isdir(path):
             return
         made = ""
@@ -226,7 +225,7 @@ class Unpacking:
                 os.mkdir(made)
 
     def _clear(self, path: str) -> None:
-        """A later member takes the place of an earlier one, and is never written through it."""
+        """A later member replaces an earlier one, and is never written through it."""
         try:
             os.unlink(path)
         except FileNotFoundError:
@@ -235,24 +234,24 @@ class Unpacking:
             try:
                 os.rmdir(path)
             except OSError:
-                raise Refused("invalid", f"{path[:200]!r} comes twice, and was a directory with content") from None
+                raise UnpackError("invalid", f"{path[:200]!r} comes twice, and was a directory with content") from None
 
-    def _take_whiteout(self, folder: str, base: str) -> None:
+    def _add_whiteout(self, folder: str, base: str) -> None:
         hidden = base.removeprefix(WHITEOUT)
         if base == WHITEOUT_OPAQUE:
             self._opaque[folder or "/"] = None
         elif hidden in ("", ".", ".."):
-            raise Refused("invalid", f"the whiteout {base!r} names nothing")
-        elif not base.startswith(WHITEOUT_META):  # the rest of those is bookkeeping of another file system
+            raise UnpackError("invalid", f"the whiteout {base!r} names nothing")
+        elif not base.startswith(WHITEOUT_META):  # the rest of these names is bookkeeping of another file system
             self._whiteouts[f"{folder}/{hidden}"] = None
 
-    def _take_folder(self, path: str, member: tarfile.TarInfo) -> None:
+    def _add_folder(self, path: str, member: tarfile.TarInfo) -> None:
         if not stat.S_ISDIR(_mode(path)):
             self._clear(path)
             os.mkdir(path, 0o700)
         self._folders[path] = (member.mode & 0o1777, _times(member)[0])
 
-    def _take_file(self, path: str, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
+    def _add_file(self, path: str, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
         self._clear(path)
         content = tar.extractfile(member)
         assert content is not None
@@ -262,7 +261,7 @@ class Unpacking:
             while left:
                 data = content.read(min(left, CHUNK_BYTES))
                 if not data:
-                    raise Refused("invalid", f"it ends in the middle of {member.name[:200]!r}")
+                    raise UnpackError("invalid", f"it ends in the middle of {member.name[:200]!r}")
                 write_all(fd, data)
                 left -= len(data)
             os.fchmod(fd, member.mode & 0o777)
@@ -270,20 +269,20 @@ class Unpacking:
         finally:
             os.close(fd)
 
-    def _take_link(self, path: str, target: str) -> None:
+    def _add_link(self, path: str, target: str) -> None:
         if path == target:
             return
         mode = _mode(target)
         if not mode or stat.S_ISDIR(mode):
             which = "is a directory" if mode else "is not in its layer"
-            raise Refused("invalid", f"{path[:200]!r} is a hard link to {target[:200]!r}, which {which}")
+            raise UnpackError("invalid", f"{path[:200]!r} is a hard link to {target[:200]!r}, which {which}")
         self._clear(path)
         os.link(target, path, follow_symlinks=False)
 
 
 @contextlib.contextmanager
 def _opened_folder(path: str) -> Iterator[int | None]:
-    """None if a later member took its place."""
+    """None if a later member replaced it."""
     folder = None
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -304,7 +303,7 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def _mode(path: str) -> int:
-    """0: there is nothing."""
+    """0 if there is none."""
     try:
         return os.lstat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -317,7 +316,8 @@ def _owner(path: str) -> tuple[int, int]:
 
 
 def _times(member: tarfile.TarInfo) -> tuple[float, float]:
-    """Kept, as caches of compiled programs go by them. A time that no file system can hold, NaN included, is 0."""
+    """Kept, because caches of compiled programs compare it. A time that no file system can hold, NaN included, becomes
+    0."""
     mtime = float(member.mtime) if 0 <= member.mtime < 1 << 33 else 0.0
     return mtime, mtime
 
@@ -326,31 +326,31 @@ def require_space(path: str | int, size: int, free_bytes_min: int) -> None:
     space = os.statvfs(path)
     free = space.f_bavail * space.f_frsize
     if free < size + free_bytes_min:
-        raise Refused("world", f"the disk has {free} bytes left, and {free_bytes_min} of them are kept free")
+        raise UnpackError("world", f"the disk has {free} bytes left, and {free_bytes_min} of them are kept free")
     if space.f_files and space.f_favail < FREE_FILES_MIN:
-        raise Refused("world", f"the disk has room for {space.f_favail} more files, which are kept free")
+        raise UnpackError("world", f"the disk has room for {space.f_favail} more files, which are kept free")
 
 
 # ---- the program --------------------------------------------------------------------------------------------------
 
 
-def shut_in(folder: int, user: int, *, overlay: tuple[str, str] | None = None, for_good: bool = True) -> None:
-    """Make a directory the root of this process, and the owner of its files its user. `overlay`: its layers and the
-    place where they are mounted first; the mount is gone with the process."""
-    _call(_libc.unshare(CLONE_NEWNS))
-    _call(_libc.mount(None, b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None))
+def enter_chroot(folder: int, user: int, *, overlay: tuple[str, str] | None = None, permanent: bool = True) -> None:
+    """Make a directory the root of this process, and the owner of its files its user. `overlay`: the layers to mount
+    first, and where; the mount vanishes with the process."""
+    _check_result(_libc.unshare(CLONE_NEWNS))
+    _check_result(_libc.mount(None, b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None))
     if overlay is None:
         os.fchdir(folder)
     else:
         lower, target = overlay
         flags = ctypes.c_ulong(MS_RDONLY | MS_NOSUID | MS_NODEV)
-        _call(_libc.mount(b"overlay", os.fsencode(target), b"overlay", flags, os.fsencode(f"lowerdir={lower}")))
+        _check_result(_libc.mount(b"overlay", os.fsencode(target), b"overlay", flags, os.fsencode(f"lowerdir={lower}")))
         os.chdir(target)
     os.chroot(".")
     os.chdir("/")
     os.umask(0o022)
     os.setgroups([])
-    if for_good:
+    if permanent:
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
     else:
@@ -358,21 +358,21 @@ def shut_in(folder: int, user: int, *, overlay: tuple[str, str] | None = None, f
         os.seteuid(user)
 
 
-def _call(result: int) -> None:
+def _check_result(result: int) -> None:
     if result != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
 
 
 def do_index(request: Request) -> object:
-    """What the outer archive holds, and where: offset and size by name. A compressed one is first written out, to the
-    descriptor `spool`, since its parts are needed in another order than they have."""
+    """What the outer archive contains: offset and size by name. A compressed one is first decompressed into the
+    descriptor `spool`, because its parts are read in another order."""
     source, spool = request["source"], request["spool"]
-    shut_in(request["folder"], request["user"])
+    enter_chroot(request["folder"], request["user"])
     size = os.fstat(source).st_size
     spooled = is_gzip(source, 0)
     if spooled:
-        _spool(Section(source, 0, size), spool, request)
+        _spool(FileSection(source, 0, size), spool, request)
         source = spool
         size = os.fstat(source).st_size
     at: dict[str, tuple[int, int]] = {}
@@ -384,48 +384,51 @@ def do_index(request: Request) -> object:
             tar.members = []  # type: ignore[attr-defined]
             entries += 1
             if entries > INDEX_ENTRIES_MAX:
-                raise Refused("invalid", f"it holds more than {INDEX_ENTRIES_MAX} files, which no image archive does")
+                raise UnpackError(
+                    "invalid", f"it holds more than {INDEX_ENTRIES_MAX} files, which no image archive does"
+                )
             name = inner_path(member.name)[1:]
             if member.isreg() and not member.issparse():
                 if member.size < 0 or member.offset_data + member.size > size:
-                    raise Refused("invalid", f"it ends in the middle of {member.name[:200]!r}")
+                    raise UnpackError("invalid", f"it ends in the middle of {member.name[:200]!r}")
                 at[name] = (member.offset_data, member.size)
             elif member.issym():
                 links[name] = os.path.normpath(os.path.join(os.path.dirname(name), member.linkname[:NAME_BYTES_MAX]))
             elif member.islnk():
                 links[name] = inner_path(member.linkname)[1:]
-    # Equal layers are stored once and linked to by the others.
+    # Equal layers are stored once; the others link to them.
     for name, target in links.items():
         if target in at:
             at.setdefault(name, at[target])
     return {"spooled": spooled, "at": at}
 
 
-def _spool(source: Section, spool: int, request: Request) -> None:
-    plain = Measured(gzip.GzipFile(fileobj=io.BufferedReader(source)), request["bytes_max"])
-    unlooked_bytes = SPACE_LOOK_BYTES
+def _spool(source: FileSection, spool: int, request: Request) -> None:
+    plain = DigestingReader(gzip.GzipFile(fileobj=io.BufferedReader(source)), request["bytes_max"])
+    unlooked_bytes = SPACE_CHECK_BYTES
     while data := plain.read(CHUNK_BYTES):
         unlooked_bytes += len(data)
-        if unlooked_bytes > SPACE_LOOK_BYTES:
+        if unlooked_bytes > SPACE_CHECK_BYTES:
             unlooked_bytes = 0
-            require_space(spool, SPACE_LOOK_BYTES, request["free_bytes_min"])
+            require_space(spool, SPACE_CHECK_BYTES, request["free_bytes_min"])
         write_all(spool, data)
 
 
 def do_unpack(request: Request) -> object:
-    """A layer into the directory `folder`. Its digests are those of the bytes as they came and of the plain tar."""
+    """Unpack a layer into the directory `folder`. Its digests are those of the bytes in the archive and of the plain
+    tar."""
     source, offset, size = request["source"], request["offset"], request["size"]
-    shut_in(request["folder"], request["user"], for_good=False)
-    packed = Measured(Section(source, offset, size), size)
+    enter_chroot(request["folder"], request["user"], permanent=False)
+    packed = DigestingReader(FileSection(source, offset, size), size)
     if is_gzip(source, offset):
-        plain = Measured(gzip.GzipFile(fileobj=io.BufferedReader(packed)), request["bytes_max"])
+        plain = DigestingReader(gzip.GzipFile(fileobj=io.BufferedReader(packed)), request["bytes_max"])
     else:
-        plain = Measured(packed, request["bytes_max"])
-    unpacking = Unpacking(request["bytes_max"], request["entries_max"], request["free_bytes_min"])
+        plain = DigestingReader(packed, request["bytes_max"])
+    unpacking = LayerUnpacker(request["bytes_max"], request["entries_max"], request["free_bytes_min"])
     with tarfile.open(fileobj=io.BufferedReader(plain, CHUNK_BYTES), mode="r|", bufsize=CHUNK_BYTES) as tar:
         while (member := tar.next()) is not None:
             tar.members = []  # type: ignore[attr-defined]  # it would keep every member that it ever saw
-            unpacking.take(tar, member)
+            unpacking.add_member(tar, member)
     plain.drain()
     packed.drain()
     for what, expected, found in (
@@ -433,21 +436,21 @@ def do_unpack(request: Request) -> object:
         ("its tar", request["diff_id"], plain.hexdigest),
     ):
         if expected and expected != found:
-            raise Refused("invalid", f"the digest of {what} should be sha256:{expected} and is sha256:{found}")
+            raise UnpackError("invalid", f"the digest of {what} should be sha256:{expected} and is sha256:{found}")
     os.seteuid(0)
     unpacking.finish()
     return {"bytes": unpacking.bytes, "entries": unpacking.entries}
 
 
-def do_look(request: Request) -> object:
-    """What an image has, seen from inside and by the user of a sandbox."""
+def do_inspect(request: Request) -> object:
+    """What an image contains, seen from inside and as the user of a sandbox."""
     layers = request["layers"]
     overlay = (":".join(layers), request["target"]) if len(layers) > 1 else None
-    shut_in(request["folder"], request["user"], overlay=overlay)
+    enter_chroot(request["folder"], request["user"], overlay=overlay)
     return {
         "has_bash": os.access("/bin/bash", os.X_OK),
-        "kinds": {name: _kind(_mode(f"/{name}")) for name in (*LOOKED_AT, *request["paths"])},
-        "texts": {name: _text(f"/{name}") for name in READ},
+        "kinds": {name: _kind(_mode(f"/{name}")) for name in (*INSPECTED_DIRECTORIES, *request["paths"])},
+        "texts": {name: _text(f"/{name}") for name in INSPECTED_FILES},
     }
 
 
@@ -468,22 +471,22 @@ def _text(path: str) -> str | None:
     return content.decode(errors="surrogateescape") if len(content) <= TEXT_BYTES_MAX else None
 
 
-_WORK = {"index": do_index, "unpack": do_unpack, "look": do_look}
-_FAULTS_OF_THE_WORLD = (
+_HANDLERS = {"index": do_index, "unpack": do_unpack, "look": do_inspect}
+_MACHINE_ERRNOS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EPERM, errno.EOPNOTSUPP),
     *(errno.EMFILE, errno.ENFILE, errno.ENODEV),
 )
 
 
-def answer(request: Request) -> Request:
+def handle_request(request: Request) -> Request:
     try:
-        return {"ok": _WORK[request["do"]](request)}
-    except Refused as error:
+        return {"ok": _HANDLERS[request["do"]](request)}
+    except UnpackError as error:
         return {"kind": error.kind, "error": str(error)}
     except MemoryError:
         return {"kind": "invalid", "error": f"reading it takes more than {MEMORY_BYTES_MAX} bytes of memory"}
     except OSError as error:
-        kind = "world" if error.errno in _FAULTS_OF_THE_WORLD else "invalid"
+        kind = "world" if error.errno in _MACHINE_ERRNOS else "invalid"
         return {"kind": kind, "error": str(error)[:1000]}
     except Exception as error:  # whatever a hostile archive makes the parsers raise
         return {"kind": "invalid", "error": f"{type(error).__name__}: {error}"[:1000]}
@@ -498,7 +501,7 @@ def main() -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(limit, (value, value))
-    json.dump(answer(request), sys.stdout)
+    json.dump(handle_request(request), sys.stdout)
     sys.stdout.flush()
 
 

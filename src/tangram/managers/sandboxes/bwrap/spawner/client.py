@@ -1,10 +1,10 @@
-"""Spawning: the owner's side of the spawner's socket.
+"""The spawner's client: starts a spawner, sends it requests, and awaits its replies.
 
-Owns the process of the spawner and the matching of its replies to those who wait. Decides nothing. Promises that every
-request is answered: by the spawner, or by ManagerError when it is gone.
+Owns the process of the spawner and the socket to it. Decides nothing. Promises that every request gets a reply from the
+spawner, or ManagerError when the spawner has ended.
 
-The spawner of an owner with a name is nobody's child. It is left to the next process of that name, which attaches to
-it, unless this one says that nothing is to outlive it.
+The spawner of a named owner is a daemon. It is left to the next process of that name, which attaches to it, unless this
+owner requests otherwise.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -22,33 +22,50 @@ from typing import Any
 import msgspec
 
 from tangram.errors import InvalidAction, ManagerError
-from tangram.managers.sandboxes.bwrap.spawner.lock import Apart, Keeping
-from tangram.managers.sandboxes.bwrap.spawner.spawner import (
-    FDS_MAX,
-    MESSAGE_BYTES_MAX,
-    PROTOCOL,
-    SO_SNDBUFFORCE,
+from tangram.managers.sandboxes.bwrap.spawner.lock import DetachedProcess, SpawnerLock
+from tangram.managers.sandboxes.bwrap.spawner.protocol import FDS_MAX, PROTOCOL
+from tangram.processes.packets import (
+    PACKET_BYTES_MAX,
     Message,
+    decode_packet,
+    encode_packet,
+    packet_socketpair,
+    receive_packet,
+    reserve_send_buffer,
+    send_packet,
 )
+from tangram.processes.pending_replies import PendingReplies
+from tangram.processes.process_tree import SpawnedChild
 from tangram.processes.streams import Stream
-
-_encode, _decode = msgspec.json.Encoder().encode, msgspec.json.Decoder().decode
 
 PROGRAM = Path(__file__).with_name("spawner.py")
 SEND_RETRY_S = 0.001
-"""Between attempts to send while the spawner has not yet read what came before."""
+"""Between attempts to send while the socket is full."""
 
 END_S_MAX = 5.0
-"""Until a spawner has ended that was told to; then it is killed."""
+"""For a spawner to end that was asked to; then it is killed."""
+EXIT_CODE_S_MAX = 1.0
+"""For a spawner that has closed its socket to exit, so that its exit code can be reported."""
 ATTACH_S_MAX = 15.0
-"""Until a spawner that was left behind answers: it kills first what the last owner had running, which takes seconds at
-most."""
+"""For an orphaned spawner to answer: it first kills the programs of the previous owner, which takes seconds at most."""
 LEAVE_S_MAX = 10.0
-"""Until everything stands still that is left behind."""
+"""For the sandboxes that are left behind to freeze."""
+
+
+LARGE_FIELDS = {
+    "exec": ("command", " with its environment; write a file and run that"),
+    "file": ("path", ""),
+    "open": ("sandbox", " with its environment and mounts"),
+}
+"""By kind of request: what the caller must shorten, and how."""
+
+
+_ENCODER = msgspec.json.Encoder()
+_DECODER = msgspec.json.Decoder(Message)
 
 
 class ExecFailed(Exception):
-    """The program could not be executed: there is none of that name, or it may not be."""
+    """The program could not be executed: it does not exist, or is not executable."""
 
     def __init__(self, errno: int, reason: str) -> None:
         self.errno = errno
@@ -57,12 +74,12 @@ class ExecFailed(Exception):
 
 
 class Program:
-    """A program on its way in a sandbox."""
+    """A program that was started in a sandbox."""
 
     def __init__(self, number: int, pid: int, ended: asyncio.Future[Message]) -> None:
         self.number = number
         self.pid = pid
-        """0 if nobody asked."""
+        """0 unless it was requested."""
         self.ended = ended
 
     @property
@@ -70,37 +87,30 @@ class Program:
         return self.ended.done()
 
     async def exit_code(self) -> int:
-        """Negative for a signal. Raises ExecFailed if it could not be executed, ManagerError if the spawner is gone.
-        For one who waits: whoever is cancelled here is the last to ask."""
-        return int(_checked(await self.ended)["code"])
+        """Negative for a signal. Raises ExecFailed if it could not be executed, ManagerError if the spawner has ended.
+        One waiter only: cancelling it cancels the future."""
+        return int(_check_reply(await self.ended)["code"])
 
 
-class KeptStream(Stream):
-    """A stream that can be handed over."""
-
-    def fileno(self) -> int:
-        return self._fd
-
-
-class Left(msgspec.Struct, frozen=True):
-    """What a spawner says of a sandbox that was left with it."""
+class OrphanedSandbox(msgspec.Struct, frozen=True):
+    """A sandbox that was left with a spawner."""
 
     init: int
     """Its first process."""
     sessions: list[str]
-    """Those whose shell ended with their owner, or with one before it, and whose callers do not know it."""
+    """Sessions whose shell ended with their owner, or with one before it, and whose callers have not been notified."""
 
 
 class Greeting(msgspec.Struct):
-    """What a spawner says to the next owner. Only `protocol` is the same in all versions."""
+    """The first message of a spawner to the next owner. Only `protocol` is the same in all versions."""
 
     protocol: int
     number: int
-    boxes: dict[str, Left]
+    boxes: dict[str, OrphanedSandbox]
 
 
-class Spawning:
-    """One spawner, from start to end, or from one owner to the next."""
+class SpawnerClient:
+    """The client of one spawner, from its start to its end, or from one owner to the next."""
 
     def __init__(
         self,
@@ -110,105 +120,120 @@ class Spawning:
         *,
         outlives: bool = False,
     ) -> None:
-        """`kept`: the directory in which owners of one name look for the spawner. `outlives`: whether it is left to the
-        next one, or ends with this one."""
+        """`kept`: the directory in which owners of one name find the spawner. `outlives`: whether it is left to the
+        next owner, or ends with this one."""
         self._on_gone = on_gone
-        """Told the sandbox and the code with which its first process ended."""
+        """Called with a sandbox and the exit code of its first process."""
         self._on_end = on_end
-        """Told why the spawner itself is gone, which no one asked for."""
+        """Called with the reason when the spawner ends unexpectedly."""
         self._number = 0
-        self._waiting: dict[int, asyncio.Future[Message]] = {}
-        self._exits: dict[int, asyncio.Future[Message]] = {}
+        self._replies = PendingReplies[Message]()
+        self._exits = PendingReplies[Message]()
+        """By the number of the request that started the program or file work."""
         self._socket: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | Apart | None = None
-        self._keeping = Keeping(kept) if kept is not None else None
+        self._process: SpawnedChild | DetachedProcess | None = None
+        self._end_task: asyncio.Task[None] | None = None
+        self._lock = SpawnerLock(kept) if kept is not None else None
         self._outlives = outlives
 
     async def start(self, filter_program: bytes, groups: list[str]) -> None:
-        """`groups`: control groups of which nothing is left when the spawner has ended."""
-        if self._keeping is None:
-            # A process group of its own: Ctrl-C in a terminal is for the owner, who then ends the spawner.
-            self._launch([], process_group=0)
+        """`groups`: control groups that are empty when the spawner has ended."""
+        if self._lock is None:
+            self._process = self._launch([], cwd=os.getcwd())
             await self._begin(filter_program, groups)
             return
-        lock = self._keeping.lock()
+        lock = self._lock.acquire()
         try:
-            first = self._launch_apart(self._keeping.directory, lock)
+            first = self._launch_detached(self._lock.directory, lock)
         finally:
             os.close(lock)
-        self._process = Apart(await self._begin(filter_program, groups))
-        await asyncio.to_thread(first.wait)  # it has forked the spawner and ended
+        self._process = first
+        self._process = DetachedProcess(await self._begin(filter_program, groups))
+        try:
+            await asyncio.wait({first.exited})  # it has forked the spawner
+        finally:
+            first.reap_or_abandon()
 
     async def _begin(self, filter_program: bytes, groups: list[str]) -> int:
-        said = {"filter": filter_program.hex(), "groups": groups, "outlives": self._outlives}
-        return int((await self.request("begin", **said))["pid"])
+        settings = {"filter": filter_program.hex(), "groups": groups, "outlives": self._outlives}
+        return int((await self.request("begin", **settings))["pid"])
 
-    def _launch_apart(self, kept: Path, lock: int) -> subprocess.Popen[bytes]:
-        """It has nothing of the owner: whoever waits for the end of the owner's output sees it."""
+    def _launch_detached(self, kept: Path, lock: int) -> SpawnedChild:
+        """It inherits no output stream of the owner: a reader of that would wait for its end."""
         with open(kept / "spawner.log", "ab") as log:
-            return self._launch(
-                [str(lock), str(kept)], pass_fds=[lock], stdout=log, stderr=log, cwd="/", start_new_session=True
-            )
+            return self._launch([str(lock), str(kept)], keep=[lock], output=log.fileno(), cwd="/")
 
-    def _launch(self, words: list[str], *, pass_fds: Iterable[int] = (), **options: Any) -> subprocess.Popen[bytes]:
-        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._take(mine)
-        with its:
-            words = [sys.executable, "-I", "-S", str(PROGRAM), str(its.fileno()), *words]
-            # As it forks into sandboxes, it knows nothing of the owner's environment but where programs are.
-            env = {"PATH": os.environ.get("PATH", os.defpath)}
-            self._process = process = subprocess.Popen(
-                words, pass_fds=[its.fileno(), *pass_fds], stdin=subprocess.DEVNULL, env=env, **options
-            )
+    def _launch(
+        self, arguments: list[str], *, cwd: str, keep: Iterable[int] = (), output: int | None = None
+    ) -> SpawnedChild:
+        mine, its = packet_socketpair()
+        self._configure_socket(mine)
+        null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            with its:
+                process = SpawnedChild(
+                    [sys.executable, "-I", "-S", str(PROGRAM), str(its.fileno()), *arguments],
+                    # It forks into sandboxes, so of the owner's environment it gets only PATH.
+                    env={"PATH": os.environ.get("PATH", os.defpath)},
+                    cwd=cwd,
+                    streams=(null, output, output),
+                    keep=[its.fileno(), *keep],
+                )
+        finally:
+            os.close(null)
         asyncio.get_running_loop().add_reader(mine, self._on_readable)
         return process
 
-    def _take(self, mine: socket.socket) -> None:
-        mine.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, 4 * MESSAGE_BYTES_MAX)
+    def _configure_socket(self, mine: socket.socket) -> None:
+        reserve_send_buffer(mine, 4)
         mine.setblocking(False)
         self._socket = mine
 
+    @property
+    def is_connected(self) -> bool:
+        return self._socket is not None
+
     async def stop(self) -> None:
-        """The end of the socket ends the spawner, and with it every sandbox. One that outlives its owner ends when it
-        has none, which it must not have any more."""
-        if self._socket is None or self._process is None:
-            return
-        self._detach("the spawner was stopped")
+        """The end of the socket ends the spawner, and with it every sandbox. A spawner that outlives its owner ends
+        when it has no sandbox; all must have been closed."""
+        if self._socket is not None:
+            self._disconnect("the spawner was stopped")
         process = self._process
-        try:
-            await asyncio.to_thread(process.wait, END_S_MAX)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            await asyncio.to_thread(process.wait)
-        self._forget_process()
+        if process is None:
+            return
+        await asyncio.wait({process.exited}, timeout=END_S_MAX)
+        if not process.exited.done():
+            process.signal(signal.SIGKILL)
+            await asyncio.wait({process.exited})
+        self._close_process()
 
-    # ---- from one owner to the next ----
+    # ---- attach and detach ----
 
-    async def attach(self, filter_program: bytes, groups: list[str]) -> dict[str, Left]:
-        """To the spawner that the last owner left behind. Returns the sandboxes that it has. Raises ManagerError if it
+    async def attach(self, filter_program: bytes, groups: list[str]) -> dict[str, OrphanedSandbox]:
+        """Attach to the spawner that the previous owner left behind. Returns its sandboxes. Raises ManagerError if it
         cannot be used; it has ended then, and its sandboxes with it."""
-        assert self._keeping is not None
+        assert self._lock is not None
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(ATTACH_S_MAX):
-                connection, self._process = await self._keeping.connect()
-                self._take(connection)
-                left = self._greeted(await loop.sock_recv(connection, MESSAGE_BYTES_MAX))
+                connection, self._process = await self._lock.connect()
+                self._configure_socket(connection)
+                left = self._parse_greeting(await loop.sock_recv(connection, PACKET_BYTES_MAX))
                 loop.add_reader(connection, self._on_readable)
                 await self._begin(filter_program, groups)
             return left
         except BaseException as error:
             if self._socket is not None:
-                self._detach("the spawner is not used")
-            self._forget_process()
+                self._disconnect("the spawner is not used")
+            self._close_process()
             if not isinstance(error, (OSError, ManagerError)):
                 raise  # it waits for another owner
-            await self._keeping.end()
+            await self._lock.kill_spawner()
             if isinstance(error, ManagerError):
                 raise
             raise ManagerError(f"the spawner that held it does not answer: {str(error) or 'it hangs'}") from error
 
-    def _greeted(self, greeting: bytes) -> dict[str, Left]:
+    def _parse_greeting(self, greeting: bytes) -> dict[str, OrphanedSandbox]:
         if not greeting:
             raise ManagerError("the spawner that held it has ended")
         try:
@@ -223,8 +248,8 @@ class Spawning:
         self._number = found.number
         return found.boxes
 
-    async def leave(self) -> None:
-        """Let go of the spawner. Returns when it has made everything stand still for the next owner."""
+    async def detach(self) -> None:
+        """Leave the spawner. Returns when it has frozen everything for the next owner."""
         if self._socket is None:
             return
         loop = asyncio.get_running_loop()
@@ -232,38 +257,40 @@ class Spawning:
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(LEAVE_S_MAX):
                 self._socket.shutdown(socket.SHUT_WR)
-                while await loop.sock_recv(self._socket, MESSAGE_BYTES_MAX):
-                    pass  # nobody waits for it any more
-        self._detach("its sandboxes were left for the next owner")
-        self._forget_process()
+                while await loop.sock_recv(self._socket, PACKET_BYTES_MAX):
+                    pass  # replies that are not awaited any more
+        self._disconnect("its sandboxes were left for the next owner")
+        self._close_process()
 
-    def _forget_process(self) -> None:
-        if isinstance(self._process, Apart):
-            self._process.close()
-        self._process = None
+    def _close_process(self) -> int | None:
+        """Its exit code, if it is known."""
+        process, self._process = self._process, None
+        if isinstance(process, SpawnedChild):
+            return process.reap_or_abandon()[0]
+        return process.reap()[0] if process is not None else None
 
-    def drain(self, box: str, streams: Iterable[KeptStream]) -> list[KeptStream]:
-        """Have the spawner read streams that nobody wants any more: they are not to end with this owner. Returns those
-        that the owner has to read itself."""
-        found = [stream for stream in streams if stream.open]
-        if self._keeping is None or self._socket is None or not found:
+    def drain(self, box: str, streams: Iterable[Stream]) -> list[Stream]:
+        """Pass streams of an ended action to the spawner, which drains them beyond the life of this owner. Returns
+        those that the owner must drain itself."""
+        found = [stream for stream in streams if stream.is_open]
+        if self._lock is None or self._socket is None or not found:
             return found
-        message = _encode({"id": self._next(), "do": "drain", "box": box})
+        message = _encode({"id": self._next_number(), "do": "drain", "box": box})
         try:
-            socket.send_fds(self._socket, [message], [stream.fileno() for stream in found])
-        except OSError:  # it has much to read, or is gone
+            send_packet(self._socket, message, [stream.fileno() for stream in found])
+        except OSError:  # its socket is full, or it has ended
             return found
         for stream in found:
             stream.close()
         return []
 
-    def session_over(self, box: str, session: str) -> None:
-        """Its caller is being told: the next owner need not. Told twice is better than never, so this waits for no
-        room in the socket."""
-        if self._keeping is not None and self._socket is not None:
-            message = {"id": self._next(), "do": "over", "box": box, "session": session}
+    def end_session(self, box: str, session: str) -> None:
+        """Report that the caller has been notified of the end of a session. If the socket is full it is skipped: a
+        second notification by the next owner does no harm."""
+        if self._lock is not None and self._socket is not None:
+            message = {"id": self._next_number(), "do": "over", "box": box, "session": session}
             with contextlib.suppress(OSError):
-                self._socket.send(_encode(message))
+                send_packet(self._socket, _encode(message))
 
     # ---- requests ----
 
@@ -273,85 +300,80 @@ class Spawning:
     async def execute(
         self, box: str, fds: list[int], *, argv: list[str], env: dict[str, str], cwd: str, groups: list[str],
         targets: tuple[int, ...] = (0, 1, 2), affinity: tuple[int, ...] = (), session: str = "",
-        streams: Iterable[KeptStream] = (),
+        streams: Iterable[Stream] = (),
     ) -> Program:  # fmt: skip
-        """Have a program executed: it is on its way then, and what comes of it is told at its end. `session`: that of
-        the shell which it is; it is waited for until it is known which process it is, and who reads its `streams`."""
+        """Start a program. Returns when the order is sent; the result comes at its end. `session`: the program is
+        the shell of this session; then it returns when the process id is known, and passes the ends of its
+        `streams` along."""
         order = {"do": "exec", "argv": argv, "env": env, "cwd": cwd, "targets": targets, "affinity": affinity}
-        if not session or self._keeping is None:
-            return await self._give(box, groups, order, fds, told=bool(session))
+        if not session or self._lock is None:
+            return await self._submit(box, groups, order, fds, reports_pid=bool(session))
         held = [stream.fileno() for stream in streams]
         assert len(fds) + len(held) <= FDS_MAX
-        return await self._give(box, groups, order, [*fds, *held], told=True, session=session, held=len(held))
+        return await self._submit(box, groups, order, [*fds, *held], reports_pid=True, session=session, held=len(held))
 
     async def file_work(self, box: str, what: str, fds: list[int], groups: list[str], **fields: Any) -> Any:
-        """Raises ExecFailed for what the sandbox refused."""
-        program = await self._give(box, groups, {"do": "file", "what": what, **fields}, fds)
+        """Raises ExecFailed for an error inside the sandbox."""
+        program = await self._submit(box, groups, {"do": "file", "what": what, **fields}, fds)
         try:
-            return _checked(await program.ended)["ok"]
+            return _check_reply(await program.ended)["ok"]
         except asyncio.CancelledError:
             self._abandon(program.number)
             raise
 
-    async def _give(
-        self, box: str, groups: list[str], order: Message, fds: list[int], *, told: bool = False, **fields: Any
+    async def _submit(
+        self, box: str, groups: list[str], order: Message, fds: list[int], *, reports_pid: bool = False, **fields: Any
     ) -> Program:
-        number = self._next()
-        ended: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        self._exits[number] = ended
-        request = {"id": number, "do": order["do"], "box": box, "groups": groups, "told": told, **fields}
+        number = self._next_number()
+        ended = self._exits.expect(number)
+        request = {"id": number, "do": order["do"], "box": box, "groups": groups, "told": reports_pid, **fields}
         data = _encode(request) + b"\n" + _encode(order)
-        waiting = self._expect(number) if told else None
+        waiting = self._replies.expect(number) if reports_pid else None
         try:
-            await self._send(data, fds)
-            pid = 0 if waiting is None else int(_checked(await self._first(waiting, ended))["pid"])
+            await self._send(order["do"], data, fds)
+            pid = 0 if waiting is None else int(_check_reply(await self._first_reply(waiting, ended))["pid"])
         except BaseException:
-            self._exits.pop(number, None)
+            self._exits.discard(number)
             self._abandon(number)
             raise
         finally:
-            self._waiting.pop(number, None)
+            self._replies.discard(number)
         return Program(number, pid, ended)
 
-    async def _first(self, waiting: asyncio.Future[Message], ended: asyncio.Future[Message]) -> Message:
+    async def _first_reply(self, waiting: asyncio.Future[Message], ended: asyncio.Future[Message]) -> Message:
         await asyncio.wait({waiting, ended}, return_when=asyncio.FIRST_COMPLETED)
         return waiting.result() if waiting.done() else ended.result()
 
     async def request(self, do: str, **fields: Any) -> Message:
-        """Something for the spawner itself."""
-        number = self._next()
-        waiting = self._expect(number)
+        """Send a request to the spawner itself."""
+        number = self._next_number()
+        waiting = self._replies.expect(number)
         try:
-            await self._send(_encode({"id": number, "do": do, **fields}), [])
-            return _checked(await waiting)
+            await self._send(do, _encode({"id": number, "do": do, **fields}), [])
+            return _check_reply(await waiting)
         finally:
-            self._waiting.pop(number, None)
+            self._replies.discard(number)
 
-    def _next(self) -> int:
+    def _next_number(self) -> int:
         self._number += 1
         return self._number
 
-    def _expect(self, number: int) -> asyncio.Future[Message]:
-        waiting: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = waiting
-        return waiting
-
     def _abandon(self, number: int) -> None:
-        """Nobody waits for this order any more: whoever carries it out is killed."""
+        """Kill the runner of an order whose caller was cancelled."""
         if self._socket is not None:
-            message = {"id": self._next(), "do": "abandon", "order": number}
+            message = {"id": self._next_number(), "do": "abandon", "order": number}
             with contextlib.suppress(OSError):
-                self._socket.send(_encode(message))
+                send_packet(self._socket, _encode(message))
 
-    async def _send(self, data: bytes, fds: list[int]) -> None:
-        if len(data) > MESSAGE_BYTES_MAX:
-            limit = f"at most {MESSAGE_BYTES_MAX} bytes with its environment; write a file and run that"
-            raise InvalidAction("command", f"{len(data)} bytes", limit)
+    async def _send(self, do: str, data: bytes, fds: list[int]) -> None:
+        if len(data) > PACKET_BYTES_MAX:
+            field, advice = LARGE_FIELDS.get(do, (do, ""))
+            raise InvalidAction(field, f"{len(data)} bytes", f"at most {PACKET_BYTES_MAX} bytes{advice}")
         while True:
             if self._socket is None:
                 raise ManagerError("the spawner is gone")
             try:
-                socket.send_fds(self._socket, [data], fds)
+                send_packet(self._socket, data, fds)
                 return
             except BlockingIOError:
                 await asyncio.sleep(SEND_RETRY_S)
@@ -364,13 +386,13 @@ class Spawning:
         assert self._socket is not None
         while self._socket is not None:
             try:
-                data = self._socket.recv(MESSAGE_BYTES_MAX)
+                data, _ = receive_packet(self._socket)
             except BlockingIOError:
                 return
             except OSError:
                 data = b""
             if not data:
-                self._ended_by_itself()
+                self._on_disconnect()
                 return
             self._on_message(_decode(data))
 
@@ -378,40 +400,50 @@ class Spawning:
         if "gone" in message:
             self._on_gone(message["gone"], message["code"])
         elif "exit" in message:
-            ended = self._exits.pop(message["exit"], None)
-            if ended is not None and not ended.done():
-                ended.set_result(message)
+            self._exits.resolve(message["exit"], message)
         else:
-            waiting = self._waiting.get(message["id"])
-            if waiting is not None and not waiting.done():
-                waiting.set_result(message)
+            self._replies.resolve(message["id"], message)
 
-    def _ended_by_itself(self) -> None:
-        assert self._process is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
-        code = self._process.returncode
+    def _on_disconnect(self) -> None:
+        assert self._socket is not None and self._process is not None
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._socket)
+        self._end_task = loop.create_task(self._report_end(self._process))
+
+    async def _report_end(self, process: SpawnedChild | DetachedProcess) -> None:
+        await asyncio.wait({process.exited}, timeout=EXIT_CODE_S_MAX)
+        if self._socket is None:
+            return  # stopped meanwhile
+        code = self._close_process()
         why = "the spawner has ended" if code is None else f"the spawner ended with {code}"
-        self._detach(why)
-        self._forget_process()
+        self._disconnect(why)
         self._on_end(why)
 
-    def _detach(self, why: str) -> None:
+    def _disconnect(self, why: str) -> None:
         assert self._socket is not None
         asyncio.get_running_loop().remove_reader(self._socket)
         self._socket.close()
         self._socket = None
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(ManagerError(why))
-        for ended in self._exits.values():
-            if not ended.done():
-                ended.set_exception(ManagerError(why))
-                ended.exception()  # taken note of: whoever waited may have gone
-        self._exits.clear()
+        for pending in (self._replies, self._exits):
+            pending.fail_all(lambda: ManagerError(why))
 
 
-def _checked(reply: Message) -> Message:
+def _encode(message: Message) -> bytes:
+    """The same JSON as `encode_packet`, which takes ten times as long but accepts lone surrogates."""
+    try:
+        return _ENCODER.encode(message)
+    except UnicodeEncodeError:
+        return encode_packet(message)
+
+
+def _decode(data: bytes) -> Message:
+    try:
+        return _DECODER.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return decode_packet(data)
+
+
+def _check_reply(reply: Message) -> Message:
     if "errno" in reply:
         raise ExecFailed(int(reply["errno"]), str(reply["error"]))
     if "error" in reply:

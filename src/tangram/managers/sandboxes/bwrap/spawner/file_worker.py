@@ -1,8 +1,7 @@
-"""File work: what a runner of the spawner does instead of becoming a program.
+"""File work: the operations that a runner of the spawner carries out instead of a program.
 
-Loaded by the spawner at its start, by path, before it forks: standard library only, and all that is needed is imported
-here. Owns nothing. Promises that it does what the kernel lets a program of the sandbox do and no more, since it runs
-where such a program would, as the same user, and that what goes wrong is an answer.
+Standard library only, imported by the spawner before it forks. Owns nothing. Promises that it can do no more than a
+program of the sandbox, because it runs in its place and as its user, and that a failure is a reply.
 """
 
 from __future__ import annotations
@@ -20,18 +19,19 @@ from typing import Any
 Message = dict[str, Any]
 
 REASON_CHARACTERS = 2000
-"""Of what an answer quotes."""
+"""For text of the sandbox in a reply."""
 
-# The names of users are looked up by code that the files of a sandbox choose (nsswitch.conf). They are not looked up.
+# User names are not looked up: files of the sandbox (nsswitch.conf) choose the code that does so.
 tarfile.pwd = tarfile.grp = None  # type: ignore[attr-defined]
-# As every Python did before filters were the default: what a tar of the caller holds is put into the sandbox as it is.
+# The default of Python before extraction filters: a tar of the caller is unpacked as it is.
 tarfile.TarFile.extraction_filter = staticmethod(lambda member, path: member)
 
 
 def carry_out(request: Message, fds: list[int], box: object) -> Message:
-    """Done by a process that stands where a program of the sandbox would: a path that leads out of the sandbox for a
-    program leads nowhere for it either. Data goes through the descriptor that came along."""
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a reader that has had enough is no reason to die without a word
+    """Runs with the namespaces, root and user of a program of the sandbox, so no path leads outside. Data goes through
+    the descriptor that came with the request."""
+    # A reader that stops early must not kill this process before it replies.
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     if fds:
         os.dup2(fds[0], 0)
         os.close(fds[0])
@@ -46,7 +46,7 @@ def carry_out(request: Message, fds: list[int], box: object) -> Message:
 
 
 def _read(request: Message) -> int:
-    """A regular file into the pipe. What is not one (a device, a pipe that never ends) is refused."""
+    """Writes a regular file to the pipe. Other files (a device, a pipe that never ends) are refused."""
     with open(os.open(request["path"], os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
         found = os.fstat(file.fileno())
         if stat.S_ISDIR(found.st_mode):
@@ -64,7 +64,7 @@ def _read(request: Message) -> int:
 
 
 def _write(request: Message) -> int:
-    """The pipe into a file, which appears whole: written beside its place first."""
+    """Reads the pipe into a file. It appears whole: it is written under another name first."""
     path = request["path"]
     os.makedirs(os.path.dirname(path), exist_ok=True)
     if os.path.isdir(path):
@@ -89,7 +89,7 @@ def _write(request: Message) -> int:
 
 
 def _list(request: Message) -> str:
-    """Into the pipe: a directory may hold more names than a message."""
+    """Writes to the pipe: a directory may hold more names than fit into a message."""
     entries: list[Message] = []
     with os.scandir(request["path"]) as found:
         for entry in found:
@@ -98,7 +98,7 @@ def _list(request: Message) -> str:
             try:
                 about = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
-                continue  # it vanished meanwhile
+                continue  # it was deleted meanwhile
             mode = about.st_mode
             kind = (
                 "link" if stat.S_ISLNK(mode) else "dir" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else ""
@@ -113,7 +113,7 @@ def _list(request: Message) -> str:
 
 
 def _delete(request: Message) -> None:
-    """A file, or a tree. Links are removed, never followed."""
+    """A file or a tree. Links are removed, never followed."""
     path = request["path"]
     if not stat.S_ISDIR(os.lstat(path).st_mode):
         os.unlink(path)
@@ -128,11 +128,11 @@ def _delete(request: Message) -> None:
 
 
 def _pack(request: Message) -> None:
-    """A file or a tree into the pipe, as a tar. Its names start with that of the file or directory."""
+    """Writes a file or a tree to the pipe, as a tar. Its names start with that of the file or directory."""
     path = request["path"].rstrip("/") or "/"
     os.lstat(path)
     name = os.path.basename(path)
-    if name in ("", ".", ".."):  # a directory, under the name that it really has
+    if name in ("", ".", ".."):  # a directory, under its real name
         path = os.path.realpath(path)
         name = os.path.basename(path) or "root"
     with open(0, "wb", closefd=False) as pipe, tarfile.open(fileobj=pipe, mode="w|", format=tarfile.PAX_FORMAT) as tar:
@@ -140,20 +140,20 @@ def _pack(request: Message) -> None:
 
 
 def _unpack(request: Message) -> None:
-    """A tar from the pipe below a directory, out of which no name of it leads. Where links lead is the sandbox's
-    business."""
+    """Unpacks a tar from the pipe below a directory. Names that lead out of it are refused; links may lead anywhere in
+    the sandbox."""
     os.makedirs(request["path"], exist_ok=True)
     with open(0, "rb", closefd=False) as pipe, tarfile.open(fileobj=pipe, mode="r|") as tar:
         try:
-            tar.extractall(request["path"], _making_room(tar, request["path"]))
-        except KeyError as error:  # a hard link to what is not there
+            tar.extractall(request["path"], _unlink_replaced(tar, request["path"]))
+        except KeyError as error:  # a hard link to a file that does not exist
             raise OSError(errno.ENOENT, str(error.args[0])) from None
 
 
-def _making_room(tar: tarfile.TarFile, path: str) -> Iterator[tarfile.TarInfo]:
-    """A hard link does not replace what is there, as everything else does."""
+def _unlink_replaced(tar: tarfile.TarFile, path: str) -> Iterator[tarfile.TarInfo]:
+    """Remove the file that a hard link replaces; tarfile does this for all other members only."""
     for member in tar:
-        if member.name.startswith("/") or ".." in member.name.split("/"):  # as `require_below` of the managers
+        if member.name.startswith("/") or ".." in member.name.split("/"):  # as `require_safe_member` of the managers
             raise OSError(errno.EINVAL, f"the tar has {member.name!r}, which leads out of the directory")
         if member.islnk():
             with contextlib.suppress(FileNotFoundError):

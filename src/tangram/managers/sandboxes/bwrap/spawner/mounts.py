@@ -1,6 +1,6 @@
-"""Making: what the spawner does to make a sandbox.
+"""Mounts of a sandbox, and the command line of bubblewrap.
 
-Owns the mounts that a sandbox sees, and the words with which bubblewrap is called. Does nothing itself.
+Owns what the spawner does to make a sandbox, as data. Does nothing itself.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ import shutil
 from typing import Any
 
 from tangram.managers.sandboxes.bwrap.images.store import SANDBOX_UID
-from tangram.managers.sandboxes.bwrap.sandbox import Sandbox
-from tangram.managers.sandboxes.bwrap.spawner.child import FILTER, INFO, INIT
+from tangram.managers.sandboxes.bwrap.sandbox import BwrapSandbox
+from tangram.managers.sandboxes.bwrap.spawner.child import FILTER_FD, INFO_FD, INIT_FD
 
 INODE_BYTES = 4096
-"""Of a disk limit, per file that may exist: many small files use up memory as well as few large ones."""
+"""Bytes of the disk limit per inode: many small files use memory as well as few large ones."""
 SHM_SHARE = 4
 """Shared memory of a sandbox: this part of its memory limit."""
 MS_NOSUID, MS_NODEV, MS_BIND = 2, 4, 4096
-ROOT_AT = "/mnt"
-"""Where, in its own mount namespace, the holder of a sandbox puts the root of it: every user may look there. The state
-directory may lie where only root may."""
+ROOT_MOUNT = "/mnt"
+"""Where the holder of a sandbox binds its root, in its own mount namespace. Every user may enter it, unlike the state
+directory."""
 
 
-def steps(sandbox: Sandbox) -> list[list[Any]]:
-    """Mounts below the sandbox's directory, in a namespace that vanishes with it. What it writes stays in memory, where
-    a limit is exact and costs nothing."""
+def mount_steps(sandbox: BwrapSandbox) -> list[list[Any]]:
+    """Mounts below the sandbox's directory, in a namespace that vanishes with it. Its writable layer is a tmpfs, whose
+    limit is exact and free of charge."""
     at = str(sandbox.directory)
     spec = sandbox.spec
     flags = MS_NOSUID | MS_NODEV
@@ -36,16 +36,16 @@ def steps(sandbox: Sandbox) -> list[list[Any]]:
         ["mkdir", f"{at}/work", 0, 0o755],
         ["mkdir", f"{at}/root", 0, 0o755],
         ["mount", "overlay", f"{at}/root", "overlay", flags, layers],
-        ["mount", f"{at}/root", ROOT_AT, "none", MS_BIND, ""],
+        ["mount", f"{at}/root", ROOT_MOUNT, "none", MS_BIND, ""],
     ]
 
 
-def bubblewrap(sandbox: Sandbox) -> list[str]:
-    """The command line of its holder."""
+def bwrap_argv(sandbox: BwrapSandbox) -> list[str]:
+    """The command line of the holder."""
     spec = sandbox.spec
     as_root = ["--unshare-user", "--uid", "0", "--gid", "0"] if spec.user == "root" else ["--cap-drop", "ALL"]
     become = ["setpriv", f"--reuid={SANDBOX_UID}", f"--regid={SANDBOX_UID}", "--clear-groups", "--"]
-    words = [
+    argv = [
         *([_which(become[0]), *become[1:]] if spec.user == "root" else []),
         *(
             _which("bwrap"),
@@ -57,15 +57,15 @@ def bubblewrap(sandbox: Sandbox) -> list[str]:
             "sandbox",
         ),
         *([] if spec.network else ["--unshare-net"]),
-        *("--die-with-parent", "--as-pid-1", "--info-fd", str(INFO), "--seccomp", str(FILTER)),
+        *("--die-with-parent", "--as-pid-1", "--info-fd", str(INFO_FD), "--seccomp", str(FILTER_FD)),
         *as_root,
-        *("--bind", ROOT_AT, "/"),
+        *("--bind", ROOT_MOUNT, "/"),
         *(["--ro-bind", "/usr", "/usr"] if sandbox.image.binds_usr else []),
         *("--proc", "/proc", "--dev", "/dev"),
         *("--size", str(spec.memory_bytes // SHM_SHARE), "--perms", "01777", "--tmpfs", "/dev/shm"),
-        *("--chdir", "/", "--", f"/proc/self/fd/{INIT}", "-P"),
+        *("--chdir", "/", "--", f"/proc/self/fd/{INIT_FD}", "-P"),
     ]
-    return words
+    return argv
 
 
 def _which(name: str) -> str:

@@ -1,8 +1,9 @@
-"""Halting: what the spawner does to control groups when its owner is gone.
+"""Orphan cleanup: what the spawner does to control groups when its owner has ended.
 
-Loaded by the spawner at its start, by path: standard library only. Owns nothing: the groups are named by the owner,
-and laid out as `sandbox` says. Promises that after `end_all` nobody is left in them, and that a sandbox of which `halt`
-does not speak any more uses no CPU and keeps what its actions had left running.
+Standard library only, imported by the spawner. Owns nothing: the owner named the groups, with the layout of sandbox.py.
+`kill_all` ends after END_S_MAX at most: a process in an uninterruptible system call may outlast it, and the next owner
+that starts removes it. A sandbox that `freeze_orphans` no longer returns uses no CPU,
+and keeps what its actions had left running.
 """
 
 from __future__ import annotations
@@ -14,93 +15,81 @@ import time
 from collections.abc import Container
 
 END_S_MAX, END_PAUSE_S = 4.0, 0.005
-"""When the owner is gone: until everybody has ended, and between two looks."""
+"""For all processes to end, and between two rounds."""
 BACKGROUND = "background"
 
 
-def end_all(groups: list[str]) -> None:
-    """Kill whoever is in these control groups, also those that stand still: a process of version 1 that is frozen does
-    not die, and a first process whose holder died too early does not know of it."""
+def kill_all(groups: list[str]) -> None:
+    """Kill all processes in these control groups, one directory per hierarchy: a frozen process of version 1 does not
+    die by itself, and a first process whose holder died too early has no parent-death signal."""
     deadline = time.monotonic() + END_S_MAX
-    anybody = True
-    while anybody and time.monotonic() < deadline:
-        anybody = False
-        for group in groups:
-            anybody = _end_below(group) or anybody
+    while _kill_below(groups) and time.monotonic() < deadline:
+        # A process namespace does not end before its processes are reaped.
         with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG) != (0, 0):  # a sandbox has not ended while one of it is to be waited for
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
                 pass
-        time.sleep(END_PAUSE_S if anybody else 0.0)
+        time.sleep(END_PAUSE_S)
 
 
-def halt(groups: list[str], boxes: Container[str]) -> set[str]:
-    """One round over the groups of an owner, one directory per hierarchy. Who is in the slot of an action is killed,
-    and what actions had left running stands still; a sandbox that is not one of `boxes` was half made or half closed,
-    and is ended. Returns the sandboxes in which somebody had to be killed."""
-    busy = set()
-    for box in _children(groups):
-        at = [f"{group}/{box}" for group in groups]
-        if box not in boxes:
-            for folder in at:
-                if _end_below(folder):
-                    busy.add(box)
+def freeze_orphans(groups: list[str], sandbox_ids: Container[str]) -> set[str]:
+    """One round over the groups of an owner, one directory per hierarchy. Kills the processes in slots of actions, and
+    freezes background processes. Ends sandboxes that are not in `sandbox_ids`, which were being opened or closed.
+    Returns the sandboxes in which a process had to be killed."""
+    not_empty = set()
+    for sandbox_id in _children(groups):
+        sandbox_dirs = [f"{group}/{sandbox_id}" for group in groups]
+        if sandbox_id not in sandbox_ids:
+            if _kill_below(sandbox_dirs):
+                not_empty.add(sandbox_id)
             continue
-        for name in _children(at):
-            parts = [f"{folder}/{name}" for folder in at]
+        for name in _children(sandbox_dirs):
+            slot_dirs = [f"{directory}/{name}" for directory in sandbox_dirs]
             if name == BACKGROUND:
-                _steer(parts, still=True)
-            elif _is_slot(name) and _empty(parts):
-                busy.add(box)
-    return busy
+                _set_frozen(slot_dirs, frozen=True)
+            elif _is_slot(name) and _kill_below(slot_dirs):
+                not_empty.add(sandbox_id)
+    return not_empty
 
 
-def let_die(pid: int, groups: list[str], box: str) -> None:
-    """Whoever was killed while it stands still dies when it does no more. In version 1 it is moved to the group of its
-    sandbox, which never does; in version 2 it dies as it stands."""
+def thaw_killed(pid: int, groups: list[str], sandbox_id: str) -> None:
+    """Let a killed process die that is frozen. In version 1 it is moved to the group of its sandbox, which is never
+    frozen; in version 2 a frozen process dies at once."""
     for group in groups:
-        if os.path.exists(f"{group}/{box}/freezer.state"):
-            _write(f"{group}/{box}/cgroup.procs", str(pid))
+        if os.path.exists(f"{group}/{sandbox_id}/freezer.state"):
+            _write(f"{group}/{sandbox_id}/cgroup.procs", str(pid))
 
 
 def _is_slot(name: str) -> bool:
     return name[:1] == "a" and name[1:].isdigit()
 
 
-def _empty(parts: list[str]) -> bool:
-    """One round for one group in all its hierarchies: whether anybody was there. Standing still, nobody forks while
-    being counted; and it may have stood still when its owner died."""
-    found: set[int] = set()
-    for part in parts:
-        found.update(_processes(part))
-    if found:
-        _steer(parts, still=True)
-        for part in parts:
-            found.update(_processes(part))
-    _kill(found)
-    _steer(parts, still=False)
-    return bool(found)
+def _kill_below(directories: list[str]) -> bool:
+    """One round for a group, given by its directory in each hierarchy, and the groups below it. Returns whether there
+    was a process. Freezes first, because a frozen process does not fork; thaws afterwards, because a frozen process of
+    version 1 does not die."""
+    if not _processes_below(directories):
+        return False
+    for directory in directories:
+        _write(f"{directory}/cgroup.kill", "1")  # version 2 since Linux 5.14: all at once
+    _set_frozen(directories, frozen=True)
+    _kill(_processes_below(directories))
+    for directory in directories:
+        _set_frozen([path for path, _, _ in os.walk(directory)], frozen=False)
+    return True
 
 
-def _end_below(group: str) -> bool:
-    """One round for a group of one hierarchy with those below it: whether anybody was there."""
-    anybody = False
-    for folder, _, _ in os.walk(group):
-        found = _processes(folder)
-        _kill(found)
-        if found:
-            _steer([folder], still=False)
-            anybody = True
-    return anybody
+def _processes_below(directories: list[str]) -> set[int]:
+    return {pid for directory in directories for path, _, _ in os.walk(directory) for pid in _processes(path)}
 
 
-def _kill(found: list[int] | set[int]) -> None:
+def _kill(found: set[int]) -> None:
     for pid in found:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def _processes(group: str) -> list[int]:
-    """0 stands for who is outside of our process namespace, and would mean ourselves."""
+    """0 stands for a process outside of our process namespace; a signal to 0 would go to this process group."""
     try:
         with open(f"{group}/cgroup.procs", encoding="ascii") as file:
             return [int(word) for word in file.read().split() if word != "0"]
@@ -108,14 +97,14 @@ def _processes(group: str) -> list[int]:
         return []  # it was removed meanwhile
 
 
-def _steer(parts: list[str], *, still: bool) -> None:
-    for part in parts:
-        _write(f"{part}/freezer.state", "FROZEN" if still else "THAWED")
-        _write(f"{part}/cgroup.freeze", "1" if still else "0")
+def _set_frozen(directories: list[str], *, frozen: bool) -> None:
+    for directory in directories:
+        _write(f"{directory}/freezer.state", "FROZEN" if frozen else "THAWED")
+        _write(f"{directory}/cgroup.freeze", "1" if frozen else "0")
 
 
 def _write(path: str, text: str) -> None:
-    """Each hierarchy has some of these files; a group or a process may be gone."""
+    """Each hierarchy has some of these files; a group or a process may have ended."""
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:

@@ -1,21 +1,20 @@
-"""The spawner: a small process of its own that starts programs inside sandboxes, and does file work there.
+"""The spawner: a small privileged process that starts programs inside sandboxes, and does file work there.
 
-It is run by its path, without site-packages, and imports only the standard library: a fork of it costs a fraction of a
-fork of the process that owns it. All that its forks need is imported before the first of them: inside a sandbox, the
-sandbox would choose what an import finds. Owns the processes of all sandboxes; what its forks do on their way is in
-`forked`. Decides nothing: it does what the messages on its socket say, one reply each, and tells when a program has
-ended. Promises that whatever it started dies with it, that it dies with its owner (an end of the socket kills every
-sandbox), and that nothing which a sandbox does or says brings it down.
+Run by its path, without site-packages; imports only the standard library, so forking it costs a fraction of forking its
+owner. Everything that its forks need is imported before the first fork, because a later import would read files of the
+sandbox. Single-threaded. Owns the processes of all sandboxes; child.py has the steps of its forks. Decides nothing: it
+carries out the requests on its socket, with one reply each, and reports the end of programs. Promises that what it
+started dies with it, that it dies with its owner (the end of the socket kills every sandbox), and that no program in a
+sandbox can crash it.
 
-The spawner of an owner with a name outlives it, if that owner says so. Without an owner it kills what actions run in,
-lets the rest stand still, and waits on a socket in the directory of the owner for the next one. Without a sandbox it
-does not wait.
+The spawner of a named owner outlives it, if that owner requests so. Without an owner it kills the processes of actions,
+freezes all others, and listens on a socket in the directory of the owner for the next one. Without a sandbox it exits.
 
-A program starts as a *runner*: a fork that has entered the namespaces of its sandbox, closed everything, dropped every
-privilege and taken on the filter of system calls, and then waits for one order. The spawner forks a sandbox's next
-runner as soon as the last one got its order, so that the next order finds it ready; for how many sandboxes is bounded
-by SPARES_MAX. A runner is put into the control groups of its action before it gets its order, and shares nothing with
-the spawner but the streams that come with it.
+A program starts as a *runner*: a fork that has entered the namespaces of its sandbox, closed all descriptors, dropped
+every privilege and installed the filter of system calls, and then waits for one order. The spawner forks the next
+runner of a sandbox as soon as the previous one has its order, so that the next order need not wait for a fork; at most
+SPARES_MAX sandboxes have a spare runner. A runner joins the control groups of its action before it gets its order, and
+shares nothing with the spawner but the streams that come with the order.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import errno
 import fcntl
 import functools
 import gc
-import importlib.util
 import json
 import os
 import resource
@@ -39,50 +37,44 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-PROTOCOL = 2
-"""Of the messages between owner and spawner. Another number whenever an owner of before could be misunderstood."""
+if __name__ == "__main__":  # run by its path, without site-packages: find the package, do not run its __init__.py
+    _package = ModuleType("tangram")
+    _package.__path__ = [os.path.join(os.path.dirname(os.path.abspath(__file__)), *[os.pardir] * 4)]
+    sys.modules["tangram"] = _package
 
-MESSAGE_BYTES_MAX = 1 << 18
-"""Of one request. The owner refuses longer ones."""
-ANSWER_BYTES_MAX = 1 << 17
-"""Of what a runner answers, such as a listing."""
+from tangram.managers.sandboxes.bwrap.spawner import child, file_worker, orphan_cleanup
+from tangram.managers.sandboxes.bwrap.spawner.protocol import FDS_MAX, PROTOCOL, SOCKET_NAME
+from tangram.processes.packets import (
+    PACKET_BYTES_MAX,
+    Message,
+    decode_packet,
+    encode_packet,
+    packet_socket,
+    packet_socketpair,
+    receive_packet,
+    reserve_send_buffer,
+    send_packet,
+)
+from tangram.processes.prctl import libc
+
+REPLY_BYTES_MAX = 1 << 17
+"""For the reply of a runner, such as a listing."""
 SPARES_MAX = 64
-"""Runners that wait for an order. Each costs about half a megabyte; those of the sandboxes used last are kept."""
-LOOK_S = 0.0003
-"""How often the first process of a sandbox that is being made is looked at."""
-FDS_MAX = 8
-"""Of one request."""
-NUDGE_S = 0.2
-"""How often a runner that has its order is told to go on: a program in its sandbox may have stopped it."""
+"""Spare runners. Each costs about half a megabyte; those of the sandboxes used last are kept."""
+POLL_S = 0.0003
+"""Between two looks at the first process of a sandbox that is being made."""
+RESUME_S = 0.2
+"""Between SIGCONTs to a runner that has its order: a program in its sandbox may stop it."""
+ACCEPT_RETRY_S = 0.01
+"""After a connection that could not be accepted; the listener stays readable."""
 EXECUTE_S_MAX = 120.0
-"""Until a runner has become its program. Then it is killed: somebody in its sandbox stops it again and again."""
-
-SO_SNDBUFFORCE = 32
+"""For a runner to execute its program. Then it is killed: a program in its sandbox keeps stopping it."""
 
 DRAINED_MAX = 64
-"""Streams of one sandbox that are read though nobody wants them. The oldest are closed."""
+"""Drained streams of one sandbox. The oldest are closed."""
 DRAIN_BYTES = 1 << 16
-SOCKET = "socket"
-"""Where the next owner finds the spawner, in the directory that it was given."""
-Message = dict[str, Any]
-
-
-def _beside(name: str) -> ModuleType:
-    """A module that stands beside this file. It is not looked for anywhere else."""
-    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-if TYPE_CHECKING:
-    from tangram.managers.sandboxes.bwrap.spawner import child, orphan_cleanup
-else:  # it is run by its path, so there is no package around it
-    child, orphan_cleanup = _beside("child"), _beside("orphan_cleanup")
 
 
 class Runner:
@@ -91,40 +83,44 @@ class Runner:
     def __init__(self, pid: int, channel: socket.socket) -> None:
         self.pid = pid
         self.channel = channel
-        self.box: Box | None = None
-        """Where it carries out an order."""
+        self.sandbox: SpawnedSandbox | None = None
+        """The sandbox in which it carries out an order."""
         self.number = 0
-        """Of the request that it carries out; 0: it is spare."""
+        """The number of the request that it carries out; 0 for a spare."""
         self.executes = False
-        """Whether it is to become a program."""
+        """Whether its order is to execute a program."""
         self.ordered_s = 0.0
         """When it got its order."""
-        self.said: bytes | None = None
-        """All that came from it before its channel ended."""
+        self.reply: bytes | None = None
+        """All its output on the channel, once that has ended."""
         self.code: int | None = None
 
 
-class Box:
+class SpawnedSandbox:
     """One sandbox: its first process, whose namespaces the others join, and the process that holds it."""
 
     def __init__(self, name: str, holder: int, init: int, request: Message) -> None:
         self.name = name
         self.holder = holder
         self.init = init
+        self.has_user_namespace = _namespace(init, "user") != _namespace(os.getpid(), "user")
         self.init_fd = os.pidfd_open(init)
-        self.holder_fd = os.pidfd_open(holder)
+        try:
+            self.holder_fd = os.pidfd_open(holder)
+        except OSError:
+            os.close(self.init_fd)
+            raise
         self.uid: int = request["uid"]
         self.rlimits: dict[str, int] = request["rlimits"]
-        self.has_user_namespace = _namespace(init, "user") != _namespace(os.getpid(), "user")
         self.spare: Runner | None = None
         self.closing = False
-        """It was told to end. Then nothing in it may stand still: what does cannot die."""
+        """It is being ended. Then nothing in it may be frozen, because a frozen process cannot die."""
         self.sessions: dict[str, list[int]] = {}
-        """Those that got a shell of which the owner has not said that it is over, by the caller's word. So whoever
-        loses its shell at the same moment as its owner is not forgotten, whichever of the two is noticed first. With
-        each, the other ends of the shell's streams: what it leaves running can write there when the owner is gone."""
+        """Sessions, by the caller's name, whose shell was started and whose end the owner has not confirmed: so the end
+        of a shell that coincides with that of its owner is reported by the next one. With each, the other ends of the
+        shell's streams: what it leaves running can write there after the owner has ended."""
         self.drained: OrderedDict[int, None] = OrderedDict()
-        self._joins: dict[str, int] = {}
+        self._join_fds: dict[str, int] = {}
 
     def kill(self) -> None:
         """The kernel kills everything in a process namespace whose first process ends."""
@@ -133,24 +129,25 @@ class Box:
             signal.pidfd_send_signal(self.init_fd, signal.SIGKILL)
 
     def join(self, pid: int, groups: list[str]) -> None:
-        """Put a process into control groups, through files that stay open: a sandbox uses the same few again."""
+        """Move a process into control groups, through files that stay open because a sandbox uses the same few
+        again."""
         for path in groups:
-            fd = self._joins.get(path)
+            fd = self._join_fds.get(path)
             if fd is None:
-                fd = self._joins[path] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+                fd = self._join_fds[path] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
             os.write(fd, b"%d" % pid)
 
-    def forget_joins(self) -> None:
-        for fd in self._joins.values():
+    def close_join_files(self) -> None:
+        for fd in self._join_fds.values():
             os.close(fd)
-        self._joins = {}
+        self._join_fds = {}
 
     def end_session(self, name: str) -> None:
         for fd in self.sessions.pop(name, ()):
             os.close(fd)
 
-    def forget(self) -> None:
-        self.forget_joins()
+    def close(self) -> None:
+        self.close_join_files()
         for name in list(self.sessions):
             self.end_session(name)
         os.close(self.init_fd)
@@ -164,134 +161,148 @@ def _namespace(pid: int, kind: str) -> str:
 class Spawner:
     def __init__(self, listener: socket.socket | None = None) -> None:
         self._listener = listener
-        """Where the next owner comes to. None: there is none after the first."""
+        """Accepts the next owner; None if there is none after the first."""
         self._outlives = False
         """Whether sandboxes are left to the next owner, or end with the present one."""
         self._owner: socket.socket | None = None
-        self._owner_died = -1
-        self._leaving: socket.socket | None = None
-        """Of an owner that is gone: closed when everything stands still."""
-        self._halt_by_s = 0.0
+        self._owner_pidfd = -1
+        self._departing_owner: socket.socket | None = None
+        """The socket of an owner that has ended: closed when everything is frozen."""
+        self._freeze_deadline_s = 0.0
         self._number = 0
-        """Of the last request: the next owner goes on from there, so nothing is taken for an answer to it."""
-        self._at_work: dict[int, Runner | None] = {}
-        """Processes that do something for the owner: runners with an order and what they became, else None."""
-        self._boxes: dict[str, Box] = {}
+        """The number of the last request. The next owner continues from there, so that no old reply matches its
+        requests."""
+        self._workers: dict[int, Runner | None] = {}
+        """Processes that work for the owner: runners with an order and the programs that they became, else None."""
+        self._sandboxes: dict[str, SpawnedSandbox] = {}
         self._selector = selectors.DefaultSelector()
-        self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        self._own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self._groups: list[str] = []
-        """The control groups of the owner: whoever is in one of them ends with the spawner."""
+        """The control groups of the owner: every process in them ends with the spawner."""
         self._filter: ctypes.Array[ctypes.c_char] | None = None
-        self._program: ctypes.Array[ctypes.c_char] | None = None
-        self._wanted: OrderedDict[str, None] = OrderedDict()
-        """Sandboxes whose next runner is to be forked when nothing else is to be done."""
+        self._seccomp_fprog: ctypes.Array[ctypes.c_char] | None = None
+        self._spares_wanted: OrderedDict[str, None] = OrderedDict()
+        """Sandboxes whose next runner is forked when there is nothing else to do."""
         self._spares: OrderedDict[str, None] = OrderedDict()
         """Sandboxes that have a spare runner, the longest unused first."""
-        self._becoming: dict[int, Callable[[], None]] = {}
-        """First processes that are not yet what they are to be, with what to do then."""
-        self._ordered: dict[int, Runner] = {}
-        """Runners that have an order and have not yet become its program or answered, by the number of the request."""
-        self._nudged_s = 0.0
+        self._starting_inits: dict[int, Callable[[], None]] = {}
+        """First processes that bubblewrap is still setting up, and what to do when they are ready."""
+        self._pending_runners: dict[int, Runner] = {}
+        """Runners that have an order and have neither executed its program nor replied, by the number of the
+        request."""
+        self._resumed_s = 0.0
 
     def serve(self, owner: socket.socket) -> None:
         try:
-            self._attend(owner)
+            self._accept_owner(owner)
             while True:
-                idle = NUDGE_S if self._ordered else None
-                timeout = 0.0 if self._wanted else LOOK_S if self._becoming else idle
-                if self._leaving is not None:
+                idle = RESUME_S if self._pending_runners else None
+                timeout = 0.0 if self._spares_wanted else POLL_S if self._starting_inits else idle
+                if self._departing_owner is not None:
                     timeout = orphan_cleanup.END_PAUSE_S
                 ready = self._selector.select(timeout)
                 for key, _ in ready:
                     key.data(key.fileobj)
-                if self._becoming:
-                    self._look()
-                elif not ready and self._wanted:
-                    self._fork_spare(self._wanted.popitem()[0])
-                if self._ordered:
-                    self._nudge()
+                if self._starting_inits:
+                    self._check_starting()
+                elif not ready and self._spares_wanted:
+                    self._fork_spare(self._spares_wanted.popitem()[0])
+                if self._pending_runners:
+                    self._resume_runners()
                 if self._owner is None:
-                    self._stand_by()
+                    self._await_next_owner()
         except EOFError:
             pass
         finally:
-            for box in self._boxes.values():
+            for box in self._sandboxes.values():
                 box.kill()
-            orphan_cleanup.end_all(self._groups)
+            orphan_cleanup.kill_all(self._groups)
 
     # ---- owners ----
 
-    def _attend(self, owner: socket.socket) -> None:
-        """It gives the orders from now on, until its connection ends or its process does: a fork of it may have the
-        connection too."""
-        pid, user, _ = struct.unpack("3i", owner.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    def _accept_owner(self, owner: socket.socket) -> None:
+        """Take orders from this owner until its connection or its process ends: a fork of it may hold the connection
+        too."""
         try:
+            pid, user, _ = struct.unpack("3i", owner.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             if user != os.geteuid():
-                raise ProcessLookupError(errno.ESRCH, "no owner of ours")
-            self._owner_died = os.pidfd_open(pid)
-        except ProcessLookupError:
+                raise ProcessLookupError(errno.ESRCH, "the peer is another user")
+            self._owner_pidfd = os.pidfd_open(pid)
+        except OSError:
             owner.close()
             return
         self._owner = owner
         self._selector.register(owner, selectors.EVENT_READ, self._on_request)
-        self._selector.register(self._owner_died, selectors.EVENT_READ, self._on_death)
+        self._selector.register(self._owner_pidfd, selectors.EVENT_READ, self._on_owner_death)
 
-    def _on_death(self, _: object) -> None:
+    def _on_owner_death(self, _: object) -> None:
         if self._owner is not None:
             self._lose_owner()
 
     def _lose_owner(self) -> None:
         if self._listener is None or not self._outlives:
             raise EOFError
-        assert self._owner is not None and self._leaving is None
+        assert self._owner is not None and self._departing_owner is None
         self._selector.unregister(self._owner)
-        self._selector.unregister(self._owner_died)
-        os.close(self._owner_died)
-        self._owner, self._leaving = None, self._owner
-        self._wanted.clear()
-        self._halt_by_s = time.monotonic() + orphan_cleanup.END_S_MAX
-        for box in self._boxes.values():
+        self._selector.unregister(self._owner_pidfd)
+        os.close(self._owner_pidfd)
+        self._owner, self._departing_owner = None, self._owner
+        self._spares_wanted.clear()
+        self._freeze_deadline_s = time.monotonic() + orphan_cleanup.END_S_MAX
+        for box in self._sandboxes.values():
             for name, held in box.sessions.items():  # their shells are killed, if they have not ended
-                self._read_away(box, held)
+                self._discard_output(box, held)
                 box.sessions[name] = []
 
-    def _stand_by(self) -> None:
-        """Without an owner: until everything stands still, and then until the next one comes."""
-        if self._leaving is not None:
-            if not self._has_halted():
+    def _await_next_owner(self) -> None:
+        """Without an owner: wait until everything is frozen, then for the next owner."""
+        if self._departing_owner is not None:
+            if not self._freeze_round():
                 return
-            self._leaving.close()
-            self._leaving = None
-            if self._boxes and self._listener is not None:
+            self._departing_owner.close()
+            self._departing_owner = None
+            if self._sandboxes and self._listener is not None:
                 self._selector.register(self._listener, selectors.EVENT_READ, self._on_next_owner)
-        if not self._boxes:
+        if not self._sandboxes:
             raise EOFError
 
-    def _has_halted(self) -> bool:
-        """One round of killing what works for the owner that is gone. A sandbox in which that does not succeed in time
-        is killed as a whole: nothing may run without an owner. Who is killed and hangs in the kernel runs no more, and
-        is not waited for without end: the others have to be adopted."""
-        for pid, runner in self._at_work.items():
+    def _freeze_round(self) -> bool:
+        """One round of killing what works for the owner that has ended. A sandbox in which this does not succeed in
+        time is killed as a whole: nothing may run without an owner. A killed process that hangs in the kernel is not
+        waited for without limit: the other sandboxes must be adopted."""
+        for pid, runner in self._workers.items():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            if runner is not None and runner.box is not None:
-                orphan_cleanup.let_die(pid, self._groups, runner.box.name)
-        busy = orphan_cleanup.halt(self._groups, {name for name, box in self._boxes.items() if not box.closing})
-        late_s = time.monotonic() - self._halt_by_s
+            if runner is not None and runner.sandbox is not None:
+                orphan_cleanup.thaw_killed(pid, self._groups, runner.sandbox.name)
+        busy = orphan_cleanup.freeze_orphans(
+            self._groups, {name for name, box in self._sandboxes.items() if not box.closing}
+        )
+        late_s = time.monotonic() - self._freeze_deadline_s
         if late_s > 0.0:
-            working = {runner.box.name for runner in self._at_work.values() if runner is not None and runner.box}
-            for name in (busy | working) & set(self._boxes):
-                self._boxes[name].kill()
-        return not (busy or self._at_work) or late_s > orphan_cleanup.END_S_MAX
+            working = {
+                runner.sandbox.name for runner in self._workers.values() if runner is not None and runner.sandbox
+            }
+            for name in (busy | working) & set(self._sandboxes):
+                self._sandboxes[name].kill()
+        return not (busy or self._workers) or late_s > orphan_cleanup.END_S_MAX
 
     def _on_next_owner(self, _: object) -> None:
-        """It is told first which sandboxes there are, so that it can tell whether they are what it knows of."""
+        """Its first message lists the sandboxes, which it compares with its records."""
         assert self._listener is not None
-        self._attend(self._listener.accept()[0])
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # the peer has gone, or there is no free descriptor
+            time.sleep(ACCEPT_RETRY_S)
+            return
+        self._accept_owner(connection)
         if self._owner is not None:
             self._selector.unregister(self._listener)
-            self._owner.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, 4 * MESSAGE_BYTES_MAX)
-            boxes = {name: {"init": box.init, "sessions": sorted(box.sessions)} for name, box in self._boxes.items()}
+            with contextlib.suppress(OSError):  # then its default size
+                reserve_send_buffer(self._owner, 4)
+            boxes = {
+                name: {"init": box.init, "sessions": sorted(box.sessions)} for name, box in self._sandboxes.items()
+            }
             self._send({"protocol": PROTOCOL, "number": self._number, "boxes": boxes})
 
     # ---- messages ----
@@ -300,16 +311,14 @@ class Spawner:
         if self._owner is None:
             return  # its process ended at the same moment
         try:
-            data, fds, flags, _ = socket.recv_fds(self._owner, MESSAGE_BYTES_MAX, FDS_MAX)
+            data, fds = receive_packet(self._owner, FDS_MAX)
         except ConnectionResetError:  # it died with replies unread
-            data = b""
+            data, fds = b"", []
         if not data:
             self._lose_owner()
             return
-        if flags & socket.MSG_TRUNC:
-            raise RuntimeError("a message longer than MESSAGE_BYTES_MAX came; the owner must refuse it")
         head, _, order = data.partition(b"\n")
-        request: Message = json.loads(head)
+        request = decode_packet(head)
         self._number = request["id"]
         try:
             if order:
@@ -327,20 +336,20 @@ class Spawner:
 
     def _send(self, message: Message) -> None:
         if self._owner is not None:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # that it is gone is what is read next
-                self._owner.send(json.dumps(message).encode())
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the next read reports the end
+                send_packet(self._owner, encode_packet(message))
 
     def _collect(self, fd: int, then: Callable[[bytes], None], into: bytearray | None = None) -> None:
-        """Read a pipe of a child to its end without waiting for it."""
+        """Read a pipe of a child to its end without blocking."""
         chunks = bytearray() if into is None else into
 
         def more(_: object) -> None:
             try:
-                data = os.read(fd, MESSAGE_BYTES_MAX)
+                data = os.read(fd, PACKET_BYTES_MAX)
             except ConnectionResetError:
-                return  # it ended with its order unread; what it said before comes with the next read
+                return  # it ended with its order unread; its output before that comes with the next read
             if data:
-                if len(chunks) < ANSWER_BYTES_MAX:
+                if len(chunks) < REPLY_BYTES_MAX:
                     chunks.extend(data)
                 return
             self._selector.unregister(fd)
@@ -349,274 +358,309 @@ class Spawner:
 
         self._selector.register(fd, selectors.EVENT_READ, more)
 
-    def _watch(self, pid: int, then: Callable[[int], None]) -> None:
-        """Call `then(exit code)` when a child has ended; a signal is a negative code."""
-        fd = os.pidfd_open(pid)
+    def _watch(self, pid: int, fd: int, then: Callable[[int], None]) -> None:
+        """Call `then(exit code)` when a child has ended; a signal is a negative code. `fd`: its pidfd, which is closed
+        then."""
 
         def ended(_: object) -> None:
             self._selector.unregister(fd)
             os.close(fd)
             _, status = os.waitpid(pid, 0)
-            self._at_work.pop(pid, None)
+            self._workers.pop(pid, None)
             then(os.waitstatus_to_exitcode(status))
 
         self._selector.register(fd, selectors.EVENT_READ, ended)
 
     def _begin(self, request: Message, fds: list[int]) -> None:
-        """Every program from now on runs under this filter: instructions of classic BPF, hexadecimal."""
+        """Set the filter of all programs from now on: instructions of classic BPF, hexadecimal."""
         self._groups = request["groups"]
         self._outlives = request["outlives"]
         code = bytes.fromhex(request["filter"])
         self._filter = ctypes.create_string_buffer(code, len(code))
         packed = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(self._filter))
-        self._program = ctypes.create_string_buffer(packed, len(packed))
+        self._seccomp_fprog = ctypes.create_string_buffer(packed, len(packed))
         self._reply(request["id"], pid=os.getpid())
 
     # ---- sandboxes ----
 
     def _open(self, request: Message, fds: list[int]) -> None:
-        """Mount what the sandbox sees in a namespace of its own, so that the mounts vanish with it, and start its first
-        process there. It is open when that process has become the given program."""
-        status_read, status, info_read, info = (*os.pipe(), *os.pipe())
+        """Mount what the sandbox sees in a private mount namespace, which vanishes with it, and start its first process
+        there. It is open when that process has executed the given program."""
+        assert self._filter is not None, "the filter comes before the first sandbox"
         spawner = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            assert self._filter is not None, "the filter comes before the first sandbox"
-            child.become_holder(request, self._filter.raw, status, info, spawner)
-        os.close(status)
-        os.close(info)
-        self._at_work[pid] = None
-        said = bytearray()
+        with contextlib.ExitStack() as on_error, contextlib.ExitStack() as writers:
+            status_read, status = _pipe(on_error, writers)
+            info_read, info = _pipe(on_error, writers)
+            pid = os.fork()
+            if pid == 0:
+                child.become_holder(request, self._filter.raw, status, info, spawner)
+            pidfd = _open_pidfd(pid)
+            on_error.pop_all()
+        self._workers[pid] = None
+        output = bytearray()
         name, number = request["box"], request["id"]
 
-        told = bytearray()
+        report = bytearray()
 
         def has_begun(_: object) -> None:
-            """It comes in pieces, and others hold the pipe too: the closing brace is the end."""
+            """The report comes in pieces, and other processes hold the pipe too: the closing brace is its end."""
             data = os.read(info_read, 4096)
-            told.extend(data)
-            if data and not told.endswith(b"}\n"):
+            report.extend(data)
+            if data and not report.endswith(b"}\n"):
                 return
             self._selector.unregister(info_read)
             os.close(info_read)
             if data:
-                init = int(json.loads(told)["child-pid"])
-                self._becoming[init] = lambda: is_ready(init)
+                init = int(json.loads(report)["child-pid"])
+                self._starting_inits[init] = lambda: is_ready(init)
 
         def is_ready(init: int) -> None:
-            self._boxes[name] = Box(name, pid, init, request)
-            self._at_work.pop(pid, None)
+            try:
+                self._sandboxes[name] = SpawnedSandbox(name, pid, init, request)
+            except OSError as error:  # it has ended, or there is no free descriptor: `ended` replies
+                output.extend(str(error).encode())
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(init, signal.SIGKILL)
+                return
+            self._workers.pop(pid, None)
             self._want_spare(name)
             self._reply(number, holder=pid, init=init)
 
         def ended(code: int) -> None:
-            box = self._boxes.pop(name, None)
+            box = self._sandboxes.pop(name, None)
             if box is not None:
-                self._read_no_more(box, 0)
-                box.forget()
-                self._wanted.pop(name, None)
+                self._close_drained(box, 0)
+                box.close()
+                self._spares_wanted.pop(name, None)
                 self._send({"gone": name, "code": code})
             else:
-                why = said.decode(errors="replace").strip()
+                why = output.decode(errors="replace").strip()
                 self._reply(number, error=why or f"its first process ended with {code} before it was ready")
 
         self._selector.register(info_read, selectors.EVENT_READ, has_begun)
-        # Its words first, its end afterwards: nothing else holds that pipe once it is gone.
-        self._collect(status_read, lambda text: self._watch(pid, ended), into=said)
+        # First its output, then its end: no other process holds that pipe once it has ended.
+        self._collect(status_read, lambda text: self._watch(pid, pidfd, ended), into=output)
 
-    def _look(self) -> None:
-        """bubblewrap tells the process id before the sandbox is made; what the process executes tells when it is."""
-        for init, then in list(self._becoming.items()):
+    def _check_starting(self) -> None:
+        """bubblewrap reports the process id before the sandbox is ready; the program of the process shows when it
+        is."""
+        for init, then in list(self._starting_inits.items()):
             try:
                 path = os.readlink(f"/proc/{init}/exe")
             except OSError:
-                del self._becoming[init]  # it has ended; so has its holder, which is watched
+                del self._starting_inits[init]  # it has ended; so has its holder, which is watched
                 continue
             if os.path.basename(path) != "bwrap":
-                del self._becoming[init]
-                with contextlib.suppress(OSError):  # as above
-                    then()
+                del self._starting_inits[init]
+                then()
 
     def _close(self, request: Message, fds: list[int]) -> None:
-        box = self._boxes.get(request["box"])
+        box = self._sandboxes.get(request["box"])
         if box is not None:
             box.kill()
         self._reply(request["id"])
 
     def _copy(self, request: Message, fds: list[int]) -> None:
-        """Copy a directory that only the holder of a sandbox sees to one that all see."""
-        box = self._box(request["box"])
-        status_read, status = os.pipe()
+        """Copy a directory that only the holder of a sandbox sees to one that all processes see."""
+        box = self._get_sandbox(request["box"])
         spawner = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            child.become_copy(box.holder_fd, request["source"], request["target"], status, spawner)
-        os.close(status)
-        self._at_work[pid] = None
-        said = bytearray()
+        with contextlib.ExitStack() as on_error, contextlib.ExitStack() as writers:
+            status_read, status = _pipe(on_error, writers)
+            pid = os.fork()
+            if pid == 0:
+                child.become_copy(box.holder_fd, request["source"], request["target"], status, spawner)
+            pidfd = _open_pidfd(pid)
+            on_error.pop_all()
+        self._workers[pid] = None
+        output = bytearray()
 
         def ended(code: int) -> None:
-            why = {} if code == 0 else {"error": said.decode(errors="replace").strip() or f"cp ended with {code}"}
+            why = {} if code == 0 else {"error": output.decode(errors="replace").strip() or f"cp ended with {code}"}
             self._reply(request["id"], **why)
 
-        self._collect(status_read, lambda text: self._watch(pid, ended), into=said)
+        self._collect(status_read, lambda text: self._watch(pid, pidfd, ended), into=output)
 
-    def _box(self, name: str) -> Box:
-        box = self._boxes.get(name)
+    def _get_sandbox(self, name: str) -> SpawnedSandbox:
+        box = self._sandboxes.get(name)
         if box is None:
             raise ProcessLookupError(errno.ESRCH, f"sandbox {name} is gone")
         return box
 
     def _drain(self, request: Message, fds: list[int]) -> None:
-        """Streams that nobody wants any more, of actions that have ended: the owner has let go of them."""
-        box = self._boxes.get(request["box"])
+        """Drain streams of ended actions, which the owner has closed."""
+        box = self._sandboxes.get(request["box"])
         if box is not None:
-            self._read_away(box, [os.dup(fd) for fd in fds])
+            self._discard_output(box, _duplicate(fds))
 
-    def _read_away(self, box: Box, fds: list[int]) -> None:
-        """So that whoever was left running and writes there neither waits nor dies."""
+    def _discard_output(self, box: SpawnedSandbox, fds: list[int]) -> None:
+        """Read and discard, so that processes which still write there neither block nor die."""
 
         def more(fd: int) -> None:
-            with contextlib.suppress(BlockingIOError):
-                if not os.read(fd, DRAIN_BYTES):
-                    del box.drained[fd]
-                    self._selector.unregister(fd)
-                    os.close(fd)
+            try:
+                data = os.read(fd, DRAIN_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                del box.drained[fd]
+                self._selector.unregister(fd)
+                os.close(fd)
 
         for fd in fds:
             box.drained[fd] = None
             self._selector.register(fd, selectors.EVENT_READ, more)
-        self._read_no_more(box, DRAINED_MAX)
+        self._close_drained(box, DRAINED_MAX)
 
-    def _read_no_more(self, box: Box, most: int) -> None:
+    def _close_drained(self, box: SpawnedSandbox, most: int) -> None:
         while len(box.drained) > most:
             fd, _ = box.drained.popitem(last=False)
             self._selector.unregister(fd)
             os.close(fd)
 
-    def _over(self, request: Message, fds: list[int]) -> None:
-        """The caller of this session is told that its shell is no more."""
-        box = self._boxes.get(request["box"])
+    def _end_session(self, request: Message, fds: list[int]) -> None:
+        """The caller has been notified of the end of this session's shell."""
+        box = self._sandboxes.get(request["box"])
         if box is not None:
             box.end_session(request["session"])
 
     # ---- runners ----
 
     def _order(self, request: Message, order: bytes, fds: list[int]) -> None:
-        """Have a runner carry out an order, which is handed on as it came. `exit` tells what came of it; who wants to
-        know who carries it out is told that first."""
-        box = self._box(request["box"])
+        """Pass an order to a runner unchanged. `exit` reports its result; with `told`, the process id of the runner is
+        reported first."""
+        box = self._get_sandbox(request["box"])
         groups = request["groups"]
         held = fds[len(fds) - request.get("held", 0) :]
         fds = fds[: len(fds) - len(held)]
-        runner = self._take_runner(box)
+        session_fds = _duplicate(held)
         try:
-            _hand_over(runner, box, groups, order, fds)
-        except GONE:
-            # The spare was killed, as anything in the sandbox may be. A new one is tried once.
-            runner.channel.close()
-            runner = self._fork_runner(box)
-            try:
-                _hand_over(runner, box, groups, order, fds)
-            except GONE:
-                with runner.channel:
-                    raise ChildProcessError(_answer(_last_words(runner.channel))["error"]) from None
+            runner = self._send_order(box, groups, order, fds)
+        except BaseException:
+            _close_all(session_fds)
+            raise
         runner.number = request["id"]
         runner.executes = request["do"] == "exec"
         runner.ordered_s = time.monotonic()
-        runner.box = box
+        runner.sandbox = box
         if held:
             box.end_session(request["session"])
-            box.sessions[request["session"]] = [os.dup(fd) for fd in held]
-        self._ordered[runner.number] = runner
-        self._at_work[runner.pid] = runner
+            box.sessions[request["session"]] = session_fds
+        self._pending_runners[runner.number] = runner
+        self._workers[runner.pid] = runner
         os.kill(runner.pid, signal.SIGCONT)
         if request["told"]:
             self._reply(runner.number, pid=runner.pid)
         self._want_spare(box.name)
-        self._collect(runner.channel.detach(), functools.partial(self._heard, runner))
+        self._collect(runner.channel.detach(), functools.partial(self._on_reply, runner))
 
-    def _nudge(self) -> None:
+    def _send_order(self, box: SpawnedSandbox, groups: list[str], order: bytes, fds: list[int]) -> Runner:
+        """Returns the runner that got the order."""
+        runner = self._take_runner(box)
+        try:
+            _send_order(runner, box, groups, order, fds)
+            return runner
+        except RUNNER_GONE_ERRORS:
+            # The spare was killed, as any process in the sandbox may be. Try once with another.
+            _discard_runner(runner)
+        except OSError:
+            _discard_runner(runner)
+            raise
+        runner = self._fork_runner(box)
+        try:
+            _send_order(runner, box, groups, order, fds)
+            return runner
+        except RUNNER_GONE_ERRORS:
+            reason = _parse_reply(_read_reply(runner.channel))["error"]
+            _discard_runner(runner)
+            raise ChildProcessError(reason) from None
+        except OSError:
+            _discard_runner(runner)
+            raise
+
+    def _resume_runners(self) -> None:
         now = time.monotonic()
-        if now - self._nudged_s < NUDGE_S:
+        if now - self._resumed_s < RESUME_S:
             return
-        self._nudged_s = now
-        for runner in self._ordered.values():
+        self._resumed_s = now
+        for runner in self._pending_runners.values():
             late = runner.executes and now - runner.ordered_s > EXECUTE_S_MAX
             with contextlib.suppress(ProcessLookupError):  # its end is about to be noticed
                 os.kill(runner.pid, signal.SIGKILL if late else signal.SIGCONT)
 
     def _abandon(self, request: Message, fds: list[int]) -> None:
-        """Nobody waits any more for what this runner does."""
-        runner = self._ordered.get(request["order"])
+        """Kill a runner whose caller no longer waits."""
+        runner = self._pending_runners.get(request["order"])
         if runner is not None:
             os.kill(runner.pid, signal.SIGKILL)
         self._reply(request["id"])
 
-    def _heard(self, runner: Runner, text: bytes) -> None:
-        """All that it says on its channel. Of a program silence is the sign of success: exec has closed the channel."""
-        self._ordered.pop(runner.number, None)
-        runner.said = text
-        self._conclude(runner)
+    def _on_reply(self, runner: Runner, text: bytes) -> None:
+        """All its output on the channel. For a program, none means success: exec has closed the channel."""
+        self._pending_runners.pop(runner.number, None)
+        runner.reply = text
+        self._report_exit(runner)
 
-    def _runner_ended(self, box: Box, runner: Runner, code: int) -> None:
+    def _on_runner_exit(self, box: SpawnedSandbox, runner: Runner, code: int) -> None:
         if box.spare is runner:
             box.spare = None
             self._spares.pop(box.name, None)
             runner.channel.close()
         elif runner.number:
             runner.code = code
-            self._conclude(runner)
+            self._report_exit(runner)
 
-    def _conclude(self, runner: Runner) -> None:
-        """Its last words and its end are noticed in either order."""
-        if runner.said is None or runner.code is None:
+    def _report_exit(self, runner: Runner) -> None:
+        """Its output and its end are noticed in either order."""
+        if runner.reply is None or runner.code is None:
             return
-        if runner.executes and not runner.said:
+        if runner.executes and not runner.reply:
             self._send({"exit": runner.number, "code": runner.code})
         else:
-            self._send({"exit": runner.number, **_answer(runner.said)})
+            self._send({"exit": runner.number, **_parse_reply(runner.reply)})
 
     def _want_spare(self, name: str) -> None:
-        self._wanted[name] = None
-        while len(self._wanted) > SPARES_MAX:
-            self._wanted.popitem(last=False)
+        self._spares_wanted[name] = None
+        while len(self._spares_wanted) > SPARES_MAX:
+            self._spares_wanted.popitem(last=False)
 
     def _fork_spare(self, name: str) -> None:
-        box = self._boxes.get(name)
+        box = self._sandboxes.get(name)
         if box is None or box.spare is not None:
             return
         try:
             box.spare = self._fork_runner(box)
         except (OSError, child.StepFailed):
-            return  # whoever needs one tries again, and hears why it fails
+            return  # the next order tries again, and reports the error
         self._spares[name] = None
         if len(self._spares) > SPARES_MAX:
-            oldest = self._boxes[self._spares.popitem(last=False)[0]]
+            oldest = self._sandboxes[self._spares.popitem(last=False)[0]]
             assert oldest.spare is not None
-            oldest.forget_joins()
-            oldest.spare.channel.close()  # it sees the end and goes
+            oldest.close_join_files()
+            oldest.spare.channel.close()  # it sees the end of the channel and exits
             oldest.spare = None
 
-    def _take_runner(self, box: Box) -> Runner:
+    def _take_runner(self, box: SpawnedSandbox) -> Runner:
         runner, box.spare = box.spare, None
         if runner is None:
             return self._fork_runner(box)
         del self._spares[box.name]
         return runner
 
-    def _fork_runner(self, box: Box) -> Runner:
-        """Fork a child into the process namespace of a sandbox. The spawner itself stays where it is."""
-        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        mine.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, 2 * MESSAGE_BYTES_MAX)
+    def _fork_runner(self, box: SpawnedSandbox) -> Runner:
+        """Fork a child into the process namespace of a sandbox. The spawner itself stays in its own."""
+        assert self._seccomp_fprog is not None, "the filter comes before the first sandbox"
+        mine, its = packet_socketpair()
         pid = -1
         try:
-            child.call("joining the processes", child.libc.setns(box.init_fd, child.CLONE_NEWPID))
+            reserve_send_buffer(mine, 2)
+            child.check_result("joining the processes", libc.setns(box.init_fd, child.CLONE_NEWPID))
             try:
                 pid = os.fork()
             finally:
                 if pid != 0:
-                    child.libc.setns(self._own_pids, child.CLONE_NEWPID)
+                    libc.setns(self._own_pid_namespace, child.CLONE_NEWPID)
+            pidfd = _open_pidfd(pid) if pid != 0 else -1
         except BaseException:
             mine.close()
             raise
@@ -624,46 +668,87 @@ class Spawner:
             if pid != 0:
                 its.close()
         if pid == 0:
-            assert self._program is not None
-            child.become_runner(its.detach(), box, self._program, ORDERS, MESSAGE_BYTES_MAX, FDS_MAX)
+            child.become_runner(its.detach(), box, self._seccomp_fprog, ORDERS, FDS_MAX)
         runner = Runner(pid, mine)
-        self._watch(pid, lambda code: self._runner_ended(box, runner, code))
+        self._watch(pid, pidfd, lambda code: self._on_runner_exit(box, runner, code))
         return runner
 
 
-GONE = (ProcessLookupError, BrokenPipeError, ConnectionResetError)
-"""What says that a runner has ended before it could get its order."""
+RUNNER_GONE_ERRORS = (ProcessLookupError, BrokenPipeError, ConnectionResetError)
+"""Errors that mean that a runner has ended before it could get its order."""
 
 
-def _hand_over(runner: Runner, box: Box, groups: list[str], order: bytes, fds: list[int]) -> None:
+def _send_order(runner: Runner, box: SpawnedSandbox, groups: list[str], order: bytes, fds: list[int]) -> None:
     box.join(runner.pid, groups)
-    socket.send_fds(runner.channel, [order], fds)
+    send_packet(runner.channel, order, fds)
 
 
-def _last_words(channel: socket.socket) -> bytes:
+def _discard_runner(runner: Runner) -> None:
+    """Kill a runner that has no order. Its exit is watched, so its process id is not reused before."""
+    runner.channel.close()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(runner.pid, signal.SIGKILL)
+
+
+def _pipe(readers: contextlib.ExitStack, writers: contextlib.ExitStack) -> tuple[int, int]:
+    """A pipe whose ends these stacks close."""
+    reader, writer = os.pipe()
+    readers.callback(os.close, reader)
+    writers.callback(os.close, writer)
+    return reader, writer
+
+
+def _open_pidfd(pid: int) -> int:
+    """A pidfd of a child. Kills and reaps the child if there is no free descriptor."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
+
+
+def _duplicate(fds: list[int]) -> list[int]:
+    """Duplicate all descriptors, or none."""
+    copies: list[int] = []
+    try:
+        for fd in fds:
+            copies.append(os.dup(fd))
+    except OSError:
+        _close_all(copies)
+        raise
+    return copies
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _read_reply(channel: socket.socket) -> bytes:
     channel.setblocking(False)
     try:
-        return channel.recv(ANSWER_BYTES_MAX)
+        return channel.recv(REPLY_BYTES_MAX)
     except OSError:
         return b""
 
 
-def _answer(text: bytes) -> Message:
-    """What a runner said. It stood inside a sandbox: only what an answer may hold is taken from it."""
+def _parse_reply(text: bytes) -> Message:
+    """The reply of a runner. It ran inside a sandbox, so only the expected fields are taken from it."""
     if not text:
         return {"error": "it was killed"}
     try:
-        said = json.loads(text)
-        if "ok" in said:
-            return {"ok": said["ok"]}
-        number = {"errno": int(said["errno"])} if "errno" in said else {}
-        return {"error": str(said["error"]), **number}
+        reply = decode_packet(text)
+        if "ok" in reply:
+            return {"ok": reply["ok"]}
+        number = {"errno": int(reply["errno"])} if "errno" in reply else {}
+        return {"error": str(reply["error"]), **number}
     except (ValueError, TypeError, LookupError, RecursionError):
-        return {"error": "its answer makes no sense"}
+        return {"error": "its reply is malformed"}
 
 
-ORDERS: child.Orders = {"exec": child.execute, "file": _beside("file_worker").carry_out}
-"""Of a runner."""
+ORDERS: child.Orders = {"exec": child.execute, "file": file_worker.carry_out}
+"""The orders of a runner."""
 
 _REQUESTS: dict[str, Callable[[Spawner, Message, list[int]], None]] = {
     "begin": Spawner._begin,
@@ -672,46 +757,46 @@ _REQUESTS: dict[str, Callable[[Spawner, Message, list[int]], None]] = {
     "copy": Spawner._copy,
     "abandon": Spawner._abandon,
     "drain": Spawner._drain,
-    "over": Spawner._over,
+    "over": Spawner._end_session,
 }
 
 
 def main() -> None:
-    """`python -I -S spawner.py FD [LOCK DIRECTORY]`: the descriptor of a SOCK_SEQPACKET socket whose other end the
-    owner holds. For an owner with a name also that of a locked file, which is held for as long as the spawner lives,
-    and the directory where the next owner looks for it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle
+    """`python -I -S spawner.py FD [LOCK DIRECTORY]`: the descriptor of a SOCK_SEQPACKET socket to the owner. For a
+    named owner also the descriptor of a locked file, which is held for the life of the spawner, and the directory where
+    the next owner finds it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the owner
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, child.DESCRIPTORS_MAX), most))
-    owner, *lock = [_moved_up(int(word)) for word in sys.argv[1:3]]
-    for low in range(3, child.LOW_FDS):  # taken, so that no descriptor of ours is in the way of those of children
+    owner, *lock = [_move_fd_up(int(word)) for word in sys.argv[1:3]]
+    for low in range(3, child.LOW_FDS):  # taken, so that no descriptor of ours has a number that children use
         with contextlib.suppress(OSError):
             os.fstat(low)
             continue
         os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    listener = _outlive(lock[0], sys.argv[3]) if lock else None
+    listener = _daemonize(lock[0], sys.argv[3]) if lock else None
     gc.freeze()  # a collection would write to every page that forks share
     Spawner(listener).serve(socket.socket(fileno=owner))
 
 
-def _moved_up(fd: int) -> int:
+def _move_fd_up(fd: int) -> int:
     moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, child.LOW_FDS)
     os.close(fd)
     return moved
 
 
-def _outlive(lock: int, directory: str) -> socket.socket:
-    """Be nobody's child, and be found: `lock` says who we are, and the socket is where we are spoken to."""
+def _daemonize(lock: int, directory: str) -> socket.socket:
+    """Become a daemon that can be found: `lock` gets our process id, and the socket listens for the next owner."""
     if os.fork() != 0:
         os._exit(0)
     os.ftruncate(lock, 0)
     os.write(lock, b"%d" % os.getpid())
-    os.chdir(directory)  # the path of a socket may have 107 bytes, and that of a directory many more
+    os.chdir(directory)  # the path of a socket is limited to 107 bytes, that of a directory is not
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(SOCKET)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(SOCKET)
+        os.unlink(SOCKET_NAME)
+    listener = packet_socket()
+    listener.bind(SOCKET_NAME)
     listener.listen()
     os.chdir("/")
     return listener

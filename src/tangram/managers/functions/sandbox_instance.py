@@ -1,0 +1,223 @@
+"""An instance in a sandbox: the sandbox with its files, and the commands to the program inside.
+
+Owns which files are put into the sandbox and how a command reaches the program: by a held shell whose place the program
+takes, or, where the manager has none of that kind, as a program of its own for each call. The function is bytes that
+are only unpickled inside. Whatever ends the program is the doing of the function in it.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import importlib.util
+import io
+import pickle
+import py_compile
+import re
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from tangram.core.action import Action
+from tangram.core.demand import CPU, Demand, fixed
+from tangram.core.messages import Grant
+from tangram.errors import FileFailed, InvalidInput, ManagerError
+from tangram.managers.base import Lease, Manager
+from tangram.managers.functions.instance import (
+    NOT_FOUND,
+    SHOWN_CHARACTERS,
+    Command,
+    FunctionLoadFailed,
+    Instance,
+    Run,
+    exit_message,
+    signal_of,
+)
+from tangram.managers.functions.program import DIRECTORY, LIBRARY, PACKAGE, SPEC_FILE, STARTER
+from tangram.managers.functions.work import Failure, FunctionSpec, loaded_spec
+from tangram.managers.work import KIB, WORKSPACE, Close, Exec, LeaseResult, Open, SandboxSpec
+from tangram.processes import orphans, prctl
+from tangram.processes.streams import COMMANDS_FD, STATUSES_FD
+
+SESSION = "function"
+"""The held shell whose place the program takes."""
+HOLDING_BACKENDS = ("sandbox", "process")
+"""Whose held shells read commands and write statuses as `processes.streams` describes. Elsewhere each call is a
+program."""
+INLINE_BYTES_MAX = 64 * KIB
+"""The largest arguments that are sent with the command; longer ones are passed as a file. The kernel limits one word of
+a command line to 128 KiB."""
+NOTHING = Demand({CPU: fixed(1)})
+"""The demand of an action that is never granted anything; a demand cannot be empty."""
+
+MODULES = ("program", "plain_values", "msgpack_encoder")
+"""Modules of this package that run inside the sandbox."""
+LIBRARIES = ("cloudpickle",)
+"""What functions by value are read with, in the version that the service has."""
+ZIP = re.compile(r"/python(\d)(\d{1,3})\.zip$")
+"""The place in every search path of modules that names the version."""
+
+
+class SandboxInstance(Instance):
+    def __init__(self, name: str, manager: Manager, function: FunctionSpec, sandbox: SandboxSpec) -> None:
+        super().__init__(name)
+        self._manager = manager
+        self._function = function
+        self._sandbox = sandbox
+
+    async def open(self, action: Action, grant: Grant) -> None:
+        lease = await self._manager.start(self._inside(action), grant, Open(spec=self._sandbox))
+        ended = await lease.wait()
+        if ended.lost:
+            raise ManagerError(ended.lost)
+        files = bundle(self._function, image=self._sandbox.image, disk_bytes=self._sandbox.disk_bytes)
+        try:
+            await self._manager.unpack(self.name, DIRECTORY, files)
+        except FileFailed as error:
+            raise ManagerError(f"function {self._function.name} does not fit into its sandbox: {error}") from error
+        except ManagerError as error:
+            raise ManagerError(str(error)) from error  # a retry opens another sandbox
+
+    async def close(self) -> None:
+        await close_sandbox(self._manager, self.name)
+
+    def _inside(self, action: Action) -> Action:
+        return msgspec.structs.replace(action, sandbox=self.name)
+
+    # ---- commands ----
+
+    async def prepare(self, action: Action, grant: Grant, run: Run) -> None:
+        """Put the program into the place of a held shell, where there is one of the kind that it can replace."""
+        self.loads_once = False
+        if self._manager.backend not in HOLDING_BACKENDS:
+            return
+        # The shell asks for its next command by `read`, where its descriptors are those that it is held by.
+        program = f"exec python3 -c {_quoted(STARTER)} serve {COMMANDS_FD} {STATUSES_FD}"
+        # Looked for first: a shell that cannot become its program ends, sooner or later than the next command comes.
+        shell_command = f"type -P python3 >/dev/null && read() {{ {program}; }}"
+        work = Exec(command=shell_command, cwd=DIRECTORY, session=SESSION, capture_bytes_max=0)
+        try:
+            ended = await run(self._manager.start(self._inside(action), grant, work))
+        except InvalidInput:
+            return  # the image has no bash
+        if ended.lost or ended.executed is None or ended.executed.exit_code is None:
+            raise ManagerError(ended.lost or f"the shell of {self.name} cannot be replaced")
+        if ended.executed.exit_code != 0:
+            raise FunctionLoadFailed(self._no_python(""))
+        self.loads_once = True
+
+    async def execute(self, command: Command, action: Action, grant: Grant) -> Lease:
+        work = await self._request(command)
+        return await self._manager.start(self._inside(action), grant, work, command.output)
+
+    async def _request(self, command: Command) -> Exec:
+        token, arguments = command.token, command.arguments
+        if not self.loads_once:
+            words = ("python3", "-c", STARTER, "once", token)
+            return Exec(command=words, cwd=DIRECTORY, stdin=arguments or b"", capture_bytes_max=0)
+        if arguments is None:
+            text = f"load:{token}:file:{_encoded(SPEC_FILE.encode())}"
+        elif len(arguments) <= INLINE_BYTES_MAX:
+            text = f"call:{token}:inline:{_encoded(arguments)}"
+        else:
+            path = f"{DIRECTORY}/arguments-{token}"
+            await self._manager.write(self.name, path, arguments, mode=0o600)
+            text = f"call:{token}:file:{_encoded(path.encode())}"
+        return Exec(command=f"tangram:{text}", session=SESSION, capture_bytes_max=0)
+
+    # ---- what ended the program ----
+
+    def import_failure(self, ended: LeaseResult, reason: str, stderr: str) -> Failure:
+        shown = stderr.strip()[-SHOWN_CHARACTERS:]
+        if ended.executed is not None and ended.executed.exit_code == NOT_FOUND:
+            return self._no_python(shown)
+        message = f"{self._function.name} cannot be imported in image {self._sandbox.image}: {reason}"
+        return Failure(kind="import", message=message, traceback=shown)
+
+    def _no_python(self, shown: str) -> Failure:
+        message = f"image {self._sandbox.image} has no python3, which functions need; use an image that has it"
+        return Failure(kind="import", message=message, traceback=shown)
+
+    def exit_failure(self, ended: LeaseResult, stderr: str) -> Failure:
+        code = ended.executed.exit_code if ended.executed is not None else None
+        return Failure(kind="exited", message=exit_message(code, signal_of(code)))
+
+
+async def close_sandbox(manager: Manager, name: str) -> None:
+    """Raises ManagerError."""
+    action = Action(id=name, demand=NOTHING, sandbox=name, kind="close")
+    lease = await manager.start(action, Grant(action.id, "", (), 0), Close())
+    ended = await lease.wait()
+    if ended.lost:
+        raise ManagerError(ended.lost)
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "'\\''") + "'"
+
+
+def _encoded(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+# ---- the files of an instance -------------------------------------------------------------------------------------
+
+
+def bundle(spec: FunctionSpec, *, image: str, disk_bytes: int) -> io.BytesIO:
+    """The program, a library and the function as a tar, for DIRECTORY."""
+    loaded = loaded_spec(spec) | {"disk_bytes": disk_bytes, "image": image, "python": pickled_by(spec)}
+    tar = io.BytesIO()
+    with tarfile.open(fileobj=tar, mode="w") as archive:
+        for name, content in _programs():
+            _add(archive, name, content)
+        _add(archive, SPEC_FILE.removeprefix(f"{DIRECTORY}/"), pickle.dumps(loaded, protocol=4))
+    tar.seek(0)
+    return tar
+
+
+def pickled_by(spec: FunctionSpec) -> tuple[int, int] | None:
+    """The version of the Python that pickled the function, if its search path shows it."""
+    for path in spec.paths:
+        if (match := ZIP.search(path)) is not None:
+            return int(match[1]), int(match[2])
+    return None
+
+
+def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mode = len(content), 0o644
+    archive.addfile(entry, io.BytesIO(content))
+
+
+@functools.cache
+def _programs() -> tuple[tuple[str, bytes], ...]:
+    here = Path(__file__)
+    sources: dict[str, bytes] = {f"{PACKAGE}/__init__.py": b""}
+    modules = [*(here.with_name(f"{name}.py") for name in MODULES), Path(orphans.__file__), Path(prctl.__file__)]
+    for path in modules:
+        sources[f"{PACKAGE}/{path.name}"] = path.read_bytes()
+    for library in LIBRARIES:
+        installed = importlib.util.find_spec(library)
+        for folder in (installed.submodule_search_locations or ()) if installed is not None else ():
+            for path in sorted(Path(folder).rglob("*.py")):
+                sources[f"{LIBRARY}/{library}/{path.relative_to(folder).as_posix()}"] = path.read_bytes()
+    return (*sources.items(), *_compiled(sources).items())
+
+
+def _compiled(sources: dict[str, bytes]) -> dict[str, bytes]:
+    """Byte code for the Python version of this process. Other versions compile the sources."""
+    compiled = {}
+    with tempfile.TemporaryDirectory() as directory:
+        source, target = Path(directory, "source.py"), Path(directory, "target.pyc")
+        for name, content in sources.items():
+            source.write_bytes(content)
+            shown = f"{WORKSPACE}/{DIRECTORY}/{name}"
+            mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
+            py_compile.compile(str(source), str(target), shown, doraise=True, invalidation_mode=mode)
+            folder, _, file = name.rpartition("/")
+            cached = f"{folder}/__pycache__/{file[: -len('.py')]}.{sys.implementation.cache_tag}.pyc"
+            compiled[cached] = target.read_bytes()
+    return compiled

@@ -1,0 +1,96 @@
+"""Text for a terminal: consoles, tables, bars and sparklines in the one style of all commands.
+
+Promises that names are printed as text, never as markup, and that a table in a file or a pipe is not cut.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tangram.reports.printable import escape_unprintable
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+WIDTH_MIN = 120
+"""Columns of a table that goes to a file or a pipe."""
+EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
+SPARKS, PLAIN_SPARKS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
+
+
+def stdout_console() -> Console:
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=max(WIDTH_MIN, int(os.environ.get("COLUMNS", 0) or 0)))
+
+
+def is_unicode(console: Console) -> bool:
+    """Whether the console can print block characters."""
+    return console.encoding.lower().startswith("utf")
+
+
+def print_plain(console: Console, content: RenderableType) -> None:
+    """Print without interpreting markup, numbers or emoji codes."""
+    console.print(content, markup=False, highlight=False, emoji=False)
+
+
+def table(title: str) -> Table:
+    """An empty table."""
+    from rich import box
+    from rich.table import Table
+
+    return Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+
+
+def row(text: str, style: str = "") -> Text:
+    """A row of a screen, cut at its right edge."""
+    from rich.text import Text
+
+    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+
+
+def cell(text: str, width: int) -> str:
+    """Pad or cut foreign text to this many columns."""
+    from rich.cells import cell_len, set_cell_size
+
+    shown = escape_unprintable(text)
+    return set_cell_size(shown, width) if cell_len(shown) <= width else set_cell_size(shown, width - 1) + "…"
+
+
+def usage_bar(share: float, width: int, style: str, *, fancy: bool) -> Text:
+    """A bar with its share in percent: `███▌······  35%`."""
+    from rich.text import Text
+
+    share = min(1.0, max(0.0, share))
+    eighths = round(8 * width * share)
+    full = "█" * (eighths // 8) + EIGHTHS[eighths % 8] if fancy else "#" * (eighths // 8)
+    rest = ("·" if fancy else ".") * (width - len(full))
+    return Text.assemble((full, style), (rest, "dim"), f" {share:4.0%}")
+
+
+def progress_bar(share: float, width: int, *, fancy: bool) -> tuple[tuple[str, str], tuple[str, str]]:
+    """The done and the open part of a progress bar, each with its style."""
+    full = round(width * min(1.0, max(0.0, share)))
+    done, rest = ("━", "━") if fancy else ("-", ".")
+    return (done * full, "green"), (rest * (width - full), "dim")
+
+
+def sparkline(values: Sequence[float], fancy: bool = True) -> str:
+    """A character for each value, scaled from their minimum to their maximum, at least from 0 to 1."""
+    if not values:
+        return ""
+    marks = SPARKS if fancy else PLAIN_SPARKS
+    low, high = min(0.0, *values), max(1.0, *values)
+    return "".join(marks[min(len(marks) - 1, int((value - low) / (high - low) * len(marks)))] for value in values)

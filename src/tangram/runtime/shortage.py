@@ -1,0 +1,65 @@
+"""Shortage: which kind of pool an action waits for.
+
+Waiting time before a grant is charged to one kind: the one found short last. An action that needs a single kind waits
+for that. For an action that needs several, two moments count:
+
+    it begins to wait    the first kind, memory for its sandbox before all, of which no usable pool has enough; if each
+                         has enough, as when another action is ahead, the one with the smallest free share
+    it is granted        a kind that became free in that moment: units of another action, memory of a closed sandbox, a
+                         refilled quota, a grown pool
+
+Reads the scheduler and changes nothing. The second check has constant cost; the first, for an action that may still
+choose its node, looks at each pool of the kinds that it needs.
+"""
+
+from __future__ import annotations
+
+from tangram.core.action import Action
+from tangram.core.demand import LEARNED, MEMORY
+from tangram.core.lanes import Entry
+from tangram.core.messages import Event, Finished, PoolChanged, Release, StartFailed, Tick
+from tangram.core.scheduler import Scheduler
+
+
+def short_kind(scheduler: Scheduler, entry: Entry) -> str:
+    """For an action that begins to wait."""
+    needs = entry.needs
+    if entry.memory:
+        needs = ((MEMORY, entry.memory), *needs)
+    elif len(needs) == 1:
+        return needs[0][0]
+    kinds, node = scheduler.ledger.kinds, entry.node
+    tightest, least = needs[0][0], 2.0
+    for kind, units in needs:
+        pools = kinds.get(kind, {})
+        here = pools.get("") or pools.get(node)
+        usable = [here] if here is not None else [] if node else list(pools.values())
+        needed = max(entry.learned_reserve, 1) if units == LEARNED else units
+        if not any(pool.fits(needed) for pool in usable):
+            return kind
+        free = max(pool.free / max(1, pool.total) for pool in usable)
+        if free < least:
+            tightest, least = kind, free
+    return tightest
+
+
+def lacking_kind(scheduler: Scheduler, action: Action, event: Event, freed: tuple[str, ...], short: str) -> str:
+    """For an action that `event` has granted. `freed`: pools to which the event returned units; `short`: the kind found
+    when it began to wait."""
+    demand = action.demand.pools
+    if len(demand) == 1 and not action.sandbox:
+        return short or next(iter(demand))
+    kinds: list[str] = []
+    kind = type(event)
+    if kind is Finished or kind is StartFailed:
+        kinds = [name.partition("@")[0] for name in freed]
+    elif kind is Tick:
+        pools = scheduler.ledger.kinds
+        kinds = [each for each in demand if any(pool.window is not None for pool in pools.get(each, {}).values())]
+    elif isinstance(event, Release):
+        kinds = [MEMORY]
+    elif isinstance(event, PoolChanged):
+        kinds = [event.pool.kind]
+    if short in kinds:
+        return short
+    return next((each for each in kinds if each in demand), short or next(iter(demand)))
