@@ -1,4 +1,4 @@
-"""The outputs in the documentation: `python docs/outputs.py` runs what they come from and pastes them anew; with
+"""The outputs in the documentation: `python docs/outputs.py` runs their commands and replaces them; with
 names of pages, those of these alone.
 
 A comment before a block marks it. Everything runs in one temporary directory, page by page and from top to bottom, so
@@ -6,7 +6,7 @@ a file that a block writes is there for the next; a command that was run before 
 sandboxes, which needs root; they have their state in that directory too.
 
     <!-- run -->              a console block: its commands are run, their output is not shown
-    <!-- output -->           a console block: below each `$ command` stands what it prints
+    <!-- output -->           a console block: each `$ command` is followed by its output
     <!-- output: COMMAND -->  the same, for a block whose one command stands for COMMAND
     <!-- output -->           a text block: what the Python block before it prints
 """
@@ -62,13 +62,13 @@ class Shell:
 
 
 def renewed(page: str, shell: Shell) -> str:
-    """The page with every marked block made anew. A page without marks stays as it is, and nothing of it runs."""
+    """The page with the output of every marked block replaced. Returns a page without marks unchanged, runs nothing."""
     if not any(block["mark"] for block in BLOCK.finditer(page)):
         return page
     program = types.ModuleType("__main__")
     printed = ""
 
-    def block_anew(block: re.Match[str]) -> str:
+    def replace_block(block: re.Match[str]) -> str:
         nonlocal printed
         if block["language"] == "python":
             printed = _run_python(block["text"], program, shell.directory)
@@ -78,7 +78,7 @@ def renewed(page: str, shell: Shell) -> str:
         start, end = block.span("text")
         return block[0][: start - block.start()] + text + block[0][end - block.start() :]
 
-    return BLOCK.sub(block_anew, page)
+    return BLOCK.sub(replace_block, page)
 
 
 def _console(block: re.Match[str], shell: Shell) -> str:

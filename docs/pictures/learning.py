@@ -1,6 +1,6 @@
-"""The learning curves of a run: `python docs/pictures/learning.py RUN` draws docs/pictures/learning.svg.
+"""Draws the learning curves of a run: `python docs/pictures/learning.py RUN` writes docs/pictures/learning.svg.
 
-RUN is the folder of a run of `tangram train`; the picture of the README is of `make run`. Drawn are the evaluations on
+RUN is the folder of a run of `tangram train`; the picture in the README is of `make run`. It shows the evaluations on
 held-out seeds with their standard error, over the seconds since the run began; the warm start is shaded.
 """
 
@@ -9,69 +9,46 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from make import HERE, standalone
+from make import HERE
 
-from tangram.reports.svg import Drawing, Linear, duration
+from tangram.reports.charts import LineSeries, draw_lines
+from tangram.reports.formatting import tick_seconds
+from tangram.reports.svg import Drawing, LinearScale
 from tangram.rl.runs.metrics_log import METRICS_FILE, read_metrics
-from tangram.rl.train.records import Evaluated, Warmed
+from tangram.rl.train.records import Evaluated, WarmStartChecked
 
 WIDTH, HEIGHT = 760, 300
-LEFT, RIGHT, TOP, BOTTOM = 52.0, 622.0, 50.0, 258.0
-COLOURS = ("exec", "elastic", "call")
+AREA = LEFT, RIGHT, TOP, BOTTOM = 52.0, 622.0, 50.0, 258.0
+COLOURS = ("k0", "p1", "k1")
 
 
 def draw(run: Path) -> Drawing:
-    lines = read_metrics(run / METRICS_FILE)
-    looks = [line for line in lines if isinstance(line, Evaluated)]
-    warm_s = next((line.at_s for line in lines if isinstance(line, Warmed) and line.over), 0.0)
-    tasks = sorted({task for look in looks for task in look.scores}, key=lambda task: -looks[-1].scores.get(task, 0.0))
-    across, up = Linear(0.0, looks[-1].at_s, LEFT, RIGHT), Linear(0.0, 1.0, BOTTOM, TOP)
+    records = read_metrics(run / METRICS_FILE)
+    evaluations = [record for record in records if isinstance(record, Evaluated)]
+    checks = [record for record in records if isinstance(record, WarmStartChecked)]
+    warm_s = next((check.at_s for check in checks if check.over), 0.0)
+    last = evaluations[-1].scores
+    tasks = sorted({task for each in evaluations for task in each.scores}, key=lambda task: -last.get(task, 0.0))
+    lines = []
+    for task, css in zip(tasks, COLOURS, strict=False):
+        scored = [each for each in evaluations if task in each.scores]
+        points = tuple((each.at_s, each.scores[task]) for each in scored)
+        errors = tuple(each.spread.get(task, 0.0) for each in scored)
+        lines.append(LineSeries(name=task, css=css, points=points, errors=errors))
+    across = LinearScale(0.0, evaluations[-1].at_s, LEFT, RIGHT)
     drawing = Drawing(WIDTH, HEIGHT, f"Held-out reward of {', '.join(tasks)} while one policy learns them")
     drawing.text(16, 28, "One policy learns three tasks at once, on two cores", "title")
-    drawing.rect(across(0.0), TOP, across(warm_s) - across(0.0), BOTTOM - TOP, "idle")
+    drawing.rect(across(0.0), TOP, across(warm_s) - across(0.0), BOTTOM - TOP, "area p0")
     drawing.text(across(0.0) + 4, TOP + 14, "warm start", "tick")
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        drawing.line(LEFT, up(share), RIGHT, up(share), "axis" if share == 0.0 else "grid")
-        drawing.text(LEFT - 8, up(share) + 4, f"{share:g}", "tick", "end")
-    for at in across.ticks():
-        drawing.text(across(at), BOTTOM + 18, duration(at), "tick", "middle")
+    draw_lines(drawing, lines, AREA, tick_seconds, x_ticks=across.ticks())
     drawing.text(RIGHT, BOTTOM + 34, "since the run began", "tick", "end")
-    beside = _apart([up(looks[-1].scores.get(task, 0.0)) for task in tasks])
-    for task, css, y in zip(tasks, COLOURS, beside, strict=False):
-        seen = [
-            (across(look.at_s), look.scores[task], look.spread.get(task, 0.0)) for look in looks if task in look.scores
-        ]
-        band = [(x, up(min(1.0, mean + error))) for x, mean, error in seen]
-        band += [(x, up(max(0.0, mean - error))) for x, mean, error in reversed(seen)]
-        drawing.path(band, f"{css} band", close=True)
-        drawing.path([(x, up(mean)) for x, mean, _ in seen], f"{css} curve")
-        drawing.text(RIGHT + 8, y + 4, f"{task} {seen[-1][1]:.2f}", f"{css} name")
     return drawing
-
-
-def _apart(places: list[float], least: float = 16.0) -> list[float]:
-    """From top to bottom, none over another."""
-    found: list[float] = []
-    for place in places:
-        found.append(max(place, found[-1] + least) if found else place)
-    return found
 
 
 def main() -> None:
     if len(sys.argv) != 2:
-        raise SystemExit(
-            "usage: python docs/pictures/learning.py RUN, the folder of a run such as build/runs/multitask"
-        )
-    style = ".curve { fill: none; stroke-width: 2; } .band { fill-opacity: .15; } .name { font-weight: 600; }"
-    for name, light, dark in (
-        ("exec", "#3f74a8", "#6ea4d8"),
-        ("elastic", "#0b9683", "#38c7b2"),
-        ("call", "#c2701b", "#f0ab5c"),
-    ):
-        style += f" .curve.{name} {{ stroke: {light}; fill: none; }}"
-        style += f" @media (prefers-color-scheme: dark) {{ .curve.{name} {{ stroke: {dark}; }} }}"
-    picture = standalone(draw(Path(sys.argv[1]))).replace("</style>", f"{style}</style>", 1)
-    (HERE / "learning.svg").write_text(picture, encoding="utf-8")
+        raise SystemExit("usage: python docs/pictures/learning.py RUN, a run folder such as build/runs/multitask")
+    (HERE / "learning.svg").write_text(draw(Path(sys.argv[1])).standalone(), encoding="utf-8")
     print("docs/pictures/learning.svg")
 
 

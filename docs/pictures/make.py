@@ -1,8 +1,8 @@
-"""The pictures of the documentation: `python docs/pictures/make.py` draws them anew.
+"""Draws the pictures of the documentation: `python docs/pictures/make.py`.
 
-Every picture is a simulation that is run here, on the same scheduler and the same simulator as everything else; none
-is drawn by hand. Two scenes: `trajectories`, eight agents on two cores, for what the unit of reservation changes; and
-`actions`, a dozen actions on eight cores, played under every policy so that the pictures can be compared row by row.
+Every picture is a simulation on the scheduler and the simulator of this code base; none is drawn by hand. There are
+two scenes: `trajectories`, eight agents on two cores, shows what the unit of reservation changes; `actions`, a dozen
+actions on eight cores, is simulated under every policy so that the pictures can be compared row by row.
 """
 
 from __future__ import annotations
@@ -13,35 +13,29 @@ from pathlib import Path
 from tangram import Demand, PowerLaw, cores, cpu_node, learned
 from tangram.core.demand import CORE, CPU
 from tangram.core.messages import Effect, Event, Pool, Release, Reserve, Resize, Settle, Start, Submit
-from tangram.reports.svg import Drawing, Linear
-from tangram.sim.episode import Episode, Step, Turn, Workload
+from tangram.reports.svg import Drawing, LinearScale
+from tangram.sim.episode import SimEpisode, SimStep, SimTurn, Workload
 from tangram.sim.simulate import simulate
-from tangram.sim.workloads.fit import lognormal, stream
+from tangram.sim.workloads.fit import lognormal, random_stream
 
 HERE = Path(__file__).parent
 
-STYLE = """
-  svg { font: 13px system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-  .card { fill: #ffffff; stroke: #d9dbd6; } .title { font-size: 15px; font-weight: 650; fill: #1d2430; }
-  .ink { fill: #1d2430; } .soft { fill: #5b6472; } .tick { fill: #6d7684; font-size: 12px; }
-  .grid { stroke: #e6e7e3; } .axis { stroke: #9aa1ac; } .whole { stroke: #9aa1ac; stroke-dasharray: 4 3; }
-  .elastic { fill: #0b9683; } .call { fill: #dd8a2f; } .exec { fill: #3f74a8; } .reward { fill: #0b9683; }
-  .wait { fill: #cf5a55; fill-opacity: .55; } .idle { fill: #8a919e; fill-opacity: .28; }
-  @media (prefers-color-scheme: dark) {
-    .card { fill: #1b1f26; stroke: #2d333d; } .title, .ink { fill: #e8eaee; } .soft { fill: #a7afbc; }
-    .tick { fill: #a7afbc; } .grid { stroke: #2b313b; } .axis, .whole { stroke: #7d8694; }
-    .elastic, .reward { fill: #38c7b2; } .call { fill: #f0ab5c; } .exec { fill: #6ea4d8; } .wait { fill: #ec8580; }
-    .idle { fill: #949cab; }
-  }
-"""
-"""Background and ink change together, so that a picture is readable on any page."""
+CSS = {
+    "exec": "fill k0",
+    "reward": "fill p1",
+    "elastic": "fill p1",
+    "call": "fill k1",
+    "idle": "area p0",
+    "wait": "half k4",
+}
+"""The marks of kinds of actions, of reserved cores that are idle, and of waiting."""
 
 
 # ---- what happened, read from the messages ----------------------------------------------------------------------
 
 
 class Bar:
-    """One action: when it was submitted, which cores it held from when on, when it ended."""
+    """One action: when it was submitted, how many cores it held from which time on, when it ended."""
 
     def __init__(self, trajectory: str, kind: str, submitted: float) -> None:
         self.trajectory, self.kind, self.submitted = trajectory, kind, submitted
@@ -94,12 +88,12 @@ def trajectories(count: int = 8, turns: int = 9) -> Workload:
     think, seconds = lognormal(2.6, 0.5), lognormal(1.1, 0.8, 8.0)
     episodes = []
     for k in range(count):
-        rng = stream("picture", k)
+        rng = random_stream("picture", k)
         thinks, works = think.draw(rng, turns + 1).tolist(), seconds.draw(rng, turns).tolist()
-        steps = [Step(kind="exec", key="tool", demand=call, work_s=work, busy=0.25) for work in works]
-        steps.append(Step(kind="reward", key="tests", demand=call, work_s=4.0, busy=0.4))
-        parts = tuple(Turn(think_s=t, steps=(step,)) for t, step in zip(thinks, steps, strict=True))
-        episodes.append(Episode(id=f"trajectory {k + 1}", run="run", task="coding", memory=256, turns=parts))
+        steps = [SimStep(kind="exec", key="tool", demand=call, work_s=work, busy=0.25) for work in works]
+        steps.append(SimStep(kind="reward", key="tests", demand=call, work_s=4.0, busy=0.4))
+        parts = tuple(SimTurn(think_s=t, steps=(step,)) for t, step in zip(thinks, steps, strict=True))
+        episodes.append(SimEpisode(id=f"trajectory {k + 1}", run="run", task="coding", memory=256, turns=parts))
     return Workload(name="picture", seed=0, episodes=tuple(episodes))
 
 
@@ -116,43 +110,45 @@ def draw_trajectories() -> Drawing:
     drawing = Drawing(
         870, 74 + 2 * panel + 24, "The same eight trajectories on two cores, reserved by pod and by action"
     )
-    across = Linear(0.0, end, left, right)
+    across = LinearScale(0.0, end, left, right)
     drawing.text(24, 32, "The same eight agent trajectories on the same two cores (simulated)", "title")
     _legend(
         drawing, 24, 54, [("exec", "tool call"), ("reward", "tests"), ("idle", "reserved, idle"), ("wait", "waiting")]
     )
     for k, (title, seen) in enumerate(sides):
         top = 70 + k * panel
-        drawing.text(left, top + 20, title, "ink")
+        drawing.text(left, top + 20, title, "strong")
         drawing.text(
             right, top + 20, f"mean ACT {seen.mean_act():.1f} s, all done after {seen.end():.0f} s", "soft", "end"
         )
         for tick in range(0, int(end) + 1, 10):
-            drawing.line(across(tick), top + head - 4, across(tick), top + head + 8 * row, "grid")
+            drawing.line(across(tick), top + head - 4, across(tick), top + head + 8 * row, "gridline")
         for number, episode in enumerate(workload.episodes):
             _trajectory(drawing, across, seen, episode.id, top + head + number * row, row, pods=k == 0)
     bottom = 70 + 2 * panel - 8
     for tick in range(0, int(end) + 1, 10):
-        drawing.text(across(tick), bottom + 8, f"{tick} s", "tick", "middle")
+        drawing.x_tick(across(tick), bottom - 9, f"{tick} s")
     return drawing
 
 
-def _trajectory(drawing: Drawing, across: Linear, seen: Seen, name: str, y: float, row: float, *, pods: bool) -> None:
+def _trajectory(
+    drawing: Drawing, across: LinearScale, seen: Seen, name: str, y: float, row: float, *, pods: bool
+) -> None:
     drawing.text(96, y + 11, name, "tick", "end")
     bars = [bar for bar in seen.bars.values() if bar.trajectory == name]
     if pods:
         admitted, released = bars[0].held[0][0], seen.boxes[f"box-{name}"][1]
-        drawing.rect(across(admitted), y + 2, across(released) - across(admitted), row - 4, "idle")
+        drawing.rect(across(admitted), y + 2, across(released) - across(admitted), row - 4, CSS["idle"])
     for bar in bars:
         start = bar.held[0][0]
         if start > bar.submitted:
-            drawing.rect(across(bar.submitted), y + 6, across(start) - across(bar.submitted), row - 12, "wait")
-        drawing.rect(across(start), y + 2, max(1.0, across(bar.ended) - across(start)), row - 4, bar.kind)
+            drawing.rect(across(bar.submitted), y + 6, across(start) - across(bar.submitted), row - 12, CSS["wait"])
+        drawing.rect(across(start), y + 2, max(1.0, across(bar.ended) - across(start)), row - 4, CSS[bar.kind])
 
 
 def _legend(drawing: Drawing, x: float, y: float, entries: list[tuple[str, str]]) -> None:
-    for css, words in entries:
-        drawing.rect(x, y - 9, 12, 10, css)
+    for kind, words in entries:
+        drawing.rect(x, y - 9, 12, 10, CSS[kind])
         drawing.text(x + 18, y, words, "tick")
         x += 34 + 6.6 * len(words)
 
@@ -163,7 +159,7 @@ CORES = 8
 ELASTIC = ((0.0, 6.0), (0.3, 40.0), (0.6, 10.0), (0.9, 20.0), (6.0, 30.0), (7.0, 4.0), (8.0, 2.0))
 """Arrival and seconds on one core of actions that run on 1 to 8 cores, with speed-up k ** 0.75."""
 CALLS = ((1.5, 4.0), (2.0, 3.0), (4.0, 5.0), (9.0, 2.0), (9.4, 3.0), (9.8, 4.0))
-"""Arrival and seconds of tool calls of which nobody declared CPU; they keep a quarter of a core busy."""
+"""Arrival and seconds of tool calls without declared CPU; they keep a quarter of a core busy."""
 
 CORE_PX = 4.5
 """Height of one core."""
@@ -181,14 +177,14 @@ def actions() -> Workload:
     law = PowerLaw(0.75)
     tests = Demand({CPU: cores(1, CORES)}, speedup=law)
     call = Demand({CPU: learned(4.0)})
-    steps = [(at, Step(kind="elastic", key="tests", demand=tests, work_s=work, speedup=law)) for at, work in ELASTIC]
-    steps += [(at, Step(kind="call", key="tool", demand=call, work_s=work, busy=0.25)) for at, work in CALLS]
+    steps = [(at, SimStep(kind="elastic", key="tests", demand=tests, work_s=work, speedup=law)) for at, work in ELASTIC]
+    steps += [(at, SimStep(kind="call", key="tool", demand=call, work_s=work, busy=0.25)) for at, work in CALLS]
     steps.sort(key=lambda step: step[0])
     return Workload(
         name="picture",
         seed=0,
         episodes=tuple(
-            Episode(id=f"{k:02d}", run="run", task="", start_s=at, turns=(Turn(think_s=0.0, steps=(step,)),))
+            SimEpisode(id=f"{k:02d}", run="run", task="", start_s=at, turns=(SimTurn(think_s=0.0, steps=(step,)),))
             for k, (at, step) in enumerate(steps)
         ),
     )
@@ -201,7 +197,7 @@ def draw_actions(policy: str, seen: Seen, end: float) -> Drawing:
     height = {"elastic": CORES * CORE_PX + 4, "call": 16.0}
     total = 74 + sum(height[bar.kind] for bar in seen.bars.values()) + 84
     drawing = Drawing(870, total, f"Cores held by each action over time under {policy}")
-    across = Linear(0.0, end, left, right)
+    across = LinearScale(0.0, end, left, right)
     drawing.text(24, 32, POLICIES[policy], "title")
     _legend(
         drawing,
@@ -210,28 +206,26 @@ def draw_actions(policy: str, seen: Seen, end: float) -> Drawing:
         [("elastic", "elastic action, as high as its cores"), ("call", "tool call"), ("wait", "waiting")],
     )
     drawing.text(right, 54, f"mean ACT {seen.mean_act():.1f} s, all done after {seen.end():.1f} s", "soft", "end")
-    for tick in range(0, int(end) + 1, 5):
-        drawing.line(across(tick), 66, across(tick), total - 30, "grid")
-        drawing.text(across(tick), total - 14, f"{tick} s", "tick", "middle")
+    drawing.x_axis(across, range(0, int(end) + 1, 5), 66, total - 31, lambda tick: f"{tick:g} s")
     y = 70.0
     for bar in seen.bars.values():
         floor = y + height[bar.kind] - 3
         drawing.text(left - 10, floor - 2, f"{bar.kind}, {works[bar.trajectory]:g} s", "tick", "end")
         start = bar.held[0][0]
         if start - bar.submitted > 1e-6:
-            drawing.rect(across(bar.submitted), floor - 4, across(start) - across(bar.submitted), 4, "wait")
+            drawing.rect(across(bar.submitted), floor - 4, across(start) - across(bar.submitted), 4, CSS["wait"])
         edges = [at for at, _ in bar.held[1:]] + [bar.ended]
         for (since, held), until in zip(bar.held, edges, strict=True):
             if until <= since:
                 continue
             high = max(2.0, held * CORE_PX)
-            drawing.rect(across(since), floor - high, max(0.8, across(until) - across(since)), high, bar.kind)
+            drawing.rect(across(since), floor - high, max(0.8, across(until) - across(since)), high, CSS[bar.kind])
         y += height[bar.kind]
     _held_by_all(drawing, seen, across, y + 50, left, right)
     return drawing
 
 
-def _held_by_all(drawing: Drawing, seen: Seen, across: Linear, floor: float, left: float, right: float) -> None:
+def _held_by_all(drawing: Drawing, seen: Seen, across: LinearScale, floor: float, left: float, right: float) -> None:
     changes: list[tuple[float, float]] = []
     for bar in seen.bars.values():
         before = 0.0
@@ -243,24 +237,14 @@ def _held_by_all(drawing: Drawing, seen: Seen, across: Linear, floor: float, lef
         points.append((across(at), floor - level * CORE_PX))
         level += sum(change for _, change in group)
         points.append((across(at), floor - level * CORE_PX))
-    drawing.path([*points, (across(seen.end()), floor)], "idle", close=True)
-    drawing.line(left, floor - CORES * CORE_PX, right, floor - CORES * CORE_PX, "whole")
+    drawing.path([*points, (across(seen.end()), floor)], CSS["idle"], close=True)
+    drawing.line(left, floor - CORES * CORE_PX, right, floor - CORES * CORE_PX, "limit")
     drawing.line(left, floor, right, floor, "axis")
     drawing.text(left - 10, floor - 16, "all cores held", "tick", "end")
     drawing.text(left - 10, floor - CORES * CORE_PX + 4, f"{CORES} cores", "tick", "end")
 
 
 # ---- files ------------------------------------------------------------------------------------------------------
-
-
-def standalone(drawing: Drawing) -> str:
-    """The picture with its own style and background."""
-    card = f'<rect class="card" x="0.5" y="0.5" width="{drawing.width - 1}" height="{drawing.height - 1}" rx="8"/>'
-    opening, _, rest = drawing.render().partition(">")
-    size = f'xmlns="http://www.w3.org/2000/svg" width="{drawing.width:g}" height="{drawing.height:g}"'
-    return f"{opening.replace('<svg', f'<svg {size}', 1)}>\n<style>{STYLE}</style>\n{card}\n{rest}\n".replace(
-        "/><", "/>\n<"
-    )
 
 
 def main() -> None:
@@ -270,7 +254,7 @@ def main() -> None:
     drawings = {f"policy-{policy.replace(':', '-')}": draw_actions(policy, each, end) for policy, each in seen.items()}
     drawings["pods-and-actions"] = draw_trajectories()
     for name, drawing in drawings.items():
-        (HERE / f"{name}.svg").write_text(standalone(drawing), encoding="utf-8")
+        (HERE / f"{name}.svg").write_text(drawing.standalone(), encoding="utf-8")
         print(f"docs/pictures/{name}.svg")
     for policy, each in seen.items():
         print(f"{policy:<20} mean ACT {each.mean_act():6.2f} s, done after {each.end():6.2f} s")
