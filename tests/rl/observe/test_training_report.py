@@ -465,7 +465,8 @@ def test_pointing_tells_values_and_a_table_tells_all(browser: Any, tmp_path: Pat
     assert stages.locator("table").count() == 0
     seen.page.locator("summary", has_text="More metrics").click()
     assert seen.page.locator("figure[data-chart] h3", has_text="Learning rate").is_visible()
-    assert seen.page.locator("details[open] figure svg").count() > 0
+    # Browsers dispatch `toggle` after the click returned.
+    seen.page.locator("details[open] figure svg").first.wait_for()
     seen.fine(path)
 
 
