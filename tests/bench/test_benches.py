@@ -108,7 +108,7 @@ def test_every_number_is_finite_and_within_its_interval(result: BenchResult) -> 
         assert low <= result.metrics[metric] <= high
 
 
-def test_a_result_says_what_it_is_and_what_it_depends_on(result: BenchResult, request: pytest.FixtureRequest) -> None:
+def test_a_result_names_its_benchmark_and_its_parameters(result: BenchResult, request: pytest.FixtureRequest) -> None:
     assert result.name == request.node.callspec.params["result"]
     assert result.label == ("measured" if result.name == "scheduler-cost" else "simulated")
     assert result.settings and result.notes
@@ -221,7 +221,7 @@ def test_on_demand_is_compared_with_its_best_setting() -> None:
             assert metrics[f"on_demand_target_{batch}{variant}"] in TEACHERS.targets
 
 
-def test_what_the_released_system_does_besides_makes_it_slower() -> None:
+def test_further_work_of_the_released_system_makes_it_slower() -> None:
     metrics = small("teachers").metrics
     for batch in TEACHERS.batches:
         for variant in ("_engine_start", "_router"):
@@ -237,7 +237,7 @@ def test_every_side_of_teachers_shows_the_same_numbers() -> None:
         assert numbers["restores_per_call"] > 0.0, f"{name} has loaded every model at least once"
 
 
-def test_the_same_calls_are_played_by_all_sides_and_shapes_differ_as_they_say() -> None:
+def test_all_systems_get_the_same_calls_and_each_call_shape_has_its_properties() -> None:
     plain, even, half = (teachers.shape_workload(TEACHERS, 96, shape, 1) for shape in ("", "even", "half"))
     assert plain == teachers.shape_workload(TEACHERS, 96, "", 1)
     asked = [sum(each.task == f"domain-{k}" for each in even.episodes) for k in range(3)]

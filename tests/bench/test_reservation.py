@@ -94,7 +94,7 @@ def test_counts_of_tests_are_read_whatever_the_order_of_the_processes() -> None:
 # ---- the agents -------------------------------------------------------------------------------------------------
 
 
-def test_the_same_seed_draws_the_same_agents_and_another_one_others() -> None:
+def test_equal_seeds_draw_equal_agents_and_other_seeds_other_agents() -> None:
     given = dict(groups=3, siblings=4, think_faster=15.0)
     assert agents.draw_scripts(3, **given) == agents.draw_scripts(3, **given) != agents.draw_scripts(4, **given)
 
@@ -159,7 +159,7 @@ def _settled(action: str, waiting_s: float, execution_s: float, cpu_s: float) ->
     return Settle(outcome=outcome)
 
 
-def test_a_result_says_when_other_programs_took_much_of_the_cores() -> None:
+def test_a_result_warns_when_other_programs_used_much_cpu() -> None:
     assert disturbance_warning([0.02, 0.09]) == ""
     assert "up to 31.0 % of the cores" in disturbance_warning([0.02, 0.31])
 
@@ -228,7 +228,7 @@ def test_shares_of_the_core_time_add_up(run) -> None:
     assert run[0].sides[BY_ACTION]["thinking_share"] == 0.0 < run[0].sides[RESERVED]["thinking_share"]
 
 
-def test_progress_says_who_is_at_work_and_ends_at_one(run) -> None:
+def test_progress_names_the_running_system_and_ends_at_one(run) -> None:
     told = run[1]
     shares = [share for share, _ in told]
     assert shares == sorted(shares) and shares[-1] == pytest.approx(1.0)

@@ -51,7 +51,7 @@ def test_a_rollout_is_played_with_and_without_a_barrier() -> None:
     assert 1 <= found["tokens_per_turn"] <= rollout.TOKENS_MAX and found["prefilled_per_turn"] >= rollout.OBSERVED_WORDS
 
 
-def test_groups_and_members_besides_are_played_and_counted_as_waste() -> None:
+def test_redundant_groups_and_members_are_played_and_counted_as_waste() -> None:
     found = measured(redundancy, REDUNDANCY).metrics
     cells = [f"g{groups}_m{members}" for groups in (0, 1) for members in (0, 1)]
     assert {f"{what}_{cell}" for what in ("speedup", "waste", "bias_turns") for cell in cells} <= set(found)

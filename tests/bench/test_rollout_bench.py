@@ -12,7 +12,7 @@ from tangram.bench.rollout import LatencyModel, ideal
 pytestmark = pytest.mark.slow
 
 
-def test_waits_are_made_of_the_seed_and_have_the_mean_and_spread_that_is_said() -> None:
+def test_waits_depend_on_the_seed_and_have_the_given_mean_and_spread() -> None:
     waits = LatencyModel(latency_s=0.4, spread=0.3, turns=200)
     drawn = [wait for environment in range(50) for wait in waits.latencies(1, environment, 0)]
     assert drawn == [wait for environment in range(50) for wait in waits.latencies(1, environment, 0)]
@@ -29,7 +29,7 @@ def test_heavy_waits_have_the_same_mean_and_a_tail() -> None:
     assert max(drawn) > 4.0
 
 
-def test_so_many_environments_crash_once() -> None:
+def test_the_given_number_of_environments_crashes_once() -> None:
     waits = LatencyModel(latency_s=0.4, spread=0.5, turns=20, failures=0.05)
     crashes = [waits.crash_turn(seed, environment, 0) for seed in range(40) for environment in range(128)]
     assert sum(turn is not None for turn in crashes) / len(crashes) == pytest.approx(0.05, abs=0.01)
@@ -41,7 +41,7 @@ def test_the_barrier_model_of_waits_that_are_all_equal_gains_nothing() -> None:
     assert ideal(waits, 0, 16, together_s=0.05, single_s=0.05) == pytest.approx(1.0)
 
 
-def test_the_barrier_model_gives_what_is_known_of_128_environments_and_20_turns() -> None:
+def test_the_barrier_model_reproduces_the_published_result_of_128_environments_and_20_turns() -> None:
     """Known from a simulation of the same setting."""
     for spread, known in ((0.1, 1.25), (0.3, 1.55), (0.5, 1.80), (0.7, 2.00), (1.0, 2.22)):
         waits = LatencyModel(latency_s=1.0, spread=spread, turns=20)

@@ -88,7 +88,7 @@ def test_full_sizes_are_those_of_the_goals() -> None:
 # ---- http -----------------------------------------------------------------------------------------------------
 
 
-def test_all_who_wait_are_answered_when_their_actions_end() -> None:
+def test_all_waiters_get_results_when_their_actions_end() -> None:
     assert small("http").metrics["waiting_clients"] == HTTP.waiting
 
 
@@ -240,7 +240,7 @@ def test_processes_below_are_those_of_all_generations() -> None:
             os.killpg(first.pid, signal.SIGKILL)
 
 
-def test_a_spawner_that_is_nobodys_child_is_found_by_its_lock(tmp_path: Path) -> None:
+def test_an_orphaned_spawner_is_found_by_its_lock(tmp_path: Path) -> None:
     kept = tmp_path / "state" / "owners" / "service" / "kept"
     kept.mkdir(parents=True)
     service = soak.ServiceProcess.__new__(soak.ServiceProcess)
@@ -254,7 +254,7 @@ def test_a_spawner_that_is_nobodys_child_is_found_by_its_lock(tmp_path: Path) ->
 # ---- dashboard ------------------------------------------------------------------------------------------------
 
 
-def test_without_a_browser_nothing_is_measured_and_the_reason_is_told() -> None:
+def test_without_a_browser_nothing_is_measured_and_the_reason_is_reported() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dashboard, "find_browser", lambda: ("", "there is no Chromium (apt-get install chromium)"))
         result = run_module(dashboard, dashboard.QUICK, processes=1)
@@ -262,7 +262,7 @@ def test_without_a_browser_nothing_is_measured_and_the_reason_is_told() -> None:
     assert result.notes == ["Nothing is measured: there is no Chromium (apt-get install chromium)."]
 
 
-def test_the_dashboard_is_filled_with_so_many_actions_of_all_runs(tmp_path: Path) -> None:
+def test_the_dashboard_is_filled_with_the_given_number_of_actions_of_all_runs(tmp_path: Path) -> None:
     async def main() -> tuple[int, set[str]]:
         sizes = dashboard.DashboardSizes(actions=60, clients=5, runs=3)
         async with ServiceProcess(tmp_path, FAKE) as service, SharedHttpClient(service.url) as caller:
@@ -297,7 +297,7 @@ def test_a_service_that_is_killed_comes_back_on_its_port_with_its_journal(tmp_pa
     asyncio.run(main())
 
 
-def test_a_service_that_does_not_come_up_says_why(tmp_path: Path) -> None:
+def test_a_service_that_does_not_start_reports_why(tmp_path: Path) -> None:
     async def main() -> None:
         async with ServiceProcess(tmp_path, {"node": {"backend": "none"}}):
             raise AssertionError("it came up")

@@ -335,7 +335,7 @@ ready()
     run(story())
 
 
-def test_a_session_that_ended_with_its_owner_says_so_once(service: Service) -> None:
+def test_a_session_that_ended_with_its_owner_reports_its_end_once(service: Service) -> None:
     service.killed("""
 await k.open("one")
 await k.run("one", "x=1; (setsid sleep 9201 > /dev/null 2>&1 &); " + until_runs("9201"), session="held")
@@ -355,7 +355,7 @@ ready()
     run(story())
 
 
-def test_a_session_says_so_too_if_its_shell_is_seen_to_end_before_its_owner(service: Service) -> None:
+def test_a_session_reports_its_end_when_its_shell_exits_before_its_owner(service: Service) -> None:
     """A shell that is awake, because another action runs, ends by itself when its owner dies, and which of the two is
     noticed first is luck. Here the owner stands still meanwhile, and never hears of the shell."""
     chatty = f"setsid sh -c 'while :; do echo said; echo x >> beats; sleep 0.005; done' 9208 & {until_runs('9208')}"
@@ -389,7 +389,7 @@ await asyncio.sleep(1000)
     run(story())
 
 
-def test_a_session_whose_end_its_caller_knows_is_not_told_again(service: Service) -> None:
+def test_a_session_whose_end_was_returned_is_not_reported_again(service: Service) -> None:
     service.killed("""
 await k.open("one")
 assert (await k.run("one", "exit 3", session="left")).session_ended
@@ -408,7 +408,7 @@ ready()
 # ---- what may not run ----------------------------------------------------------------------------------------------
 
 
-def test_what_actions_run_in_is_killed_with_the_owner_and_what_they_had_left_stands_still(service: Service) -> None:
+def test_processes_of_actions_die_with_the_owner_and_leftover_processes_are_frozen(service: Service) -> None:
     service.killed("""
 await k.open("one")
 await k.open("two")
@@ -604,7 +604,7 @@ def test_an_owner_that_dies_while_it_starts_harms_nothing(service: Service) -> N
 # ---- who owns it ---------------------------------------------------------------------------------------------------
 
 
-def test_a_second_owner_of_the_name_is_refused_and_told_who_the_first_is(service: Service) -> None:
+def test_a_second_owner_of_the_name_is_refused_with_the_id_of_the_first(service: Service) -> None:
     process = service.start('await k.open("one")\nready()\nawait asyncio.sleep(1000)')
     heard(process)
     for _ in range(2):
@@ -620,7 +620,7 @@ def test_a_second_owner_of_the_name_is_refused_and_told_who_the_first_is(service
     run(other())
 
 
-def test_others_sweep_neither_an_owner_that_lives_nor_one_whose_spawner_does(service: Service) -> None:
+def test_the_sweep_of_another_owner_spares_live_owners_and_owners_with_live_spawners(service: Service) -> None:
     async def come_and_go() -> None:
         async with tangram.connect(state=service.state, cores=2, memory="64MiB") as t, t.sandbox(memory="16MiB") as box:
             (await box.exec("true")).check()
@@ -838,7 +838,7 @@ def test_after_a_restart_of_the_machine_all_is_missing_and_nothing_is_in_the_way
 # ---- what is found -------------------------------------------------------------------------------------------------
 
 
-def test_files_that_are_no_records_are_told_and_cleared_away(service: Service) -> None:
+def test_files_that_are_not_records_are_logged_and_deleted(service: Service) -> None:
     service.killed("""
 for number in range(1, 7):
     await k.open(f"sandbox-{number}")
@@ -895,7 +895,7 @@ def test_a_foreign_file_among_the_owners_is_left_alone(service: Service) -> None
     foreign.unlink()
 
 
-def test_a_spawner_of_another_version_is_ended_and_not_spoken_to(service: Service, tmp_path: Path) -> None:
+def test_a_spawner_of_another_version_is_ended_without_a_request(service: Service, tmp_path: Path) -> None:
     source = Path(protocol.__file__).parents[4]
     older = tmp_path / "older" / "managers" / "sandboxes" / "bwrap" / "spawner"
     shutil.copytree(Path(protocol.__file__).parent, older)

@@ -221,7 +221,7 @@ def test_a_waiting_runner_that_is_killed_is_replaced(play: Play) -> None:
     play(story)
 
 
-def test_a_spawner_that_is_killed_while_sandboxes_open_hangs_nobody(play: Play) -> None:
+def test_killing_the_spawner_while_sandboxes_open_blocks_no_caller(play: Play) -> None:
     async def story(t: tangram.Client) -> None:
         async def visit() -> str:
             try:
@@ -240,7 +240,7 @@ def test_a_spawner_that_is_killed_while_sandboxes_open_hangs_nobody(play: Play) 
     play(story)
 
 
-def test_a_sandbox_that_is_killed_during_file_work_and_commit_hangs_nobody(play: Play, tmp_path: Path) -> None:
+def test_killing_a_sandbox_during_file_work_and_commit_blocks_no_caller(play: Play, tmp_path: Path) -> None:
     async def story(t: tangram.Client) -> None:
         for number in range(4):
             async with t.sandbox(memory="256MiB") as box:
@@ -282,9 +282,7 @@ def lines(process: subprocess.Popen[str], count: int) -> list[str]:
     return [process.stdout.readline().strip() for _ in range(count)]
 
 
-def test_all_that_an_owner_had_ends_with_it_and_the_next_one_sweeps_while_others_live(
-    owners: Owners, play: Play
-) -> None:
+def test_all_processes_of_an_owner_end_with_it_and_the_next_owner_sweeps_under_load(owners: Owners, play: Play) -> None:
     live, dies = owners.start(BUSY), owners.start(BUSY)
     assert lines(live, 2) == lines(dies, 2) == ["ready"] * 2
     assert len(processes_of(owners.state, {dies.pid})) > 10
@@ -338,7 +336,7 @@ def test_an_interrupt_cleans_everything_up(owners: Owners) -> None:
     assert owners_of(process.pid) == [] and list((owners.state / "owners").iterdir()) == []
 
 
-def test_whoever_interrupts_twice_need_not_do_so_again(owners: Owners) -> None:
+def test_two_interrupts_are_enough_to_end_a_program(owners: Owners) -> None:
     """The first interrupt cancels the main task, the second one all tasks at once."""
     process = owners.start(BUSY)
     assert lines(process, 2) == ["ready"] * 2
@@ -485,7 +483,7 @@ def test_opening_can_be_given_up_while_it_waits_for_memory(play: Play) -> None:
     play(story, memory="64MiB")
 
 
-def test_whoever_gives_up_on_closing_has_still_closed(play: Play) -> None:
+def test_a_cancelled_close_still_closes(play: Play) -> None:
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="30MiB") as other:
             for number in range(10):
@@ -532,7 +530,7 @@ def test_a_copy_that_is_given_up_leaves_nothing_half_made(play: Play, state: Pat
     play(story)
 
 
-def test_when_one_of_many_raises_the_others_are_ended(play: Play, state: Path) -> None:
+def test_when_one_of_many_raises_the_rest_is_ended(play: Play, state: Path) -> None:
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="64MiB") as box:
             before = inside(state)

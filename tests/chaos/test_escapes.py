@@ -91,7 +91,7 @@ def test_what_one_sandbox_changes_no_other_sees(play: Play, user: str) -> None:
     assert not os.path.exists("/usr/evil") and not os.path.exists("/evil")
 
 
-def test_an_image_cannot_be_changed_by_who_stands_on_it(play: Play) -> None:
+def test_a_sandbox_cannot_change_its_image(play: Play) -> None:
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="64MiB") as box:
             await box.write("a", b"first")
@@ -312,7 +312,7 @@ say([opened, os.listdir("/sys")])
     play(story)
 
 
-def test_nobody_types_into_a_terminal(play: Play) -> None:
+def test_no_program_can_inject_input_into_a_terminal(play: Play) -> None:
     code = """
 import fcntl, termios
 main, side = os.openpty()
@@ -369,7 +369,7 @@ def test_nothing_of_the_owners_environment_comes_in(play: Play, monkeypatch: pyt
     play(story)
 
 
-def test_a_program_does_not_learn_who_owns_its_sandbox(play: Play, state: Path) -> None:
+def test_a_program_cannot_read_the_owner_of_its_sandbox(play: Play, state: Path) -> None:
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="64MiB") as box:
             assert owner_name(state) not in (await box.exec("cat /proc/self/cgroup")).stdout
@@ -382,7 +382,7 @@ def test_a_program_does_not_learn_who_owns_its_sandbox(play: Play, state: Path) 
 
 
 @USERS
-def test_processes_of_the_machine_and_of_neighbours_are_neither_seen_nor_reached(play: Play, user: str) -> None:
+def test_processes_of_the_machine_and_of_other_sandboxes_are_invisible_and_out_of_reach(play: Play, user: str) -> None:
     code = """
 own = {int(name) for name in os.listdir("/proc") if name.isdigit()}
 hit = []
@@ -603,7 +603,7 @@ def test_what_is_no_file_cannot_be_read(play: Play) -> None:
     play(story)
 
 
-def test_no_code_of_a_sandbox_runs_in_who_works_on_its_files(play: Play, tmp_path: Path) -> None:
+def test_file_work_runs_no_code_of_the_sandbox(play: Play, tmp_path: Path) -> None:
     """Names of users are looked up by libraries that nsswitch.conf names, and a module is imported from where the
     interpreter of this machine has them: inside, both are the sandbox's. Who opens one of the pipes waits for ever."""
     stdlib = os.path.dirname(os.__file__)

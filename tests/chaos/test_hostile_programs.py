@@ -122,7 +122,7 @@ def test_what_an_action_leaves_running_runs_only_while_another_does(play: Play, 
     play(story)
 
 
-def test_a_program_that_ends_does_not_wait_for_who_holds_its_streams(play: Play) -> None:
+def test_the_end_of_a_program_does_not_wait_for_processes_that_hold_its_streams(play: Play) -> None:
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="128MiB") as box:
             result = await box.exec("echo said; sleep 1000 & echo by >&2", timeout_s=30)
@@ -132,7 +132,7 @@ def test_a_program_that_ends_does_not_wait_for_who_holds_its_streams(play: Play)
     play(story)
 
 
-def test_a_program_that_stops_all_others_does_not_keep_the_next_from_starting(play: Play) -> None:
+def test_a_program_that_stops_all_processes_does_not_keep_the_next_from_starting(play: Play) -> None:
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="128MiB") as box:
             # The runner that waits for the next order is one of those that it stops.
@@ -145,7 +145,7 @@ def test_a_program_that_stops_all_others_does_not_keep_the_next_from_starting(pl
     play(story)
 
 
-def test_a_program_that_kills_all_others_ends_its_own_sandbox_at_most(play: Play) -> None:
+def test_a_program_that_kills_all_processes_ends_only_its_own_sandbox(play: Play) -> None:
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="128MiB") as box, t.sandbox(memory="64MiB") as other:
             first = spawner()
@@ -213,7 +213,7 @@ for pid in others:
 # ---- memory and files ----------------------------------------------------------------------------------------------
 
 
-def test_a_memory_bomb_is_killed_and_said_to_be_one(play: Play) -> None:
+def test_a_memory_bomb_is_killed_and_reported_as_out_of_memory(play: Play) -> None:
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="64MiB") as box, t.sandbox(memory="64MiB") as other:
             result = await box.exec(["python3", "-c", "x = bytearray(1 << 30)"])
@@ -346,7 +346,7 @@ def test_endless_output_ends_with_the_timeout_and_what_was_kept_comes_back(play:
     play(story)
 
 
-def test_what_is_left_running_may_write_for_ever(play: Play, state: Path) -> None:
+def test_a_leftover_process_may_write_without_end(play: Play, state: Path) -> None:
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="64MiB") as box:
             result = await box.exec("yes & yes >&2 & echo done")
@@ -437,7 +437,7 @@ def test_a_session_ends_with_a_timeout_however_it_fights_that(play: Play, state:
 
 
 @pytest.mark.parametrize("command", ["exit 3", "kill -9 $$", "exec true", "exec 1>&- 2>&-", "ulimit -u 0; ulimit -n 3"])
-def test_a_session_whose_shell_is_ruined_says_so_and_the_next_one_works(play: Play, command: str) -> None:
+def test_a_session_with_a_ruined_shell_reports_it_and_the_next_one_works(play: Play, command: str) -> None:
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="64MiB") as box:
             session = box.session()
@@ -455,7 +455,7 @@ def test_a_session_whose_shell_is_ruined_says_so_and_the_next_one_works(play: Pl
     play(story)
 
 
-def test_signals_to_the_own_group_reach_nobody_else(play: Play) -> None:
+def test_signals_to_the_process_group_stay_in_the_sandbox(play: Play) -> None:
     async def story(t: tangram.Client) -> None:
         mine = os.getpgrp()
         async with t.sandbox(memory="64MiB") as box:

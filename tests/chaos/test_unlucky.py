@@ -124,7 +124,7 @@ def test_a_runner_that_cannot_enter_its_sandbox_is_our_failure(play: Play, monke
     play(story)
 
 
-def test_limits_that_no_kernel_takes_are_refused_when_a_sandbox_is_asked_for(play: Play) -> None:
+def test_limits_that_the_kernel_does_not_take_are_refused_when_a_sandbox_is_opened(play: Play) -> None:
     async def story(t: tangram.Client) -> None:
         too_many = resource.getrlimit(resource.RLIMIT_NOFILE)[1] + 1
         for limits in ({"processes": (1 << 22) + 1}, {"open_files": (1 << 20) + 1}, {"open_files": too_many}):
@@ -324,7 +324,7 @@ def test_a_file_is_written_whole_or_not_at_all(play: Play) -> None:
     play(story)
 
 
-def test_a_file_of_holes_costs_no_more_memory_than_was_asked_for(play: Play, tmp_path: Path) -> None:
+def test_a_sparse_file_costs_only_the_memory_that_is_read(play: Play, tmp_path: Path) -> None:
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="64MiB") as box:
             (await box.exec("truncate -s 1T huge; mkdir tree; truncate -s 1G tree/large")).check()
@@ -339,7 +339,7 @@ def test_a_file_of_holes_costs_no_more_memory_than_was_asked_for(play: Play, tmp
     play(story)
 
 
-def test_whoever_gives_up_on_file_work_leaves_nobody_at_it(play: Play, state: Path) -> None:
+def test_cancelled_file_work_leaves_no_process(play: Play, state: Path) -> None:
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="64MiB") as box, t.sandbox(memory="64MiB") as other:
             (await box.exec("truncate -s 100G large; mkdir empty")).check()
@@ -354,7 +354,7 @@ def test_whoever_gives_up_on_file_work_leaves_nobody_at_it(play: Play, state: Pa
     play(story)
 
 
-def test_file_work_on_a_sandbox_that_is_gone_is_refused(play: Play, tmp_path: Path) -> None:
+def test_file_work_on_a_closed_sandbox_is_refused(play: Play, tmp_path: Path) -> None:
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="64MiB") as box:
             pass
@@ -368,7 +368,7 @@ def test_file_work_on_a_sandbox_that_is_gone_is_refused(play: Play, tmp_path: Pa
 # ---- programs ------------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_executed_says_why(play: Play) -> None:
+def test_a_file_that_cannot_be_executed_raises_with_the_reason(play: Play) -> None:
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="64MiB") as box:
             await box.write("script", "#!/nowhere/interpreter\n", mode=0o755)
@@ -406,7 +406,7 @@ def test_orders_that_are_too_large_are_refused_and_change_nothing(play: Play) ->
     play(story)
 
 
-def test_input_that_nobody_reads_does_no_harm(play: Play) -> None:
+def test_input_that_is_not_read_does_no_harm(play: Play) -> None:
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="64MiB") as box:
             content = os.urandom(5 * MIB)
@@ -419,7 +419,7 @@ def test_input_that_nobody_reads_does_no_harm(play: Play) -> None:
     play(story)
 
 
-def test_streams_can_be_opened_again_by_their_names(play: Play) -> None:
+def test_streams_can_be_reopened_by_their_names(play: Play) -> None:
     async def story(t: tangram.Client) -> None:
         for user in ("agent", "root"):
             async with t.sandbox(memory="64MiB", user=user) as box:
@@ -445,7 +445,7 @@ def test_the_smallest_sandbox_that_is_allowed_works(play: Play) -> None:
     play(story)
 
 
-def test_a_shell_that_dies_between_its_commands_is_said_to_be_gone(play: Play) -> None:
+def test_a_shell_that_dies_between_its_commands_is_reported_as_ended(play: Play) -> None:
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="64MiB") as box:
             session = box.session()
@@ -501,7 +501,7 @@ print("well")
 # ---- images --------------------------------------------------------------------------------------------------------
 
 
-def test_a_name_that_no_image_can_have_is_refused_and_harms_nobody(play: Play) -> None:
+def test_an_invalid_image_name_is_refused_without_harm(play: Play) -> None:
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="64MiB") as box:
             other = asyncio.create_task(box.exec("sleep 0.5; echo unharmed"))
@@ -517,7 +517,7 @@ def test_a_name_that_no_image_can_have_is_refused_and_harms_nobody(play: Play) -
     play(story)
 
 
-def test_too_many_layers_are_refused_and_harm_nobody(play: Play) -> None:
+def test_too_many_layers_are_refused_without_harm(play: Play) -> None:
     async def story(t: tangram.Client) -> None:
         images = ["host"]
 
@@ -536,7 +536,7 @@ def test_too_many_layers_are_refused_and_harm_nobody(play: Play) -> None:
     play(story)
 
 
-def test_a_copy_is_of_one_moment_whoever_runs_meanwhile(play: Play) -> None:
+def test_a_copy_is_atomic_while_programs_run(play: Play) -> None:
     """Each program counts in two files, one after the other: a copy of one moment has them at most one apart. Large
     files are copied between the two."""
     who = ("left", "first", "late-1", "late-2", "late-3")
@@ -642,7 +642,7 @@ def fill(at: Path) -> None:
             pass
 
 
-def test_a_full_disk_is_said_to_be_full_and_nothing_is_lost(owners: Owners, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_as_full_and_nothing_is_lost(owners: Owners, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
 
     async def connected(story: Callable[[tangram.Client], Any]) -> None:

@@ -66,7 +66,7 @@ def test_without_a_name_the_benchmarks_are_listed(cli, asked: list[dict]) -> Non
     assert cli("bench", "--json").json == BENCHES
 
 
-def test_only_a_benchmark_that_writes_a_report_is_asked_for_one(cli, asked: list[dict], tmp_path: Path) -> None:
+def test_only_a_benchmark_with_a_report_takes_a_report_path(cli, asked: list[dict], tmp_path: Path) -> None:
     report = tmp_path / "new" / "report.html"
     done = cli("bench", "all", "--report", report, "--backend", "process")
     pages = {name: report.with_name(f"report-{name}.html") for name in ("reservation", "learning")}
@@ -76,7 +76,7 @@ def test_only_a_benchmark_that_writes_a_report_is_asked_for_one(cli, asked: list
     assert backends == dict.fromkeys(("reservation", "durability", "soak", "step"), "process")
 
 
-def test_without_root_it_is_said_in_one_line_that_nothing_is_isolated(
+def test_without_root_one_line_warns_that_nothing_is_isolated(
     cli, asked: list[dict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)

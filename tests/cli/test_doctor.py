@@ -50,7 +50,7 @@ def test_a_machine_that_has_all_opens_a_sandbox_and_exits_with_0(cli) -> None:
 
 
 @needs_root
-def test_json_says_the_same(cli) -> None:
+def test_json_has_the_same_content(cli) -> None:
     done = cli("doctor", "--json")
     assert (done.code, done.err) == (0, "")
     found = done.json
@@ -85,7 +85,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_missing_program_is_told_with_the_command_that_installs_it(cli, programs: Path) -> None:
+def test_a_missing_program_is_listed_with_the_command_that_installs_it(cli, programs: Path) -> None:
     for name in ("bwrap", "catatonit"):
         (programs / name).unlink(missing_ok=True)
     done = cli("doctor")

@@ -23,7 +23,7 @@ def read_size(
     return width, height
 
 
-def test_a_verb_has_the_options_of_its_groups_and_gets_what_they_read() -> None:
+def test_a_verb_has_the_options_of_its_groups_and_gets_their_values() -> None:
     grouped = typer.Typer()
 
     @grouped.command()

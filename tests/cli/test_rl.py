@@ -132,7 +132,7 @@ def test_show_reads_tokens_with_the_tokenizer_of_the_checkpoint_as_long_as_it_is
     assert all(str(token) in told.out for token in tokens)
 
 
-def test_show_tells_one_trajectory_turn_by_turn(cli, rollout: Path) -> None:
+def test_show_prints_one_trajectory_turn_by_turn(cli, rollout: Path) -> None:
     trajectory = next(each for each in trajectories(rollout) if each.id == "frozenlake/1/0.0")
     done = cli("rl", "show", rollout, trajectory.id)
     assert done.code == 0
@@ -148,7 +148,7 @@ def test_show_tells_one_trajectory_turn_by_turn(cli, rollout: Path) -> None:
 # ---- timeline ---------------------------------------------------------------------------------------------------
 
 
-def test_timeline_says_why_engines_stood_idle_and_it_adds_up(cli, rollout: Path) -> None:
+def test_timeline_shows_why_engines_were_idle_and_its_parts_add_up(cli, rollout: Path) -> None:
     done = cli("rl", "timeline", rollout)
     assert done.code == 0
     for words in (
@@ -178,7 +178,7 @@ def test_timeline_says_why_engines_stood_idle_and_it_adds_up(cli, rollout: Path)
     assert told["stages"]["buffer"]["busy_s"] > 0.0, "from the end of a trajectory to the closing of its group"
 
 
-def test_times_that_cannot_be_are_said_with_the_file_and_the_line(cli, rollout: Path) -> None:
+def test_impossible_times_are_reported_with_the_file_and_the_line(cli, rollout: Path) -> None:
     lines = rollout.read_text().splitlines()
     assert '"ended_s":' in lines[2]
     name = json.loads(lines[2])["record"]["id"]
@@ -218,7 +218,7 @@ def test_replay_finds_that_nothing_changed(cli, rollout: Path) -> None:
     assert len(cli("rl", "replay", rollout, "--task", "chain", "--json").json) == 3
 
 
-def test_replay_of_another_past_ends_with_1_and_says_where(cli, rollout: Path) -> None:
+def test_replay_of_another_recording_exits_with_1_and_names_the_first_difference(cli, rollout: Path) -> None:
     first = trajectories(rollout)[0]
     turns = (msgspec.structs.replace(first.turns[0], observation="\x1b[2J[bold]</b>"), *first.turns[1:])
     path = rollout.with_name("changed.jsonl")
@@ -232,7 +232,7 @@ def test_replay_of_another_past_ends_with_1_and_says_where(cli, rollout: Path) -
     assert told.code == 1 and told.json[0]["differences"][0]["turn"] == 0
 
 
-def test_replay_of_an_unknown_id_or_task_is_told(cli, rollout: Path) -> None:
+def test_replay_of_an_unknown_id_or_task_is_an_error(cli, rollout: Path) -> None:
     done = cli("rl", "replay", rollout, "chain/2/9.0")
     assert done.code == 2 and "such as chain/2/" in done.err
     assert "such as chain" in cli("rl", "replay", rollout, "--task", "chan").err
@@ -268,7 +268,7 @@ def logged(path: Path, trajectory: Trajectory) -> Path:
     return path
 
 
-def test_what_runs_commands_says_that_it_needs_a_backend(cli, tmp_path: Path, codefix: Trajectory) -> None:
+def test_a_task_that_runs_commands_reports_that_it_needs_a_backend(cli, tmp_path: Path, codefix: Trajectory) -> None:
     done = cli("rl", "replay", logged(tmp_path / "run.jsonl", codefix))
     assert done.code == 2
     assert "backend: expected sandbox, docker or process, since codefix acts outside" in done.err
@@ -284,7 +284,7 @@ def test_what_runs_commands_is_replayed_with_a_backend_its_reward_too(cli, tmp_p
     assert found["failed"] == "" and [each["what"] for each in found["differences"]] == ["reward"]
 
 
-def test_a_backend_that_is_none_is_told(cli, tmp_path: Path, codefix: Trajectory) -> None:
+def test_an_unknown_backend_is_an_error(cli, tmp_path: Path, codefix: Trajectory) -> None:
     done = cli("rl", "replay", logged(tmp_path / "run.jsonl", codefix), "--backend", "clouds")
     assert done.code == 2 and "clouds" in done.err
 
@@ -335,7 +335,7 @@ def test_nothing_that_was_recorded_steers_a_terminal(cli, tmp_path: Path) -> Non
                 json.loads(done.out)
 
 
-def test_a_torn_line_is_told_once_and_the_rest_is_shown(cli, rollout: Path) -> None:
+def test_a_torn_line_is_reported_once_and_the_rest_is_shown(cli, rollout: Path) -> None:
     rollout.write_bytes(rollout.read_bytes()[:-10])
     done = cli("rl", "show", rollout)
     assert done.code == 0 and "7 trajectories" in done.out
@@ -359,7 +359,7 @@ def test_a_file_that_is_no_log_is_refused(cli: Callable[..., Any], tmp_path: Pat
     assert "No such file" in cli("rl", verb, tmp_path / "none").err
 
 
-def test_times_that_cannot_be_are_told(cli, tmp_path: Path) -> None:
+def test_impossible_times_are_errors(cli, tmp_path: Path) -> None:
     with TrajectoryLog(tmp_path / "run.jsonl") as log:
         log.append(simple("a", [span(Stage.STEP, 3, 1)]))
     done = cli("rl", "timeline", tmp_path / "run.jsonl")

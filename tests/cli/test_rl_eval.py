@@ -105,7 +105,7 @@ def test_one_checkpoint_one_task_and_the_most_likely_tokens(cli: Cli, trained: P
     assert f"{told['tasks']['chain']['mean']:.3f}" in done.out, "the same weights do the same"
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_said(cli: Cli, trained: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(cli: Cli, trained: Path) -> None:
     with (trained / CHECKPOINTS / folder_name(20) / "model.safetensors").open("r+b") as file:
         file.truncate(100)
     done = cli("rl", "eval", trained, "--task", "chain", "--episodes", 1, "--json")
@@ -121,7 +121,7 @@ def test_a_named_checkpoint_that_is_damaged_is_not_played(cli: Cli, trained: Pat
     assert done.code != 0 and f"checkpoint {named} is damaged: model.safetensors is not what was written" in done.err
 
 
-def test_a_run_that_deletes_the_checkpoint_meanwhile_disturbs_nobody(
+def test_deleting_the_checkpoint_meanwhile_does_no_harm(
     cli: Cli, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tangram.rl.rollout import assembly
@@ -140,7 +140,7 @@ def test_a_run_that_deletes_the_checkpoint_meanwhile_disturbs_nobody(
     assert named == str(trained / CHECKPOINTS / folder_name(20)), "what it is called, not where it was held"
 
 
-def test_what_is_wrong_with_a_checkpoint_is_said_of_the_one_that_was_named(cli: Cli, trained: Path) -> None:
+def test_an_error_of_a_checkpoint_names_the_checkpoint_that_was_given(cli: Cli, trained: Path) -> None:
     named = trained / CHECKPOINTS / folder_name(20)
     for name in ("words.json", "whole.json"):
         (named / name).unlink()
@@ -151,7 +151,7 @@ def test_what_is_wrong_with_a_checkpoint_is_said_of_the_one_that_was_named(cli: 
 
 
 @pytest.mark.slow
-def test_an_environment_of_ones_own_is_found_where_the_run_found_it(
+def test_a_custom_environment_is_loaded_from_where_the_run_loaded_it(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By whoever plays the run, and by whoever replays what they wrote, wherever they are."""
@@ -193,7 +193,7 @@ def test_a_checkpoint_outside_of_a_run_needs_a_config(cli: Cli, trained: Path, t
     assert damaged.code != 0 and f"checkpoint {alone} is damaged: model.safetensors is not what" in damaged.err
 
 
-def test_what_is_wrong_is_said_before_anything_starts(cli: Cli, trained: Path, tmp_path: Path) -> None:
+def test_errors_are_reported_before_anything_starts(cli: Cli, trained: Path, tmp_path: Path) -> None:
     assert "did you mean chain?" in cli("rl", "eval", trained, "--task", "chian").err
     assert cli("rl", "eval", trained, "--greedy", "--temperature", 1).code == 2
     assert "from 0 to 100" in cli("rl", "eval", trained, "--temperature", -1).err
@@ -210,7 +210,7 @@ def test_what_is_wrong_is_said_before_anything_starts(cli: Cli, trained: Path, t
     assert gone.code == 2 and "(there are 00000000, 00000020)" in gone.err
 
 
-def test_a_server_is_said_to_play_what_it_has_loaded(cli: Cli, trained: Path, tmp_path: Path) -> None:
+def test_a_server_is_reported_with_the_model_that_it_has_loaded(cli: Cli, trained: Path, tmp_path: Path) -> None:
     config = tmp_path / "served.toml"
     config.write_text('[[tasks]]\nname = "chain"\n[[engines]]\nkind = "openai"\nurl = "http://127.0.0.1:1"\n')
     said = cli("rl", "eval", trained, "--config", config, "--episodes", "1")
@@ -218,7 +218,7 @@ def test_a_server_is_said_to_play_what_it_has_loaded(cli: Cli, trained: Path, tm
     assert f"engine engine plays what its server has loaded, which has to be {trained}" in said.err
 
 
-def test_one_task_of_a_run_goes_without_the_teachers_of_others(tmp_path: Path) -> None:
+def test_evaluating_one_task_of_a_run_needs_no_teachers_of_its_other_tasks(tmp_path: Path) -> None:
     from tangram.cli.rl_eval import only_task
 
     def asks(name: str) -> RewardSettings:

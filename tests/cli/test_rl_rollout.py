@@ -61,7 +61,7 @@ def test_a_rollout_is_played_written_down_shown_and_profiled(cli: Cli, config: P
     assert again.code == 0, again.err
 
 
-def test_engines_and_trajectories_are_told_by_one_clock(cli: Cli, config: Path, tmp_path: Path) -> None:
+def test_engines_and_trajectories_share_one_clock(cli: Cli, config: Path, tmp_path: Path) -> None:
     out = tmp_path / "log.jsonl"
     assert cli("rl", "rollout", str(config), "--groups", "1", "--out", str(out), "--quiet").code == 0
     lines = [json.loads(line) for line in out.read_text().splitlines()[1:]]
@@ -71,7 +71,7 @@ def test_engines_and_trajectories_are_told_by_one_clock(cli: Cli, config: Path, 
     assert min(started) > 0.0 and max(started) <= min(began), "nobody plays before the engines serve"
 
 
-def test_one_group_is_said_in_the_singular(cli: Cli, config: Path) -> None:
+def test_one_group_is_printed_in_the_singular(cli: Cli, config: Path) -> None:
     assert "1 group in " in cli("rl", "rollout", str(config), "--groups", "1", "--quiet").out
 
 
@@ -80,7 +80,7 @@ def _first_turn(line: str) -> dict[str, str] | None:
     return record["record"]["turns"][0] if record["kind"] == "trajectory" else None
 
 
-def test_explain_says_who_serves_whom_and_starts_nothing(cli: Cli, config: Path) -> None:
+def test_explain_prints_the_engines_of_each_task_and_starts_nothing(cli: Cli, config: Path) -> None:
     said = cli("rl", "rollout", str(config), "--explain")
     assert said.code == 0 and "its affinity is compute; if it fails: bandwidth" in said.out
     assert "frozenlake  environment\n" in said.out
@@ -93,14 +93,14 @@ def test_explain_says_who_serves_whom_and_starts_nothing(cli: Cli, config: Path)
     }
 
 
-def test_explain_says_what_rewards_a_task(cli: Cli, config: Path) -> None:
+def test_explain_prints_the_reward_of_a_task(cli: Cli, config: Path) -> None:
     config.write_text(f'{TASK}[tasks.reward]\nkind = "function"\nfunction = "my:reward"\n')
     assert "chain  function by my:reward\n" in cli("rl", "rollout", str(config), "--explain").out
     told = cli("rl", "rollout", str(config), "--explain", "--json").json
     assert told["rewards"] == {"chain": "function by my:reward"}
 
 
-def test_what_is_wrong_is_said_before_anything_starts(cli: Cli, config: Path, tmp_path: Path) -> None:
+def test_errors_are_reported_before_anything_starts(cli: Cli, config: Path, tmp_path: Path) -> None:
     config.write_text(CONFIG.replace("chain", "chian"))
     wrong = cli("rl", "rollout", str(config))
     assert wrong.code == 2 and "chain" in wrong.err
@@ -136,7 +136,7 @@ TASK = '[[tasks]]\nname = "chain"\n'
         ),
     ],
 )
-def test_what_is_wrong_is_said_of_the_file_before_anything_is_played(
+def test_errors_of_the_file_are_reported_before_anything_is_played(
     cli: Cli, config: Path, text: str, said: str
 ) -> None:
     config.write_text(text)
@@ -146,7 +146,7 @@ def test_what_is_wrong_is_said_of_the_file_before_anything_is_played(
     assert not out.exists() or '"trajectory"' not in out.read_text()
 
 
-def test_of_what_happens_again_and_again_the_first_is_said_and_how_often() -> None:
+def test_a_repeated_warning_is_printed_once_with_its_count() -> None:
     happened = EngineEventSummary()
     for number in range(260):
         happened.add(EngineLost(at_s=0.0, engine="a", reason=f"bad token {number}", requests=0, deaths=1))
@@ -172,7 +172,7 @@ def test_a_check_has_a_limit_for_each_call(cli: Cli, tmp_path: Path, monkeypatch
     assert found.code == 1 and "expected an answer within 0.2 s, got none" in found.out
 
 
-def test_check_says_what_a_task_keeps(cli: Cli) -> None:
+def test_check_prints_which_contracts_a_task_keeps(cli: Cli) -> None:
     found = cli("rl", "check", "chain", "--option", "length=4", "--json")
     assert found.code == 0 and found.json["ok"]
     assert cli("rl", "check", "frozenlike").code == 2

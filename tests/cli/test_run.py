@@ -50,7 +50,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 @needs_sandboxes
-def test_several_words_are_executed_as_they_are(cli) -> None:
+def test_several_words_are_executed_without_a_shell(cli) -> None:
     done = cli("run", "--", "echo", "$HOME", "a  b", "--json")
     assert (done.code, done.out, done.err) == (0, "$HOME a  b --json\n", "")
 
@@ -73,21 +73,21 @@ def test_it_exits_as_the_command_does(cli, script: str, code: int) -> None:
 
 
 @needs_sandboxes
-def test_a_program_that_does_not_exist_is_127_and_says_why(cli) -> None:
+def test_a_missing_program_exits_with_127_and_the_reason(cli) -> None:
     done = cli("run", "--", "no-such-program")
     assert done.code == 127
     assert "no-such-program: No such file or directory" in done.err
 
 
 @needs_sandboxes
-def test_variables_directory_cores_and_user_are_as_asked(cli) -> None:
+def test_variables_directory_cores_and_user_are_as_given(cli) -> None:
     words = ("--env", "A=1=2", "--env", "B=", "--cwd", "/tmp", "--cpus", "1-1", "--user", "root")
     done = cli("run", *words, "echo $A-$B-; pwd; echo {cpus} $(nproc); id -u")
     assert (done.code, done.out) == (0, "1=2--\n/tmp\n1 1\n0\n")
 
 
 @needs_sandboxes
-def test_standard_input_is_handed_on_if_asked() -> None:
+def test_standard_input_is_passed_on_if_the_option_is_set() -> None:
     for option, expected in (["--stdin"], "SAID\n"), ([], ""):
         words = [COMMAND, "run", *option, "--", "tr", "a-z", "A-Z"]
         done = subprocess.run(words, input="said\n", capture_output=True, text=True, timeout=120)
@@ -141,7 +141,7 @@ def test_a_directory_can_be_the_image(cli, tmp_path: Path) -> None:
 
 
 @needs_sandboxes
-def test_a_command_whose_time_is_up_exits_with_124(cli) -> None:
+def test_a_command_that_times_out_exits_with_124(cli) -> None:
     done = cli("run", "--timeout", "1", "--", "sleep", "1000")
     assert done.code == 124
     assert done.err.startswith("tangram: timed out: ")
@@ -160,7 +160,7 @@ def test_what_no_machine_has_is_refused_with_125(cli, words: tuple[str, ...]) ->
 
 
 @needs_sandboxes
-def test_memory_that_is_used_up_is_told(cli) -> None:
+def test_exhausted_memory_is_reported(cli) -> None:
     script = "x=0123456789abcdef; while :; do x=$x$x; done"
     done = cli("run", "--memory", "32MiB", script)
     assert done.code == 137
@@ -217,7 +217,7 @@ tangram.cli.main()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="has to become nobody")
-def test_without_root_it_says_what_there_is_instead() -> None:
+def test_without_root_the_error_names_the_alternatives() -> None:
     done = subprocess.run([sys.executable, "-c", AS_NOBODY], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (125, "")
     assert "sandboxes need root" in done.stderr
@@ -234,7 +234,7 @@ def test_the_backend_process_needs_no_sandboxes(cli) -> None:
 
 
 @needs_sandboxes
-def test_json_has_all_that_is_known(cli) -> None:
+def test_json_has_all_fields(cli) -> None:
     done = cli("run", "--json", "echo out; echo err >&2; exit 5")
     found = done.json
     assert (done.code, done.err) == (5, "")
@@ -322,7 +322,7 @@ def test_output_comes_live_and_a_signal_ends_the_command(start, number: int, cod
 
 
 @needs_sandboxes
-def test_the_command_may_say_something_before_it_ends(start) -> None:
+def test_the_command_may_print_before_it_ends(start) -> None:
     process = start("trap 'echo ending; exit 0' TERM; echo ready; while :; do sleep 0.05; done")
     assert first_line(process) == "ready\n"
     process.send_signal(signal.SIGINT)

@@ -217,7 +217,7 @@ def test_status_shows_cores_by_numa_node_and_the_models_on_devices(service: Serv
     ]
 
 
-def test_a_run_sees_in_status_that_others_hold_units_and_not_who(service: Served) -> None:
+def test_a_run_sees_in_status_that_other_runs_hold_units_but_not_which(service: Served) -> None:
     mine, other = service.token("mine"), service.token("other")
     with busy(service.url, other, 2, key="secret-key"):
         service.until(lambda view: view.running_total == 2)
@@ -265,7 +265,7 @@ def test_where_the_time_went_adds_up(service: Served) -> None:
         assert words in done.out
 
 
-def test_the_story_of_an_action_is_told_to_its_run_and_the_admin_only(service: Served) -> None:
+def test_only_its_run_and_the_admin_can_read_the_story_of_an_action(service: Served) -> None:
     mine, other = service.token("mine"), service.token("other")
     with tangram.connect_sync(service.url, token=mine) as client, client.sandbox(memory="64MiB") as box:
         box.exec("true", key="hello").check()
@@ -366,7 +366,7 @@ def test_a_revoked_run_leaves_no_empty_one_behind(service: Served) -> None:
     assert service.view().runs == ()
 
 
-def test_on_a_terminal_revoke_asks_first(service: Served) -> None:
+def test_on_a_terminal_revoke_prompts_first(service: Served) -> None:
     token = service.token("math")
     words = ("token", "revoke", "math", "--url", service.url, "--token-file", str(service.admin))
     with Terminal(*words) as terminal:
@@ -462,7 +462,7 @@ VERBS = (
 
 
 @pytest.mark.parametrize("words", VERBS, ids=" ".join)
-def test_without_a_service_each_verb_says_where_it_looked_and_what_to_do(cli: Cli, words: tuple[str, ...]) -> None:
+def test_without_a_service_each_verb_prints_where_it_looked_and_what_to_do(cli: Cli, words: tuple[str, ...]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and nobody listens
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
@@ -479,7 +479,7 @@ def test_help_of_each_verb_has_an_example(cli: Cli, words: tuple[str, ...]) -> N
     assert done.code == 0 and "Example" in done.out and f"tangram {' '.join(verb)}" in done.out
 
 
-def test_who_may_not_do_something_is_told_so_in_one_line(service: Served, cli: Cli, tmp_path: Path) -> None:
+def test_a_missing_permission_is_one_line(service: Served, cli: Cli, tmp_path: Path) -> None:
     token = service.token("math")
     cases = (
         (cli("status", "--url", service.url), "requires a token"),
@@ -547,7 +547,7 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
     return made, key
 
 
-def test_a_certificate_that_nobody_knows_is_refused_unless_ca_names_it(
+def test_an_unknown_certificate_is_refused_unless_ca_names_it(
     tmp_path: Path, cli: Cli, certificate: tuple[Path, Path]
 ) -> None:
     made, key = certificate
@@ -562,7 +562,7 @@ def test_a_certificate_that_nobody_knows_is_refused_unless_ca_names_it(
         assert plain.code == 2 and "if it speaks TLS, use an address with https://" in plain.err
 
 
-def test_https_to_a_service_without_tls_says_so(service: Served, cli: Cli) -> None:
+def test_https_to_a_service_without_tls_is_reported_as_such(service: Served, cli: Cli) -> None:
     done = cli("status", "--url", service.url.replace("http", "https"), "--token", ADMIN)
     assert done.code == 2 and "does not speak TLS" in done.err and done.err.count("\n") == 1
 
@@ -601,7 +601,7 @@ def answering(answer: bytes) -> Iterator[str]:
         (b'HTTP/1.1 422 No\r\ncontent-length: 52\r\n\r\n{"error":{"code":"failed","message":"\\u001b[31mred"}}', "red"),
     ],
 )  # fmt: skip
-def test_an_answer_that_is_none_is_one_clear_line(cli: Cli, answer: bytes, complaint: str) -> None:
+def test_an_unreadable_response_is_one_clear_line(cli: Cli, answer: bytes, complaint: str) -> None:
     with answering(answer) as url:
         done = cli("status", "--url", url, "--token", "tgr_secret")
     assert (done.code, done.out) == (2, "") and complaint in done.err and done.err.count("\n") == 1
@@ -667,7 +667,7 @@ def test_a_trace_that_breaks_off_leaves_what_was_there(cli: Cli, tmp_path: Path)
     assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]
 
 
-def test_a_service_that_records_nothing_says_what_its_config_lacks(tmp_path: Path, cli: Cli) -> None:
+def test_a_service_without_a_trace_names_the_missing_config_key(tmp_path: Path, cli: Cli) -> None:
     with served(tmp_path / "service", cli, backend="fake") as service:
         done = service("trace", "export", tmp_path / "live.jsonl")
         folder = service("trace", "export", tmp_path)

@@ -96,7 +96,7 @@ def test_a_report_that_fails_in_the_end_does_not_cost_the_table(cli, tmp_path, m
     assert "mean ACT" in done.out
 
 
-def test_an_output_that_cannot_be_written_is_told_before_the_work(cli, tmp_path, monkeypatch) -> None:
+def test_an_output_that_cannot_be_written_is_reported_before_the_work(cli, tmp_path, monkeypatch) -> None:
     def never(*_: object, **__: object) -> None:
         raise AssertionError("the work began")
 

@@ -25,7 +25,7 @@ def test_an_unknown_action_is_answered_with_near_ones(cli, recording: Path) -> N
     assert "such as coding/1.0.0" in done.err and done.err.count("\n") == 1
 
 
-def test_show_says_what_is_in_a_trace_and_where_the_time_went(cli, recording: Path) -> None:
+def test_show_prints_the_content_of_a_trace_and_where_the_time_went(cli, recording: Path) -> None:
     done = cli("trace", "show", recording)
     assert done.code == 0
     for words in ("run.jsonl", "adaptive", "cpu@cpu-0", "Submit", "thinking", "waiting: cpu", "executing", "succeeded"):

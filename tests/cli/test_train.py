@@ -177,7 +177,7 @@ def test_a_run_ends_with_what_was_reached_and_where_everything_is(cli: Cli, conf
     assert "over: step 4 of 4 (all are made)" in done.err and "; 17 s so far" in done.err, "as long as the summary says"
 
 
-def test_what_a_resumption_did_is_said(cli: Cli, config: Path, pipeline: Scripted) -> None:
+def test_the_effects_of_a_resumption_are_printed(cli: Cli, config: Path, pipeline: Scripted) -> None:
     assert "resumed" not in cli("train", config, "--steps", 3).out
     done = cli("train", config, "--resume")
     assert f"noticed after 0 s: resumed: {LEFT}\n" in done.err and f"noticed: resumed: {LEFT}\n" in done.out
@@ -208,7 +208,7 @@ def test_the_report_goes_where_it_is_wanted(cli: Cli, config: Path, pipeline: Sc
     assert not Path("build/runs/small/report.html").exists()
 
 
-def test_options_change_what_the_config_says(cli: Cli, config: Path, pipeline: Scripted) -> None:
+def test_options_override_the_config(cli: Cli, config: Path, pipeline: Scripted) -> None:
     assert cli("train", config, "--seed", 9, "--steps", 3, "--set", "tasks.chain.weight=2.5", "--out", "mine").code == 0
     settings = pipeline.settings
     assert settings is not None and (settings.seed, settings.training.steps) == (9, 3)
@@ -267,7 +267,7 @@ def test_fresh_deletes_the_run_and_nothing_else(cli: Cli, config: Path, pipeline
     assert (folder / "notes.txt").read_text() == "mine" and not (folder / "checkpoints" / "00000004").exists()
 
 
-def test_folders_of_others_that_bear_our_names_are_left_alone(cli: Cli, config: Path, pipeline: Scripted) -> None:
+def test_foreign_folders_with_our_names_are_left_alone(cli: Cli, config: Path, pipeline: Scripted) -> None:
     Path("mine/checkpoints/best").mkdir(parents=True)
     for how in ((), ("--fresh",)):
         wrong = cli("train", config, "--out", "mine", *how)
@@ -275,7 +275,7 @@ def test_folders_of_others_that_bear_our_names_are_left_alone(cli: Cli, config: 
     assert [path.name for path in Path("mine").rglob("*")] == ["checkpoints", "best"]
 
 
-def test_a_run_that_somebody_trains_is_not_deleted(cli: Cli, config: Path, pipeline: Scripted) -> None:
+def test_a_run_with_a_live_trainer_is_not_deleted(cli: Cli, config: Path, pipeline: Scripted) -> None:
     assert cli("train", config).code == 0
     with open_run(Path("build/runs/small"), load_config(TrainSettings, config), resume=True):
         wrong = cli("train", config, "--fresh")
@@ -302,7 +302,7 @@ def test_a_damaged_line_of_metrics_costs_the_summary_alone(cli: Cli, config: Pat
     assert resumed.json == {"folder": "build/runs/small", "cause": "steps", "exit_code": 0, "report": ""}
 
 
-def test_a_run_without_a_whole_checkpoint_is_not_to_be_gone_on_with(cli: Cli, config: Path, pipeline: Scripted) -> None:
+def test_a_run_without_a_complete_checkpoint_cannot_be_resumed(cli: Cli, config: Path, pipeline: Scripted) -> None:
     pipeline.fail = NoCheckpoint(["checkpoint 00000004 is damaged"])
     failed = cli("train", config)
     assert failed.code == 1 and "go on with it" not in failed.err
@@ -376,7 +376,7 @@ main()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_saves_and_says_how_to_go_on(config: Path, number: int, code: int) -> None:
+def test_a_signal_saves_and_prints_how_to_resume(config: Path, number: int, code: int) -> None:
     out, err, ended = _signalled(config, [number], patient=False)
     assert ended == code
     assert f"go on with it: tangram train {config} --resume" in err
@@ -384,7 +384,7 @@ def test_a_signal_saves_and_says_how_to_go_on(config: Path, number: int, code: i
     assert "nothing is saved of a warm start that is not over" in err
 
 
-def test_a_signal_says_that_a_step_is_finished_first(config: Path) -> None:
+def test_after_a_signal_the_current_step_finishes_with_a_notice(config: Path) -> None:
     _, err, _ = _signalled(config, [signal.SIGINT], patient=False, resumed_from="a checkpoint")
     assert "the step that is under way is finished and saved; once more stops it at once" in err
 
@@ -419,7 +419,7 @@ def _signalled(config: Path, numbers: list[int], *, patient: bool, resumed_from:
 # ---- --explain and --set ----------------------------------------------------------------------------------------
 
 
-def test_explain_says_what_would_be_run_and_starts_nothing(cli: Cli, config: Path, pipeline: Scripted) -> None:
+def test_explain_prints_the_plan_and_starts_nothing(cli: Cli, config: Path, pipeline: Scripted) -> None:
     said = cli("train", config, "--explain", "--set", "training.mode=one-off")
     assert said.code == 0 and pipeline.settings is None and not Path("build").exists()
     assert "one-off, α 1: the next batch is played by the old weights" in said.out
@@ -431,7 +431,7 @@ def test_explain_says_what_would_be_run_and_starts_nothing(cli: Cli, config: Pat
     assert told["mode"] == "async" and told["binding"]["tasks"][0]["task"] == "frozenlake"
 
 
-def test_explain_says_that_alpha_0_plays_and_trains_in_turn(cli: Cli, config: Path) -> None:
+def test_explain_prints_that_alpha_0_alternates_rollout_and_training(cli: Cli, config: Path) -> None:
     for mode in ("start-bound", "async"):
         told = cli("train", config, "--explain", "--set", f"training.mode={mode}", "--set", "training.staleness=0").out
         assert f"{mode}, α 0: a batch is played, each trajectory at its own pace, then trained on" in told
@@ -480,7 +480,7 @@ def test_what_training_could_not_do_is_refused_before_anything_starts(
         assert pipeline.settings is None and not Path("build/runs/small").exists()
 
 
-def test_explain_says_what_acts_outside(cli: Cli, config: Path) -> None:
+def test_explain_prints_external_effects(cli: Cli, config: Path) -> None:
     config.write_text(CONFIG + '[[tasks]]\nname = "codefix"\n')
     said = cli("train", config, "--explain", "--set", "outside.backend=process")
     assert "process; acts there: codefix; rewarded there: codefix by command" in said.out
@@ -520,7 +520,7 @@ def test_a_loss_that_is_not_there_is_refused_before_anything_starts(cli: Cli, co
         ("engines.0.context_max=2000000", "at most 1048576"),
     ],
 )
-def test_what_is_wrong_with_a_change_is_said_of_it(cli: Cli, config: Path, change: str, said: str) -> None:
+def test_an_error_in_a_change_names_the_change(cli: Cli, config: Path, change: str, said: str) -> None:
     wrong = cli("train", config, "--set", "training.steps=7", "--set", change, "--explain")
     assert wrong.code == 2 and f"--set {change}" in wrong.err and said in wrong.err
 
@@ -529,7 +529,7 @@ def test_what_is_wrong_with_a_change_is_said_of_it(cli: Cli, config: Path, chang
     ("key", "value"),
     [("sampling.temperature", 0.0), ("sampling.top_k", 3), ("sampling.top_p", 0.5), ("groups.size", 1)],
 )
-def test_what_can_be_played_and_not_trained_on_is_said_with_the_file_and_its_table(
+def test_a_task_that_can_be_played_but_not_trained_on_is_reported_with_the_file_and_its_table(
     cli: Cli, config: Path, pipeline: Scripted, key: str, value: float
 ) -> None:
     for how in ((), ("--explain",)):
@@ -538,7 +538,7 @@ def test_what_can_be_played_and_not_trained_on_is_said_with_the_file_and_its_tab
     assert pipeline.settings is None and not Path("build").exists()
 
 
-def test_what_is_wrong_with_the_file_is_said_of_the_file(cli: Cli, config: Path) -> None:
+def test_an_error_in_the_file_names_the_file(cli: Cli, config: Path) -> None:
     config.write_text(CONFIG.replace("batch = 2", "bacth = 2"))
     wrong = cli("train", config, "--set", "training.steps=7", "--explain")
     assert wrong.code == 2 and f"{config}:5" in wrong.err and "did you mean batch?" in wrong.err
@@ -602,7 +602,7 @@ DISTILL = LAKE + ASKS + '[objective]\nkind = "distill"\n'
         (CONFIG + '[[engines]]\n[[engines]]\nkind = "openai"\nurl = "http://a"\n', "engines[1].kind: expected process"),
     ],
 )
-def test_who_teaches_whom_is_asked_for_before_anything_starts(
+def test_the_teacher_of_each_task_is_checked_before_anything_starts(
     cli: Cli, config: Path, pipeline: Scripted, text: str, said: str
 ) -> None:
     config.write_text(text)
@@ -612,7 +612,7 @@ def test_who_teaches_whom_is_asked_for_before_anything_starts(
 
 
 @pytest.mark.parametrize("text", [DISTILL + WISE, LAKE + WISE, DISTILL + '[outside]\nurl = "http://a"\n'])
-def test_teachers_of_some_tasks_of_all_or_of_others_are_taken(config: Path, text: str) -> None:
+def test_teachers_may_cover_some_tasks_all_tasks_or_further_tasks(config: Path, text: str) -> None:
     config.write_text(text)
     assert load_config(TrainSettings, config).task("frozenlake").reward.kind == "teacher"
 

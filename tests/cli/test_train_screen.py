@@ -138,13 +138,13 @@ def test_a_run_shows_rewards_scores_rates_staleness_pools_and_engines() -> None:
     assert "after 9 s: stall: 17 trajectories wait for pool `search`" in screen
 
 
-def test_before_the_first_step_it_says_what_it_does() -> None:
+def test_before_the_first_step_the_screen_shows_the_current_work() -> None:
     view = TrainingProgress(settings(), clock=Clock())
     view.on_startup(0.5, "making images")
     assert "making images" in "\n".join(shown(view))
 
 
-def test_once_it_has_begun_it_does_not_say_that_it_starts() -> None:
+def test_after_the_first_step_the_screen_does_not_show_that_it_starts() -> None:
     assert running().status.phase == TRAINING, "no task is warmed up"
     view = TrainingProgress(msgspec.structs.replace(settings(), tasks=(TaskSettings(name="chain", warm_until=0.5),)))
     view.on_startup(0.8, "engines start: engine")
@@ -187,13 +187,13 @@ def test_the_warm_start_has_a_bar_of_its_own() -> None:
     assert view.status.phase == TRAINING and "step 0 of 100" in "\n".join(shown(view))
 
 
-def test_a_run_that_went_back_counts_its_pace_anew() -> None:
+def test_a_resumed_run_measures_its_pace_from_the_resumption() -> None:
     view = running(trained(5, step_s=10.0), trained(6, step_s=10.0))
     view.on_line(trained(6, step_s=1.0))
     assert view.status.remaining_s() == 94.0
 
 
-def test_a_run_that_is_over_says_why() -> None:
+def test_a_finished_run_shows_why_it_ended() -> None:
     view = running(trained(1), RunEnded(at_s=3.0, step=1, cause="seconds"))
     assert "step 1 of 100 (its time is over)" in "\n".join(shown(view))
 
@@ -319,7 +319,7 @@ def test_without_a_terminal_lines_come_when_nothing_happens() -> None:
 
 
 @pytest.mark.parametrize("fancy", [False, True])
-def test_what_a_run_goes_on_with_is_said_first_and_stays(fancy: bool) -> None:
+def test_the_resumption_is_shown_first_and_stays(fancy: bool) -> None:
     left = "from step 40, version 40: 21 groups wait to be trained on, none dropped; checkpoint 00000060 is damaged"
     console = terminal() if fancy else log()
     with TrainingProgress(settings(), console=console) as view:
@@ -329,7 +329,7 @@ def test_what_a_run_goes_on_with_is_said_first_and_stays(fancy: bool) -> None:
     assert f"  after 0 s: resumed: {left}" in rows[rows.index("noticed") + 1]
 
 
-def test_quiet_says_nothing() -> None:
+def test_quiet_prints_nothing() -> None:
     console = log()
     with TrainingProgress(settings(), console=console, quiet=True) as view:
         view.on_line(trained(1))

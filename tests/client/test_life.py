@@ -38,7 +38,7 @@ USES: list[Callable[[Sandbox], Awaitable[object]]] = [
 # ---- sandboxes ----------------------------------------------------------------------------------------------------
 
 
-def test_a_sandbox_that_is_not_open_says_so_however_it_is_used(plain: Connected) -> None:
+def test_using_a_sandbox_that_is_not_open_raises_at_each_method(plain: Connected) -> None:
     async def test(t: Client) -> None:
         box = t.sandbox()
         for use in USES:
@@ -88,7 +88,7 @@ def test_a_sandbox_that_outlives_its_connection_is_closed(tmp_path: Path) -> Non
 # ---- connections --------------------------------------------------------------------------------------------------
 
 
-def test_a_connection_that_is_not_open_says_so_however_it_is_used() -> None:
+def test_using_a_connection_that_is_not_open_raises_at_each_method() -> None:
     async def main() -> None:
         t = connect(backend="process")
         uses: list[Callable[[], Awaitable[object]]] = [
@@ -114,7 +114,7 @@ def test_a_connection_that_is_not_open_says_so_however_it_is_used() -> None:
     asyncio.run(main())
 
 
-def test_a_connection_without_await_that_is_not_open_says_so_however_it_is_used() -> None:
+def test_using_a_synchronous_connection_that_is_not_open_raises_at_each_method() -> None:
     t = connect_sync(backend="process")
     box = t.sandbox()
     uses: list[Callable[[], object]] = [
@@ -142,7 +142,7 @@ def test_a_connection_without_await_that_is_not_open_says_so_however_it_is_used(
         t.__enter__()
 
 
-def test_what_belongs_to_another_event_loop_says_so_at_once(plain: Connected) -> None:
+def test_using_an_object_of_another_event_loop_raises_at_once(plain: Connected) -> None:
     async def test(t: Client) -> None:
         async with t.sandbox() as box:
             server = await box.start("sleep 60")
@@ -166,7 +166,7 @@ def test_what_belongs_to_another_event_loop_says_so_at_once(plain: Connected) ->
     plain(test)
 
 
-def test_a_call_from_a_listener_without_await_is_refused_instead_of_waiting_for_ever(tmp_path: Path) -> None:
+def test_a_synchronous_call_from_a_listener_is_refused_instead_of_deadlocking(tmp_path: Path) -> None:
     said: list[str] = []
     with connect_sync(backend="process", state=tmp_path / "state") as t, t.sandbox() as box:
 

@@ -35,7 +35,7 @@ def play(tmp_path: Path, test: Callable[[Client], Awaitable[None]], *services: S
     assert own_children() == []
 
 
-def test_services_answer_from_their_own_weights_however_they_change_places(tmp_path: Path) -> None:
+def test_services_answer_from_their_own_weights_after_each_swap(tmp_path: Path) -> None:
     async def test(t: Client) -> None:
         calls = [("judge" if n % 3 else "teacher", f"p{n}".encode()) for n in range(24)]
         found = await t.gather(*(t.infer(name, payload, run=f"run-{name}") for name, payload in calls))
@@ -46,7 +46,7 @@ def test_services_answer_from_their_own_weights_however_they_change_places(tmp_p
     play(tmp_path, test)
 
 
-def test_a_service_runs_on_as_many_devices_as_the_caller_says(tmp_path: Path) -> None:
+def test_a_service_runs_on_the_given_number_of_devices(tmp_path: Path) -> None:
     async def test(t: Client) -> None:
         for count in (1, 2, None):
             assert (await t.infer("judge", "text", devices=count)).check() == expected(1, SIZE, b"text")
@@ -66,7 +66,7 @@ def test_payloads_are_bytes_text_or_json_and_answers_can_be_read_as_json(tmp_pat
     play(tmp_path, test)
 
 
-def test_whose_fault_it_was_can_be_told(tmp_path: Path) -> None:
+def test_errors_of_the_caller_and_of_the_service_have_different_types(tmp_path: Path) -> None:
     async def test(t: Client) -> None:
         with pytest.raises(InvalidAction, match="a payload that is good"):
             await t.infer("judge", "bad")

@@ -247,7 +247,7 @@ def test_one_request_counts_from_entering_and_more_count_from_leaving(
     play(tmp_path, test, Quota("search", requests=Rate(4, 60.0)), Quota("other", concurrent=1))
 
 
-def test_a_program_in_a_sandbox_asks_at_any_time_until_it_ends(tmp_path: Path) -> None:
+def test_a_program_in_a_sandbox_may_take_quota_at_any_time_until_it_ends(tmp_path: Path) -> None:
     async def test(t: Client) -> None:
         async with t.sandbox(memory="64MiB") as box, box.session() as shell:
             for run in (box.exec, shell.exec):
@@ -267,7 +267,7 @@ def test_a_program_in_a_sandbox_asks_at_any_time_until_it_ends(tmp_path: Path) -
     play(tmp_path, test, Quota("judge", requests=Rate(10, 3600.0), tokens=Rate(100, 3600.0)))
 
 
-def test_runs_share_a_quota_by_the_weight_that_they_are_given(tmp_path: Path) -> None:
+def test_runs_share_a_quota_by_their_weights(tmp_path: Path) -> None:
     order: list[str] = []
 
     async def test(t: Client) -> None:
@@ -615,7 +615,7 @@ def test_tokens_of_an_answer_correct_the_estimate(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_server_that_complains_is_left_alone_for_as_long_as_it_asks(tmp_path: Path) -> None:
+def test_a_server_that_refuses_is_left_alone_for_its_retry_after(tmp_path: Path) -> None:
     times: list[float] = []
     refused = asyncio.Event()
 
@@ -654,7 +654,7 @@ def test_a_server_that_counts_never_has_to_refuse(tmp_path: Path, bucket: bool) 
     play(tmp_path, test)
 
 
-def test_a_gate_counts_as_it_says() -> None:
+def test_a_gate_counts_by_its_definition() -> None:
     fixed = RequestLimiter(2, 10.0, FIXED, 0.0)
     assert [fixed.try_acquire(at) for at in (8.0, 9.0, 9.5, 10.0, 10.0, 10.0)] == [0.0, 0.0, 0.5, 0.0, 0.0, 10.0]
     bucket = RequestLimiter(2, 10.0, BUCKET, 0.0)

@@ -108,7 +108,7 @@ def test_a_silent_holder_of_a_quota_loses_it(tmp_path: Path, monkeypatch: pytest
     asyncio.run(main())
 
 
-def test_quotas_are_added_and_heard_of_and_corrected(tmp_path: Path) -> None:
+def test_quotas_are_added_observed_and_corrected(tmp_path: Path) -> None:
     async def test(t: Client) -> None:
         await t.add_quota(Quota("judge", tokens=Rate(100, 3600.0)))
         async with t.quota("judge", tokens=60) as use:
@@ -146,7 +146,7 @@ def test_an_unused_sandbox_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # ---- model services -----------------------------------------------------------------------------------------------
 
 
-def test_a_model_service_answers_and_what_its_engine_finds_wrong_is_said(tmp_path: Path) -> None:
+def test_a_model_service_answers_and_errors_of_its_engine_are_raised(tmp_path: Path) -> None:
     async def test(t: Client) -> None:
         answers = await t.gather(*(t.infer("judge", f"p{n}".encode()) for n in range(8)))
         for n, answer in enumerate(answers):
@@ -263,7 +263,7 @@ def test_a_cap_may_change_while_actions_are_under_way(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_cap_on_what_runs_does_not_count_as_a_share_of_what_others_want(tmp_path: Path) -> None:
+def test_a_cap_on_running_actions_does_not_reduce_the_share_of_other_runs(tmp_path: Path) -> None:
     async def main() -> None:
         async with asyncio.timeout(DEADLINE_S), admin_and(tmp_path, "math", cores=8) as (admin, math):
             ask = wire_of(admin).call
@@ -490,7 +490,7 @@ def broken() -> None:
     raise LookupError("no such thing")
 
 
-def test_functions_of_a_module_run_in_sandboxes_with_all_that_they_use(tmp_path: Path) -> None:
+def test_functions_of_a_module_run_in_sandboxes_with_all_dependencies(tmp_path: Path) -> None:
     reason = why_not()
     if reason and os.environ.get("CI") == "true":
         pytest.fail(reason)

@@ -50,6 +50,6 @@ def test_only_what_came_to_its_end_has_an_exit_code() -> None:
     assert result(Status.TIMED_OUT, 143).exit_code is None
 
 
-def test_a_command_that_ran_out_of_memory_says_so() -> None:
+def test_a_command_that_ran_out_of_memory_reports_it() -> None:
     with pytest.raises(CommandFailed, match=r"ended with 137 \(out of memory\)"):
         result(Status.SUCCEEDED, 137, out_of_memory=True).check()

@@ -29,7 +29,7 @@ from tangram.errors import (
 Connected = Callable[..., None]
 
 
-def test_a_command_runs_and_says_where_its_time_went(connected: Connected) -> None:
+def test_a_command_runs_and_reports_its_time_breakdown(connected: Connected) -> None:
     async def test(t: Client) -> None:
         async with t.sandbox(memory="128MiB", run="swe", trajectory="t17") as box:
             await box.write("fix.py", "print('fixed')")
@@ -121,7 +121,7 @@ def test_a_program_takes_the_place_of_a_shell_and_stands_still_between_commands(
     connected(test)
 
 
-def test_a_shell_that_rests_is_found_again_beside_others_and_sealed_with_its_sandbox(connected: Connected) -> None:
+def test_an_idle_shell_is_reused_beside_further_shells_and_sealed_with_its_sandbox(connected: Connected) -> None:
     async def test(t: Client) -> None:
         async with t.sandbox(memory="128MiB") as box:
             shells = [box.session() for _ in range(3)]
@@ -273,7 +273,7 @@ def test_an_exception_of_the_caller_comes_out_as_it_is(connected: Connected) -> 
         connected(test)
 
 
-def test_gather_raises_what_one_raised_and_cancels_the_others(connected: Connected) -> None:
+def test_gather_raises_the_first_exception_and_cancels_the_rest(connected: Connected) -> None:
     async def test(t: Client) -> None:
         async with t.sandbox(memory="128MiB") as box:
 
@@ -316,7 +316,7 @@ def test_root_inside_is_unprivileged_outside(connected: Connected) -> None:
 
 
 @pytest.mark.parametrize("transport", ["embedded"], indirect=True)  # the spawner of a service is not our child
-def test_a_sandbox_whose_first_process_is_killed_is_lost_and_others_live(connected: Connected) -> None:
+def test_a_sandbox_whose_first_process_is_killed_is_lost_and_the_rest_lives(connected: Connected) -> None:
     async def test(t: Client) -> None:
         async with t.sandbox(memory="128MiB") as box:
             [first] = first_processes()

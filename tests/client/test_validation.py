@@ -210,7 +210,9 @@ def test_a_connection_that_fails_to_open_leaves_no_recording(tmp_path: Path) -> 
 # ---- what sessions can be told --------------------------------------------------------------------------------------
 
 
-def test_a_session_command_takes_what_others_take(plain: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_command_takes_the_same_options_as_a_command(
+    plain: Connected, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def test(t: Client) -> None:
         from tangram import Amdahl
 

@@ -68,14 +68,14 @@ async def test_a_file_cannot_take_the_place_of_a_directory_or_stand_below_a_file
     assert await box.read("sub/file") == b"kept"
 
 
-async def test_a_path_of_the_caller_that_is_none_is_refused(bench: Bench) -> None:
+async def test_an_invalid_path_of_the_caller_is_refused(bench: Bench) -> None:
     box = await bench.open()
     for path in ("", "a\0b"):
         with pytest.raises(InvalidAction):
             await box.read(path)
 
 
-async def test_a_listing_is_sorted_and_tells_what_is_there(bench: Bench) -> None:
+async def test_a_listing_is_sorted_and_complete(bench: Bench) -> None:
     box = await bench.open()
     assert await box.names() == []
     for name in ("b", "a", "c.d/x", "c/x"):
@@ -94,7 +94,7 @@ async def test_a_listing_is_sorted_and_tells_what_is_there(bench: Bench) -> None
 
 
 @needs_programs
-async def test_a_listing_tells_links_and_other_things_apart(bench: Bench) -> None:
+async def test_a_listing_distinguishes_links_and_special_files(bench: Bench) -> None:
     box = await bench.open()
     await box.run("mkdir d; ln -s d link; ln -s nowhere dangling; mkfifo pipe")
     kinds = {entry.name: entry.kind for entry in await bench.manager.list(box.name, ".")}

@@ -83,7 +83,7 @@ async def test_the_image_of_the_machine_is_never_forgotten(bench: Bench) -> None
     await bench.open()
 
 
-async def test_an_image_that_is_in_use_is_forgotten_once_however_often_that_is_asked(bench: Bench) -> None:
+async def test_an_image_in_use_is_deleted_once_despite_repeated_requests(bench: Bench) -> None:
     box = await bench.open()
     await box.write("note", b"text")
     await box.commit("made")

@@ -38,7 +38,7 @@ async def test_the_exit_code_is_a_result(bench: Bench, command: str, code: int) 
 
 @needs_programs
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
-async def test_a_program_that_a_signal_ended_has_the_exit_code_that_a_shell_says(bench: Bench, number: int) -> None:
+async def test_the_exit_code_after_a_signal_is_that_of_a_shell(bench: Bench, number: int) -> None:
     box = await bench.open()
     assert (await box.run(f"kill -{int(number)} $$")).exit_code == 128 + number
 
@@ -60,7 +60,7 @@ async def test_a_file_that_cannot_be_executed_is_the_result_126(bench: Bench) ->
     assert b"plain" in done.stderr
 
 
-async def test_words_are_executed_as_they_are_and_a_string_goes_through_a_shell(bench: Bench) -> None:
+async def test_a_list_of_words_runs_without_a_shell_and_a_string_through_one(bench: Bench) -> None:
     box = await bench.open()
     assert await box.says(("echo", "a  b; exit 4", "> file")) == "a  b; exit 4 > file"
     assert await box.says("echo 'a  b'; echo c") == "a  b\nc"
@@ -147,14 +147,14 @@ async def test_programs_of_one_sandbox_see_each_other_come_and_go(bench: Bench) 
 
 
 @needs_programs
-async def test_what_was_used_is_told(bench: Bench) -> None:
+async def test_usage_is_reported(bench: Bench) -> None:
     box = await bench.open()
     ended = await box.end("i=0; while [ $i -lt 100000 ]; do i=$((i + 1)); done")
     assert ended.usage.cpu_s > 0.0
 
 
 @needs_programs
-async def test_what_a_running_action_has_used_so_far_is_told_or_not_known(bench: Bench) -> None:
+async def test_usage_of_a_running_action_is_reported_or_unknown(bench: Bench) -> None:
     box = await bench.open()
     lease = await box.start("while :; do :; done")
     if lease.cpu_seconds() is not None:
@@ -200,7 +200,7 @@ async def test_a_listener_gets_every_byte(bench: Bench) -> None:
 
 
 @needs_programs
-async def test_a_listener_hears_a_program_while_it_runs(bench: Bench) -> None:
+async def test_a_listener_gets_output_while_the_program_runs(bench: Bench) -> None:
     heard = asyncio.Event()
     box = await bench.open()
     lease = await box.start(
@@ -264,7 +264,7 @@ async def test_output_that_never_ends_does_not_end_the_manager(bench: Bench) -> 
 
 
 @pytest.mark.parametrize(("width", "cpus"), [(1000, "1"), (400, "1"), (1500, "2"), (2000, "2")])
-async def test_a_program_is_told_its_width(bench: Bench, width: int, cpus: str) -> None:
+async def test_a_program_gets_its_width(bench: Bench, width: int, cpus: str) -> None:
     if int(cpus) > len(os.sched_getaffinity(0)):
         pytest.skip(f"needs {cpus} cores")
     box = await bench.open()
@@ -285,7 +285,7 @@ async def test_a_program_sees_as_many_cores_as_its_width(bench: Bench, width: in
     assert await box.says("nproc; unset OMP_NUM_THREADS OMP_THREAD_LIMIT; nproc", width=width) == f"{cores}\n{cores}"
 
 
-async def test_what_the_caller_says_of_the_width_stays(bench: Bench) -> None:
+async def test_a_width_variable_of_the_caller_is_kept(bench: Bench) -> None:
     box = await bench.open(env={"MAKEFLAGS": "-k"})
     said = await box.says("printenv MAKEFLAGS; printenv OMP_NUM_THREADS", env={"OMP_NUM_THREADS": "7"})
     assert said == "-k\n7"
@@ -355,7 +355,7 @@ async def test_what_a_program_wrote_before_it_was_stopped_is_kept(bench: Bench) 
 
 
 @needs_programs
-async def test_a_program_may_tidy_up_when_it_is_asked_to_end(bench: Bench) -> None:
+async def test_a_program_may_clean_up_after_a_stop_request(bench: Bench) -> None:
     box = await bench.open()
     ready = asyncio.Event()
     lease = await box.start(
@@ -430,7 +430,7 @@ async def test_an_action_ends_although_what_it_left_running_holds_its_streams(be
 
 
 @needs_programs
-async def test_what_is_left_running_may_go_on_writing_to_streams_that_nobody_reads(bench: Bench) -> None:
+async def test_a_leftover_process_may_go_on_writing_to_unread_streams(bench: Bench) -> None:
     box = await bench.open()
     # Far more than a pipe holds: whoever is not read stands in the middle of a write, or dies of it.
     await box.run("(while [ ! -e go ]; do sleep 0.01; done; head -c 1000000 /dev/zero && echo > written) & echo begun")
@@ -482,7 +482,7 @@ async def test_closing_twice_is_fine_and_the_name_is_free_again(bench: Bench) ->
 
 
 @pytest.mark.parametrize("turns", [1, 40])
-async def test_a_sandbox_that_is_closed_while_it_is_opened_is_gone(bench: Bench, turns: int) -> None:
+async def test_a_sandbox_that_is_closed_while_it_opens_is_gone(bench: Bench, turns: int) -> None:
     """However far its opening has come."""
     box = await bench.open()
     await box.write("note", b"x")
@@ -509,7 +509,7 @@ async def test_a_name_is_opened_once(bench: Bench) -> None:
     assert await box.read("note") == b"kept"
 
 
-async def test_an_action_whose_sandbox_is_closed_is_lost_and_not_blamed(bench: Bench) -> None:
+async def test_an_action_whose_sandbox_is_closed_is_lost_without_a_crash_count(bench: Bench) -> None:
     box = await bench.open()
     lease = await box.start("sleep 1000")
     waiting = asyncio.ensure_future(lease.wait())

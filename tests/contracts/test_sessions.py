@@ -41,7 +41,7 @@ async def test_no_odd_command_makes_a_session_hang(bench: Bench, command: str) -
 
 
 @needs_programs
-async def test_a_session_is_told_a_new_width(bench: Bench) -> None:
+async def test_a_session_gets_a_new_width(bench: Bench) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs 2 cores")
     box = await bench.open()
@@ -67,7 +67,7 @@ async def test_a_command_as_long_as_allowed_reaches_its_session(bench: Bench) ->
     assert await box.says(f"cat <<'END'\n{text}\nEND\n", session="s") == text
 
 
-async def test_a_session_ends_with_its_shell_and_says_so(bench: Bench) -> None:
+async def test_a_session_ends_with_its_shell_and_reports_it(bench: Bench) -> None:
     box = await bench.open()
     await box.write("sub/note", b"below")
     await box.run("cd sub", session="s")
@@ -76,7 +76,7 @@ async def test_a_session_ends_with_its_shell_and_says_so(bench: Bench) -> None:
     assert not (await box.says("pwd", session="s")).endswith("/sub")
 
 
-async def test_stopping_a_command_ends_its_session_and_says_so(bench: Bench) -> None:
+async def test_stopping_a_command_ends_its_session_and_reports_it(bench: Bench) -> None:
     box = await bench.open()
     await box.write("sub/note", b"below")
     await box.run("cd sub", session="s")
