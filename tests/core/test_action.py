@@ -49,11 +49,11 @@ PAIRS = [(before, after) for before in State for after in State]
 
 
 @pytest.mark.parametrize(("before", "after"), PAIRS, ids=lambda state: state.value)
-def test_the_table_allows_these_changes_and_no_others(before: State, after: State) -> None:
+def test_the_table_allows_exactly_these_changes(before: State, after: State) -> None:
     assert (after in TRANSITIONS[before]) == ((before.value, after.value) in ALLOWED)
 
 
-def test_a_forbidden_change_says_what_would_be_allowed() -> None:
+def test_a_forbidden_change_names_the_allowed_ones() -> None:
     assert wrong_transition(State.STOPPING, State.RUNNING, "a-1") == (
         "action a-1 cannot go from stopping to running; allowed from there: cancelled, failed"
     )

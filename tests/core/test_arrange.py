@@ -93,7 +93,7 @@ def test_one_action_with_1_2_4_8_and_3_free_units_gets_2() -> None:
     assert arrangement.cost(1) == 4.0
 
 
-def test_units_that_help_nobody_stay_free() -> None:
+def test_units_that_help_no_action_stay_free() -> None:
     arrangement = arrange_units([[(1, 5.0), (2, 5.0), (4, 6.0)], [(1, 3.0)]], 64)
     assert arrangement.choice(2) == (1, 1)
 
@@ -123,7 +123,7 @@ def test_a_candidate_without_any_amount_never_fits() -> None:
     assert arrange_chunks([[]], (4,)).cost(1) == math.inf
 
 
-def test_rigid_candidates_with_odd_amounts_keep_the_division_of_the_others_exact() -> None:
+def test_rigid_candidates_with_odd_amounts_keep_the_division_of_the_rest_exact() -> None:
     elastic = power_law(10.0, (1000, 2000, 3000), 0.8)
     arrangement = arrange_units([[(137, 1.0)], elastic, [(1, 1.0)], elastic, [(911, 2.0)]], 6_049)
     assert sorted(arrangement.choice(5)) == [1, 137, 911, 2000, 3000]
@@ -223,7 +223,7 @@ def test_of_amounts_that_need_the_same_chunk_the_fastest_is_chosen() -> None:
     assert arrange_chunks([[(3, 2.0), (4, 2.0)]], (0, 0, 1)).choice(1) == (3,)
 
 
-def test_the_larger_chunk_goes_to_whom_it_helps_more_whoever_comes_first() -> None:
+def test_the_larger_chunk_goes_to_the_action_that_gains_more_in_either_order() -> None:
     much, little = [(1, 10.0), (2, 1.0)], [(1, 10.0), (2, 9.0)]
     assert arrange_chunks([much, little], (1, 1)).choice(2) == (2, 1)
     assert arrange_chunks([little, much], (1, 1)).choice(2) == (1, 2)
@@ -235,7 +235,7 @@ def test_a_wide_first_candidate_leaves_the_second_its_chunk() -> None:
     assert arrange_chunks([choices, choices], (0, 0, 0, 1)).choice(2) == (4, 4)
 
 
-def test_a_node_without_devices_holds_nobody() -> None:
+def test_a_node_without_devices_holds_no_action() -> None:
     arrangement = arrange_chunks([[(1, 1.0)]], ())
     assert arrangement.cost(0) == 0.0
     assert arrangement.cost(1) == math.inf
@@ -265,17 +265,17 @@ def test_of_equal_sizes_the_earlier_gets_more() -> None:
     assert unbounded_shares([2.0, 2.0, 2.0], 0.5, 9.0) == pytest.approx([5.0, 3.0, 1.0])
 
 
-def test_what_a_maximum_cuts_off_goes_to_the_others_in_proportion() -> None:
+def test_what_a_maximum_cuts_off_is_divided_among_the_rest_in_proportion() -> None:
     shares = hesrpt_shares([5.0, 1.0, 3.0], [0.5] * 3, 9.0, [0.0] * 3, [9.0, 1.0, 9.0])
     assert shares == pytest.approx([2.0, 1.0, 6.0])
 
 
-def test_what_a_minimum_adds_is_taken_from_the_others_in_proportion() -> None:
+def test_what_a_minimum_adds_is_taken_from_the_rest_in_proportion() -> None:
     shares = hesrpt_shares([5.0, 1.0, 3.0], [0.5] * 3, 9.0, [5.0, 0.0, 0.0], [9.0] * 3)
     assert shares == pytest.approx([5.0, 2.5, 1.5])
 
 
-def test_units_nobody_can_use_stay_free() -> None:
+def test_unusable_units_stay_free() -> None:
     assert hesrpt_shares([1.0, 2.0], [0.5, 0.5], 100.0, [1.0, 1.0], [4.0, 8.0]) == [4.0, 8.0]
 
 
@@ -284,7 +284,7 @@ def test_minima_that_do_not_fit_are_an_error() -> None:
         hesrpt_shares([1.0, 2.0], [0.5, 0.5], 4.0, [2.5, 2.5], [4.0, 4.0])
 
 
-def test_nobody_shares_nothing() -> None:
+def test_no_actions_share_nothing() -> None:
     assert hesrpt_shares([], [], 8.0, [], []) == []
 
 
@@ -328,7 +328,7 @@ def test_the_bound_lets_a_short_rest_go_first() -> None:
     assert srpt_lower_bound([0.0, 3.0], [4.0, 2.0], [0.1, 0.1], 1.0) == pytest.approx(7.0)
 
 
-def test_the_bound_is_never_below_everybody_alone() -> None:
+def test_the_bound_is_never_below_the_bound_of_each_action_alone() -> None:
     assert srpt_lower_bound([0.0, 100.0], [1.0, 1.0], [1.0, 1.0], 64.0) == 2.0
 
 

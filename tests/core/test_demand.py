@@ -155,13 +155,13 @@ def test_a_pool_kind_is_a_name_and_no_node(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("speedup", ["linear", 0.5, PowerLaw, {"exponent": 0.5}])
-def test_a_speedup_that_is_none_is_refused(speedup: Any) -> None:
+def test_an_invalid_speedup_is_refused(speedup: Any) -> None:
     with pytest.raises(InvalidAction, match=r"demand\.speedup: expected a PowerLaw, Amdahl or Table") as caught:
         Demand({"cpu": cores(1, 4)}, speedup)
     assert caught.value.value == speedup
 
 
-def test_memory_is_not_asked_for_by_an_action() -> None:
+def test_memory_is_not_a_demand_of_an_action() -> None:
     assert "reserved for a sandbox's life by Reserve" in demand_error({"memory": fixed(512)}).expected
 
 

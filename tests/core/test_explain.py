@@ -15,7 +15,7 @@ GPU = Pool(kind="gpu", node="g0", total=8)
 FOUR = {"cpu": cores(4)}
 
 
-def test_what_runs_says_where_and_with_how_much(cluster: Make) -> None:
+def test_a_running_action_shows_where_and_with_how_much_it_runs(cluster: Make) -> None:
     c = cluster(*NODE, GPU, Pool(kind="api", total=2))
     c.submit("a", {"cpu": cores(2.5), "api": fixed(1)})
     assert c.explain("a") == "a is starting on 2.5 cores of cpu@n0, 1 unit of api"
@@ -25,7 +25,7 @@ def test_what_runs_says_where_and_with_how_much(cluster: Make) -> None:
     assert c.explain("b") == "b is starting on 4 devices of gpu@g0"
 
 
-def test_what_is_stopping_says_why_and_that_it_holds_its_units(cluster: Make) -> None:
+def test_a_stopping_action_shows_why_and_that_it_holds_its_units(cluster: Make) -> None:
     c = cluster(*NODE)
     c.submit("a", FOUR)
     c.cancel("a")
@@ -35,7 +35,7 @@ def test_what_is_stopping_says_why_and_that_it_holds_its_units(cluster: Make) ->
     )
 
 
-def test_what_waits_says_what_it_lacks_and_what_is_free(cluster: Make) -> None:
+def test_a_waiting_action_shows_what_it_lacks_and_what_is_free(cluster: Make) -> None:
     c = cluster(*NODE, GPU, Pool(kind="tokens", total=10, window=Window(seconds=60.0)))
     c.submit("a", {"cpu": cores(3), "tokens": fixed(8)})
     c.submit("b", {"cpu": cores(2), "tokens": fixed(8)})
@@ -48,7 +48,7 @@ def test_what_waits_says_what_it_lacks_and_what_is_free(cluster: Make) -> None:
     assert c.explain("d") == "d waits for 1 device of gpu@g0, where 0 devices of 8 devices are free"
 
 
-def test_what_waits_for_memory_says_so(cluster: Make) -> None:
+def test_an_action_that_waits_for_memory_shows_it(cluster: Make) -> None:
     c = cluster(*NODE)
     c.send(Reserve(sandbox="old", memory=800, node="n0"))
     c.send(Reserve(sandbox="new", memory=800))
@@ -56,7 +56,7 @@ def test_what_waits_for_memory_says_so(cluster: Make) -> None:
     assert c.explain("a") == "a waits for 800 MiB of memory@n0, where 224 MiB of 1024 MiB are free"
 
 
-def test_who_waits_behind_others_says_behind_whom(cluster: Make) -> None:
+def test_an_action_behind_another_names_it(cluster: Make) -> None:
     c = cluster(*NODE)
     c.submit("a", FOUR)
     c.submit("b", FOUR)
@@ -68,7 +68,7 @@ def test_who_waits_behind_others_says_behind_whom(cluster: Make) -> None:
     assert c.explain("d") == f"d waits behind b, which goes first and waits for {lacks}"
 
 
-def test_where_nobody_closes_a_pool_it_says_how_many_are_ahead(cluster: Make) -> None:
+def test_where_no_action_closes_a_pool_the_number_ahead_is_shown(cluster: Make) -> None:
     c = cluster(*NODE, policy="adaptive")
     c.submit("a", FOUR, duration_s=1.0)
     for name in "bcd":
@@ -79,7 +79,7 @@ def test_where_nobody_closes_a_pool_it_says_how_many_are_ahead(cluster: Make) ->
     )
 
 
-def test_behind_somebody_who_waits_behind_another_names_the_first_of_all(cluster: Make) -> None:
+def test_a_chain_of_waiting_actions_names_its_head(cluster: Make) -> None:
     c = cluster(Pool(kind="api", total=4), Pool(kind="web", total=4))
     c.submit("holds", {"api": fixed(4)})
     c.submit("first", {"api": fixed(1), "web": fixed(1)})
@@ -90,14 +90,14 @@ def test_behind_somebody_who_waits_behind_another_names_the_first_of_all(cluster
     assert "its turn" not in c.explain("third")
 
 
-def test_what_could_start_but_for_the_policy_says_that(cluster: Make) -> None:
+def test_an_action_that_only_the_policy_holds_back_shows_it(cluster: Make) -> None:
     c = cluster(*NODE, policy="fixed:4")
     c.submit("a", {"cpu": cores(1)})
     c.submit("b", {"cpu": cores(1, 4)})
     assert c.explain("b") == "b waits for its turn: cpu@n0 would hold it, but policy fixed:4 has not started it yet"
 
 
-def test_what_no_node_can_hold_now_says_what_it_asks_for(cluster: Make) -> None:
+def test_an_action_that_fits_no_node_now_shows_its_demand(cluster: Make) -> None:
     c = cluster(*NODE, *cpu_node("n1", 2))
     c.submit("all", FOUR)
     c.submit("a", FOUR)
@@ -109,13 +109,13 @@ def test_what_no_node_can_hold_now_says_what_it_asks_for(cluster: Make) -> None:
     assert c.explain("a") == "a asks for pool kind cpu, of which there is none; kinds: none"
 
 
-def test_what_no_pool_could_hold_says_that_devices_come_in_chunks(cluster: Make) -> None:
+def test_an_action_that_fits_no_pool_shows_that_devices_come_in_chunks(cluster: Make) -> None:
     c = cluster(Pool(kind="gpu", node="g0", total=6))
     c.submit("a", {"gpu": fixed(5)})
     assert c.refusal()[1] == "a asks for at least 5 devices (a chunk of 8) of gpu; the largest such pool has 6 devices"
 
 
-def test_what_the_node_of_its_sandbox_cannot_hold_says_that(cluster: Make) -> None:
+def test_an_action_that_does_not_fit_the_node_of_its_sandbox_shows_it(cluster: Make) -> None:
     c = cluster(*NODE, *cpu_node("n1", 8))
     c.send(Reserve(sandbox="b", memory=0, node="n0"))
     c.send(PoolChanged(pool=Pool(kind="cpu", node="n0", total=2000)))
@@ -127,7 +127,7 @@ def test_what_the_node_of_its_sandbox_cannot_hold_says_that(cluster: Make) -> No
     assert c.explain("b") == "b asks for at least 2 units of api; the largest such pool has 1 unit"
 
 
-def test_what_its_node_has_not_got_at_all_says_that(cluster: Make) -> None:
+def test_an_action_whose_node_lacks_a_kind_entirely_shows_it(cluster: Make) -> None:
     c = cluster(*NODE, GPU)
     c.send(Reserve(sandbox="b", memory=0))
     c.submit("fill", FOUR)
@@ -136,7 +136,7 @@ def test_what_its_node_has_not_got_at_all_says_that(cluster: Make) -> None:
     assert c.explain("a") == "a asks for pool kind cpu, of which there is none on node g0; kinds: cpu, gpu, memory"
 
 
-def test_where_every_kind_is_free_but_on_no_node_all_of_them_it_says_what_one_node_lacks(cluster: Make) -> None:
+def test_when_every_kind_is_free_but_not_on_one_node_the_lack_of_one_node_is_shown(cluster: Make) -> None:
     c = cluster(*cpu_node("n0", 4), *cpu_node("n1", 4), *[Pool(kind="gpu", node=n, total=1) for n in ("n0", "n1")])
     for node, pools in (("n0", FOUR), ("n1", {"gpu": fixed(1)})):
         c.send(Reserve(sandbox=node, memory=0, node=node))
@@ -165,7 +165,7 @@ def test_of_a_pool_that_shrank_below_what_is_held_nothing_is_free(cluster: Make)
     assert c.explain("a") == "a waits for 1 core of cpu@n0, where 0 cores of 1 core are free"
 
 
-def test_who_is_kept_from_one_node_and_lacks_units_on_the_other_says_what_it_lacks(cluster: Make) -> None:
+def test_an_action_that_is_kept_from_one_node_and_lacks_units_on_the_other_shows_the_lack(cluster: Make) -> None:
     c = cluster(
         *cpu_node("n0", 4), Pool(kind="gpu", node="n0", total=1), *cpu_node("n1", 4), policy="adaptive", ageing_s=10.0
     )
@@ -196,7 +196,7 @@ def test_the_first_of_a_lane_is_its_oldest_once_that_has_aged(cluster: Make) -> 
     assert c.explain("short").startswith("short waits behind up to 1 action of run default")
 
 
-def test_who_waits_for_a_node_for_all_of_its_sandbox_says_that(cluster: Make) -> None:
+def test_an_action_that_waits_for_a_node_for_its_whole_sandbox_shows_it(cluster: Make) -> None:
     c = cluster(*NODE, *cpu_node("n1", 1, memory_gib=1.0), policy="adaptive")
     c.submit("fill", FOUR)
     c.send(Reserve(sandbox="b", memory=0))
@@ -208,7 +208,7 @@ def test_who_waits_for_a_node_for_all_of_its_sandbox_says_that(cluster: Make) ->
     )
 
 
-def test_once_its_sandbox_has_a_node_nothing_is_said_of_others(cluster: Make) -> None:
+def test_once_its_sandbox_has_a_node_other_actions_of_the_sandbox_are_not_shown(cluster: Make) -> None:
     c = cluster(*NODE)
     c.send(Reserve(sandbox="b", memory=0))
     c.submit("fill", FOUR)
@@ -248,6 +248,6 @@ def test_explaining_changes_nothing(cluster: Make) -> None:
     assert (entry.estimate, entry.estimated_at, entry.learned_reserve) == before
 
 
-def test_what_is_not_live_says_so(cluster: Make) -> None:
+def test_a_settled_action_shows_its_state(cluster: Make) -> None:
     c = cluster(*NODE)
     assert c.explain("x") == "x is not live: it has settled or was never submitted"

@@ -75,7 +75,7 @@ def test_devices_are_granted_in_aligned_chunks_that_merge_again(cluster: Make) -
     assert cells(c, "d") == tuple(range(8))
 
 
-def test_free_devices_that_are_no_chunk_start_nobody(cluster: Make) -> None:
+def test_free_devices_that_do_not_form_a_chunk_start_no_action(cluster: Make) -> None:
     c = cluster(GPU)
     for number in range(8):
         c.submit(f"a{number}", {"gpu": fixed(1)})
@@ -104,7 +104,9 @@ def test_an_action_goes_where_its_service_is_loaded(cluster: Make, policy: str) 
 
 
 @pytest.mark.parametrize(("policy", "first"), [("fcfs", "other"), ("adaptive", "same")])
-def test_a_loaded_service_goes_on_while_others_wait_unless_order_counts(cluster: Make, policy: str, first: str) -> None:
+def test_a_loaded_service_continues_while_other_actions_wait_unless_order_counts(
+    cluster: Make, policy: str, first: str
+) -> None:
     c = cluster(Pool(kind="gpu", node="g0", total=1), policy=policy)
     c.submit("a", {"gpu": fixed(1)}, service="judge")
     c.send(Resident(service="judge", node="g0", devices=(0,)))
@@ -167,7 +169,7 @@ def test_a_dead_node_has_no_services_loaded(cluster: Make) -> None:
     assert cells(c, "a") == (0, 1)
 
 
-def test_a_preload_is_asked_for_where_the_plan_says_and_the_next_call_goes_there(cluster: Make) -> None:
+def test_a_preload_is_requested_where_the_plan_places_it_and_the_next_call_goes_there(cluster: Make) -> None:
     policy = Planned()
     c = cluster(GPU, policy=policy)
     c.submit("a", {"gpu": fixed(2)})
@@ -312,7 +314,7 @@ def test_a_resize_changes_reserve_and_limit_and_never_the_width(cluster: Make) -
     assert entry.done_at(6.0) == 12.0
 
 
-def test_shrinking_a_running_action_lets_others_start(cluster: Make) -> None:
+def test_shrinking_a_running_action_lets_waiting_actions_start(cluster: Make) -> None:
     policy = Planned()
     c = cluster(*NODE, Pool(kind="api", total=10), policy=policy)
     policy.begin = lambda candidate, snapshot: Begin(
@@ -428,7 +430,7 @@ def test_what_was_held_and_not_begun_waits_on_in_its_turn(cluster: Make) -> None
     assert (c.free("cpu@n0"), c.free("tokens"), c.free("memory@n0")) == (7000, 5, 512)
 
 
-def test_the_chunks_of_a_plan_are_divided_anew_when_it_begins(cluster: Make) -> None:
+def test_the_chunks_of_a_plan_are_divided_again_when_it_begins(cluster: Make) -> None:
     policy = HoldAll("all", "c")
     c = cluster(GPU, policy=policy)
     c.submit("all", {"gpu": fixed(8)})

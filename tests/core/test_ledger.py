@@ -35,7 +35,7 @@ def counts(state: PoolState) -> tuple[int, int, int]:
 # ---- held units -------------------------------------------------------------------------------------------------
 
 
-def test_held_units_come_back_when_they_are_given_back() -> None:
+def test_held_units_return_when_they_are_released() -> None:
     ledger, api = one(a_pool("api", 5))
     run = ledger.new_usage()
     holding = ledger.hold(api, 3, run)
@@ -84,7 +84,7 @@ def test_the_last_rider_frees_the_chunk() -> None:
     assert gpu.free == 4
 
 
-def test_shared_cores_say_their_numa_cells_and_exclusive_ones_their_ids() -> None:
+def test_shared_cores_list_their_numa_cells_and_exclusive_ones_their_ids() -> None:
     ledger, cpu = one(a_pool(CPU, 8000, node="n0", numa=(4000, 4000)))
     exclusive = ledger.change_pool(a_pool(CORE_KIND, 4, node="n0", numa=(2, 2)), 0.0)
     run = ledger.new_usage()
@@ -162,7 +162,7 @@ def test_a_node_that_shrank_offers_chunks_for_its_free_units_only() -> None:
     assert not gpu.fits(3), "three devices are a chunk of four"
 
 
-def test_what_free_chunks_says_can_all_be_taken() -> None:
+def test_all_free_chunks_can_be_taken() -> None:
     for before in range(1, 20):
         for after in range(1, 20):
             ledger, gpu = one(a_pool(GPU, before, node="g0"))
@@ -223,7 +223,7 @@ def test_held_units_do_not_become_spent_ones() -> None:
         ledger.change_pool(a_pool("api", 4, window=FIXED), 0.0)
 
 
-def test_a_dead_node_takes_its_pools_along_and_nobody_is_charged_for_them() -> None:
+def test_a_dead_node_takes_its_pools_along_and_no_run_is_charged_for_them() -> None:
     ledger, cpu = one(a_pool(CPU, 4000, node="n0"))
     ledger.change_pool(a_pool(CPU, 4000, node="n1"), 0.0)
     run = ledger.new_usage()
@@ -341,7 +341,7 @@ def test_a_sliding_window_gives_each_unit_back_when_its_time_has_passed_since_it
     ledger.check([])
 
 
-def test_what_may_be_used_at_any_time_counts_from_its_end_and_keeps_nobody_else_waiting() -> None:
+def test_use_at_any_time_counts_from_its_end_and_blocks_no_other_action() -> None:
     ledger, calls = one(a_pool("calls", 5, window=SLIDING))
     run = ledger.new_usage()
     later = ledger.hold(calls, 3, run, at_once=False)
@@ -474,7 +474,7 @@ def test_held_units_are_not_corrected() -> None:
     assert counts(api) == (6, 4, 0)
 
 
-def test_a_quota_that_was_cut_to_nothing_starts_anew_when_it_is_back() -> None:
+def test_a_quota_that_was_cut_to_nothing_starts_over_when_it_is_back() -> None:
     ledger, calls = one(a_pool("calls", 5, window=BUCKET))
     ledger.hold(calls, 5, ledger.new_usage())
     ledger.change_pool(a_pool("calls", 0, window=BUCKET), 4.0)
@@ -550,7 +550,7 @@ def test_a_share_follows_the_pools() -> None:
     ledger.check([holding])
 
 
-def test_spent_units_weigh_on_their_run_until_time_gives_them_back() -> None:
+def test_spent_units_count_against_their_run_until_they_refill() -> None:
     ledger, calls = one(a_pool("calls", 4, window=BUCKET))
     one_run, other_run = ledger.new_usage(), ledger.new_usage()
     ledger.hold(calls, 1, one_run)

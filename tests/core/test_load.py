@@ -14,7 +14,7 @@ def test_nothing_was_offered_before_anything_came() -> None:
 
 
 @pytest.mark.parametrize("seconds", [20, 300, 3000])
-def test_steady_arrivals_are_read_as_what_they_keep_busy_however_long_they_last(seconds: int) -> None:
+def test_steady_arrivals_are_measured_by_what_they_keep_busy_at_any_duration(seconds: int) -> None:
     load = OfferedLoad()
     for second in range(seconds):
         load.add("cpu", 3.0, float(second))

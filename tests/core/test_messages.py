@@ -143,7 +143,7 @@ def test_no_message_can_be_changed_on_its_way(message: Event | Effect) -> None:
             setattr(message, field, None)
 
 
-def test_a_message_of_no_known_type_is_not_decoded() -> None:
+def test_a_message_of_an_unknown_type_is_not_decoded() -> None:
     with pytest.raises(msgspec.ValidationError, match="Invalid value 'Explode'"):
         msgspec.json.decode(b'{"type": "Explode"}', type=Event)
 

@@ -62,7 +62,7 @@ def test_the_first_action_picks_the_node_and_holds_the_memory_there(cluster: Mak
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_memory_is_awaited_while_what_others_yield_would_be_enough(cluster: Make, policy: str) -> None:
+def test_memory_is_awaited_while_the_memory_of_yielding_actions_would_be_enough(cluster: Make, policy: str) -> None:
     c = cluster(*cpu_node("n0", 2, memory_gib=1.0), policy=policy)
 
     def awaits() -> str:
@@ -134,7 +134,7 @@ def test_a_call_that_waits_for_memory_is_settled_like_any_other(cluster: Make) -
     )
 
 
-def test_calls_come_back_as_they_were_when_the_name_is_released(cluster: Make) -> None:
+def test_calls_keep_their_place_when_the_name_is_released(cluster: Make) -> None:
     c = cluster(*cpu_node("n0", 4, memory_gib=1.0))
     c.send(box("full", 800, node="n0"))
     for _ in range(3):
@@ -186,7 +186,7 @@ def test_calls_pass_a_sandbox_that_no_instance_keeps_waiting(cluster: Make) -> N
     assert c.starts() == ["call"], "the sandbox waits for another, whose caller may wait for this call"
 
 
-def test_a_call_whose_turn_it_is_goes_before_sandboxes_that_come_later(cluster: Make) -> None:
+def test_a_call_whose_turn_it_is_precedes_later_sandboxes(cluster: Make) -> None:
     """Both age: neither a stream of calls nor one of sandboxes keeps the other waiting for ever."""
     c = cluster(*cpu_node("n0", 8, memory_gib=1.0), policy="adaptive", ageing_s=10.0)
     c.send(box("box0", 800, node="n0", run="opens"))
@@ -251,7 +251,7 @@ def test_a_node_without_the_memory_is_not_chosen_however_many_cores_it_has(clust
     assert c.start("a").grant.node == "few"
 
 
-def test_who_lacks_memory_waits_for_a_sandbox_to_end_and_holds_up_nobody_who_has_a_place(cluster: Make) -> None:
+def test_an_action_that_lacks_memory_waits_for_a_sandbox_to_end_and_blocks_no_placed_action(cluster: Make) -> None:
     c = cluster(*SMALL)
     c.send(box("old", 800))
     c.send(box("new", 800))
@@ -265,7 +265,7 @@ def test_who_lacks_memory_waits_for_a_sandbox_to_end_and_holds_up_nobody_who_has
     assert c.starts() == ["b"]
 
 
-def test_memory_is_kept_until_the_last_action_is_gone(cluster: Make) -> None:
+def test_memory_is_kept_until_the_last_action_has_ended(cluster: Make) -> None:
     c = cluster(*LARGE)
     c.send(box("b", 1000))
     c.submit("a", ONE, sandbox="b")
@@ -352,7 +352,7 @@ def test_an_action_that_needs_no_node_chooses_none(cluster: Make) -> None:
 # ---- NUMA and exclusive cores -----------------------------------------------------------------------------------
 
 
-def test_a_grant_says_the_numa_cells_of_its_cores(cluster: Make) -> None:
+def test_a_grant_lists_the_numa_cells_of_its_cores(cluster: Make) -> None:
     c = cluster(*cpu_node("n0", 8, numa_nodes=2))
     c.submit("a", {"cpu": cores(3)})
     assert c.start("a").grant.shares[0].cells == (0,)
@@ -444,7 +444,7 @@ def test_what_may_run_again_does_so_on_another_node(cluster: Make) -> None:
     assert (c.start("a").grant.node, c.start("a").grant.attempt) == ("n1", 2)
 
 
-def test_what_was_stopping_on_a_dead_node_ends_as_it_was_asked_to(cluster: Make) -> None:
+def test_an_action_that_was_stopping_on_a_dead_node_ends_as_requested(cluster: Make) -> None:
     c = cluster(*LARGE)
     c.send(box("b", node="large"))
     c.submit("in a box", ONE, sandbox="b")
@@ -467,7 +467,7 @@ def test_a_released_sandbox_may_die_with_its_node_before_its_last_action_has_sto
     assert c.send(box("b", 0)) == [], "the name is free again"
 
 
-def test_a_node_comes_back_empty_when_its_pools_are_named_anew(cluster: Make) -> None:
+def test_a_node_comes_back_empty_when_its_pools_are_named_again(cluster: Make) -> None:
     c = cluster(*LARGE)
     c.send(box("b", 1000, node="large"))
     c.submit("a", EIGHT, sandbox="b")
@@ -493,9 +493,7 @@ def test_quotas_that_a_dead_node_held_are_free_again(cluster: Make) -> None:
 
 
 @pytest.mark.parametrize(("policy", "nodes"), [("adaptive", 5_000), ("fcfs", 3_000)])
-def test_nodes_that_come_and_go_under_ever_new_names_leave_nothing_behind(
-    cluster: Make, policy: str, nodes: int
-) -> None:
+def test_nodes_under_always_new_names_leave_nothing_behind(cluster: Make, policy: str, nodes: int) -> None:
     scheduler = cluster(policy=policy, ageing_s=0.5).scheduler
 
     def act(name: str, pools: dict[str, Amounts], **fields: Any) -> Submit:
@@ -535,7 +533,7 @@ def test_nodes_that_come_and_go_under_ever_new_names_leave_nothing_behind(
     assert not scheduler.ledger.pools
 
 
-def test_of_nodes_that_are_gone_the_last_ones_are_known_and_older_ones_are_new_again(cluster: Make) -> None:
+def test_the_last_removed_nodes_are_remembered_and_older_ones_are_new_again(cluster: Make) -> None:
     """A late word about its pools does not bring a dead node back, until it was dead for that many others."""
     c = cluster(*cpu_node("n0", 1))
     for number in range(NODES_AWAY_MAX):
@@ -630,7 +628,7 @@ def test_a_pool_that_shrinks_below_what_is_held_grants_nothing_until_it_recovers
     assert c.free("cpu@large") == 7000
 
 
-def test_who_no_pool_can_hold_any_more_waits_for_one_to_come_back_and_is_lost_then(cluster: Make) -> None:
+def test_an_action_that_no_pool_can_hold_any_more_waits_for_one_to_come_back_and_is_lost_then(cluster: Make) -> None:
     c = cluster(*SMALL, *LARGE, stranded_s=60.0)
     c.submit("all", EIGHT)
     c.submit("a", EIGHT)
@@ -646,7 +644,7 @@ def test_who_no_pool_can_hold_any_more_waits_for_one_to_come_back_and_is_lost_th
     assert outcome.reason == "stranded: a asks for at least 8 cores of cpu; the largest such pool has 2 cores"
 
 
-def test_who_was_stranded_for_a_while_starts_when_its_node_is_back_and_the_time_starts_over(cluster: Make) -> None:
+def test_a_stranded_action_starts_when_its_node_is_back_and_its_time_limit_starts_over(cluster: Make) -> None:
     c = cluster(*LARGE, stranded_s=60.0)
     c.submit("all", EIGHT)
     c.submit("a", EIGHT)
@@ -675,7 +673,7 @@ def test_other_changes_do_not_give_a_stranded_action_more_time(cluster: Make) ->
     assert c.outcome().action == "a"
 
 
-def test_who_comes_while_the_only_node_is_down_waits_for_it(cluster: Make) -> None:
+def test_an_action_that_arrives_while_the_only_node_is_down_waits_for_it(cluster: Make) -> None:
     c = cluster(*LARGE, stranded_s=60.0)
     c.send(NodeChanged(node="large", state=NodeState.DOWN))
     assert c.send(box("b")) == []
@@ -719,7 +717,7 @@ def test_a_sandbox_whose_actions_need_other_kinds_goes_where_all_of_them_are(clu
     assert {c.start(name).grant.node for name in ("judge", "edit")} == {"g0"}
 
 
-def test_once_the_demanding_sibling_is_gone_the_others_take_any_node(cluster: Make) -> None:
+def test_once_the_demanding_sibling_has_ended_its_siblings_take_any_node(cluster: Make) -> None:
     c = cluster(*SMALL, *LARGE)
     c.submit("fill", EIGHT)
     c.send(box("b"))
@@ -731,7 +729,7 @@ def test_once_the_demanding_sibling_is_gone_the_others_take_any_node(cluster: Ma
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_once_no_node_could_hold_all_any_longer_the_others_take_any_node(cluster: Make, policy: str) -> None:
+def test_once_no_node_could_hold_all_siblings_they_take_any_node(cluster: Make, policy: str) -> None:
     c = cluster(*SMALL, *cpu_node("g0", 2, 1.0), Pool(kind="gpu", node="g0", total=4), policy=policy)
     c.submit("fill", {"cpu": cores(2), "gpu": fixed(4)})
     c.send(box("b"))
@@ -742,7 +740,7 @@ def test_once_no_node_could_hold_all_any_longer_the_others_take_any_node(cluster
     assert c.start("edit").grant.node == "small"
 
 
-def test_a_sibling_of_a_quota_asks_nothing_of_the_node(cluster: Make) -> None:
+def test_a_sibling_of_a_quota_needs_nothing_of_the_node(cluster: Make) -> None:
     c = cluster(*SMALL, Pool(kind="api", total=1))
     c.submit("fill", {"cpu": cores(2), "api": fixed(1)})
     c.send(box("b"))
@@ -776,7 +774,7 @@ def test_learned_cpu_runs_on_a_node_that_is_smaller_than_what_it_would_reserve(c
         assert c.start("b").grant.shares[0].reserved <= 200
 
 
-def test_check_finds_a_sandbox_whose_memory_is_elsewhere(cluster: Make) -> None:
+def test_check_detects_a_sandbox_whose_memory_is_elsewhere(cluster: Make) -> None:
     c = cluster(*SMALL, *LARGE)
     c.send(box("b", node="small"))
     c.scheduler.places.by_sandbox["b"].node = "large"

@@ -67,7 +67,7 @@ def test_what_is_no_decision_is_named(cluster: Make) -> None:
         c.submit("a", ONE)
 
 
-def test_a_candidate_is_no_decision_and_the_story_of_its_action_is_told(cluster: Make) -> None:
+def test_a_candidate_is_not_a_decision_and_the_error_has_the_story_of_its_action(cluster: Make) -> None:
     c = cluster(*NODE, policy=Told(lambda snapshot: snapshot.candidates()))
     with pytest.raises(InvariantError, match=r"policy told decided Candidate\(.*, expected Begin") as caught:
         c.submit("a", ONE)
@@ -244,7 +244,7 @@ def test_a_reserve_that_is_no_whole_number_of_milli_cores_is_named(cluster: Make
     assert c.free("cpu@n0") == 4000
 
 
-def test_of_a_start_that_oversells_one_pool_the_others_are_given_back(cluster: Make) -> None:
+def test_when_a_start_oversells_one_pool_the_units_of_its_other_pools_are_returned(cluster: Make) -> None:
     policy = Told()
     c = cluster(*NODE, Pool(kind="api", total=1), policy=policy)
     c.submit("all", {"cpu": cores(4)})
@@ -257,7 +257,7 @@ def test_of_a_start_that_oversells_one_pool_the_others_are_given_back(cluster: M
     c.scheduler.grants.check()
 
 
-def test_the_story_of_a_wrong_plan_is_told_once(cluster: Make) -> None:
+def test_the_story_of_a_wrong_plan_appears_once(cluster: Make) -> None:
     c = cluster(*NODE, policy=Told(lambda snapshot: [Begin(c.entry, c.node) for c in snapshot.candidates()] * 2))
     with pytest.raises(InvariantError) as caught:
         c.submit("a", ONE)

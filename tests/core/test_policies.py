@@ -125,7 +125,7 @@ def start_of(effects: list[Effect]) -> Start:
 
 
 @pytest.mark.parametrize("name", CONCRETE)
-def test_every_listed_policy_can_be_had_and_knows_its_name(name: str) -> None:
+def test_every_listed_policy_can_be_made_and_has_its_name(name: str) -> None:
     assert policy(name).name == name
 
 
@@ -189,7 +189,7 @@ def test_fcfs_keeps_arrival_order_even_where_a_later_one_would_fit() -> None:
     assert list(rig.started()) == ["wide", "small"]
 
 
-def test_fcfs_says_behind_whom_an_action_waits() -> None:
+def test_fcfs_shows_which_action_is_ahead() -> None:
     rig = Rig("fcfs", cpu_node("n0", 4))
     for name, count in [("first", 3), ("wide", 2), ("small", 1)]:
         rig.submit(name, cores(count))
@@ -197,7 +197,7 @@ def test_fcfs_says_behind_whom_an_action_waits() -> None:
     assert said.startswith("small waits behind wide, which goes first and waits for 2 cores of cpu@n0")
 
 
-def test_fcfs_does_not_stop_those_who_do_not_need_what_is_short() -> None:
+def test_fcfs_does_not_block_actions_that_do_not_need_the_scarce_pool() -> None:
     rig = Rig("fcfs", (*cpu_node("n0", 1), Pool(kind="search", total=1)))
     rig.submit("a", cores(1))
     rig.submit("b", cores(1))
@@ -408,7 +408,7 @@ def test_paper_does_not_divide_the_devices_of_what_is_elastic_in_cpu(degree: int
     assert rig.started() == {"judge": 2, "train": 4000}
 
 
-def test_paper_gives_the_minimum_to_what_it_knows_nothing_about() -> None:
+def test_paper_gives_the_minimum_to_an_action_without_estimate() -> None:
     rig = Rig("paper", cpu_node("n0", 8))
     rig.submit("a", cores(2, 8))
     assert rig.started() == {"a": 2000}
@@ -483,7 +483,7 @@ def test_an_unknown_action_never_counts_more_than_its_limit() -> None:
     assert rig.started() == {"a": 250}
 
 
-def test_a_known_action_reserves_what_its_class_used_and_may_use_its_limit() -> None:
+def test_an_action_of_a_known_class_reserves_what_its_class_used_and_may_use_its_limit() -> None:
     rig = Rig("adaptive", cpu_node("n0", 2), knowledge=taught(seconds=1.0, busy=0.1))
     share = start_of(rig.submit("a", learned(4), key="tool")).grant.shares[0]
     assert share.reserved == pytest.approx(100 * RESERVE_MARGIN, abs=1)
@@ -539,7 +539,7 @@ def test_what_comes_near_its_timeout_reserves_its_full_use_again(timeout_s: floa
     assert rig.units["a"] == 950
 
 
-def test_what_nobody_declared_reserves_a_little_less_than_a_core_at_most() -> None:
+def test_an_undeclared_demand_reserves_a_little_less_than_a_core_at_most() -> None:
     for busy, reserve in ((0.5, 550), (0.95, 950), (1.0, 950), (1.6, 950)):
         rig = Rig("adaptive", cpu_node("n0", 4), knowledge=taught(seconds=0.1, busy=busy))
         rig.submit("a", learned(), key="tool")
@@ -629,7 +629,7 @@ def test_a_crowd_is_all_at_its_minimum() -> None:
     assert list(rig.units.values()) == [1000] * 8
 
 
-def test_what_is_asked_to_stop_is_not_resized_any_more() -> None:
+def test_a_stopping_action_is_not_resized_any_more() -> None:
     rig = Rig("adaptive", cpu_node("n0", 8))
     rig.submit("first", cores(1, 8), duration_s=10.0, speedup=HALF)
     rig.handle(Cancel(action="first"))
@@ -686,7 +686,7 @@ def test_without_resizing_an_elastic_action_keeps_what_it_was_started_with(
     assert rig.resizes == []
 
 
-def test_at_most_so_many_grow_in_one_round() -> None:
+def test_a_limited_number_of_actions_grows_in_one_round() -> None:
     count = 3 * RESIZES_MAX
     rig = Rig("adaptive", cpu_node("n0", 4 * count))
     for i in range(count):
@@ -715,7 +715,7 @@ def test_an_action_that_has_just_started_is_not_resized_at_once() -> None:
     assert rig.units["long"] > before
 
 
-def test_at_most_so_many_shrink_in_one_round_and_the_rest_soon() -> None:
+def test_a_limited_number_of_actions_shrinks_in_one_round_and_the_rest_soon() -> None:
     count = 3 * RESIZES_MAX
     rig = Rig("adaptive", cpu_node("n0", 4 * count))
     for i in range(count):
@@ -761,7 +761,7 @@ def test_a_wider_degree_wins_when_it_saves_more_than_restoring_costs() -> None:
     assert len(devices_for(devices_with_resident(restore_s=0.5), seconds=8.0)) == 4
 
 
-def test_devices_are_dearer_while_others_want_them() -> None:
+def test_devices_cost_more_while_other_actions_wait_for_them() -> None:
     rig = Rig("adaptive", gpu_node(8))
     rig.submit("before", fixed(8), kind=GPU)
     for i in range(8):
@@ -780,7 +780,7 @@ def test_a_call_of_no_service_pays_for_no_restore() -> None:
     assert rig.started() == {"call": 8}
 
 
-def test_a_fixed_number_of_devices_is_what_it_says() -> None:
+def test_a_fixed_number_of_devices_is_granted() -> None:
     rig = devices_with_resident(restore_s=20.0)
     effects = rig.submit("call", fixed(2), kind=GPU, service="judge")
     assert len(start_of(effects).grant.shares[0].cells) == 2
@@ -820,7 +820,7 @@ def test_a_service_that_takes_one_call_at_a_time_has_no_riders() -> None:
     assert batches(rig.finish("busy")) == {"call-0": 1}
 
 
-def test_calls_are_spread_over_free_devices_before_they_ride() -> None:
+def test_calls_are_spread_over_free_devices_before_they_share_a_batch() -> None:
     rig = batching(devices=4, batch_max=8)
     for number in range(8):
         # A call takes longer than the second that a restore is guessed to take.
@@ -828,7 +828,7 @@ def test_calls_are_spread_over_free_devices_before_they_ride() -> None:
     assert sorted(batches(rig.finish("busy")).values()) == [2, 2, 2, 2]
 
 
-def test_calls_ride_where_their_service_is_when_a_restore_takes_longer_than_they_do() -> None:
+def test_calls_share_a_batch_of_their_service_when_a_restore_takes_longer_than_they_do() -> None:
     rig = batching(devices=4, batch_max=8)
     for number in range(8):
         rig.submit(f"call-{number}", fixed(1), kind=GPU, service="judge", duration_s=0.01)
@@ -904,7 +904,7 @@ def test_services_that_are_called_alike_do_not_drive_each_other_out() -> None:
         assert restores(called(rig, "teacher", 1)) == []
 
 
-def test_nothing_is_restored_ahead_where_whoever_comes_next_would_wait_for_it() -> None:
+def test_nothing_is_restored_ahead_where_the_next_action_would_wait_for_it() -> None:
     rig = Rig("adaptive", gpu_node(1))
     called(rig, "judge", 12, restore_s=20.0)
     assert restores(called(rig, "teacher", 1, restore_s=20.0)) == []
@@ -920,7 +920,7 @@ def test_what_waits_for_something_else_than_devices_is_restored_ahead() -> None:
     assert start_of(rig.finish("holds")).action.id == "waits"
 
 
-def test_nothing_is_restored_onto_devices_that_somebody_waits_for() -> None:
+def test_nothing_is_restored_onto_devices_that_an_action_waits_for() -> None:
     rig = Rig("adaptive", gpu_node(2))
     called(rig, "judge", 8)
     called(rig, "teacher", 1)
@@ -943,7 +943,7 @@ def test_a_call_of_a_new_service_goes_where_the_least_is_lost() -> None:
 # ---- adaptive: calls of APIs ------------------------------------------------------------------------------------
 
 
-def test_calls_of_an_api_keep_their_order_whatever_is_expected_of_them() -> None:
+def test_calls_of_an_api_keep_their_order_at_any_expected_duration() -> None:
     rig = Rig("adaptive", (Pool(kind="api", total=1),))
     rig.submit("under way", fixed(1), kind="api")
     rig.submit("long", fixed(1), kind="api", duration_s=10.0)

@@ -37,7 +37,7 @@ def seen(knowledge: Knowledge, seconds: float, action: Action | None = None, tim
 # ---- durations --------------------------------------------------------------------------------------------------
 
 
-def test_before_anything_was_seen_an_action_is_a_second_of_a_core() -> None:
+def test_before_any_observation_an_action_is_a_second_of_a_core() -> None:
     estimate = Knowledge().estimate(an_action())
     assert estimate == PRIOR
     assert (estimate.work_s, estimate.busy, estimate.observations) == (1.0, 1.0, 0.0)
@@ -54,7 +54,7 @@ def test_the_first_observation_already_changes_the_estimate(seconds: float) -> N
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 1e308])
 @pytest.mark.parametrize("field", ["execution_s", "units", "cpu_s"])
-def test_a_number_that_nobody_can_have_measured_teaches_nothing(field: str, number: float) -> None:
+def test_an_impossible_measurement_teaches_nothing(field: str, number: float) -> None:
     knowledge, action = Knowledge(), an_action(cpu=cores(1, 4))
     for _ in range(3):
         measured = {"execution_s": 2.0, "units": 1.0, "cpu_s": 1.0, field: number}
@@ -94,7 +94,7 @@ def test_a_lasting_change_is_followed(before: float, after: float) -> None:
     assert knowledge.estimate(an_action()).work_s == pytest.approx(after, rel=0.35)
 
 
-def test_a_class_that_scatters_is_known_to_scatter() -> None:
+def test_a_class_that_scatters_has_a_wide_estimate() -> None:
     rng, steady, scattered = random.Random(2), Knowledge(), Knowledge()
     for _ in range(200):
         noise = rng.gauss(0.0, 1.0)
@@ -115,7 +115,7 @@ def test_a_duration_of_zero_is_harmless() -> None:
 # ---- who is like whom -------------------------------------------------------------------------------------------
 
 
-def test_relatives_help_a_task_that_was_never_seen() -> None:
+def test_relatives_inform_a_task_without_observations() -> None:
     knowledge = Knowledge()
     for task in ("t1", "t2", "t3"):
         seen(knowledge, 30.0, an_action(task), times=5)
@@ -124,13 +124,13 @@ def test_relatives_help_a_task_that_was_never_seen() -> None:
     assert unseen.observations > 0
 
 
-def test_another_run_helps_a_run_that_has_seen_nothing() -> None:
+def test_another_run_informs_a_run_without_observations() -> None:
     knowledge = Knowledge()
     seen(knowledge, 12.0, an_action(run="old"), times=5)
     assert knowledge.estimate(an_action(run="new", key="other")).work_s == pytest.approx(12.0)
 
 
-def test_another_kind_says_nothing() -> None:
+def test_another_kind_informs_nothing() -> None:
     knowledge = Knowledge()
     seen(knowledge, 12.0, an_action(kind="judge"), times=5)
     assert knowledge.estimate(an_action(kind="exec")) == PRIOR
@@ -144,7 +144,7 @@ def test_what_a_task_did_itself_outweighs_its_relatives() -> None:
     assert knowledge.estimate(an_action("t1")).work_s < 3.0
 
 
-def test_keys_are_told_apart() -> None:
+def test_keys_are_distinguished() -> None:
     knowledge = Knowledge()
     seen(knowledge, 0.1, an_action(key="grep"), times=20)
     seen(knowledge, 60.0, an_action(key="tests"), times=20)
@@ -155,7 +155,7 @@ def test_keys_are_told_apart() -> None:
 # ---- hints ------------------------------------------------------------------------------------------------------
 
 
-def test_a_hint_wins_over_all_that_was_seen() -> None:
+def test_a_hint_overrides_all_observations() -> None:
     knowledge = Knowledge()
     seen(knowledge, 30.0, times=50)
     estimate = knowledge.estimate(an_action(duration_s=4.0))
@@ -163,7 +163,7 @@ def test_a_hint_wins_over_all_that_was_seen() -> None:
     assert estimate.busy == pytest.approx(0.5)
 
 
-def test_a_hint_counts_as_knowledge_even_when_nothing_was_seen() -> None:
+def test_a_hint_counts_as_knowledge_without_observations() -> None:
     assert Knowledge().estimate(an_action(duration_s=4.0)).observations >= 1.0
 
 
@@ -201,7 +201,7 @@ def test_the_exponent_is_learned_along_devices_as_well() -> None:
     assert learned_exponent(0.9, 1, "gpu") > learned_exponent(0.3, 1, "gpu") + 0.4
 
 
-def test_runs_at_one_width_say_nothing_about_the_speedup() -> None:
+def test_runs_at_one_width_do_not_determine_the_speedup() -> None:
     rng, knowledge = random.Random(3), Knowledge()
     action = an_action(cpu=cores(1, 16))
     for _ in range(200):
@@ -210,7 +210,7 @@ def test_runs_at_one_width_say_nothing_about_the_speedup() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(1e-3, 1e4), st.sampled_from([0.25, 1.0, 2.0, 16.0])), max_size=40))
-def test_whatever_is_seen_the_estimate_stays_within_reason(runs: list[tuple[float, float]]) -> None:
+def test_the_estimate_stays_within_bounds_after_any_observations(runs: list[tuple[float, float]]) -> None:
     knowledge, action = Knowledge(), an_action(cpu=cores(0.25, 16))
     for seconds, units in runs:
         knowledge.observe(action, execution_s=seconds, units=units, cpu_s=seconds * units)
@@ -288,7 +288,7 @@ def an_estimate(work_s: float, sigma: float) -> Estimate:
 
 
 @given(st.floats(0.01, 1e4), st.floats(0.0, 0.98))
-def test_when_a_hint_said_it_what_is_left_is_work_minus_done(work_s: float, part: float) -> None:
+def test_with_a_hint_the_remaining_time_is_work_minus_done(work_s: float, part: float) -> None:
     assert an_estimate(work_s, 0.0).remaining_s(part * work_s) == pytest.approx(work_s * (1.0 - part))
 
 
@@ -335,7 +335,7 @@ def test_memory_is_bounded_whatever_the_callers_invent() -> None:
         assert len(knowledge) <= 3 * 50
 
 
-def test_a_class_that_is_seen_all_the_time_is_not_pushed_out_by_new_ones() -> None:
+def test_a_class_that_is_observed_often_is_not_pushed_out_by_new_ones() -> None:
     knowledge = Knowledge(classes_max=10)
     for i in range(100):
         seen(knowledge, 50.0, an_action("t1", key="always", kind="x"))
@@ -355,7 +355,7 @@ def test_what_was_pushed_out_is_learned_again_from_its_next_observation() -> Non
     assert knowledge.estimate(an_action("t1", key="a", kind="x")).work_s == pytest.approx(50.0)
 
 
-def test_a_class_that_is_known_is_used_even_when_its_relatives_were_pushed_out() -> None:
+def test_the_estimate_of_a_class_is_used_after_its_relatives_were_pushed_out() -> None:
     knowledge = Knowledge(classes_max=2)
     seen(knowledge, 50.0, an_action("t1", kind="x"))
     seen(knowledge, 1.0, an_action("t1", kind="y"))

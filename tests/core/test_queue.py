@@ -71,7 +71,7 @@ def test_a_priority_means_nothing_to_another_run(cluster: Make) -> None:
     assert c.starts() == ["b"], "it is the turn of y"
 
 
-def test_a_size_aware_policy_lets_short_actions_go_first_and_others_pass_what_does_not_fit(cluster: Make) -> None:
+def test_a_size_aware_policy_starts_short_actions_first_and_passes_over_what_does_not_fit(cluster: Make) -> None:
     c = cluster(*NODE, policy="adaptive")
     c.submit("all", FOUR, duration_s=1.0)
     c.submit("long", TWO, duration_s=100.0)
@@ -241,7 +241,7 @@ def test_memory_of_resting_sandboxes_does_not_keep_a_run_from_cores_that_another
     assert had["y"] / had["x"] > 1 / 3, "it counts, as a quarter of the memory is a share, but is not all"
 
 
-def test_who_comes_anew_takes_turns_at_once_with_whoever_had_the_pool(cluster: Make) -> None:
+def test_a_new_run_alternates_at_once_with_the_run_that_had_the_pool(cluster: Make) -> None:
     c = cluster(*NODE, ageing_s=1e9)
     for number in range(40):
         c.submit(f"x{number}", FOUR, run="x")
@@ -289,7 +289,7 @@ def test_among_the_aged_the_oldest_goes_first_whatever_its_size_or_priority(clus
     assert c.starts() == ["old"]
 
 
-def test_an_aged_action_closes_only_the_pools_it_asks_for(cluster: Make) -> None:
+def test_an_aged_action_closes_only_the_pools_of_its_demand(cluster: Make) -> None:
     c = cluster(*NODE, API, policy="adaptive", ageing_s=10.0)
     c.submit("all", FOUR)
     c.submit("aged", TWO)
@@ -364,7 +364,7 @@ def test_a_cancelled_blocker_lets_those_behind_it_go(cluster: Make) -> None:
     assert c.starts() == ["small"]
 
 
-def test_a_cancelled_blocker_on_one_node_lets_those_go_who_have_no_place_yet(cluster: Make) -> None:
+def test_a_cancelled_blocker_on_one_node_unblocks_actions_without_a_place(cluster: Make) -> None:
     c = cluster(*NODE)
     c.send(Reserve(sandbox="box", memory=0, node="n0"))
     c.submit("all", TWO)
@@ -399,7 +399,7 @@ def test_a_call_without_hope_closes_no_quota(cluster: Make) -> None:
     assert c.starts() == ["few"]
 
 
-def test_an_aged_action_without_a_place_keeps_one_node_for_itself_and_leaves_the_others_alone(cluster: Make) -> None:
+def test_an_aged_action_without_a_place_keeps_one_node_for_itself_and_leaves_the_rest_alone(cluster: Make) -> None:
     c = cluster(*NODE, *cpu_node("n1", 4), policy="adaptive", ageing_s=10.0)
     for box, node in (("here", "n0"), ("there", "n1")):
         c.send(Reserve(sandbox=box, memory=0, node=node))
@@ -425,7 +425,7 @@ def test_an_aged_action_without_a_place_keeps_one_node_for_itself_and_leaves_the
     assert c.starts() == ["wide"]
 
 
-def test_of_two_that_wait_behind_each_other_the_one_whose_turn_it_is_now_starts(cluster: Make) -> None:
+def test_of_two_actions_that_wait_behind_each_other_the_one_whose_turn_it_is_starts(cluster: Make) -> None:
     """Who goes first changes with the shares, and nobody is woken by that."""
     c = cluster(API, Pool(kind="search", total=4), Pool(kind="other", total=4))
     c.submit("calls", {"api": fixed(4)}, run="z")
@@ -461,7 +461,7 @@ def test_what_was_closed_on_a_node_that_died_is_closed_no_more(cluster: Make) ->
     assert c.starts() == ["a"]
 
 
-def test_check_finds_a_lane_that_nobody_will_wake(cluster: Make) -> None:
+def test_check_detects_a_lane_without_a_wake(cluster: Make) -> None:
     c = cluster(*NODE)
     c.submit("all", FOUR)
     c.submit("a", ONE)
@@ -519,7 +519,7 @@ def test_a_policy_that_does_not_take_the_idle_node_either_stops(cluster: Make) -
         c.submit("a", {"cpu": cores(0.5, 4)})
 
 
-def test_who_was_passed_over_on_one_node_is_tried_again_when_another_becomes_idle(cluster: Make) -> None:
+def test_an_action_that_was_passed_over_on_one_node_is_tried_again_when_another_becomes_idle(cluster: Make) -> None:
     c = cluster(*cpu_node("n0", 4), *cpu_node("n1", 0.5), policy="fixed:2")
     c.submit("most", THREE)
     c.submit("small", {"cpu": fixed(400)})
@@ -530,7 +530,9 @@ def test_who_was_passed_over_on_one_node_is_tried_again_when_another_becomes_idl
     assert c.start("a").grant.node == "n1"
 
 
-def test_who_was_passed_over_on_one_node_is_tried_again_when_an_idle_one_has_the_memory(cluster: Make) -> None:
+def test_an_action_that_was_passed_over_on_one_node_is_tried_again_when_an_idle_one_has_the_memory(
+    cluster: Make,
+) -> None:
     c = cluster(*cpu_node("n0", 4, 1.0), *cpu_node("n1", 0.5, 0.5), policy="fixed:2")
     c.submit("most", THREE)
     c.send(Reserve(sandbox="old", memory=400, node="n1"))
@@ -550,7 +552,7 @@ def test_a_pool_that_shrank_gives_all_it_has_to_what_is_learned(cluster: Make) -
     assert c.start("a").grant.shares[0].reserved == 500
 
 
-def test_who_comes_back_to_a_lane_waits_there_once(cluster: Make) -> None:
+def test_an_action_that_returns_to_a_lane_waits_there_once(cluster: Make) -> None:
     """A sibling with other wants comes and goes."""
     c = cluster(*NODE, *cpu_node("n1", 1))
     c.submit("all", FOUR)
@@ -579,7 +581,7 @@ def test_equal_needs_share_a_lane_and_beyond_a_limit_amounts_of_one_power_of_two
     assert c.starts()[:4] == ["a1", "b1", "a2", "b2"]
 
 
-def test_who_waits_behind_a_cancelled_action_of_its_lane_is_looked_at_at_once() -> None:
+def test_an_action_behind_a_cancelled_one_of_its_lane_is_tried_at_once() -> None:
     scheduler = Scheduler(policy("adaptive"), (Pool(kind="api", total=8),))
     for name, units in (("holds", 3), ("big", 7), ("middle", 4)):
         scheduler.handle(Submit(action=Action(id=name, demand=Demand({"api": fixed(units)}))), 0.0)
@@ -589,7 +591,7 @@ def test_who_waits_behind_a_cancelled_action_of_its_lane_is_looked_at_at_once() 
 
 
 @pytest.mark.parametrize("name", ["fcfs", "fixed:2", "paper", "adaptive"])
-def test_a_pool_that_shrank_below_the_first_of_a_lane_serves_the_others(name: str) -> None:
+def test_a_pool_that_shrank_below_the_first_of_a_lane_serves_the_rest(name: str) -> None:
     scheduler = Scheduler(policy(name), (Pool(kind="api", total=8),), limits=Limits(stranded_s=10.0))
     for action, units in (("holds", 3), ("big", 7), ("middle", 6)):
         scheduler.handle(Submit(action=Action(id=action, demand=Demand({"api": fixed(units)}))), 0.0)
@@ -612,7 +614,7 @@ def test_sandboxes_of_different_size_wait_in_different_lanes(cluster: Make) -> N
     assert c.starts() == ["c"], "it does not wait for the memory that another one lacks"
 
 
-def test_slots_of_those_who_left_do_not_pile_up(cluster: Make) -> None:
+def test_slots_of_departed_actions_do_not_pile_up(cluster: Make) -> None:
     c = cluster(*NODE, policy="adaptive", ageing_s=1e9)
     c.submit("all", FOUR, duration_s=1.0)
     c.submit("first", FOUR, duration_s=100.0)
@@ -652,7 +654,7 @@ def test_what_finished_costs_nothing_later(cluster: Make) -> None:
     assert max(len(lane.heap), len(lane.fifo)) <= STALE_SPARE
 
 
-def test_whoever_leaves_a_lane_lets_the_next_be_looked_at(cluster: Make) -> None:
+def test_an_action_that_leaves_a_lane_lets_the_next_be_tried(cluster: Make) -> None:
     c = cluster(Pool(kind="tokens", total=1000), policy="adaptive")
     c.submit("half", {"tokens": fixed(350)})
     c.submit("rest", {"tokens": fixed(650)})
@@ -668,7 +670,7 @@ def test_whoever_leaves_a_lane_lets_the_next_be_looked_at(cluster: Make) -> None
     assert c.starts() == ["less"]
 
 
-def test_a_draining_node_wakes_nobody_in_vain(cluster: Make) -> None:
+def test_a_draining_node_wakes_no_lane_in_vain(cluster: Make) -> None:
     c = cluster(*NODE)
     c.submit("a", FOUR)
     c.submit("b", FOUR)
@@ -710,7 +712,7 @@ def test_a_node_that_is_too_small_for_the_first_is_not_kept_for_it(cluster: Make
 
 
 @pytest.mark.parametrize(("policy", "later_s"), [("fcfs", 0.0), ("adaptive", 700.0)])
-def test_whoever_comes_to_be_first_is_started_at_once(cluster: Make, policy: str, later_s: float) -> None:
+def test_an_action_that_becomes_first_is_started_at_once(cluster: Make, policy: str, later_s: float) -> None:
     c = cluster(Pool(kind="api", total=10), *cpu_node("n", 8), policy=policy)
     for number in range(7):
         c.submit(f"x{number}", {"api": fixed(1)}, run="r2")

@@ -43,7 +43,7 @@ def test_a_start_on_other_devices_has_to_load_the_service() -> None:
     assert residents.devices("judge", "g0") == [(0, 1)]
 
 
-def test_an_evicted_copy_is_gone_and_evicting_it_again_harms_nobody() -> None:
+def test_an_evicted_copy_is_gone_and_evicting_it_again_does_no_harm() -> None:
     residents = Residents()
     residents.add("judge", "g0", (0,))
     residents.add("judge", "g0", (1,))
@@ -54,7 +54,7 @@ def test_an_evicted_copy_is_gone_and_evicting_it_again_harms_nobody() -> None:
     assert not residents.use("judge", "g0", (0,))
 
 
-def test_a_dead_node_takes_its_copies_along_and_no_others() -> None:
+def test_a_dead_node_takes_only_its_own_copies_along() -> None:
     residents = Residents()
     residents.add("judge", "g0", (0,))
     residents.add("judge", "g1", (0,))
@@ -64,7 +64,7 @@ def test_a_dead_node_takes_its_copies_along_and_no_others() -> None:
     assert residents.devices("judge", "g1") == [(0,)]
 
 
-def test_loading_costs_a_guess_then_what_others_took_then_what_it_took_itself() -> None:
+def test_loading_costs_a_guess_then_the_time_of_other_services_then_its_own() -> None:
     residents = Residents()
     assert residents.restore_s("judge") == RESTORE_PRIOR_S
     residents.learn_restore("teacher", 4.0)
@@ -143,7 +143,7 @@ def test_a_place_is_worth_what_lies_on_any_of_its_devices_and_a_second_copy_less
     assert residents.worth_on("g0", (0, 1, 2, 3), 0.0) == 0.0
 
 
-def test_how_many_calls_a_service_takes_at_once_is_known_once_it_was_loaded() -> None:
+def test_the_concurrency_of_a_service_is_known_once_it_was_loaded() -> None:
     residents = Residents()
     assert residents.batch_max("judge") == 1
     residents.add("judge", "g0", (0,), 8)

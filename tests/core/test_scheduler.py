@@ -107,7 +107,7 @@ def test_an_action_needs_all_of_its_pools_or_gets_none(cluster: Make) -> None:
     assert (c.free("cpu@n0"), c.free("api")) == (0, 1)
 
 
-def test_an_action_that_cannot_start_stops_only_those_who_ask_for_what_it_lacks(cluster: Make) -> None:
+def test_an_action_that_cannot_start_blocks_only_actions_that_need_what_it_lacks(cluster: Make) -> None:
     c = cluster(*NODE, API)
     c.submit("all", FOUR)
     c.submit("blocked", {"cpu": cores(2), "api": fixed(1)})
@@ -138,7 +138,7 @@ def test_a_full_queue_refuses_and_names_the_limit(cluster: Make) -> None:
     assert c.effects == []
 
 
-def test_a_run_with_a_full_queue_is_refused_and_others_are_not(cluster: Make) -> None:
+def test_a_run_with_a_full_queue_is_refused_and_other_runs_are_not(cluster: Make) -> None:
     c = cluster(*NODE, run_queue_max=1)
     c.submit("a", FOUR, run="x")
     c.submit("b", FOUR, run="x")
@@ -158,7 +158,7 @@ def test_an_id_that_is_live_is_refused_and_may_be_used_again_later(cluster: Make
     assert c.starts() == ["a"]
 
 
-def test_what_no_pool_could_ever_hold_is_refused_with_what_there_is(cluster: Make) -> None:
+def test_an_action_that_no_pool_could_hold_is_refused_with_the_capacities(cluster: Make) -> None:
     c = cluster(*NODE, Pool(kind="gpu", node="g0", total=6), API)
     c.submit("a", {"cpu": cores(5)})
     assert c.refusal() == ("capacity", "a asks for at least 5 cores of cpu; the largest such pool has 4 cores")
@@ -244,7 +244,7 @@ def test_a_start_that_fails_while_stopping_is_the_end(cluster: Make) -> None:
     assert c.outcome().status is Status.CANCELLED
 
 
-def test_what_was_lost_while_stopping_ends_as_it_was_asked_to(cluster: Make) -> None:
+def test_an_action_lost_while_stopping_ends_as_requested(cluster: Make) -> None:
     c = cluster(*NODE)
     c.submit("a", FOUR, idempotent=True)
     c.started("a")
@@ -402,7 +402,7 @@ def test_a_moment_without_cpu_does_not_excuse_a_timeout(cluster: Make) -> None:
     assert c.outcome().status is Status.TIMED_OUT
 
 
-def test_a_timeout_of_an_attempt_that_is_over_says_nothing_about_the_next(cluster: Make) -> None:
+def test_a_timeout_of_a_past_attempt_does_not_affect_the_next(cluster: Make) -> None:
     c = cluster(*NODE)
     c.submit("a", FOUR, timeout_s=10.0, idempotent=True)
     c.started("a")
@@ -433,7 +433,7 @@ def test_a_deadline_may_pass_while_running(cluster: Make) -> None:
     assert c.outcome().status is Status.TIMED_OUT
 
 
-def test_time_limits_of_what_has_settled_ask_for_nothing(cluster: Make) -> None:
+def test_time_limits_of_settled_actions_request_nothing(cluster: Make) -> None:
     c = cluster(*NODE)
     c.submit("a", FOUR, timeout_s=5.0, deadline_s=100.0)
     c.run("a")
@@ -488,7 +488,7 @@ def test_a_bucket_starts_the_next_call_as_soon_as_it_has_enough(cluster: Make) -
     assert c.starts() == ["b"]
 
 
-def test_a_call_that_others_got_ahead_of_is_looked_at_again_when_the_bucket_has_enough_for_it(cluster: Make) -> None:
+def test_a_call_that_was_overtaken_is_tried_again_when_the_bucket_has_enough_for_it(cluster: Make) -> None:
     c = cluster(Pool(kind="calls", total=5, window=Window(seconds=10.0, bucket=True)), policy="adaptive")
     c.submit("a", {"calls": fixed(5)})
     assert c.submit("b", {"calls": fixed(5)}) == [WakeAt(at=10.0)]
@@ -631,7 +631,7 @@ def test_a_policy_that_withholds_an_idle_pool_stops(cluster: Make) -> None:
         assert caught.value.story
 
 
-def test_a_policy_may_leave_a_pool_to_those_who_use_it(cluster: Make) -> None:
+def test_a_policy_may_leave_a_pool_to_the_actions_that_use_it(cluster: Make) -> None:
     def one_at_a_time(snapshot: Snapshot) -> Iterator[Decision]:
         for candidate in snapshot.candidates():
             if not snapshot.pool("cpu", candidate.node).held:
@@ -659,7 +659,7 @@ def test_what_a_policy_left_waiting_for_a_spent_quota_is_offered_again_when_time
     assert c.starts() == ["b"]
 
 
-def test_a_policy_that_stops_looking_after_a_start_is_asked_again(cluster: Make) -> None:
+def test_a_policy_that_stops_after_a_start_is_called_again(cluster: Make) -> None:
     def one_decision(snapshot: Snapshot) -> Iterator[Decision]:
         for candidate in snapshot.candidates():
             yield Begin(candidate.entry, candidate.node)
@@ -718,7 +718,7 @@ def test_statistics_count_what_waits_holds_and_has_settled(cluster: Make) -> Non
     assert statistics.runs["y"] == {"waiting": 0, "share": 1.0, "weight": 1.0}
 
 
-def test_an_action_that_ended_elsewhere_is_counted_once_and_asks_for_nothing(cluster: Make) -> None:
+def test_an_action_that_ended_elsewhere_is_counted_once_and_requests_nothing(cluster: Make) -> None:
     c = cluster(Pool(kind="search", total=1))
     action = Action(id="a", demand=Demand({"search": fixed(1)}), run="before")
     lost = Concluded(action=action, outcome=Outcome(action="a", status=Status.LOST, reason="it went away"))
@@ -731,7 +731,7 @@ def test_an_action_that_ended_elsewhere_is_counted_once_and_asks_for_nothing(clu
         c.send(lost)
 
 
-def test_a_story_tells_what_happened_to_one_action(cluster: Make) -> None:
+def test_a_story_lists_what_happened_to_one_action(cluster: Make) -> None:
     c = cluster(*NODE)
     c.submit("a", FOUR, key="tests")
     c.submit("other", ONE)
@@ -782,7 +782,7 @@ def test_a_refused_action_leaves_no_run_behind() -> None:
     assert list(scheduler.statistics().runs) == ["one"]
 
 
-def test_an_action_that_one_event_resizes_twice_is_told_once_where_it_ends_up(cluster: Make) -> None:
+def test_an_action_that_one_event_resizes_twice_gets_one_resize_to_its_final_width(cluster: Make) -> None:
     def plan(snapshot: Snapshot) -> Iterator[Decision]:
         for entry in list(snapshot.running(snapshot.pools["cpu@n0"]).values()):
             yield Adjust(entry, 1000, 1000)

@@ -32,7 +32,7 @@ def test_what_is_no_size_is_refused_with_the_field_and_an_example(written: objec
         parse_size("memory", written)  # type: ignore[arg-type]
 
 
-def test_what_is_too_little_or_too_much_is_told_in_units_of_people() -> None:
+def test_a_size_out_of_range_is_reported_in_readable_units() -> None:
     with pytest.raises(InvalidAction, match=r"memory: .*, at least 4 MiB, at most 1\.5 GiB, got '1MiB'"):
         parse_size("memory", "1MiB", least=4 << 20, most=3 << 29)
     with pytest.raises(InvalidAction, match="at least 64 KiB, got 5"):

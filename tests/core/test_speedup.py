@@ -76,7 +76,7 @@ def test_amdahl_approaches_the_serial_share_and_never_passes_it() -> None:
 
 
 @given(tables())
-def test_a_table_says_exactly_what_was_measured(table: Table) -> None:
+def test_a_table_returns_exactly_its_measurements(table: Table) -> None:
     for units, speedup in zip(table.units, table.speedups, strict=True):
         assert table.at(units) == pytest.approx(speedup)
 

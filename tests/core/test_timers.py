@@ -109,7 +109,7 @@ def test_an_earlier_time_is_announced_although_a_later_one_was() -> None:
     assert timers.announce() is None
 
 
-def test_a_tick_that_comes_a_little_early_is_asked_for_again() -> None:
+def test_an_early_tick_is_requested_again() -> None:
     timers, log = Timers(), Log()
     timers.set(5.0, log.of_entry, an_entry(1))
     assert timers.announce() == 5.0
@@ -134,7 +134,7 @@ def test_nothing_is_announced_for_a_settled_action() -> None:
         st.tuples(st.sampled_from(["set", "pool", "drop", "pass"]), st.integers(0, 5), st.integers(1, 40)), max_size=60
     )
 )
-def test_whoever_answers_the_announcements_misses_nothing(steps: list[tuple[str, int, int]]) -> None:
+def test_answering_every_announcement_misses_no_timer(steps: list[tuple[str, int, int]]) -> None:
     """A caller that sends a Tick exactly when it was asked to: every live timer runs at its time."""
     timers, now = Timers(), 0.0
     entries = [an_entry(number) for number in range(6)]

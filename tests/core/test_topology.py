@@ -309,7 +309,7 @@ def test_more_than_is_free_is_an_error() -> None:
         cells.check([])
 
 
-def test_giving_back_what_nobody_held_is_an_error() -> None:
+def test_releasing_units_that_are_not_held_is_an_error() -> None:
     cells = Cells((1000, 1000))
     parts = cells.take(600)
     cells.give(parts)

@@ -138,7 +138,7 @@ def test_a_trace_is_read_from_a_file_line_by_line(tmp_path: Path) -> None:
     assert events == [event for _, event, _ in handled]
 
 
-def test_blank_lines_and_a_missing_last_newline_are_forgiven() -> None:
+def test_blank_lines_and_a_missing_last_newline_are_accepted() -> None:
     written, _ = a_recording()
     count = len(list(read(written.splitlines())[1]))
     spaced = written.replace(b"\n", b"\n\n  \n").rstrip()
@@ -255,7 +255,7 @@ def story(lines: Iterable[Line], action_id: str) -> list[str]:
     return [describe(line.t, line.message) for line in lines if mentions(line.message, action_id)]
 
 
-def test_a_story_tells_all_that_happened_to_one_action_and_nothing_else() -> None:
+def test_a_story_lists_all_that_happened_to_one_action_and_nothing_else() -> None:
     written, _ = a_recording()
     told = story(read(written.splitlines())[1], "two")
     assert [line.split()[2] for line in told] == ["Submit", "Start", "Started", "Stop", "Finished", "Settle"]
@@ -263,7 +263,7 @@ def test_a_story_tells_all_that_happened_to_one_action_and_nothing_else() -> Non
     assert "timed_out" in told[5]
 
 
-def test_the_scheduler_itself_tells_the_same_story() -> None:
+def test_the_scheduler_itself_returns_the_same_story() -> None:
     written, handled = a_recording()
     scheduler = Scheduler(policy("fcfs"), HEADER.pools)
     for now, event, _ in handled:

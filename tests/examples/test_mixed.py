@@ -154,7 +154,7 @@ def teachers() -> ModuleType:
         del sys.modules[spec.name]
 
 
-def test_the_reference_accepts_a_teachers_own_answer_and_nobody_elses(teachers: ModuleType, tmp_path: Path) -> None:
+def test_the_reference_accepts_only_the_answer_of_its_own_teacher(teachers: ModuleType, tmp_path: Path) -> None:
     made = [teachers.make(name, 0, tmp_path) for name in ("algebra", "chess")]
     reference = teachers.Reference(made)
     tokens = (5, 900, 23, 7, 411)
@@ -200,7 +200,7 @@ def test_ctrl_c_leaves_nothing_behind_and_ends_with_130(begun: Callable[[Path], 
     nothing_is_left(folder)
 
 
-def test_without_pytorch_it_says_what_to_install(tmp_path: Path) -> None:
+def test_without_pytorch_the_error_names_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(ABSENT)
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run([*COMMAND, "--quick"], env=environment, capture_output=True, text=True, check=False)

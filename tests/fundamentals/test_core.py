@@ -64,7 +64,7 @@ def test_2_cores_are_held_only_while_an_action_runs() -> None:
     assert (cpu.free, cpu.held) == (4000, 0)
 
 
-def test_3_an_elastic_action_takes_free_cores_and_shares_them_when_others_arrive() -> None:
+def test_3_an_elastic_action_takes_free_cores_and_shares_them_when_further_actions_arrive() -> None:
     scheduler = Scheduler(policy("adaptive"), cpu_node("node", cores=8))
 
     # It admits one to eight cores. Alone, it gets all eight.

@@ -40,7 +40,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def test_an_action_takes_as_long_as_its_script_says_for_its_grant() -> None:
+def test_the_duration_of_an_action_comes_from_its_script_and_its_grant() -> None:
     async def scenario() -> None:
         manager = await opened({"tests": FakeScript(duration_s=lambda action, grant: 8.0 * CORE / grant.width)})
         for width, seconds in ((CORE, 8.0), (4 * CORE, 2.0)):
@@ -51,7 +51,7 @@ def test_an_action_takes_as_long_as_its_script_says_for_its_grant() -> None:
     on_virtual_time(scenario())
 
 
-def test_without_a_script_a_command_takes_as_long_as_it_sleeps_and_says_what_it_says() -> None:
+def test_without_a_script_a_command_takes_as_long_as_it_sleeps_and_prints_what_it_echoes() -> None:
     async def scenario() -> None:
         manager = await opened({})
         began = now()
@@ -80,7 +80,7 @@ def test_a_scripted_result_is_returned_as_it_is() -> None:
     on_virtual_time(scenario())
 
 
-def test_a_start_fails_as_often_as_the_script_says() -> None:
+def test_a_start_fails_as_often_as_the_script_sets() -> None:
     async def scenario() -> None:
         manager = await opened({"flaky": FakeScript(start_failures=2)})
         for _ in range(2):
@@ -95,7 +95,7 @@ def test_a_start_fails_as_often_as_the_script_says() -> None:
     on_virtual_time(scenario())
 
 
-def test_an_action_is_lost_after_the_time_that_the_script_says() -> None:
+def test_an_action_is_lost_after_the_time_in_the_script() -> None:
     async def scenario() -> None:
         manager = await opened({"bad": FakeScript(duration_s=10.0, lost_after_s=3.0)})
         began = now()
@@ -106,7 +106,7 @@ def test_an_action_is_lost_after_the_time_that_the_script_says() -> None:
     on_virtual_time(scenario())
 
 
-def test_an_action_that_never_ends_is_stopped_in_the_time_that_the_script_says() -> None:
+def test_an_action_that_never_ends_is_stopped_in_the_time_in_the_script() -> None:
     async def scenario() -> None:
         manager = await opened({"server": FakeScript(ends=False, stop_s=1.5)})
         lease = await start(manager, Exec(command="true"), key="server")
@@ -120,7 +120,7 @@ def test_an_action_that_never_ends_is_stopped_in_the_time_that_the_script_says()
     on_virtual_time(scenario())
 
 
-def test_all_that_was_asked_is_remembered_in_order_with_its_time() -> None:
+def test_all_calls_are_recorded_in_order_with_their_time() -> None:
     async def scenario() -> None:
         manager = await opened({"slow": FakeScript(duration_s=5.0)})
         work = Exec(command="true")

@@ -96,9 +96,7 @@ def play(
     leaving_nothing(lambda: test(nursery, told), close)
 
 
-def test_children_share_what_was_imported_and_have_all_else_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_children_share_imported_modules_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(nursery: ForkServer, told: Callable[[], Told]) -> None:
         monkeypatch.chdir(tmp_path)
         monkeypatch.syspath_prepend(tmp_path / "mine")
@@ -124,7 +122,7 @@ def test_children_share_what_was_imported_and_have_all_else_of_their_own(
 
 
 @pytest.mark.parametrize(("word", "code"), [("exit", 7), ("exit like killed", 137), ("raise", 1), ("die", 137)])
-def test_how_a_child_ended_is_told_and_so_is_what_it_said(word: str, code: int) -> None:
+def test_the_exit_status_and_the_output_of_a_child_are_returned(word: str, code: int) -> None:
     async def test(nursery: ForkServer, told: Callable[[], Told]) -> None:
         child = told()
         process = await child.born(nursery)
@@ -142,7 +140,7 @@ def test_how_a_child_ended_is_told_and_so_is_what_it_said(word: str, code: int) 
     play(test)
 
 
-def test_children_die_with_the_nursery_whoever_ends_it_and_the_next_one_is_born_all_the_same() -> None:
+def test_children_die_with_the_fork_server_and_the_next_one_starts() -> None:
     async def test(nursery: ForkServer, told: Callable[[], Told]) -> None:
         before = told()
         await before.born(nursery)
@@ -161,7 +159,7 @@ def test_children_die_with_the_nursery_whoever_ends_it_and_the_next_one_is_born_
     play(test)
 
 
-def test_a_child_that_nobody_waits_for_any_more_is_ended() -> None:
+def test_a_child_without_a_waiter_is_ended() -> None:
     async def test(nursery: ForkServer, told: Callable[[], Told]) -> None:
         nursery.warm()
         os.kill(nursery.pid, signal.SIGSTOP)
@@ -204,7 +202,7 @@ def test_what_a_supervised_child_leaves_running_ends_with_it_and_with_the_server
 
 
 @pytest.mark.parametrize("program", [THREADS, "tests.managers.there_is_none"])
-def test_where_nothing_can_be_forked_children_are_executed_anew(program: str) -> None:
+def test_where_forking_is_impossible_children_are_spawned(program: str) -> None:
     async def test(nursery: ForkServer, told: Callable[[], Told]) -> None:
         for _ in range(2):
             child = told()
@@ -218,7 +216,7 @@ def test_where_nothing_can_be_forked_children_are_executed_anew(program: str) ->
     play(test, program)
 
 
-def test_a_request_that_is_too_long_to_be_sent_is_executed_anew() -> None:
+def test_a_request_that_exceeds_a_packet_is_spawned_without_forking() -> None:
     async def test(nursery: ForkServer, told: Callable[[], Told]) -> None:
         child = told()
         long = {f"LONG{number}": "x" * 100_000 for number in range(4)}

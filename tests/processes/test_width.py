@@ -8,11 +8,11 @@ from tangram.processes.width import COUNT_VARIABLES, substitute_width, whole_cor
 
 
 @pytest.mark.parametrize(("milli_cores", "cores"), [(4, 1), (999, 1), (1000, 1), (1999, 2), (2000, 2), (16_000, 16)])
-def test_whoever_may_use_a_part_of_a_core_sees_the_whole_of_it(milli_cores: int, cores: int) -> None:
+def test_a_fraction_of_a_core_counts_as_one_core(milli_cores: int, cores: int) -> None:
     assert whole_cores(milli_cores) == cores
 
 
-def test_every_usual_variable_says_the_width() -> None:
+def test_every_usual_variable_has_the_width() -> None:
     environment = with_width(3000, {})
     assert {environment[name] for name in COUNT_VARIABLES} == {"3"}
     assert environment["MAKEFLAGS"] == "-j3"

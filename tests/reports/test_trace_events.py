@@ -42,7 +42,7 @@ def check(events: list[dict[str, Any]]) -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), Times, Times, st.lists(Times, max_size=3)), max_size=30))
-def test_events_are_sorted_and_nested_whatever_their_times(found: list[tuple[str, float, float, list[float]]]) -> None:
+def test_events_are_sorted_and_nested_at_any_times(found: list[tuple[str, float, float, list[float]]]) -> None:
     trace = TraceEvents()
     for name, since_s, until_s, cuts in found:
         phases = [Phase("part", cut, cut + 1.0) for cut in cuts]

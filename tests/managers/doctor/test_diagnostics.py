@@ -50,7 +50,7 @@ def of(found: MachineReport, component: str) -> Diagnostic:
 # ---- all of it ----------------------------------------------------------------------------------------------------
 
 
-def test_every_component_is_named_once_and_what_is_not_ok_says_what_to_do() -> None:
+def test_every_component_is_listed_once_and_a_failed_check_names_the_remedy() -> None:
     found = diagnose().findings
     names = [each.component for each in found]
     assert len(set(names)) == len(names)
@@ -62,7 +62,7 @@ def test_every_component_is_named_once_and_what_is_not_ok_says_what_to_do() -> N
 
 
 @needs_root
-def test_a_machine_with_all_that_sandboxes_need_says_so(tmp_path: Path) -> None:
+def test_a_machine_with_all_that_sandboxes_need_passes(tmp_path: Path) -> None:
     found = diagnose(tmp_path)
     assert found.unavailable_reason(SANDBOX) == ""
     assert found.unavailable_reason(PROCESS) == ""
@@ -82,7 +82,7 @@ def test_what_keeps_a_backend_from_working_is_what_it_needs_and_is_missing() -> 
     assert found.install_command.removeprefix("sudo ") == "apt-get install -y pa"
 
 
-def test_what_cannot_be_looked_at_is_a_finding_and_the_rest_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_cannot_run_is_a_finding_and_the_rest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> int:
         raise PermissionError(13, "Permission denied", "/proc/meminfo")
 
@@ -186,7 +186,7 @@ def test_missing_programs_are_installed_with_one_command(programs: Path) -> None
     assert "bubblewrap: no program bwrap" in found.unavailable_reason(SANDBOX)
 
 
-def test_versions_are_told(programs: Path) -> None:
+def test_versions_are_reported(programs: Path) -> None:
     assert of(diagnose(), "bubblewrap").found == f"0.8.0 ({programs}/bwrap)"
 
 
@@ -197,7 +197,7 @@ def test_a_bubblewrap_that_is_too_old_will_not_do(programs: Path) -> None:
 
 
 @pytest.mark.parametrize("script", ["exit 1", "exec /bin/sleep 1000", "printf '\\377\\376'"])
-def test_a_program_that_says_no_version_is_there_all_the_same(
+def test_a_program_without_a_version_is_still_reported(
     programs: Path, script: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(diagnostics, "PROGRAM_S", 0.2)
@@ -229,7 +229,7 @@ def test_what_dead_owners_left_is_counted_and_stays(tmp_path: Path) -> None:
 
 @needs_root
 @pytest.mark.parametrize("wrong", ["a:b", "a,b", "file"])
-def test_a_state_directory_that_will_not_do_says_why(tmp_path: Path, wrong: str) -> None:
+def test_an_unusable_state_directory_is_reported_with_the_reason(tmp_path: Path, wrong: str) -> None:
     (tmp_path / "file").touch()
     finding = of(diagnose(tmp_path / wrong), "state directory")
     assert finding.state == MISSING and "TANGRAM_STATE" in finding.to_do
@@ -245,7 +245,7 @@ sys.stdout.buffer.write(msgspec.json.encode({each.component: each for each in di
 
 
 @needs_root
-def test_a_quota_and_a_memory_limit_of_this_process_are_seen() -> None:
+def test_a_quota_and_a_memory_limit_of_this_process_are_reported() -> None:
     name = f"test-{os.getpid()}-diagnose"
     owner = create_owner_cgroup(name)
     try:
@@ -313,7 +313,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[byt
         assert not server.is_alive()
 
 
-def test_an_engine_that_answers_is_told_with_its_version(engine: list[bytes]) -> None:
+def test_an_engine_that_answers_is_reported_with_its_version(engine: list[bytes]) -> None:
     body = b'{"Version": "27.1", "ApiVersion": "1.46"}'
     engine.append(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
     assert "27.1" in of(diagnose(), "docker engine").found

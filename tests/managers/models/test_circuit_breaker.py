@@ -85,7 +85,7 @@ def test_calls_that_raise_count_until_one_has_succeeded() -> None:
     assert not circuit.is_open
 
 
-def test_a_service_that_worked_is_loaded_afresh_after_three_actions_whose_calls_raised() -> None:
+def test_a_service_that_worked_is_reloaded_after_three_actions_whose_calls_raised() -> None:
     circuit = CircuitBreaker("judge")
     circuit.record_success((0,))
     found = [circuit.record_error("KeyError", 0.0, (0,), [action]) for action in ("a", "a", "a", "b", "b", "c", "d")]
@@ -104,7 +104,7 @@ def test_a_fresh_load_that_did_not_help_is_not_repeated() -> None:
     assert [circuit.record_error("KeyError", 0.0, (0,), [action]) for action in "abc"] == [False, False, True]
 
 
-def test_what_raises_on_some_devices_says_nothing_of_others() -> None:
+def test_an_exception_on_some_devices_does_not_affect_other_devices() -> None:
     circuit = CircuitBreaker("judge")
     circuit.record_success((0,))
     circuit.record_success((1,))

@@ -76,7 +76,7 @@ def test_what_one_process_holds_another_cannot_have_until_it_is_dead(counts: Emu
     block.memory.close()
 
 
-def test_a_block_that_somebody_looks_at_is_not_freed_behind_his_back(counts: EmulatedMemoryUsage) -> None:
+def test_a_block_with_a_reader_is_not_freed(counts: EmulatedMemoryUsage) -> None:
     device = EmulatedDevice(0, Emulated(memory_bytes=10_000), counts, 0)
     block = device.allocate(100)
     with memoryview(block.memory), pytest.raises(BufferError):
@@ -153,7 +153,7 @@ def test_devices_of_pytorch_hold_what_is_copied_and_never_too_much() -> None:
     assert device.blocks == {}
 
 
-def test_whoever_looks_for_devices_does_not_import_pytorch_himself() -> None:
+def test_listing_devices_does_not_import_pytorch_in_this_process() -> None:
     if importlib.util.find_spec("torch") is None:
         assert discover() == ()
     else:

@@ -37,7 +37,7 @@ async def answers(rig: Rig, name: str, seed: int, chunk: tuple[int, ...] = (0,))
 
 
 @pytest.mark.parametrize("degrees", [(1,), (2,)])
-def test_a_load_that_fails_halfway_leaves_nothing_and_spares_who_need_not_go(
+def test_a_load_that_fails_halfway_leaves_nothing_and_evicts_only_what_it_must(
     flag: Flag, degrees: tuple[int, ...]
 ) -> None:
     chunk = tuple(range(degrees[0]))
@@ -58,7 +58,7 @@ def test_a_load_that_fails_halfway_leaves_nothing_and_spares_who_need_not_go(
     run(Rig(services, devices(2, memory_bytes=2 * SIZE)), test)
 
 
-def test_a_load_that_had_to_make_room_and_fails_costs_those_who_had_to_go_and_nobody_else(flag: Flag) -> None:
+def test_a_load_that_evicted_services_and_fails_costs_only_those_services(flag: Flag) -> None:
     async def test(rig: Rig) -> None:
         await answers(rig, "old", 1)
         await answers(rig, "kept", 2)
@@ -90,7 +90,7 @@ def test_a_load_that_fails_between_two_devices_leaves_nothing_on_the_first(flag:
     run(Rig(services, devices(2, memory_bytes=SIZE)), test)
 
 
-def test_a_load_that_wants_more_than_it_said_fails_with_the_sizes_and_leaves_nothing() -> None:
+def test_a_load_that_needs_more_than_declared_fails_with_the_sizes_and_leaves_nothing() -> None:
     async def test(rig: Rig) -> None:
         await answers(rig, "old", 1)
         wanted = (
@@ -143,7 +143,7 @@ def test_a_load_that_hangs_is_ended_after_its_time(flag: Flag) -> None:
     run(Rig([broken], devices(1)), test)
 
 
-def test_whoever_gives_up_during_a_load_leaves_and_the_load_is_of_use_to_the_next(flag: Flag) -> None:
+def test_a_cancelled_caller_leaves_a_load_and_the_next_caller_uses_it(flag: Flag) -> None:
     async def test(rig: Rig) -> None:
         slow = await rig.start("a", (0,), f"slow:{flag}".encode())
         await until(flag.is_up)
@@ -182,7 +182,7 @@ def test_a_process_that_is_killed_loses_its_call_and_its_residents_and_nothing_e
     run(Rig([service("a", 1), service("b", 2)], devices(2)), test)
 
 
-def test_a_process_that_is_killed_while_nobody_calls_it_is_told_and_replaced() -> None:
+def test_a_process_that_is_killed_between_calls_is_reported_and_replaced() -> None:
     async def test(rig: Rig) -> None:
         await answers(rig, "a", 1)
         os.kill(rig.manager.process_ids()[0], signal.SIGKILL)
@@ -215,7 +215,7 @@ def test_a_model_that_crashes_takes_its_batch_along_and_the_next_call_works() ->
     run(Rig([service("a", batch_max=2)], devices(1)), test)
 
 
-def test_those_behind_a_crash_in_their_turn_are_served_by_the_next_process() -> None:
+def test_calls_queued_behind_a_crash_are_served_by_the_next_process() -> None:
     async def test(rig: Rig) -> None:
         ends = await asyncio.gather(*(rig.call("a", payload=p, batch="l") for p in (b"x", b"crash", b"y")))
         assert [bool(ended.lost) for ended in ends] == [False, True, False]
@@ -303,7 +303,7 @@ def test_what_was_lost_with_a_batch_is_made_again_alone() -> None:
     run(Rig([service("a", batch_max=2)], devices(1)), test)
 
 
-def test_an_engine_that_gives_too_few_answers_is_found_out() -> None:
+def test_an_engine_that_returns_too_few_answers_is_detected() -> None:
     async def test(rig: Rig) -> None:
         ended = await rig.call("a", payload=b"few")
         assert "gave 0 answers to 1 payloads" in ended.lost
@@ -348,7 +348,7 @@ def test_a_call_that_hangs_is_killed_with_the_process_of_its_device(
     run(Rig([service("a")], devices(1)), test)
 
 
-def test_stopping_one_call_of_a_batch_leaves_the_others_alone(flag: Flag) -> None:
+def test_stopping_one_call_of_a_batch_leaves_the_rest_alone(flag: Flag) -> None:
     async def test(rig: Rig) -> None:
         payloads = [f"slow:{flag}".encode(), b"x", b"y"]
         lead, rider, other = await asyncio.gather(*(rig.start("a", payload=p, batch="lead") for p in payloads))
@@ -408,7 +408,7 @@ def test_what_was_stopped_is_not_called_again_when_its_batch_fails(tmp_path: Pat
     run(Rig([service("a", batch_max=2, calls=str(log))], devices(1)), test)
 
 
-def test_one_that_waits_behind_others_of_its_batch_is_stopped_at_once(flag: Flag) -> None:
+def test_a_call_that_waits_for_its_batch_is_stopped_at_once(flag: Flag) -> None:
     async def test(rig: Rig) -> None:
         payloads = [f"slow:{flag}".encode(), b"x"]
         first, second = await asyncio.gather(*(rig.start("a", payload=p, batch="lead") for p in payloads))
@@ -620,7 +620,7 @@ def test_a_service_that_cannot_be_prepared_is_an_error_and_leaves_nothing(fault:
 
 
 @pytest.mark.parametrize("engine", ["no_such_module:Engine", "json:loads", "tests.managers.models.conftest:DEADLINE_S"])
-def test_an_invalid_engine_is_found_at_the_start(engine: str) -> None:
+def test_an_invalid_engine_is_detected_at_the_start(engine: str) -> None:
     async def test(rig: Rig) -> None:
         raise AssertionError("entered")
 

@@ -74,7 +74,7 @@ def test_two_services_that_do_not_fit_together_alternate() -> None:
     run(Rig([service("a", 1), service("b", 2)], devices(1, memory_bytes=SIZE * 3 // 2)), test)
 
 
-def test_the_least_recently_used_is_evicted_and_the_others_stay() -> None:
+def test_the_least_recently_used_is_evicted_and_the_rest_stays() -> None:
     async def test(rig: Rig) -> None:
         for name in ("a", "b", "a", "c"):
             await rig.call(name)
@@ -274,7 +274,7 @@ def test_a_model_larger_than_a_device_is_refused_at_registration_with_the_sizes(
     ModelManager([service("a", degrees=(2,), memory_bytes=200)], devices(2, memory_bytes=100), lambda _: None)
 
 
-def test_a_model_whose_weights_turn_out_larger_is_refused_before_anything_runs() -> None:
+def test_a_model_whose_weights_are_larger_than_declared_is_refused_before_anything_runs() -> None:
     async def test(rig: Rig) -> None:
         raise AssertionError("entered")
 
@@ -388,7 +388,7 @@ def test_an_engine_named_by_its_place_is_imported_only_by_the_processes_of_devic
     run(Rig([named], devices(1)), test)
 
 
-def test_the_processes_of_devices_have_one_thread_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_processes_of_devices_have_one_thread_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
     async def test(rig: Rig) -> None:

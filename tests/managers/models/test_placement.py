@@ -35,7 +35,7 @@ def test_each_device_of_a_chunk_needs_room() -> None:
     assert room.victims((0, 1), 60) == [ServicePlacement("d", (1,))]
 
 
-def test_an_eviction_for_one_device_frees_the_others_of_the_placement() -> None:
+def test_an_eviction_for_one_device_frees_the_other_devices_of_the_placement() -> None:
     room = PlacementTable([100, 100])
     room.add(C, 60)
     room.add(ServicePlacement("d", (1,)), 40)
@@ -56,7 +56,7 @@ def test_what_is_in_use_is_never_evicted() -> None:
     assert room.residents() == []
 
 
-def test_what_is_lost_with_its_process_is_gone_even_in_use() -> None:
+def test_a_copy_that_is_lost_with_its_process_is_gone_even_in_use() -> None:
     room = PlacementTable([100])
     room.add(A, 60)
     room.begin_use(A)

@@ -98,7 +98,7 @@ def test_what_a_restore_took_is_learned_from_loads_alone() -> None:
     run(lambda: Desk([service("a")], devices(1)), test)
 
 
-def test_calls_that_wait_together_are_called_together_whatever_their_run() -> None:
+def test_calls_that_wait_together_are_called_together_across_runs() -> None:
     async def test(desk: Desk) -> None:
         calls = (desk.call("a", str(number).encode(), run=f"run-{number % 2}") for number in range(9))
         ends = await asyncio.gather(*calls)

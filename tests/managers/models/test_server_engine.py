@@ -67,7 +67,7 @@ async def said(rig: Rig, text: str, chunk: tuple[int, ...] = (0,), name: str = "
     return found
 
 
-def test_a_server_is_started_once_then_woken_and_put_to_sleep_for_others(log: Log) -> None:
+def test_a_server_is_started_once_then_woken_and_put_to_sleep_for_other_services(log: Log) -> None:
     async def test(rig: Rig) -> None:
         first = await said(rig, "a")
         assert first["text"] == "A"
@@ -145,7 +145,7 @@ def test_requests_of_a_batch_are_sent_in_parallel(log: Log) -> None:
     run(Rig([server(log)], devices(1, memory_bytes=MEMORY)), test)
 
 
-def test_the_status_of_a_response_decides_whose_fault_it_is(log: Log) -> None:
+def test_the_status_of_a_response_decides_whether_the_caller_or_the_service_failed(log: Log) -> None:
     async def test(rig: Rig) -> None:
         assert (await said(rig, "a"))["text"] == "A"
         lease = await rig.start("judge", payload=prompt("wrong"))

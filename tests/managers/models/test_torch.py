@@ -77,7 +77,7 @@ def test_parameters_are_views_into_device_memory() -> None:
     assert json.loads(engine.call(placed, [PAYLOAD])[0]) == by_hand()
 
 
-def test_a_checkpoint_is_read_once_and_found_again_after_an_eviction(tmp_path: Path) -> None:
+def test_a_checkpoint_is_read_once_and_reused_after_an_eviction(tmp_path: Path) -> None:
     from tests.managers.models.modules import Tied
 
     path = tmp_path / "state.pt"
@@ -116,7 +116,7 @@ def test_a_payload_that_is_no_tensor_is_the_fault_of_its_caller() -> None:
     run(Rig([tied()], devices(1)), test)
 
 
-def test_payload_errors_of_forward_are_of_the_caller_and_others_are_ours() -> None:
+def test_payload_errors_of_forward_belong_to_the_caller_and_the_rest_to_the_service() -> None:
     async def test(rig: Rig) -> None:
         for payload in (b"ValueError", b"TypeError", b"IndexError", b"KeyError"):
             with pytest.raises(InvalidAction, match=rf"{payload.decode()}: .*\(modules\.py, line \d+, in raising\)"):
@@ -154,7 +154,7 @@ def test_a_module_that_crashes_or_loops_costs_its_own_call_alone(flag: Flag) -> 
         (TorchEngine("json:loads", {"s": "1"}), "expected a factory of modules, got int"),
     ],
 )
-def test_a_factory_that_makes_no_module_is_found_at_the_start(engine: TorchEngine, complaint: str) -> None:
+def test_a_factory_that_makes_no_module_is_detected_at_the_start(engine: TorchEngine, complaint: str) -> None:
     async def test(rig: Rig) -> None:
         raise AssertionError("entered")
 
@@ -189,9 +189,7 @@ def test_a_factory_that_makes_no_module_is_found_at_the_start(engine: TorchEngin
         ),
     ],
 )
-def test_what_cannot_be_imported_is_found_at_the_beginning(
-    factory: str, options: dict[str, str], complaint: str
-) -> None:
+def test_a_failed_import_is_detected_at_the_start(factory: str, options: dict[str, str], complaint: str) -> None:
     async def test(rig: Rig) -> None:
         raise AssertionError("entered")
 

@@ -121,7 +121,7 @@ def test_a_judge_writes_what_the_model_writes(causal: tuple[str, Any]) -> None:
     run(Rig([Service(name="judge", engine=Judge(path))], devices(1)), test)
 
 
-def test_models_are_restored_after_others_took_their_place(causal: tuple[str, Any], tmp_path: Path) -> None:
+def test_models_are_restored_after_other_models_took_their_place(causal: tuple[str, Any], tmp_path: Path) -> None:
     path, model = causal
     with torch.inference_mode():
         logprobs = model(torch.tensor([ROWS[0]])).logits[0, 0].log_softmax(-1)

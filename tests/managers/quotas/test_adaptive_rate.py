@@ -24,14 +24,14 @@ ONE_REFUSED = PRIOR_RESPONSES / (PRIOR_RESPONSES + 1)
 """What one refusal alone says that is let through."""
 
 
-def test_a_quota_that_nobody_complains_about_is_used_whole() -> None:
+def test_a_quota_without_complaints_is_used_whole() -> None:
     pace = AdaptiveRate(60.0)
     pace.record_response(FINE, 5.0, 4.0)
     assert pace.share(5.0) == 1.0
     assert pace.changes_in(5.0) is None
 
 
-def test_a_complaint_pauses_for_as_long_as_the_api_asks_and_then_leaves_a_part() -> None:
+def test_a_complaint_pauses_for_the_retry_after_and_then_leaves_a_part() -> None:
     pace = AdaptiveRate(60.0)
     pace.record_response(RateLimitAdvice(refused=True, wait_s=7.0), 100.0, 99.0)
     assert (pace.share(106.9), pace.changes_in(106.0), pace.paused_s(106.0)) == (0.0, 1.0, 1.0)
@@ -39,7 +39,7 @@ def test_a_complaint_pauses_for_as_long_as_the_api_asks_and_then_leaves_a_part()
     assert pace.paused_s(107.0) == 0.0
 
 
-def test_what_is_let_through_of_all_that_was_under_way_says_how_much_is_used() -> None:
+def test_the_share_of_requests_that_succeed_shows_how_much_is_used() -> None:
     pace = AdaptiveRate(10.0)
     for number in range(100):
         pace.record_response(FINE if number % 10 == 0 else REFUSED, 100.0 + number / 1000, 99.9)
@@ -65,7 +65,7 @@ def test_only_the_window_before_a_complaint_and_its_last_answers_count() -> None
     assert pace.share(20_001.0) == pytest.approx(BACKOFF_FACTOR * PASSED_SHARE_MIN), "the last thousand were refused"
 
 
-def test_complaints_alone_never_say_that_nothing_is_allowed() -> None:
+def test_complaints_alone_never_reduce_the_rate_to_zero() -> None:
     pace = AdaptiveRate(10.0)
     for _ in range(500):
         pace.record_response(REFUSED, 100.0, 99.0)
@@ -139,7 +139,7 @@ def test_another_quota_of_the_same_api_keeps_the_pause_and_the_share() -> None:
     assert pace.share(105.0 + 20.0 * RECOVERY_STEPS) == 1.0
 
 
-def test_an_api_cannot_ask_for_days() -> None:
+def test_a_retry_after_of_days_is_capped() -> None:
     pace = AdaptiveRate(10.0)
     pace.record_response(RateLimitAdvice(refused=True, wait_s=1e9), 0.0, 0.0)
     assert pace.changes_in(0.0) == WAIT_S_MAX
@@ -222,7 +222,7 @@ def test_an_api_cannot_ask_for_days() -> None:
         (200, {"X-RateLimit-Remaining": "0"}, False, None),
     ],
 )
-def test_what_an_answer_says_about_limits(
+def test_limits_are_read_from_a_response(
     status: int, headers: dict[str, str], refused: bool, wait_s: float | None
 ) -> None:
     found = parse_rate_limit(status, headers, NOON)

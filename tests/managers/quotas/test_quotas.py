@@ -124,7 +124,7 @@ def test_no_stretch_of_a_window_sees_more_requests_than_allowed_and_hardly_fewer
     assert max(arrivals) <= 9 * 31.0 + 1.5, "ten windows of requests take hardly more than nine windows of time"
 
 
-def test_a_bucket_is_never_asked_for_more_than_it_has() -> None:
+def test_a_bucket_never_gives_more_than_it_has() -> None:
     arrivals: list[float] = []
 
     async def test(desk: Desk) -> None:
@@ -256,7 +256,7 @@ async def saturated(limiter: Limiter, askers: int) -> AsyncIterator[None]:
     ("part", "window_s", "retry_after"),
     [(0.1, 1.0, None), (0.1, 60.0, None), (0.1, 10.0, 0.2), (0.1, 10.0, 1.0), (0.5, 10.0, None)],
 )
-def test_an_api_that_cuts_itself_is_used_for_what_it_still_allows_and_found_out_when_it_gives_more(
+def test_an_api_that_cuts_its_rate_is_used_for_the_rest_and_probed_for_more(
     part: float, window_s: float, retry_after: float | None
 ) -> None:
     """`retry_after` is in windows."""
@@ -286,7 +286,7 @@ def test_an_api_that_cuts_itself_is_used_for_what_it_still_allows_and_found_out_
     at_desk(test, Quota("search", requests=Rate(units, window_s)))
 
 
-def test_what_an_api_asked_for_outlives_the_quota_that_it_was_asked_of() -> None:
+def test_a_retry_after_outlives_the_quota_that_it_was_received_for() -> None:
     starts: list[float] = []
 
     async def test(desk: Desk) -> None:
@@ -303,7 +303,7 @@ def test_what_an_api_asked_for_outlives_the_quota_that_it_was_asked_of() -> None
     assert most_within(starts, 10.0 - 1e-6) == 5, "of the new quota, and never of the old one"
 
 
-def test_a_long_pause_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_pause_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     async def test(desk: Desk) -> None:
         with caplog.at_level(logging.WARNING, logger="tangram"):
             desk.quotas.advise("search", RateLimitAdvice(refused=True, wait_s=1.0))
@@ -316,7 +316,7 @@ def test_a_long_pause_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     at_desk(test, Quota("search", concurrent=5))
 
 
-def test_a_complaint_stops_everybody_for_a_while_and_the_quota_recovers() -> None:
+def test_a_complaint_pauses_all_calls_for_a_while_and_the_quota_recovers() -> None:
     starts: list[float] = []
 
     async def test(desk: Desk) -> None:
@@ -387,7 +387,7 @@ def test_what_is_not_sent_at_once_counts_from_its_end() -> None:
     assert most_within(sent, 30.0 - 1e-6) == 10
 
 
-def test_those_who_hold_a_quota_when_all_ends_are_ended_too() -> None:
+def test_holders_of_a_quota_are_ended_at_shutdown() -> None:
     tickets: list[ActionTicket] = []
 
     async def test(desk: Desk) -> None:

@@ -34,7 +34,7 @@ V1 = [
 ]
 
 
-def test_controllers_are_found_where_they_were_mounted_first() -> None:
+def test_controllers_are_read_from_where_they_were_mounted_first() -> None:
     found = find_hierarchies(V1)
     assert found.version == 1
     assert found.missing == []
@@ -54,13 +54,13 @@ def test_version_2_is_taken_only_if_it_has_the_controllers(tmp_path: Path) -> No
     assert "cpuset" in found.by_controller
 
 
-def test_a_machine_without_a_controller_says_which() -> None:
+def test_a_machine_without_a_controller_is_reported_with_its_name() -> None:
     assert find_hierarchies(V1[:2]).missing == ["freezer", "pids"]
     with pytest.raises(ManagerError, match=r"no controller freezer, pids\. Tangram needs root"):
         writable_directories(find_hierarchies(V1[:2]))
 
 
-def test_a_container_to_which_nothing_was_delegated_says_what_to_do(tmp_path: Path) -> None:
+def test_a_container_without_delegation_is_reported_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "cgroup.controllers").write_text("pids\n")
     found = find_hierarchies([f"40 20 0:40 / {tmp_path} rw - cgroup2 cgroup2 rw\n"])
     assert (found.version, found.missing) == (2, ["cpu", "memory"])
@@ -87,7 +87,7 @@ def test_kernels_that_count_less_are_understood(tmp_path: Path) -> None:
     assert group.memory_peak_bytes() == 4096
 
 
-def test_a_group_that_is_gone_says_so(tmp_path: Path) -> None:
+def test_a_group_that_is_gone_is_reported(tmp_path: Path) -> None:
     group = Cgroup(1, dict.fromkeys(("cpu", "cpuacct", "memory", "freezer"), tmp_path / "gone"))
     for attempt in (
         lambda: group.set_weight(1),
@@ -270,7 +270,7 @@ def test_a_frozen_group_inside_is_killed_with_the_whole(at: Place) -> None:
 
 
 @needs_groups
-def test_who_has_joined_one_hierarchy_only_is_killed_too(at: Place) -> None:
+def test_a_process_that_joined_one_hierarchy_only_is_killed_too(at: Place) -> None:
     shell = at.start(at.group.subset(("memory",)), "sleep 100 & wait")
     at.group.kill()
     assert shell.wait(60) == -signal.SIGKILL
@@ -353,7 +353,7 @@ def test_processes_run_on_the_cpus_of_their_group(at: Place) -> None:
 
 
 @needs_groups
-def test_a_group_without_cpuset_says_that_it_cannot(at: Place) -> None:
+def test_a_group_without_cpuset_raises(at: Place) -> None:
     at.group.delegate()
     assert at.group.child("a0", ("cpu", "cpuacct", "freezer")).set_cpus([0]) is False
 
@@ -450,7 +450,7 @@ def test_an_owner_uses_the_group_that_was_delegated_to_it(delegated: Path) -> No
 
 
 @needs_v2
-def test_an_owner_moves_nobody_else(delegated: Path) -> None:
+def test_an_owner_moves_only_its_own_processes(delegated: Path) -> None:
     os.setxattr(delegated, "user.delegate", b"1")
     bystander = subprocess.Popen(["sleep", "1000"])
     try:
@@ -489,7 +489,7 @@ def test_an_owner_that_is_alone_in_its_container_steps_down(delegated: Path) -> 
 
 
 @needs_v2
-def test_an_owner_that_is_not_alone_in_its_container_says_what_to_do(delegated: Path) -> None:
+def test_an_owner_that_is_not_alone_in_its_container_is_reported_with_the_remedy(delegated: Path) -> None:
     said = run_in_container(delegated, before="sleep 1000 >/dev/null &")
     assert said.startswith("refused control groups cannot be made: /sys/fs/cgroup also holds the processes ")
     assert "systemd-run --scope -p Delegate=yes" in said

@@ -38,11 +38,11 @@ def test_an_action_stays_on_the_numa_nodes_of_its_grant() -> None:
     assert set(seen(machine, "b", 1000, 1000, (0,))) <= {0, 1}
 
 
-def test_an_action_wider_than_its_numa_nodes_sees_others_too() -> None:
+def test_an_action_wider_than_its_numa_nodes_gets_further_nodes() -> None:
     assert seen(cores(4, {0: (0, 1), 1: (2, 3)}), "a", 3000, 1000, (0,)) == (0, 1, 2)
 
 
-def test_others_move_when_one_comes_that_would_ask_a_cpu_for_more_than_it_has() -> None:
+def test_actions_move_when_a_new_one_would_overload_a_cpu() -> None:
     machine = cores(2)
     places = {"a": seen(machine, "a", 1000, 250), "b": seen(machine, "b", 1000, 250)}
     places["c"] = seen(machine, "c", 1000, 500)
@@ -61,7 +61,7 @@ def test_when_one_ends_another_moves_to_where_it_was() -> None:
     assert list(moved.values()) == [(0,)]
 
 
-def test_a_small_difference_moves_nobody() -> None:
+def test_a_small_difference_moves_no_action() -> None:
     machine = cores(2)
     machine.place("a", width=1000, reserved=60)
     machine.place("b", width=1000, reserved=40)

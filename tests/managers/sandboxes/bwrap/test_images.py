@@ -237,7 +237,7 @@ def test_the_image_of_the_machine_holds_no_secrets(store: ImageStore, tmp_path: 
     assert [node.path for node in nodes if node.path.startswith("etc/ssl/")] == ["etc/ssl/d.pem", "etc/ssl/f.pem"]
 
 
-def test_an_unknown_image_is_refused_with_what_is_known(store: ImageStore, tmp_path: Path) -> None:
+def test_an_unknown_image_is_refused_with_the_known_names(store: ImageStore, tmp_path: Path) -> None:
     run(store.add_tar(archive(tmp_path / "a.tar", saved([tar_of(file("a"))]))))
     with pytest.raises(InvalidAction) as refused:
         store.get("tools:2")
@@ -326,7 +326,7 @@ def test_a_whiteout_that_is_a_device_of_a_tar_is_kept(store: ImageStore, tmp_pat
     assert "app/removed" not in files_of(image)
 
 
-def test_equal_layers_that_an_archive_links_to_are_found(store: ImageStore, tmp_path: Path) -> None:
+def test_equal_layers_that_an_archive_links_to_are_resolved(store: ImageStore, tmp_path: Path) -> None:
     files = saved([LOWER, UPPER, LOWER])
     members = [file(name, content) for name, content in files.items() if name != "2/layer.tar"]
     (tmp_path / "image").write_bytes(tar_of(*members, symlink("2/layer.tar", "../0/layer.tar")))
@@ -404,7 +404,7 @@ def test_layers_are_shared_between_images(store: ImageStore, tmp_path: Path) -> 
     assert os.stat(one.layers[-1]).st_ctime_ns == before
 
 
-def test_two_who_add_an_image_at_once_get_the_same(store: ImageStore, tmp_path: Path) -> None:
+def test_two_callers_that_add_an_image_at_once_get_the_same(store: ImageStore, tmp_path: Path) -> None:
     path = archive(tmp_path / "image", saved([LOWER, UPPER]))
 
     async def both() -> list[StoredImage]:
@@ -703,7 +703,7 @@ def test_a_bomb_around_the_archive_is_refused(tmp_path: Path) -> None:
     assert layers_of(store) == set()
 
 
-def test_the_last_bytes_of_the_disk_are_left_to_others(tmp_path: Path) -> None:
+def test_the_last_bytes_of_the_disk_stay_free(tmp_path: Path) -> None:
     store = ImageStore(tmp_path / "store", free_bytes_min=1 << 60)
     with pytest.raises(ManagerError, match="of them are kept free"):
         run(store.add_tar(archive(tmp_path / "image", saved([LOWER]))))
@@ -717,7 +717,7 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.005)
 
 
-def test_who_is_cancelled_while_unpacking_leaves_nothing(store: ImageStore, tmp_path: Path) -> None:
+def test_cancelling_an_unpack_leaves_nothing(store: ImageStore, tmp_path: Path) -> None:
     # A large member in a file full of holes: reading it takes long enough to be interrupted. It must fit on the disk.
     size = min(4 << 30, shutil.disk_usage(tmp_path).free // 2)
     files = layout([LOWER])
@@ -916,7 +916,7 @@ def test_forgetting_a_directory_leaves_it_alone(store: ImageStore, tmp_path: Pat
     assert layers_of(store) == set()
 
 
-def test_an_image_whose_directory_is_gone_says_so(store: ImageStore, tmp_path: Path) -> None:
+def test_an_image_whose_directory_is_gone_is_reported(store: ImageStore, tmp_path: Path) -> None:
     root = directory(tmp_path / "root", {"a": b"x"})
     run(store.add_directory(root))
     shutil.rmtree(root)
@@ -963,7 +963,7 @@ def test_paths_too_long_for_the_options_of_a_mount_are_refused(tmp_path: Path) -
 # ---- what was made before -------------------------------------------------------------------------------------------
 
 
-def test_what_is_remembered_is_recalled_by_others_until_its_layers_are_gone(store: ImageStore) -> None:
+def test_a_cached_result_is_shared_until_its_layers_are_gone(store: ImageStore) -> None:
     image = commit(store, "ready", store.get("host"))
     assert store.recall("pip install x") is None
     store.remember("pip install x", image)
@@ -1024,7 +1024,7 @@ def first_line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def test_a_lock_is_held_by_one_process_and_waiting_for_it_blocks_nobody(
+def test_a_lock_is_held_by_one_process_and_waiting_for_it_does_not_block_the_event_loop(
     store: ImageStore, other: Callable[[str], subprocess.Popen[str]]
 ) -> None:
     holder = other("lock")

@@ -178,7 +178,7 @@ def test_sockets_are_of_the_usual_families(family: int, protocol: int, expected:
     assert errnos([[CHECKED["socket"][NATIVE], family, datagram, protocol]]) == [expected]
 
 
-def test_nobody_types_into_the_terminal_of_another() -> None:
+def test_no_program_can_inject_input_into_the_terminal_of_another() -> None:
     ioctl, nowhere = CHECKED["ioctl"][NATIVE], -1
     requests = [0x5412, 0x541C, (1 << 32) | 0x5412, 0x5413]
     assert errnos([[ioctl, nowhere, request, 0] for request in requests]) == [errno.EPERM] * 3 + [errno.EBADF]
@@ -367,7 +367,7 @@ def test_other_architectures_are_killed() -> None:
     assert verdict(filter_program("x86_64"), AARCH64, 0)[0] == VERDICTS[KILL]
 
 
-def test_a_machine_without_a_filter_says_which_have_one() -> None:
+def test_a_machine_without_a_filter_reports_which_have_one() -> None:
     with pytest.raises(ManagerError, match=r"'riscv64', only for x86_64 or aarch64") as caught:
         filter_program("riscv64")
     assert not caught.value.retry
@@ -383,7 +383,7 @@ def test_common_calls_are_decided_after_few_instructions() -> None:
 
 
 @each_way
-def test_numbers_are_those_that_the_library_of_filters_knows(machine: str, way: int) -> None:
+def test_syscall_numbers_are_those_of_libseccomp(machine: str, way: int) -> None:
     try:
         library = ctypes.CDLL("libseccomp.so.2")
     except OSError:

@@ -152,7 +152,7 @@ def test_a_program_has_its_streams_apart_and_its_exit_code(engine: PrivateEngine
     play(engine, scene)
 
 
-def test_a_program_is_told_where_it_is_who_it_is_and_how_wide_it_is(engine: PrivateEngine) -> None:
+def test_a_program_gets_its_directory_its_user_and_its_width(engine: PrivateEngine) -> None:
     async def scene(desk: Desk) -> None:
         assert (
             await desk.text("pwd; id -u; echo $HOME $MINE $OURS", env={"MINE": "1"})
@@ -168,7 +168,7 @@ def test_a_program_is_told_where_it_is_who_it_is_and_how_wide_it_is(engine: Priv
     play(engine, scene, SandboxSpec(memory_bytes=64 * MIB, env={"OURS": "2"}))
 
 
-def test_output_is_told_as_it_comes_and_kept_within_bounds(engine: PrivateEngine) -> None:
+def test_output_is_streamed_and_kept_within_bounds(engine: PrivateEngine) -> None:
     async def scene(desk: Desk) -> None:
         seen: list[tuple[int, bytes]] = []
         work = Exec(command="echo first; while [ ! -e go ]; do sleep 0.01; done; seq 100000", capture_bytes_max=1000)
@@ -195,7 +195,7 @@ def test_several_programs_run_in_one_sandbox_at_once(engine: PrivateEngine) -> N
     play(engine, scene)
 
 
-def test_what_uses_up_the_memory_is_killed_and_that_is_said(engine: PrivateEngine) -> None:
+def test_a_program_that_uses_up_its_memory_is_killed_and_reported_as_out_of_memory(engine: PrivateEngine) -> None:
     async def scene(desk: Desk) -> None:
         ended = await desk.do(Exec(command="head -c 200m /dev/zero | tail | wc -c"))
         assert ended.executed is not None and ended.executed.out_of_memory
@@ -216,7 +216,7 @@ def test_usage_counts_what_a_program_burnt(engine: PrivateEngine) -> None:
     play(engine, burn)
 
 
-def test_usage_is_told_from_inside_where_processes_are_not_seen(hiding_engine: PrivateEngine) -> None:
+def test_usage_is_measured_from_inside_where_processes_are_not_visible(hiding_engine: PrivateEngine) -> None:
     play(hiding_engine, burn)
 
 
@@ -242,7 +242,7 @@ def test_a_container_has_the_cpu_of_its_running_actions_together(engine: Private
     play(engine, scene)
 
 
-def test_the_engine_is_not_asked_for_what_is_so_already(engine: PrivateEngine) -> None:
+def test_the_engine_gets_no_redundant_requests(engine: PrivateEngine) -> None:
     async def scene(desk: Desk) -> None:
         async def updates() -> int:
             filters = '{"event":["update"]}'
@@ -344,7 +344,7 @@ def test_stop_outruns_a_program_that_forks_all_the_time(engine: PrivateEngine) -
     play(engine, scene, SandboxSpec(memory_bytes=64 * MIB, processes_max=60))
 
 
-def test_stop_works_from_inside_where_processes_are_not_seen(hiding_engine: PrivateEngine) -> None:
+def test_stop_works_from_inside_where_processes_are_not_visible(hiding_engine: PrivateEngine) -> None:
     async def scene(desk: Desk) -> None:
         await desk.run("sleep 2200 &")
         lease = await desk.start(Exec(command="trap '' TERM; (setsid sleep 2201 &); sleep 2202 & sleep 2203"))
@@ -392,7 +392,7 @@ def test_a_session_keeps_directory_variables_and_functions(engine: PrivateEngine
     play(engine, scene)
 
 
-def test_the_end_of_a_session_is_said(engine: PrivateEngine) -> None:
+def test_the_end_of_a_session_is_reported(engine: PrivateEngine) -> None:
     async def scene(desk: Desk) -> None:
         for command, code in (("exit 5", 5), ("exec true", 0), ("kill -9 $$", 137), ("set -e; false", 1)):
             await desk.run("x=1", session="s")
@@ -458,7 +458,7 @@ def test_files_are_read_written_listed_and_deleted(engine: PrivateEngine) -> Non
     play(engine, scene)
 
 
-def test_what_cannot_be_done_with_a_file_is_said(engine: PrivateEngine) -> None:
+def test_a_failed_file_operation_is_reported(engine: PrivateEngine) -> None:
     async def scene(desk: Desk) -> None:
         manager = desk.manager
         await manager.write("box", "file", b"12345", mode=0o644)
@@ -561,7 +561,7 @@ def test_root_is_refused_where_it_would_be_root_of_the_machine(engine: PrivateEn
     play(engine, scene, None)
 
 
-def test_root_of_an_engine_that_maps_users_is_nobody_outside() -> None:
+def test_root_of_an_engine_that_maps_users_has_no_rights_outside() -> None:
     async def scene(desk: Desk) -> None:
         shown = await desk.text("id -u; echo $HOME; touch /bin/mine ~/mine; cat /proc/self/uid_map")
         assert shown.split() == ["0", "/root", "0", "200000", "65536"]
@@ -581,7 +581,7 @@ def test_where_the_disk_cannot_be_limited_a_single_file_is(engine: PrivateEngine
     play(engine, scene, SandboxSpec(memory_bytes=64 * MIB, disk_bytes=MIB))
 
 
-def test_what_cannot_be_opened_is_said_and_leaves_nothing(engine: PrivateEngine) -> None:
+def test_a_container_that_cannot_be_opened_is_reported_and_leaves_nothing(engine: PrivateEngine) -> None:
     engine.load("tangram-test:empty", ())
 
     async def scene(desk: Desk) -> None:

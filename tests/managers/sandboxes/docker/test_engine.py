@@ -12,7 +12,7 @@ from tangram.managers.sandboxes.docker import DockerManager
 from tangram.managers.sandboxes.docker.engine import version_prefix
 
 
-def test_without_an_engine_the_error_says_what_to_start(tmp_path: Path) -> None:
+def test_without_an_engine_the_error_names_what_to_start(tmp_path: Path) -> None:
     async def whole() -> None:
         with pytest.raises(ManagerError, match="systemctl start docker") as caught:
             async with DockerManager(socket=str(tmp_path / "none.sock")):
@@ -22,7 +22,7 @@ def test_without_an_engine_the_error_says_what_to_start(tmp_path: Path) -> None:
     asyncio.run(whole())
 
 
-def test_an_engine_is_spoken_to_in_a_version_that_it_knows() -> None:
+def test_requests_use_an_api_version_that_the_engine_supports() -> None:
     assert version_prefix({"ApiVersion": "1.41", "MinAPIVersion": "1.12"}) == "/v1.41"
     assert version_prefix({"ApiVersion": "1.52", "MinAPIVersion": "1.44"}) == "/v1.44"
     with pytest.raises(ManagerError, match=r"at least 1\.41"):

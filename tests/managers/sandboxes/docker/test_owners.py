@@ -5,7 +5,7 @@ from __future__ import annotations
 from tangram.managers.sandboxes.docker.owners import is_dead, new_owner_name
 
 
-def test_an_owner_of_whom_nothing_is_known_lives() -> None:
+def test_an_owner_without_a_record_counts_as_alive() -> None:
     name = new_owner_name()
     host, boot, namespace, pid, started, nonce = name.split("/")
     assert not is_dead(name)

@@ -56,7 +56,7 @@ def present(path: str) -> bool:
     return Path(path).exists()
 
 
-def test_it_says_that_it_isolates_nothing() -> None:
+def test_the_backend_reports_that_it_isolates_nothing() -> None:
     assert (ProcessManager.backend, ProcessManager.isolates) == ("process", False)
     assert "isolates NOTHING" in (module.__doc__ or "")
 
@@ -133,14 +133,14 @@ async def test_programs_are_spread_over_the_cores(bench: Bench, tmp_path: Path) 
 
 
 @scenario
-async def test_no_program_is_told_more_cores_than_there_are(bench: Bench, tmp_path: Path) -> None:
+async def test_no_program_gets_a_width_above_the_number_of_cores(bench: Bench, tmp_path: Path) -> None:
     box = await bench.open()
     available = len(os.sched_getaffinity(0))
     assert await box.says("echo $TANGRAM_CPUS {cpus}", width=1000 * CORE) == f"{available} {available}"
 
 
 @scenario
-async def test_the_use_of_cpu_and_memory_is_told(bench: Bench, tmp_path: Path) -> None:
+async def test_the_use_of_cpu_and_memory_is_reported(bench: Bench, tmp_path: Path) -> None:
     # Well above the peak of this process, with which the other one starts.
     size = 2 * max(200 << 20, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
     box = await bench.open(memory_bytes=2 * size)
@@ -150,7 +150,7 @@ async def test_the_use_of_cpu_and_memory_is_told(bench: Bench, tmp_path: Path) -
 
 
 @scenario
-async def test_a_peak_of_memory_that_is_that_of_this_process_is_not_told(bench: Bench, tmp_path: Path) -> None:
+async def test_a_memory_peak_of_this_process_is_not_reported(bench: Bench, tmp_path: Path) -> None:
     box = await bench.open()
     ballast = b"x" * (200 << 20)
     assert (await box.end(("true",))).usage.memory_peak_bytes == 0
@@ -172,7 +172,7 @@ async def test_an_exit_code_that_other_code_took_is_our_loss(bench: Bench, tmp_p
 
 
 @scenario
-async def test_whoever_stops_waiting_does_not_end_the_action(bench: Bench, tmp_path: Path) -> None:
+async def test_cancelling_a_waiter_does_not_end_the_action(bench: Bench, tmp_path: Path) -> None:
     box = await bench.open()
     lease = await box.start("while [ ! -e go ]; do sleep 0.01; done; exit 6")
     with pytest.raises(TimeoutError):
@@ -235,7 +235,7 @@ async def test_what_a_program_itself_stopped_stays_stopped(bench: Bench, tmp_pat
 
 
 @scenario
-async def test_all_stand_still_although_they_fork_all_the_time(bench: Bench, tmp_path: Path) -> None:
+async def test_all_processes_are_frozen_although_they_fork_all_the_time(bench: Bench, tmp_path: Path) -> None:
     box = await bench.open()
     fork = "/bin/true; : > forks-$i; while :; do /bin/true; done"
     all_fork = "until [ -e forks-1 -a -e forks-2 -a -e forks-3 -a -e forks-4 ]; do sleep 0.01; done"
@@ -287,7 +287,7 @@ async def test_a_shell_that_died_between_commands_is_replaced(bench: Bench, tmp_
 
 
 @scenario
-async def test_a_new_width_does_not_overrule_what_the_sandbox_says(bench: Bench, tmp_path: Path) -> None:
+async def test_a_new_width_does_not_override_the_variables_of_the_sandbox(bench: Bench, tmp_path: Path) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs 2 cores")
     box = await bench.open(env={"MAKEFLAGS": "-k"})
@@ -489,7 +489,7 @@ def test_nothing_is_left_of_a_directory_that_it_made(tmp_path: Path) -> None:
     assert not (tmp_path / "new" / "root").exists()
 
 
-def test_a_root_that_cannot_be_used_is_said(tmp_path: Path) -> None:
+def test_an_unusable_root_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     async def main() -> None:
@@ -526,7 +526,7 @@ def test_a_signal_does_not_reach_another_process_that_got_the_number() -> None:
     send_signal(found, signal.SIGKILL)
 
 
-def test_only_who_carries_the_mark_or_comes_from_one_who_does_belongs() -> None:
+def test_only_processes_with_the_mark_and_their_descendants_belong() -> None:
     mark = f"{os.urandom(8).hex()}.1."
     script = "sleep 1000 & env -i sleep 1000 & setsid env -i sleep 1000 & wait"
     environment = {"PATH": os.environ["PATH"]}
