@@ -160,7 +160,7 @@ def test_during_a_step_what_is_too_old_for_the_next_one_is_lost_already() -> Non
     assert [each.cause for each in put(it, 1, (0, 1))] == [STALE]
 
 
-def test_eviction_drops_what_is_too_old_for_the_next_step_and_tells_it_once() -> None:
+def test_eviction_drops_samples_too_old_for_the_next_step_and_reports_each_once() -> None:
     it = buffer(batch=1, staleness_bound=1)
     started(it, 0, 1)
     put(it, 0, (0,))
@@ -174,7 +174,7 @@ def test_eviction_drops_what_is_too_old_for_the_next_step_and_tells_it_once() ->
     assert it.drop_stale() == ()
 
 
-def test_what_take_drops_is_told_by_evict() -> None:
+def test_samples_dropped_by_take_are_reported_by_evict() -> None:
     it = buffer(batch=1, staleness_bound=1)
     started(it, 0, 1)
     put(it, 0, (0,))
@@ -187,7 +187,7 @@ def test_what_take_drops_is_told_by_evict() -> None:
     assert [(each.group.seed, each.cause) for each in it.drop_stale()] == [(2, STALE)]
 
 
-def test_if_age_counts_at_the_start_only_nothing_is_ever_too_old() -> None:
+def test_if_only_the_age_at_the_start_counts_nothing_is_ever_too_old() -> None:
     it = buffer(batch=1, staleness_bound=0, enforce_staleness=False, version=9)
     started(it, 0)
     assert put(it, 0, (1, 9)) == () and it.version_min == 0 and it.drop_stale() == ()
@@ -387,7 +387,7 @@ def test_a_new_process_goes_on_with_what_the_old_one_had_written_down() -> None:
     again.check()
 
 
-def test_of_what_smaller_bounds_leave_no_room_for_each_is_told_with_its_cause() -> None:
+def test_every_sample_dropped_by_smaller_bounds_is_reported_with_its_cause() -> None:
     """What is too old goes, then what has yet to be played, the newest first, then the oldest of what waits."""
     it = buffer(batch=4, staleness_bound=1)
     it.version = 1

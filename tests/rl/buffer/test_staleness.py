@@ -230,7 +230,7 @@ def play(seed: int, staleness_bound: int, *, enforced: bool = True, deaths: floa
 @pytest.mark.parametrize("staleness_bound", [0, 1, 2])
 @given(seed=SEEDS)
 @examples(max_examples=5)
-def test_no_batch_is_ever_older_than_alpha(staleness_bound: int, seed: int) -> None:
+def test_no_batch_is_older_than_alpha(staleness_bound: int, seed: int) -> None:
     it = play(seed, staleness_bound)
     assert len(it.batches) == STEPS
 

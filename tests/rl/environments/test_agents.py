@@ -65,7 +65,7 @@ def _own_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Room, "made", [])
 
 
-def test_an_episode_holds_all_that_was_said() -> None:
+def test_an_episode_contains_the_whole_conversation() -> None:
     episode = asyncio.run(play(Room, ScriptedAgent(["in", "in", "out"]), 7))
     assert episode.observations == ("here 7", "here", "here", "here")
     assert episode.actions == ("in", "in", "out")
@@ -77,7 +77,7 @@ def test_an_episode_holds_all_that_was_said() -> None:
 
 
 @pytest.mark.parametrize(("turns_max", "played"), [(None, 4), (2, 2), (6, 6)])
-def test_the_turns_are_those_of_the_task_unless_others_are_asked_for(turns_max: int | None, played: int) -> None:
+def test_the_turn_limit_is_that_of_the_task_unless_given(turns_max: int | None, played: int) -> None:
     episode = asyncio.run(play(Room, ScriptedAgent(["in"] * 9), 0, turns_max=turns_max))
     assert len(episode.actions) == played
     assert episode.truncated and not episode.done
@@ -191,7 +191,7 @@ def test_an_agent_that_raises_closes_the_environment() -> None:
         Step(observation="", done=1),  # type: ignore[arg-type]
     ],
 )
-def test_an_answer_that_is_no_step_is_said_to_be_none(answer: object) -> None:
+def test_an_invalid_action_is_reported_as_invalid(answer: object) -> None:
     with pytest.raises(ProtocolViolation, match=r"step\('in'\): expected a Step"):
         asyncio.run(play(Room, ScriptedAgent(["in"]), 0, options={"answer": answer}))
     assert Room.made[0].closed == 1
@@ -211,7 +211,7 @@ def test_an_agent_that_wants_to_see_is_shown_the_environment_after_reset() -> No
     assert asyncio.run(play(Room, Spy(), 0)).done
 
 
-def test_demonstrations_come_in_the_order_of_their_seeds_each_as_a_trajectory_of_its_own() -> None:
+def test_demonstrations_come_in_the_order_of_their_seeds_each_as_its_own_trajectory() -> None:
     seeds = list(range(2 * DEMONSTRATIONS_CONCURRENT_MAX, 0, -1))
     episodes = asyncio.run(demonstrations(Room, "random", seeds, outside=ExternalResources(trajectory="warm")))
     assert [episode.seed for episode in episodes] == seeds
@@ -239,7 +239,7 @@ class Hall(Room):
 
 
 @pytest.mark.parametrize("fails", ["", "step"])
-def test_what_all_episodes_share_is_there_once_around_them(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_setup_exists_once_around_all_episodes(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for playing in (
         lambda: play(Hall, "random", 0, options={"fails": fails}),
         lambda: demonstrations(Hall, "random", range(5), options={"fails": fails}),
@@ -250,13 +250,13 @@ def test_what_all_episodes_share_is_there_once_around_them(fails: str, monkeypat
         assert Hall.lights == ["on", "off"]
 
 
-def test_demonstrations_that_fail_say_why_and_close_all() -> None:
+def test_demonstrations_that_fail_report_why_and_close_all() -> None:
     with pytest.raises(OSError, match="the floor is gone"):
         asyncio.run(demonstrations(Room, "random", range(5), options={"fails": "step"}))
     assert Room.made and all(room.closed == 1 for room in Room.made)
 
 
-def test_a_random_agent_says_as_many_words_as_it_should_and_all_of_its_choices() -> None:
+def test_a_random_agent_produces_the_given_number_of_words_and_all_choices() -> None:
     agent = RandomAgent(("a", "b"), random.Random(0), words=3)
     said = [agent.act("whatever") for _ in range(50)]
     assert all(len(text.split()) == 3 for text in said)

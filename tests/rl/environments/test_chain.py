@@ -71,7 +71,7 @@ def test_the_expert_gets_all_and_the_teacher_the_first_few(seed: int) -> None:
     assert taught.metrics["correct"] == taught.metrics["written"], "it is never wrong"
 
 
-def test_every_step_and_start_is_asked_for() -> None:
+def test_every_step_and_start_is_sampled() -> None:
     asked = {tuple(answered("", seed).observation.split()[2::2]) for seed in range(1500)}
     assert asked == {(step, start) for step in STEPS for start in DIGITS}
 
@@ -84,7 +84,7 @@ def test_writing_is_what_it_costs() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 5, 100])
-def test_another_length_is_asked_paid_and_allowed_for(length: int) -> None:
+def test_another_length_changes_the_prompt_the_reward_and_the_limit(length: int) -> None:
     _, values = question_and_values(7, length)
     assert answered(" ".join(values), 7, length=length).reward == 1.0
     assert answered(values[0], 7, length=length).reward == pytest.approx(1 / length)

@@ -40,7 +40,7 @@ async def opened(client: Client, seed: int = SEED) -> CodeFix:
 # ---- the episode ----
 
 
-def test_the_shown_cases_tell_any_two_operators_apart() -> None:
+def test_the_shown_cases_distinguish_any_two_operators() -> None:
     compute = dict(CORRECT.values())
     for one, other in itertools.combinations(OPERATORS, 2):
         assert any(compute[one](*case) != compute[other](*case) for case in VISIBLE_CASES), (one, other)
@@ -122,7 +122,7 @@ def test_the_last_turn_ends_it_and_tests_that_fail_are_worth_nothing(tmp_path: P
     asyncio.run(main())
 
 
-def test_a_wrong_option_and_a_missing_client_are_said_at_once(tmp_path: Path) -> None:
+def test_an_invalid_option_and_a_missing_client_are_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="codefix runs commands or calls: it needs a client"):
         CodeFix(ExternalResources())
 
@@ -192,7 +192,7 @@ def test_hostile_code_is_worth_nothing(tmp_path: Path, attack: str) -> None:
     asyncio.run(main())
 
 
-def test_who_knows_the_shown_results_by_heart_fails_the_suite(tmp_path: Path) -> None:
+def test_memorized_shown_results_fail_the_suite(tmp_path: Path) -> None:
     by_heart = "* 0 + {(4, 3): 1, (3, 4): 0, (2, 2): 1}.get((a, b), 9) + 0 *"
 
     async def main() -> None:
@@ -228,9 +228,7 @@ def test_the_verdict_sees_nothing_of_what_ran_before(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_code_that_hangs_is_seen_by_the_agent_and_worth_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_that_hangs_is_shown_to_the_agent_and_scores_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with connection(tmp_path, "sandbox") as client:
             environment = await opened(client)
@@ -300,7 +298,7 @@ def test_verdicts_wait_for_memory_without_holding_any(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_the_agents_know_as_much_as_they_say() -> None:
+def test_the_agents_have_the_knowledge_that_they_declare() -> None:
     said = "L1 div * L2 max > L3 min < L4 sub - fail L1 div 4 3 want 1 got 12"
     make = CodeFix.agents
     assert make["expert"](random.Random(0)).act(said) == "EDIT L1 //"
@@ -367,7 +365,7 @@ def test_several_operators_are_all_our_own_text(tmp_path: Path, text: str, got: 
     asyncio.run(main())
 
 
-def test_code_that_nobody_has_read_is_run_by_a_process_of_its_own(tmp_path: Path) -> None:
+def test_untrusted_code_runs_in_its_own_process(tmp_path: Path) -> None:
     """The program that stands ready is for known code alone: from the first unread line on it is not asked again."""
     tampers = f"if {OS}.system('kill -9 $(pgrep -f heard)') else"
 
@@ -385,7 +383,7 @@ def test_code_that_nobody_has_read_is_run_by_a_process_of_its_own(tmp_path: Path
     asyncio.run(main())
 
 
-def test_benches_that_nobody_needs_go_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_warm_test_sandboxes_close_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         monkeypatch.setattr(warm_test_sandboxes, "IDLE_S_MAX", 0.1)
         async with connection(tmp_path, "process") as client, CodeFix.prepare(client):
@@ -398,7 +396,7 @@ def test_benches_that_nobody_needs_go_after_a_while(tmp_path: Path, monkeypatch:
     asyncio.run(main())
 
 
-def test_a_run_that_is_cancelled_leaves_no_bench_for_others(tmp_path: Path) -> None:
+def test_a_cancelled_run_leaves_no_warm_test_sandbox_for_reuse(tmp_path: Path) -> None:
     async def main() -> None:
         async with connection(tmp_path, "process") as client, CodeFix.prepare(client):
             for suspension in itertools.count(1):

@@ -406,14 +406,14 @@ def checked(task: Any, **options: Any) -> ConformanceReport:
     return asyncio.run(test())
 
 
-def test_a_task_that_keeps_its_promises_is_told_so() -> None:
+def test_a_task_that_keeps_its_contract_passes() -> None:
     report = checked(Parrot)
     assert report.ok and not report.failed
     assert [finding.verdict for finding in report.findings] == ["ok"] * len(CHECKS), report.text()
 
 
 @pytest.mark.parametrize(("task", "promise", "came"), BROKEN, ids=[task.__name__ for task, _, _ in BROKEN])
-def test_a_broken_promise_is_found_and_told(task: type[Parrot], promise: str, came: str) -> None:
+def test_a_broken_contract_is_detected_and_reported(task: type[Parrot], promise: str, came: str) -> None:
     report = checked(task)
     finding = report.finding(promise)
     assert finding.verdict == "failed", report.text()
@@ -453,7 +453,7 @@ def test_a_task_that_cannot_be_played_is_not_judged_further() -> None:
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_what_close_does_wrong_is_told_of_close(hangs: bool) -> None:
+def test_errors_of_close_are_reported_as_errors_of_close(hangs: bool) -> None:
     class Unclosed(Parrot):
         async def close(self) -> None:
             if hangs:
@@ -467,14 +467,14 @@ def test_what_close_does_wrong_is_told_of_close(hangs: bool) -> None:
     assert report.finding("plays").came == "it can be judged once `closes` is kept"
 
 
-def test_a_check_tells_what_it_judges() -> None:
+def test_a_check_reports_what_it_examined() -> None:
     told: list[str] = []
     checked(Parrot, on_progress=lambda done, total, promise: told.append(f"{done} of {total}: {promise}"))
     assert told[:2] == [f"0 of {len(CHECKS)}: declared", f"1 of {len(CHECKS)}: plays"]
     assert len(told) == len(CHECKS)
 
 
-def test_an_action_that_is_answered_too_late_is_told() -> None:
+def test_an_action_that_takes_too_long_is_reported() -> None:
     class Slow(HangsOnMuch):
         async def step(self, action: str) -> Step:
             return await (super().step(action) if len(action) > 100 else Parrot.step(self, action))
@@ -483,7 +483,7 @@ def test_an_action_that_is_answered_too_late_is_told() -> None:
     assert finding.verdict == "failed" and "expected an answer within 0.2 s" in finding.came
 
 
-def test_a_step_that_never_listens_to_cancellation_is_told_and_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_ignores_cancellation_is_reported_and_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "ENDING_S_MAX", 0.05)
     over = asyncio.Event()
 
@@ -524,7 +524,7 @@ def test_what_a_task_does_not_have_is_skipped_and_not_held_against_it() -> None:
     assert skipped["expert"] == "it has no agent `expert`"
 
 
-def test_a_task_that_is_rewarded_from_outside_says_so() -> None:
+def test_a_task_with_an_external_reward_is_reported_as_such() -> None:
     class Judged(Parrot):
         reward_range = (0.0, 0.0)
 
@@ -582,7 +582,7 @@ def test_what_all_episodes_share_is_there_while_it_is_checked() -> None:
     assert lights == ["on", "off"]
 
 
-def test_what_cannot_be_prepared_is_told() -> None:
+def test_a_failed_preparation_is_reported() -> None:
     class Dark(Parrot):
         @staticmethod
         @asynccontextmanager
@@ -618,12 +618,12 @@ def test_all_that_was_opened_is_closed() -> None:
     assert opened == []
 
 
-def test_a_name_that_is_none_is_refused() -> None:
+def test_an_invalid_name_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="did you mean chain"):
         checked("chian")
 
 
-def test_the_text_says_what_is_broken_and_what_to_do() -> None:
+def test_the_text_names_what_is_broken_and_the_remedy() -> None:
     text = checked(SaysMore).text()
     assert ":SaysMore: 17 ok, 1 failed (20 episodes of each agent, seed 0" in text.split("\n")[0]
     lines = [line.strip() for line in text.split("\n")]

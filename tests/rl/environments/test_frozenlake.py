@@ -75,18 +75,18 @@ def test_the_teacher_never_falls_in_any_encoding(seed: int, size: int, holes: fl
         {"size": st.just(SIZE_MAX), "slippery": shares, "holes": shares, "encoding": st.sampled_from(ENCODINGS)}
     ),
 )
-def test_all_that_it_says_is_in_the_vocabulary(seed: int, actions: list[str], options: dict[str, Any]) -> None:
+def test_all_observations_are_in_the_vocabulary(seed: int, actions: list[str], options: dict[str, Any]) -> None:
     codec = WordCodec(FrozenLake.words)
     for text in played(actions, seed, **options).observations:
         assert codec.encode_observation(text, first=False)
 
 
-def test_most_lakes_have_about_as_many_holes_as_were_asked_for() -> None:
+def test_most_lakes_have_about_the_configured_number_of_holes() -> None:
     holes = [len(Lake(seed, 4, 0.1, 8).holes) for seed in range(500)]
     assert 0.07 < sum(holes) / len(holes) / 16 < 0.11
 
 
-def test_the_observation_says_where_the_goal_is_and_what_lies_around() -> None:
+def test_the_observation_shows_the_goal_and_the_surroundings() -> None:
     seed, lake = lake_where(lambda lake: lake.start == (0, 0) and lake.at((1, 0)) == "hole" and lake.goal == (2, 3))
     around = "up:edge right:ice down:hole left:edge"
     assert lake.moves_left(lake.start) >= 5
@@ -134,7 +134,7 @@ def test_blanks_around_a_move_do_not_matter() -> None:
     assert played([" up\n"]).observations == played(["up"]).observations
 
 
-def test_the_ice_is_as_slippery_as_was_asked_for_and_always_in_the_same_way() -> None:
+def test_the_ice_is_as_slippery_as_configured_and_deterministic() -> None:
     def went(slippery: float, seed: int) -> bool:
         """Whether the first move led where it should."""
         lake = FrozenLake(ExternalResources(), slippery=slippery, holes=0.0)

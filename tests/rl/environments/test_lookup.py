@@ -52,7 +52,7 @@ def test_the_names_are_each_of_one_entity() -> None:
     assert len(Lookup.words) == len(set(Lookup.words))
 
 
-def test_a_table_is_made_of_its_seed_alone_and_knows_every_name_of_an_entity() -> None:
+def test_a_table_depends_on_its_seed_alone_and_every_name_of_an_entity_is_a_key() -> None:
     for seed, relation in itertools.product((0, 1, -5, 1 << 61), RELATIONS):
         for names in ENTITIES:
             found = {RelationTable(seed).find(name, relation) for name in names}
@@ -74,7 +74,7 @@ def test_the_answer_of_a_question_is_none_of_what_leads_to_it() -> None:
 # ---- the server ----
 
 
-def test_the_gate_lets_so_many_through_in_any_stretch_of_time() -> None:
+def test_the_rate_limiter_passes_the_configured_number_in_any_window() -> None:
     gate, chance = SlidingWindowLimiter(5, 1.0), random.Random(0)
     now, let_in = 0.0, []
     for _ in range(2000):
@@ -132,7 +132,7 @@ async def accepts(url: str) -> bool:
     return True
 
 
-def test_a_server_whose_start_is_cancelled_is_gone() -> None:
+def test_a_server_whose_start_is_cancelled_is_stopped() -> None:
     async def main() -> None:
         for suspension in range(1, 10):
             api = SearchApi(requests_per_s=1)
@@ -148,7 +148,7 @@ def test_a_server_whose_start_is_cancelled_is_gone() -> None:
 # ---- the episode ----
 
 
-def test_the_expert_finds_it_and_says_it(tmp_path: Path) -> None:
+def test_the_expert_looks_up_and_answers_correctly(tmp_path: Path) -> None:
     async def main() -> None:
         async with lookup(tmp_path) as (client, api):
             codec = WordCodec(Lookup.words)
@@ -225,7 +225,7 @@ def test_an_answer_that_is_an_alias_is_paid_by_the_judge_alone(tmp_path: Path) -
     asyncio.run(main())
 
 
-def test_the_agents_know_as_much_as_they_say(tmp_path: Path) -> None:
+def test_the_agents_have_the_knowledge_that_they_declare(tmp_path: Path) -> None:
     async def main() -> None:
         async with lookup(tmp_path) as (client, _):
             right = dict.fromkeys(Lookup.agents, 0.0)
@@ -268,7 +268,7 @@ def test_more_than_the_api_allows_waits_and_none_is_refused(tmp_path: Path) -> N
     asyncio.run(main())
 
 
-def test_an_api_that_allows_less_than_was_said_refuses_and_is_asked_again(tmp_path: Path) -> None:
+def test_an_api_with_a_lower_rate_than_configured_refuses_and_requests_are_retried(tmp_path: Path) -> None:
     async def main() -> None:
         quota = Quota(QUOTA, concurrent=64, requests=Rate(1000, 1.0))
         async with (
@@ -286,7 +286,7 @@ def test_an_api_that_allows_less_than_was_said_refuses_and_is_asked_again(tmp_pa
     asyncio.run(main())
 
 
-def test_an_api_that_is_gone_is_a_failure_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_api_that_is_gone_is_an_infrastructure_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tangram.client.api.BACKOFF_S", 0.001)
 
     async def main() -> None:
@@ -339,7 +339,7 @@ def test_outside_of_prepare_there_is_nothing_to_search_in(tmp_path: Path) -> Non
     asyncio.run(main())
 
 
-def test_whoever_comes_while_another_is_inside_gets_the_same_api_until_the_last_has_left(tmp_path: Path) -> None:
+def test_concurrent_users_share_one_api_until_the_last_has_left(tmp_path: Path) -> None:
     async def main() -> None:
         async with connection(tmp_path, "process") as client:
             first, second = Lookup.prepare(client, requests_per_s=100), Lookup.prepare(client, requests_per_s=200)

@@ -67,12 +67,12 @@ def refused(name: str) -> str:
     return str(caught.value)
 
 
-def test_a_built_in_task_is_found_by_its_name() -> None:
+def test_a_built_in_task_is_loaded_by_its_name() -> None:
     assert resolve("frozenlake") is FrozenLake
     assert resolve("chain") is Chain
 
 
-def test_a_built_in_task_is_imported_when_it_is_asked_for_and_not_before() -> None:
+def test_a_built_in_task_is_imported_at_first_use_only() -> None:
     program = (
         "import sys; from tangram.rl.environments import registry as r;"
         "there = lambda: [m for m in r.BUILT_IN if f'tangram.rl.environments.{m}' in sys.modules];"
@@ -100,7 +100,7 @@ def test_a_name_belongs_to_one_task() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a b", "my:maze", "-x", "x" * 200])
-def test_a_name_that_could_not_be_asked_for_is_refused(name: str) -> None:
+def test_an_unusable_name_is_refused(name: str) -> None:
     with pytest.raises(InvalidConfig, match="letters, digits"):
         register(name, Maze)
 
@@ -112,7 +112,7 @@ def test_an_unknown_name_is_answered_by_the_nearest() -> None:
     assert "there are frozenlake, chain, codefix, lookup, maze" in refused("poker")
 
 
-def test_a_task_is_found_by_its_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_is_loaded_by_its_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_own_mazes.py").write_text(
         "from tangram.rl.environments.chain import Chain\nclass Kinds:\n    class Long(Chain): ...\n"
@@ -122,7 +122,9 @@ def test_a_task_is_found_by_its_import_path(tmp_path: Path, monkeypatch: pytest.
     assert "there is no Lang (did you mean Long?)" in refused("my_own_mazes:Kinds.Lang")
 
 
-def test_an_import_that_fails_says_which_module_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_import_is_reported_with_the_module_and_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_broken_maze.py").write_text("import no_such_engine\n")
     (tmp_path / "my_raising_maze.py").write_text("raise RuntimeError('no ice today')\n")

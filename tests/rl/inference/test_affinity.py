@@ -47,7 +47,7 @@ def test_without_classes_the_engine_with_the_least_to_do_is_taken() -> None:
     assert "least loaded" in bound.why
 
 
-def test_a_class_that_is_known_but_not_there_falls_back_and_says_so() -> None:
+def test_a_class_without_engines_falls_back_with_a_warning() -> None:
     binding = explain(settings("bandwidth", tasks={"frozenlake": "compute"}))
     bound = binding.task("frozenlake")
     assert (bound.falls_back, bound.used) == (True, "bandwidth")
@@ -111,7 +111,7 @@ def test_prefill_heavy_tasks_get_compute_and_decode_heavy_ones_bandwidth() -> No
     assert "frozenlake: compute" in profiler.lines()[0] and "clear" in profiler.lines()[0]
 
 
-def test_a_few_trajectories_or_a_close_call_are_said_to_be_doubtful() -> None:
+def test_a_few_trajectories_or_a_close_result_are_reported_as_doubtful() -> None:
     profiler = Profiler()
     profiler.add(a_trajectory("chain", turns=1, read=100, written=4000))
     (few,) = profiler.recommend()

@@ -7,7 +7,7 @@ from tangram.bench.base import run_module
 from tangram.bench.weights import WeightsSizes
 
 
-def test_every_number_is_measured_and_judged() -> None:
+def test_every_metric_is_measured_and_compared_with_its_goal() -> None:
     told: list[float] = []
     sizes = WeightsSizes(versions=2, engines=2, layers=2, width=32, heads=2, quiet_steps=4, tokens=12)
     result = run_module(weights, sizes, progress=lambda share, text="": told.append(share))

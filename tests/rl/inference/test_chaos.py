@@ -188,7 +188,7 @@ def test_the_chaos_reaches_every_end() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_closing_at_any_moment_ends_everybody(seed: int) -> None:
+def test_closing_at_any_moment_ends_all_requests(seed: int) -> None:
     async def main() -> None:
         chaos = Chaos(seed)
         gateway = chaos.rig.gateway

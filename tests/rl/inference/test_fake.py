@@ -13,7 +13,7 @@ from tangram.rl.inference.engines.protocol import EngineDied, GenerationRequest,
 from tangram.rl.rollout.codec import WordCodec
 
 
-def test_it_writes_what_the_script_says_one_token_after_the_other() -> None:
+def test_the_fake_engine_generates_the_script_token_by_token() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         engine = fake(token_s=0.5, prefill_s_per_token=0.01)
@@ -73,7 +73,7 @@ def test_what_is_being_written_waits_while_it_is_suspended_and_is_read_again_aft
     play(main)
 
 
-def test_when_it_dies_each_request_hears_what_was_written() -> None:
+def test_when_it_dies_each_request_gets_the_tokens_generated_so_far() -> None:
     async def main() -> None:
         engine = fake(token_s=1.0)
         await engine.start(weights())
@@ -112,7 +112,7 @@ def test_it_hangs_until_that_is_detected_or_it_is_closed() -> None:
     play(main)
 
 
-def test_it_refuses_as_often_as_it_is_told() -> None:
+def test_it_refuses_as_often_as_configured() -> None:
     async def main() -> None:
         engine = fake()
         engine.refuse(starts=1)

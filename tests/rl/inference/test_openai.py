@@ -183,7 +183,7 @@ def test_weights_that_cannot_be_had_leave_the_old_ones(dialect: str, tmp_path: P
 
 
 @BOTH
-def test_weights_as_we_publish_them_are_never_handed_to_a_server(dialect: str, tmp_path: Path) -> None:
+def test_published_weights_are_never_sent_to_a_server(dialect: str, tmp_path: Path) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         for name in ("manifest.json", "00000.bucket", "config.json"):
             (tmp_path / name).touch()
@@ -205,7 +205,7 @@ def test_a_server_that_has_new_weights_and_old_prefixes_counts_as_dead(tmp_path:
 
 
 @BOTH
-def test_a_server_that_was_given_weights_is_given_them_again_at_its_next_start(dialect: str, tmp_path: Path) -> None:
+def test_a_server_with_updated_weights_gets_them_again_at_its_next_start(dialect: str, tmp_path: Path) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         await engine.update(checkpoint(tmp_path, 2))
         await engine.close()
@@ -259,7 +259,7 @@ def test_cancelling_a_request_aborts_it_in_the_server(dialect: str) -> None:
 
 
 @BOTH
-def test_a_server_without_control_serves_evaluation_and_says_why(dialect: str) -> None:
+def test_a_server_without_control_serves_evaluation_and_reports_why(dialect: str) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         assert not engine.output_is_trainable
         assert "takes no weights" in engine.shortcoming
@@ -362,7 +362,7 @@ def test_text_without_ids_is_refused_at_the_start(dialect: str) -> None:
 @pytest.mark.parametrize(
     ("temperature", "scaled", "output_is_trainable"), [(0.5, True, True), (0.5, False, False), (1.0, False, True)]
 )
-def test_log_probabilities_before_the_temperature_are_found_out(
+def test_log_probabilities_before_the_temperature_are_detected(
     dialect: str, temperature: float, scaled: bool, output_is_trainable: bool, tmp_path: Path
 ) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
@@ -373,7 +373,7 @@ def test_log_probabilities_before_the_temperature_are_found_out(
     with_server(test, dialect, scaled=scaled, temperature=temperature)
 
 
-def test_ids_that_were_left_are_not_told_so_training_with_top_k_is_refused() -> None:
+def test_without_the_ids_of_the_sampled_subset_training_with_top_k_is_refused() -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         sampling = Sampling(top_k=5, keep_ids=True)
         request = GenerationRequest(id="r", tokens=(1,), sampling=sampling, noise=SamplingSeed(seed=1))
@@ -470,7 +470,7 @@ def test_an_answer_that_ends_oddly_costs_its_request_alone(dialect: str, finish:
 @pytest.mark.parametrize(
     "done", [b"data:[DONE]\n\n", b"data: [DONE]", b"data:[DONE]", b"event: end\r\ndata: [DONE]\r\n", b""]
 )
-def test_the_end_of_a_stream_may_be_said_in_several_ways(done: bytes) -> None:
+def test_the_end_of_a_stream_has_several_valid_forms(done: bytes) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         server.done = done
         request = a_request(tokens_max=3)
@@ -489,7 +489,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("status", "error"), [(400, RequestRefused), (422, RequestRefused), (404, EngineDied), (500, EngineDied)]
 )
-def test_whose_fault_an_answer_is(status: int, error: type[Exception]) -> None:
+def test_the_status_of_a_response_decides_who_failed(status: int, error: type[Exception]) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         server.status = status
         with pytest.raises(error, match=f"{status}: as you like"):
@@ -502,7 +502,7 @@ def test_whose_fault_an_answer_is(status: int, error: type[Exception]) -> None:
 
 
 @pytest.mark.usefixtures("no_pauses")
-def test_a_server_that_fails_once_is_asked_again() -> None:
+def test_a_server_that_fails_once_gets_the_request_again() -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         server.status, server.unlucky = 500, 1
         request = a_request(tokens_max=2)
@@ -512,7 +512,7 @@ def test_a_server_that_fails_once_is_asked_again() -> None:
 
 
 @pytest.mark.usefixtures("no_pauses")
-def test_a_request_that_a_server_fails_each_time_is_refused_if_it_answers_others() -> None:
+def test_a_request_that_fails_each_time_is_refused_if_the_server_answers_further_requests() -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         server.status, server.unlucky = 500, openai.TRIES
         with pytest.raises(RequestRefused, match="answers others: 500: as you like"):
@@ -522,7 +522,7 @@ def test_a_request_that_a_server_fails_each_time_is_refused_if_it_answers_others
     with_server(test)
 
 
-def test_a_refusal_that_speaks_of_length_names_the_key_to_be_changed() -> None:
+def test_a_length_error_names_the_key_to_change() -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         server.status, server.words = 400, "maximum context length is 8 tokens"
         with pytest.raises(RequestRefused, match=r"8 tokens; lower context_max of \[\[engines\]\]"):
@@ -545,7 +545,7 @@ def test_a_token_that_the_policy_does_not_know_makes_no_sense(dialect: str) -> N
     with_server(test, dialect, vocabulary=50)
 
 
-def test_a_server_that_has_no_place_is_asked_again() -> None:
+def test_a_server_without_free_slots_gets_the_request_again() -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         server.busy = 1
         request = a_request(tokens_max=2)
@@ -566,7 +566,7 @@ def test_a_server_that_has_place_for_one_serves_all_one_after_the_other() -> Non
     with_server(test)
 
 
-def test_no_more_requests_than_slots_are_asked_at_once_and_waiting_is_told() -> None:
+def test_concurrent_requests_are_limited_to_the_slots_and_waiting_is_reported() -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         tasks = [asyncio.create_task(engine.generate(a_request(tokens_max=3))) for _ in range(6)]
         await until(lambda: server.inside == 2)
@@ -580,7 +580,9 @@ def test_no_more_requests_than_slots_are_asked_at_once_and_waiting_is_told() -> 
 
 
 @pytest.mark.usefixtures("no_pauses")
-def test_a_busy_server_is_asked_again_when_it_says_and_no_later_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_server_gets_the_request_again_after_its_retry_after_up_to_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pauses: list[float] = []
 
     async def pause(line: HttpSession, seconds: float) -> None:
@@ -598,7 +600,7 @@ def test_a_busy_server_is_asked_again_when_it_says_and_no_later_than_a_limit(mon
 
 
 @pytest.mark.usefixtures("no_pauses")
-def test_a_server_without_place_for_anybody_is_dead_after_a_while() -> None:
+def test_a_server_that_stays_without_free_slots_is_dead_after_a_while() -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         server.busy = -1
         with pytest.raises(ServerOverloaded, match="accepted no request for 2 s: 429: later"):
@@ -683,7 +685,7 @@ def test_an_unknown_dialect_is_refused() -> None:
     "url",
     ["localhost", "localhost:8000", "http://", "http://[::1", "http://node:{port}", "http://node:99999", "http://a b"],
 )
-def test_an_address_that_is_none_is_refused(url: str) -> None:
+def test_an_invalid_address_is_refused(url: str) -> None:
     with pytest.raises(InvalidConfig, match=r"url: expected an address such as http://localhost:8000"):
         EngineSettings(kind="openai", url=url)
 

@@ -115,7 +115,7 @@ def shared(published: list[PolicyWeights]) -> Iterator[Shared]:
 # ---- serving ----
 
 
-def test_requests_are_answered_each_by_itself_with_their_tokens_and_steps_are_recorded_if_asked_for(
+def test_requests_are_answered_independently_with_their_tokens_and_steps_are_recorded_on_request(
     published: list[PolicyWeights],
 ) -> None:
     engine = ProcessEngine(settings(), record_steps=True)
@@ -152,7 +152,7 @@ def test_a_short_request_is_answered_while_a_long_one_goes_on(shared: Shared) ->
     shared.run(test)
 
 
-def test_a_request_that_cannot_be_served_is_refused_and_disturbs_nobody(shared: Shared) -> None:
+def test_a_request_that_cannot_be_served_is_refused_and_affects_no_other(shared: Shared) -> None:
     engine = shared.engine
 
     async def test() -> None:
@@ -367,7 +367,7 @@ def test_one_of_several_has_a_number_in_its_name() -> None:
         ({}, 2, "not finite"),
     ],
 )
-def test_a_start_that_fails_says_why_and_leaves_nothing(
+def test_a_failed_start_reports_why_and_leaves_nothing(
     published: list[PolicyWeights], options: dict, weights: PolicyWeights | int | None, reason: str
 ) -> None:
     engine = ProcessEngine(settings(**options))

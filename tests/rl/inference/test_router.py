@@ -40,7 +40,7 @@ from tangram.rl.inference.router_records import (
 # ---- routing ----
 
 
-def test_a_task_goes_to_the_class_that_it_prefers_and_others_to_the_default() -> None:
+def test_a_task_goes_to_its_preferred_class_and_the_rest_to_the_default() -> None:
     async def test(rig: Rig) -> None:
         found = [await rig.gateway.generate(a_request(task=task)) for task in ("frozenlake", "chain", "other")]
         assert [each.engine for each in found] == ["c", "b", "b"]
@@ -89,7 +89,7 @@ def test_a_session_leaves_an_engine_that_is_overloaded() -> None:
     at_gateway(test, fake("a"), fake("b"))
 
 
-def test_a_session_whose_prefix_was_lost_with_an_update_is_not_held_to_its_engine() -> None:
+def test_a_session_whose_prefix_was_lost_with_an_update_is_not_pinned_to_its_engine() -> None:
     async def test(rig: Rig) -> None:
         assert (await rig.gateway.generate(a_request(session="s"))).engine == "a"
         await rig.gateway.update(weights(2))
@@ -164,7 +164,7 @@ def test_two_engines_of_one_name_are_refused() -> None:
 # ---- deaths ----
 
 
-def test_a_request_whose_engine_dies_goes_on_elsewhere_from_its_tokens() -> None:
+def test_a_request_whose_engine_dies_continues_elsewhere_from_its_tokens() -> None:
     async def test(rig: Rig) -> None:
         request = a_request(tokens=10, tokens_max=20, session="s")
         task = asyncio.create_task(rig.gateway.generate(request))
@@ -185,7 +185,7 @@ def test_a_request_whose_engine_dies_goes_on_elsewhere_from_its_tokens() -> None
     at_gateway(test, fake("a"), fake("b"))
 
 
-def test_a_request_whose_only_engine_dies_goes_on_when_it_is_back() -> None:
+def test_a_request_whose_only_engine_dies_continues_when_it_is_back() -> None:
     async def test(rig: Rig) -> None:
         request = a_request(tokens_max=20)
         task = asyncio.create_task(rig.gateway.generate(request))
@@ -199,7 +199,7 @@ def test_a_request_whose_only_engine_dies_goes_on_when_it_is_back() -> None:
     at_gateway(test, fake("a", start_s=3.0))
 
 
-def test_an_engine_that_dies_after_the_last_token_is_not_asked_again() -> None:
+def test_an_engine_that_dies_after_the_last_token_gets_no_retry() -> None:
     class Dying:
         """Writes all and dies before it says so."""
 
@@ -232,7 +232,7 @@ def test_an_engine_that_dies_after_the_last_token_is_not_asked_again() -> None:
     play(main)
 
 
-def test_an_engine_that_dies_again_and_again_is_removed_and_the_others_serve() -> None:
+def test_an_engine_that_dies_repeatedly_is_removed_and_the_rest_serve() -> None:
     async def test(rig: Rig) -> None:
         bad = rig.engines["bad"]
         bad.refuse(starts=100)
@@ -276,7 +276,7 @@ def test_when_no_engine_remains_every_request_gets_the_reason() -> None:
     at_gateway(test, fake("a"), fake("b"))
 
 
-def test_a_start_at_which_no_engine_comes_up_says_why_and_leaves_nothing() -> None:
+def test_a_start_at_which_every_engine_fails_reports_why_and_leaves_nothing() -> None:
     async def main() -> None:
         engine = fake("a")
         engine.refuse(starts=100)
@@ -368,7 +368,7 @@ def test_an_engine_that_dies_of_every_request_is_removed_though_it_starts_well_e
     at_gateway(test, fake("a"), deaths_max=3)
 
 
-def test_requests_that_kill_an_engine_which_serves_others_in_between_do_not_remove_it() -> None:
+def test_requests_that_kill_an_engine_which_serves_requests_in_between_do_not_remove_it() -> None:
     async def test(rig: Rig) -> None:
         watch = poisoned(rig)
         for _ in range(2 * ABANDONED_MAX):
@@ -430,7 +430,7 @@ def test_an_engine_that_refuses_every_request_is_removed() -> None:
     at_gateway(test, Choosy(drawn, name="a"), deaths_max=3)
 
 
-def test_an_engine_that_serves_others_may_refuse_as_many_as_it_likes() -> None:
+def test_an_engine_that_serves_requests_may_refuse_any_number() -> None:
     async def test(rig: Rig) -> None:
         for number in range(5 * REFUSED_MAX):
             with pytest.raises(RequestRefused):
@@ -504,7 +504,7 @@ def test_an_update_changes_the_version_in_the_middle_of_a_request() -> None:
     at_gateway(test, fake("a", update_s=5.0))
 
 
-def test_a_slow_engine_does_not_hold_up_the_others() -> None:
+def test_a_slow_engine_does_not_delay_the_rest() -> None:
     async def test(rig: Rig) -> None:
         update = asyncio.create_task(rig.gateway.update(weights(2)))
         await until(lambda: bool(rig.told(EngineUpdated)))
@@ -516,7 +516,7 @@ def test_a_slow_engine_does_not_hold_up_the_others() -> None:
     at_gateway(test, fake("fast", update_s=1.0), fake("slow", update_s=50.0))
 
 
-def test_an_engine_that_refuses_what_others_take_is_restarted_with_the_new_weights() -> None:
+def test_an_engine_that_refuses_accepted_weights_is_restarted_with_them() -> None:
     async def test(rig: Rig) -> None:
         request = a_request(tokens_max=30)
         task = asyncio.create_task(rig.gateway.generate(request))
@@ -533,7 +533,7 @@ def test_an_engine_that_refuses_what_others_take_is_restarted_with_the_new_weigh
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_weights_that_no_engine_takes_are_told_and_all_go_on_with_those_before(count: int) -> None:
+def test_weights_that_no_engine_accepts_are_reported_and_all_continue_with_the_previous_ones(count: int) -> None:
     async def test(rig: Rig) -> None:
         request = a_request(tokens_max=30)
         task = asyncio.create_task(rig.gateway.generate(request))
@@ -637,7 +637,7 @@ def test_of_two_updates_the_later_one_wins() -> None:
     at_gateway(test, fake("a", update_s=1.0), fake("b", update_s=7.0))
 
 
-def test_weights_are_taken_back_only_if_that_is_said() -> None:
+def test_weights_are_rolled_back_only_on_request() -> None:
     async def test(rig: Rig) -> None:
         await rig.gateway.update(weights(9))
         with pytest.raises(InvalidConfig, match="rollback=True"):
@@ -687,7 +687,7 @@ def test_closing_ends_all_requests() -> None:
     play(main)
 
 
-def test_a_listener_that_fails_disturbs_nobody() -> None:
+def test_a_listener_that_fails_affects_nothing() -> None:
     async def main() -> None:
         faults: list[object] = []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: faults.append(context["exception"]))

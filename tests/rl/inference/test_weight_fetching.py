@@ -39,7 +39,7 @@ def test_a_failed_fetch_keeps_the_old_weights_and_suspends_no_engine() -> None:
     at_gateway(test, fake("a", fetch_s=4.0))
 
 
-def test_an_engine_that_cannot_fetch_what_others_take_is_restarted_with_it() -> None:
+def test_an_engine_that_cannot_fetch_accepted_weights_is_restarted_with_them() -> None:
     async def test(rig: Rig) -> None:
         rig.engines["a"].refuse(fetches=1)
         await rig.gateway.update(weights(2))

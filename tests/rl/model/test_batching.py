@@ -174,7 +174,7 @@ def _fields(asked: GenerationRequest) -> dict:
     return {each: getattr(asked, each) for each in GenerationRequest.__struct_fields__}
 
 
-def test_broken_weights_are_told_and_not_sampled_from() -> None:
+def test_broken_weights_are_reported_and_not_sampled_from() -> None:
     broken = Transformer.new(model(0).config, seed=0, dtype=torch.float64).requires_grad_(False)
     broken.norm[3] = float("nan")
     machine = batcher()
@@ -204,7 +204,7 @@ def test_more_requests_than_slots_are_served_in_their_order() -> None:
         assert_as_if_alone(each, found[each.id])
 
 
-def test_a_long_prompt_is_read_by_and_by_while_others_write() -> None:
+def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
     machine = batcher(chunk=4)
     machine.add(request(1, 3, tokens_max=30))
     machine.step()
@@ -221,7 +221,7 @@ def test_short_prompts_are_read_together_within_a_chunk() -> None:
     assert machine.step().prefilled == 12
 
 
-def test_a_few_tokens_are_read_along_with_those_who_write() -> None:
+def test_a_few_tokens_are_prefilled_together_with_decoding_requests() -> None:
     machine = batcher(slots=4)
     writing = [request(number, 1, tokens_max=20) for number in range(3)]
     for each in writing:
@@ -269,7 +269,7 @@ def test_while_suspended_requests_are_taken_but_nothing_is_written() -> None:
     assert machine.statistics().suspended_s > 0.0
 
 
-def test_what_was_written_so_far_is_told_once() -> None:
+def test_the_tokens_so_far_are_returned_once() -> None:
     machine = batcher()
     machine.add(request(1, 3, tokens_max=9))
     told = []
@@ -330,7 +330,7 @@ def test_the_same_request_again_reads_its_last_token() -> None:
     assert_as_if_alone(request(1, session="s"), again)
 
 
-def test_slots_of_sessions_go_to_others_the_longest_unused_first() -> None:
+def test_slots_of_sessions_are_reused_least_recently_used_first() -> None:
     machine = batcher(slots=2)
     for number in (1, 2):
         machine.add(request(number, session=f"s{number}"))
@@ -561,7 +561,7 @@ def _bits(got: Generation) -> tuple[tuple[int, ...], tuple[str, ...]]:
 # ---- emulated hardware, and what it took ----
 
 
-def test_emulated_hardware_takes_at_least_what_it_is_said_to_take() -> None:
+def test_emulated_hardware_takes_at_least_the_configured_time() -> None:
     paced: list[tuple[float, float]] = []
 
     def pace(took_s: float, least_s: float) -> float:

@@ -67,7 +67,7 @@ def ask(judge: NameJudge, given: str, expected: str) -> dict[str, float]:
     return found
 
 
-def test_it_tells_who_belongs_together_also_of_pairs_that_it_was_not_trained_on(folder: Path) -> None:
+def test_the_judge_matches_pairs_beyond_its_training_set(folder: Path) -> None:
     judge, pairs = load_or_train(TINY, folder), NamePairs(TINY)
     assert pairs.accuracy(judge) >= 0.99
     names = [name for group in GROUPS for name in group]
@@ -116,7 +116,7 @@ def test_one_that_is_kept_is_examined_as_well(tmp_path: Path, folder: Path) -> N
         load_or_train(lazy, tmp_path)
 
 
-def test_what_is_kept_is_used_and_what_is_damaged_is_trained_anew(
+def test_a_cached_judge_is_used_and_a_damaged_one_is_retrained(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = load_cached(folder, TINY)
@@ -157,7 +157,7 @@ def test_the_folder_is_that_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_pat
         assert cache_folder() == Path.home() / ".cache" / "tangram" / "judges"
 
 
-def test_a_folder_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ManagerError, match=r"cannot be kept in .*XDG_CACHE_HOME names another folder"):
         store_cached(tmp_path / "file", TINY, b"")
@@ -198,14 +198,14 @@ def test_training_happens_once_in_a_process_of_its_own(tmp_path: Path, monkeypat
     assert told == []
 
 
-def test_what_went_wrong_there_is_said_here(tmp_path: Path) -> None:
+def test_an_error_in_the_process_is_raised_here(tmp_path: Path) -> None:
     lazy = msgspec.structs.replace(TINY, steps_max=1)
     with pytest.raises(ManagerError, match="cannot be trained: the judge is right about"):
         within(ensure_judge(lazy, tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_whoever_is_cancelled_ends_the_training(tmp_path: Path) -> None:
+def test_cancelling_ends_the_training(tmp_path: Path) -> None:
     long = msgspec.structs.replace(TINY, steps_max=10_000_000, accuracy_min=1.0, rate=1e-9)
 
     async def main() -> None:
@@ -274,7 +274,7 @@ def test_it_answers_as_a_service_and_refuses_what_it_does_not_know(tmp_path: Pat
     within(main())
 
 
-def test_a_service_whose_judge_does_not_pass_does_not_start(tmp_path: Path) -> None:
+def test_a_service_whose_judge_fails_its_test_does_not_start(tmp_path: Path) -> None:
     async def main() -> None:
         lazy = msgspec.structs.replace(TINY, steps_max=1)
         devices = [Emulated(memory_bytes=1 << 20)]

@@ -96,7 +96,7 @@ OWN = {name: f"{__name__}:{name}" for name in ("broken_later", "broken_gradient"
 # ---- what a step is -----------------------------------------------------------------------------------------------
 
 
-def test_a_step_makes_a_version_and_tells_every_metric() -> None:
+def test_a_step_makes_a_version_and_reports_every_metric() -> None:
     one = learner(kl=0.1)
     before = weights(one)
     metrics = one.step(played(0))
@@ -159,7 +159,7 @@ def test_the_first_update_does_not_depend_on_what_is_clipped() -> None:
     assert same(weights(narrow), weights(wide))
 
 
-def test_old_samples_weigh_what_the_correction_says() -> None:
+def test_old_samples_get_the_weight_of_the_correction() -> None:
     corrected, bare = (
         learner(settings({"correction": name, "epochs": 1}, {"mode": "sync"})) for name in ("truncated", "none")
     )
@@ -279,7 +279,7 @@ def test_a_loss_that_is_not_there_is_refused_at_once() -> None:
         learner(loss="tests.rl.played:nothing")
 
 
-def test_a_loss_that_raises_says_where_and_changes_nothing() -> None:
+def test_a_loss_that_raises_is_reported_with_its_place_and_changes_nothing() -> None:
     one = learner(loss="tests.rl.model.test_learner:raising")
     before = weights(one)
     with pytest.raises(InvalidInput, match=r"objective\.loss: .*KeyError: 'mean'.*test_learner\.py:\d+"):
@@ -298,7 +298,9 @@ def test_a_loss_that_raises_says_where_and_changes_nothing() -> None:
         ("metric", r"a tensor of shape \[\d+\] as metric each"),
     ],
 )
-def test_what_a_loss_returns_that_is_none_is_said_with_its_place_and_changes_nothing(loss: str, returned: str) -> None:
+def test_an_invalid_return_value_of_a_loss_is_reported_with_its_place_and_changes_nothing(
+    loss: str, returned: str
+) -> None:
     one = learner(loss=f"{__name__}:{loss}")
     before = weights(one)
     line = globals()[loss].__code__.co_firstlineno
@@ -497,7 +499,7 @@ def test_after_restoring_the_next_steps_are_the_same_to_the_last_bit(tmp_path: P
     assert not list(tmp_path.glob(".*")), "nothing unfinished is left"
 
 
-def test_a_checkpoint_is_a_model_for_others_too(tmp_path: Path) -> None:
+def test_a_checkpoint_loads_without_the_learner(tmp_path: Path) -> None:
     one = learner()
     one.step(played(0))
     one.save(tmp_path)
@@ -551,7 +553,7 @@ def test_what_cannot_be_restored_changes_nothing(tmp_path: Path) -> None:
     assert same(weights(one), before) and one.version == 0
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ManagerError, match="cannot be written"):
         learner().save(tmp_path / "not there")
 

@@ -232,7 +232,7 @@ def test_our_own_models_are_read_by_transformers(tmp_path: Path, config: Transfo
     assert load(tmp_path / "made" / "here").config == config
 
 
-def test_whoever_may_read_the_config_may_read_the_weights(tmp_path: Path) -> None:
+def test_weights_are_readable_to_the_readers_of_the_config(tmp_path: Path) -> None:
     save(Transformer.new(small_config(VOCABULARY), 3), tmp_path / "made")
     modes = {path.name: path.stat().st_mode for path in (tmp_path / "made").iterdir()}
     assert modes["model.safetensors"] == modes["config.json"]
@@ -252,7 +252,7 @@ def test_a_folder_with_something_in_it_is_not_overwritten(llama: Path) -> None:
     assert (llama / "model.safetensors").read_bytes() == before
 
 
-def test_a_full_disk_is_told_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_leaves_nothing_behind(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
     try:
@@ -340,7 +340,7 @@ def test_a_config_that_lies_about_sizes_makes_nothing_large(llama: Path, fields:
         load(llama)
 
 
-def test_every_truncation_of_the_weights_is_told_with_the_file(llama: Path) -> None:
+def test_every_truncation_of_the_weights_is_reported_with_the_file(llama: Path) -> None:
     path = llama / "model.safetensors"
     whole = path.read_bytes()
     for length in (0, 1, 7, 8, 9, 200, len(whole) // 2, len(whole) - 1):
@@ -349,7 +349,7 @@ def test_every_truncation_of_the_weights_is_told_with_the_file(llama: Path) -> N
             load(llama)
 
 
-def test_lies_in_the_header_of_the_weights_are_told_with_the_file(llama: Path) -> None:
+def test_a_wrong_header_of_the_weights_is_reported_with_the_file(llama: Path) -> None:
     path = llama / "model.safetensors"
     whole = path.read_bytes()
     size = int.from_bytes(whole[:8], "little")
@@ -372,7 +372,7 @@ def test_lies_in_the_header_of_the_weights_are_told_with_the_file(llama: Path) -
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"quantization_config":' * 100_000])
-def test_a_config_that_is_none_is_told_with_the_file(llama: Path, text: bytes) -> None:
+def test_an_invalid_config_is_reported_with_the_file(llama: Path, text: bytes) -> None:
     (llama / "config.json").write_bytes(text)
     with pytest.raises(InvalidConfig, match=r"config\.json"):
         load(llama)
@@ -402,7 +402,7 @@ def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_without_the_library_it_is_said_what_to_install(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_error_names_what_to_install(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("safetensors", "safetensors.torch"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(InvalidConfig, match=r"pip install 'arl-tangram\[transformers\]'"):

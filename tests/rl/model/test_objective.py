@@ -185,7 +185,7 @@ def test_following_a_teacher_descends_the_divergence_from_it() -> None:
 # ---- advantages ---------------------------------------------------------------------------------------------------
 
 
-def test_advantages_as_they_are_defined() -> None:
+def test_advantages_match_their_definition() -> None:
     rewards = [1.0, 0.0, 0.0, 1.0]
     assert objective.advantage_named("std")(rewards) == pytest.approx([1.0, -1.0, -1.0, 1.0], abs=1e-5)
     assert objective.advantage_named("mean")(rewards) == [0.5, -0.5, -0.5, 0.5]
@@ -202,7 +202,7 @@ def test_advantages_of_a_group_cancel_and_keep_the_order(rewards: list[float], n
     assert found[best] == max(found)
 
 
-def test_an_advantage_of_ones_own_is_found_by_its_name() -> None:
+def test_a_custom_advantage_is_loaded_by_its_name() -> None:
     assert objective.advantage_named(f"{__name__}:as_they_are")((0.5, 2.0)) == as_they_are((0.5, 2.0))
     for name in ("nowhere:at_all", f"{__name__}:missing", f"{__name__}:START", "tests.rl.played:"):
         with pytest.raises(InvalidConfig, match=r"objective\.advantage"):
@@ -253,7 +253,7 @@ def test_what_was_cut_off_is_kept_masked_or_punished() -> None:
     assert punished == [(0, -0.3333), (1, -0.3333), (2, 0.6667)]
 
 
-def test_who_is_punished_has_to_have_a_lowest_reward() -> None:
+def test_a_punished_ending_requires_a_lowest_reward() -> None:
     one = group(trajectory(CUT, reward=1.0, task="other"), task="other")
     with pytest.raises(InvalidInput, match="other"):
         chosen(one, overlong="punish")

@@ -140,7 +140,7 @@ def test_gradients_are_numbers_where_ids_were_left_out(policy: Any) -> None:
     assert any((each.grad != 0).any() for each in policy.parameters() if each.grad is not None)
 
 
-def test_ours_and_that_of_transformers_say_the_same_of_one_checkpoint(tmp_path: Path) -> None:
+def test_our_transformer_and_that_of_transformers_agree_on_one_checkpoint(tmp_path: Path) -> None:
     model_folder.save(ours(), tmp_path / "model")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     samples = PackedSamples.from_trajectories(members(2))
@@ -160,7 +160,7 @@ def test_a_model_of_another_kind_is_read_by_transformers(tmp_path: Path) -> None
     np.testing.assert_array_equal(of(samples, found)[0], of(samples, policy)[0])
 
 
-def test_a_folder_that_nobody_can_read_is_told_with_both_reasons(tmp_path: Path) -> None:
+def test_an_unreadable_folder_is_reported_with_both_reasons(tmp_path: Path) -> None:
     with pytest.raises(ManagerError, match=r"cannot be trained.*ours: .*config\.json"):
         load(tmp_path / "nothing")
 
@@ -172,7 +172,7 @@ def test_what_is_published_is_what_engines_pull(tmp_path: Path) -> None:
     assert all(torch.equal(value, pulled.state_dict()[name]) for name, value in model.state_dict().items())
 
 
-def test_what_others_serve_is_published_as_a_checkpoint(tmp_path: Path) -> None:
+def test_a_policy_of_an_external_server_is_published_as_a_checkpoint(tmp_path: Path) -> None:
     policy = as_policy(gpt2())
     weights = policy.publish(tmp_path, 4)
     assert weights.version == 4
@@ -203,7 +203,7 @@ def test_what_cannot_be_published_leaves_what_was_there(
     assert [path.name for path in tmp_path.iterdir()] == ["00000004"]
 
 
-def test_our_policies_are_published_as_checkpoints_for_servers_of_others(tmp_path: Path) -> None:
+def test_our_policies_are_published_as_checkpoints_for_external_servers(tmp_path: Path) -> None:
     model_folder.save(ours(), tmp_path / "model")
     weights = load(tmp_path / "model", for_external_servers=True).publish(tmp_path / "published", 0)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(weights.folder)

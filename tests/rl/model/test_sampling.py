@@ -36,12 +36,12 @@ def softmax(logits: list[float]) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS)
-def test_philox_gives_the_known_answers(counter, key, words) -> None:
+def test_philox_gives_the_published_vectors(counter, key, words) -> None:
     found = philox(np.array(counter, dtype=np.uint64)[:, None], np.array(key, dtype=np.uint64)[:, None])
     assert tuple(found[:, 0].tolist()) == words
 
 
-def test_philox_gives_the_known_answers_side_by_side() -> None:
+def test_philox_gives_the_published_vectors_side_by_side() -> None:
     counters = np.array([counter for counter, _, _ in KNOWN_ANSWERS], dtype=np.uint64).T
     keys = np.array([key for _, key, _ in KNOWN_ANSWERS], dtype=np.uint64).T
     assert [tuple(each) for each in philox(counters, keys).T.tolist()] == [words for _, _, words in KNOWN_ANSWERS]
@@ -94,7 +94,7 @@ def test_noise_for_which_there_is_no_room_is_refused(field: str, noise: Sampling
     ],
     ids=str,
 )
-def test_tokens_come_as_often_as_their_probability_says(sampling: Sampling) -> None:
+def test_token_frequencies_match_their_probabilities(sampling: Sampling) -> None:
     count = 20_000
     row = torch.randn(20, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 1.5
     drawn = draw(row.expand(count, -1), [sampling] * count, uniforms(SamplingSeed(seed=11), 0, count))
@@ -136,7 +136,7 @@ def test_rows_with_different_settings_are_drawn_as_if_each_were_alone() -> None:
         assert together.logprobs[row] == pytest.approx(alone.logprobs[0], abs=1e-12)
 
 
-def test_temperature_0_takes_the_most_likely_and_tells_its_probability_at_temperature_1() -> None:
+def test_temperature_0_takes_the_most_likely_with_its_probability_at_temperature_1() -> None:
     logits = [0.0, 2.0, 1.0, 2.0]
     for noise in (0.0, 0.5, LAST):
         drawn = draw(torch.tensor([logits]), [Sampling(temperature=0.0)], [noise])
@@ -144,7 +144,7 @@ def test_temperature_0_takes_the_most_likely_and_tells_its_probability_at_temper
         assert drawn.logprobs[0] == pytest.approx(math.log(softmax(logits)[1]), abs=1e-7)
 
 
-def test_the_ids_that_were_left_are_told_where_some_were_left_out() -> None:
+def test_the_ids_of_the_sampled_subset_are_returned_when_tokens_were_excluded() -> None:
     logits = torch.tensor([[3.0, 1.0, 2.0, 0.0]])
     assert draw(logits, [Sampling(top_k=2, keep_ids=True)], [0.5]).kept_ids == [(0, 2)]
     assert draw(logits, [Sampling(top_p=0.6, keep_ids=True)], [0.5]).kept_ids == [(0,)]
@@ -170,7 +170,7 @@ def test_what_is_drawn_always_had_a_probability(logits, temperature, top_k, top_
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_logits_that_are_no_distribution_are_reported_with_their_row(broken: float) -> None:
+def test_invalid_logits_are_reported_with_their_row(broken: float) -> None:
     logits = torch.zeros(3, 5)
     logits[1, 2] = broken
     with pytest.raises(BrokenLogits, match=r"rows \[1\]"):

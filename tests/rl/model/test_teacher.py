@@ -162,7 +162,7 @@ def test_a_question_that_cannot_be_meant_is_refused(folder: Path, change: dict[s
         answer_payloads(as_policy(load(folder / "one")), [payload])
 
 
-def test_a_teacher_with_broken_weights_says_nothing(folder: Path) -> None:
+def test_a_teacher_with_broken_weights_returns_no_score(folder: Path) -> None:
     model = load(folder / "one")
     with torch.no_grad():
         model.norm[0] = float("nan")
@@ -185,7 +185,7 @@ def test_a_model_of_another_kind_is_read_by_transformers(tmp_path: Path) -> None
         assert said(answer) == pytest.approx(right, abs=CLOSE)
 
 
-def test_a_folder_that_nobody_can_read_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mystery", "vocab_size": 3, "hidden_size": 2}')
     with pytest.raises(ManagerError, match=r"config\.json"):
         TeacherEngine(str(tmp_path)).build()
@@ -243,7 +243,7 @@ def scored(service: Service, tmp_path: Path, retries: int) -> Score:
     return asyncio.run(main())
 
 
-def test_a_teacher_that_is_killed_is_asked_again(folder: Path, tmp_path: Path) -> None:
+def test_a_teacher_that_is_killed_gets_the_request_again(folder: Path, tmp_path: Path) -> None:
     lives = tmp_path / "lives"
     lives.write_text("dies\n")
     arguments = {"checkpoint": str(folder / "one"), "lives": str(lives)}
@@ -288,7 +288,7 @@ def reward(client: Any, retries: int = 2) -> TeacherReward:
 GOOD = {"logprobs": [-1.0, -2.0, -0.5, -1.0, -2.0, -1.0]}
 
 
-def test_the_score_is_what_the_environment_paid_and_the_teacher_speaks_of_each_token() -> None:
+def test_the_score_is_the_reward_of_the_environment_and_the_teacher_scores_each_token() -> None:
     client = Answers(GOOD)
     score = asyncio.run(reward(client).score(played(None, temperature=0.7)))
     assert client.asked == [{"tokens": [4, 5, 6, 7, 1] * 2, "at": [2, 3, 4, 7, 8, 9], "temperature": 0.7}]
@@ -347,7 +347,7 @@ def settings_of(folder: Path, *names: str, by_task: tuple[str, ...] = ("one", "o
     )
 
 
-def test_teachers_that_are_asked_are_services(folder: Path) -> None:
+def test_teachers_in_use_are_services(folder: Path) -> None:
     needs = needs_of_teachers(settings_of(folder, "one", "other"), CODEC)
     assert [each.name for each in needs["services"]] == ["one", "other"]
     assert needs_of_teachers(settings_of(folder, tasks=(TaskSettings(name="chain"),)), CODEC) == {}
@@ -398,7 +398,7 @@ def test_a_teacher_with_other_words_or_that_reads_less_is_refused(folder: Path, 
         needs_of_teachers(long, CODEC)
 
 
-def test_a_teacher_that_somebody_else_serves_is_asked_for_its_vocabulary(folder: Path, tmp_path: Path) -> None:
+def test_the_vocabulary_of_an_external_teacher_is_fetched(folder: Path, tmp_path: Path) -> None:
     arguments = {"checkpoint": str(folder / "strange")}
     service = Service(name="one", engine="tangram.rl.model.teacher:TeacherEngine", arguments=arguments)
 
@@ -465,7 +465,7 @@ class Distance:
         self.found.append(statistics.fmean(each.metrics["teacher_kl"] for each in group.members))
 
 
-def test_a_student_comes_closer_to_its_teacher_by_what_the_teacher_says_alone(tmp_path: Path) -> None:
+def test_a_student_approaches_its_teacher_by_the_scores_of_the_teacher_alone(tmp_path: Path) -> None:
     lake = {"size": 3, "turns": 4}
     settings = TrainSettings(
         policy=PolicySettings(width=32, heads=2, layers=1),

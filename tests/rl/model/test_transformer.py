@@ -266,7 +266,7 @@ def test_a_token_behind_the_keys_that_are_looked_at_is_our_bug() -> None:
 # ---- the model itself ----
 
 
-def test_the_same_seed_gives_the_same_weights_and_another_gives_others() -> None:
+def test_equal_seeds_give_equal_weights_and_other_seeds_other_weights() -> None:
     torch.manual_seed(1)
     one = Transformer.new(PLAIN, 7)
     torch.manual_seed(2)

@@ -96,9 +96,7 @@ def test_what_was_fetched_is_taken_by_the_update_and_not_before(published: list[
     run(engine, published[0], test)
 
 
-def test_what_cannot_be_fetched_leaves_the_old_weights_and_says_so(
-    published: list[PolicyWeights], tmp_path: Path
-) -> None:
+def test_a_failed_fetch_keeps_the_old_weights_and_reports_why(published: list[PolicyWeights], tmp_path: Path) -> None:
     engine = ProcessEngine(settings())
     damaged = publish(model(1), model(1).config, tmp_path, 5)
     bucket = next(Path(damaged.folder).glob("*.bucket"))
@@ -198,7 +196,7 @@ def same(one: Transformer, other: Transformer) -> bool:
     return all(torch.equal(*pair) for pair in zip(weights_of(one), weights_of(other), strict=True))
 
 
-def test_the_newer_of_two_fetches_wins_and_the_older_is_told(
+def test_the_newer_of_two_fetches_wins_and_the_older_reports_it(
     published: list[PolicyWeights], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told, reached = Told(), threading.Event()

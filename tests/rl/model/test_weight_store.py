@@ -99,7 +99,7 @@ def test_pulled_weights_do_not_change_with_the_files(published: PolicyWeights) -
 # ---- versions ----
 
 
-def test_versions_are_told_in_order_and_old_ones_are_forgotten(tmp_path: Path) -> None:
+def test_versions_are_announced_in_order_and_old_ones_are_deleted(tmp_path: Path) -> None:
     assert versions(tmp_path / "nothing") == []
     for version in (2, 10, 9, 100_000_000):
         publish(model(version), CONFIG, tmp_path, version)
@@ -119,7 +119,7 @@ def test_a_version_is_published_once(tmp_path: Path, published: PolicyWeights) -
     assert os.listdir(tmp_path) == ["00000003"]
 
 
-def test_what_is_no_version_is_not_told_and_not_removed(tmp_path: Path, published: PolicyWeights) -> None:
+def test_a_file_that_is_not_a_version_is_neither_listed_nor_removed(tmp_path: Path, published: PolicyWeights) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "00000001").mkdir()
     (tmp_path / "00000002").touch()
@@ -203,7 +203,7 @@ def test_a_manifest_that_lies_is_named_and_the_old_weights_stay(
     assert same(serving, model(2))
 
 
-def test_weights_that_are_gone_are_told(tmp_path: Path, published: PolicyWeights) -> None:
+def test_missing_weights_are_reported(tmp_path: Path, published: PolicyWeights) -> None:
     prune_versions(tmp_path, keep=0)
     with pytest.raises(ManagerError, match=r"00000003/manifest\.json: No such file"):
         pull(published)
@@ -236,7 +236,7 @@ def test_what_is_not_the_state_of_the_model_is_not_published(tmp_path: Path, sta
 # ---- the publisher fails ----
 
 
-def test_a_full_disk_is_told_and_leaves_nothing_behind(tmp_path: Path, published: PolicyWeights) -> None:
+def test_a_full_disk_is_reported_and_leaves_nothing_behind(tmp_path: Path, published: PolicyWeights) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
     try:
@@ -247,7 +247,7 @@ def test_a_full_disk_is_told_and_leaves_nothing_behind(tmp_path: Path, published
     assert os.listdir(tmp_path) == ["00000003"]
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ManagerError, match="cannot be written"):
         publish(model(1), CONFIG, tmp_path / "file" / "folder", 1)
@@ -265,7 +265,7 @@ for version in range(1000000):
 """
 
 
-def test_who_pulls_while_another_publishes_and_is_killed_gets_whole_versions_only(tmp_path: Path) -> None:
+def test_a_pull_during_a_publish_that_is_killed_gets_complete_versions_only(tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     errors: list[str] = []
     for _ in range(2):

@@ -80,7 +80,7 @@ class LedgerIntegral:
         return self._sum + self._held * (self._now() - self._at_s)
 
 
-def test_no_client_tells_nothing() -> None:
+def test_without_a_client_pool_usage_is_empty() -> None:
     assert PoolUsageMonitor(None).since_last() == ()
 
 
@@ -125,7 +125,7 @@ def test_waiting_shows_while_a_pool_is_short_and_afterwards() -> None:
     on_virtual_time(test, cores=1.0)
 
 
-def test_a_trajectory_reserves_the_most_that_it_ever_held_from_its_beginning() -> None:
+def test_a_trajectory_reserves_its_peak_from_its_beginning() -> None:
     async def test(client: Client) -> None:
         watch = PoolUsageMonitor(client)
         async with client.sandbox(trajectory="t1") as box:
@@ -198,7 +198,7 @@ def test_many_answers_add_up_to_one_and_never_hold_more_than_is_reserved(seed: i
     on_virtual_time(test)
 
 
-def test_the_pools_of_a_quota_are_told_as_one_in_requests_at_once() -> None:
+def test_the_pools_of_a_quota_are_reported_as_one_in_concurrent_requests() -> None:
     async def test(client: Client) -> None:
         watch = PoolUsageMonitor(client)
         for _ in range(2):
@@ -239,7 +239,7 @@ async def _use_quota(client: Client, name: str) -> None:
         await asyncio.sleep(1.0)
 
 
-def test_those_who_ride_in_one_batch_hold_its_devices_once() -> None:
+def test_calls_that_share_a_batch_hold_its_devices_once() -> None:
     async def test(client: Client) -> None:
         usage = LocalPoolUsage(orchestrator_of(client))
         actions = [
@@ -297,7 +297,7 @@ def test_a_baseline_is_watched_as_well() -> None:
     on_virtual_time(test, decider=Baseline(pools, (), PodsConfig(request=1.0, limit=1.0)))
 
 
-def test_an_idle_trajectory_is_forgotten_after_a_time_or_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_trajectory_is_evicted_after_a_time_or_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes later under its name is another one, so the time between the two is not reserved."""
     monkeypatch.setattr("tangram.rl.observe.pool_usage.TRAJECTORIES_MAX", 10)
 
@@ -351,7 +351,7 @@ def test_real_programs_are_counted(tmp_path: Path, backend: str) -> None:
     asyncio.run(main())
 
 
-def test_a_service_elsewhere_tells_its_cpu(tmp_path: Path) -> None:
+def test_an_external_service_reports_its_cpu(tmp_path: Path) -> None:
     async def main() -> None:
         async with shared(tmp_path, backend="fake", cores=2.0) as client, asyncio.timeout(60.0):
             async with client.sandbox(trajectory="before"):

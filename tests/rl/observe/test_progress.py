@@ -81,7 +81,7 @@ def test_a_trajectory_is_counted_where_it_is() -> None:
     assert (progress.groups_done, progress.tasks["chain"].reward) == (1, 0.5)
 
 
-def test_groups_that_lose_members_and_those_that_are_dropped_are_told_apart() -> None:
+def test_groups_that_lose_members_and_dropped_groups_are_distinguished() -> None:
     progress = RolloutProgress(3)
     failed = trajectory(1, Ending.ENV_FAILED, cause="sandbox lost")
     progress.on_end(failed)

@@ -149,13 +149,13 @@ def test_what_is_short_is_called_by_its_name() -> None:
     assert [cause.label for cause in nameless.stages[Stage.GENERATE].idle] == ["waiting for an engine"]
 
 
-def test_whoever_waits_at_the_door_explains_the_gap_alone() -> None:
+def test_a_request_that_waits_for_admission_explains_the_gap_alone() -> None:
     a = simple("a", [span(Stage.GENERATE, 0, 4, 4.0, "weights")])
     b = simple("b", [span(Stage.STEP, 0, 4)])
     assert idle(build_timeline([a, b])) == {Activity(ActivityKind.WAITING, Stage.GENERATE, "weights"): 4.0}
 
 
-def test_the_buffer_explains_only_what_nobody_else_does() -> None:
+def test_the_buffer_explains_only_the_rest() -> None:
     done = simple("a", [span(Stage.GENERATE, 0, 1), span(Stage.BUFFER, 1, 8)])
     slow = simple("b", [span(Stage.STEP, 0, 5)])
     assert idle(build_timeline([done, slow])) == {STEPPING: 4.0, IN_BUFFER: 3.0}
@@ -169,7 +169,7 @@ def test_a_pause_between_trajectories_is_one_without_anything_to_play() -> None:
     assert found.stages[Stage.GENERATE].counts == ((0, 1, 0), (SECOND, 0, 0), (3 * SECOND, 1, 0), (4 * SECOND, 0, 0))
 
 
-def test_the_loop_itself_and_tries_in_vain_are_told_apart() -> None:
+def test_the_loop_itself_and_futile_attempts_are_distinguished() -> None:
     failed = Span(stage=Stage.STEP, began_s=1.0, ended_s=2.0, failed="lost")
     found = build_timeline([simple("a", [span(Stage.GENERATE, 0, 0.5), failed, span(Stage.STEP, 2, 3)])])
     assert idle(found) == {Activity(ActivityKind.FAILED, Stage.STEP): 1.0, STEPPING: 1.0, BETWEEN: 0.5}
@@ -181,7 +181,7 @@ def test_of_spans_that_overlap_the_last_to_begin_counts() -> None:
     assert found.tasks[0].parts == {WRITING: 3 * SECOND, STEPPING: SECOND}
 
 
-def test_who_explains_a_gap_is_named_the_longest_first() -> None:
+def test_causes_of_a_gap_are_listed_longest_first() -> None:
     members = [simple(f"m{n}", [span(Stage.STEP, 0, n + 1)]) for n in range(5)]
     found = build_timeline([*members, simple("last", [span(Stage.GENERATE, 5, 6)])])
     (gap,) = found.stages[Stage.GENERATE].gaps
@@ -192,7 +192,7 @@ def test_who_explains_a_gap_is_named_the_longest_first() -> None:
     ]
 
 
-def test_the_wait_for_a_group_is_added_unless_it_is_known() -> None:
+def test_the_wait_for_a_group_is_added_unless_recorded() -> None:
     plain = simple("a", [span(Stage.STEP, 0, 1)])
     assert with_buffer_wait(plain, 3.0).spans[-1] == span(Stage.BUFFER, 1, 3)
     assert with_buffer_wait(plain, 1.0) == plain
@@ -226,7 +226,7 @@ def test_times_that_cannot_be_are_refused(wrong: Span) -> None:
 
 
 @given(found=many)
-def test_whatever_a_rollout_says_is_text_in_the_page(found) -> None:
+def test_any_text_of_a_rollout_is_escaped_in_the_page(found) -> None:
     page = timeline_page(build_timeline(found), "run.jsonl", "tangram rl timeline run.jsonl")
     assert page == timeline_page(build_timeline(found), "run.jsonl", "tangram rl timeline run.jsonl")
     assert page.count("<script") == page.count("</script>") == 2

@@ -83,7 +83,7 @@ def seen(browser: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterat
     one.context.close()
 
 
-def test_it_draws_zooms_and_tells_and_obeys_no_text(seen: Seen) -> None:
+def test_the_timeline_draws_zooms_shows_details_and_escapes_text(seen: Seen) -> None:
     assert seen.range == "0.00 s to 10.00 s of 10.00 s"
     # The plot begins at x = 200 and ends at the right edge; lanes begin below the five stages.
     wide = int(seen.page.locator("#lanes canvas").bounding_box()["width"])

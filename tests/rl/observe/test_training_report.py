@@ -140,7 +140,7 @@ def test_pools_and_their_cost_are_added_up(tmp_path: Path) -> None:
     assert cost[3] == "4.0×"
 
 
-def test_discarded_work_is_told_by_cause(tmp_path: Path) -> None:
+def test_discarded_work_is_reported_by_cause(tmp_path: Path) -> None:
     lines = run_lines(steps=21)
     text = written(tmp_path, lines)
     assert cells(text, "Discarded work", "groups dropped: stale")[1] == "3"
@@ -163,7 +163,7 @@ def test_discarded_work_is_told_by_cause(tmp_path: Path) -> None:
     assert series(drawn, "teach nothing")[0] == pytest.approx(1.0 - trained / batches, rel=1e-4)
 
 
-def test_dropped_groups_are_told_as_at_the_end_whatever_was_given_up_meanwhile(tmp_path: Path) -> None:
+def test_dropped_groups_are_reported_as_at_the_end(tmp_path: Path) -> None:
     """Steps of a lineage that was given up are not shown; what was dropped in it stays dropped."""
     lines = run_lines(steps=21)
     lines[-1] = msgspec.structs.replace(lines[-1], dropped_so_far={"stale": 3, "lost_lineage": 41})
@@ -222,7 +222,7 @@ def test_the_parts_of_a_step_are_the_step(evaluation_s: float) -> None:
     assert sum(part for name, part in parts.items() if name.startswith("wait: ")) == pytest.approx(line.wait_s)
 
 
-def test_the_timeline_of_a_log_is_told(tmp_path: Path) -> None:
+def test_the_report_contains_the_timeline_of_a_log(tmp_path: Path) -> None:
     with TrajectoryLog(tmp_path / "trajectories.jsonl") as log:
         log.append(simple("t/0/0.0", [span(Stage.GENERATE, 0.0, 1.0), span(Stage.STEP, 1.0, 3.0)]))
     text = written(tmp_path, run_lines(steps=3))
@@ -234,14 +234,14 @@ def test_the_timeline_of_a_log_is_told(tmp_path: Path) -> None:
 # ---- odd runs ---------------------------------------------------------------------------------------------------
 
 
-def test_a_run_without_evaluations_tells_training_rewards(tmp_path: Path) -> None:
+def test_a_run_without_evaluations_reports_training_rewards(tmp_path: Path) -> None:
     text = written(tmp_path, run_lines(steps=12, evaluate_every=0))
     assert "Training rewards in" in text
     assert "as there was no evaluation" in text
     assert "held-out" not in [each["name"] for each in chart(text, "Rewards of lookup")["series"]]
 
 
-def test_a_run_of_one_step_is_told(tmp_path: Path) -> None:
+def test_a_run_of_one_step_has_a_report(tmp_path: Path) -> None:
     text = written(tmp_path, run_lines(steps=1, evaluate_every=0, notices=False))
     assert "1 step on 126 trajectories" in text.replace("\u00a0", " ")
     assert data_of(text)["xs"]["steps"]["from"]["step"] == [0]
@@ -258,18 +258,18 @@ def test_a_run_that_was_resumed_twice_shows_each_step_once(tmp_path: Path) -> No
     assert seconds == sorted(seconds)
 
 
-def test_a_failure_in_the_warm_start_is_told(tmp_path: Path) -> None:
+def test_a_failure_in_the_warm_start_is_reported(tmp_path: Path) -> None:
     text = written(tmp_path, failed_warm_start("OSError: no space left on device"))
     assert "The run failed in its warm start: OSError: no space left on device." in text
     assert [each["name"] for each in chart(text, "Rewards of codefix")["series"]] == ["warm start"]
 
 
-def test_a_run_that_only_began_is_told(tmp_path: Path) -> None:
+def test_a_run_that_only_started_has_a_report(tmp_path: Path) -> None:
     assert "in its warm start" in written(tmp_path, run_lines(steps=0)[:1])
     assert "There is nothing of this run yet." in written(tmp_path / "empty", [])
 
 
-def test_a_failure_after_steps_is_told_with_what_was_learned(tmp_path: Path) -> None:
+def test_a_failure_after_steps_is_reported_with_the_learning_curve(tmp_path: Path) -> None:
     text = written(tmp_path, run_lines(steps=20, cause="TrainerDied: killed by signal 9"))
     assert "The run failed: TrainerDied: killed by signal 9. Held-out scores in" in text
 
@@ -307,7 +307,7 @@ def test_a_step_is_judged_by_the_alpha_that_it_was_made_with(tmp_path: Path) -> 
         assert f"in mode async with α = 3, then {alpha}:" in text
 
 
-def test_older_samples_than_alpha_are_told(tmp_path: Path) -> None:
+def test_samples_older_than_alpha_are_reported(tmp_path: Path) -> None:
     lines = run_lines(steps=4, alpha=2, mode="start-bound")
     began = lines[0]
     assert isinstance(began, RunBegan)
@@ -338,7 +338,7 @@ def test_a_folder_without_a_run_and_a_damaged_one_are_refused(tmp_path: Path) ->
     assert not (tmp_path / "report.html").exists()
 
 
-def test_the_report_is_the_same_again_and_goes_where_it_is_told(tmp_path: Path) -> None:
+def test_the_report_is_reproducible_and_written_to_the_given_path(tmp_path: Path) -> None:
     write_lines(tmp_path, run_lines(steps=5))
     first = write_report(tmp_path).read_bytes()
     assert write_report(tmp_path, tmp_path / "other.html").read_bytes() == first
@@ -445,7 +445,7 @@ def test_every_chart_is_drawn_along_each_axis(browser: Any, tmp_path: Path, sche
     seen.fine(path)
 
 
-def test_pointing_tells_values_and_a_table_tells_all(browser: Any, tmp_path: Path) -> None:
+def test_hovering_shows_values_and_a_table_shows_all(browser: Any, tmp_path: Path) -> None:
     lines = run_lines(steps=30)
     write_lines(tmp_path, lines)
     path = write_report(tmp_path)

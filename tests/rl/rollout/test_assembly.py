@@ -82,13 +82,13 @@ def test_nothing_is_left() -> None:
         ({"tasks": (TaskSettings(name="chain"),), "policy": PolicySettings(checkpoint="/nowhere")}, "checkpoint"),
     ],
 )
-def test_what_cannot_be_made_is_said(wrong: dict[str, object], said: str) -> None:
+def test_an_impossible_assembly_is_reported(wrong: dict[str, object], said: str) -> None:
     with pytest.raises(InvalidConfig, match=said):
         played(settings_of(**wrong), 1)
 
 
 @pytest.mark.parametrize("control", [True, False])
-def test_servers_of_others_are_trained_on_with_the_weights_of_the_trainer_or_not_at_all(
+def test_external_servers_are_trained_on_with_the_weights_of_the_trainer_or_not_at_all(
     tmp_path: Path, control: bool
 ) -> None:
     folder = tmp_path / "first"
@@ -121,7 +121,7 @@ def test_servers_of_others_are_trained_on_with_the_weights_of_the_trainer_or_not
             asyncio.run(main())
 
 
-def test_a_server_that_serves_another_model_than_the_policy_is_found_out_without_a_checkpoint() -> None:
+def test_a_server_of_another_model_than_the_policy_is_detected_without_a_checkpoint() -> None:
     async def main() -> None:
         async with asyncio.timeout(60), ModelServer("vllm") as server:
             engines = (EngineSettings(name="theirs", kind="openai", url=server.url),)
@@ -136,14 +136,14 @@ def test_a_server_that_serves_another_model_than_the_policy_is_found_out_without
 
 
 @pytest.mark.parametrize("content", [b"", b'["a", ', b'{"a": 1}', b'["a b"]', b'["\xff"]', b"[1]"])
-def test_words_of_a_checkpoint_that_are_none_are_said_with_its_folder(tmp_path: Path, content: bytes) -> None:
+def test_invalid_words_of_a_checkpoint_are_reported_with_its_folder(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "words.json").write_bytes(content)
     wrong = settings_of(tasks=(TaskSettings(name="chain"),), policy=PolicySettings(checkpoint=str(tmp_path)))
     with pytest.raises(InvalidConfig, match=r"policy\.checkpoint: expected a folder whose words\.json is a list"):
         require_playable(wrong)
 
 
-def test_a_model_that_does_not_fit_is_said_before_it_is_made() -> None:
+def test_a_model_that_does_not_fit_is_reported_before_it_is_created() -> None:
     wrong = settings_of(tasks=(TaskSettings(name="chain"),), policy=PolicySettings(width=1_000_000, layers=100))
     with pytest.raises(InvalidConfig, match=r"policy\.width: .*1,300,0\d\d,\d{3},\d{3},\d{3} parameters, [\d,]+ GiB"):
         first_model(wrong, 30)

@@ -44,7 +44,7 @@ def collected(agent: str) -> CollectedBatch:
 
 
 @pytest.mark.parametrize("agent", ["random"])
-def test_built_in_tasks_are_played_to_their_end(agent: str) -> None:
+def test_built_in_tasks_are_played_to_the_end(agent: str) -> None:
     batch = collected(agent)
     assert len(batch.groups) == 8 and all(group.is_complete for group in batch.groups)
     assert {group.task for group in batch.groups} == set(TASKS)

@@ -133,7 +133,7 @@ def check_record(seed: int, record: Trajectory, retries: int) -> None:
         assert turn.cut == (turn.tokens[-1] not in CODEC.stop)
 
 
-def test_without_any_engine_left_the_rollout_stops_and_says_so(weights: PolicyWeights) -> None:
+def test_without_any_engine_left_the_rollout_stops_and_reports_why(weights: PolicyWeights) -> None:
     engine = EngineSettings(slots=8, context_max=128)
     configured = RolloutSettings(
         engines=(engine,), groups=GroupSettings(size=2), tasks=(TaskSettings(name="scripted", environment=PATH),)

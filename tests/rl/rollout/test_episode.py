@@ -75,7 +75,7 @@ def play(
 # ---- endings ----
 
 
-def test_finished_with_all_that_was_said_and_the_reward_of_the_environment() -> None:
+def test_a_finished_episode_has_the_whole_conversation_and_the_reward_of_the_environment() -> None:
     record = play(Plan(turns=2, reset_s=0.5, step_s=0.25, reward=0.75)).record
     assert (record.ending, record.reward, record.cause) == (Ending.FINISHED, 0.75, "")
     assert record.tokens == (*LOOK, *GO, *LOOK, *GO)
@@ -257,7 +257,7 @@ def test_a_step_that_keeps_its_cancellation_to_itself_does_not_go_on() -> None:
 
 
 @pytest.mark.parametrize("bad", [Plan(hang="step", at=1), Plan(fail="step", at=1), Plan(fail="reset")])
-def test_an_episode_begins_anew_with_another_environment_and_the_same_noise(bad: Plan) -> None:
+def test_a_restarted_episode_has_a_new_environment_and_the_same_noise(bad: Plan) -> None:
     played = play(lambda trajectory, number: bad if number == 0 else Plan(), step_timeout_s=3.0)
     record = played.record
     assert record.ending is Ending.FINISHED and len(record.turns) == 3
@@ -275,7 +275,7 @@ def test_pauses_between_tries_grow() -> None:
     assert all(0.5 * 2**n <= pause <= 2**n for n, pause in enumerate(pauses)), pauses
 
 
-def test_a_close_that_hangs_holds_up_nobody_and_is_counted() -> None:
+def test_a_close_that_hangs_blocks_no_episode_and_is_counted() -> None:
     played = play(Plan(hang="close", turns=1))
     assert played.record.ending is Ending.FINISHED and played.record.ended_s == pytest.approx(1.0, abs=1e-3)
     assert played.record.ended_s < CLOSE_S_MAX
@@ -290,7 +290,7 @@ def test_a_close_that_raises_is_counted() -> None:
 # ---- engines and waiting ----
 
 
-def test_an_engine_that_cannot_go_on_is_nobody_s_reward() -> None:
+def test_an_engine_failure_yields_no_reward() -> None:
     ended: list[Trajectory] = []
 
     async def playing() -> None:
@@ -307,13 +307,13 @@ def test_an_engine_that_cannot_go_on_is_nobody_s_reward() -> None:
     assert [(each.ending, each.cause) for each in ended] == [(Ending.CANCELLED, "no engine is left")]
 
 
-def test_waiting_in_an_engine_is_told_with_its_name() -> None:
+def test_waiting_in_an_engine_is_reported_with_its_name() -> None:
     record = play(talker=Talker(1.0, waiting_s=0.25)).record
     spans = [span for span in record.spans if span.stage is Stage.GENERATE]
     assert {(span.waiting_s, span.waited_for) for span in spans} == {(0.25, "talker")}
 
 
-def test_a_cancelled_caller_leaves_nothing_and_the_record_is_told() -> None:
+def test_a_cancelled_caller_leaves_nothing_and_the_record_shows_it() -> None:
     async def playing() -> None:
         world, talker = World(), Talker()
         async with Rollout(settings(), talker, CODEC, on_end=world.ended.append) as rollout:

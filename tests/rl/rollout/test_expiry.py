@@ -146,7 +146,7 @@ def test_a_member_is_stopped_while_its_reward_is_computed() -> None:
     assert group.members[0].attempt == 1
 
 
-def test_members_besides_take_the_place_of_those_that_are_too_old() -> None:
+def test_redundant_members_replace_those_that_are_too_old() -> None:
     """Member 2 resets so late that it begins with the new weights."""
 
     def plan(trajectory: str, number: int) -> Plan:
@@ -157,7 +157,7 @@ def test_members_besides_take_the_place_of_those_that_are_too_old() -> None:
     assert [each.id for each in group.left_out] == ["scripted/0/0.0"], "and it was not played again"
 
 
-def test_a_group_is_dropped_or_closed_with_what_it_has_as_its_settings_say() -> None:
+def test_a_group_is_dropped_or_closed_incomplete_by_its_settings() -> None:
     old = (5.0, update(1)), (6.0, discard_older_than(1))
     dropped, _, _ = play(GroupSettings(size=2, on_loss="drop"), slow_second, *old)
     assert dropped.members == () and "older than 1" in dropped.cause
@@ -250,7 +250,7 @@ def test_what_goes_on_after_weights_were_lost_is_kept() -> None:
     assert group.left_out == () and group.members[0].versions == (0, 0, 1, 1)
 
 
-def test_after_weights_were_lost_nothing_is_too_old_until_it_is_said_again() -> None:
+def test_after_a_loss_of_weights_nothing_is_too_old_until_the_next_version() -> None:
     group, _, _ = play(GroupSettings(size=1), Plan(turns=2), (0.1, discard_older_than(5)), (0.2, discard_newer_than(0)))
     assert group.left_out == () and group.is_complete
 

@@ -63,7 +63,7 @@ def test_a_whole_group_has_its_members_in_order() -> None:
     assert {each.seed for each in group.members} == {0}
 
 
-def test_members_that_wait_for_their_siblings_say_so() -> None:
+def test_members_that_wait_for_their_siblings_show_it() -> None:
     group, _, _ = play(GroupSettings(size=2), slow_by_member)
     first, last = group.members
     assert first.spans[-1].stage is Stage.BUFFER
@@ -71,7 +71,7 @@ def test_members_that_wait_for_their_siblings_say_so() -> None:
     assert last.spans[-1].stage is Stage.REWARD
 
 
-def test_the_first_that_end_are_kept_and_the_others_cancelled_everywhere() -> None:
+def test_the_first_members_to_end_are_kept_and_the_rest_is_cancelled_everywhere() -> None:
     group, world, talker = play(GroupSettings(size=2, members_extra=2), slow_by_member)
     assert group.is_complete
     assert [each.member for each in group.members] == [0, 1]
@@ -129,7 +129,7 @@ def test_refill_covers_rewards_and_staleness_too() -> None:
     assert {each.ending for each in group.left_out} == {Ending.REWARD_FAILED, Ending.STALE}
 
 
-def test_a_member_that_somebody_cancelled_is_not_played_again() -> None:
+def test_a_member_that_was_cancelled_is_not_played_again() -> None:
     def abort(rollout: Rollout) -> None:
         rollout.abort(["scripted/0/1.0"], Ending.CANCELLED)
 
@@ -219,7 +219,7 @@ def test_what_fails_before_the_first_turn_for_a_reason_that_stays_is_given_up_ea
     assert sum(world.made.values()) == 2 * (PERMANENT_FAILURES_MAX + 1)
 
 
-def test_one_that_cannot_begin_costs_no_rollout_whose_others_can() -> None:
+def test_a_member_that_cannot_begin_does_not_end_a_rollout_whose_other_members_can() -> None:
     async def playing() -> CollectedBatch:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)

@@ -95,7 +95,7 @@ def test_nothing_played_is_nothing_wasted() -> None:
     assert report([]).lines() == []
 
 
-def test_the_first_to_end_are_the_short_ones_and_the_report_says_so() -> None:
+def test_the_first_to_end_are_the_short_ones_and_the_report_shows_it() -> None:
     """Members differ in their turns alone: those that are kept have fewer than those that are cancelled had."""
 
     async def playing() -> CollectedBatch:

@@ -115,7 +115,7 @@ def test_options_and_environment_are_those_of_the_settings() -> None:
 # ---- another ----------------------------------------------------------------------------------------------------
 
 
-def test_an_observation_that_differs_is_told_with_its_turn() -> None:
+def test_a_different_observation_is_reported_with_its_turn() -> None:
     trajectory = counted(3)
     turns = (*trajectory.turns[:1], msgspec.structs.replace(trajectory.turns[1], observation="b"), trajectory.turns[2])
     found = replayed(msgspec.structs.replace(trajectory, turns=turns, observation="c"), Counting)
@@ -125,20 +125,20 @@ def test_an_observation_that_differs_is_told_with_its_turn() -> None:
     )
 
 
-def test_a_reward_that_differs_is_told() -> None:
+def test_a_different_reward_is_reported() -> None:
     found = replayed(counted(3, reward=1.0), Counting)
     assert [(each.turn, each.what, each.recorded) for each in found.differences] == [(3, "reward", "1.0")]
     assert replayed(counted(3, reward=0.1 * 3), Counting).is_same  # the last bit is the order of a sum
 
 
-def test_an_ending_that_differs_is_told() -> None:
+def test_a_different_ending_is_reported() -> None:
     assert [each.what for each in replayed(counted(2), Counting).differences] == ["ending"]
     assert [each.what for each in replayed(counted(3, Ending.TRUNCATED), Counting).differences] == ["ending"]
     longer = replayed(counted(5), Counting)
     assert [(each.turn, each.what) for each in longer.differences] == [(3, "ending")] and longer.turns == 3
 
 
-def test_a_reward_from_elsewhere_is_not_compared_and_that_is_said() -> None:
+def test_an_external_reward_is_not_compared_and_the_report_notes_it() -> None:
     found = replayed(counted(3, reward=5.0), Counting, reward=RewardSettings(kind="command"))
     assert found.is_same and found.not_compared == "the reward, which a command gave"
 
@@ -192,12 +192,12 @@ class Outsider(Counting):
         outside.require_client("outsider")
 
 
-def test_an_environment_that_needs_a_client_says_so() -> None:
+def test_an_environment_that_needs_a_client_reports_it() -> None:
     with pytest.raises(InvalidConfig, match=r"client: expected one, as tangram\.connect\(\) gives it .*outsider"):
         replayed(counted(3), Outsider)
 
 
-def test_a_task_that_nobody_knows_is_told() -> None:
+def test_an_unknown_task_is_reported() -> None:
     with pytest.raises(InvalidConfig, match="did you mean chain"):
         replayed(counted(3, task="chian"))
 
@@ -228,7 +228,7 @@ def test_the_record_answers_each_turn_by_session_or_by_noise() -> None:
         before += turn.tokens
 
 
-def test_what_was_not_asked_then_is_refused() -> None:
+def test_a_prompt_that_the_recording_lacks_is_refused() -> None:
     trajectory = recordings.played("chain", "random", 2)
     generator = as_generator([trajectory])
     first = trajectory.turns[0].observation_tokens

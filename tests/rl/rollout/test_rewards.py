@@ -173,7 +173,7 @@ def test_the_settings_choose_the_kind(tmp_path: Path) -> None:
     [("tests.rl.nosuch:told", "there is no tests.rl.nosuch"), ("tests.rl.scorers:nosuch", "which has no nosuch"),
      ("tests.rl.scorers:NOT_A_FUNCTION", "a function, or"), ("told", "'module:name'")],
 )  # fmt: skip
-def test_a_function_that_is_not_there_is_said_before_anything_is_played(tmp_path: Path, named: str, why: str) -> None:
+def test_a_missing_function_is_reported_before_anything_is_played(tmp_path: Path, named: str, why: str) -> None:
     async def test(client: Client) -> None:
         with pytest.raises(InvalidConfig, match=why):
             make_reward(RewardSettings(kind="function", function=named), client)
@@ -224,7 +224,7 @@ def test_functions_plain_or_declared_get_the_transcript(tmp_path: Path) -> None:
     connected(tmp_path, test)
 
 
-def test_a_function_that_says_no_number_fails_at_once_and_the_value_is_named(tmp_path: Path) -> None:
+def test_a_function_that_returns_no_number_fails_at_once_and_the_value_is_named(tmp_path: Path) -> None:
     async def test(client: Client) -> None:
         settings = RewardSettings(kind="function", function="tests.rl.scorers:told", retries=5)
         reward = make_reward(settings, client)
@@ -246,7 +246,7 @@ def test_a_function_that_raises_dies_or_hangs_is_no_reward_of_zero(tmp_path: Pat
     connected(tmp_path, test)
 
 
-def test_a_function_that_fails_once_is_asked_again(tmp_path: Path) -> None:
+def test_a_function_that_fails_once_is_called_again(tmp_path: Path) -> None:
     async def test(client: Client) -> None:
         settings = RewardSettings(kind="function", function="tests.rl.scorers:told", retries=1)
         said = f"second {tmp_path / 'was-here'}"
@@ -255,7 +255,7 @@ def test_a_function_that_fails_once_is_asked_again(tmp_path: Path) -> None:
     connected(tmp_path, test)
 
 
-def test_one_transcript_is_scored_once_and_another_of_the_same_id_anew(tmp_path: Path) -> None:
+def test_one_transcript_is_scored_once_and_another_of_the_same_id_again(tmp_path: Path) -> None:
     async def test(client: Client) -> None:
         reward = make_reward(RewardSettings(kind="function", function="tests.rl.scorers:told"), client)
         one, other = (f"count {tmp_path / name}" for name in ("one", "other"))
@@ -333,12 +333,12 @@ def model(answers: Answers, **options: Any) -> ModelReward:
 
 
 @pytest.mark.parametrize(("answer", "value"), [(b"0.5", 0.5), (b'{"score": 1}', 1.0), (b'{"score": 0.0, "p": 9}', 0.0)])
-def test_what_a_model_says_is_a_reward(answer: bytes, value: float) -> None:
+def test_the_score_of_a_model_is_a_reward(answer: bytes, value: float) -> None:
     found = score(model(Answers(answer)), played(Showing("x")))
     assert (found.value, found.waited_for) == (value, "service judge")
 
 
-def test_nothing_to_judge_is_worth_nothing_and_asks_nobody() -> None:
+def test_an_empty_transcript_scores_zero_without_a_call() -> None:
     answers = Answers(b"1.0")
     assert score(model(answers), played(Showing(None))).value == 0.0
     assert answers.calls == 0
@@ -347,7 +347,7 @@ def test_nothing_to_judge_is_worth_nothing_and_asks_nobody() -> None:
 @pytest.mark.parametrize(
     "passing", [Status.LOST, Status.REFUSED, Status.TIMED_OUT, Status.CANCELLED, ManagerError("gone")]
 )
-def test_a_service_that_is_gone_is_asked_again_and_then_no_reward(passing: Any) -> None:
+def test_a_service_that_is_gone_is_called_again_and_then_there_is_no_reward(passing: Any) -> None:
     assert score(model(Answers(passing, passing, b"1")), played(Showing("x"))).value == 1.0
     answers = Answers(passing)
     assert why_failed(model(answers, retries=3), played(Showing("x"))).startswith(
@@ -367,7 +367,7 @@ def test_an_answer_that_is_no_number_fails_at_once(answer: bytes, why: str) -> N
     assert answers.calls == 1
 
 
-def test_an_environment_that_shows_nothing_and_a_service_that_is_none_are_mistakes(tmp_path: Path) -> None:
+def test_an_environment_without_a_transcript_and_an_invalid_service_are_errors(tmp_path: Path) -> None:
     assert "Plain has no `def evidence(self)`" in why_failed(model(Answers(b"1")), played())
 
     async def test(client: Client) -> None:
@@ -401,7 +401,7 @@ class Sharing(Engine):
 """
 
 
-def test_a_real_service_is_asked_and_a_function_reads_its_answer(
+def test_a_real_service_is_called_and_a_function_parses_its_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sharing_engine.py").write_text(ENGINE)

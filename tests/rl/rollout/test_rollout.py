@@ -87,7 +87,7 @@ def test_tickets_of_no_task_are_refused() -> None:
 # ---- batches ----
 
 
-def test_collect_keeps_the_first_whole_groups_and_cancels_the_others() -> None:
+def test_collect_keeps_the_first_complete_groups_and_cancels_the_rest() -> None:
     configured = settings(groups=GroupSettings(size=2, groups_extra=2))
 
     @in_rollout(lambda trajectory, number: Plan(step_s=10.0 - group_of(trajectory)), configured)
@@ -112,7 +112,7 @@ def test_collect_plays_another_group_in_place_of_one_that_is_dropped() -> None:
         assert [group.id for group in batch.left_out] == ["scripted/0"]
 
 
-def test_collect_plays_no_more_at_once_than_it_is_told() -> None:
+def test_collect_plays_no_more_at_once_than_its_limit() -> None:
     configured = settings(groups=PAIR)
 
     @in_rollout(None, configured)
@@ -144,7 +144,7 @@ def test_collect_gives_up_when_no_group_comes_out_whole() -> None:
 # ---- streams ----
 
 
-def test_a_stream_gives_groups_as_they_end_and_begins_the_next() -> None:
+def test_a_stream_yields_groups_as_they_end_and_starts_the_next() -> None:
     """Group 0 takes as long as all others together; nobody waits for it."""
     configured = settings(groups=PAIR)
 
@@ -171,7 +171,7 @@ def test_a_stream_that_is_left_stops_its_groups() -> None:
         assert Counter(world.endings().values())[Ending.FINISHED] >= 2
 
 
-def test_groups_that_nobody_takes_hold_up_the_stream() -> None:
+def test_groups_that_are_not_taken_hold_up_the_stream() -> None:
     configured = settings(groups=PAIR)
 
     @in_rollout(None, configured)
@@ -184,7 +184,7 @@ def test_groups_that_nobody_takes_hold_up_the_stream() -> None:
         await stream.aclose()
 
 
-def test_what_an_engine_raised_reaches_whoever_takes_groups() -> None:
+def test_an_exception_of_an_engine_reaches_the_consumer_of_groups() -> None:
     configured = settings(groups=PAIR)
 
     @in_rollout(None, configured)
@@ -264,7 +264,7 @@ def test_an_environment_is_open_until_its_reward_is_there() -> None:
         assert world.open == []
 
 
-def test_nobody_waits_for_a_slow_environment_but_under_a_barrier_all_do() -> None:
+def test_a_slow_environment_blocks_no_episode_except_under_a_barrier() -> None:
     """Member 0 takes 10 s for each step, the others none; a turn is written in 1 s."""
     ends = {}
     for barrier in (False, True):
@@ -283,7 +283,7 @@ def played_until(record: Trajectory) -> float:
     return round(max(span.ended_s for span in record.spans if span.stage is Stage.STEP), 2)
 
 
-def test_under_a_barrier_rewards_are_asked_for_when_all_have_been_played() -> None:
+def test_under_a_barrier_rewards_are_computed_when_all_have_been_played() -> None:
     configured = settings(groups=GroupSettings(size=3))
 
     @in_rollout(lambda trajectory, number: Plan(step_s=10.0 * ("/0.0" in trajectory)), configured, barrier=True)
@@ -294,7 +294,7 @@ def test_under_a_barrier_rewards_are_asked_for_when_all_have_been_played() -> No
         assert {round(span.waiting_s, 2): span.waited_for for span in rewards}[10.0] == "the slowest episode"
 
 
-def test_a_barrier_waits_for_those_that_begin_anew_and_not_for_those_that_ended() -> None:
+def test_a_barrier_waits_for_restarted_episodes_and_not_for_ended_ones() -> None:
     configured = settings(groups=GroupSettings(size=3), backoff_s=0.0, step_timeout_s=5.0)
 
     def plan(trajectory: str, number: int) -> Plan:
@@ -311,7 +311,7 @@ def test_a_barrier_waits_for_those_that_begin_anew_and_not_for_those_that_ended(
         assert {span.waited_for for span in waited} >= {"the slowest environment"}
 
 
-def test_whoever_watches_is_told_of_every_stage() -> None:
+def test_an_observer_is_notified_of_every_stage() -> None:
     told: list[str] = []
 
     class Watcher:
@@ -468,7 +468,7 @@ class Late(Scripted):
         super().__init__(outside)
 
 
-def test_groups_that_came_to_nothing_are_left_out_with_their_cause_while_others_take_their_place() -> None:
+def test_failed_groups_are_left_out_with_their_cause_and_replaced() -> None:
     configured = RolloutSettings(
         groups=GroupSettings(size=1, size_min=1, on_loss="drop"),
         tasks=tuple(TaskSettings(name=name, environment=PATH, retries=0) for name in ("bad", "good")),
@@ -541,7 +541,7 @@ def test_what_a_generator_gives_that_is_no_turn_stops_the_rollout_as_its_fault(
 # ---- how it ends ----
 
 
-def test_what_ends_because_its_caller_was_cancelled_says_that_it_was_interrupted() -> None:
+def test_episodes_of_a_cancelled_caller_end_as_interrupted() -> None:
     configured = settings(groups=PAIR)
 
     @in_rollout(None, configured)
@@ -613,7 +613,7 @@ def test_an_error_of_the_body_passes_as_it_is() -> None:
         run(outer())
 
 
-def test_a_stream_that_nobody_closes_ends_with_the_rollout() -> None:
+def test_an_unclosed_stream_ends_with_the_rollout() -> None:
     async def playing() -> None:
         world, talker = World(), Talker()
         rollout = made(world, settings(groups=PAIR), talker)

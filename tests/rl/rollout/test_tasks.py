@@ -97,7 +97,7 @@ def test_a_stop_that_comes_too_late_to_be_felt_is_not_felt_later() -> None:
     on_stage(playing)
 
 
-def test_stale_before_a_turn_asks_for_no_more_tokens() -> None:
+def test_a_stale_request_before_a_turn_generates_no_more_tokens() -> None:
     async def playing() -> None:
         stage = Stage(Plan(turns=5), lambda episode: len(episode.turns) >= 2)
         record = await stage.episode().play()
@@ -185,7 +185,7 @@ def test_an_episode_that_is_stopped_before_it_begins_opens_nothing() -> None:
     on_stage(playing)
 
 
-def test_members_whose_tasks_never_began_end_as_well() -> None:
+def test_members_whose_tasks_never_started_end_as_well() -> None:
     """All fail at once, and are to be played again at the moment in which the band is cancelled."""
 
     async def playing() -> None:
@@ -202,7 +202,7 @@ def test_members_whose_tasks_never_began_end_as_well() -> None:
     on_stage(playing)
 
 
-def test_closing_goes_on_when_whoever_waits_for_it_is_cancelled() -> None:
+def test_closing_continues_when_its_waiter_is_cancelled() -> None:
     async def playing() -> None:
         stage = Stage(Plan(close_s=2.0))
         await stage.episode().play()

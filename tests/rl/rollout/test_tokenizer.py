@@ -83,7 +83,7 @@ def test_an_observation_that_holds_the_mark_is_kept_whole(tmp_path: Path) -> Non
     assert codec.encode_observation(f"wall {MARK} left", first=False).count(10) == 1
 
 
-def test_all_tokens_that_end_an_answer_are_known(tmp_path: Path) -> None:
+def test_all_end_of_sequence_tokens_are_known(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, chats=True)
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 1], "temperature": 0.7}')
     codec = TextCodec(folder)

@@ -101,7 +101,7 @@ def test_a_close_that_keeps_cancellations_to_itself_ends_with_the_rollout_and_is
     assert outcome.ended_s == pytest.approx(2.0 + CLOSE_S_MAX + ENDING_S_MAX, abs=0.1)
 
 
-def test_a_rollout_that_is_cancelled_ends_although_nobody_listens() -> None:
+def test_a_cancelled_rollout_ends_without_a_consumer() -> None:
     async def playing() -> None:
         world = World(Plan(never_listens="step"))
         configured = settings()
@@ -219,7 +219,7 @@ def test_numbers_of_a_score_are_taken_as_floats() -> None:
         (asyncio.CancelledError(), "the reward cancelled itself"),
     ],
 )
-def test_a_score_that_is_none_is_a_reward_that_failed(score: Any, said: str) -> None:
+def test_an_invalid_score_is_a_failed_reward(score: Any, said: str) -> None:
     outcome = play(Plan(turns=2), rewards=Scores(score))
     assert outcome.bad.ending is Ending.REWARD_FAILED and said in outcome.bad.cause
     assert {each.ending for each in outcome.others} == {Ending.FINISHED}

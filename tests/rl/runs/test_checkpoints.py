@@ -203,7 +203,7 @@ def test_damage_is_described(tmp_path: Path) -> None:
     assert re.search(r"its 7 bytes differ \(CRC-32 [0-9a-f]{8} instead of [0-9a-f]{8}\)$", said)
 
 
-def test_a_run_that_went_back_makes_the_checkpoint_anew(tmp_path: Path) -> None:
+def test_a_run_that_went_back_writes_the_checkpoint_again(tmp_path: Path) -> None:
     damaged(tmp_path, STATE, None)
     with open_run(tmp_path / "run", SETTINGS, resume=True) as folder:
         found = folder.latest_checkpoint()
@@ -220,7 +220,7 @@ def test_a_run_that_went_back_makes_the_checkpoint_anew(tmp_path: Path) -> None:
         assert files(folder) == ["00000060", "00000080"]
 
 
-def test_if_none_is_whole_that_is_said(tmp_path: Path) -> None:
+def test_without_a_complete_checkpoint_an_error_is_raised(tmp_path: Path) -> None:
     with open_run(tmp_path / "run", SETTINGS, resume=False) as folder:
         save(folder, run_state(20))
         (folder.checkpoints / "00000020" / STATE).unlink()

@@ -79,7 +79,7 @@ def steps(path: Path) -> list[tuple[str, int]]:
 # ---- what is written is there -----------------------------------------------------------------------------------
 
 
-def test_what_is_read_equals_what_was_told(tmp_path: Path) -> None:
+def test_metrics_are_read_back_as_they_were_written(tmp_path: Path) -> None:
     told: list[AnyMetricsLine] = [
         began(),
         warmed(10),
@@ -154,7 +154,7 @@ def test_what_a_killed_process_left_of_a_line_is_cut_off(tmp_path: Path, torn: b
     assert steps(path) == [("RunBegan", 0), ("Trained", 1), ("RunBegan", 1), ("Trained", 2)]
 
 
-def test_a_file_of_one_torn_line_begins_anew(tmp_path: Path) -> None:
+def test_a_file_of_one_torn_line_starts_over(tmp_path: Path) -> None:
     (tmp_path / METRICS_FILE).write_bytes(b'{"type":"Beg')
     assert steps(written(tmp_path, began(), resume=True)) == [("RunBegan", 0)]
 
@@ -272,7 +272,7 @@ def test_tensorboard_shows_the_scalars_of_every_step(tmp_path: Path) -> None:
     assert "loss/tokens" not in step
 
 
-def test_what_tensorboard_was_told_is_there_though_its_process_is_killed(tmp_path: Path) -> None:
+def test_tensorboard_events_survive_the_kill_of_their_process(tmp_path: Path) -> None:
     with MetricsLog(tmp_path, resume=False) as log:
         for step in (1, 2, 3):
             log.append(trained(step))

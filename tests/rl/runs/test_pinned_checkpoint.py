@@ -80,7 +80,7 @@ def test_it_stays_whole_when_its_run_deletes_it(
     assert [each.name for each in checkpoints.parent.iterdir()] == ["checkpoints"]
 
 
-def test_if_it_is_gone_before_it_is_held_the_newest_is_taken_then(
+def test_a_checkpoint_that_is_deleted_before_it_is_pinned_is_replaced_by_the_newest(
     checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = Path.hardlink_to

@@ -45,7 +45,7 @@ def test_what_has_a_token_of_weights_that_are_lost_is_dropped_with_that_cause() 
     assert back.buffer.trajectories_discarded == 2 and back.buffer.tokens_discarded == 4
 
 
-def test_what_the_checkpoint_says_was_trained_on_or_dropped_does_not_return() -> None:
+def test_samples_that_the_checkpoint_lists_as_trained_on_or_dropped_do_not_return() -> None:
     state = run_state(40, trained=[(0, 4)], dropped=[(6, 6)])
     entries: list[SampleEntry] = [
         GroupPut(group=group(4, 40)),
@@ -69,7 +69,7 @@ def test_what_was_lost_since_stays_lost() -> None:
     assert back.buffer.dropped_by_cause == {"stale": 1, "failed": 2} and back.dropped["lake/9"] == "failed"
 
 
-def test_what_was_in_play_is_played_anew() -> None:
+def test_episodes_in_flight_are_played_again() -> None:
     back = recover_buffer(checkpoint(run_state(40, in_flight=[5, 6])), [GroupPut(group=group(6, 40))])
     assert back.buffer.in_flight == (ticket(5),) and ids(back.buffer) == ["lake/6"]
 
@@ -80,7 +80,7 @@ def test_an_entry_that_is_there_twice_counts_once() -> None:
     assert ids(back.buffer) == ["lake/4"] and back.dropped == {"lake/5": "stale"}
 
 
-def test_the_text_says_all_of_it(tmp_path: Path) -> None:
+def test_the_text_contains_all_of_it(tmp_path: Path) -> None:
     with SampleLog(tmp_path, 40) as log:
         for each in (group(4, 40), group(5, 41), group(6, 41)):
             log.append(each)

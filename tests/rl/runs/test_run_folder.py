@@ -50,7 +50,7 @@ def test_a_folder_that_holds_a_run_is_not_begun_again(tmp_path: Path) -> None:
         assert folder.setting_changes == ()
 
 
-def test_folders_of_environments_are_kept_until_others_are_given(tmp_path: Path) -> None:
+def test_folders_of_environments_are_kept_until_new_ones_are_given(tmp_path: Path) -> None:
     open_run(tmp_path, USUAL, resume=False).close()
     assert read_modules(tmp_path) == ()
     open_run(tmp_path, USUAL, resume=True, modules=("/a", "/b")).close()
@@ -61,14 +61,14 @@ def test_folders_of_environments_are_kept_until_others_are_given(tmp_path: Path)
         read_modules(tmp_path)
 
 
-def test_what_others_have_in_a_folder_stays(tmp_path: Path) -> None:
+def test_foreign_files_in_a_folder_stay(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     open_run(tmp_path, USUAL, resume=False).close()
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize("made", [False, True])
-def test_nothing_cannot_be_gone_on_with(tmp_path: Path, made: bool) -> None:
+def test_an_empty_folder_cannot_be_resumed(tmp_path: Path, made: bool) -> None:
     path = tmp_path / "run"
     if made:
         path.mkdir()
@@ -78,7 +78,7 @@ def test_nothing_cannot_be_gone_on_with(tmp_path: Path, made: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "samples"])
-def test_folders_of_others_that_bear_our_names_are_left_alone(tmp_path: Path, name: str) -> None:
+def test_foreign_folders_with_our_names_are_left_alone(tmp_path: Path, name: str) -> None:
     (tmp_path / name / "mine").mkdir(parents=True)
     with pytest.raises(InvalidConfig, match=rf"a folder without {name} of others: .*move them away") as refused:
         open_run(tmp_path, USUAL, resume=False)
@@ -88,7 +88,7 @@ def test_folders_of_others_that_bear_our_names_are_left_alone(tmp_path: Path, na
     assert [path.name for path in tmp_path.rglob("*")] == [name, "mine"]
 
 
-def test_what_is_no_folder_is_said(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ManagerError, match="cannot be written to"):
         open_run(tmp_path / "file", USUAL, resume=False)
@@ -169,7 +169,7 @@ def begun(path: Path, settings: TrainSettings) -> None:
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_what_gives_the_samples_and_weights_their_meaning_stays(tmp_path: Path, key: str) -> None:
+def test_settings_that_define_samples_and_weights_cannot_change(tmp_path: Path, key: str) -> None:
     begun(tmp_path, USUAL)
     with pytest.raises(InvalidConfig, match=r"as before, because .*; or a new run") as refused:
         open_run(tmp_path, REFUSED[key], resume=True)
@@ -178,7 +178,7 @@ def test_what_gives_the_samples_and_weights_their_meaning_stays(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_before_anything_is_saved_everything_may_change_and_is_told(tmp_path: Path, key: str) -> None:
+def test_before_the_first_save_every_setting_may_change_and_is_listed(tmp_path: Path, key: str) -> None:
     open_run(tmp_path, USUAL, resume=False).close()
     with open_run(tmp_path, REFUSED[key], resume=True) as folder:
         assert folder.setting_changes
@@ -201,7 +201,7 @@ def test_samples_that_a_teacher_scored_are_not_trained_on_by_their_rewards(tmp_p
         open_run(tmp_path, replace(distilled, teachers=other), resume=True)
 
 
-def test_all_else_may_change_and_is_told(tmp_path: Path) -> None:
+def test_all_other_settings_may_change_and_are_listed(tmp_path: Path) -> None:
     begun(tmp_path, USUAL)
     other = replace(
         USUAL,
@@ -227,7 +227,7 @@ def test_all_else_may_change_and_is_told(tmp_path: Path) -> None:
         assert folder.setting_changes == ()
 
 
-def test_settings_that_cannot_be_read_are_said_with_their_file(tmp_path: Path) -> None:
+def test_unreadable_settings_are_reported_with_their_file(tmp_path: Path) -> None:
     open_run(tmp_path, USUAL, resume=False).close()
     content = msgspec.json.decode((tmp_path / SETTINGS).read_bytes())
     content["training"]["steps"] = 0

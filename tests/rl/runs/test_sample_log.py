@@ -78,7 +78,7 @@ def test_any_group_that_may_be_is_read_as_it_was(tmp_path_factory: pytest.TempPa
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_a_cause_may_say_anything(tmp_path: Path, text: str) -> None:
+def test_a_cause_may_contain_any_text(tmp_path: Path, text: str) -> None:
     with SampleLog(tmp_path, 0) as log:
         log.append_lost("lake/4", text)
         log.append(replace(group(5, 1), cause=text))
@@ -106,7 +106,7 @@ def test_what_is_after_a_checkpoint_is_in_its_log_and_in_those_that_follow(tmp_p
 
 
 @pytest.mark.parametrize("cut", [1, 5, 8, 9, 30])
-def test_a_last_frame_without_its_end_is_left_out_and_said_and_the_log_goes_on(tmp_path: Path, cut: int) -> None:
+def test_an_incomplete_last_frame_is_skipped_with_a_warning_and_the_log_continues(tmp_path: Path, cut: int) -> None:
     with SampleLog(tmp_path, 0) as log:
         log.append(group(1, 0))
         whole = log.path.stat().st_size
@@ -166,7 +166,7 @@ def test_a_full_disk_is_reported_and_leaves_only_complete_records(tmp_path: Path
     assert logs.torn == []
 
 
-def test_a_log_that_is_closed_says_so(tmp_path: Path) -> None:
+def test_a_closed_log_raises(tmp_path: Path) -> None:
     log = SampleLog(tmp_path, 0)
     log.close()
     with pytest.raises(ManagerError, match="closed"):
@@ -211,7 +211,7 @@ with SampleLog(sys.argv[1], 0) as log:
 """
 
 
-def test_a_killed_process_leaves_what_it_was_told_to_append(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_the_appended_records(tmp_path: Path) -> None:
     for killed_after in (3, 17, 40):
         folder = tmp_path / str(killed_after)
         child = subprocess.Popen([sys.executable, "-c", PROGRAM, str(folder)], stdout=subprocess.PIPE, text=True)

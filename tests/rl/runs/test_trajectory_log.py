@@ -86,7 +86,7 @@ def test_groups_come_back_whole(tmp_path_factory, found) -> None:
     assert [bits(group) for group in read(log.path).groups()] == [bits(group) for group in found]
 
 
-def test_the_header_says_how_it_was_played(tmp_path: Path) -> None:
+def test_the_header_contains_how_it_was_played(tmp_path: Path) -> None:
     settings = RolloutSettings(seed=3, tasks=(TaskSettings(name="lake", options={"size": 4, "way": [1, "b"]}),))
     with TrajectoryLog(tmp_path / "run.jsonl", settings=settings, words=("<pad>", "north"), note="first", began_at=9.5):
         pass
@@ -119,7 +119,7 @@ def test_a_compressed_log_is_what_gzip_reads_and_the_other_way_round(tmp_path: P
         assert read(path).trajectories() == [trajectory(0), trajectory(1)]
 
 
-def test_an_event_of_a_gateway_is_kept_with_all_that_it_says(tmp_path: Path) -> None:
+def test_a_router_event_is_kept_with_all_fields(tmp_path: Path) -> None:
     lost = EngineLost(at_s=105.0, engine="engine-0", reason="killed by signal 9", requests=3, deaths=1)
     path = written(tmp_path / "run.jsonl", engine_event(lost, since=100.0))
     (found,) = read(path)
@@ -136,7 +136,7 @@ def test_two_iterations_read_the_same(tmp_path: Path) -> None:
 
 
 @each_suffix
-def test_a_log_that_is_cut_anywhere_brings_the_records_before_and_says_so(tmp_path: Path, suffix: str) -> None:
+def test_a_truncated_log_returns_the_records_before_and_reports_it(tmp_path: Path, suffix: str) -> None:
     whole = written(tmp_path / f"run.{suffix}", trajectory(0), trajectory(1)).read_bytes()
     first = len(written(tmp_path / f"one.{suffix}", trajectory(0)).read_bytes())
     cut = tmp_path / f"cut.{suffix}"
@@ -268,7 +268,7 @@ def test_an_unknown_format_is_reported_with_its_number(tmp_path: Path) -> None:
         read(path)
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(InvalidConfig, match="can be read"):
             read(path)
@@ -310,7 +310,7 @@ def test_a_contradictory_line_is_reported_without_control_characters(tmp_path: P
         list(read(path))
 
 
-def test_a_damaged_compression_is_told(tmp_path: Path) -> None:
+def test_damaged_compression_is_reported(tmp_path: Path) -> None:
     path = written(tmp_path / "run.jsonl.gz", trajectory(0), trajectory(1))
     content = bytearray(path.read_bytes())
     content[-30] ^= 0xFF
@@ -319,7 +319,7 @@ def test_a_damaged_compression_is_told(tmp_path: Path) -> None:
         list(read(path))
 
 
-def test_a_closing_of_what_is_not_there_is_told(tmp_path: Path) -> None:
+def test_closing_an_unknown_record_is_reported(tmp_path: Path) -> None:
     closing = GroupClosing(id="lake/0", task="lake", seed=0, members=("lake/0/9.0",), wanted=1)
     path = written(tmp_path / "run.jsonl", trajectory(0), closing)
     with pytest.raises(InvalidTrace, match="precedes it"):

@@ -62,7 +62,7 @@ MODES = ("sync+", "one-off", "async")
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_whoever_is_interrupted_does_not_wait_for_an_evaluation(
+def test_an_interrupt_does_not_wait_for_an_evaluation(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def whole() -> None:
@@ -115,7 +115,7 @@ def test_a_run_that_is_cancelled_leaves_no_task(mode: str, tmp_path: Path, monke
     asyncio.run(whole())
 
 
-def test_engines_that_are_all_gone_while_the_policy_is_looked_at_end_the_run(tmp_path: Path) -> None:
+def test_losing_all_engines_during_an_evaluation_ends_the_run(tmp_path: Path) -> None:
     async def whole() -> None:
         settings = settings_of("sync+", evaluations=1, step_s=0.05)
         async with leaving_no_task(settings, tmp_path, FakeTrainer()) as made:
@@ -144,7 +144,7 @@ def killed_at(*versions: int) -> Callable[[int], bool]:
     return dies
 
 
-def test_a_look_at_weights_that_are_lost_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_of_lost_weights_is_not_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def whole() -> None:
         looking = Looking(monkeypatch)
         trainer = FakeTrainer(killed_at(5))
@@ -165,7 +165,7 @@ def test_a_look_at_weights_that_are_lost_is_not_told(tmp_path: Path, monkeypatch
     asyncio.run(whole())
 
 
-def test_a_trainer_may_die_while_it_is_made_anew(tmp_path: Path) -> None:
+def test_a_trainer_may_die_while_it_restarts(tmp_path: Path) -> None:
     async def whole() -> None:
         trainer = FakeTrainer(killed_at(4))
         trainer.deaths_at_start = 2
@@ -176,7 +176,7 @@ def test_a_trainer_may_die_while_it_is_made_anew(tmp_path: Path) -> None:
     asyncio.run(whole())
 
 
-def test_a_trainer_that_is_never_made_anew_ends_the_run(tmp_path: Path) -> None:
+def test_a_trainer_that_never_restarts_ends_the_run(tmp_path: Path) -> None:
     async def whole() -> None:
         trainer = FakeTrainer(killed_at(4))
         trainer.deaths_at_start = 100
@@ -225,7 +225,7 @@ class FullDisk:
 
 
 @pytest.mark.parametrize(("room", "newest"), [(0, None), (1, 0)])
-def test_a_run_whose_last_step_is_not_saved_says_which_one_is(
+def test_a_run_whose_last_step_is_not_saved_reports_which_one_is(
     room: int, newest: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def whole() -> None:
@@ -288,7 +288,7 @@ def test_weights_that_the_buffer_does_not_know_are_never_saved(tmp_path: Path, m
     asyncio.run(whole())
 
 
-def test_weights_that_are_gone_before_an_engine_has_read_them_are_passed_over(
+def test_weights_that_are_deleted_before_an_engine_has_read_them_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer keeps a few versions only: an engine that is slow finds its own deleted, and takes the newest."""
@@ -332,7 +332,7 @@ def test_what_is_too_old_is_not_played_again_by_weights_that_are_as_old(tmp_path
 # ---- the warm start -------------------------------------------------------------------------------------------------
 
 
-def test_a_warm_start_whose_trainer_dies_begins_anew(tmp_path: Path) -> None:
+def test_a_warm_start_whose_trainer_dies_starts_over(tmp_path: Path) -> None:
     async def whole() -> None:
         trainer = FakeTrainer()
         trainer.deaths_by_imitation = 1
@@ -345,7 +345,7 @@ def test_a_warm_start_whose_trainer_dies_begins_anew(tmp_path: Path) -> None:
     asyncio.run(whole())
 
 
-def test_what_an_agent_says_that_the_policy_has_no_word_for_is_said_of_its_task() -> None:
+def test_a_word_of_an_agent_outside_the_vocabulary_is_reported_with_its_task() -> None:
     with pytest.raises(InvalidConfig, match=r"task random: expected words of the policy's vocabulary.*'go' is none of"):
         asyncio.run(collect_demonstrations(settings_of(warm_until=1.0), None, WordCodec(("look",)), None))
 
@@ -408,7 +408,7 @@ def _slow_one_of_three(settings: TrainSettings) -> TrainSettings:
 
 
 @pytest.mark.parametrize("mode", ["start-bound", "async"])
-def test_alpha_0_plays_and_trains_in_turn_whatever_pull_says(mode: str, tmp_path: Path) -> None:
+def test_alpha_0_alternates_rollout_and_training_at_any_pull(mode: str, tmp_path: Path) -> None:
     trainer = FakeTrainer()
 
     async def check(made: House) -> None:

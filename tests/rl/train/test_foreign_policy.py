@@ -29,7 +29,7 @@ def names(tmp_path: Path) -> list[str]:
     return sorted(os.listdir(tmp_path / "published"))
 
 
-def test_it_is_trained_published_for_servers_of_others_and_goes_back_to_a_checkpoint(tmp_path: Path) -> None:
+def test_it_is_trained_published_for_external_servers_and_restored_from_a_checkpoint(tmp_path: Path) -> None:
     torch.manual_seed(5)
     sizes = {"n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
     config = transformers.GPT2Config(vocab_size=SIZE, bos_token_id=None, eos_token_id=None, **sizes)

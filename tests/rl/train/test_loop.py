@@ -35,7 +35,7 @@ def staleness_max(batches: list[TrainingBatch]) -> int:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_trains_as_often_as_it_was_told(mode: str, tmp_path: Path) -> None:
+def test_every_mode_trains_the_configured_number_of_steps(mode: str, tmp_path: Path) -> None:
     trainer = FakeTrainer()
     made = run_whole(settings_of(mode), tmp_path, trainer)
     assert [line.step for line in made.of(Trained)] == list(range(1, 13))
@@ -45,7 +45,7 @@ def test_every_mode_trains_as_often_as_it_was_told(mode: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("mode", "most"), [("sync", 0), ("sync+", 0), ("one-off", 1)])
-def test_modes_without_a_stream_are_as_old_as_they_say(mode: str, most: int, tmp_path: Path) -> None:
+def test_modes_without_a_stream_keep_their_staleness(mode: str, most: int, tmp_path: Path) -> None:
     trainer = FakeTrainer()
     run_whole(settings_of(mode), tmp_path, trainer)
     assert staleness_max(trainer.batches) == most
@@ -242,7 +242,7 @@ def test_a_group_that_lost_all_members_but_one_is_no_sample_and_one_that_lacks_s
     assert [line.short for line in made.of(Trained)] == [batch.count(2) for batch in sizes]
 
 
-def test_a_run_that_is_stopped_can_be_gone_on_with(tmp_path: Path) -> None:
+def test_a_stopped_run_can_be_resumed(tmp_path: Path) -> None:
     trainer, settings = FakeTrainer(), settings_of(steps=40)
 
     async def stopped() -> None:

@@ -193,7 +193,7 @@ def test_a_run_that_goes_on_makes_the_same_steps_to_the_last_bit(tmp_path: Path)
     [("8k", "", [0, 1, 2, 3]), ("72k", "00000000", [1, 2, 3])],
     ids=["no room for weights", "no room for the optimiser once there is something in it"],
 )
-def test_a_run_whose_checkpoints_find_no_room_goes_on_and_says_so(
+def test_a_run_whose_checkpoints_do_not_fit_on_the_disk_continues_and_reports_it(
     size: str, kept: str, missed: list[int], tmp_path: Path
 ) -> None:
     if os.geteuid() != 0:
@@ -221,7 +221,7 @@ def test_a_run_whose_checkpoints_find_no_room_goes_on_and_says_so(
     assert_sound(tmp_path / "run", steps=STEPS, batch=BATCH, age_max=1)
 
 
-def test_an_environment_that_hangs_for_ever_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_an_environment_that_hangs_without_end_is_named_and_the_run_continues(tmp_path: Path) -> None:
     hung = tmp_path / "hung"
     settings = settings_of("sync+", steps=STEPS, stall_s=1.0, task={"options": {"hangs": str(hung)}})
     assert trained(settings, tmp_path / "run").cause == "steps"

@@ -72,7 +72,7 @@ def test_it_imitates_steps_and_publishes_each_version_once(tmp_path: Path) -> No
     run(trainer, test)
 
 
-def test_what_is_refused_changes_nothing_and_what_nobody_waits_for_any_more_is_done_before_what_comes_next(
+def test_a_refused_request_changes_nothing_and_an_abandoned_one_finishes_before_the_next(
     tmp_path: Path,
 ) -> None:
     trainer = trainer_in(tmp_path)
@@ -162,7 +162,7 @@ def test_from_a_checkpoint_the_next_step_is_the_same_and_later_versions_are_gone
 # ---- it is killed ----
 
 
-def test_killed_whatever_it_does_it_says_so_leaves_nothing_half_and_starts_again(tmp_path: Path) -> None:
+def test_a_trainer_killed_at_any_point_reports_it_leaves_nothing_incomplete_and_restarts(tmp_path: Path) -> None:
     """One trainer, that dies while it has nothing to do, steps, publishes and saves."""
     trainer = trainer_in(tmp_path)
     stepping, publishing, good, bad = (tmp_path / name for name in ("stepping", "publishing", "good", "bad"))
@@ -251,7 +251,7 @@ def test_a_learner_that_is_not_there_is_named(tmp_path: Path) -> None:
     run(trainer, test)
 
 
-def test_settings_of_which_no_trainer_can_be_made_are_said_as_such(tmp_path: Path) -> None:
+def test_settings_that_make_no_trainer_are_reported_as_such(tmp_path: Path) -> None:
     wrong = msgspec.structs.replace(SETTINGS, objective=ObjectiveSettings(loss="json:nothing"))
     trainer = ProcessTrainer(wrong, SIZE, tmp_path / "published")
 
@@ -311,7 +311,7 @@ def test_one_that_stands_still_counts_as_dead(tmp_path: Path) -> None:
     run(trainer, test)
 
 
-def test_one_that_computes_may_take_long_but_not_for_ever(tmp_path: Path) -> None:
+def test_a_computing_trainer_may_take_long_up_to_a_limit(tmp_path: Path) -> None:
     trainer = trainer_in(tmp_path, hang_s=1.0, work_s_max=8.0)
 
     async def test() -> None:
@@ -345,7 +345,7 @@ def test_closing_ends_what_it_is_doing(tmp_path: Path) -> None:
     run(trainer, test)
 
 
-def test_one_that_was_not_started_says_so(tmp_path: Path) -> None:
+def test_a_trainer_that_was_not_started_reports_it(tmp_path: Path) -> None:
     trainer = trainer_in(tmp_path)
 
     async def test() -> None:

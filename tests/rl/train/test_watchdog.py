@@ -48,7 +48,7 @@ def live(
 # ---- when ----
 
 
-def test_a_run_in_which_nothing_moves_is_told_once_each_time() -> None:
+def test_a_run_without_progress_is_reported_once_each_time() -> None:
     watch = Watchdog(STALL_S, 3, now=1000.0)
     assert watch.check(1119.0, RunSnapshot()) is None
     first = watch.check(1121.0, RunSnapshot())
@@ -78,7 +78,7 @@ def test_with_the_last_of_those_that_there_may_be_in_a_row_it_is_given_up() -> N
     ]
 
 
-def test_whatever_moves_is_seen_without_a_word() -> None:
+def test_any_progress_resets_the_watchdog_silently() -> None:
     for moved in (
         RunSnapshot(trajectories=(live(1), live(2, stage_s=5.0))),
         RunSnapshot(trajectories=(live(1),), tokens=7),
@@ -148,7 +148,7 @@ def test_what_is_waited_for_is_named(what: RunSnapshot, words: str) -> None:
     assert describe_waits(what) == words
 
 
-def test_those_who_wait_behind_others_are_stopped_only_if_nothing_else_helps() -> None:
+def test_episodes_that_wait_behind_others_are_stopped_only_as_the_last_resort() -> None:
     watch = Watchdog(STALL_S, 3, now=0.0)
     stuck = (live(1, stage_s=200.0), live(2, stage_s=300.0))
     behind = (live(3, "queue", 400.0, "concurrency of lake"), live(4, "generate", 250.0, "the slowest environment"))
@@ -207,7 +207,7 @@ def test_an_environment_that_hangs_is_named_and_played_again(stage: str) -> None
     run(test())
 
 
-def test_whoever_holds_the_places_of_a_task_is_stopped_and_not_those_who_wait_for_one() -> None:
+def test_holders_of_the_slots_of_a_task_are_stopped_and_waiters_are_not() -> None:
     async def test() -> None:
         world = World(lambda trajectory, number: Plan(hang="step" if trajectory.endswith("/0.0") else ""))
         chosen = refilled(step_timeout_s=1e5, concurrency=1)
@@ -239,7 +239,7 @@ def test_behind_a_barrier_the_slowest_is_named() -> None:
 
 
 @pytest.mark.parametrize("kind", ["suspended", "hanging"])
-def test_an_engine_that_writes_nothing_is_named_and_others_serve_its_requests(kind: str) -> None:
+def test_an_engine_that_generates_nothing_is_named_and_its_requests_move_to_others(kind: str) -> None:
     async def test() -> None:
         world = World()
         talk = text_script(CODEC, lambda request: "go")
@@ -316,7 +316,7 @@ class Searching:
 
 
 @pytest.mark.parametrize("quota", [Quota("search", concurrent=1), Quota("search", requests=Rate(1, 1e6))])
-def test_a_pool_that_somebody_else_holds_is_named_and_nobody_waits_for_it_any_more(quota: Quota) -> None:
+def test_a_pool_held_by_another_run_is_named_and_no_longer_waited_for(quota: Quota) -> None:
     async def test(client: Client) -> None:
         task = TaskSettings(name="search", environment="tests.rl.train.test_watchdog:Searching", step_timeout_s=1e7)
         chosen = replace(refilled(), tasks=(task,))
@@ -341,11 +341,11 @@ def test_a_pool_that_somebody_else_holds_is_named_and_nobody_waits_for_it_any_mo
     on_virtual_time(test, quota)
 
 
-def test_of_no_client_nothing_is_known() -> None:
+def test_without_a_client_pools_are_unknown() -> None:
     assert waiting_pools(None) == {}
 
 
-def test_an_episode_says_what_it_waits_for() -> None:
+def test_an_episode_shows_what_it_waits_for() -> None:
     async def test() -> None:
         world = World(Plan(reset_s=10.0, step_s=20.0, turns=1))
         said = []

@@ -27,7 +27,7 @@ def there(below: Path) -> list[Path]:
     return sorted(below.glob(f"{PREFIX}*"))
 
 
-def test_it_is_gone_at_the_end_also_after_an_error(tmp_path: Path) -> None:
+def test_it_is_deleted_at_the_end_also_after_an_error(tmp_path: Path) -> None:
     def fail() -> None:
         with weights_folder(tmp_path) as folder:
             (folder / "00000000").mkdir()
