@@ -6,6 +6,11 @@
 A layer may import itself and what stands left of it; layers separated by | do not import each other. `reports` needs
 only `errors` and `files`, and serves every layer above. An import counts wherever it is written: inside a function or
 under TYPE_CHECKING it is the same dependency.
+
+The same holds between the packages inside a layer:
+
+    managers    work < base | quotas < http < sandboxes | models | functions | fake < doctor
+    rl          config | trajectories < environments | inference < model < rollout | buffer < runs < observe < train
 """
 
 from __future__ import annotations
@@ -43,13 +48,33 @@ RANK_BY_PART = {
 ALLOWED_BY_PART = {"clock": ("errors",), "reports": ("errors", "files")}
 """Parts that may import less than their rank says, or a part of their own rank."""
 
+INNER_ORDER_BY_LAYER: dict[str, tuple[tuple[str, ...], ...]] = {
+    "managers": (
+        ("work",),
+        ("base", "quotas"),
+        ("http",),
+        ("sandboxes", "models", "functions", "fake"),
+        ("doctor",),
+    ),
+    "rl": (
+        ("config", "trajectories"),
+        ("environments", "inference"),
+        ("model",),
+        ("rollout", "buffer"),
+        ("runs",),
+        ("observe",),
+        ("train",),
+    ),
+}
+"""Packages and modules of a layer, lowest first. Each may import itself and what stands before its own tuple."""
+
 ABOVE_ALL = ("__init__", "__main__")
 """They gather the layers and may import any; no layer may import them."""
 
 IMPURE = ("asyncio", "logging", "os", "random", "socket", "subprocess", "threading", "time")
 HEAVY = ("ray", "torch", "transformers")
-MADE_OF_TORCH = "tangram.rl.model"
-"""Its modules are made of PyTorch, so they import it at once; whoever uses one of them imports it as late as that."""
+MADE_OF_TORCH = ("tangram.rl.model", "tangram.rl.train.trainer_child")
+"""These modules are made of PyTorch, so they import it at once; their users import them where they use them."""
 
 KEEPS_ORDER = ("enumerate", "filter", "iter", "list", "map", "tuple", "zip")
 """Builtins that hand on the order of what they are given. `sorted`, `min` or `len` of a set are fine."""
@@ -102,6 +127,26 @@ def wrong_imports(tree: ast.Module, module: str, *, is_package: bool = False) ->
     return wrong
 
 
+def wrong_inner_imports(tree: ast.Module, module: str, *, is_package: bool = False) -> list[str]:
+    """Imports between the packages of one layer that point up or sideways in INNER_ORDER_BY_LAYER."""
+    layer, part = (*module.split(".")[1:3], "", "")[:2]
+    order = INNER_ORDER_BY_LAYER.get(layer)
+    if order is None or not part:
+        return []
+    rank_by_part = {each: rank for rank, parts in enumerate(order) for each in parts}
+    if part not in rank_by_part:
+        return [f"1: {part} is not in the inner order of {layer}"]
+    wrong = []
+    for node in ast.walk(tree):
+        for name in imported_modules(node, module, is_package=is_package):
+            if not _within(name, f"tangram.{layer}"):
+                continue
+            target = (*name.split(".")[2:3], "")[0]
+            if target != part and rank_by_part.get(target, len(order)) >= rank_by_part[part]:
+                wrong.append(f"{node.lineno}: {layer}.{part} imports {name}, which is not below {part}")
+    return wrong
+
+
 def impure_imports(tree: ast.Module, module: str, *, is_package: bool = False) -> list[str]:
     """Imports that `core` must do without."""
     return [
@@ -128,13 +173,13 @@ def nodes_run_at_import(node: ast.AST) -> Iterator[ast.AST]:
 
 def heavy_imports(tree: ast.Module, module: str, *, is_package: bool = False) -> list[str]:
     """Imports of optional packages that happen as soon as the module is imported."""
-    if _within(module, MADE_OF_TORCH):
+    if any(_within(module, each) for each in MADE_OF_TORCH):
         return []
     return [
         f"{node.lineno}: imports {name} at import time; move it into the function that uses it"
         for node in nodes_run_at_import(tree)
         for name in imported_modules(node, module, is_package=is_package)
-        if name.split(".")[0] in HEAVY or _within(name, MADE_OF_TORCH)
+        if name.split(".")[0] in HEAVY or any(_within(name, each) for each in MADE_OF_TORCH)
     ]
 
 
@@ -205,6 +250,19 @@ def test_imports_point_one_way() -> None:
     assert findings(wrong_imports, SOURCE) == []
 
 
+def test_imports_inside_a_layer_point_one_way() -> None:
+    assert findings(wrong_inner_imports, SOURCE) == []
+
+
+def test_the_inner_order_names_existing_modules() -> None:
+    for layer, order in INNER_ORDER_BY_LAYER.items():
+        parts = [part for parts in order for part in parts]
+        modules = {path.stem for path in (SOURCE / layer).glob("*.py")} | {
+            path.parent.name for path in (SOURCE / layer).glob("*/__init__.py")
+        }
+        assert sorted(parts) == sorted(modules - {"__init__"})
+
+
 def test_core_imports_neither_time_nor_the_outside_world() -> None:
     assert findings(impure_imports, SOURCE / "core") == []
 
@@ -267,6 +325,36 @@ def test_an_import_that_points_up_or_sideways_is_found(module: str, source: str)
 )
 def test_an_import_that_points_down_is_allowed(module: str, source: str) -> None:
     assert wrong_imports(ast.parse(source), module) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("tangram.rl.buffer.sample_buffer", "from tangram.rl.train.loop import Loop"),
+        ("tangram.rl.buffer.sample_buffer", "from tangram.rl import train"),
+        ("tangram.rl.buffer.sample_buffer", "from ..train import loop"),
+        ("tangram.rl.rollout.rollout", "def late():\n    from tangram.rl.buffer import sample_buffer"),
+        ("tangram.rl.rollout.rollout", "if TYPE_CHECKING:\n    from tangram.rl.observe.timeline import Timeline"),
+        ("tangram.managers.base", "from tangram.managers.sandboxes.leases import Lease"),
+        ("tangram.managers.unknown", "x = 1"),
+    ],
+)
+def test_an_import_inside_a_layer_that_points_up_or_sideways_is_found(module: str, source: str) -> None:
+    assert len(wrong_inner_imports(ast.parse(source), module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("tangram.rl.train.loop", "from tangram.rl.buffer.sample_buffer import SampleBuffer"),
+        ("tangram.rl.train.loop", "from . import watchdog\nfrom tangram.client import client"),
+        ("tangram.managers.http", "from tangram.managers.quotas.adaptive_rate import TOO_MANY"),
+        ("tangram.core.ledger", "from tangram.core.demand import Demand"),
+        ("tangram.rl", "from tangram.rl.train.loop import Loop"),
+    ],
+)
+def test_an_import_inside_a_layer_that_points_down_is_allowed(module: str, source: str) -> None:
+    assert wrong_inner_imports(ast.parse(source), module) == []
 
 
 def test_a_relative_import_in_a_package_file_starts_at_that_package() -> None:

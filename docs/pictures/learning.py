@@ -14,8 +14,8 @@ from make import HERE
 from tangram.reports.charts import LineSeries, draw_lines
 from tangram.reports.formatting import tick_seconds
 from tangram.reports.svg import Drawing, LinearScale
+from tangram.rl.runs.metrics_lines import Evaluated, WarmStartChecked
 from tangram.rl.runs.metrics_log import METRICS_FILE, read_metrics
-from tangram.rl.train.records import Evaluated, WarmStartChecked
 
 WIDTH, HEIGHT = 760, 300
 AREA = LEFT, RIGHT, TOP, BOTTOM = 52.0, 622.0, 50.0, 258.0

@@ -46,10 +46,10 @@ from tangram.rl.config.training_settings import (
     TrainingSettings,
     TrainSettings,
 )
-from tangram.rl.rollout.records import Group, Stage, Trajectory
+from tangram.rl.runs.metrics_lines import AnyMetricsLine, Evaluated, Noticed, Trained
 from tangram.rl.train.behaviour_cloning import clone_behaviour
 from tangram.rl.train.pipeline import train
-from tangram.rl.train.records import AnyMetricsLine, Evaluated, Noticed, Trained
+from tangram.rl.trajectories.trajectory import Group, Stage, Trajectory
 
 TEACHERS = {"chain": "counter", "frozenlake": "walker"}
 """Teacher agents by task."""

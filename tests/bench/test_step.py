@@ -9,7 +9,7 @@ import pytest
 
 from tangram.bench import step
 from tangram.bench.base import run_module
-from tangram.rl.rollout.records import Ending, Span, Stage, Trajectory
+from tangram.rl.trajectories.trajectory import Ending, Span, Stage, Trajectory
 
 pytestmark = pytest.mark.slow
 

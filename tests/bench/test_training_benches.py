@@ -10,7 +10,7 @@ import pytest
 
 from tangram.bench import ladder, learning
 from tangram.bench.base import BenchRun
-from tangram.rl.train.records import Evaluated, TaskStep, Trained
+from tangram.rl.runs.metrics_lines import Evaluated, TaskStep, Trained
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from tangram.cli import app
 from tangram.cli.options import option_group
-from tangram.rl.rollout.records import Stage
 from tangram.rl.runs.trajectory_log import TrajectoryLog
+from tangram.rl.trajectories.trajectory import Stage
 
 
 def read_size(

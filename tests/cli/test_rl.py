@@ -14,17 +14,17 @@ import msgspec
 import pytest
 from tests.rl import recordings
 from tests.rl.recordings import HOSTILE, simple, span
-from tests.rl.rollout.test_tokenizer import folder_of
+from tests.rl.trajectories.test_tokenizer import folder_of
 
 from tangram.client.client import connect
 from tangram.rl.config.rollout_settings import PolicySettings, RolloutSettings, TaskSettings
 from tangram.rl.environments.agents import AgentEpisode, play
 from tangram.rl.environments.protocol import ExternalResources
 from tangram.rl.environments.registry import words_of
-from tangram.rl.rollout.codec import WordCodec
-from tangram.rl.rollout.records import Ending, Group, Stage, Trajectory, Turn
-from tangram.rl.rollout.tokenizer import TextCodec
 from tangram.rl.runs.trajectory_log import EngineEvent, GroupClosing, TrajectoryLog, read
+from tangram.rl.trajectories.codec import WordCodec
+from tangram.rl.trajectories.tokenizer import TextCodec
+from tangram.rl.trajectories.trajectory import Ending, Group, Stage, Trajectory, Turn
 
 
 @pytest.fixture

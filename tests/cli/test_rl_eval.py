@@ -49,7 +49,7 @@ def saved(folder: Path, seed: int) -> None:
     from tangram.rl.model.model_folder import save
     from tangram.rl.model.transformer import Transformer, small_config
     from tangram.rl.rollout.assembly import WORDS
-    from tangram.rl.rollout.codec import WordCodec
+    from tangram.rl.trajectories.codec import WordCodec
 
     words = WordCodec(words_of([resolve("frozenlake"), resolve("chain")])).words
     save(Transformer.new(small_config(len(words), layers=1, width=16, heads=2, context_max=256), seed), folder)

@@ -19,9 +19,7 @@ from tangram.cli.training_config import load_config
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.runs.checkpoints import NoCheckpoint
-from tangram.rl.runs.metrics_log import MetricsLog
-from tangram.rl.runs.run_folder import open_run
-from tangram.rl.train.records import (
+from tangram.rl.runs.metrics_lines import (
     AnyMetricsLine,
     Evaluated,
     Noticed,
@@ -31,6 +29,8 @@ from tangram.rl.train.records import (
     Trained,
     WarmStartChecked,
 )
+from tangram.rl.runs.metrics_log import MetricsLog
+from tangram.rl.runs.run_folder import open_run
 
 Cli = Callable[..., Any]
 
@@ -351,7 +351,7 @@ sys.modules["torch"] = None  # tensorboardX imports it if it is there, and nothi
 import tangram.rl.train.pipeline as pipeline
 from tangram.rl.runs.metrics_log import MetricsLog
 from tangram.rl.runs.run_folder import open_run
-from tangram.rl.train.records import RunBegan, RunEnded
+from tangram.rl.runs.metrics_lines import RunBegan, RunEnded
 
 async def train(settings, folder, *, resume=False, modules=(), on_line=None, client=None, progress=None, observer=None):
     with open_run(folder, settings, resume=resume), MetricsLog(folder, resume=resume) as log:

@@ -16,8 +16,7 @@ from tangram.reports.terminal import sparkline
 from tangram.rl.config.rollout_settings import TaskSettings
 from tangram.rl.config.training_settings import TrainingSettings, TrainSettings
 from tangram.rl.observe.training_progress import TRAINING, WARMING, TrainingProgress
-from tangram.rl.rollout.records import Stage
-from tangram.rl.train.records import (
+from tangram.rl.runs.metrics_lines import (
     EngineUse,
     Evaluated,
     Noticed,
@@ -28,6 +27,7 @@ from tangram.rl.train.records import (
     Trained,
     WarmStartChecked,
 )
+from tangram.rl.trajectories.trajectory import Stage
 
 NAMES = ("frozenlake", "chain", "codefix")
 

@@ -18,11 +18,11 @@ from tangram.rl.config.rollout_settings import GroupSettings, RolloutSettings, T
 from tangram.rl.environments.protocol import ExternalResources, MakeAgent, Step
 from tangram.rl.inference.engines.fake import FakeEngine, text_script
 from tangram.rl.inference.engines.protocol import GenerationRequest, PolicyWeights, Sampling, SamplingSeed
-from tangram.rl.rollout.codec import WordCodec
-from tangram.rl.rollout.records import Ending, GroupTicket
 from tangram.rl.rollout.replay import as_generator, replay
 from tangram.rl.rollout.rollout import Rollout, tickets
 from tangram.rl.runs.trajectory_log import GroupClosing, TrajectoryLog, groups, read
+from tangram.rl.trajectories.codec import WordCodec
+from tangram.rl.trajectories.trajectory import Ending, GroupTicket
 
 COLOURS = ("red", "blue")
 

@@ -22,9 +22,9 @@ from tangram.cli.training_config import load_config
 from tangram.errors import InvalidConfig
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.environments.protocol import ExternalResources, MakeAgent, Step
+from tangram.rl.runs.metrics_lines import AnyMetricsLine, Evaluated, RunBegan, RunEnded, Trained
 from tangram.rl.runs.metrics_log import read_metrics
 from tangram.rl.train.pipeline import train
-from tangram.rl.train.records import AnyMetricsLine, Evaluated, RunBegan, RunEnded, Trained
 
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch is an extra, which is not installed")
 

@@ -43,14 +43,22 @@ from tangram.rl.environments.lookup_judge import JudgeSettings
 from tangram.rl.inference.engines import messages as engine_messages
 from tangram.rl.inference.engines.protocol import EngineStatistics
 from tangram.rl.inference.router_records import EngineLost
-from tangram.rl.rollout.records import Ending, Group, GroupTicket, Span, Stage, Trajectory, Turn
 from tangram.rl.runs.checkpoints import RunState, write_state
+from tangram.rl.runs.metrics_lines import (
+    AnyMetricsLine,
+    Evaluated,
+    Noticed,
+    RunBegan,
+    RunEnded,
+    Trained,
+    WarmStartChecked,
+)
 from tangram.rl.runs.metrics_log import MetricsLog
 from tangram.rl.runs.run_folder import OWNER, TENSORBOARD, open_run
 from tangram.rl.runs.sample_log import SampleLog
 from tangram.rl.runs.trajectory_log import GroupClosing, StatisticsRecord, TrajectoryLog, engine_event
 from tangram.rl.train import trainer_messages
-from tangram.rl.train.records import AnyMetricsLine, Evaluated, Noticed, RunBegan, RunEnded, Trained, WarmStartChecked
+from tangram.rl.trajectories.trajectory import Ending, Group, GroupTicket, Span, Stage, Trajectory, Turn
 from tangram.runtime.error_records import error_record_of
 from tangram.runtime.orchestrator import SettledAction
 from tangram.runtime.trace_recorder import record_trace

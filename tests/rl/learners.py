@@ -15,7 +15,7 @@ from tangram.errors import InvalidInput, ManagerError
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.model import weight_store
 from tangram.rl.model.policy import Policy
-from tangram.rl.train.records import Demonstration, TrainingBatch
+from tangram.rl.trajectories.training_batch import Demonstration, TrainingBatch
 
 STATE = "state.pt"
 HALF = "half.pt"

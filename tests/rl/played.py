@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from tangram.rl.config.training_settings import ObjectiveSettings, TrainingSettings, TrainSettings
-from tangram.rl.rollout.records import Ending, Group, Trajectory, Turn
-from tangram.rl.train.records import TrainingBatch
+from tangram.rl.trajectories.training_batch import TrainingBatch
+from tangram.rl.trajectories.trajectory import Ending, Group, Trajectory, Turn
 
 TASK = "toy"
 

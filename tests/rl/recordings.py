@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tangram.rl.environments.agents import play
 from tangram.rl.environments.registry import resolve
 from tangram.rl.inference.engines.protocol import EngineStatistics
-from tangram.rl.rollout.codec import WordCodec
-from tangram.rl.rollout.records import Ending, Group, Span, Stage, Trajectory, Turn
 from tangram.rl.runs.trajectory_log import EngineEvent, GroupClosing, StatisticsRecord
+from tangram.rl.trajectories.codec import WordCodec
+from tangram.rl.trajectories.trajectory import Ending, Group, Span, Stage, Trajectory, Turn
 
 HOSTILE = (
     "\x1b[2J\x1b]0;owned\x07",

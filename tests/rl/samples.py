@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tangram.rl.buffer.records import BufferState, WaitingGroup
-from tangram.rl.rollout.records import Ending, Group, GroupTicket, Span, Stage, Trajectory, Turn
 from tangram.rl.runs.checkpoints import RunState
+from tangram.rl.trajectories.trajectory import Ending, Group, GroupTicket, Span, Stage, Trajectory, Turn
 
 
 def ticket(number: int) -> GroupTicket:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from tangram.rl.config.rollout_settings import EngineSettings, PolicySettings, TaskSettings
 from tangram.rl.config.training_settings import TrainSettings
-from tangram.rl.rollout.records import Ending, Group, Span, Stage, Trajectory, Turn
-from tangram.rl.train.records import Demonstration, TrainingBatch
 from tangram.rl.train.trainer_process import ProcessTrainer
+from tangram.rl.trajectories.training_batch import Demonstration, TrainingBatch
+from tangram.rl.trajectories.trajectory import Ending, Group, Span, Stage, Trajectory, Turn
 
 SIZE = 29
 SETTINGS = TrainSettings(

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from tangram.rl.train.records import (
-    METRICS,
+from tangram.rl.runs.metrics_lines import (
     AnyMetricsLine,
     EngineUse,
     Evaluated,
@@ -29,6 +28,7 @@ from tangram.rl.train.records import (
     Trained,
     WarmStartChecked,
 )
+from tangram.rl.train.trainer import METRICS
 
 TASKS = ("frozenlake", "codefix", "lookup")
 POOLS = (("cpu@local", 2.0), ("gpu@local", 1.0), ("search", 4.0))

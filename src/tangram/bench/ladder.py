@@ -34,8 +34,8 @@ from tangram.rl.config.training_settings import (
 )
 from tangram.rl.environments.frozenlake import FrozenLake
 from tangram.rl.environments.protocol import ExternalResources, Step
+from tangram.rl.runs.metrics_lines import AnyMetricsLine, Trained
 from tangram.rl.train.pipeline import train
-from tangram.rl.train.records import AnyMetricsLine, Trained
 
 MODES: dict[str, Mode] = {
     "sync": "sync", "sync_plus": "sync+", "one_off": "one-off", "start_bound": "start-bound", "async": "async",

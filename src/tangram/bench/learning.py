@@ -36,9 +36,9 @@ from tangram.rl.config.training_settings import (
 from tangram.rl.environments.agents import demonstrations
 from tangram.rl.environments.protocol import ExternalResources
 from tangram.rl.rollout.assembly import connect_client, tasks_of
+from tangram.rl.runs.metrics_lines import AnyMetricsLine, Evaluated, Trained, WarmStartChecked
 from tangram.rl.train.evaluator import SEED_FIRST
 from tangram.rl.train.pipeline import train
-from tangram.rl.train.records import AnyMetricsLine, Evaluated, Trained, WarmStartChecked
 
 OPTIONS = ("report",)
 # lookup: the agent that it imitates gets a third of all answers right, and a policy that cannot copy names yet gets up

@@ -34,9 +34,9 @@ from tangram.rl.config.rollout_settings import (
     TaskSettings,
 )
 from tangram.rl.inference.router import Router
-from tangram.rl.rollout.records import GroupTicket
 from tangram.rl.rollout.redundancy import report
 from tangram.rl.rollout.rollout import CollectedBatch, Rollout
+from tangram.rl.trajectories.trajectory import GroupTicket
 
 
 class RedundancySizes(msgspec.Struct, frozen=True, kw_only=True):

@@ -43,8 +43,8 @@ from tangram.rl.config.rollout_settings import (
 from tangram.rl.environments.protocol import ExternalResources, MakeAgent, Step
 from tangram.rl.inference.engines.process import ProcessEngine
 from tangram.rl.inference.router import Router
-from tangram.rl.rollout.records import Group, GroupTicket, Span, Stage
 from tangram.rl.rollout.rollout import Rollout
+from tangram.rl.trajectories.trajectory import Group, GroupTicket, Span, Stage
 
 SPREADS = (0.1, 0.3, 0.5, 0.7, 1.0)
 """σ / μ."""

@@ -42,10 +42,10 @@ from tangram.rl.config.training_settings import (
     TrainSettings,
     WarmStartSettings,
 )
-from tangram.rl.rollout.records import Group, Stage, Trajectory
+from tangram.rl.runs.metrics_lines import AnyMetricsLine, Trained
 from tangram.rl.train.behaviour_cloning import clone_behaviour
 from tangram.rl.train.pipeline import train
-from tangram.rl.train.records import AnyMetricsLine, Trained
+from tangram.rl.trajectories.trajectory import Group, Stage, Trajectory
 
 OPTIONS = ("backend",)
 TASK = "codefix"

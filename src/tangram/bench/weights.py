@@ -34,7 +34,7 @@ from tangram.rl.inference.engines.process import ProcessEngine
 from tangram.rl.inference.engines.protocol import GenerationRequest, PolicyWeights, Sampling, SamplingSeed
 from tangram.rl.inference.router import Router
 from tangram.rl.inference.router_records import AnyRouterEvent, EngineUpdated
-from tangram.rl.train.weights_folder import weights_folder
+from tangram.rl.inference.weights_folder import weights_folder
 
 if TYPE_CHECKING:
     from tangram.rl.model.transformer import Transformer

@@ -19,9 +19,9 @@ from tangram.reports import live
 if TYPE_CHECKING:
     from tangram.rl.config.rollout_settings import TaskSettings
     from tangram.rl.observe.timeline import RolloutTimeline
-    from tangram.rl.rollout.records import Trajectory
     from tangram.rl.rollout.replay import ReplayResult
     from tangram.rl.runs.trajectory_log import TrajectoryLogReader
+    from tangram.rl.trajectories.trajectory import Trajectory
 
 app = typer.Typer(help="Play, show and replay rollouts; check environments.", no_args_is_help=True)
 
@@ -103,7 +103,7 @@ def show_log(
 
 
 def _ending(name: str | None) -> str | None:
-    from tangram.rl.rollout.records import Ending
+    from tangram.rl.trajectories.trajectory import Ending
 
     if name is not None and name not in list(Ending):
         raise InvalidConfig("ending", name, f"one of {', '.join(Ending)}")
@@ -143,7 +143,7 @@ def _nearest(wanted: str, names: list[str]) -> str:
 
 def _select(reading: TrajectoryLogReader, ids: list[str]) -> list[Trajectory]:
     """The trajectories with these ids. Raises InvalidConfig for an unknown id."""
-    from tangram.rl.rollout.records import Trajectory
+    from tangram.rl.trajectories.trajectory import Trajectory
 
     wanted = set(ids)
     names: list[str] = []

@@ -18,8 +18,8 @@ from tangram.reports import live, terminal
 
 if TYPE_CHECKING:
     from tangram.rl.config.rollout_settings import RolloutSettings
-    from tangram.rl.rollout.records import GroupTicket
     from tangram.rl.train.evaluator import Scores
+    from tangram.rl.trajectories.trajectory import GroupTicket
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -232,9 +232,9 @@ async def _play(
 
     from tangram.rl.observe.rollout_progress import RolloutProgress
     from tangram.rl.rollout.assembly import assembled, codec_of, tasks_of
-    from tangram.rl.rollout.codec import WordCodec
     from tangram.rl.runs.trajectory_log import TrajectoryLog
     from tangram.rl.train.evaluator import evaluate
+    from tangram.rl.trajectories.codec import WordCodec
 
     async with AsyncExitStack() as stack:
         log = None

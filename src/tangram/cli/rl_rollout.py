@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from tangram.rl.inference.router_records import AnyRouterEvent
     from tangram.rl.observe.rollout_progress import RolloutProgress
     from tangram.rl.rollout.assembly import RolloutAssembly
-    from tangram.rl.rollout.records import Trajectory
     from tangram.rl.rollout.rollout import CollectedBatch
+    from tangram.rl.trajectories.trajectory import Trajectory
 
 POLL_S = 0.5
 """Seconds between two polls of the engines, for the live view."""
@@ -177,9 +177,9 @@ async def _play(
 
     from tangram.rl.observe.rollout_progress import RolloutProgress
     from tangram.rl.rollout.assembly import assembled, require_playable
-    from tangram.rl.rollout.codec import WordCodec
     from tangram.rl.rollout.rollout import tickets
     from tangram.rl.runs.trajectory_log import GroupClosing, TrajectoryLog, engine_event
+    from tangram.rl.trajectories.codec import WordCodec
 
     _, codec = require_playable(settings)
     began = asyncio.get_running_loop().time()  # of all that the log tells: what engines do at their start, too
@@ -236,8 +236,8 @@ async def _poll_engines(made: RolloutAssembly, progress: RolloutProgress) -> Non
 def _summary(collected: CollectedBatch) -> dict[str, Any]:
     import msgspec
 
-    from tangram.rl.rollout.records import Ending
     from tangram.rl.rollout.redundancy import report
+    from tangram.rl.trajectories.trajectory import Ending
 
     tasks: dict[str, dict[str, Any]] = {}
     rewards: dict[str, list[float]] = {}

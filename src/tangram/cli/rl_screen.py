@@ -29,8 +29,8 @@ from tangram.rl.observe.timeline import (
     time_by_label,
 )
 from tangram.rl.observe.timeline import seconds as seconds_of
-from tangram.rl.rollout.records import Stage, Trajectory, Turn
 from tangram.rl.runs.trajectory_log import EngineEvent, GroupClosing, LogRecord, TrajectoryLogHeader
+from tangram.rl.trajectories.trajectory import Stage, Trajectory, Turn
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -225,7 +225,7 @@ def token_decoder(header: TrajectoryLogHeader) -> TextOf | None:
     folder = Path(settings.policy.checkpoint) if settings is not None and settings.policy.checkpoint else None
     if folder is None:
         return None
-    from tangram.rl.rollout.tokenizer import TextCodec, has_tokenizer
+    from tangram.rl.trajectories.tokenizer import TextCodec, has_tokenizer
 
     try:
         return TextCodec(folder).decode_token if has_tokenizer(folder) else None

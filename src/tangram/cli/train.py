@@ -24,7 +24,7 @@ from tangram.errors import InvalidConfig, InvalidInput, InvariantError, TangramE
 from tangram.reports import terminal
 from tangram.reports.formatting import duration
 from tangram.reports.printable import escape_unprintable
-from tangram.rl.train.records import (
+from tangram.rl.runs.metrics_lines import (
     AnyMetricsLine,
     Evaluated,
     RunBegan,
@@ -246,9 +246,9 @@ def _delete(folder: Path) -> None:
 
 def _delete_unstarted(folder: Path) -> None:
     """Delete the folder of a run that could not start, so that the repaired config can."""
+    from tangram.rl.runs.metrics_lines import PROGRESS_LINES
     from tangram.rl.runs.metrics_log import read_metrics
     from tangram.rl.runs.run_folder import METRICS
-    from tangram.rl.train.records import PROGRESS_LINES
 
     path = folder / METRICS
     with suppress(InvalidInput, OSError):
@@ -276,8 +276,8 @@ async def _run(
     """Run until the end or a signal. Raises InvalidInput for input that prevents a start, and InvariantError."""
     from tangram.rl.observe.training_progress import TrainingProgress
     from tangram.rl.runs.checkpoints import NoCheckpoint
+    from tangram.rl.runs.metrics_lines import PROGRESS_LINES
     from tangram.rl.train.pipeline import train
-    from tangram.rl.train.records import PROGRESS_LINES
 
     view = TrainingProgress(settings, quiet=quiet)
     begun = False
@@ -339,7 +339,7 @@ class _StopSignals:
             loop.remove_signal_handler(number)
 
     def _stop(self, number: int) -> None:
-        from tangram.rl.train.records import Noticed
+        from tangram.rl.runs.metrics_lines import Noticed
 
         if self.signal_number is None:
             self.signal_number = number

@@ -24,8 +24,8 @@ from tangram.rl.buffer.sample_buffer import (
     SampleBuffer,
     group_bytes,
 )
-from tangram.rl.rollout.records import Ending, Group, GroupTicket, Span, Stage, Trajectory, Turn
-from tangram.rl.train.records import TrainingBatch
+from tangram.rl.trajectories.training_batch import TrainingBatch
+from tangram.rl.trajectories.trajectory import Ending, Group, GroupTicket, Span, Stage, Trajectory, Turn
 
 MIB = 1 << 20
 

@@ -21,9 +21,9 @@ from tangram.rl.buffer.sample_buffer import BufferState, DroppedGroup, SampleBuf
 from tangram.rl.config.rollout_settings import EngineSettings, GroupSettings, RolloutSettings, TaskSettings
 from tangram.rl.inference.engines.fake import FakeEngine, text_script
 from tangram.rl.inference.engines.protocol import Generation, GenerationRequest, PolicyWeights
-from tangram.rl.rollout.records import Ending, Group, GroupTicket
 from tangram.rl.rollout.rollout import Rollout, tickets
-from tangram.rl.train.records import TrainingBatch
+from tangram.rl.trajectories.training_batch import TrainingBatch
+from tangram.rl.trajectories.trajectory import Ending, Group, GroupTicket
 
 BATCH = 3
 STEPS = 20

@@ -14,7 +14,7 @@ from tangram.rl.environments.agents import AgentEpisode, ScriptedAgent, play
 from tangram.rl.environments.chain import DIGITS, LENGTH, STEPS, Chain, values_of
 from tangram.rl.environments.conformance import check
 from tangram.rl.environments.protocol import ExternalResources
-from tangram.rl.rollout.codec import WordCodec
+from tangram.rl.trajectories.codec import WordCodec
 
 SEEDS = st.integers(min_value=0, max_value=2**53)
 

@@ -17,8 +17,8 @@ from tangram.rl.environments import codefix, warm_test_sandboxes
 from tangram.rl.environments.codefix import CORRECT, LINES, OPERATORS, SUITE_CASES, VISIBLE_CASES, CodeFix
 from tangram.rl.environments.conformance import check
 from tangram.rl.environments.protocol import ExternalResources
-from tangram.rl.rollout.codec import WordCodec
 from tangram.rl.rollout.rewards import effective_settings, make_reward
+from tangram.rl.trajectories.codec import WordCodec
 
 SEED = 14
 """Of a file whose first line, `div`, multiplies."""

@@ -15,7 +15,7 @@ from tangram.rl.environments.agents import AgentEpisode, ScriptedAgent, play
 from tangram.rl.environments.conformance import check
 from tangram.rl.environments.frozenlake import MOVES, SIZE_MAX, FrozenLake, Lake
 from tangram.rl.environments.protocol import ExternalResources, Step
-from tangram.rl.rollout.codec import WordCodec
+from tangram.rl.trajectories.codec import WordCodec
 
 ENCODINGS = ("direction", "position", "grid")
 SEEDS = st.integers(min_value=0, max_value=2**53)

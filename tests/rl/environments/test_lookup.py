@@ -30,8 +30,8 @@ from tangram.rl.environments.search_api import (
     SearchApi,
     SlidingWindowLimiter,
 )
-from tangram.rl.rollout.codec import WordCodec
 from tangram.rl.rollout.rewards import effective_settings, make_reward
+from tangram.rl.trajectories.codec import WordCodec
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from tangram.rl.environments.chain import Chain
 from tangram.rl.environments.frozenlake import FrozenLake
 from tangram.rl.environments.protocol import ExternalResources, Step, Task
 from tangram.rl.environments.registry import BUILT_IN, missing_of, names, register, resolve, unregister, words_of
-from tangram.rl.rollout.codec import WordCodec
+from tangram.rl.trajectories.codec import WordCodec
 
 
 class Maze:

@@ -10,7 +10,7 @@ from tangram.rl.config.rollout_settings import EngineSettings, RolloutSettings, 
 from tangram.rl.inference.affinity import CLASS_BY_ROLE, H20, H800, HARDWARE_BY_CLASS, affinity_of, explain
 from tangram.rl.inference.engines.protocol import Generation
 from tangram.rl.inference.profiler import TRAJECTORIES_MIN, Assumptions, InferenceWork, Profiler, predicted_s
-from tangram.rl.rollout.records import Ending, Trajectory, Turn
+from tangram.rl.trajectories.trajectory import Ending, Trajectory, Turn
 
 
 def settings(*classes: str, tasks: dict[str, str] | None = None) -> RolloutSettings:

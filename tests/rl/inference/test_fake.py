@@ -10,7 +10,7 @@ from tests.rl.inference.conftest import STOP, a_request, drawn, fake, play, weig
 from tangram.errors import ManagerError
 from tangram.rl.inference.engines.fake import FakeEngine, text_script
 from tangram.rl.inference.engines.protocol import EngineDied, GenerationRequest, Sampling, SamplingSeed
-from tangram.rl.rollout.codec import WordCodec
+from tangram.rl.trajectories.codec import WordCodec
 
 
 def test_the_fake_engine_generates_the_script_token_by_token() -> None:

@@ -14,7 +14,8 @@ from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.rl.config.rollout_settings import SamplingSettings
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.model.learner import REFERENCE
-from tangram.rl.train.records import METRICS, Demonstration, TrainingBatch
+from tangram.rl.train.trainer import METRICS
+from tangram.rl.trajectories.training_batch import Demonstration, TrainingBatch
 
 torch = pytest.importorskip("torch", reason="PyTorch is an extra, which is not installed")
 

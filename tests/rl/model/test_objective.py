@@ -15,7 +15,7 @@ from tests.rl.played import group, trajectory, turn
 
 from tangram.errors import InvalidConfig, InvalidInput
 from tangram.rl.config.training_settings import ObjectiveSettings
-from tangram.rl.rollout.records import Ending
+from tangram.rl.trajectories.trajectory import Ending
 
 torch = pytest.importorskip("torch", reason="PyTorch is an extra, which is not installed")
 

@@ -12,7 +12,7 @@ from tests.rl.played import played, trajectory, turn
 
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.rl.inference.engines.protocol import Sampling
-from tangram.rl.train.records import Demonstration
+from tangram.rl.trajectories.training_batch import Demonstration
 
 torch = pytest.importorskip("torch", reason="PyTorch is an extra, which is not installed")
 transformers = LazyExtra("transformers")

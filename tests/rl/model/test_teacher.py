@@ -39,15 +39,15 @@ from tangram.rl.environments.protocol import ExternalResources
 from tangram.rl.environments.registry import words_of
 from tangram.rl.rollout import rewards as reward_module
 from tangram.rl.rollout.assembly import assembled
-from tangram.rl.rollout.codec import WordCodec
-from tangram.rl.rollout.records import Ending, Group, Stage, Trajectory, Turn
 from tangram.rl.rollout.rewards import PlayedTrajectory, RewardFailed, Score, TeacherReward, make_reward
 from tangram.rl.rollout.rollout import tickets
 from tangram.rl.rollout.teachers import DEVICE_BYTES_MIN, merge_needs, needs_of_teachers, require_teachers
+from tangram.rl.runs.metrics_lines import RunEnded
 from tangram.rl.runs.trajectory_log import TrajectoryLog, read
 from tangram.rl.train.behaviour_cloning import clone_behaviour
 from tangram.rl.train.pipeline import train
-from tangram.rl.train.records import RunEnded
+from tangram.rl.trajectories.codec import WordCodec
+from tangram.rl.trajectories.trajectory import Ending, Group, Stage, Trajectory, Turn
 from tangram.runtime.trace_recorder import open_trace
 
 torch = pytest.importorskip("torch") if os.environ.get("CI") != "true" else __import__("torch")

@@ -25,7 +25,7 @@ from tangram.managers.fake import FakeManager
 from tangram.managers.quotas.manager import Quota, QuotaManager, Rate
 from tangram.managers.work import HoldGrant
 from tangram.rl.observe.pool_usage import LocalPoolUsage, PoolUsageMonitor
-from tangram.rl.train.records import PoolUse
+from tangram.rl.runs.metrics_lines import PoolUse
 from tangram.runtime.event_inbox import EventInbox
 from tangram.runtime.orchestrator import Decider, Orchestrator
 from tangram.sim.baselines import Baseline, PodsConfig

@@ -16,7 +16,7 @@ from tests.rl import recordings
 from tangram.reports.live import LINE_EVERY_S
 from tangram.rl.inference.engines.protocol import EngineStatistics
 from tangram.rl.observe.rollout_progress import WINDOW_S, RolloutProgress
-from tangram.rl.rollout.records import Ending, Group, Stage, Trajectory
+from tangram.rl.trajectories.trajectory import Ending, Group, Stage, Trajectory
 
 
 class Clock:

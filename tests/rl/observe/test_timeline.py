@@ -29,7 +29,7 @@ from tangram.rl.observe.timeline import (
 )
 from tangram.rl.observe.timeline_page import headline, timeline_page, write_timeline
 from tangram.rl.observe.timeline_trace import trace_of_timeline
-from tangram.rl.rollout.records import Span, Stage
+from tangram.rl.trajectories.trajectory import Span, Stage
 
 RESETTING, STEPPING = Activity(ActivityKind.WORKING, Stage.RESET), Activity(ActivityKind.WORKING, Stage.STEP)
 WRITING, REWARDING = Activity(ActivityKind.WORKING, Stage.GENERATE), Activity(ActivityKind.WORKING, Stage.REWARD)

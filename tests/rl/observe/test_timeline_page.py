@@ -12,7 +12,7 @@ from tests.rl.recordings import HOSTILE, simple, span
 
 from tangram.rl.observe.timeline import build_timeline
 from tangram.rl.observe.timeline_page import write_timeline
-from tangram.rl.rollout.records import Stage
+from tangram.rl.trajectories.trajectory import Stage
 
 CHROMIUM = os.environ.get("TANGRAM_CHROMIUM", "/usr/bin/chromium")
 ARGS = [

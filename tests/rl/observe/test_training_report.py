@@ -31,10 +31,7 @@ from tangram.rl.observe.run_history import RunHistory, step_time_parts
 from tangram.rl.observe.timeline_trace import trace_of_training
 from tangram.rl.observe.training_progress import TrainingProgress
 from tangram.rl.observe.training_report import report_page, write_report
-from tangram.rl.rollout.records import Stage
-from tangram.rl.runs.metrics_log import read_metrics
-from tangram.rl.runs.trajectory_log import TrajectoryLog
-from tangram.rl.train.records import (
+from tangram.rl.runs.metrics_lines import (
     AnyMetricsLine,
     Evaluated,
     Noticed,
@@ -45,6 +42,9 @@ from tangram.rl.train.records import (
     Trained,
     WarmStartChecked,
 )
+from tangram.rl.runs.metrics_log import read_metrics
+from tangram.rl.runs.trajectory_log import TrajectoryLog
+from tangram.rl.trajectories.trajectory import Stage
 from tangram.runtime.pool_usage import PoolUsage
 
 CHROMIUM = os.environ.get("TANGRAM_CHROMIUM", "/usr/bin/chromium")

@@ -22,9 +22,9 @@ from tangram.rl.config.rollout_settings import (
 )
 from tangram.rl.inference.engines.protocol import PolicyWeights
 from tangram.rl.inference.router_records import NoEngine
+from tangram.rl.inference.weights_folder import PREFIX, SHARED_MEMORY
 from tangram.rl.rollout.assembly import TrainedWeights, assembled, first_model, require_playable, require_servable
 from tangram.rl.rollout.rollout import CollectedBatch, tickets
-from tangram.rl.train.weights_folder import PREFIX, SHARED_MEMORY
 
 if os.environ.get("CI") != "true":
     pytest.importorskip("torch")
@@ -170,7 +170,7 @@ def test_a_checkpoint_brings_its_words(tmp_path: Path) -> None:
     from tangram.rl.environments.registry import words_of
     from tangram.rl.model.model_folder import save
     from tangram.rl.model.transformer import Transformer, small_config
-    from tangram.rl.rollout.codec import WordCodec
+    from tangram.rl.trajectories.codec import WordCodec
 
     words = WordCodec((*words_of(["chain"]), "more"))
     save(Transformer.new(small_config(words.size, width=32, heads=2), 1), tmp_path / "policy")

@@ -13,8 +13,8 @@ from tangram.rl.config.rollout_settings import GroupSettings, RolloutSettings, T
 from tangram.rl.environments.registry import resolve, words_of
 from tangram.rl.inference.engines.fake import FakeEngine, text_script
 from tangram.rl.inference.engines.protocol import GenerationRequest, PolicyWeights
-from tangram.rl.rollout.codec import WordCodec
 from tangram.rl.rollout.rollout import CollectedBatch, Rollout, tickets
+from tangram.rl.trajectories.codec import WordCodec
 
 TASKS = ("frozenlake", "chain")
 

@@ -16,8 +16,8 @@ from tangram.rl.config.rollout_settings import EngineSettings, GroupSettings, Ro
 from tangram.rl.inference.engines.process import ProcessEngine
 from tangram.rl.inference.engines.protocol import PolicyWeights
 from tangram.rl.inference.router import Router
-from tangram.rl.rollout.records import Ending, Trajectory
 from tangram.rl.rollout.rollout import Rollout, tickets
+from tangram.rl.trajectories.trajectory import Ending, Trajectory
 
 pytest.importorskip("torch")
 

@@ -17,9 +17,9 @@ from tangram.rl.config.rollout_settings import GroupSettings
 from tangram.rl.environments.protocol import Step
 from tangram.rl.inference.engines.protocol import Generation, GenerationRequest, RequestRefused, SamplingSeed
 from tangram.rl.rollout.environment_closer import CLOSE_S_MAX
-from tangram.rl.rollout.records import Ending, Group, Stage, Trajectory
 from tangram.rl.rollout.rewards import PlayedTrajectory, Score
 from tangram.rl.rollout.rollout import Rollout, RolloutStatistics
+from tangram.rl.trajectories.trajectory import Ending, Group, Stage, Trajectory
 
 GO = CODEC.encode_action("go")
 LOOK = CODEC.encode_observation("look", first=True)

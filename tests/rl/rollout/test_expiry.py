@@ -15,8 +15,8 @@ from tangram.errors import ManagerError
 from tangram.rl.config.rollout_settings import EngineSettings, GroupSettings, RolloutSettings, TaskSettings
 from tangram.rl.inference.engines.fake import FakeEngine, text_script
 from tangram.rl.inference.engines.protocol import PolicyWeights
-from tangram.rl.rollout.records import Ending, Group, GroupTicket
 from tangram.rl.rollout.rollout import EMPTY_GROUPS_MAX, Rollout, tickets
+from tangram.rl.trajectories.trajectory import Ending, Group, GroupTicket
 
 TURN_S = 2.0
 """Two tokens, a second each."""

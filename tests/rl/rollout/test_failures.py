@@ -23,8 +23,8 @@ from tangram.rl.inference.engines.fake import FakeEngine, text_script
 from tangram.rl.inference.engines.protocol import PolicyWeights
 from tangram.rl.inference.router import Router
 from tangram.rl.inference.router_records import NoEngine
-from tangram.rl.rollout.records import Ending, Stage, Trajectory
 from tangram.rl.rollout.rollout import Rollout, tickets
+from tangram.rl.trajectories.trajectory import Ending, Stage, Trajectory
 
 SEEDS = 60
 RETRIES = 1

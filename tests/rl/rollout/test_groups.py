@@ -12,8 +12,8 @@ from tests.rl.rollout.world import CODEC, Judge, Plan, Talker, World, run, setti
 from tangram.clock import VirtualLoop
 from tangram.errors import ManagerError
 from tangram.rl.config.rollout_settings import GroupSettings
-from tangram.rl.rollout.records import Ending, Group, Stage
 from tangram.rl.rollout.rollout import PERMANENT_FAILURES_MAX, CollectedBatch, Rollout, tickets
+from tangram.rl.trajectories.trajectory import Ending, Group, Stage
 
 
 def member_of(trajectory: str) -> int:

@@ -10,9 +10,9 @@ from tests.rl.rollout.world import CODEC, Plan, Talker, World, run, settings
 
 from tangram.clock import VirtualLoop
 from tangram.rl.config.rollout_settings import GroupSettings
-from tangram.rl.rollout.records import Ending, Group, Span, Stage, Trajectory, Turn
 from tangram.rl.rollout.redundancy import report
 from tangram.rl.rollout.rollout import CollectedBatch, Rollout, tickets
+from tangram.rl.trajectories.trajectory import Ending, Group, Span, Stage, Trajectory, Turn
 
 
 def record(

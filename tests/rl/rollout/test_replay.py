@@ -16,10 +16,10 @@ from tangram.rl.config.rollout_settings import GroupSettings, RewardSettings, Ro
 from tangram.rl.environments.protocol import ExternalResources, Step
 from tangram.rl.environments.registry import resolve
 from tangram.rl.inference.engines.protocol import Generation, GenerationRequest, Sampling, SamplingSeed
-from tangram.rl.rollout.codec import WordCodec
-from tangram.rl.rollout.records import Ending, Trajectory
 from tangram.rl.rollout.replay import ReplayDifference, ReplayResult, as_generator, replay, settings_of
 from tangram.rl.rollout.rollout import Rollout, tickets
+from tangram.rl.trajectories.codec import WordCodec
+from tangram.rl.trajectories.trajectory import Ending, Trajectory
 
 
 def replayed(trajectory: Trajectory, task: Any = None, **settings: Any) -> ReplayResult:

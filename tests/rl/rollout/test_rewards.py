@@ -18,7 +18,6 @@ from tangram.errors import ActionLost, AdmissionRefused, InvalidConfig, ManagerE
 from tangram.rl.config.rollout_settings import RewardSettings
 from tangram.rl.environments.protocol import ExternalResources, Step
 from tangram.rl.rollout import rewards as reward_module
-from tangram.rl.rollout.records import Turn
 from tangram.rl.rollout.rewards import (
     CommandReward,
     EnvironmentReward,
@@ -32,6 +31,7 @@ from tangram.rl.rollout.rewards import (
     finite_reward,
     make_reward,
 )
+from tangram.rl.trajectories.trajectory import Turn
 
 TURN = Turn(
     observation="ask", observation_tokens=(1,), action="say this", tokens=(2,), logprobs=(0.0,), versions=(0,)

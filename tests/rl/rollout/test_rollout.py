@@ -19,8 +19,8 @@ from tangram.errors import InvalidConfig, ManagerError
 from tangram.rl.config.rollout_settings import EngineSettings, GroupSettings, RolloutSettings, TaskSettings
 from tangram.rl.environments.protocol import ExternalResources
 from tangram.rl.inference.engines.protocol import Generation, GenerationRequest
-from tangram.rl.rollout.records import Ending, Group, GroupTicket, Stage, Trajectory
 from tangram.rl.rollout.rollout import EMPTY_GROUPS_MAX, CollectedBatch, Rollout, tickets
+from tangram.rl.trajectories.trajectory import Ending, Group, GroupTicket, Stage, Trajectory
 
 PAIR = GroupSettings(size=2)
 

@@ -14,8 +14,8 @@ from tests.rl.rollout.world import CODEC, Judge, Plan, Talker, World, settings
 from tangram.clock import VirtualLoop
 from tangram.errors import ManagerError
 from tangram.rl.config.rollout_settings import GroupSettings
-from tangram.rl.rollout.records import Ending
 from tangram.rl.rollout.rollout import Rollout, tickets
+from tangram.rl.trajectories.trajectory import Ending
 
 TURNS_OF_LOOP_MAX = 1000
 """More than the rollout takes: the way always ends before."""

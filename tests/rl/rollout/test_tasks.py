@@ -17,8 +17,8 @@ from tangram.rl.rollout.contexts import EpisodeSlots, RolloutContext, TaskContex
 from tangram.rl.rollout.environment_closer import EnvironmentCloser
 from tangram.rl.rollout.episode import Episode
 from tangram.rl.rollout.group_runner import GroupRunner
-from tangram.rl.rollout.records import Ending, GroupTicket
 from tangram.rl.rollout.rewards import EnvironmentReward
+from tangram.rl.trajectories.trajectory import Ending, GroupTicket
 
 
 class Stage:

@@ -19,10 +19,10 @@ from tangram.rl.config.rollout_settings import GroupSettings
 from tangram.rl.environments.calls import ENDING_S_MAX
 from tangram.rl.environments.protocol import Step
 from tangram.rl.rollout.environment_closer import CLOSE_S_MAX
-from tangram.rl.rollout.records import Ending, Group
 from tangram.rl.rollout.rewards import PlayedTrajectory, Score
 from tangram.rl.rollout.rollout import Rollout, RolloutStatistics, tickets
 from tangram.rl.runs.trajectory_log import TrajectoryLog, read
+from tangram.rl.trajectories.trajectory import Ending, Group
 
 BAD = "scripted/0/0.0"
 TIMEOUT_S = 3.0

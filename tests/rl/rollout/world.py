@@ -20,10 +20,10 @@ from tangram.rl.config.rollout_settings import EngineSettings, GroupSettings, Ro
 from tangram.rl.environments.agents import RandomAgent
 from tangram.rl.environments.protocol import ExternalResources, MakeAgent, Step
 from tangram.rl.inference.engines.protocol import Generation, GenerationRequest
-from tangram.rl.rollout.codec import WordCodec
-from tangram.rl.rollout.records import Ending, GroupTicket, Trajectory
 from tangram.rl.rollout.rewards import PlayedTrajectory, RewardFailed, Score
 from tangram.rl.rollout.rollout import Rollout
+from tangram.rl.trajectories.codec import WordCodec
+from tangram.rl.trajectories.trajectory import Ending, GroupTicket, Trajectory
 
 T = TypeVar("T")
 

@@ -22,9 +22,9 @@ from tangram.errors import InvalidInput, ManagerError
 from tangram.rl.config.training_settings import CheckpointSettings, TrainSettings
 from tangram.rl.runs import checkpoints
 from tangram.rl.runs.checkpoints import CHECKSUMS_FILE, STATE, RunState, read_checkpoint, steps_in, write_state
+from tangram.rl.runs.metrics_lines import WarmStartChecked
 from tangram.rl.runs.run_folder import RunFolder, open_run
 from tangram.rl.runs.sample_log import log_files, strip_for_training
-from tangram.rl.train.records import WarmStartChecked
 from tangram.runtime.shielding import shielded
 
 SETTINGS = TrainSettings(checkpoints=CheckpointSettings(keep=2))

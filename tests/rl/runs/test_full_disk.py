@@ -14,10 +14,10 @@ from tests.rl.samples import run_state, waiting
 
 from tangram.errors import ManagerError
 from tangram.rl.rollout.assembly import save_codec
-from tangram.rl.rollout.codec import Codec, WordCodec
-from tangram.rl.rollout.tokenizer import TextCodec
 from tangram.rl.runs.checkpoints import write_state
 from tangram.rl.runs.run_folder import RunFolder, open_run
+from tangram.rl.trajectories.codec import Codec, WordCodec
+from tangram.rl.trajectories.tokenizer import TextCodec
 
 pytest.importorskip("torch", reason="PyTorch is an extra, which is not installed")
 
@@ -75,7 +75,7 @@ def test_a_file_of_a_checkpoint_without_room_is_reported_and_the_one_before_stay
     """The disk grows page by page, until the second checkpoint fits as well."""
     if kind == "text":
         pytest.importorskip("transformers")
-        from tests.rl.rollout.test_tokenizer import folder_of
+        from tests.rl.trajectories.test_tokenizer import folder_of
 
         (tmp_path / "tokenizer").mkdir()
         codec: Codec = TextCodec(folder_of(tmp_path / "tokenizer", chats=True))

@@ -15,8 +15,7 @@ import msgspec
 import pytest
 
 from tangram.errors import InvalidConfig, InvalidTrace, ManagerError
-from tangram.rl.runs.metrics_log import METRICS_FILE, TENSORBOARD, MetricsLog, last_logged, read_metrics, scalars
-from tangram.rl.train.records import (
+from tangram.rl.runs.metrics_lines import (
     AnyMetricsLine,
     EngineUse,
     Evaluated,
@@ -28,6 +27,7 @@ from tangram.rl.train.records import (
     Trained,
     WarmStartChecked,
 )
+from tangram.rl.runs.metrics_log import METRICS_FILE, TENSORBOARD, MetricsLog, last_logged, read_metrics, scalars
 
 if os.environ.get("CI") != "true":
     pytest.importorskip("tensorboardX")

@@ -10,6 +10,7 @@ import pytest
 from tangram.errors import InvalidConfig, ManagerError
 from tangram.files.atomic_directory import remove_atomically
 from tangram.rl.buffer.sample_buffer import BufferState
+from tangram.rl.inference.weights_folder import LOCK, PREFIX
 from tangram.rl.runs.checkpoints import (
     VANISHED_MAX,
     DamagedCheckpoint,
@@ -21,7 +22,6 @@ from tangram.rl.runs.checkpoints import (
     seal,
     write_state,
 )
-from tangram.rl.train.weights_folder import LOCK, PREFIX
 
 
 def saved(checkpoints: Path, step: int) -> Path:

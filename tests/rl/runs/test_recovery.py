@@ -18,7 +18,7 @@ from tangram.rl.buffer.sample_buffer import SampleBuffer
 from tangram.rl.runs.checkpoints import Checkpoint, RunState
 from tangram.rl.runs.recovery import recover_buffer
 from tangram.rl.runs.sample_log import GroupLost, GroupPut, SampleEntry, SampleLog, read_after, strip_for_training
-from tangram.rl.train.records import TrainingBatch
+from tangram.rl.trajectories.training_batch import TrainingBatch
 
 
 def checkpoint(state: RunState, *warnings: str) -> Checkpoint:

@@ -19,7 +19,6 @@ from tests.rl.samples import group
 
 from tangram.errors import ManagerError
 from tangram.files.append_log import FRAME_HEADER, encode_frame
-from tangram.rl.rollout.records import Group
 from tangram.rl.runs.sample_log import (
     GroupLost,
     GroupPut,
@@ -30,6 +29,7 @@ from tangram.rl.runs.sample_log import (
     read_after,
     strip_for_training,
 )
+from tangram.rl.trajectories.trajectory import Group
 
 
 def ids(folder: Path, step: int = 0) -> list[str]:

@@ -21,7 +21,6 @@ from tangram.errors import InvalidConfig, InvalidInput, InvalidTrace, ManagerErr
 from tangram.files import append_log
 from tangram.rl.config.rollout_settings import RolloutSettings, TaskSettings
 from tangram.rl.inference.router_records import EngineLost
-from tangram.rl.rollout.records import Ending, Trajectory, Turn
 from tangram.rl.runs import trajectory_log
 from tangram.rl.runs.trajectory_log import (
     LOG_FORMAT,
@@ -32,6 +31,7 @@ from tangram.rl.runs.trajectory_log import (
     engine_event,
     read,
 )
+from tangram.rl.trajectories.trajectory import Ending, Trajectory, Turn
 
 each_suffix = pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
 

@@ -27,16 +27,17 @@ from tangram.rl.inference.engines.fake import FakeEngine
 from tangram.rl.inference.engines.protocol import GenerationRequest, PolicyWeights
 from tangram.rl.inference.router import Router
 from tangram.rl.rollout.assembly import RolloutAssembly
-from tangram.rl.rollout.codec import WordCodec
 from tangram.rl.rollout.rollout import Rollout
+from tangram.rl.runs.metrics_lines import AnyMetricsLine
 from tangram.rl.runs.recovery import recover_buffer
 from tangram.rl.runs.run_folder import open_run
 from tangram.rl.train.coordination import BackgroundTasks, ChangeCondition, EngineEventListener, RunReporter
 from tangram.rl.train.loop import TrainingLoop
 from tangram.rl.train.pipeline import buffer_options, remaining_tickets
-from tangram.rl.train.records import AnyMetricsLine, Demonstration, TrainingBatch, TrainStepResult
 from tangram.rl.train.step_metrics import StepMetrics
-from tangram.rl.train.trainer import TrainerDied
+from tangram.rl.train.trainer import TrainerDied, TrainStepResult
+from tangram.rl.trajectories.codec import WordCodec
+from tangram.rl.trajectories.training_batch import Demonstration, TrainingBatch
 
 WORDS = WordCodec(("go", "look"))
 STEP_S = 0.004

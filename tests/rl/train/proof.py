@@ -12,11 +12,11 @@ from typing import Any
 from tests.rl.processes import DEADLINE_S, children
 
 from tangram.rl.buffer.records import group_number
-from tangram.rl.rollout.records import Group
+from tangram.rl.inference.weights_folder import PREFIX, SHARED_MEMORY
+from tangram.rl.runs.metrics_lines import AnyMetricsLine, Trained
 from tangram.rl.runs.metrics_log import read_metrics
 from tangram.rl.runs.sample_log import GroupPut, read_after
-from tangram.rl.train.records import AnyMetricsLine, Trained
-from tangram.rl.train.weights_folder import PREFIX, SHARED_MEMORY
+from tangram.rl.trajectories.trajectory import Group
 
 
 def lines_of(folder: Path, kind: type | None = None) -> list[Any]:

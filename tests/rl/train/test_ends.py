@@ -17,12 +17,12 @@ from tests.rl.train.fakes import FakeTrainer, House, house, settings_of
 from tangram.errors import InvalidConfig, ManagerError
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.inference.engines.protocol import PolicyWeights
-from tangram.rl.rollout.codec import WordCodec
+from tangram.rl.runs.metrics_lines import Evaluated, Noticed, RunEnded, Trained, WarmStartChecked
 from tangram.rl.runs.sample_log import GroupLost, read_after
 from tangram.rl.train import evaluator
 from tangram.rl.train.evaluator import Scores
-from tangram.rl.train.records import Evaluated, Noticed, RunEnded, Trained, WarmStartChecked
 from tangram.rl.train.warm_start import collect_demonstrations
+from tangram.rl.trajectories.codec import WordCodec
 
 DEADLINE_S = 60.0
 

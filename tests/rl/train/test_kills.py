@@ -19,8 +19,8 @@ from tests.rl.processes import gone
 from tests.rl.train.proof import assert_sound, lines_of, nothing_left
 from tests.rl.train.tiny import HOLDS
 
+from tangram.rl.runs.metrics_lines import Noticed, RunBegan, RunEnded, Trained, WarmStartChecked
 from tangram.rl.runs.run_folder import open_run, read_settings
-from tangram.rl.train.records import Noticed, RunBegan, RunEnded, Trained, WarmStartChecked
 
 pytest.importorskip("torch", reason="PyTorch is an extra, which is not installed")
 

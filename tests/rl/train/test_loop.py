@@ -15,7 +15,8 @@ from tangram.errors import ManagerError
 from tangram.rl.config.rollout_settings import GroupSettings
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.runs.checkpoints import folder_name, read_checkpoint, steps_in
-from tangram.rl.train.records import Evaluated, Noticed, RunEnded, Trained, TrainingBatch
+from tangram.rl.runs.metrics_lines import Evaluated, Noticed, RunEnded, Trained
+from tangram.rl.trajectories.training_batch import TrainingBatch
 
 MODES = ("sync", "sync+", "one-off", "start-bound", "async")
 

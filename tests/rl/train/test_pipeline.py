@@ -23,7 +23,7 @@ from tangram.errors import InvalidConfig
 from tangram.rl.config.rollout_settings import GroupSettings, OutsideSettings, RewardSettings, SamplingSettings
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.observe.training_report import write_report
-from tangram.rl.train.records import AnyMetricsLine, Evaluated, Noticed, RunBegan, RunEnded, Trained
+from tangram.rl.runs.metrics_lines import AnyMetricsLine, Evaluated, Noticed, RunBegan, RunEnded, Trained
 
 torch = pytest.importorskip("torch", reason="PyTorch is an extra, which is not installed")
 

@@ -14,7 +14,7 @@ from tests.rl.train.tiny import settings_of
 from tests.server.process import Process
 
 from tangram.rl.config.rollout_settings import OutsideSettings
-from tangram.rl.train.records import AnyMetricsLine, RunEnded, Trained
+from tangram.rl.runs.metrics_lines import AnyMetricsLine, RunEnded, Trained
 
 pytest.importorskip("torch", reason="PyTorch is an extra, which is not installed")
 

@@ -21,7 +21,6 @@ from tangram.rl.environments.protocol import ExternalResources, MakeAgent, Step
 from tangram.rl.inference.engines.fake import FakeEngine, text_script
 from tangram.rl.inference.engines.protocol import PolicyWeights
 from tangram.rl.inference.router import Router
-from tangram.rl.rollout.records import Ending, Group, Stage
 from tangram.rl.rollout.rollout import Rollout
 from tangram.rl.train.watchdog import (
     LiveTrajectory,
@@ -33,6 +32,7 @@ from tangram.rl.train.watchdog import (
     snapshot_run,
     waiting_pools,
 )
+from tangram.rl.trajectories.trajectory import Ending, Group, Stage
 
 STALL_S = 120.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tangram.rl.buffer.number_ranges import Range
-from tangram.rl.rollout.records import Group, GroupTicket
+from tangram.rl.trajectories.trajectory import Group, GroupTicket
 
 STALE, FULL, LOST_LINEAGE = "stale", "full", "lost_lineage"
 """Causes for which the buffer drops a group: too stale for the next step; no room; sampled by weights that were

@@ -34,8 +34,8 @@ from tangram.rl.buffer.records import (
     WaitingGroup,
     group_number,
 )
-from tangram.rl.rollout.records import Group, GroupTicket, Trajectory, Turn
-from tangram.rl.train.records import TrainingBatch
+from tangram.rl.trajectories.training_batch import TrainingBatch
+from tangram.rl.trajectories.trajectory import Group, GroupTicket, Trajectory, Turn
 
 __all__ = [
     "FULL",

@@ -39,9 +39,8 @@ from tangram.client.sandbox import Sandbox
 from tangram.core.action import Status
 from tangram.errors import ActionLost, InvalidConfig, ManagerError
 from tangram.rl.config.rollout_settings import RewardSettings
-from tangram.rl.environments.protocol import ExternalResources, MakeAgent, Step
+from tangram.rl.environments.protocol import ExternalResources, MakeAgent, Step, Verdict
 from tangram.rl.environments.warm_test_sandboxes import WarmSandbox, keep_warm, warm_sandboxes_of
-from tangram.rl.rollout.rewards import Verdict
 
 LINES = ("L1", "L2", "L3", "L4")
 """Labels of the lines, one function each. Separate words: a small policy distinguishes them more easily than

@@ -15,6 +15,10 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import msgspec
 
 from tangram.client.client import Client
+from tangram.client.result import Timing
+from tangram.core.action import Status
+
+ZERO_TIMING = Timing(waiting_s=0.0, execution_s=0.0, overhead_s=0.0)
 
 
 class ExternalResources(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +49,18 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """The episode is over: the agent reached the goal, failed, or stopped."""
     metrics: dict[str, float] = {}
     """Numbers to be reported, such as the length of the path. The last value of a name counts."""
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a command. A `Result` also works: it has the same fields, except metrics."""
+
+    status: Status
+    reason: str = ""
+    exit_code: int | None = None
+    stdout: str = ""
+    stderr: str = ""
+    timing: Timing = ZERO_TIMING
+    metrics: dict[str, float] = {}
 
 
 def plain_number(value: object, what: str) -> float:

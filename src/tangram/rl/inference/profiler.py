@@ -19,7 +19,7 @@ import msgspec
 
 from tangram.rl.inference.affinity import HARDWARE_BY_CLASS, Hardware
 from tangram.rl.inference.engines.protocol import Generation
-from tangram.rl.rollout.records import Trajectory
+from tangram.rl.trajectories.trajectory import Trajectory
 from tangram.sim.serving_model import CALIBRATED, Efficiency
 
 TRAJECTORIES_MIN = 16

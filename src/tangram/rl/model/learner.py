@@ -35,7 +35,7 @@ from tangram.rl.model import objective
 from tangram.rl.model.gradient_step import GradientStep, PolicyOptimizer, step_seed
 from tangram.rl.model.policy import Policy, as_policy, score
 from tangram.rl.model.sample_batches import Floats, PackedSamples
-from tangram.rl.train.records import Demonstration, TrainingBatch
+from tangram.rl.trajectories.training_batch import Demonstration, TrainingBatch
 
 STATE, REFERENCE = "learner.pt", "reference"
 """In a checkpoint, beside the weights: optimiser and version; a folder with the reference policy."""

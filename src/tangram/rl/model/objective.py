@@ -33,7 +33,7 @@ from torch import Tensor
 
 from tangram.errors import InvalidConfig, InvalidInput
 from tangram.rl.config.training_settings import Normalise, ObjectiveSettings
-from tangram.rl.rollout.records import Ending, Group, Trajectory
+from tangram.rl.trajectories.trajectory import Ending, Group, Trajectory
 
 STD_EPSILON = 1e-6
 """Added to the standard deviation of a group before dividing: almost equal rewards do not get large advantages."""

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tangram.errors import InvalidInput
-from tangram.rl.rollout.records import Trajectory
-from tangram.rl.train.records import Demonstration
+from tangram.rl.trajectories.training_batch import Demonstration
+from tangram.rl.trajectories.trajectory import Trajectory
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

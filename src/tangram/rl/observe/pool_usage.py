@@ -18,7 +18,7 @@ from tangram.client.transport import LocalTransport
 from tangram.core.action import Action
 from tangram.core.demand import CORE, CPU
 from tangram.errors import TangramError
-from tangram.rl.train.records import PoolUse
+from tangram.rl.runs.metrics_lines import PoolUse
 from tangram.runtime.orchestrator import Orchestrator
 from tangram.runtime.pool_usage import PoolUsage, PoolUsageObserver
 from tangram.runtime.views import PoolView, TimelineRow, TimelineView, View

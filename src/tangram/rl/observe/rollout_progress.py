@@ -24,7 +24,7 @@ from tangram.reports.formatting import duration, number, pluralize
 from tangram.reports.live import LiveView
 from tangram.reports.printable import escape_unprintable
 from tangram.rl.inference.engines.protocol import EngineStatistics
-from tangram.rl.rollout.records import Ending, Group, Stage, Trajectory
+from tangram.rl.trajectories.trajectory import Ending, Group, Stage, Trajectory
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

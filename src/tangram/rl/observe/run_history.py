@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from tangram.rl.train.records import (
+from tangram.rl.runs.metrics_lines import (
     AnyMetricsLine,
     Evaluated,
     Noticed,

@@ -30,8 +30,8 @@ import msgspec
 from tangram.errors import InvalidTrace
 from tangram.reports.formatting import percent
 from tangram.reports.printable import escape_unprintable, truncate
-from tangram.rl.rollout.records import Span, Stage, Trajectory
 from tangram.rl.runs.trajectory_log import GroupClosing, TrajectoryLogReader
+from tangram.rl.trajectories.trajectory import Span, Stage, Trajectory
 
 SECOND = 1_000_000_000
 SECONDS_MAX = 1e9

@@ -27,7 +27,7 @@ from tangram.rl.observe.timeline import (
     seconds,
     time_by_label,
 )
-from tangram.rl.rollout.records import Stage
+from tangram.rl.trajectories.trajectory import Stage
 
 LANES_MAX = 2000
 """Trajectories on the page; a browser scrolls this many without delay."""

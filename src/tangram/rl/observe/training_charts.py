@@ -13,8 +13,8 @@ from typing import Any
 from tangram.reports.interactive import InteractiveCharts, round_to_digits, rounded, series, short_name
 from tangram.rl.observe.run_history import RunHistory, StepBucket, step_time_parts, token_totals
 from tangram.rl.observe.timeline_page import COLOURS
-from tangram.rl.rollout.records import Stage
-from tangram.rl.train.records import PoolUse, Trained
+from tangram.rl.runs.metrics_lines import PoolUse, Trained
+from tangram.rl.trajectories.trajectory import Stage
 
 AXES = {"step": "step", "seconds": "wall seconds", "trajectories": "trajectories"}
 POINTS_MAX = 320

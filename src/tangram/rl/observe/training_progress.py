@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 from tangram.reports.live import LINE_EVERY_S, LiveView
 from tangram.reports.terminal import is_unicode
 from tangram.rl.config.training_settings import TrainSettings
-from tangram.rl.rollout.records import Group, Stage, Trajectory
-from tangram.rl.train.records import (
+from tangram.rl.runs.metrics_lines import (
     AnyMetricsLine,
     Evaluated,
     Noticed,
@@ -30,6 +29,7 @@ from tangram.rl.train.records import (
     WarmStartChecked,
     notice_of,
 )
+from tangram.rl.trajectories.trajectory import Group, Stage, Trajectory
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

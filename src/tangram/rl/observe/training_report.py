@@ -43,10 +43,10 @@ from tangram.rl.observe.run_history import (
 from tangram.rl.observe.timeline import RolloutTimeline, timeline_of_log
 from tangram.rl.observe.timeline_page import headline as timeline_headline
 from tangram.rl.observe.training_charts import AXES, CHARTS_MAX, MAIN_METRICS, MORE_METRICS, Charts
-from tangram.rl.rollout.records import Stage
+from tangram.rl.runs.metrics_lines import dropped_groups
 from tangram.rl.runs.metrics_log import METRICS_FILE, read_metrics
 from tangram.rl.runs.trajectory_log import read
-from tangram.rl.train.records import dropped_groups
+from tangram.rl.trajectories.trajectory import Stage
 
 REPORT_FILE = "report.html"
 TRAJECTORIES = "trajectories.jsonl*"

@@ -21,7 +21,7 @@ from tangram.rl.observe.training_progress import (
     TrainingStatus,
     TrainingTaskProgress,
 )
-from tangram.rl.train.records import Noticed
+from tangram.rl.runs.metrics_lines import Noticed
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -31,8 +31,7 @@ from tangram.rl.inference.affinity import affinity_of
 from tangram.rl.inference.engines.protocol import InferenceEngine, PolicyWeights
 from tangram.rl.inference.router import Router
 from tangram.rl.inference.router_records import AnyRouterEvent, EngineState
-from tangram.rl.rollout.codec import Codec, WordCodec
-from tangram.rl.rollout.records import Trajectory
+from tangram.rl.inference.weights_folder import weights_folder
 from tangram.rl.rollout.rewards import effective_settings
 from tangram.rl.rollout.rollout import Rollout, RolloutObserver
 from tangram.rl.rollout.teachers import (
@@ -42,7 +41,8 @@ from tangram.rl.rollout.teachers import (
     teacher_services,
     vocabulary_of,
 )
-from tangram.rl.train.weights_folder import weights_folder
+from tangram.rl.trajectories.codec import Codec, WordCodec
+from tangram.rl.trajectories.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from tangram.rl.model.transformer import Transformer
@@ -226,7 +226,7 @@ def tasks_of(settings: RolloutSettings) -> list[Task]:
 def codec_of(settings: RolloutSettings, tasks: Sequence[Task]) -> Codec:
     """The codec of the checkpoint, or all words of the tasks."""
     if settings.policy.checkpoint:
-        from tangram.rl.rollout.tokenizer import TextCodec, has_tokenizer
+        from tangram.rl.trajectories.tokenizer import TextCodec, has_tokenizer
 
         folder = Path(settings.policy.checkpoint)
         if (folder / WORDS).is_file():
@@ -248,7 +248,7 @@ def _read_words(folder: Path) -> WordCodec:
 
 def save_codec(codec: Codec, folder: Path) -> None:
     """Saves the vocabulary in a checkpoint, where `codec_of` finds it. Raises ManagerError."""
-    from tangram.rl.rollout.tokenizer import TextCodec
+    from tangram.rl.trajectories.tokenizer import TextCodec
 
     try:
         if isinstance(codec, WordCodec):

@@ -13,11 +13,11 @@ from tangram.clock import Clock
 from tangram.rl.config.rollout_settings import TaskSettings
 from tangram.rl.environments.protocol import ExternalResources, Task
 from tangram.rl.inference.engines.protocol import Generation, GenerationRequest, Sampling
-from tangram.rl.rollout.codec import Codec
 from tangram.rl.rollout.environment_closer import EnvironmentCloser
-from tangram.rl.rollout.records import Trajectory
 from tangram.rl.rollout.rewards import Reward
 from tangram.rl.rollout.turn_barrier import TurnBarrier
+from tangram.rl.trajectories.codec import Codec
+from tangram.rl.trajectories.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from tangram.rl.rollout.episode import Episode

@@ -26,8 +26,8 @@ from tangram.rl.environments.protocol import Environment, Step, metrics_of, plai
 from tangram.rl.inference.engines.protocol import Generation, GenerationRequest, RequestRefused, SamplingSeed
 from tangram.rl.inference.router_records import RequestAbandoned
 from tangram.rl.rollout.contexts import RolloutContext, TaskContext
-from tangram.rl.rollout.records import STOP_ENDINGS, Ending, GroupTicket, Span, Stage, Trajectory, Turn
 from tangram.rl.rollout.rewards import PlayedTrajectory, RewardFailed, Score
+from tangram.rl.trajectories.trajectory import STOP_ENDINGS, Ending, GroupTicket, Span, Stage, Trajectory, Turn
 
 T = TypeVar("T")
 

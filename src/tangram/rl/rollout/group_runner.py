@@ -16,7 +16,7 @@ import msgspec
 
 from tangram.rl.config.rollout_settings import GroupSettings
 from tangram.rl.rollout.episode import Episode
-from tangram.rl.rollout.records import STOP_ENDINGS, Ending, Group, GroupTicket, Span, Stage, Trajectory
+from tangram.rl.trajectories.trajectory import STOP_ENDINGS, Ending, Group, GroupTicket, Span, Stage, Trajectory
 
 MakeEpisode = Callable[[GroupTicket, int, int], Episode]
 """Makes the episode of a ticket, member and attempt."""

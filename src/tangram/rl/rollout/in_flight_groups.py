@@ -13,7 +13,7 @@ from functools import partial
 
 from tangram.errors import ManagerError
 from tangram.rl.rollout.group_runner import GroupRunner
-from tangram.rl.rollout.records import Ending, Group, GroupTicket
+from tangram.rl.trajectories.trajectory import Ending, Group, GroupTicket
 
 
 class InFlightGroups:

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from tangram.rl.rollout.records import Ending, Group, Stage, Trajectory
+from tangram.rl.trajectories.trajectory import Ending, Group, Stage, Trajectory
 
 ENVIRONMENT_STAGES = (Stage.RESET, Stage.STEP)
 

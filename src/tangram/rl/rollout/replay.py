@@ -21,8 +21,8 @@ from tangram.reports.printable import escape_unprintable
 from tangram.rl.config.rollout_settings import RewardSettings, RolloutSettings, TaskSettings
 from tangram.rl.environments.protocol import Environment, ExternalResources, Task
 from tangram.rl.inference.engines.protocol import Generation, GenerationRequest
-from tangram.rl.rollout.records import Ending, Trajectory
 from tangram.rl.rollout.rewards import PlayedTrajectory, effective_settings, make_reward
+from tangram.rl.trajectories.trajectory import Ending, Trajectory
 
 RUN = "replay"
 """The run that its actions belong to."""

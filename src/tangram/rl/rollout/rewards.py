@@ -35,20 +35,18 @@ import msgspec
 
 from tangram.client.client import Client
 from tangram.client.functions import Function, function
-from tangram.client.result import Timing
 from tangram.core.action import Status
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError, TangramError
 from tangram.managers.http import backoff_s
 from tangram.managers.models.torch_engine import imported
 from tangram.rl.config.rollout_settings import RewardSettings
 from tangram.rl.environments.protocol import Environment, ExternalResources
-from tangram.rl.rollout.records import Turn
+from tangram.rl.trajectories.trajectory import Turn
 
 BACKOFF_S, BACKOFF_S_MAX = 0.2, 5.0
 """Wait before the first retry, doubled before each that follows, with random jitter; its upper bound."""
 SHOWN_CHARACTERS = 300
 """Of a value or a reason in an error message."""
-ZERO_TIMING = Timing(waiting_s=0.0, execution_s=0.0, overhead_s=0.0)
 
 
 class RewardFailed(TangramError):
@@ -102,18 +100,6 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     """What that queue was for."""
     teacher_logprobs: tuple[float, ...] | None = None
     """Of the policy's own tokens, in order; None without a teacher."""
-
-
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a command. A `Result` also works: it has the same fields, except metrics."""
-
-    status: Status
-    reason: str = ""
-    exit_code: int | None = None
-    stdout: str = ""
-    stderr: str = ""
-    timing: Timing = ZERO_TIMING
-    metrics: dict[str, float] = {}
 
 
 class Reward(Protocol):

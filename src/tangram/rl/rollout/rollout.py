@@ -32,15 +32,15 @@ from tangram.rl.environments.protocol import ExternalResources, Task
 from tangram.rl.environments.registry import path_of, resolve
 from tangram.rl.environments.shared_setup import prepare_tasks
 from tangram.rl.inference.engines.protocol import Sampling
-from tangram.rl.rollout.codec import Codec
 from tangram.rl.rollout.contexts import EpisodeSlots, RolloutContext, TaskContext, TokenGenerator
 from tangram.rl.rollout.environment_closer import EnvironmentCloser
 from tangram.rl.rollout.episode import WAITING, Episode
 from tangram.rl.rollout.group_runner import GroupRunner
 from tangram.rl.rollout.in_flight_groups import InFlightGroups
-from tangram.rl.rollout.records import STOP_ENDINGS, Ending, Group, GroupTicket, Stage, Trajectory
 from tangram.rl.rollout.rewards import Reward, effective_settings, make_reward, missing_for
 from tangram.rl.rollout.turn_barrier import TurnBarrier
+from tangram.rl.trajectories.codec import Codec
+from tangram.rl.trajectories.trajectory import STOP_ENDINGS, Ending, Group, GroupTicket, Stage, Trajectory
 
 STOPPED_CAUSE, INTERRUPTED_CAUSE = "the rollout was stopped", "the rollout was interrupted"
 """Causes of endings when the rollout ends, and when a caller is cancelled, for example by Ctrl-C."""

@@ -20,7 +20,7 @@ from tangram.managers.models.devices import DeviceSpec, Emulated, discover
 from tangram.managers.models.service import Service
 from tangram.rl.config.rollout_settings import RolloutSettings
 from tangram.rl.config.training_settings import TeacherSettings, TrainSettings
-from tangram.rl.rollout.codec import Codec, WordCodec
+from tangram.rl.trajectories.codec import Codec, WordCodec
 
 ENGINE = "tangram.rl.model.teacher:TeacherEngine"
 DEVICE_BYTES_MIN = 64 << 20

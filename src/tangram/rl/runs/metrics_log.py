@@ -11,7 +11,7 @@ a failure of TensorBoard never stops a run: its files end, and `tensorboard_erro
 TensorBoard shows, by step:
 
     reward/TASK eval/TASK warm/TASK       mean rewards: of the batch, of held-out seeds, of the warm start
-    loss/NAME                             metrics of the trainer, see METRICS in rl/train/records.py
+    loss/NAME                             metrics of the trainer, see METRICS in rl/train/trainer.py
     staleness/mean max                    of the trajectories of the batch
     time/NAME wait/STAGE                  seconds of the step, and of its waiting
     throughput/trajectories_per_s tokens_per_s trainer_tokens_per_s
@@ -36,7 +36,15 @@ import msgspec
 from tangram.errors import InvalidConfig, InvalidInput, InvalidTrace, ManagerError, TangramError
 from tangram.files.append_log import AppendLog, LineReader, complete_lines_bytes
 from tangram.reports.printable import escape_unprintable
-from tangram.rl.train.records import AnyMetricsLine, Evaluated, Noticed, RunBegan, RunEnded, Trained, WarmStartChecked
+from tangram.rl.runs.metrics_lines import (
+    AnyMetricsLine,
+    Evaluated,
+    Noticed,
+    RunBegan,
+    RunEnded,
+    Trained,
+    WarmStartChecked,
+)
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD = "tensorboard"

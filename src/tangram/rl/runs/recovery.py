@@ -21,9 +21,9 @@ import msgspec
 
 from tangram.rl.buffer.number_ranges import NumberRanges
 from tangram.rl.buffer.records import LOST_LINEAGE, BufferState, BufferStatistics, WaitingGroup, group_number
-from tangram.rl.rollout.records import Group
 from tangram.rl.runs.checkpoints import Checkpoint
 from tangram.rl.runs.sample_log import GroupPut, SampleEntry, SampleLogs
+from tangram.rl.trajectories.trajectory import Group
 
 
 class RecoveredBuffer(msgspec.Struct, frozen=True, kw_only=True):

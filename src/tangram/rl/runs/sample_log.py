@@ -20,7 +20,7 @@ import msgspec
 from tangram.errors import ManagerError
 from tangram.files.append_log import AppendLog, encode_frame, read_frame
 from tangram.files.atomic_file import atomic_file
-from tangram.rl.rollout.records import Group, Trajectory, Turn
+from tangram.rl.trajectories.trajectory import Group, Trajectory, Turn
 
 LOG_FORMAT = 1
 

@@ -26,7 +26,7 @@ from tangram.files.append_log import AppendLog, LineReader, check_line_length, p
 from tangram.reports.printable import escape_unprintable
 from tangram.rl.config.rollout_settings import RolloutSettings
 from tangram.rl.inference.engines.protocol import EngineStatistics
-from tangram.rl.rollout.records import Group, Trajectory
+from tangram.rl.trajectories.trajectory import Group, Trajectory
 
 LOG_FORMAT = 1
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, InvalidInput, AssertionError, RecursionError)

@@ -21,9 +21,9 @@ from tangram.rl.environments.agents import demonstrations
 from tangram.rl.environments.protocol import ExternalResources
 from tangram.rl.environments.shared_setup import Progress
 from tangram.rl.rollout.assembly import WORDS, codec_of, first_model, tasks_of
-from tangram.rl.rollout.codec import WordCodec
-from tangram.rl.train.records import Demonstration
 from tangram.rl.train.warm_start import tokenise_episode
+from tangram.rl.trajectories.codec import WordCodec
+from tangram.rl.trajectories.training_batch import Demonstration
 
 
 async def demonstrate(

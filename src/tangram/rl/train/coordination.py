@@ -22,7 +22,7 @@ from tangram.rl.inference.router_records import (
     FallbackEnded,
     describe_event,
 )
-from tangram.rl.train.records import AnyMetricsLine, Noticed
+from tangram.rl.runs.metrics_lines import AnyMetricsLine, Noticed
 from tangram.rl.train.step_metrics import StepMetrics
 
 

@@ -13,11 +13,11 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 from tangram.rl.buffer.sample_buffer import DroppedGroup, SampleBuffer
-from tangram.rl.rollout.records import Group, GroupTicket
 from tangram.rl.rollout.rollout import Rollout
 from tangram.rl.train.coordination import ChangeCondition, DispatchPause
 from tangram.rl.train.step_metrics import LEFT_BEHIND_CAUSE, drop_cause
 from tangram.rl.train.weight_sync import WeightSync
+from tangram.rl.trajectories.trajectory import Group, GroupTicket
 
 
 class Dispatcher:

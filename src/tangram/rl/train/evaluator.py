@@ -21,12 +21,12 @@ from tangram.rl.config.rollout_settings import RolloutSettings
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.environments.shared_setup import Progress
 from tangram.rl.rollout.assembly import RolloutAssembly
-from tangram.rl.rollout.records import Group, GroupTicket
 from tangram.rl.rollout.rollout import Rollout
+from tangram.rl.runs.metrics_lines import Evaluated, WarmStartChecked
 from tangram.rl.train.coordination import RunReporter
-from tangram.rl.train.records import Evaluated, WarmStartChecked
 from tangram.rl.train.trainer import Trainer
 from tangram.rl.train.warm_start import WarmStartCheck, collect_demonstrations, warm_start, warm_start_targets
+from tangram.rl.trajectories.trajectory import Group, GroupTicket
 
 SERIES = "eval-"
 SEED_FIRST = 1 << 31

@@ -23,8 +23,8 @@ from tangram.rl.environments.shared_setup import Progress
 from tangram.rl.inference.engines.protocol import PolicyWeights
 from tangram.rl.observe.pool_usage import PoolUsageMonitor
 from tangram.rl.rollout.assembly import RolloutAssembly, save_codec
-from tangram.rl.rollout.records import Group, GroupTicket
 from tangram.rl.runs.checkpoints import Checkpoint, RunState, folder_name, write_state
+from tangram.rl.runs.metrics_lines import RunEnded
 from tangram.rl.runs.run_folder import RunFolder
 from tangram.rl.runs.sample_log import GroupPut, SampleLog
 from tangram.rl.train.coordination import (
@@ -36,11 +36,12 @@ from tangram.rl.train.coordination import (
 )
 from tangram.rl.train.dispatcher import Dispatcher
 from tangram.rl.train.evaluator import Evaluator
-from tangram.rl.train.records import RunEnded, TrainingBatch
 from tangram.rl.train.step_metrics import StepMetrics, drop_cause
 from tangram.rl.train.trainer import Trainer, TrainerDied
 from tangram.rl.train.watchdog import Watchdog, abort_stuck, snapshot_run
 from tangram.rl.train.weight_sync import WeightSync
+from tangram.rl.trajectories.training_batch import TrainingBatch
+from tangram.rl.trajectories.trajectory import Group, GroupTicket
 from tangram.runtime.shielding import shielded
 
 INTERRUPTED = "interrupted"

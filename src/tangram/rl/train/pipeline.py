@@ -26,6 +26,7 @@ from tangram.rl.buffer.sample_buffer import SampleBuffer
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.environments.shared_setup import Progress
 from tangram.rl.inference.engines.protocol import Sampling
+from tangram.rl.inference.weights_folder import weights_folder
 from tangram.rl.rollout.assembly import (
     TrainedWeights,
     assembled,
@@ -33,19 +34,18 @@ from tangram.rl.rollout.assembly import (
     require_playable,
     require_servable,
 )
-from tangram.rl.rollout.records import GroupTicket
 from tangram.rl.rollout.rollout import RolloutObserver, tickets
 from tangram.rl.runs.checkpoints import Checkpoint
+from tangram.rl.runs.metrics_lines import AnyMetricsLine, RunBegan, RunEnded
 from tangram.rl.runs.metrics_log import MetricsLog, last_logged
 from tangram.rl.runs.recovery import recover_buffer
 from tangram.rl.runs.run_folder import RunFolder, open_run
 from tangram.rl.train.coordination import BackgroundTasks, ChangeCondition, EngineEventListener, RunReporter
 from tangram.rl.train.loop import INTERRUPTED, TrainingLoop
-from tangram.rl.train.records import AnyMetricsLine, RunBegan, RunEnded
 from tangram.rl.train.step_metrics import StepMetrics
 from tangram.rl.train.trainer_process import ProcessTrainer
 from tangram.rl.train.warm_start import require_agents
-from tangram.rl.train.weights_folder import weights_folder
+from tangram.rl.trajectories.trajectory import GroupTicket
 
 STOP_S_MAX = 60.0
 """Time limit for the current step and its checkpoint when a run is interrupted."""

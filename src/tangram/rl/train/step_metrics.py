@@ -12,8 +12,10 @@ from tangram.rl.buffer.records import FAILED, LEFT_BEHIND, STALE, group_number
 from tangram.rl.buffer.sample_buffer import DroppedGroup
 from tangram.rl.inference.engines.protocol import EngineStatistics
 from tangram.rl.inference.router_records import EngineUpdated
-from tangram.rl.rollout.records import Ending, Group, Trajectory
-from tangram.rl.train.records import EngineUse, PoolUse, TaskStep, Trained, TrainingBatch, TrainStepResult
+from tangram.rl.runs.metrics_lines import EngineUse, PoolUse, TaskStep, Trained
+from tangram.rl.train.trainer import TrainStepResult
+from tangram.rl.trajectories.training_batch import TrainingBatch
+from tangram.rl.trajectories.trajectory import Ending, Group, Trajectory
 
 LEFT_BEHIND_CAUSE = "the batch was enough without it, and it is too old for the next one"
 

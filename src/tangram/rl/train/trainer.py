@@ -10,9 +10,42 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from tangram.errors import ManagerError
 from tangram.rl.inference.engines.protocol import PolicyWeights
-from tangram.rl.train.records import Demonstration, TrainingBatch, TrainStepResult
+from tangram.rl.trajectories.training_batch import Demonstration, TrainingBatch
+
+METRICS = {
+    "loss": "the minimised loss, mean over the minibatches",
+    "kl_sampler": "KL divergence of the trainer at the start of the step from the sampler (k3 over action tokens)",
+    "kl_reference": "KL divergence from the reference policy (k3), if there is one",
+    "kl_teacher": "KL divergence from the teacher (k3 over action tokens), if there is one",
+    "weight_mean": "mean importance weight of all action tokens",
+    "weight_truncated": "share of action tokens whose importance weight was truncated",
+    "clip_share": "share of action tokens whose ratio was clipped",
+    "entropy": "entropy of the policy at action tokens, in nats",
+    "zero_variance_share": "share of groups whose members all have the same reward",
+    "gradient_norm": "gradient norm before clipping, mean over the minibatches",
+    "learning_rate": "learning rate of the step",
+    "trajectories": "trajectories that were trained on",
+    "tokens": "action tokens that were trained on",
+    "tokens_per_s": "action tokens trained on, all epochs, per second of training",
+    "overlong_share": "share of trajectories that were cut off",
+}
+"""Metrics that a trainer reports of a step."""
+
+
+class TrainStepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a gradient step."""
+
+    weights: PolicyWeights
+    """The new version: one more than that of the batch."""
+    metrics: dict[str, float]
+    """By name, see METRICS."""
+    train_s: float
+    push_s: float
+    """Publishing the weights."""
 
 
 class TrainerDied(ManagerError):

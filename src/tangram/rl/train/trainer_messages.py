@@ -11,7 +11,8 @@ import msgspec
 from tangram.processes.framing import FrameDecoder
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.inference.engines.protocol import PolicyWeights
-from tangram.rl.train.records import Demonstration, TrainingBatch, TrainStepResult
+from tangram.rl.train.trainer import TrainStepResult
+from tangram.rl.trajectories.training_batch import Demonstration, TrainingBatch
 
 # ---- commands ----
 

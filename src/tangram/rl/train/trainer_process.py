@@ -21,12 +21,12 @@ from tangram.processes.framing import FrameTooLong
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.inference.engines.protocol import PolicyWeights
 from tangram.rl.rollout.assembly import tasks_of
-from tangram.rl.rollout.records import Group, Trajectory
 from tangram.rl.train import trainer_messages as messages
-from tangram.rl.train.records import Demonstration, TrainingBatch, TrainStepResult
-from tangram.rl.train.trainer import TrainerDied
+from tangram.rl.train.trainer import TrainerDied, TrainStepResult
+from tangram.rl.trajectories.training_batch import Demonstration, TrainingBatch
+from tangram.rl.trajectories.trajectory import Group, Trajectory
 
-PROGRAM = "tangram.rl.model.trainer_child"
+PROGRAM = "tangram.rl.train.trainer_child"
 LEARNER = "tangram.rl.model.learner:Learner"
 HEARTBEAT_S_MAX = 1.0
 """Interval between heartbeats of a busy child; shorter if `hang_s` is small."""

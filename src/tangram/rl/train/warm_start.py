@@ -22,9 +22,9 @@ from tangram.rl.environments.protocol import ExternalResources, Task
 from tangram.rl.environments.registry import resolve
 from tangram.rl.environments.shared_setup import Progress
 from tangram.rl.rollout.assembly import tasks_of
-from tangram.rl.rollout.codec import Codec
-from tangram.rl.train.records import Demonstration
 from tangram.rl.train.trainer import Trainer
+from tangram.rl.trajectories.codec import Codec
+from tangram.rl.trajectories.training_batch import Demonstration
 
 EPISODES_PER_PROGRESS = 64
 """Episodes played between two progress reports."""

@@ -24,8 +24,8 @@ from tangram.core.scheduler import Scheduler
 from tangram.managers.quotas.manager import REQUESTS, TOKENS
 from tangram.rl.inference.router import Router
 from tangram.rl.rollout.episode import WAITED_FOR_BY_STAGE, WAITING
-from tangram.rl.rollout.records import Ending, Stage, Trajectory
 from tangram.rl.rollout.rollout import Rollout
+from tangram.rl.trajectories.trajectory import Ending, Stage, Trajectory
 from tangram.runtime.shortage import short_kind
 
 STALL_CAUSE = "nothing moved"

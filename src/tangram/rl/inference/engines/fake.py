@@ -28,7 +28,7 @@ from tangram.rl.inference.engines.protocol import (
     GenerationRequest,
     PolicyWeights,
 )
-from tangram.rl.rollout.codec import Codec
+from tangram.rl.trajectories.codec import Codec
 
 TokenScript = Callable[[GenerationRequest], Sequence[int]]
 

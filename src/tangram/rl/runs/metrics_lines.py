@@ -1,4 +1,4 @@
-"""Records of a training run: batches for the trainer, its results, and the metrics lines of a run.
+"""Metrics lines: one record per event of a training run.
 
 Records only. Each line of `metrics.jsonl` is a MetricsLine; live view, report and TensorBoard are made of these lines
 alone. Times are seconds: durations, or `at_s` since the run began, resumptions included.
@@ -9,72 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-
-from tangram.rl.inference.engines.protocol import PolicyWeights
-from tangram.rl.rollout.records import Group
-
-# ---- batches and results ---------------------------------------------------------------------------------------
-
-
-class TrainingBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """The groups of one gradient step."""
-
-    version: int
-    """From which the step starts."""
-    groups: tuple[Group, ...]
-    """Sorted by number, so that the same groups give the same step in whatever order they arrived."""
-
-    @property
-    def staleness(self) -> tuple[int, ...]:
-        """Of each trajectory: the version of the step minus the version of its first token."""
-        return tuple(
-            self.version - (each.version_first if each.version_first is not None else self.version)
-            for group in self.groups
-            for each in group.members
-        )
-
-
-class Demonstration(msgspec.Struct, frozen=True, kw_only=True):
-    """An episode of a scripted agent, in tokens of the policy, for behaviour cloning."""
-
-    task: str
-    tokens: tuple[int, ...]
-    is_action: tuple[bool, ...]
-
-
-class TrainStepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a gradient step."""
-
-    weights: PolicyWeights
-    """The new version: one more than that of the batch."""
-    metrics: dict[str, float]
-    """By name, see METRICS."""
-    train_s: float
-    push_s: float
-    """Publishing the weights."""
-
-
-METRICS = {
-    "loss": "the minimised loss, mean over the minibatches",
-    "kl_sampler": "KL divergence of the trainer at the start of the step from the sampler (k3 over action tokens)",
-    "kl_reference": "KL divergence from the reference policy (k3), if there is one",
-    "kl_teacher": "KL divergence from the teacher (k3 over action tokens), if there is one",
-    "weight_mean": "mean importance weight of all action tokens",
-    "weight_truncated": "share of action tokens whose importance weight was truncated",
-    "clip_share": "share of action tokens whose ratio was clipped",
-    "entropy": "entropy of the policy at action tokens, in nats",
-    "zero_variance_share": "share of groups whose members all have the same reward",
-    "gradient_norm": "gradient norm before clipping, mean over the minibatches",
-    "learning_rate": "learning rate of the step",
-    "trajectories": "trajectories that were trained on",
-    "tokens": "action tokens that were trained on",
-    "tokens_per_s": "action tokens trained on, all epochs, per second of training",
-    "overlong_share": "share of trajectories that were cut off",
-}
-"""Metrics that a trainer reports of a step."""
-
-
-# ---- metrics lines ----------------------------------------------------------------------------------------------
 
 
 class MetricsLine(msgspec.Struct, frozen=True, kw_only=True, tag=False):

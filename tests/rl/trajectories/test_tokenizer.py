@@ -8,7 +8,7 @@ import pytest
 from tests.extras import LazyExtra
 
 from tangram.errors import InvalidConfig
-from tangram.rl.rollout.tokenizer import MARK, TextCodec, has_tokenizer
+from tangram.rl.trajectories.tokenizer import MARK, TextCodec, has_tokenizer
 
 transformers = LazyExtra("transformers")
 

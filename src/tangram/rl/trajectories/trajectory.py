@@ -1,4 +1,4 @@
-"""Records of a rollout: trajectories, their turns, and the groups that they form.
+"""Trajectories, their turns, and the groups that they form: what a rollout makes.
 
 Owns the record of an ended trajectory and its invariants: exactly one ending, a reward if and only if the agent itself
 reached the end, and for every token of the policy its log-probability and the version of the weights that sampled it. A

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tangram.rl.train.weights_folder import PREFIX, weights_folder
+from tangram.rl.inference.weights_folder import PREFIX, weights_folder
 
 HOLDS = """
 import sys, time
 from pathlib import Path
-from tangram.rl.train.weights_folder import weights_folder
+from tangram.rl.inference.weights_folder import weights_folder
 with weights_folder(Path(sys.argv[1])) as folder:
     (folder / "bucket").write_bytes(b"x" * 1000)
     print(folder, flush=True)

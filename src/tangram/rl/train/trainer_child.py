@@ -29,7 +29,8 @@ from tangram.rl.model.policy import Policy, TransformerPolicy, load
 from tangram.rl.model.weight_store import prune_versions, rollback
 from tangram.rl.rollout.assembly import first_model
 from tangram.rl.train import trainer_messages as messages
-from tangram.rl.train.records import Demonstration, TrainingBatch, TrainStepResult
+from tangram.rl.train.trainer import TrainStepResult
+from tangram.rl.trajectories.training_batch import Demonstration, TrainingBatch
 
 BUSY_CPU_SHARE = 0.01
 """Share of CPU time above which a process counts as working. A heartbeat itself needs far less."""
