@@ -85,7 +85,7 @@ def test_waiting_takes_no_time_in_a_virtual_loop_and_keeps_its_order() -> None:
     assert all(at == pytest.approx(seconds) for seconds, at in order)
 
 
-def test_a_virtual_loop_in_which_nothing_can_happen_any_more_says_so() -> None:
+def test_a_virtual_loop_in_which_nothing_can_happen_any_more_raises() -> None:
     async def main() -> None:
         await asyncio.get_running_loop().create_future()
 

@@ -51,7 +51,7 @@ def uncommented(text: str) -> str:
 # ---- what a file says ----
 
 
-def test_an_empty_file_says_the_defaults() -> None:
+def test_an_empty_file_has_the_defaults() -> None:
     config = parse("", "t.toml")
     assert config == Config()
     assert (config.listen_host, config.listen_port, config.is_public, config.is_open) == (
@@ -142,9 +142,7 @@ def test_every_table_is_read() -> None:
         ("localhost.example.org:80", "localhost.example.org", 80, True),
     ],
 )
-def test_an_address_is_public_unless_it_is_known_to_be_loopback(
-    listen: str, host: str, port: int, public: bool
-) -> None:
+def test_an_address_is_public_unless_it_is_a_loopback_address(listen: str, host: str, port: int, public: bool) -> None:
     config = Config(service=ServiceConfig(listen=listen, admin_token_file="token"))
     assert (config.listen_host, config.listen_port, config.is_public) == (host, port, public)
 
@@ -214,7 +212,7 @@ def test_a_name_that_a_quota_cannot_have_is_refused_by_both(name: str) -> None:
         ),
     ],
 )
-def test_what_is_not_known_is_named_with_its_line_and_the_nearest(text: str, says: str) -> None:
+def test_an_unknown_key_is_named_with_its_line_and_the_nearest(text: str, says: str) -> None:
     assert refusal(text) == says
 
 
@@ -322,7 +320,7 @@ def test_changing_the_address_of_a_config_does_not_open_it_to_all() -> None:
         msgspec.structs.replace(ServiceConfig(), listen="0.0.0.0:80")
 
 
-def test_a_service_that_nobody_may_use_is_refused() -> None:
+def test_a_service_without_any_access_is_refused() -> None:
     assert "open_on_loopback = false requires one" in refusal("[service]\nopen_on_loopback = false")
     assert not parse("[service]\nopen_on_loopback = false\nadmin_token_file = 'a'", "t.toml").is_open
 
@@ -391,7 +389,7 @@ def test_the_token_of_the_admin_is_the_line_of_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o620, 0o602])
-def test_a_token_that_others_can_read_or_write_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_token_that_other_users_can_read_or_write_is_refused(tmp_path: Path, mode: int) -> None:
     config = with_token(tmp_path / "token", TOKEN.encode(), mode)
     with pytest.raises(InvalidConfig, match=rf"service.admin_token_file: expected .* has mode {mode:o}: chmod 600"):
         require_files(config)
@@ -443,7 +441,7 @@ def test_requiring_files_makes_none(tmp_path: Path) -> None:
 # ---- what is found later ----
 
 
-def test_what_is_found_later_is_said_with_its_file_and_line(tmp_path: Path) -> None:
+def test_a_later_error_is_reported_with_its_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "t.toml"
     path.write_text("[service]\n# none\nadmin_token_file = 'none'\n[[services]]\nname = 'a'\nengine = 'm:E'\n")
 
@@ -468,7 +466,7 @@ def test_what_is_found_later_is_said_with_its_file_and_line(tmp_path: Path) -> N
 # ---- the reference ----
 
 
-def test_the_example_says_the_defaults_and_behind_its_marks_every_key() -> None:
+def test_the_example_lists_the_defaults_and_in_comments_every_key() -> None:
     text = example()
     assert parse(text, "example") == Config()
     whole = parse(uncommented(text), "example")

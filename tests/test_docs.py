@@ -227,7 +227,7 @@ def test_pages_on_internals_name_files_that_exist(page: str) -> None:
     assert missing_files(path.read_text(encoding="utf-8"), path.parent) == []
 
 
-def test_a_file_that_does_not_exist_is_found(tmp_path: Path) -> None:
+def test_a_missing_file_is_detected(tmp_path: Path) -> None:
     assert missing_files("`core/ledger.py`, `core/no_ledger.py`, `rl*.py`", tmp_path) == ["core/no_ledger.py", "rl*.py"]
 
 
@@ -238,9 +238,7 @@ def explained(text: str) -> list[tuple[str, list[str]]]:
 
 
 @each_document
-def test_what_is_said_to_be_explained_is_what_the_command_prints(
-    document: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_quoted_explanation_is_what_the_command_prints(document: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
 
     from tangram.cli import app

@@ -225,6 +225,6 @@ def test_answers_of_functions_are_read() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_engines_that_configs_name_are_found(path: str) -> None:
+def test_engines_in_configs_are_detected(path: str) -> None:
     module, _, name = path.partition(":")
     assert hasattr(importlib.import_module(module), name)

@@ -303,7 +303,7 @@ def test_heavy_packages_are_imported_where_they_are_used() -> None:
         ("tangram.utils", "x = 1"),
     ],
 )
-def test_an_import_that_points_up_or_sideways_is_found(module: str, source: str) -> None:
+def test_an_import_that_points_up_or_sideways_is_detected(module: str, source: str) -> None:
     assert len(wrong_imports(ast.parse(source), module)) == 1
 
 
@@ -365,7 +365,7 @@ def test_a_relative_import_in_a_package_file_starts_at_that_package() -> None:
 
 
 @pytest.mark.parametrize("package", IMPURE)
-def test_an_impure_import_is_found(package: str) -> None:
+def test_an_impure_import_is_detected(package: str) -> None:
     for source in (f"import {package}", f"from {package} import anything", f"def late():\n    import {package}.sub"):
         assert len(impure_imports(ast.parse(source), "tangram.core.ledger")) == 1
 
@@ -392,7 +392,7 @@ def test_modules_that_only_sound_impure_are_allowed() -> None:
         "[*set(names)]",
     ],
 )
-def test_iterating_a_set_is_found(source: str) -> None:
+def test_iterating_a_set_is_detected(source: str) -> None:
     assert len(set_iterations(ast.parse(source), "tangram.core.ledger")) == 1
 
 
@@ -424,7 +424,7 @@ def test_using_a_set_without_its_order_is_allowed(source: str) -> None:
         "if TYPE_CHECKING:\n    pass\nelse:\n    import {}",
     ],
 )
-def test_a_heavy_import_at_import_time_is_found(source: str, package: str) -> None:
+def test_a_heavy_import_at_import_time_is_detected(source: str, package: str) -> None:
     assert len(heavy_imports(ast.parse(source.format(package)), "tangram.managers.models")) == 1
 
 

@@ -185,7 +185,7 @@ def test_a_signal_ends_a_check_of_an_environment_that_does_not_listen(number: in
 
 
 @SIGNALS
-def test_a_signal_ends_a_rollout_which_says_what_was_played(number: int, code: int, tmp_path: Path) -> None:
+def test_a_signal_ends_a_rollout_which_reports_the_played_episodes(number: int, code: int, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     (tmp_path / "stubborn.py").write_text(STUBBORN)
     (tmp_path / "play.toml").write_text(PLAYED.format(environment="stubborn:Stubborn"))
@@ -197,7 +197,7 @@ def test_a_signal_ends_a_rollout_which_says_what_was_played(number: int, code: i
     assert run("rl", "show", tmp_path / "log.jsonl").returncode == 0
 
 
-def test_sigterm_ends_a_rollout_whose_reward_runs(tmp_path: Path) -> None:
+def test_sigterm_ends_a_rollout_during_a_reward(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     (tmp_path / "rewards.py").write_text(SLOW.format(place=str(tmp_path / "stepped")))
     reward = '[tasks.reward]\nkind = "function"\nfunction = "rewards:slow"\n[outside]\nbackend = "process"\n'

@@ -117,7 +117,7 @@ def test_actions_that_do_not_fit_wait_their_turn() -> None:
     with_rig(test, lambda: Rig({"held": FakeScript(ends=False)}))
 
 
-def test_a_timeout_stops_the_action_and_is_told_as_one() -> None:
+def test_a_timeout_stops_the_action_and_is_reported_as_one() -> None:
     async def test(rig: Rig) -> None:
         settled = await rig.run("held", timeout_s=0.01)
         assert settled.outcome.status is Status.TIMED_OUT
@@ -216,7 +216,7 @@ def test_an_id_that_is_live_is_not_taken_twice() -> None:
     with_rig(test, lambda: Rig({"held": FakeScript(ends=False)}))
 
 
-def test_what_nobody_declared_is_measured_while_it_runs() -> None:
+def test_an_undeclared_demand_is_measured_while_it_runs() -> None:
     async def test(rig: Rig) -> None:
         await rig.run("idle", cpus=None)
         await rig.run("idle", cpus=1)
@@ -240,7 +240,7 @@ def test_files_are_those_of_the_node_where_the_sandbox_is() -> None:
     with_rig(test)
 
 
-def test_a_bug_in_the_scheduler_reaches_whoever_waits_and_whoever_entered() -> None:
+def test_a_bug_in_the_scheduler_reaches_every_waiter_and_every_context() -> None:
     heard: list[asyncio.Task[SettledAction]] = []
 
     async def main() -> None:
@@ -351,7 +351,7 @@ class Buggy(FakeManager):
         return await super().start(action, grant, work, output)
 
 
-def test_a_bug_in_a_manager_costs_the_action_that_found_it_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bug_in_a_manager_costs_only_the_action_that_hit_it(caplog: pytest.LogCaptureFixture) -> None:
     async def test(rig: Rig) -> None:
         other = rig.submit("held")
         lost = await rig.run("found")

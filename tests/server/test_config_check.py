@@ -60,7 +60,7 @@ def started(*words: object) -> subprocess.CompletedProcess[str]:
         ),
     ],
 )
-def test_what_is_wrong_is_said_with_the_file_the_line_and_the_key(
+def test_an_error_is_reported_with_the_file_the_line_and_the_key(
     tmp_path: Path, text: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tangram.server.components.discover", lambda: ())
@@ -72,14 +72,14 @@ def test_what_is_wrong_is_said_with_the_file_the_line_and_the_key(
     assert code == 2 and says in said
 
 
-def test_a_start_says_it_as_the_check_does(tmp_path: Path) -> None:
+def test_the_start_reports_the_same_errors_as_the_check(tmp_path: Path) -> None:
     path = tmp_path / "t.toml"
     path.write_text("[service]\nlisten = '127.0.0.1:0'\n[node]\nbackend = 'sandbox'\ncores = 1000")
     done = started("--config", path)
     assert done.returncode == 2 and f"{path}:5: node.cores: expected more than 0" in done.stderr
 
 
-def test_what_the_words_of_the_command_say_is_not_said_of_the_file(tmp_path: Path) -> None:
+def test_errors_in_the_arguments_of_the_command_do_not_name_the_file(tmp_path: Path) -> None:
     path = tmp_path / "t.toml"
     path.write_text(f"[service]\nadmin_token_file = '{_token(tmp_path)}'\n[node]\nbackend = 'fake'")
     done = started("--config", path, "--listen", "192.0.2.1:80")
@@ -115,7 +115,7 @@ def test_an_engine_that_can_be_imported_is_right(tmp_path: Path) -> None:
         require_usable(config(ENGINE.partition(":")[0] + ":Nothing"))
 
 
-def test_what_a_manager_finds_wrong_is_said_of_its_key(tmp_path: Path) -> None:
+def test_an_error_of_a_manager_names_its_key(tmp_path: Path) -> None:
     async def main() -> None:
         node = NodeConfig(backend="sandbox", cores=1000.0, state=str(tmp_path / "state"))
         service = Config().service

@@ -53,7 +53,7 @@ class Desk:
         return got
 
 
-def test_requests_under_way_count_until_they_leave() -> None:
+def test_requests_in_flight_count_until_they_leave() -> None:
     desk = Desk(Quota("search", concurrent=2))
     assert desk.ask(0.0, 3) == 2
     assert desk.ask(1e6) == 0
@@ -62,7 +62,7 @@ def test_requests_under_way_count_until_they_leave() -> None:
     assert desk.ask(1e6, 2) == 1, "the third never got in"
 
 
-def test_fixed_windows_begin_at_a_time_of_their_own() -> None:
+def test_fixed_windows_begin_at_an_offset_of_their_own() -> None:
     desk = Desk(Quota("search", requests=Rate(4, 10.0)), phase_s=3.0)
     assert desk.ask(2.9, 5) == 4
     assert desk.ask(3.0, 5) == 4, "a new window"
@@ -220,7 +220,7 @@ def test_calls_without_control_meet_429s_and_trajectories_are_lost(
 
 @pytest.mark.parametrize("counting", Counting)
 @pytest.mark.parametrize("name", POLICIES)
-def test_an_api_that_cuts_its_quota_refuses_nobody_who_is_not_on_the_way(name: str, counting: Counting) -> None:
+def test_an_api_that_cuts_its_quota_refuses_only_requests_in_flight(name: str, counting: Counting) -> None:
     for seed in range(4):
         api = api_model(QUOTA, requests=counting, tokens=counting, phase_s=5.0 * seed)
         work = at_once(saturating(seed, QUOTA, TOKENS_BY_SCARCE["requests"], windows=3))

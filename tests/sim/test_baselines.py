@@ -256,7 +256,7 @@ def statuses(result: SimulationResult) -> dict[str, str]:
     return {row.id: row.status for row in result.rows}
 
 
-def test_a_lost_node_loses_the_pods_on_it_and_no_others() -> None:
+def test_a_lost_node_loses_only_the_pods_on_it() -> None:
     work = workload(episode("a", turn(call())), episode("b", turn(call())))
     result = simulate(work, "pods:1", TWO_NODES, faults=(InjectedFault(at=4.0, kind="node_loss", pick=0.0),))
     assert statuses(result) == {"a.0.0": "lost", "b.0.0": "succeeded"}

@@ -48,7 +48,7 @@ def test_whole_results_are_kept_for_the_first_seed_alone(comparison: Comparison)
     assert comparison.kept_result("fcfs") is comparison.rows[1].result
 
 
-def test_ratios_say_how_many_times_less_than_the_base(comparison: Comparison) -> None:
+def test_ratios_show_how_many_times_less_than_the_base(comparison: Comparison) -> None:
     ratio = comparison.ratio("adaptive", "act_mean_s")
     assert ratio is not None
     pairs = zip(comparison.values("pods:0.5", "act_mean_s"), comparison.values("adaptive", "act_mean_s"), strict=True)
@@ -133,7 +133,7 @@ def test_a_setup_that_cannot_be_meant_is_refused(changes: dict, words: str) -> N
 @pytest.mark.parametrize(
     "name", ["fcfs", "fixed:4", "paper", "adaptive", "adaptive:no-resize", "pods:1", "on-demand", "alone"]
 )
-def test_every_policy_that_the_help_names_is_known(name: str) -> None:
+def test_every_policy_in_the_help_is_known(name: str) -> None:
     check_policy(name)
 
 
@@ -146,7 +146,7 @@ def test_pods_need_sandboxes() -> None:
 # ---- sizes ----------------------------------------------------------------------------------------------------
 
 
-def test_pools_cover_what_the_workload_asks_for() -> None:
+def test_pools_cover_the_demand_of_the_workload() -> None:
     search = Source(workload="search", batch=4).build(0)
     pools = {pool.name: pool for pool in Size(devices=16).pools(search)}
     assert list(pools) == ["gpu@gpu-0", "gpu@gpu-1", "search", "search/requests", "fetch"]
@@ -207,7 +207,7 @@ def test_student_t_quantiles_are_those_of_the_tables(degrees: int, quantile: flo
     assert student_t95(degrees) == pytest.approx(quantile, abs=2e-4)
 
 
-def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
+def test_the_interval_covers_the_truth_at_its_nominal_rate() -> None:
     rng = random.Random(7)
     hits = 0
     for _ in range(2000):
@@ -227,6 +227,6 @@ def test_a_ratio_with_a_zero_is_none() -> None:
     assert ratio_of([0.0, 1.0], [1.0, 1.0]) is None
 
 
-def test_an_unreadable_trace_is_said_in_the_words_of_the_loader(tmp_path: Path) -> None:
+def test_an_unreadable_trace_is_reported_in_the_words_of_the_loader(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="No such file"):
         Source(traces=(str(tmp_path / "none.csv"),)).build(0)

@@ -214,7 +214,7 @@ def test_the_same_calls_give_the_same_completions_to_the_last_bit(
 
 @settings(deadline=None, max_examples=100)
 @given(st.floats(0.5, 16.0), st.lists(st.tuples(cores, cores), min_size=1, max_size=20))
-def test_cores_are_never_idle_while_somebody_wants_them_and_nobody_gets_more_than_it_wants(
+def test_cores_are_work_conserving_and_no_action_gets_more_than_its_demand(
     capacity: float, shares: list[tuple[float, float]]
 ) -> None:
     share = CpuShare(capacity)
@@ -271,7 +271,7 @@ def test_a_thousand_actions_and_ten_thousand_changes_stay_exact() -> None:
     assert 1000 < contended < 4 * cpushare.RESUM_EVERY - 1000
 
 
-def test_the_rounding_left_by_large_demands_is_gone_after_enough_changes() -> None:
+def test_the_rounding_left_by_large_demands_vanishes_after_enough_changes() -> None:
     share = CpuShare(1e12)
     share.add("a", 1e6, 0.1, 1.0, 0.0)
     share.add("large", 1e6, 1e9, 1.0, 0.0)
@@ -316,7 +316,7 @@ def test_two_that_want_more_than_there_is_share_by_weight() -> None:
     assert (at, key) == (close(5.0 + 5.0 / 3), "light")
 
 
-def test_what_a_modest_action_leaves_goes_to_the_others_by_weight() -> None:
+def test_what_a_modest_action_leaves_goes_to_the_rest_by_weight() -> None:
     share = CpuShare(10.0)
     share.add("modest", 100.0, 1.0, 5.0, 0.0)
     share.add("one", 100.0, 10.0, 1.0, 0.0)
@@ -351,7 +351,7 @@ def test_demands_that_fill_the_node_but_for_rounding_are_not_contention() -> Non
     assert share.slowed_s("a0", 5.0) == 0.0
 
 
-def test_only_who_gets_less_than_its_weight_and_than_it_could_use_starves() -> None:
+def test_only_actions_below_their_weight_and_their_demand_starve() -> None:
     share = CpuShare(3.0)
     share.add("modest", 100.0, 0.2, 1.0, 0.0)
     share.add("greedy", 100.0, 4.0, 1.0, 0.0)
@@ -367,7 +367,7 @@ def test_only_who_gets_less_than_its_weight_and_than_it_could_use_starves() -> N
     assert share.remove("wide", 20.0).starved_s == 5.0
 
 
-def test_reserves_that_fill_the_node_but_for_rounding_starve_nobody() -> None:
+def test_reserves_that_fill_the_node_but_for_rounding_starve_no_action() -> None:
     share = CpuShare(6.4)
     for i in range(64):
         share.add(f"a{i}", 100.0, 1.0, 0.1, 0.0)
@@ -448,7 +448,7 @@ def test_an_action_that_is_not_elastic_slows_when_its_limit_is_below_what_it_kee
     assert core_s / demand == close(60.0 * max(1.0, busy / limit))
 
 
-def test_a_limit_below_one_core_slows_only_who_wants_more() -> None:
+def test_a_limit_below_one_core_slows_only_actions_that_need_more() -> None:
     assert shape(60.0, 1.0, LINEAR, 4.0, 0.5) == (60.0, 0.5)
     assert shape(60.0, 0.1, LINEAR, 4.0, 0.5) == (close(6.0), 0.1)
 

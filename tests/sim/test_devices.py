@@ -24,13 +24,13 @@ def made(*services: ServiceModel) -> SimulatedDevices:
     return SimulatedDevices(services, (NODE,), 80.0)
 
 
-def test_what_is_loaded_is_there_at_once_and_evicts_nobody() -> None:
+def test_a_loaded_model_starts_at_once_and_evicts_nothing() -> None:
     devices = made(service("a"))
     assert devices.load("a", "g0", (0,), 0.0) == (0.5, [])
     assert devices.load("a", "g0", (0,), 1.0) == (0.0, [])
 
 
-def test_who_comes_during_a_load_waits_for_the_rest_of_it() -> None:
+def test_a_call_that_arrives_during_a_load_waits_for_the_rest_of_it() -> None:
     devices = made(service("a"))
     devices.load("a", "g0", (0,), 0.0)
     assert devices.load("a", "g0", (0,), 0.3) == (pytest.approx(0.2), [])
@@ -98,7 +98,7 @@ def test_an_idle_device_gets_back_what_is_called_most_before_it_is_called() -> N
 
 
 @pytest.mark.parametrize(("growth", "makespan_s"), [(0.0, 2.5), (0.5, 3.5), (1.0, 5.5)])
-def test_calls_that_ride_together_take_as_long_as_their_batch(growth: float, makespan_s: float) -> None:
+def test_calls_that_share_a_batch_take_as_long_as_the_batch(growth: float, makespan_s: float) -> None:
     ask = SimStep(kind="ask", demand=Demand({GPU: fixed(1)}), service="a", work_s=1.0)
     episodes = tuple(
         SimEpisode(id=f"e{n}", run="r", task="", turns=(SimTurn(think_s=0.0, steps=(ask,)),)) for n in range(5)

@@ -144,7 +144,7 @@ def test_only_a_timeout_without_its_reserved_cpu_is_our_fault(cores_later: float
     assert {row.status for row in engine.run().rows} == {ends}
 
 
-def test_hints_tell_the_scheduler_the_duration_and_learning_does_not() -> None:
+def test_hints_give_the_scheduler_the_duration_and_learning_does_not() -> None:
     for knowledge, hint in (("hints", 10.0), ("learned", None)):
         seen = Seen()
         simulate(workload(episode("a", turn(call()))), "fcfs", cpu_node("n0", 4), knowledge=knowledge, observer=seen)
@@ -154,7 +154,7 @@ def test_hints_tell_the_scheduler_the_duration_and_learning_does_not() -> None:
         simulate(workload(), "fcfs", (), knowledge="none")
 
 
-def test_progress_is_told_from_time_to_time_and_at_the_end() -> None:
+def test_progress_is_reported_periodically_and_at_the_end() -> None:
     told: list[tuple[int, int]] = []
     work = workload(*[episode(f"e{n}", *[turn(call(0.1)) for _ in range(60)]) for n in range(40)])
     simulate(work, "fcfs", cpu_node("n0", 4), progress=lambda done, total: told.append((done, total)))
@@ -242,7 +242,7 @@ def test_a_service_larger_than_its_devices_is_refused() -> None:
 # ---- APIs -------------------------------------------------------------------------------------------------------
 
 
-def test_a_scheduler_that_knows_the_quota_is_never_refused_by_the_api() -> None:
+def test_a_scheduler_with_the_right_quota_is_never_refused_by_the_api() -> None:
     quota = Quota("search", concurrent=2, requests=Rate(4, 60.0))
     ask = call(1.0, Demand(quota.demand()))
     work = workload(episode("a", turn(*[ask] * 6)), apis=(api_model(quota, phase_s=30.5),))
@@ -251,7 +251,7 @@ def test_a_scheduler_that_knows_the_quota_is_never_refused_by_the_api() -> None:
     assert sorted(row.ended_at for row in result.rows) == [1.0, 1.0, 2.0, 2.0, 62.0, 62.0]
 
 
-def test_an_api_that_is_called_too_often_says_no_and_the_episode_fails() -> None:
+def test_an_api_that_is_called_too_often_refuses_and_the_episode_fails() -> None:
     api = api_model(Quota("search", concurrent=1))
     ask = call(1.0, Demand({"search": fixed(1)}))
     result = simulate(workload(episode("a", turn(ask, ask)), apis=(api,)), "fcfs", (Pool(kind="search", total=2),))
@@ -298,7 +298,7 @@ class Deaf:
         return []
 
 
-def test_a_simulation_in_which_actions_never_settle_says_so_with_its_seed() -> None:
+def test_a_simulation_in_which_actions_never_settle_reports_it_with_its_seed() -> None:
     work = workload(episode("a", turn(call())))
     with pytest.raises(
         InvariantError, match=r"simulation deaf of test seed 3 is stuck at 0\.000 s: 1 actions never settle"
@@ -356,7 +356,7 @@ def test_the_paper_divides_free_cores_for_the_least_sum_of_durations() -> None:
     assert times(result) == {"all.0.0": (0.0, 1.0), "x.0.0": (0.0, 5.0), "y.0.0": (0.0, 3.0)}
 
 
-def test_nobody_waits_or_shares_when_everybody_is_alone() -> None:
+def test_actions_that_run_alone_never_wait_or_share() -> None:
     result = simulate(three(), "alone", cpu_node("n0", 2))
     assert all(row.waiting_s == 0.0 for row in result.rows)
     assert times(result)["c.1.0"] == (5.0, 6.0)

@@ -271,7 +271,7 @@ def test_a_pool_that_is_cut_while_its_node_is_down_has_its_size_when_the_node_is
     assert log.totals("cpu@n0") == [(11.0, 2000), (22.0, 4000)]
 
 
-def test_a_quota_cut_is_told_and_taken_back() -> None:
+def test_a_quota_cut_is_announced_and_reverted() -> None:
     log = Log(InjectedFault(at=1.0, kind="quota_cut", lasts_s=12.0, amount=0.3), api=True)
     assert log.totals("api") == [(1.0, 1), (13.0, 4)]
     assert log.statuses() == ["succeeded"] * 3

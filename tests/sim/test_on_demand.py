@@ -185,7 +185,7 @@ def test_calls_of_a_model_are_served_in_order_of_arrival() -> None:
 
 
 @pytest.mark.parametrize(("target", "instances"), [(1, 3), (2, 2), (3, 1)])
-def test_a_model_gets_an_instance_for_every_so_many_calls(target: int, instances: int) -> None:
+def test_the_number_of_instances_of_a_model_grows_with_its_calls(target: int, instances: int) -> None:
     bed = Bed(8, 8, config=OnDemandConfig(storage_gib_s=10.0, target=target))
     for number in range(3):
         bed.ask(f"x{number}", "x", 0.0)
@@ -212,7 +212,7 @@ def test_what_loads_for_one_call_serves_another_if_that_has_waited_longer() -> N
     assert isinstance(start, Start) and bed.started["x3"][2] == (4, 5, 6, 7)
 
 
-def test_devices_go_to_the_model_whose_call_has_waited_longest() -> None:
+def test_devices_go_to_the_model_with_the_longest_waiting_call() -> None:
     bed = Bed(4)
     bed.ask("x1", "x", 0.0)
     bed.wait(10.0)
@@ -262,7 +262,7 @@ def test_neither_what_serves_nor_what_loads_is_evicted() -> None:
     assert "x1" not in bed.settled, "it was served all the time"
 
 
-def test_what_loads_is_not_evicted_even_if_nobody_waits_for_it_any_more() -> None:
+def test_a_loading_model_is_not_evicted_even_without_waiting_calls() -> None:
     bed = Bed(4)
     bed.ask("x1", "x", 0.0)
     bed.tell(Cancel(action="x1"), 1.0)
@@ -271,7 +271,7 @@ def test_what_loads_is_not_evicted_even_if_nobody_waits_for_it_any_more() -> Non
     assert bed.started["y1"] == (20.0, "g0", (0, 1, 2, 3)), "its load began when the other one had ended"
 
 
-def test_a_model_with_calls_that_wait_for_their_turn_is_not_evicted() -> None:
+def test_a_model_with_waiting_calls_is_not_evicted() -> None:
     bed = Bed(4, config=OnDemandConfig(storage_gib_s=10.0, turn_s=1.0))
     bed.ask("x1", "x", 0.0)
     bed.ask("x2", "x", 0.0)
@@ -300,7 +300,7 @@ def test_a_wide_instance_evicts_all_that_is_in_its_place() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_device_ever_has_two_calls_or_two_models_and_every_call_settles_once(seed: int) -> None:
+def test_no_device_has_two_calls_or_two_models_and_every_call_settles_once(seed: int) -> None:
     work = build("teachers", batch=120, seed=seed, services=5)
     held: dict[tuple[str, int], str] = {}
     devices_of: dict[str, list[tuple[str, int]]] = {}
@@ -493,7 +493,7 @@ def test_a_lost_node_in_the_engine_loses_the_call_on_it_alone() -> None:
         Action(id="a", demand=Demand({GPU: fixed(1)}), service="nobody"),
     ],
 )
-def test_whatever_is_no_call_to_a_known_model_is_refused(action: Action) -> None:
+def test_anything_but_a_call_to_a_known_model_is_refused(action: Action) -> None:
     (refuse,) = Bed(4).tell(Submit(action=action), 0.0)
     assert isinstance(refuse, Refuse) and refuse.action == "a"
 

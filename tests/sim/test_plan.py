@@ -160,7 +160,7 @@ def test_the_usual_digits_do_where_nothing_is_near_the_target() -> None:
     assert "a mean ACT of 1.78 s" in found.sentence()
 
 
-def test_the_answer_says_what_gets_worse_although_the_target_is_met() -> None:
+def test_the_answer_lists_what_gets_worse_although_the_target_is_met() -> None:
     reference = point(16, 3.0)
     worse = answered(point(8, 2.9, act_p95_s=9.0, act_p99_s=200.0), smallest=8, reference=reference)
     assert worse.sentence().endswith(

@@ -109,7 +109,7 @@ def test_trajectories_of_a_recording_are_drawn_whole(tmp_path: Path) -> None:
     assert drawn == traces.load(path, batch=30, seed=4)
 
 
-def test_several_traces_are_played_side_by_side_as_runs_of_their_own(tmp_path: Path) -> None:
+def test_several_traces_are_played_side_by_side_as_separate_runs(tmp_path: Path) -> None:
     first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     recorded(first, "coding", "adaptive", 6)
     recorded(second, "coding", "fcfs", 6)
@@ -175,7 +175,7 @@ def test_thinking_is_the_gap_after_a_turn_and_what_overlaps_is_one_turn(tmp_path
     assert (first.work_s, first.busy) == (pytest.approx(1.5), pytest.approx(0.5))
 
 
-def test_time_that_others_took_is_not_work(tmp_path: Path) -> None:
+def test_steal_time_is_not_work(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", life(tool(1), 0.0, 0.0, 10.0, cpu_s=4.0, throttled_s=6.0, starved_s=6.0))
     step = load_recording(path).episodes[0].turns[0].steps[0]
     assert (step.work_s, step.busy) == (pytest.approx(4.0), pytest.approx(1.0))
@@ -211,7 +211,7 @@ def test_work_on_several_cores_is_brought_to_one_by_the_declared_speedup(tmp_pat
     assert step.speedup == PowerLaw(0.5)
 
 
-def test_actions_without_a_trajectory_are_episodes_of_their_own(tmp_path: Path) -> None:
+def test_actions_without_a_trajectory_are_separate_episodes(tmp_path: Path) -> None:
     lives = [life(tool(k, trajectory="", sandbox=""), k, k, k + 0.5) for k in (1, 2)]
     workload = load_recording(write(tmp_path / "t.jsonl", in_order(*lives)))
     assert [(episode.id, episode.start_s) for episode in workload.episodes] == [("a1", 1.0), ("a2", 2.0)]
@@ -262,7 +262,7 @@ def test_a_quota_that_was_added_or_raised_later_is_known_and_one_that_was_cut_is
     assert Size().pools(workload) == (*large, *added)
 
 
-def test_estimates_of_tokens_are_corrected_again_as_they_were(tmp_path: Path) -> None:
+def test_estimates_of_tokens_are_corrected_again_as_recorded(tmp_path: Path) -> None:
     quota = Quota("judge", tokens=Rate(1000, 60.0))
     asked = {"demand": Demand(quota.demand(tokens=600)), "sandbox": "", "kind": "llm"}
     lives = [life(tool(k, **asked), k, k, k + 1.0, spent={"judge/tokens": 100}) for k in range(1, 6)]
@@ -272,9 +272,7 @@ def test_estimates_of_tokens_are_corrected_again_as_they_were(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("at_once", "ended_at"), [(True, 71.0), (False, 80.0)])
-def test_a_program_that_asks_an_api_whenever_it_likes_counts_from_its_end_again(
-    at_once: bool, ended_at: float, tmp_path: Path
-) -> None:
+def test_quota_use_at_any_time_counts_from_its_end_again(at_once: bool, ended_at: float, tmp_path: Path) -> None:
     quota = Quota("search", requests=Rate(1, 60.0))
     asked = {"demand": Demand(quota.demand()), "sandbox": "", "trajectory": "", "at_once": at_once}
     lives = [life(tool(k, **asked), 0.0, 0.0, 10.0) for k in (1, 2)]
@@ -298,7 +296,7 @@ def test_calls_recorded_with_a_live_quota_start_at_the_same_times_again(tmp_path
     assert [row.ended_at for row in after.rows] == pytest.approx([row.ended_at for row in before.rows])
 
 
-def test_an_api_that_several_traces_call_counts_all_that_any_of_them_has_it_count(tmp_path: Path) -> None:
+def test_an_api_in_several_traces_counts_all_that_any_of_them_counts(tmp_path: Path) -> None:
     quotas = {"a": Quota("search", concurrent=2), "b": Quota("search", requests=Rate(9, 60.0))}
     paths = []
     for name, quota in quotas.items():
@@ -385,7 +383,7 @@ def test_a_recording_of_a_baseline_cannot_be_replayed(tmp_path: Path) -> None:
         replay(path)
 
 
-def test_a_survey_says_where_the_time_went(tmp_path: Path) -> None:
+def test_a_survey_shows_where_the_time_went(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     summary = recorded(path, "mixed", "adaptive", 18)
     found = summarize(path)

@@ -88,7 +88,7 @@ def test_the_file_is_well_formed_and_loads_nothing(text: str) -> None:
         ET.fromstring(drawing)
 
 
-def test_the_report_says_what_was_found(comparison: Comparison, text: str) -> None:
+def test_the_report_contains_the_results(comparison: Comparison, text: str) -> None:
     words = " ".join(Page(text).words).replace("\u00a0", " ")
     ratio = comparison.ratio("adaptive", "act_mean_s")
     assert f"{ratio.mean:.2f}× [{ratio.low:.2f}, {ratio.high:.2f}]" in words
@@ -175,7 +175,7 @@ def with_act(comparison: Comparison, name: str, values: list[float]) -> Comparis
     return msgspec.structs.replace(comparison, rows=rows)
 
 
-def test_the_headline_tells_gain_loss_and_doubt_apart(comparison: Comparison) -> None:
+def test_the_headline_distinguishes_gain_loss_and_doubt(comparison: Comparison) -> None:
     base = comparison.values("pods:0.5", "act_mean_s")
     told = {
         "half": [value / 2.0 for value in base],
@@ -295,6 +295,6 @@ def test_the_report_of_a_plan_shows_the_curve_and_the_answer(answer: Plan) -> No
     assert page.tags.count("circle") == len(answer.points) + 1
 
 
-def test_the_report_of_a_plan_without_an_answer_says_so(answer: Plan) -> None:
+def test_the_report_of_a_plan_without_an_answer_states_so(answer: Plan) -> None:
     words = " ".join(Page(report.plan_page(msgspec.structs.replace(answer, smallest=None), "x")).words)
     assert "No number of cores that was tried is enough." in words

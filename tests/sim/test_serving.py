@@ -145,7 +145,7 @@ def test_a_long_prompt_is_prefilled_in_chunks() -> None:
     assert ends == pytest.approx([sum(WEIGHTS_S + a * ATTEND_S for a in attended[: n + 1]) for n in range(3)])
 
 
-def test_the_next_turn_finds_its_history_in_the_cache_unless_its_prompt_is_rendered_anew() -> None:
+def test_the_next_turn_hits_the_cache_unless_its_prompt_is_rendered_again() -> None:
     grown, anew = (tiny(one("t", (5, 3), (2, 1), anew=anew)) for anew in (False, True))
     assert (grown.prefilled, grown.reused) == (5 + 2, 5 + 3)
     assert (anew.prefilled, anew.reused) == (5 + 5, 5)

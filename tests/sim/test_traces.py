@@ -91,7 +91,7 @@ def test_cpu_use_of_long_calls_is_their_own_within_bounds_and_of_short_ones_thei
     assert [step.busy for step in steps_of(second)] == pytest.approx([0.01, 1.5])
 
 
-def test_memory_is_the_recorded_peak_in_steps_or_what_the_option_says(coding):
+def test_memory_is_the_recorded_peak_in_steps_or_the_option(coding):
     assert [episode.memory for episode in load_coding(coding).episodes] == [512, 256]
     assert [episode.memory for episode in load_coding(coding, memory=256).episodes] == [256, 256]
 
@@ -125,19 +125,19 @@ def test_rewards_end_every_episode_and_siblings_share_their_task(coding, rewards
     assert ends[0].demand.pools[CPU].max == 8000
 
 
-def test_rewards_beside_the_trace_are_found_and_can_be_left_out(coding):
+def test_rewards_beside_the_trace_are_loaded_and_can_be_left_out(coding):
     assert [len(episode.turns) for episode in load_coding(coding).episodes] == [3, 2]
     (coding.parent / "reward_tests.csv").write_text(REWARDS)
     assert [len(episode.turns) for episode in load_coding(coding).episodes] == [4, 3]
     assert [len(episode.turns) for episode in load_coding(coding, rewards=None).episodes] == [3, 2]
 
 
-def test_rewards_that_were_asked_for_but_are_not_there_are_an_error(coding, tmp_path):
+def test_missing_rewards_are_an_error_when_required(coding, tmp_path):
     with pytest.raises(InvalidConfig, match=r"missing\.csv"):
         load_coding(coding, rewards=tmp_path / "missing.csv")
 
 
-def test_rewards_alone_arrive_at_the_load_that_was_asked_for(rewards):
+def test_rewards_alone_arrive_at_the_configured_load(rewards):
     workload = load_reward_tests(rewards, batch=5000, seed=0, load=0.5, units=16, exponent=0.6)
     steps = [steps_of(episode)[0] for episode in workload.episodes]
     work = sum(step.work_s for step in steps)
@@ -180,7 +180,7 @@ def test_requests_can_be_made_elastic(requests):
 # ---- any file -------------------------------------------------------------------------------------------------
 
 
-def test_the_kind_of_a_file_is_told_by_its_header(coding, rewards, requests):
+def test_the_kind_of_a_file_is_detected_by_its_header(coding, rewards, requests):
     assert load(coding, batch=5, seed=1) == load_coding(coding, batch=5, seed=1)
     assert load(rewards, batch=5, seed=1, load=0.3) == load_reward_tests(rewards, batch=5, seed=1, load=0.3)
     assert load(str(requests), day=0) == load_gpu_requests(requests, day=0)
@@ -192,7 +192,7 @@ def test_a_mark_before_the_header_and_further_columns_do_no_harm(tmp_path):
     assert len(load(path).episodes) == 1
 
 
-def test_a_file_of_no_known_kind_is_refused_with_the_headers_that_are_known(tmp_path):
+def test_a_file_of_an_unknown_kind_is_refused_with_the_known_headers(tmp_path):
     path = tmp_path / "unknown.csv"
     path.write_text("a,b\n1,2\n")
     with pytest.raises(InvalidTrace, match=r"unknown\.csv:1.*day,arrival_s,model,exec_s"):
@@ -218,7 +218,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 
 @pytest.mark.parametrize("cell", ["", "fast", "-0.1", "nan", "inf", "1e300"])
 @pytest.mark.parametrize("column", ["seq", "think_s", "duration_s", "cpu_seconds", "cpu_cores_max", "mem_mb_max"])
-def test_a_number_that_is_none_is_named_with_its_line(coding, column, cell):
+def test_an_invalid_number_is_reported_with_its_line(coding, column, cell):
     lines = [line.split(",") for line in CODING.splitlines()]
     lines[2][lines[0].index(column)] = cell
     coding.write_text("\n".join(",".join(line) for line in lines))

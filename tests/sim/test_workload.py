@@ -42,7 +42,7 @@ def percentiles(values, *shares):
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_same_name_and_seed_bring_the_same_episodes_and_another_seed_others(name):
+def test_equal_names_and_seeds_give_equal_episodes_and_other_seeds_other_ones(name):
     assert digest(build(name, batch=24, seed=5)) == digest(build(name, batch=24, seed=5))
     assert build(name, batch=24, seed=5).episodes != build(name, batch=24, seed=6).episodes
 
@@ -155,7 +155,7 @@ def test_an_option_that_cannot_be_meant_is_refused_by_name(name, chosen, field):
 # ---- mixtures -------------------------------------------------------------------------------------------------
 
 
-def test_a_mixture_knows_the_moments_and_quantiles_of_what_it_draws():
+def test_a_mixture_has_the_moments_and_quantiles_of_its_draws():
     mixture = Mixture((LognormalPart(0.7, 1.0, 0.5), LognormalPart(0.3, 20.0, 0.8, 60.0)))
     drawn = mixture.draw(random_stream("test"), 200_000)
     assert drawn.mean() == pytest.approx(mixture.mean(), rel=0.02)
@@ -344,14 +344,14 @@ def test_search_episodes_end_with_one_call_of_the_judge():
     assert search.JUDGE.quantile(0.99) == pytest.approx(19.5, rel=0.05)
 
 
-def test_search_calls_ask_for_every_quota_of_their_api():
+def test_search_calls_demand_every_quota_of_their_api():
     workload = build("search", batch=32, seed=0, search_concurrency=7, search_per_minute=90)
     assert {pool.kind: pool.total for pool in workload.apis[0].pools} == {"search": 7, "search/requests": 90}
     assert {tuple(step.demand.pools) for step in all_steps(workload, "search")} == {("search", "search/requests")}
     assert {tuple(step.demand.pools) for step in all_steps(workload, "fetch")} == {("fetch",)}
 
 
-def test_search_calls_ask_for_tokens_where_they_are_counted():
+def test_search_calls_demand_tokens_where_they_are_counted():
     counted = build("search", batch=32, seed=0, search_tokens_per_minute=50_000)
     assert [(pool.kind, pool.total) for pool in counted.apis[0].pools][2:] == [("search/tokens", 50_000)]
     assert {step.demand.pools["search/tokens"].min for step in all_steps(counted, "search")} == {search.SEARCH_TOKENS}
@@ -362,7 +362,7 @@ def test_search_calls_ask_for_tokens_where_they_are_counted():
         build("search", batch=32, seed=0, search_tokens_per_minute=search.SEARCH_TOKENS - 1)
 
 
-def test_the_apis_have_windows_of_their_own_and_the_scheduler_the_pools_of_a_live_quota():
+def test_the_apis_have_their_own_windows_and_the_scheduler_the_pools_of_a_live_quota():
     apis = [build(name, batch=32, seed=seed).apis for name in ("search", "mixed") for seed in range(8)]
     assert len({api[0].limits[1].phase_s for api in apis}) == 8, "one for each seed"
     for search_api, fetch_api in apis:
@@ -388,7 +388,7 @@ def test_search_quotas_that_are_not_given_suffice_over_time_but_not_for_the_firs
 # ---- teachers -------------------------------------------------------------------------------------------------
 
 
-def test_teachers_are_asked_by_skewed_popularity():
+def test_teachers_are_called_by_skewed_popularity():
     assert teachers.popularity(10)[0] == pytest.approx(0.31)
     assert teachers.popularity(10)[:5].sum() == pytest.approx(0.70)
     assert teachers.popularity(86)[:5].sum() == pytest.approx(0.70)
@@ -457,7 +457,7 @@ def test_production_requests_come_in_bursts_as_high_as_measured():
     assert np.mean(ratios) == pytest.approx(15.5, rel=0.2)
 
 
-def test_services_restore_and_run_as_the_options_say():
+def test_services_restore_and_run_as_configured():
     workload = build("teachers", batch=8, seed=0, services=3, restore_s=1.5, degrees=(8, 4))
     assert [(service.restore_s, service.degrees) for service in workload.services] == [(1.5, (4, 8))] * 3
     assert all(step.demand.pools[GPU] == one_of(4, 8) for step in all_steps(workload, "teacher"))
@@ -488,7 +488,7 @@ def test_mixed_starts_together_when_synchronous_and_spread_out_when_not():
 
 @pytest.mark.parametrize("source", elastic.SOURCES)
 @pytest.mark.parametrize("load", [0.3, 0.9])
-def test_elastic_arrivals_bring_the_load_that_was_asked_for(source, load):
+def test_elastic_arrivals_bring_the_configured_load(source, load):
     workload = build("elastic", batch=20_000, seed=0, load=load, units=32, source=source)
     work = sum(step.work_s for step in all_steps(workload, "reward"))
     assert work / workload.episodes[-1].start_s / 32 == pytest.approx(load, rel=0.06)
@@ -501,7 +501,7 @@ def test_elastic_gaps_are_exponential():
     assert gaps.std() / gaps.mean() == pytest.approx(1.0, abs=0.05)
 
 
-def test_elastic_actions_say_their_speedup_and_may_take_half_of_the_units_unless_told():
+def test_elastic_actions_declare_their_speedup_and_by_default_take_up_to_half_of_the_units():
     for step in all_steps(build("elastic", batch=20, seed=0, units=8, exponent=0.5), "reward"):
         assert step.demand.speedup == step.speedup == PowerLaw(0.5)
         assert step.demand.pools[CPU].max == 4_000

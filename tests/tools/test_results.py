@@ -42,7 +42,7 @@ def test_the_page_shows_every_metric_with_its_interval_and_goal() -> None:
     assert rows["weighted_act_ratio_64"] == ["0.81", "", "printed"]
 
 
-def test_a_missed_goal_names_the_best_possible_in_digits_that_tell_them_apart() -> None:
+def test_a_missed_goal_names_the_best_possible_in_enough_digits() -> None:
     rows = cells(result(step_ratio_64=1.3962, step_ceiling_ratio_64=1.3981))
     assert rows["step_ratio_64"] == ["1.396", "", ">= 1.4 (missed; the best possible is 1.398)"]
 

@@ -21,7 +21,7 @@ KILLS = 15
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_no_call_fails_for_what_others_did(
+def test_no_call_fails_for_faults_of_other_calls(
     run: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     monkeypatch.setattr(lease, "CALLS_MAX", 5)

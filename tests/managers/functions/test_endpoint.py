@@ -338,7 +338,7 @@ def test_invalid_options_of_an_endpoint_are_rejected_where_they_are_declared() -
             endpoint("http://x", **options)
 
 
-def test_headers_replace_ours_whatever_their_case(run: Run) -> None:
+def test_headers_override_the_defaults_in_any_case(run: Run) -> None:
     async def test(bench: Bench, server: Server) -> None:
         given = {"content-type": "application/x-ours", "X-Key": "süß"}
         await bench.call(at(server, headers=given), left=1, right=2)

@@ -166,7 +166,7 @@ def test_a_crash_for_want_of_memory_is_reported_as_one(run: Run, how: str, proba
 
 
 @pytest.mark.parametrize("how", ["children", "daemons", "threads"])
-def test_an_instance_with_too_many_processes_is_killed_with_all_of_them(run: Run, tmp_path: Path, how: str) -> None:
+def test_an_instance_with_too_many_processes_is_killed_entirely(run: Run, tmp_path: Path, how: str) -> None:
     log = tmp_path / "log"
 
     async def test(bench: Bench) -> None:
@@ -218,7 +218,7 @@ def test_a_process_that_keeps_changing_its_session_is_killed(run: Run, tmp_path:
     run(test)
 
 
-def test_a_function_that_ends_its_process_is_told_from_one_that_is_killed(run: Run) -> None:
+def test_a_function_that_exits_is_distinguished_from_one_that_is_killed(run: Run) -> None:
     async def test(bench: Bench) -> None:
         for call, said in (
             (bench.try_call(rewards.exits, 3), "ended its own process with exit code 3"),
@@ -302,7 +302,7 @@ def test_cancelled_while_it_waits_for_an_instance_it_never_runs(run: Run, tmp_pa
     run(test)
 
 
-def test_cancelled_while_it_runs_its_instance_is_gone(run: Run, tmp_path: Path) -> None:
+def test_cancelling_a_running_call_ends_its_instance(run: Run, tmp_path: Path) -> None:
     log = tmp_path / "log"
 
     async def test(bench: Bench) -> None:

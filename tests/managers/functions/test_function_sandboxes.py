@@ -749,7 +749,7 @@ def test_a_time_limit_counts_an_import_that_takes_long(run: Run, monkeypatch: py
     run(test)
 
 
-def test_a_call_whose_sandbox_is_lost_is_repeated_as_often_as_its_function_says(run: Run) -> None:
+def test_a_call_whose_sandbox_is_lost_is_retried_as_often_as_its_function_allows(run: Run) -> None:
     @tangram.function(cpus=0.5, memory="64MiB", retries=1)
     def sleeps(seconds: float) -> float:
         import time
@@ -974,7 +974,7 @@ def test_a_missing_image_refuses_every_call(run: Run) -> None:
     run(test, image="no-such-image")
 
 
-def test_an_image_without_python_says_so(run: Run, tmp_path: Path) -> None:
+def test_an_image_without_python_is_reported(run: Run, tmp_path: Path) -> None:
     @tangram.function(**SMALL)
     def one() -> int:
         return 1
@@ -1078,7 +1078,7 @@ def parsed(data: bytes, pieces: list[int]) -> ReplyParser:
 
 
 @given(st.binary(max_size=50), st.lists(st.integers(1, 40), max_size=60))
-def test_an_answer_is_found_however_it_is_cut(printed: bytes, pieces: list[int]) -> None:
+def test_a_response_is_parsed_at_any_split(printed: bytes, pieces: list[int]) -> None:
     mark, head = TOKEN.encode(), encode({"failure": None, "cpu_s": 0.0, "peak_bytes": 0, "keep": True})
     content = REPLY.pack(len(head), 1) + head + b"\x07"
     frame = ANSWER + mark + FRAME.pack(len(content)) + content

@@ -173,7 +173,7 @@ def test_a_call_waits_for_an_instance_that_is_ending_and_is_not_refused(tmp_path
     play(tmp_path, test, memory=(EACH_MIB + 1) * MIB)
 
 
-def test_calls_that_find_no_memory_wait_for_instances_of_others(tmp_path: Path) -> None:
+def test_calls_without_memory_wait_for_the_instances_of_other_calls(tmp_path: Path) -> None:
     """Twelve calls where there is memory for three instances, and cores for all."""
 
     async def test(bench: Bench) -> None:
@@ -254,7 +254,7 @@ def test_an_instance_idles_no_longer_than_a_sandbox_may(tmp_path: Path) -> None:
     play(tmp_path, test, limits=RunLimits(sandbox_idle_s=0.2))
 
 
-def test_when_a_run_is_revoked_its_instances_are_gone_with_their_memory(tmp_path: Path) -> None:
+def test_revoking_a_run_ends_its_instances_and_frees_their_memory(tmp_path: Path) -> None:
     async def test(bench: Bench) -> None:
         assert (await bench.a.call(one), await bench.a.call(two), await bench.b.call(one)) == (1, 2, 1)
         nap = asyncio.create_task(bench.a.try_call(naps, 1000.0))
@@ -346,7 +346,7 @@ def test_a_cap_that_is_lowered_holds_for_instances_at_once(tmp_path: Path) -> No
 # ---- seeing and removing them ----
 
 
-def test_instances_are_shown_to_their_run_and_the_admin_with_what_they_are(tmp_path: Path) -> None:
+def test_instances_are_listed_to_their_run_and_the_admin_with_their_details(tmp_path: Path) -> None:
     async def test(bench: Bench) -> None:
         assert [await bench.a.call(one) for _ in range(3)] == [1, 1, 1]
         for caller in (bench.admin, bench.asks_a):
@@ -379,7 +379,7 @@ def test_the_admin_can_end_an_instance_and_another_run_cannot(tmp_path: Path) ->
     play(tmp_path, test)
 
 
-def test_a_call_whose_instance_is_ended_is_made_again_in_another(tmp_path: Path) -> None:
+def test_a_call_whose_instance_is_ended_is_repeated_in_another(tmp_path: Path) -> None:
     async def test(bench: Bench) -> None:
         nap = asyncio.create_task(bench.a.try_call(naps, 1.0))
         await bench.until_called(1)

@@ -87,7 +87,7 @@ def test_a_submission_that_is_repeated_after_its_end_is_answered_with_its_result
     asyncio.run(main())
 
 
-def test_after_a_result_was_acknowledged_it_may_be_gone_but_nothing_runs_again(tmp_path: Path) -> None:
+def test_after_a_result_was_acknowledged_it_may_be_deleted_but_nothing_runs_again(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path) as up, asking(up.address) as caller:
             await caller.open()
@@ -113,7 +113,7 @@ def test_what_is_under_way_cannot_be_acknowledged_away(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_an_answer_that_was_lost_is_found_again(tmp_path: Path) -> None:
+def test_a_lost_response_is_fetched_again(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path) as up, asking(up.address) as caller:
             await caller.open()
@@ -244,7 +244,7 @@ def test_a_connection_that_is_cut_in_any_phase_costs_nothing(
     asyncio.run(main())
 
 
-def test_answers_that_are_lost_are_asked_for_again(tmp_path: Path) -> None:
+def test_lost_responses_are_requested_again(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path) as up, between() as way:
             way.target = up.address
@@ -320,7 +320,7 @@ IMPOSTORS = {
 
 
 @pytest.mark.parametrize("what", IMPOSTORS)
-def test_what_is_no_service_is_said_in_one_sentence(what: str) -> None:
+def test_a_server_of_another_kind_is_reported_in_one_sentence(what: str) -> None:
     async def main() -> None:
         async with impostor(IMPOSTORS[what]) as address:
             with pytest.raises(ManagerError) as caught:
@@ -355,7 +355,7 @@ def test_a_proxy_that_has_lost_its_service_for_a_while_is_waited_for(
     asyncio.run(main())
 
 
-def test_a_wrong_token_is_said_at_once_and_not_repeated(tmp_path: Path) -> None:
+def test_a_wrong_token_is_reported_at_once_without_retries(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path, admin_token_file=str(token_file(tmp_path))) as up:
             for token in ("", "wrong", ADMIN_TOKEN[:-1]):
@@ -367,7 +367,7 @@ def test_a_wrong_token_is_said_at_once_and_not_repeated(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_wrong_addresses_are_said_to_be_wrong() -> None:
+def test_wrong_addresses_are_reported_as_wrong() -> None:
     async def main() -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

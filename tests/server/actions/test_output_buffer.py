@@ -23,7 +23,7 @@ async def read(output: OutputBuffer, after: int = 0) -> list[OutputChunk]:
         return [chunk async for chunk in output.follow(after)]
 
 
-def test_what_was_written_is_told_in_order_and_its_end_is_said() -> None:
+def test_output_is_returned_in_order_with_its_end() -> None:
     async def main() -> None:
         output = OutputBuffer(1 << 20)
         for stream, data in ((STDOUT, b"one "), (STDOUT, b"two"), (STDERR, b"!"), (STDOUT, b"three")):
@@ -41,7 +41,7 @@ def test_what_was_written_is_told_in_order_and_its_end_is_said() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_every_byte_is_told_once_or_counted_as_skipped(seed: int) -> None:
+def test_every_byte_is_returned_once_or_counted_as_skipped(seed: int) -> None:
     """Readers that are slow, that come late, and that go and come again."""
 
     async def main() -> None:
@@ -82,7 +82,7 @@ def test_every_byte_is_told_once_or_counted_as_skipped(seed: int) -> None:
     asyncio.run(main())
 
 
-def test_what_nobody_read_is_skipped_and_that_is_said() -> None:
+def test_unread_output_is_skipped_and_the_reader_gets_the_count() -> None:
     async def main() -> None:
         output = OutputBuffer(2 * SEGMENT_BYTES_MAX)
         for number in range(10):
@@ -114,7 +114,7 @@ def test_a_program_that_writes_byte_by_byte_takes_no_more_than_its_limit(streams
     asyncio.run(main())
 
 
-def test_a_reader_who_waits_looks_at_nothing_but_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_waiting_reader_examines_only_new_output(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at = 0
 
     class Counting(output_buffer.OutputSegment):
@@ -171,7 +171,7 @@ def test_output_is_followed_over_http_while_it_comes_and_after_its_end(tmp_path:
     asyncio.run(main())
 
 
-def test_who_follows_and_does_not_read_holds_up_nothing_and_is_cut_off(
+def test_a_follower_that_does_not_read_blocks_nothing_and_is_disconnected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener, "SEND_TIMEOUT_S", 0.5)

@@ -68,7 +68,7 @@ def test_a_run_of_which_something_cannot_be_ended_keeps_its_name_and_can_be_revo
     asyncio.run(main())
 
 
-def test_a_revocation_that_the_service_did_not_survive_is_brought_to_its_end_before_anybody_is_answered(
+def test_an_interrupted_revocation_is_completed_before_the_service_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A journal as a kill in the middle of it leaves one, and a manager that has kept the sandboxes."""

@@ -187,7 +187,7 @@ def test_work_on_files_that_outlasts_the_service_is_to_be_tried_again(
     asyncio.run(main())
 
 
-def test_a_sandbox_is_in_use_while_somebody_works_on_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandbox_is_in_use_during_file_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         slow, clock = SlowWrites(monkeypatch), SimClock()
         async with serving(tmp_path, clock=clock) as up, asking(up.address) as caller:
@@ -205,7 +205,7 @@ def test_a_sandbox_is_in_use_while_somebody_works_on_its_files(tmp_path: Path, m
     asyncio.run(main())
 
 
-def test_what_a_manager_says_of_a_sandbox_names_it_as_its_caller_does(
+def test_messages_of_a_manager_name_a_sandbox_as_its_caller_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:

@@ -126,7 +126,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize("way", range(len(WAYS)))
-def test_what_another_run_has_and_what_nobody_has_are_answered_alike(tmp_path: Path, way: int) -> None:
+def test_sandboxes_of_other_runs_and_missing_sandboxes_have_the_same_error(tmp_path: Path, way: int) -> None:
     async def main() -> None:
         async with tenants(tmp_path, quotas=[Quota("search", 4)]) as (_, _, a, b):
             await furnish(a)
@@ -171,7 +171,7 @@ def neutral(answer: Answer) -> bytes:
     return content.replace(b"-2", b"")
 
 
-def test_a_name_of_one_run_is_free_for_all_others(tmp_path: Path) -> None:
+def test_a_name_of_one_run_is_free_for_all_other_runs(tmp_path: Path) -> None:
     async def main() -> None:
         async with tenants(tmp_path, quotas=[Quota("search", 4)]) as (_, _, a, b):
             await furnish(a)
@@ -190,7 +190,7 @@ def test_a_name_of_one_run_is_free_for_all_others(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_of_others_a_run_sees_that_they_hold_units_and_no_word_of_theirs(tmp_path: Path) -> None:
+def test_a_run_sees_that_other_runs_hold_units_but_none_of_their_names(tmp_path: Path) -> None:
     async def main() -> None:
         async with tenants(tmp_path, quotas=[Quota("search", 1)], cores=2.0) as (_, admin, a, b):
             await admin.ask("PATCH", f"/v1/runs/{a.name}", {"caps": {"running_max": 3}})
@@ -219,7 +219,7 @@ def test_of_others_a_run_sees_that_they_hold_units_and_no_word_of_theirs(tmp_pat
 
 
 @pytest.mark.parametrize("backend", ["fake", "process", "sandbox"])
-def test_why_something_failed_names_nothing_of_others(tmp_path: Path, backend: str) -> None:
+def test_error_messages_name_nothing_of_other_runs(tmp_path: Path, backend: str) -> None:
     """An image that is forgotten before the sandbox is made of it: the store could say which ones it has."""
     reason = why_not() if backend == "sandbox" else ""
     if reason:
@@ -245,7 +245,7 @@ def test_why_something_failed_names_nothing_of_others(tmp_path: Path, backend: s
     asyncio.run(main())
 
 
-def test_a_run_that_ends_takes_everything_along_and_leaves_others_alone(tmp_path: Path) -> None:
+def test_a_run_that_ends_takes_everything_along_and_leaves_other_runs_alone(tmp_path: Path) -> None:
     async def main() -> None:
         async with tenants(tmp_path, quotas=[Quota("search", 4)]) as (_, admin, a, b):
             await furnish(a)
@@ -324,7 +324,7 @@ def test_what_is_under_way_when_its_run_is_revoked_comes_to_nothing(tmp_path: Pa
     asyncio.run(main())
 
 
-def test_an_image_that_is_being_added_when_its_run_is_revoked_is_nobodys(
+def test_an_image_that_is_being_added_when_its_run_is_revoked_is_discarded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adding, go_on = asyncio.Event(), asyncio.Event()
@@ -389,7 +389,7 @@ def test_the_admin_sees_the_sandboxes_of_all_runs_or_of_the_one_that_it_names(tm
     asyncio.run(main())
 
 
-def test_a_run_whose_name_begins_like_another_is_another(tmp_path: Path) -> None:
+def test_a_run_whose_name_is_a_prefix_of_another_is_separate(tmp_path: Path) -> None:
     async def main() -> None:
         async with tenants(tmp_path) as (_, admin, a, _):
             await a.open("box")

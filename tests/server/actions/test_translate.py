@@ -70,7 +70,7 @@ def test_a_name_holds_nothing_that_could_lead_elsewhere(name: str) -> None:
 
 
 @given(runs, words)
-def test_a_name_comes_back_as_it_was_said(run: str, name: str) -> None:
+def test_a_name_is_returned_as_it_was_given(run: str, name: str) -> None:
     names = TenantNamespace(run, {})
     assert names.unqualify(names.qualify("id", name)) == name
     assert names.unqualify(names.qualify_image(name)) == name
@@ -128,7 +128,7 @@ def test_kinds_are_not_made_up() -> None:
     assert all(kinds for kinds in KINDS_BY_WORK.values())
 
 
-def test_what_is_asked_for_is_what_such_work_is_for() -> None:
+def test_the_demand_of_each_operation_matches_its_work() -> None:
     with pytest.raises(InvalidAction, match="demand"):
         said(demand={"pools": {"cpu": {"min": 1, "max": 1}, "gpu": {"min": 1, "max": 1}}})
     with pytest.raises(InvalidAction, match="demand"):
@@ -151,19 +151,19 @@ def test_what_is_asked_for_is_what_such_work_is_for() -> None:
         {"min": 1, "max": CHOICES_MAX + 1, "choices": list(range(1, CHOICES_MAX + 2))},
     ],
 )
-def test_amounts_that_nobody_can_mean_are_refused(amounts: dict[str, Any]) -> None:
+def test_absurd_amounts_are_refused(amounts: dict[str, Any]) -> None:
     with pytest.raises(InvalidAction, match="demand"):
         said(demand={"pools": {"cpu": amounts}})
 
 
-def test_errands_cost_what_they_cost() -> None:
+def test_operations_on_sandboxes_have_their_own_demand() -> None:
     """Whoever opens sandboxes cannot ask for a whole machine for that, nor for nothing."""
     demand = {"pools": {"cpu": {"min": 64_000, "max": 64_000}}}
     for work in ({"type": "Open", "spec": {}}, {"type": "Close"}, {"type": "Commit", "image": "x"}):
         assert said(work=work, demand=demand)[0].demand.pools["cpu"].max < 1000
 
 
-def test_network_is_for_whom_the_admin_allows_it() -> None:
+def test_network_requires_the_permission_of_the_admin() -> None:
     work = {"type": "Open", "spec": {"network": True}}
     with pytest.raises(AdmissionRefused) as caught:
         said(work=work)
@@ -195,7 +195,7 @@ def test_no_address_is_called_that_the_config_does_not_name() -> None:
     post("https://rewards.example/score", "https://rewards.example/")
 
 
-def test_functions_are_called_only_where_there_are_sandboxes_for_them() -> None:
+def test_functions_require_a_manager_of_sandboxes() -> None:
     work: dict[str, Any] = {
         "type": "Call",
         "function": {"name": "f", "module": "os", "qualname": "system"},

@@ -120,7 +120,7 @@ def test_escape_closes_the_story_and_gives_the_focus_back(screen: Opener, still:
     assert first.evaluate("(node) => node === document.activeElement")
 
 
-def test_an_action_that_is_not_remembered_says_so(screen: Opener, still: FakeService) -> None:
+def test_an_unknown_action_is_reported_as_such(screen: Opener, still: FakeService) -> None:
     page = screen(still).go("overview?action=coding-rl%2Fnobody")
     page.until("document.querySelector('#story .empty').textContent.includes('does not remember')")
 

@@ -54,7 +54,7 @@ def test_long_names_are_cut_and_whole_in_the_title(screen: Opener, hostile: Fake
     )
 
 
-def test_marks_of_direction_stay_inside_their_name(screen: Opener, hostile: FakeService) -> None:
+def test_direction_marks_stay_inside_their_name(screen: Opener, hostile: FakeService) -> None:
     page = screen(hostile).go("actions")
     isolated = page.js(
         "[...document.querySelectorAll('td .run, td .link, td .cell')]"

@@ -39,7 +39,7 @@ def test_elements_that_did_not_change_are_kept(screen: Opener, still: FakeServic
     assert page.js("window.changes") == 0
 
 
-def test_rows_are_asked_for_once(screen: Opener, busy: FakeService) -> None:
+def test_rows_are_requested_once(screen: Opener, busy: FakeService) -> None:
     page = screen(busy).go()
     page.views(3)
     asked = [path for path in busy.requests if path.startswith("/v1/timeline")]
@@ -91,7 +91,7 @@ def test_a_restarted_service_is_noticed_and_its_old_rows_are_dropped(screen: Ope
     assert page.text(".toolbar .note") == "no match"
 
 
-def test_it_comes_back_without_being_told_to(screen: Opener, busy: FakeService) -> None:
+def test_it_reconnects_by_itself(screen: Opener, busy: FakeService) -> None:
     page = screen(busy).go()
     busy.stop()
     page.until("document.body.dataset.phase === 'gone'")
@@ -99,7 +99,7 @@ def test_it_comes_back_without_being_told_to(screen: Opener, busy: FakeService) 
     page.until("document.body.dataset.phase === 'live'")
 
 
-def test_it_asks_less_and_less_often_while_nobody_answers(screen: Opener, busy: FakeService) -> None:
+def test_it_polls_less_often_while_the_service_is_down(screen: Opener, busy: FakeService) -> None:
     one = screen(busy)
     one.page.clock.install()
     page = one.go(wait=False)
@@ -116,7 +116,7 @@ def test_it_asks_less_and_less_often_while_nobody_answers(screen: Opener, busy: 
     assert page.js("document.body.dataset.phase") == "gone"
 
 
-def test_a_hidden_page_does_not_ask(screen: Opener, busy: FakeService) -> None:
+def test_a_hidden_page_does_not_poll(screen: Opener, busy: FakeService) -> None:
     one = screen(busy)
     one.page.add_init_script(HIDE)
     one.page.clock.install()
@@ -143,7 +143,7 @@ def test_an_error_is_shown_in_its_own_words_and_goes_away(screen: Opener, busy: 
     page.until("document.getElementById('banner').hidden")
 
 
-def test_a_token_is_asked_for_kept_for_the_tab_and_sent_as_a_header(screen: Opener, busy: FakeService) -> None:
+def test_a_token_is_prompted_for_kept_for_the_tab_and_sent_as_a_header(screen: Opener, busy: FakeService) -> None:
     busy.token = "secret-of-a-run"
     page = screen(busy).go(wait=False)
     page.until("document.getElementById('token').open")

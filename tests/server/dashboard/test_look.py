@@ -75,7 +75,7 @@ def test_the_theme_is_that_of_the_system_until_it_is_switched_and_then_kept(scre
     page.until("document.documentElement.dataset.theme === 'light'")
 
 
-def test_the_theme_follows_the_system_while_nobody_switched(screen: Opener, still: FakeService) -> None:
+def test_the_theme_follows_the_system_until_it_is_switched(screen: Opener, still: FakeService) -> None:
     page = screen(still, color_scheme="light").go("timeline")
     frame = page.plot("frame")
     page.page.emulate_media(color_scheme="dark")
@@ -130,14 +130,14 @@ def test_pages_charts_pools_and_runs_are_reached_with_the_tab_key(screen: Opener
     assert {"skip", "actions", "timeline", "filter", "chart", "run", "link quiet"} <= reached
 
 
-def test_the_focus_can_be_seen(screen: Opener, still: FakeService) -> None:
+def test_the_focus_is_visible(screen: Opener, still: FakeService) -> None:
     page = screen(still).go()
     page.page.keyboard.press("Tab")
     page.page.keyboard.press("Tab")
     assert page.js("getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
-def test_nothing_moves_for_who_wants_less_motion(screen: Opener, still: FakeService) -> None:
+def test_nothing_moves_under_reduced_motion(screen: Opener, still: FakeService) -> None:
     moving = (
         "[...document.querySelectorAll('*')].filter((node) => getComputedStyle(node).transitionDuration !== '0s'"
         " || getComputedStyle(node).animationName !== 'none').length"

@@ -55,7 +55,7 @@ ROWS = """(() => { const rows = new it.Rows();
   BODY })()"""
 
 
-def test_rows_that_touch_a_stretch_of_time_are_found_however_long_they_are(page: Screen) -> None:
+def test_rows_that_touch_a_stretch_of_time_are_selected_at_any_length(page: Screen) -> None:
     body = (
         "rows.add([row(1, 0, 1), row(2, 3, 4), row(3, 0, 9), row(4, 8, 10)], 0); return [seen(5, 6), seen(3.5, 8.5)];"
     )

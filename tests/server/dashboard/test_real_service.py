@@ -32,7 +32,7 @@ def run(process: Process, token: str, id: str, command: str, wait_s: float = 30.
     return ask(process, "POST", f"/v1/actions?wait_s={wait_s}", body, token)
 
 
-def test_a_real_service_is_seen_live_drilled_into_and_seen_again_after_a_kill(tmp_path: Path, screen: Opener) -> None:
+def test_a_real_service_is_shown_live_drilled_into_and_shown_again_after_a_kill(tmp_path: Path, screen: Opener) -> None:
     if why_not():
         pytest.skip(why_not())
     folder = tmp_path / "service"

@@ -10,7 +10,9 @@ from tests.server.dashboard.fake_service import FakeService
 from tangram.runtime.views import PoolHolder, PoolPart, View
 
 
-def test_header_tells_state_version_policy_uptime_and_what_was_recovered(screen: Opener, still: FakeService) -> None:
+def test_the_header_shows_state_version_policy_uptime_and_what_was_recovered(
+    screen: Opener, still: FakeService
+) -> None:
     still.model.recovered = "2 actions were queued again."
     page = screen(still).go()
     facts = dict(text.split("\n", 1) for text in page.texts(".fact"))
@@ -24,13 +26,13 @@ def test_header_tells_state_version_policy_uptime_and_what_was_recovered(screen:
     assert page.text(".live").startswith("Live")
 
 
-def test_a_draining_service_says_so(screen: Opener, still: FakeService) -> None:
+def test_a_draining_service_shows_it(screen: Opener, still: FakeService) -> None:
     still.model.state = "draining"
     page = screen(still).go()
     assert page.text("[data-fact=service] b") == "draining"
 
 
-def test_pools_show_what_is_held_by_whom_and_how_many_wait(screen: Opener, still: FakeService) -> None:
+def test_pools_show_the_units_of_each_run_and_the_number_of_waiting_actions(screen: Opener, still: FakeService) -> None:
     page = screen(still).go()
     view = still.model.view()
     assert page.texts(".pool-name strong") == [pool.name for pool in view.pools]
@@ -49,7 +51,7 @@ def test_pools_show_what_is_held_by_whom_and_how_many_wait(screen: Opener, still
     assert set(shown) == runs_on_cpu
 
 
-def test_pools_that_are_there_during_calls_alone_do_not_move_the_others(screen: Opener, still: FakeService) -> None:
+def test_pools_that_exist_during_calls_only_do_not_move_the_rest(screen: Opener, still: FakeService) -> None:
     view = still.model.view
     names = [pool.name for pool in view().pools]
 
@@ -112,7 +114,7 @@ def test_devices_show_their_models_in_chunks(screen: Opener, still: FakeService)
     assert held <= {text.split("\n")[2] for text in chunks}
 
 
-def test_who_holds_a_pool_is_listed_when_asked_for(screen: Opener, still: FakeService) -> None:
+def test_the_holders_of_a_pool_are_listed_on_request(screen: Opener, still: FakeService) -> None:
     page = screen(still).go()
     page.page.click("[data-pool=cpu] .pool-held .link")
     holders = still.model.view().pools[0].holders
@@ -166,7 +168,7 @@ def test_charts_have_a_line_for_each_percentile_part_and_pool(screen: Opener, st
     assert page.texts(".chart:nth-child(3) .legend b")[0] == f"{round(last.busy['cpu'] * 100)} %"
 
 
-def test_a_chart_tells_its_values_to_pointer_and_keyboard(screen: Opener, still: FakeService) -> None:
+def test_a_chart_shows_its_values_to_pointer_and_keyboard(screen: Opener, still: FakeService) -> None:
     page = screen(still).go()
     chart = page.page.locator(".chart svg").first
     chart.hover(position={"x": 300, "y": 60})
@@ -238,7 +240,7 @@ def test_a_sandbox_without_a_node_is_being_opened_and_not_frozen(screen: Opener,
     assert "being opened" in page.text(".panel .note")
 
 
-def test_an_empty_service_says_what_would_be_here(screen: Opener, idle: FakeService) -> None:
+def test_an_empty_service_shows_what_would_be_here(screen: Opener, idle: FakeService) -> None:
     page = screen(idle).go()
     pages = {"overview": 5, "actions": 2, "timeline": 1, "runs": 3, "sandboxes": 1}
     for name, least in pages.items():

@@ -142,7 +142,7 @@ def test_a_brush_on_the_strip_below_picks_a_stretch_and_a_double_click_resets_it
     page.until("document.querySelector('canvas.plot').dataset.mode === 'all'")
 
 
-def test_pointing_at_an_action_tells_about_it_and_a_click_opens_its_story(page: Screen, many: FakeService) -> None:
+def test_hovering_over_an_action_shows_its_details_and_a_click_opens_its_story(page: Screen, many: FakeService) -> None:
     row = many.model.rows[5000]
     page.page.fill(".search", row.id)
     page.page.press(".search", "Enter")

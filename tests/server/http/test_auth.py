@@ -58,7 +58,7 @@ class Facts:
 # ---- tokens -----------------------------------------------------------------------------------------------------
 
 
-def test_a_token_is_found_by_its_hash_and_by_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_is_looked_up_by_its_hash_only(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[tuple[bytes, bytes]] = []
 
     def compare(one: bytes, other: bytes) -> bool:
@@ -112,7 +112,7 @@ def test_every_token_that_the_config_takes_is_taken_at_the_door(tmp_path: Path) 
     assert RunRegistry(Facts(), (), token).authenticate(token) is ADMIN_PRINCIPAL
 
 
-def test_only_a_hash_of_a_token_is_kept_and_it_is_told_once() -> None:
+def test_only_a_hash_of_a_token_is_kept_and_the_token_is_returned_once() -> None:
     async def main() -> None:
         facts = Facts()
         runs = RunRegistry(facts, (), ADMIN_TOKEN)
@@ -138,7 +138,7 @@ def test_names_of_runs_that_could_mean_something_else_are_refused(name: str) -> 
     asyncio.run(main())
 
 
-def test_two_who_make_one_run_at_once_do_not_both_get_a_token() -> None:
+def test_concurrent_requests_for_one_run_do_not_both_get_a_token() -> None:
     async def main() -> None:
         facts = Facts()
         runs = RunRegistry(facts, (), ADMIN_TOKEN)
@@ -207,7 +207,7 @@ def test_a_run_that_could_not_be_ended_keeps_its_name_until_it_is_revoked_again(
     asyncio.run(main())
 
 
-def test_at_most_so_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_runs_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auth, "RUNS_MAX", 2)
 
     async def main() -> None:
@@ -236,7 +236,7 @@ def test_wrong_tokens_are_slowed_down_by_address() -> None:
     assert guesses.retry_after_s("1.2.3.4") == 0.0
 
 
-def test_of_guesses_from_ever_new_addresses_the_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_addresses_of_failed_logins_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auth, "TRACKED_ADDRESSES_MAX", 100)
     guesses = WrongTokenLimiter(lambda: 0.0)
     for number in range(1000):
@@ -445,7 +445,7 @@ ELSEWHERE = [
 ]
 
 
-def test_no_page_of_somebody_else_acts_on_an_open_service(tmp_path: Path) -> None:
+def test_no_page_of_another_origin_acts_on_an_open_service(tmp_path: Path) -> None:
     """A browser sends what a page says to whatever listens on its machine, and there nobody needs a token."""
 
     async def main() -> None:
@@ -463,7 +463,7 @@ def test_no_page_of_somebody_else_acts_on_an_open_service(tmp_path: Path) -> Non
     asyncio.run(main())
 
 
-def test_whoever_has_a_token_may_come_from_anywhere(tmp_path: Path) -> None:
+def test_a_request_with_a_token_may_come_from_any_origin(tmp_path: Path) -> None:
     async def main() -> None:
         async with tenants(tmp_path) as (_, _, a, _):
             headers = {"host": "tangram.example", "origin": "https://dashboard.example"}
@@ -472,7 +472,7 @@ def test_whoever_has_a_token_may_come_from_anywhere(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_rate_that_hardly_anything_passes_is_said_in_numbers(tmp_path: Path) -> None:
+def test_a_rate_limit_is_reported_in_numbers(tmp_path: Path) -> None:
     async def main() -> None:
         async with tenants(tmp_path, limits=RunLimits(requests_per_s=10.0, requests_burst=100)) as (up, admin, *_):
             slow = await make_run(admin, "slow", {"requests_per_s": 1e-320})

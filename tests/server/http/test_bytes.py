@@ -44,7 +44,7 @@ ALL = {"demand": {"pools": {"cpu": {"min": 1000, "max": 1000}}}}
 # ---- what waits -------------------------------------------------------------------------------------------------
 
 
-def test_what_waits_has_so_many_bytes_and_no_more(tmp_path: Path) -> None:
+def test_waiting_actions_are_limited_in_bytes(tmp_path: Path) -> None:
     async def main() -> None:
         limits = RunLimits(waiting_bytes_max=MIB)
         async with tenants(tmp_path, limits=limits, cores=1) as (_, _, a, b):
@@ -67,7 +67,7 @@ def test_what_waits_has_so_many_bytes_and_no_more(tmp_path: Path) -> None:
 # ---- results ----------------------------------------------------------------------------------------------------
 
 
-def test_results_that_nobody_acknowledges_are_so_many_bytes_and_no_more(tmp_path: Path) -> None:
+def test_unacknowledged_results_are_limited_in_bytes(tmp_path: Path) -> None:
     limits = RunLimits(results_bytes_max=MIB)
 
     async def fill(a: Caller) -> None:
@@ -148,7 +148,7 @@ def test_large_answers_that_a_run_does_not_read_hold_up_its_own_large_ones_only(
     asyncio.run(main())
 
 
-def test_a_large_result_is_answered_alike_however_it_is_asked_for(tmp_path: Path) -> None:
+def test_a_large_result_is_the_same_on_every_route(tmp_path: Path) -> None:
     async def main() -> None:
         async with tenants(tmp_path, backend="process") as (_, _, a, _):
             await a.open()
@@ -217,7 +217,7 @@ def test_a_run_is_revoked_while_the_file_of_the_journal_is_made_smaller(
     asyncio.run(main())
 
 
-def test_a_result_that_the_journal_cannot_take_is_lost_and_costs_nobody_else_anything(
+def test_a_result_that_the_journal_cannot_store_is_lost_at_no_cost_to_other_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("journal", "adapter"):
@@ -234,7 +234,7 @@ def test_a_result_that_the_journal_cannot_take_is_lost_and_costs_nobody_else_any
     asyncio.run(main())
 
 
-def test_what_is_kept_of_a_program_fits_into_the_journal_whatever_the_config_says(tmp_path: Path) -> None:
+def test_the_kept_output_of_a_program_fits_into_the_journal_under_any_config(tmp_path: Path) -> None:
     async def main() -> None:
         async with asked(tmp_path, limits=RunLimits(body_bytes_max=1 << 30)) as caller:
             await caller.open()
@@ -265,7 +265,7 @@ def small_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_disk_of_temporary_files_that_is_full_is_no_bug_and_is_said(
+def test_a_full_temporary_disk_is_reported_and_not_a_bug(
     tmp_path: Path, small_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     content = b"x" * 300_000  # large enough to be answered through a file

@@ -115,7 +115,7 @@ def test_headers_without_end_are_cut_off(tmp_path: Path, monkeypatch: pytest.Mon
 # ---- too slow ---------------------------------------------------------------------------------------------------
 
 
-def test_who_says_nothing_or_says_its_headers_byte_by_byte_is_cut_off(
+def test_a_client_that_sends_its_headers_too_slowly_is_disconnected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener, "HEADER_TIMEOUT_S", 0.3)
@@ -203,7 +203,9 @@ def test_a_body_that_comes_slowly_is_refused(tmp_path: Path, monkeypatch: pytest
     asyncio.run(main())
 
 
-def test_who_goes_on_sending_after_its_answer_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_sends_on_after_its_response_is_disconnected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(listener, "LINGER_TIMEOUT_S", 0.3)
     ports = open_ports(monkeypatch)
 
@@ -221,7 +223,7 @@ def test_who_goes_on_sending_after_its_answer_is_cut_off(tmp_path: Path, monkeyp
     asyncio.run(main())
 
 
-def test_who_sends_the_rest_of_its_body_in_time_keeps_its_connection(tmp_path: Path) -> None:
+def test_a_client_that_sends_the_rest_of_its_body_in_time_keeps_its_connection(tmp_path: Path) -> None:
     async def main() -> None:
         async with asked(tmp_path) as caller, line(caller.address) as raw:
             for _ in range(3):
@@ -233,7 +235,9 @@ def test_who_sends_the_rest_of_its_body_in_time_keeps_its_connection(tmp_path: P
 
 
 @pytest.mark.parametrize("path", ["files", "tree"])
-def test_who_does_not_read_its_answer_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+def test_a_client_that_does_not_read_is_disconnected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
     monkeypatch.setattr(listener, "SEND_TIMEOUT_S", 0.3)
     ports = open_ports(monkeypatch)
 
@@ -253,7 +257,7 @@ def test_who_does_not_read_its_answer_is_cut_off(tmp_path: Path, monkeypatch: py
     asyncio.run(main())
 
 
-def test_many_idle_connections_hold_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_idle_connections_delay_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "KEEP_ALIVE_S", 1.0)
     ports = open_ports(monkeypatch)
 
@@ -399,7 +403,7 @@ def test_no_device_comes_of_an_archive(tmp_path: Path, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("junk", [b"", b"no tar", b"\x1f\x8b" + b"\0" * 100, b"\0" * 10240, tar_of(member("x"))[:300]])
-def test_what_is_no_archive_is_said_to_be_none(tmp_path: Path, backend: str, junk: bytes) -> None:
+def test_an_invalid_archive_is_reported_as_such(tmp_path: Path, backend: str, junk: bytes) -> None:
     require(backend)
 
     async def main() -> None:
@@ -413,7 +417,7 @@ def test_what_is_no_archive_is_said_to_be_none(tmp_path: Path, backend: str, jun
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_is_no_image_is_said_of_the_upload_and_not_of_a_file_of_the_service(tmp_path: Path, backend: str) -> None:
+def test_an_invalid_image_error_names_the_upload_and_not_a_file_of_the_service(tmp_path: Path, backend: str) -> None:
     require(backend)
 
     async def main() -> None:
@@ -526,7 +530,7 @@ def test_a_call_of_nonsense_is_the_fault_of_its_caller_alone(tmp_path: Path) -> 
 # ---- going away -------------------------------------------------------------------------------------------------
 
 
-def test_whoever_hangs_up_at_any_moment_leaves_the_service_well(
+def test_disconnecting_at_any_moment_does_no_harm(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ports = open_ports(monkeypatch)
@@ -558,7 +562,9 @@ def test_whoever_hangs_up_at_any_moment_leaves_the_service_well(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_a_service_that_stops_ends_those_who_do_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_that_stops_disconnects_clients_that_do_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(listener, "GRACEFUL_SHUTDOWN_S", 1.0)
     ports = open_ports(monkeypatch)
 
@@ -574,7 +580,7 @@ def test_a_service_that_stops_ends_those_who_do_not_read(tmp_path: Path, monkeyp
     asyncio.run(main())
 
 
-def test_the_fake_manager_is_asked_nothing_by_what_was_refused(tmp_path: Path) -> None:
+def test_refused_requests_do_not_reach_the_manager(tmp_path: Path) -> None:
     async def main() -> None:
         async with tenants(tmp_path, limits=SMALL) as (up, _, a, _):
             await a.open()

@@ -197,7 +197,7 @@ def test_of_a_key_that_is_there_twice_the_last_one_counts(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "kind", ["text/plain", "text/xml", "multipart/form-data; boundary=x", "application/jsonp", ";"]
 )
-def test_what_says_that_it_is_no_json_is_not_read_as_json(tmp_path: Path, kind: str) -> None:
+def test_a_body_without_the_json_content_type_is_refused(tmp_path: Path, kind: str) -> None:
     async def main() -> None:
         async with asked(tmp_path) as caller:
             body = b'{"id":"x",%s}' % WORK
@@ -237,7 +237,7 @@ NOWHERE = ["/nowhere", "/v1", "/v1/", "/v1/about/", "/v1/actions/", "//v1/about"
            "/v1/about%0d%0aset-cookie:x=1"]  # fmt: skip
 
 
-def test_what_is_no_address_is_not_found_and_nobody_is_sent_elsewhere(tmp_path: Path) -> None:
+def test_an_unknown_path_is_not_found_without_a_redirect(tmp_path: Path) -> None:
     async def main() -> None:
         async with asked(tmp_path) as caller:
             for path in NOWHERE:
@@ -248,7 +248,7 @@ def test_what_is_no_address_is_not_found_and_nobody_is_sent_elsewhere(tmp_path: 
     asyncio.run(main())
 
 
-def test_a_method_that_is_not_for_an_address_is_told_which_are(tmp_path: Path) -> None:
+def test_a_wrong_method_gets_the_allowed_ones(tmp_path: Path) -> None:
     async def main() -> None:
         async with asked(tmp_path) as caller:
             for method, path, allowed in (
@@ -271,7 +271,7 @@ BAD_NAMES = ["%2e%2e", ".", "..%2fx", "x%2fy", "%00", "x%00", "x%0a", "x%0d%0ay"
              "x%20y", "-x", ".x", "x:y", "%e2%80%ae", "x" * 101, "x%2f..%2fetc%2fpasswd", "%252e%252e"]  # fmt: skip
 
 
-def test_names_in_paths_lead_nowhere_but_to_what_they_name(tmp_path: Path) -> None:
+def test_names_in_paths_reach_only_the_named_object(tmp_path: Path) -> None:
     async def main() -> None:
         async with asked(tmp_path) as caller:
             asks: list[tuple[str, str, Any]] = [
@@ -367,7 +367,7 @@ def test_what_is_no_http_is_logged_once_with_its_address(tmp_path: Path, caplog:
     assert said == ["malformed request address='127.0.0.1'"]
 
 
-def test_several_requests_in_one_go_are_answered_in_their_order(tmp_path: Path) -> None:
+def test_pipelined_requests_are_answered_in_their_order(tmp_path: Path) -> None:
     async def main() -> None:
         async with asked(tmp_path) as caller, line(caller.address) as raw:
             paths = [b"/healthz", b"/nowhere", b"/readyz", b"/healthz"] * 50
@@ -378,9 +378,7 @@ def test_several_requests_in_one_go_are_answered_in_their_order(tmp_path: Path) 
     asyncio.run(main())
 
 
-def test_who_asks_for_another_protocol_gets_the_answer_in_this_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_request_to_upgrade_is_answered_in_this_protocol(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with asked(tmp_path) as caller, line(caller.address) as raw:
             upgrade = b"connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-key: eA==\r\n"
@@ -396,7 +394,7 @@ def test_who_asks_for_another_protocol_gets_the_answer_in_this_one(
 FORGED = "2026-01-01 00:00:00 ERROR tangram.server all tokens are void"
 
 
-def test_nothing_that_somebody_sends_begins_a_line_of_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_request_can_inject_a_line_into_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
 
     async def main() -> None:
@@ -464,7 +462,7 @@ def test_limits_of_a_run_are_refused_by_their_names(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_run_has_so_many_images_and_may_make_one_again(tmp_path: Path) -> None:
+def test_the_images_of_a_run_are_limited_and_one_may_be_built_again(tmp_path: Path) -> None:
     async def main() -> None:
         async with tenants(tmp_path, limits=RunLimits(images_max=2), backend="fake") as (_, _, a, b):
             first = (await a.ask("POST", "/v1/images", body=b"tar")).json["name"]
@@ -508,7 +506,7 @@ def test_limits_that_the_admin_gave_a_run_are_its_own(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_too_many_requests_wait_and_are_told_how_long(tmp_path: Path) -> None:
+def test_too_many_waiting_requests_get_a_retry_after(tmp_path: Path) -> None:
     async def main() -> None:
         limits = RunLimits(requests_per_s=1000.0, requests_burst=1000)
         async with tenants(tmp_path, limits=limits, clock=SimClock()) as (_, admin, _, b):
@@ -569,13 +567,13 @@ def test_connections_have_a_limit_that_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "192.0.2.1:7433", "tangram.example:7433", "[2001:db8::1]:1"])
-def test_nobody_listens_in_public_without_a_token(tmp_path: Path, listen: str) -> None:
+def test_a_public_address_requires_a_token(tmp_path: Path, listen: str) -> None:
     with pytest.raises(InvalidConfig, match="admin_token_file"):
         config_of(tmp_path, listen=listen)
     config_of(tmp_path, listen=listen, admin_token_file=str(token_file(tmp_path)))
 
 
-def test_in_public_everybody_needs_the_token(tmp_path: Path) -> None:
+def test_on_a_public_address_every_request_needs_the_token(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path, listen="0.0.0.0:0", admin_token_file=str(token_file(tmp_path))) as up:
             address = up.address.replace("0.0.0.0", "127.0.0.1")
@@ -603,9 +601,7 @@ def certificate(tmp_path: Path) -> dict[str, str]:
     return {"tls_certificate": str(pem), "tls_key": str(key)}
 
 
-def test_over_tls_whoever_trusts_the_certificate_is_answered_and_nobody_else(
-    tmp_path: Path, certificate: dict[str, str]
-) -> None:
+def test_over_tls_only_clients_that_trust_the_certificate_connect(tmp_path: Path, certificate: dict[str, str]) -> None:
     async def main() -> None:
         async with serving(tmp_path, admin_token_file=str(token_file(tmp_path)), **certificate) as up:
             assert up.address.startswith("https://")

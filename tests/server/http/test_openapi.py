@@ -46,7 +46,7 @@ def test_every_route_is_in_it_and_nothing_else() -> None:
     assert len(set(names)) == len(names)
 
 
-def test_what_a_name_may_be_is_said_in_words_in_the_document_and_on_the_page() -> None:
+def test_the_rule_for_names_is_described_in_the_document_and_on_the_page() -> None:
     submission = DOCUMENT["components"]["schemas"]["Submission"]["properties"]
     assert submission["id"]["description"] == NAME_DESCRIPTION
     rows = http_page("").partition("### Submission")[2].partition("###")[0].splitlines()
@@ -101,7 +101,7 @@ def test_only_what_is_public_needs_no_token() -> None:
     assert public == {route.path for route in ROUTES if route.is_public} == {"/healthz", "/readyz"}
 
 
-def test_anybody_can_read_it_at_a_service(tmp_path: Path) -> None:
+def test_the_document_is_public_at_a_service(tmp_path: Path) -> None:
     async def main() -> None:
         async with asked(tmp_path, admin_token_file=str(token_file(tmp_path))) as nobody:
             found = await nobody.ask("GET", "/openapi.json")
@@ -142,7 +142,7 @@ def live(folder: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_whatever_the_document_allows_is_answered_as_it_says(tmp_path: Path) -> None:
+def test_every_valid_request_of_the_document_gets_a_documented_response(tmp_path: Path) -> None:
     try:
         import schemathesis
     except ImportError:

@@ -82,7 +82,7 @@ def play(test: Callable[[Rig], Awaitable[None]], scripts: dict[str, FakeScript] 
     return asyncio.run(main())
 
 
-def test_a_start_is_written_down_before_it_is_made_and_an_end_before_it_is_told() -> None:
+def test_a_start_is_recorded_before_it_is_made_and_an_end_before_it_is_announced() -> None:
     async def test(rig: Rig) -> None:
         rig.memory.go_on.clear()
         ticket = rig.submit("a", TRUE)
@@ -116,7 +116,7 @@ def test_a_memory_that_fails_at_a_start_ends_everything_and_starts_nothing() -> 
     assert not any(call.method == "start" and call.subject == "a" for call in seen[0].manager.calls)
 
 
-def test_a_memory_that_fails_at_an_end_tells_whoever_waits() -> None:
+def test_a_journal_that_fails_at_an_end_fails_the_waiters() -> None:
     async def test(rig: Rig) -> None:
         ticket = rig.submit("a", TRUE, key="held")
         await ticket.started
@@ -192,7 +192,7 @@ def test_a_sandbox_that_could_not_be_opened_gives_its_memory_back() -> None:
     play(test)
 
 
-def test_a_sandbox_is_gone_when_its_closing_has_settled_however_it_settled() -> None:
+def test_a_sandbox_is_gone_when_its_closing_has_settled_in_any_status() -> None:
     async def test(rig: Rig) -> None:
         both = [rig.submit(f"held{n}", TRUE, key="held") for n in range(2)]
         for ticket in both:

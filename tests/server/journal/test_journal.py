@@ -160,7 +160,7 @@ def test_the_next_owner_finds_everything_in_order(path: Path, durability: str) -
     assert recovered.report == ()
 
 
-def test_what_was_found_goes_on_under_the_next_owner(path: Path) -> None:
+def test_recovered_actions_continue_under_the_next_owner(path: Path) -> None:
     async def main() -> None:
         async with Journal(path) as journal:
             for id in ("first", "second"):
@@ -178,7 +178,7 @@ def test_what_was_found_goes_on_under_the_next_owner(path: Path) -> None:
     assert phases(found(path)) == {"first": "settled", "second": "running", "third": "queued"}
 
 
-def test_a_replay_is_told_what_became_of_the_action(path: Path) -> None:
+def test_a_replay_gets_the_outcome_of_the_action(path: Path) -> None:
     async def main() -> None:
         async def again() -> JournaledAction | None:
             return await journal.record_submission("a", "run", b"action", b"work")
@@ -232,7 +232,7 @@ def test_an_id_with_other_content_is_refused_and_changes_nothing(path: Path, con
     assert phases(found(path)) == {"live": "running", "settled": "settled"}
 
 
-def test_nothing_can_become_of_an_action_whose_id_was_taken(path: Path) -> None:
+def test_an_action_whose_id_was_taken_has_no_outcome(path: Path) -> None:
     async def main() -> None:
         async with Journal(path) as journal:
             await whole_life(journal, "a", b"first")
@@ -328,7 +328,7 @@ def test_writers_at_the_same_time_share_commits_and_each_gets_its_own(path: Path
     assert 15 <= recovered.commits < 64 * 15, "operations that came together were not committed together"
 
 
-def test_a_writer_who_is_cancelled_has_still_written(path: Path) -> None:
+def test_a_cancelled_writer_has_still_written(path: Path) -> None:
     async def main() -> None:
         async with Journal(path) as journal:
             task = asyncio.create_task(journal.record_submission("a", "run", b"action", b"work"))
@@ -551,7 +551,7 @@ def test_a_log_cut_at_headers_and_a_stride_is_read_up_to_the_last_whole_commit(m
         assert told == ([True] if size > end else []), f"cut at {size}"
 
 
-def test_the_owner_of_a_cut_journal_is_told_and_goes_on(path: Path) -> None:
+def test_the_owner_of_a_truncated_journal_gets_a_warning_and_continues(path: Path) -> None:
     aside = path.with_name("aside")
     run(crash_after_each_of_some_operations(path, aside))
     os.truncate(wal_of(aside), size_of(wal_of(aside)) - 1)
@@ -606,7 +606,7 @@ def make_journal_with_everything(path: Path) -> tuple[Any, ...]:
     return facts(found(path))
 
 
-def test_damage_anywhere_in_the_database_is_found_or_harmless(memory_path: Path) -> None:
+def test_damage_anywhere_in_the_database_is_detected_or_harmless(memory_path: Path) -> None:
     whole = make_journal_with_everything(memory_path)
     database = memory_path.read_bytes()
     moments = random.Random(11)
@@ -628,7 +628,7 @@ def test_damage_anywhere_in_the_database_is_found_or_harmless(memory_path: Path)
     assert all(str(memory_path) in message and "move" in message for message in messages)
 
 
-def test_a_database_cut_at_any_page_is_found(memory_path: Path) -> None:
+def test_a_database_truncated_at_any_page_is_detected(memory_path: Path) -> None:
     make_journal_with_everything(memory_path)
     database = memory_path.read_bytes()
     for size in sorted({0, 1, 99, 100, 101, 4095, *range(4096, len(database), 4096), len(database) - 1}):
@@ -638,7 +638,7 @@ def test_a_database_cut_at_any_page_is_found(memory_path: Path) -> None:
         assert memory_path.read_bytes() == database[:size], "nothing was changed"
 
 
-def test_a_log_without_its_database_is_found(path: Path) -> None:
+def test_a_log_without_its_database_is_detected(path: Path) -> None:
     aside = path.with_name("aside")
     run(crash_after_each_of_some_operations(path, aside))
     log = wal_of(aside).read_bytes()
@@ -648,7 +648,7 @@ def test_a_log_without_its_database_is_found(path: Path) -> None:
     assert wal_of(aside).read_bytes() == log
 
 
-def test_a_log_that_was_cut_while_it_was_copied_is_found(path: Path) -> None:
+def test_a_log_that_was_truncated_while_it_was_copied_is_detected(path: Path) -> None:
     """The pages of later commits are in the database already: with the rest of the log they would be a mixture."""
     aside = path.with_name("aside")
     states = run(crash_after_each_of_some_operations(path, aside))
@@ -733,7 +733,7 @@ def test_a_full_disk_stops_the_journal_and_loses_nothing_acknowledged(small_disk
     assert set(acknowledged) <= set(there)
 
 
-def test_a_journal_that_cannot_be_made_says_why(small_disk: Path) -> None:
+def test_a_journal_that_cannot_be_created_reports_why(small_disk: Path) -> None:
     filler = small_disk / "filler"
     with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
         while True:
@@ -773,7 +773,7 @@ def test_its_files_are_for_its_owner_alone(path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o702, 0o1777])
-def test_a_directory_that_others_can_write_to_is_refused(path: Path, mode: int) -> None:
+def test_a_directory_that_other_users_can_write_to_is_refused(path: Path, mode: int) -> None:
     path.parent.chmod(mode)
     try:
         with pytest.raises(InvalidConfig, match="chmod go-w"):
@@ -800,7 +800,7 @@ def test_what_belongs_to_another_user_is_refused(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["journal.db", "journal.db-wal", "journal.db.lock"])
-def test_a_file_that_others_can_read_or_that_leads_elsewhere_is_refused(path: Path, name: str) -> None:
+def test_a_file_that_other_users_can_read_or_that_links_elsewhere_is_refused(path: Path, name: str) -> None:
     found(path)
     file = path.with_name(name)
     file.touch()
@@ -906,7 +906,7 @@ def test_operations_are_committed_between_the_steps_of_a_compaction(
     run(main())
 
 
-def test_a_result_that_is_old_is_deleted_also_if_nobody_has_it(path: Path) -> None:
+def test_an_old_result_is_deleted_even_if_it_was_never_fetched(path: Path) -> None:
     clock = SimClock()
 
     async def first() -> None:
@@ -989,9 +989,7 @@ def test_a_clock_that_jumps_forward_makes_nothing_old(path: Path) -> None:
     run(later())
 
 
-def test_more_results_than_fit_in_memory_are_read_when_they_are_asked_for(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_that_do_not_fit_in_memory_are_read_on_request(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_store, "RECOVERED_RESULT_BYTES_MAX", 1000)
 
     async def main() -> None:

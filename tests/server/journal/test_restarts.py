@@ -111,7 +111,7 @@ def test_what_ran_is_lost_and_what_may_run_again_does_and_what_waited_comes_in_i
     play(kept, test)
 
 
-def test_what_was_lost_by_a_restart_is_seen_wherever_ends_are_and_counted_once(tmp_path: Path) -> None:
+def test_actions_lost_by_a_restart_appear_wherever_ends_do_and_are_counted_once(tmp_path: Path) -> None:
     process = Process(tmp_path / "service", backend="process", node="cores = 1")
 
     async def test(t: Client) -> None:
@@ -149,7 +149,7 @@ async def until_waiting(t: Client, count: int) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_result_that_nobody_fetched_is_there_after_a_kill(tmp_path: Path) -> None:
+def test_an_unfetched_result_survives_a_kill(tmp_path: Path) -> None:
     process = Process(tmp_path / "service", backend="process")
 
     async def test(t: Client) -> None:
@@ -165,7 +165,7 @@ def test_a_result_that_nobody_fetched_is_there_after_a_kill(tmp_path: Path) -> N
     play(process, test)
 
 
-def test_what_is_in_a_sandbox_that_did_not_survive_is_lost_and_says_why(tmp_path: Path) -> None:
+def test_actions_in_a_sandbox_that_did_not_survive_are_lost_with_the_reason(tmp_path: Path) -> None:
     process = Process(tmp_path / "service", backend="process")
 
     async def test(t: Client) -> None:
@@ -217,7 +217,7 @@ def test_a_service_that_is_killed_while_it_drains_loses_nothing(kept: Process) -
     play(kept, test)
 
 
-def test_a_session_that_ended_with_the_service_says_so_whatever_else_ran_in_its_sandbox(kept: Process) -> None:
+def test_a_session_that_ended_with_the_service_reports_it_beside_running_programs_of_its_sandbox(kept: Process) -> None:
     """Its shell is awake while another action runs, and ends by itself when the service does: here it is seen to end
     before the service."""
 
@@ -342,7 +342,7 @@ def test_a_disk_that_is_full_stops_the_service_and_nothing_acknowledged_is_lost(
         asyncio.run(look())
 
 
-def test_a_log_that_was_cut_is_said_and_what_was_committed_before_is_there(tmp_path: Path) -> None:
+def test_a_truncated_log_is_reported_and_earlier_commits_are_kept(tmp_path: Path) -> None:
     process = Process(tmp_path / "service", backend="fake")
 
     async def fill() -> list[str]:
@@ -380,7 +380,7 @@ def test_a_database_that_is_damaged_is_a_clear_stop(tmp_path: Path) -> None:
     assert path.read_bytes() == content, "something was changed"
 
 
-def test_a_journal_that_others_could_write_is_refused(tmp_path: Path) -> None:
+def test_a_journal_that_other_users_could_write_is_refused(tmp_path: Path) -> None:
     process = Process(tmp_path / "service", backend="fake")
     process.folder.chmod(0o777)
     with pytest.raises(AssertionError, match="journal"):
@@ -388,7 +388,7 @@ def test_a_journal_that_others_could_write_is_refused(tmp_path: Path) -> None:
     assert process.ended() == 2
 
 
-def test_whoever_manages_services_is_told_when_it_serves_and_when_it_stops(
+def test_the_service_manager_is_notified_when_it_serves_and_when_it_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:

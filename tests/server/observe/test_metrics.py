@@ -191,7 +191,7 @@ def test_gauges_are_those_of_the_scheduler() -> None:
     assert series["tangram_sandboxes", labels(run="r", state="frozen")] == 1
 
 
-def test_a_node_that_drains_is_told() -> None:
+def test_a_draining_node_is_reported() -> None:
     world = World()
     for state, told in ((NodeState.DRAINING, 1.0), (NodeState.UP, 0.0)):
         world.send(NodeChanged(node="n0", state=state))
@@ -210,7 +210,7 @@ def test_where_the_time_went_adds_up() -> None:
 
 
 @given(st.text(), st.text())
-def test_label_values_are_escaped_whatever_they_hold(route: str, status: str) -> None:
+def test_label_values_are_escaped(route: str, status: str) -> None:
     world = World()
     world.metrics.count("tangram_http_requests_total", {"route": route, "status": status})
     assert world.read()["tangram_http_requests_total", labels(route=route, status=status)] == 1
@@ -252,7 +252,7 @@ def test_series_are_bounded_and_none_is_lost(monkeypatch: pytest.MonkeyPatch) ->
     assert found[labels(route=OTHER, status=OTHER)] == 47
 
 
-def test_a_name_or_label_that_nobody_declared_is_a_bug() -> None:
+def test_an_undeclared_name_or_label_is_a_bug() -> None:
     metrics = World().metrics
     for call in (
         lambda: metrics.count("tangram_nothing_total"),
@@ -282,7 +282,7 @@ def expressions() -> list[str]:
     ]
 
 
-def test_the_dashboard_asks_for_metrics_that_exist() -> None:
+def test_the_metrics_of_the_dashboard_exist() -> None:
     asked = {name for expression in expressions() for name in re.findall(r"\btangram_\w+", expression)}
     known = set()
     for family in FAMILIES:

@@ -101,7 +101,7 @@ def texts(story: Story) -> list[str]:
 # ---- what settled ----
 
 
-def test_a_row_says_when_and_how_an_action_went() -> None:
+def test_a_row_has_the_times_and_the_status_of_an_action() -> None:
     world = World(*cpu_node("n0", 2))
     world.submit("r/a", run="r", trajectory="t", task="swe", key="tests")
     world.wait(1.0)
@@ -164,7 +164,7 @@ def test_the_ring_of_rows_answers_as_a_list_of_all_would(count: int, after: int,
     assert all(rows.find(f"a{number}", None) is None for number in range(10, 12))
 
 
-def test_who_comes_under_the_name_of_a_run_that_has_ended_sees_none_of_its_rows() -> None:
+def test_a_new_run_under_the_name_of_an_ended_one_sees_none_of_its_rows() -> None:
     world = World(*cpu_node("n0", 2))
     world.run("a", run="r")
     world.run("b", run="other")
@@ -175,7 +175,7 @@ def test_who_comes_under_the_name_of_a_run_that_has_ended_sees_none_of_its_rows(
     assert [row.id for row in world.picture.timeline(0, 10, None).rows] == ["a", "b", "c"]
 
 
-def test_who_comes_under_the_name_of_a_run_that_has_ended_begins_at_zero() -> None:
+def test_a_new_run_under_the_name_of_an_ended_one_begins_at_zero() -> None:
     world = World(*cpu_node("n0", 2))
     world.run("a", 2.0, run="r", task="t")
     world.run("b", run="other")
@@ -238,7 +238,7 @@ def test_the_story_of_an_action_from_its_submission_to_its_end() -> None:
     ]
 
 
-def test_a_story_tells_of_every_attempt() -> None:
+def test_a_story_lists_every_attempt() -> None:
     world = World(API)
     world.submit("a", {"api": fixed(1)})
     world.send(StartFailed(action="a", reason="no image"))
@@ -308,7 +308,7 @@ def test_a_run_finds_no_name_of_another_anywhere() -> None:
     assert b"theirs/held" in msgspec.json.encode(world.picture.view(None))
 
 
-def test_a_run_sees_that_somebody_holds_units() -> None:
+def test_a_run_sees_that_units_are_held_by_another_run() -> None:
     world = two_tenants()
     holders = {(one.id, one.run): one.units for one in world.pool("cpu@n0", "mine").holders}
     assert holders == {(HIDDEN_NAME, HIDDEN_NAME): 1000, ("mine/held", "mine"): 1000}
@@ -334,7 +334,7 @@ def test_the_reason_of_a_wait_does_not_name_the_action_of_another_run_that_goes_
     assert "behind theirs/blocks, which" in full["mine/waits"]
 
 
-def test_what_may_not_be_seen_and_what_is_not_there_are_answered_alike() -> None:
+def test_hidden_and_missing_actions_have_the_same_error() -> None:
     world = two_tenants()
     for id in ("theirs/held", "theirs/done", "theirs/blocks", "nobody/nothing"):
         assert world.picture.story(id, "mine") is None
@@ -376,7 +376,7 @@ def test_runs_and_classes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert world.of_run(run, run).settled == {} and world.picture.view(run).classes == ()
 
 
-def test_names_that_were_not_seen_for_an_hour_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_without_activity_for_an_hour_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accounts, "RUNS_MAX", 2)
     world = World(*cpu_node("n0", 4))
     world.run("old", run="old")
@@ -517,7 +517,7 @@ def test_pools_show_numa_nodes_devices_and_models() -> None:
         (Window(seconds=10.0, sliding=True), {0.0: 8, 9.9: 8, 10.0: 0}),
     ],
 )
-def test_a_quota_shows_what_time_has_given_back_though_nobody_looked(window: Window, after: dict[float, int]) -> None:
+def test_a_quota_shows_its_refilled_units_without_observers(window: Window, after: dict[float, int]) -> None:
     world = World(Pool(kind="api", total=10, window=window))
     world.submit("a", {"api": fixed(8)})
     world.finish("a")
@@ -530,7 +530,7 @@ def test_a_quota_shows_what_time_has_given_back_though_nobody_looked(window: Win
     assert before == 8
 
 
-def test_a_share_of_a_quota_ends_when_time_has_given_it_back_though_nobody_looked() -> None:
+def test_a_share_of_a_quota_ends_when_its_units_are_refilled_without_observers() -> None:
     world = World(*cpu_node("n0", 4), Pool(kind="api", total=10, window=Window(seconds=10.0, sliding=True)))
     world.submit("a", {"api": fixed(8)}, run="r")
     world.finish("a")
@@ -543,7 +543,7 @@ def test_a_share_of_a_quota_ends_when_time_has_given_it_back_though_nobody_looke
     assert world.picture.view(None).history[-1].busy["api"] == 0.0
 
 
-def test_who_waits_for_memory_waits_for_that_and_not_for_cores() -> None:
+def test_an_action_that_waits_for_memory_waits_for_that_and_not_for_cores() -> None:
     world = World(*cpu_node("n0", 4, memory_gib=1.0))
     world.send(Reserve(sandbox="s", run="r", memory=1024))
     world.submit("a", {CPU: cores(1)}, sandbox="s", run="r")
@@ -640,7 +640,7 @@ def test_sandboxes_go_with_their_node() -> None:
 # ---- all of it together ----
 
 
-def test_what_ended_with_the_service_before_is_counted_and_told_and_takes_no_part_in_times() -> None:
+def test_actions_that_ended_with_the_previous_service_are_counted_and_listed_but_not_timed() -> None:
     world = World(*cpu_node("n0", 4))
     world.run("a", 2.0)
     action = Action(id="b", demand=Demand({CPU: cores(1)}), run="default")
@@ -654,7 +654,7 @@ def test_what_ended_with_the_service_before_is_counted_and_told_and_takes_no_par
     assert world.picture.story("b", "another") is None
 
 
-def test_memory_does_not_grow_with_what_was_seen() -> None:
+def test_memory_does_not_grow_with_the_number_of_actions() -> None:
     world = World(*cpu_node("n0", 2))
     picture = world.picture
     for number in range(3000):

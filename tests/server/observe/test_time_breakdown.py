@@ -252,7 +252,7 @@ def test_waiting_for_a_pool_that_grows_counts_for_its_kind() -> None:
     assert world.spent().waiting_s == {"api": 5.0}
 
 
-def test_an_attempt_that_fails_counts_as_start_and_the_next_one_anew() -> None:
+def test_an_attempt_that_fails_counts_as_start_and_the_next_one_starts_over() -> None:
     world = World(Pool(kind="api", total=1))
     world.submit("a", api=fixed(1))
     world.wait(2.0)
