@@ -8,13 +8,14 @@ key, and that a caller who meets a run that is being stopped waits for its end a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 import msgspec
 
 from tangram.client.transport import Pending
 from tangram.core.action import Outcome, Status
-from tangram.errors import AdmissionRefused, InvalidInput
+from tangram.errors import AdmissionRefused, InvalidInput, TangramError
 from tangram.runtime.orchestrator import SettledAction
 
 StartCall = Callable[[], Pending]
@@ -43,20 +44,25 @@ class SingleFlight:
             run, mine = self._calls.get(key), False
             if run is None:
                 run, mine = self._start(key, start()), True
-            if run.is_stopping:
-                passed = await _wait_stopped(run, late_at)
-                if passed is None:
-                    return _timed_out(action, deadline_s)
-                if passed.outcome.status is Status.SUCCEEDED:
-                    return passed  # it ended before it could be stopped
-                self._forget(key, run)
-                continue
-            settled = await self._join(run, late_at)
-            if settled is None or (run.is_stopping and settled.outcome.status is Status.CANCELLED):
-                return _timed_out(action, deadline_s, settled)
-            if mine or settled.outcome.status is not Status.REFUSED:
-                return settled
-            self._forget(key, run)  # the refusal concerns the action of another caller
+            try:
+                if run.is_stopping:
+                    passed = await _wait_stopped(run, late_at)
+                    if passed is None:
+                        return _timed_out(action, deadline_s)
+                    if passed.outcome.status is Status.SUCCEEDED:
+                        return passed  # it ended before it could be stopped
+                else:
+                    settled = await self._join(run, late_at)
+                    if settled is None or (run.is_stopping and settled.outcome.status is Status.CANCELLED):
+                        return _timed_out(action, deadline_s, settled)
+                    if mine or settled.outcome.status is not Status.REFUSED:
+                        return settled
+            except AdmissionRefused:
+                if mine:
+                    raise
+            # The run was stopped, or refused, which concerns the action of another caller. Its callback, which would
+            # forget it, may come later than this.
+            self._forget(key, run)
 
     def _start(self, key: bytes, pending: Pending) -> _InFlightCall:
         run = self._calls[key] = _InFlightCall(pending)
@@ -76,7 +82,8 @@ class SingleFlight:
                 return await run.pending.settled_shielded()
         except asyncio.CancelledError:
             if run.waiters == 1:
-                await _stop(run)
+                with contextlib.suppress(TangramError):  # a failure of the run does not undo the cancellation
+                    await _stop(run)
             raise
         except TimeoutError:
             if not scope.expired():
