@@ -16,7 +16,7 @@ from tangram import Client, Emulated, Service, Status
 from tangram.client.models import Inference
 from tangram.errors import ActionLost, AdmissionRefused, InvalidConfig, ManagerError
 from tangram.rl.config.rollout_settings import RewardSettings
-from tangram.rl.environments.protocol import ExternalResources, Step
+from tangram.rl.environments.protocol import ExternalResources, Step, Verdict
 from tangram.rl.rollout import rewards as reward_module
 from tangram.rl.rollout.rewards import (
     CommandReward,
@@ -26,7 +26,6 @@ from tangram.rl.rollout.rewards import (
     PlayedTrajectory,
     RewardFailed,
     Score,
-    Verdict,
     effective_settings,
     finite_reward,
     make_reward,
