@@ -8,7 +8,6 @@ the machine as it was, and to report every failure as a Finding rather than rais
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import glob
 import json
 import os
@@ -26,12 +25,12 @@ from pathlib import Path
 import msgspec
 
 from tangram.errors import ManagerError, TangramError
+from tangram.files.lock import is_locked
 from tangram.managers.http import BlockingHttpClient
 from tangram.managers.sandboxes.bwrap.images.store import FREE_BYTES_MIN, MOUNT_FORBIDDEN_CHARACTERS, SANDBOX_UID
 from tangram.managers.sandboxes.bwrap.manager import PROGRAMS
-from tangram.managers.sandboxes.bwrap.owner import state_directory
+from tangram.managers.sandboxes.bwrap.owner import SPAWNER_LOCK, state_directory
 from tangram.managers.sandboxes.bwrap.seccomp import filter_program
-from tangram.managers.sandboxes.bwrap.spawner.lock import LOCK_FILE as SPAWNER_LOCK
 from tangram.managers.sandboxes.cgroups import cgroupfs
 from tangram.managers.sandboxes.cgroups.hierarchies import (
     CPUSET,
@@ -443,9 +442,9 @@ def _leftovers(state: Path) -> str:
     dead = kept = living = 0
     try:
         for directory in (state / "owners").iterdir():
-            if _is_held(directory / "lock"):
+            if is_locked(directory / "lock"):
                 living += 1
-            elif _is_held(directory / "kept" / SPAWNER_LOCK):
+            elif is_locked(directory / SPAWNER_LOCK):
                 kept += 1
             else:
                 dead += 1
@@ -454,21 +453,6 @@ def _leftovers(state: Path) -> str:
     details = f", {living} in use" if living else ""
     details += f", {kept} with sandboxes that wait for their service to be started again" if kept else ""
     return details + (f", {dead} left by owners that died, which the next start sweeps" if dead else "")
-
-
-def _is_held(lock: Path) -> bool:
-    """The owner holds the lock as long as it lives."""
-    try:
-        fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 def _open_files() -> Diagnostic:

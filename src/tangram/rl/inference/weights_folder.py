@@ -7,12 +7,13 @@ long as it lives, and whichever process creates one deletes those without a lock
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from tangram.files.lock import lock_file, locked
 
 PREFIX = "tangram-weights-"
 LOCK = "owner"
@@ -25,22 +26,19 @@ def weights_folder(below: Path | None = None) -> Iterator[Path]:
     parent = below or (SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir()))
     _remove_orphans(parent)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
+    with locked(folder / LOCK):
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_orphans(parent: Path) -> None:
     """Deletes folders of killed owners. One that is just being created has no lock file yet and stays."""
     for folder in parent.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # another process deletes it too, or another user owns it
-            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # its owner lives, another process deletes it too, or another user owns it
+            lock = lock_file(folder / LOCK, create=False)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(lock)

@@ -21,7 +21,6 @@ every setting may change.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import shutil
 from collections.abc import AsyncIterator
@@ -35,6 +34,7 @@ import msgspec
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.files.atomic_directory import atomic_directory, remove_unfinished
 from tangram.files.atomic_file import write_file
+from tangram.files.lock import lock_file, read_holder
 from tangram.rl.config.resume_differences import changes, require_allowed_changes
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.runs import checkpoints
@@ -258,20 +258,12 @@ def _require_not_foreign(path: Path) -> None:
 
 def _lock(path: Path) -> int:
     """Raises InvalidConfig. The kernel releases the lock when the process ends."""
-    lock = os.open(path / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, str(os.getpid()).encode(), 0)
+        return lock_file(path / OWNER, mode=0o644, holder=str(os.getpid()))
     except BlockingIOError:
-        pid = os.pread(lock, 32, 0).decode(errors="replace") or "unknown"
-        os.close(lock)
+        pid = read_holder(path / OWNER) or "unknown"
         raise InvalidConfig(
             "folder",
             str(path),
             f"a folder that no other process trains in: process {pid} does; stop it, or choose another folder",
         ) from None
-    except BaseException:
-        os.close(lock)
-        raise
-    return lock

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import fcntl
 import functools
 import os
 import sqlite3
@@ -33,6 +32,7 @@ from typing import Any, Self
 from tangram.clock import Clock, WallClock
 from tangram.core.action import ID_LENGTH_MAX
 from tangram.errors import InvalidAction, InvalidConfig, InvalidInput, InvariantError, ManagerError
+from tangram.files.lock import lock_file, read_holder
 from tangram.runtime.shielding import shielded
 from tangram.server.actions.tenants import tenant_of
 from tangram.server.journal.store import (
@@ -572,15 +572,9 @@ def _require_private(path: Path) -> None:
 
 def _acquire_lock(path: Path) -> int:
     """Returns a descriptor that holds the lock until it is closed or its process ends."""
-    fd = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    lock = path.with_name(f"{path.name}.lock")
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(fd, os.pwrite(fd, f"{os.getpid()}\n".encode(), 0))
+        return lock_file(lock, holder=f"{os.getpid()}\n")
     except BlockingIOError:
-        owner = os.pread(fd, 32, 0).decode(errors="replace").strip()
-        os.close(fd)
+        owner = read_holder(lock)
         raise JournalBusy(path, owner if owner.isdecimal() else "(unknown)") from None
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd

@@ -18,20 +18,20 @@ share the control groups of the machine. Promises never to touch what belongs to
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from tangram.errors import ManagerError, TangramError
 from tangram.files.atomic_file import write_file
+from tangram.files.lock import is_locked, lock_file, locked, read_holder
 from tangram.managers.sandboxes.bwrap.images.store import StoredImage
+from tangram.managers.sandboxes.bwrap.spawner.lock import LOCK_FILE
 from tangram.managers.sandboxes.cgroups import groups
 from tangram.managers.work import SandboxSpec
 
@@ -40,10 +40,10 @@ RECORD_BYTES_MAX = 1 << 20
 """A name, a specification with its environment and the layers of an image take a tenth of it."""
 SANDBOX_ID = re.compile(r"[1-9][0-9]{0,17}")
 
+SPAWNER_LOCK = f"kept/{LOCK_FILE}"
 STATE_DEFAULT = "/var/lib/tangram"
 OWNER_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,40}")
 """Names that an owner may be given."""
-NO_LOCK_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 SPAWNER_ENDED = "the spawner that held it has ended, and with it all that ran in it"
 
 
@@ -65,7 +65,7 @@ class SandboxOwner:
             # listed.
             for directory in (state, state / "owners"):
                 directory.mkdir(mode=0o711, parents=True, exist_ok=True)
-            with self._owners_lock():
+            with locked(state / "owners.lock"):
                 found = self._find_previous() if called else None
                 self._sweep()
                 self.has_spawner = found is not None
@@ -94,29 +94,24 @@ class SandboxOwner:
         (directory / "images").mkdir(mode=0o700)
         if self.given_name:
             (directory / "kept").mkdir(mode=0o700)
-        lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if self.given_name:
-            _write_pid(lock)
-        return directory, lock
+        return directory, lock_file(directory / "lock", holder=str(os.getpid()) if self.given_name else "")
 
     def _find_previous(self) -> tuple[Path, int] | None:
         """The directory and the lock of the previous owner of this name, if its spawner lives. Otherwise it is
         removed."""
         for directory in sorted((self.state / "owners").glob(f"{self.given_name}.*")):
             try:
-                lock = _try_lock(directory / "lock")
-            except NO_LOCK_ERRORS:
+                lock = lock_file(directory / "lock", create=False, holder=str(os.getpid()))
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 continue  # it died while it started or ended
-            if lock is None:
-                who = (directory / "lock").read_bytes().decode("ascii", "replace")
+            except BlockingIOError:
+                who = read_holder(directory / "lock")
                 raise ManagerError(
                     f"owner {self.given_name!r} of {self.state} is process {who}, or a fork that it left: end it,"
                     " or take another name",
                     retry=False,
-                )
-            if _is_held(directory / "kept" / "spawner.lock"):
-                _write_pid(lock)
+                ) from None
+            if is_locked(directory / SPAWNER_LOCK):
                 return directory, lock
             os.close(lock)
             records, wrong = SandboxRecords(directory / "kept").read()
@@ -144,19 +139,10 @@ class SandboxOwner:
         """Leave it to the next process of this name."""
         os.close(self._lock)
 
-    @contextlib.contextmanager
-    def _owners_lock(self) -> Iterator[None]:
-        fd = os.open(self.state / "owners.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(fd)
-
     def _sweep(self) -> None:
         """Remove what dead owners left."""
         for directory in sorted((self.state / "owners").iterdir()):
-            if not directory.is_dir() or _is_held(directory / "lock") or _is_held(directory / "kept" / "spawner.lock"):
+            if not directory.is_dir() or any(map(is_locked, (directory / "lock", directory / SPAWNER_LOCK))):
                 continue
             self.orphaned_images += _read_image_notes(directory / "images")
             groups.remove_owner_cgroup(directory.name)
@@ -173,44 +159,6 @@ def _read_image_notes(folder: Path) -> list[str]:
         with contextlib.suppress(OSError, UnicodeDecodeError):
             found.append(path.read_text(encoding="utf-8"))
     return found
-
-
-def _write_pid(lock: int) -> None:
-    """Write the process id into a lock file, for error messages of other processes."""
-    try:
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, str(os.getpid()).encode(), 0)
-    except BaseException:
-        os.close(lock)
-        raise
-
-
-def _try_lock(path: Path) -> int | None:
-    """A descriptor that holds the lock; None if another process holds it."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.fstat(fd).st_nlink:
-            raise FileNotFoundError(f"{path} was removed meanwhile")
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _is_held(path: Path) -> bool:
-    """False also if there is no lock file: its owner died while it started, or never had one."""
-    try:
-        fd = _try_lock(path)
-    except NO_LOCK_ERRORS:
-        return False
-    if fd is None:
-        return True
-    os.close(fd)
-    return False
 
 
 # ---- records of sandboxes ----------------------------------------------------------------------------------------

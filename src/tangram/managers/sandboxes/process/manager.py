@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -25,6 +24,7 @@ from tangram.core.action import Action
 from tangram.core.demand import CORE
 from tangram.core.messages import Grant, Pool, cpu_node
 from tangram.errors import FileFailed, ManagerError
+from tangram.files.lock import lock_file
 from tangram.managers.base import Lease
 from tangram.managers.sandboxes.leases import NOT_EXECUTABLE, NOT_FOUND, CompletedLease
 from tangram.managers.sandboxes.process.leases import (
@@ -127,8 +127,7 @@ class ProcessManager:
     def _create_home(self, root: Path) -> None:
         """It is locked before it gets the name under which others look for directories of dead owners."""
         new = Path(tempfile.mkdtemp(prefix=".tangram-", dir=root))
-        self._lock = os.open(new / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._lock = lock_file(new / LOCK)
         self._home = root / f"{HOME_PREFIX}{self._mark.removesuffix('.')}"
         new.rename(self._home)
 
@@ -136,15 +135,12 @@ class ProcessManager:
         """End what dead owners left: their processes carry the mark that their directory is named after."""
         for home in _find_homes(root):
             try:
-                lock = os.open(home / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            except FileNotFoundError:
-                continue  # another process removes it
+                lock = lock_file(home / LOCK, create=False)
+            except (BlockingIOError, FileNotFoundError):
+                continue  # its owner is alive, or another process removes it
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 await ProcessTree(self._process_table, SANDBOX_MARK, f"{home.name.removeprefix(HOME_PREFIX)}.").kill()
                 await _remove(home)
-            except BlockingIOError:
-                continue  # its owner is alive
             finally:
                 os.close(lock)
 

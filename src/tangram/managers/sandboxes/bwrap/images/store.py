@@ -27,7 +27,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
-import fcntl
 import functools
 import hashlib
 import os
@@ -39,6 +38,7 @@ import msgspec
 
 from tangram.errors import AdmissionRefused, InvalidAction, InvalidConfig, ManagerError
 from tangram.files.atomic_file import write_file
+from tangram.files.lock import lock_directory, lock_file, locked
 from tangram.files.tree_removal import remove_tree, sync_file_system
 from tangram.managers.sandboxes.bwrap.images import base_layers
 from tangram.managers.sandboxes.bwrap.images.archives import Archive, ArchivedImage, ArchivedLayer, too_many_layers
@@ -144,7 +144,7 @@ class ImageStore:
                 if own and str(layer) not in used and layer.is_dir():
                     part = self._layers / _part_name()
                     os.rename(layer, part)
-                    self._lock_by_part[part] = _lock_part(part)
+                    self._lock_by_part[part] = lock_directory(part)
                     parts.append(part)
         for part in parts:
             self.discard(part)
@@ -292,7 +292,7 @@ class ImageStore:
         with self._store_lock():
             part = self._layers / _part_name()
             part.mkdir()
-            self._lock_by_part[part] = _lock_part(part)
+            self._lock_by_part[part] = lock_directory(part)
         os.chmod(part, 0o755)
         os.chown(part, SANDBOX_UID, SANDBOX_UID)
         return part
@@ -340,7 +340,7 @@ class ImageStore:
                     path.unlink()
             for path in self._layers.glob(".part-*"):
                 with contextlib.suppress(BlockingIOError, FileNotFoundError):  # its owner lives, or has finished it
-                    self._lock_by_part[path] = _lock_part(path)
+                    self._lock_by_part[path] = lock_directory(path)
                     parts.append(path)
         for part in parts:
             self.discard(part)
@@ -383,12 +383,15 @@ class ImageStore:
     @contextlib.asynccontextmanager
     async def lock(self, key: str) -> AsyncIterator[None]:
         """One holder at a time among all processes that share the store. Not reentrant."""
-        fd = os.open(_record_path(self._locks, key), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            pause_s, pause_s_max = LOCK_POLL_S
-            while not _try_lock(fd):
+        pause_s, pause_s_max = LOCK_POLL_S
+        while True:
+            try:
+                fd = lock_file(_record_path(self._locks, key))
+                break
+            except BlockingIOError:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, pause_s_max)
+        try:
             yield
         finally:
             os.close(fd)
@@ -397,15 +400,9 @@ class ImageStore:
         """Written atomically. Requires the guard."""
         write_file(path, msgspec.json.encode(record), durable=True, partial=path.with_name(_part_name()))
 
-    @contextlib.contextmanager
-    def _store_lock(self) -> Iterator[None]:
+    def _store_lock(self) -> contextlib.AbstractContextManager[None]:
         """The lock for giving and removing names. Held for short moments only."""
-        fd = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(fd)
+        return locked(self.root / "lock")
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -432,26 +429,6 @@ def _record_path(folder: Path, key: str) -> Path:
 
 def _part_name() -> str:
     return f".part-{os.getpid()}-{secrets.token_hex(8)}"
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _lock_part(part: Path) -> int:
-    """A descriptor that holds the lock of an unsealed layer. Raises BlockingIOError if another process holds it."""
-    fd = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.lstat(part)  # its owner may have renamed it before it released the lock
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
 
 
 def _read(path: Path) -> _ImageRecord | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import signal
 import socket
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from tangram.core.action import NO_USAGE, Usage
 from tangram.errors import ManagerError
+from tangram.files.lock import is_locked, lock_file, read_holder
 from tangram.managers.sandboxes.bwrap.spawner.protocol import SOCKET_NAME
 from tangram.processes.packets import packet_socket
 from tangram.processes.process_tree import WatchedProcess
@@ -59,32 +59,17 @@ class SpawnerLock:
 
     def acquire(self) -> int:
         """A descriptor that holds the lock, for a spawner that is about to be started."""
-        fd = self._try_acquire()
-        if fd is None:
-            raise ManagerError(f"the spawner {self._pid()} in {self.directory} has not ended")
+        try:
+            fd = lock_file(self._path)
+        except BlockingIOError:
+            raise ManagerError(f"the spawner {self._pid()} in {self.directory} has not ended") from None
         os.ftruncate(fd, 0)
         return fd
 
-    def _try_acquire(self) -> int | None:
-        """None if a spawner holds it."""
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return None
-        return fd
-
-    def _is_free(self) -> bool:
-        fd = self._try_acquire()
-        if fd is not None:
-            os.close(fd)
-        return fd is not None
-
     def _pid(self) -> int:
         """0 if it has not been written yet."""
-        content = self._path.read_bytes()
-        return int(content) if content.isdigit() else 0
+        holder = read_holder(self._path)
+        return int(holder) if holder.isdecimal() else 0
 
     async def connect(self) -> tuple[socket.socket, DetachedProcess]:
         """Connect to the spawner that waits for an owner. The holder of the lock is about to listen or to end."""
@@ -92,7 +77,7 @@ class SpawnerLock:
         connection = packet_socket()
         try:
             connection.setblocking(False)
-            while not self._is_free():
+            while is_locked(self._path):
                 try:
                     # The path of a socket is limited to 107 bytes, that of a directory is not.
                     connection.connect(f"/proc/self/fd/{there}/{SOCKET_NAME}")
@@ -109,13 +94,13 @@ class SpawnerLock:
     async def kill_spawner(self) -> None:
         """Kill the spawner, if there is one, and wait for its end: its sandboxes die with it."""
         deadline = time.monotonic() + END_S_MAX
-        while not self._is_free():
+        while is_locked(self._path):
             pid = self._pid()
             if pid:
                 with contextlib.suppress(ManagerError):
                     spawner = DetachedProcess(pid)
                     try:
-                        if not self._is_free():  # still held, so the pidfd is that of the holder
+                        if is_locked(self._path):  # still held, so the pidfd is that of the holder
                             spawner.signal(signal.SIGKILL)
                     finally:
                         spawner.reap()
