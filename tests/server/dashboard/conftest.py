@@ -2,58 +2,38 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
+from tests.browser import SHARED_BROWSER, SharedBrowser, chromium_path, close_after
 from tests.server.dashboard.fake_model import Model
 from tests.server.dashboard.fake_service import FakeService
 
-CHROMIUM = os.environ.get("TANGRAM_CHROMIUM", "/usr/bin/chromium")
-ARGS = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-)
 LAPTOP = {"width": 1366, "height": 768}
 PATIENCE_S = 30.0
 NOT_OF_THE_PAGE = "Failed to load resource"
 """What the browser itself logs for a refused or unanswered request; the tests that stop the service look for it."""
 
 
-def missing() -> str:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, Any, Any]:
     try:
-        import playwright.sync_api  # noqa: F401
-    except ImportError:
-        return "playwright is not installed"
-    return "" if Path(CHROMIUM).exists() else f"there is no Chromium at {CHROMIUM}; apt-get install chromium"
+        return (yield)
+    finally:
+        close_after(item, nextitem)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def chromium() -> str:
     """The path of the browser."""
-    reason = missing()
-    if reason and os.environ.get("CI") == "true":
-        pytest.fail(reason)
-    if reason:
-        pytest.skip(reason)
-    return CHROMIUM
+    return chromium_path()
 
 
-@pytest.fixture(scope="module")  # while it is there, no other event loop can run in this process
-def browser(chromium: str) -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=ARGS)
-        yield browser
-        browser.close()
+@pytest.fixture(scope="session")
+def browser(chromium: str) -> SharedBrowser:
+    return SHARED_BROWSER
 
 
 class Screen:
@@ -98,8 +78,11 @@ class Screen:
         return found
 
     def views(self, more: int = 1) -> None:
-        """Waits for that many further views."""
-        self.until(f"Number(document.body.dataset.views) >= {int(self.js('document.body.dataset.views')) + more}")
+        """Waits for that many further views. A page that is online again fetches one without waiting its second."""
+        for _ in range(more):
+            before = int(self.js("document.body.dataset.views"))
+            self.page.evaluate("() => { dispatchEvent(new Event('online')); }")
+            self.until(f"Number(document.body.dataset.views) > {before}")
         self.frame()
 
     def frame(self) -> None:
@@ -120,7 +103,7 @@ Opener = Callable[..., Screen]
 
 
 @pytest.fixture
-def screen(browser: Any) -> Iterator[Opener]:
+def screen(browser: SharedBrowser) -> Iterator[Opener]:
     """Opens screens on a service; at the end none of them may have complained."""
     opened: list[Screen] = []
 

@@ -27,9 +27,9 @@ def test_a_click_on_a_run_filters_every_page(screen: Opener, still: FakeService)
     }
     page.turn_to("timeline")
     page.page.click("text=Everything")
-    page.until("document.querySelector('canvas.plot').dataset.mode === 'all'")
-    rows = [row for row in model.rows if row.run == "coding-rl"]
-    assert int(page.plot("picked")) == len(rows)
+    rows = sum(row.run == "coding-rl" for row in model.rows)
+    page.until(f"document.querySelector('canvas.plot').dataset.picked === '{rows}'")
+    assert page.plot("mode") == "all"
     page.page.select_option(".filter", "")
     page.until(f"document.querySelector('canvas.plot').dataset.picked === '{len(model.rows)}'")
 
@@ -72,11 +72,10 @@ def test_a_click_anywhere_on_the_row_of_an_action_opens_its_story(
 
 
 def test_ids_inside_reasons_open_stories_too(screen: Opener, still: FakeService) -> None:
-    page = screen(still).go("actions")
     while not (behind := [action for action in still.model.view().waiting if " behind " in action.reason]):
         still.model.step()
     blocker = behind[0].reason.split(" behind ")[1].split(",")[0]
-    page.views(2)
+    page = screen(still).go("actions")
     page.page.click(f"td.wide [data-action-id='{blocker}'] >> nth=0")
     page.until(f"document.getElementById('story').dataset.of === '{blocker}'")
 
@@ -93,7 +92,11 @@ def test_the_story_of_a_live_action_goes_on_until_it_has_settled(screen: Opener,
     page = screen(busy).go()
     doing = min(busy.model.running, key=lambda one: abs(one.granted_s + one.needed_s - busy.model.now - 5))
     page.go(f"actions?action={quote(doing.id, safe='')}")
-    page.until(f"document.querySelector('#story .status').textContent === '{doing.status.replace('_', ' ')}'")
+    page.until("['starting', 'running'].includes(document.querySelector('#story .status').textContent)")
+    settled = f"document.querySelector('#story .status').textContent === '{doing.status.replace('_', ' ')}'"
+    while not page.js(settled) and busy.model.now < doing.granted_s + doing.needed_s + 5:
+        page.views()
+    page.until(settled)
     page.frame()
     assert page.texts("#story li > span")[-1].startswith(doing.status)
     asked = sum(1 for path in busy.requests if "/story" in path)

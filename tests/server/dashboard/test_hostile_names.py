@@ -103,6 +103,7 @@ def test_their_stories_and_filters_work(screen: Opener, hostile: FakeService) ->
         assert page.js("document.getElementById('story').dataset.of") == action.id
         assert page.js("document.querySelector('#story').scrollWidth <= document.querySelector('#story').clientWidth")
         page.page.keyboard.press("Escape")
+        page.until("document.getElementById('story').hidden")
 
 
 def test_the_tooltip_of_the_timeline_shows_them_as_text(screen: Opener, hostile: FakeService) -> None:

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.server.dashboard.conftest import Opener, Screen
+from tests.browser import SharedBrowser
+from tests.server.dashboard.conftest import Screen
+from tests.server.dashboard.fake_model import Model
 from tests.server.dashboard.fake_service import FakeService
 
 
+@pytest.fixture(scope="module")
+def blank(browser: SharedBrowser) -> Iterator[Screen]:
+    """A document of the service that loads no module by itself."""
+    with FakeService(Model(tenants=())) as service:
+        context = browser.new_context()
+        screen = Screen(context, service)
+        screen.page.goto(f"{service.url}dashboard/icon.svg")
+        yield screen
+        context.close()
+
+
 @pytest.fixture
-def page(screen: Opener, idle: FakeService) -> Screen:
-    return screen(idle).go()
+def page(blank: Screen) -> Iterator[Screen]:
+    yield blank
+    faults, blank.faults[:] = list(blank.faults), []
+    assert faults == []
 
 
 def call(page: Screen, module: str, expression: str) -> Any:

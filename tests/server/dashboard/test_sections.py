@@ -118,9 +118,10 @@ def test_the_holders_of_a_pool_are_listed_on_request(screen: Opener, still: Fake
     page = screen(still).go()
     page.page.click("[data-pool=cpu] .pool-held .link")
     holders = still.model.view().pools[0].holders
+    page.until(f"document.querySelectorAll('[data-pool=cpu] .holder .link').length === {len(holders)}")
     assert page.texts("[data-pool=cpu] .holder .link") == [holder.id for holder in holders]
     page.page.click("[data-pool=cpu] .pool-held .link")
-    assert page.texts("[data-pool=cpu] .holder") == []
+    page.until("document.querySelectorAll('[data-pool=cpu] .holder').length === 0")
 
 
 def test_queue_shows_each_action_with_its_reason(screen: Opener, still: FakeService) -> None:
