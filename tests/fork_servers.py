@@ -30,7 +30,7 @@ class Lasting(ForkServer):
 
 @contextmanager
 def shared() -> Iterator[None]:
-    """Warm before anybody looks what processes there are. A process that a test executes has its own, as any run."""
+    """Warm before any test lists the processes. A process that a test executes has its own, as any run."""
     # The first optimizer of a process imports torch._dynamo, which takes a second of CPU time in each trainer.
     lasting, own = Lasting(PROGRAM, "torch._dynamo"), assembly.fork_server_of
 

@@ -1,4 +1,4 @@
-"""The config: what a file may say, and what is said of a file that is wrong."""
+"""The config: valid files, and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -307,7 +307,7 @@ def test_a_table_that_is_not_as_it_should_be_is_named(text: str, says: str) -> N
     assert says in refusal(text)
 
 
-# ---- who may use it ----
+# ---- access ------------
 
 
 def test_a_public_address_without_a_token_is_refused() -> None:

@@ -133,7 +133,7 @@ def test_the_core_time_of_a_step_is_divided_without_a_rest(tmp_path: Path) -> No
         (1.0, Reserve(sandbox="box-b", memory=1), []),
         (1.0, Submit(action=second), []),
         (2.0, Finished(action="a"), [_settled("a", 0.0, 2.0, cpu_s=1.0)]),
-        (3.0, Reserve(sandbox="nobody", memory=1), [_started(second)]),
+        (3.0, Reserve(sandbox="unknown", memory=1), [_started(second)]),
         (5.0, Finished(action="b"), [_settled("b", 2.0, 2.0, cpu_s=2.0)]),
         (5.0, Release(sandbox="box-b"), []),
         (6.0, Release(sandbox="box-a"), []),
@@ -261,7 +261,7 @@ def test_nothing_is_left_of_a_run(run, folder: Path) -> None:
 def test_an_interrupt_in_the_midst_of_it_leaves_nothing_behind(tmp_path: Path) -> None:
     needs_sandboxes()
     command = [sys.executable, "-c", "from tangram.cli import main; main()", "bench", "reservation", "--quick"]
-    # Whoever ignores the interrupt hands that on; a terminal does not.
+    # A process that ignores the interrupt passes that on; a terminal does not.
     running = subprocess.Popen(
         [*command, "--report", str(tmp_path / "out" / "report.html")],
         env=os.environ | {"TMPDIR": str(tmp_path)},

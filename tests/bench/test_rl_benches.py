@@ -30,7 +30,7 @@ FLEETS = {COMPUTE: {COMPUTE: 1}, BANDWIDTH: {BANDWIDTH: 2}, affinity.MIX: {COMPU
 
 
 def measured(module: Any, sizes: Any) -> BenchResult:
-    """A result that is whole: every number is one, every goal is that of a number, and it was told when it was done."""
+    """A complete result: every metric is a number, every goal has a metric, and its end was reported."""
     told: list[float] = []
 
     def progress(share: float, words: str = "", /) -> None:

@@ -246,7 +246,7 @@ def test_an_orphaned_spawner_is_found_by_its_lock(tmp_path: Path) -> None:
     service = soak.ServiceProcess.__new__(soak.ServiceProcess)
     assert soak.Footprint(service, tmp_path).spawners() == []
     (kept / "spawner.lock").write_text("")
-    assert soak.Footprint(service, tmp_path).spawners() == [], "it has not said yet who it is"
+    assert soak.Footprint(service, tmp_path).spawners() == [], "it has not announced itself yet"
     (kept / "spawner.lock").write_text("4711")
     assert soak.Footprint(service, tmp_path).spawners() == [4711]
 

@@ -122,7 +122,7 @@ def processes_of(state: Path, owning: set[int]) -> dict[int, str]:
 
 
 def children() -> set[int]:
-    """Of this process, dead ones that nobody has waited for included."""
+    """Children of this process, including dead ones that were not waited for."""
     found: set[int] = set()
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):
@@ -271,12 +271,12 @@ def play(state: Path) -> Callable[..., Any]:
 
 
 def timed_out(result: tangram.Result) -> bool:
-    """Its time limit ended it. Where the machine was too busy to give it its CPU, that was our fault and is said so."""
+    """Its time limit ended it. On a machine too busy to give it its CPU, the result is LOST."""
     starved = result.status is Status.LOST and result.reason.startswith("starved")
     return result.status is Status.TIMED_OUT or starved
 
 
-# ---- who is who ----------------------------------------------------------------------------------------------------
+# ---- processes -----------------------------------------------------------------------------------------------------
 
 
 def spawner() -> int:
@@ -336,7 +336,7 @@ def cpu_used(state: Path, box: int = 1) -> float:
 
 
 async def stands_still(state: Path, box: int = 1) -> None:
-    """Nothing in the sandbox uses CPU, perhaps after a moment: who is about to run freezes only then."""
+    """Nothing in the sandbox uses CPU, perhaps after a moment: a runnable process freezes only then."""
     deadline = time.monotonic() + GONE_S_MAX
     before, unchanged = -1.0, 0
     while unchanged < STILL_LOOKS:

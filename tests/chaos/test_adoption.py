@@ -147,7 +147,7 @@ class Service:
         return process
 
     def killed(self, story: str, before: str = "", **options: Any) -> list[str]:
-        """Run a story until it says `ready`, then kill its process at once. Returns what it said besides."""
+        """Run a story until it says `ready`, then kill its process at once. Returns the rest of its output."""
         process = self.start(story + "\nawait asyncio.sleep(1000)", before, **options)
         said = heard(process)
         process.kill()
@@ -181,7 +181,7 @@ class Service:
                     process.kill()
 
     async def end(self) -> None:
-        """As an administrator who wants nothing of it any more."""
+        """Remove it, as an administrator would."""
         async with self.comes() as k:
             assert not (self.directory / "kept" / "spawner.log").read_text(), "the spawner broke down"
             await k.manager.close_all()
@@ -310,7 +310,7 @@ ready()
 
 
 def test_what_was_left_running_can_still_write_to_the_streams_of_its_action(service: Service) -> None:
-    """As a server does that logs to its standard output: the owner who read it is gone."""
+    """As a server does that logs to its standard output: the owner that read it is gone."""
     chatty = "while :; do echo said; echo said >&2; echo x >> {0}; sleep 0.005; done & until [ -s {0} ]; do :; done"
     service.killed(f"""
 await k.open("one")
@@ -326,7 +326,7 @@ ready()
                     size = int(await k.says("one", f"wc -l < {name}"))
                     while int(await k.says("one", f"sleep 0.05; wc -l < {name}")) < size + 20:
                         pass
-        # Nobody waits either: more than a pipe holds.
+        # No writer blocks either: more than a pipe holds.
         async with service.comes() as k:
             await k.run("one", "(head -c 1000000 /dev/zero; echo written > third) &")
             while not await k.says("one", "sleep 0.02; cat third 2> /dev/null || true"):
@@ -384,7 +384,7 @@ await asyncio.sleep(1000)
                 pass  # what it left running can still write to its streams
         async with service.comes() as k:
             again = await k.run("one", "echo again$x", session="held")
-            assert (again.stdout, again.session_ended) == (b"again\n", False), "it is told once"
+            assert (again.stdout, again.session_ended) == (b"again\n", False), "it is reported once"
 
     run(story())
 
@@ -601,7 +601,7 @@ def test_an_owner_that_dies_while_it_starts_harms_nothing(service: Service) -> N
     run(story())
 
 
-# ---- who owns it ---------------------------------------------------------------------------------------------------
+# ---- ownership -----------------------------------------------------------------------------------------------------
 
 
 def test_a_second_owner_of_the_name_is_refused_with_the_id_of_the_first(service: Service) -> None:

@@ -43,7 +43,7 @@ Play = Callable[..., Any]
 
 
 async def running(box: tangram.Sandbox, word: str, **options: Any) -> asyncio.Task[tangram.Result]:
-    """An action that runs until somebody ends it; `word` is a number that nothing else has."""
+    """An action that runs until it is stopped; `word` is a number that nothing else has."""
     task = asyncio.create_task(box.exec(["sleep", word], cpus=0.1, **options))
     await until(lambda: found_by(word), "the action runs")
     return task
@@ -56,11 +56,13 @@ def kill(pid: int) -> None:
 # ---- processes that are killed -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("whose", [first_processes, holders])
-def test_a_sandbox_whose_first_process_is_killed_is_lost_alone(play: Play, whose: Callable[[], list[int]]) -> None:
+@pytest.mark.parametrize("list_processes", [first_processes, holders])
+def test_a_sandbox_whose_first_process_is_killed_is_lost_alone(
+    play: Play, list_processes: Callable[[], list[int]]
+) -> None:
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="64MiB") as box:
-            victim = whose()[0]
+            victim = list_processes()[0]
             async with t.sandbox(memory="64MiB") as other:
                 action, unharmed = await running(box, "9001"), await running(other, "9002")
                 session = box.session()
@@ -293,7 +295,7 @@ def test_all_processes_of_an_owner_end_with_it_and_the_next_owner_sweeps_under_l
         "all processes of the dead owner end by themselves",
     )
     left = owners_of(dies.pid)
-    assert len(left) == 1 and (owners.state / "owners" / left[0]).exists(), "until somebody sweeps"
+    assert len(left) == 1 and (owners.state / "owners" / left[0]).exists(), "until the next sweep"
     mine = owners_of(live.pid)
     before = {pid for pid in processes_of(owners.state, {live.pid}) if f"/tangram/{live.pid}-" in seen(pid, "cgroup")}
 
@@ -306,7 +308,7 @@ def test_all_processes_of_an_owner_end_with_it_and_the_next_owner_sweeps_under_l
     assert owners_of(live.pid) == mine and before and all(os.path.exists(f"/proc/{pid}") for pid in before)
     live.send_signal(signal.SIGINT)
     assert live.wait(60) != 0
-    assert owners_of(live.pid) == [], "who is interrupted leaves nothing to sweep"
+    assert owners_of(live.pid) == [], "an interrupted owner leaves nothing to sweep"
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
@@ -379,7 +381,7 @@ async with t.sandbox(memory="64MiB") as box:
 
 
 def sweep(state: Path) -> None:
-    """As whoever comes next does."""
+    """Sweep, as the next owner does."""
 
     async def come_and_go() -> None:
         async with tangram.connect(state=state):
@@ -391,7 +393,7 @@ def sweep(state: Path) -> None:
 def test_a_sandbox_is_closed_at_once_whatever_runs_rests_or_ends_in_it(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What stands still cannot die: nothing may be frozen once the first process is told to end."""
+    """A frozen process cannot die: nothing may be frozen once the first process is asked to end."""
     monkeypatch.setattr(manager, "CLOSE_S_MAX", 10 * STORY_S_MAX)
 
     async def story(t: tangram.Client) -> None:

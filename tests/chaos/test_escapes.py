@@ -270,7 +270,7 @@ def test_root_inside_has_only_what_reaches_its_own_files_and_processes(play: Pla
             await until(lambda: found_by("4711"), "it runs")
             (outside,) = found_by("4711")
             uids = next(line for line in seen(outside, "status").splitlines() if line.startswith("Uid:"))
-            assert uids.split()[1:] == [str(SANDBOX_UID)] * 4, "nobody outside"
+            assert uids.split()[1:] == [str(SANDBOX_UID)] * 4, "no user outside"
             await server.stop()
             status = (await box.exec("id -u; cat /proc/self/uid_map; grep CapEff /proc/self/status")).stdout.split()
             assert status[:4] == ["0", "0", str(SANDBOX_UID), "1"]
@@ -364,7 +364,7 @@ def test_nothing_of_the_owners_environment_comes_in(play: Play, monkeypatch: pyt
             for path in ("/proc/self/environ", "innocent.txt"):
                 with contextlib.suppress(FileFailed):
                     assert b"hunter2" not in await box.read(path)
-        assert "hunter2" not in seen(spawner(), "environ"), "who forks into sandboxes need not know it"
+        assert "hunter2" not in seen(spawner(), "environ"), "the process that forks into sandboxes does not need it"
 
     play(story)
 
@@ -605,7 +605,7 @@ def test_what_is_no_file_cannot_be_read(play: Play) -> None:
 
 def test_file_work_runs_no_code_of_the_sandbox(play: Play, tmp_path: Path) -> None:
     """Names of users are looked up by libraries that nsswitch.conf names, and a module is imported from where the
-    interpreter of this machine has them: inside, both are the sandbox's. Who opens one of the pipes waits for ever."""
+    interpreter of this machine has them: inside, both are the sandbox's. Opening one of the pipes blocks."""
     stdlib = os.path.dirname(os.__file__)
     traps = f"""
 import contextlib, os

@@ -242,7 +242,9 @@ def test_many_processes_that_share_the_memory_do_not_kill_the_sandbox(play: Play
             result = await box.exec(["python3", "-c", eat], timeout_s=6)
             assert (result.status is Status.SUCCEEDED or timed_out(result)) and result.out_of_memory
             said = ""
-            for _ in range(40):  # if only the first of them was killed, the others go on, and whoever comes may be next
+            for _ in range(
+                40
+            ):  # if only the first of them was killed, the rest continues, and a later process may be next
                 said = said or (await box.exec("echo usable")).stdout
             assert said == "usable\n"
 

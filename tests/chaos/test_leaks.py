@@ -48,7 +48,7 @@ def resident_bytes(pid: int) -> int:
 
 
 async def side_by_side(count: int, one: Callable[[int], Any]) -> None:
-    """`one` so many times, AT_ONCE of them at the same time; for ENOUGH_S."""
+    """Run `one` repeatedly, AT_ONCE of them at the same time, for ENOUGH_S."""
     numbers = iter(range(count))
     enough = time.monotonic() + ENOUGH_S
 

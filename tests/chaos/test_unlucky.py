@@ -347,7 +347,7 @@ def test_cancelled_file_work_leaves_no_process(play: Play, state: Path) -> None:
             for _ in range(20):  # more than are done at once
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(box.download("large", "/nowhere", bytes_max="100GiB"), 0.01)
-            await until(lambda: inside(state) == before, "nobody works on the files")
+            await until(lambda: inside(state) == before, "no file work is in progress")
             assert [entry.name for entry in await box.list()] == ["empty", "large"]
             assert await other.list() == []
 
@@ -465,7 +465,7 @@ FEW_DESCRIPTORS = "resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.get
 
 
 def test_what_is_left_running_does_not_use_up_the_descriptors_of_the_owner(owners: Owners) -> None:
-    """Each holds the streams of the action that left it, which somebody must go on to read."""
+    """Each holds the streams of the action that left it, which must still be read."""
     process = owners.start(
         """
 async with t.sandbox(memory="256MiB") as box, t.sandbox(memory="64MiB") as other:

@@ -326,7 +326,7 @@ def test_nothing_that_was_recorded_steers_a_terminal(cli, tmp_path: Path) -> Non
         ("timeline", path, "--html", tmp_path / "t.html"),
     ]
     calls += [("show", path, each.id) for each in found if "\x00" not in each.id and "\udc80" not in each.id]
-    calls += [("show", path, "nobody"), ("show", path, "--task", "nobody"), ("replay", path)]
+    calls += [("show", path, "unknown"), ("show", path, "--task", "unknown"), ("replay", path)]
     for words in calls:
         for option in ((), ("--json",)):
             done = cli("rl", *words, *option)

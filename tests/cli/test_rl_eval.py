@@ -154,7 +154,7 @@ def test_an_error_of_a_checkpoint_names_the_checkpoint_that_was_given(cli: Cli, 
 def test_a_custom_environment_is_loaded_from_where_the_run_loaded_it(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By whoever plays the run, and by whoever replays what they wrote, wherever they are."""
+    """Importable for the run, and for a replay of its log, from any directory."""
     own, out = tmp_path / "own", tmp_path / "played.jsonl"
     own.mkdir()
     (own / "eval_own_lake.py").write_text("from tangram.rl.environments.frozenlake import FrozenLake as Lake\n")
@@ -214,7 +214,7 @@ def test_a_server_is_reported_with_the_model_that_it_has_loaded(cli: Cli, traine
     config = tmp_path / "served.toml"
     config.write_text('[[tasks]]\nname = "chain"\n[[engines]]\nkind = "openai"\nurl = "http://127.0.0.1:1"\n')
     said = cli("rl", "eval", trained, "--config", config, "--episodes", "1")
-    assert said.code == 2, "nobody serves there"
+    assert said.code == 2, "no server listens there"
     assert f"engine engine plays what its server has loaded, which has to be {trained}" in said.err
 
 

@@ -68,7 +68,7 @@ def test_engines_and_trajectories_share_one_clock(cli: Cli, config: Path, tmp_pa
     started = [each["record"]["at_s"] for each in lines if each["record"].get("name") == "EngineStarted"]
     began = [each["record"]["began_s"] for each in lines if each["kind"] == "trajectory"]
     assert len(started) == 2 and len(began) == 2
-    assert min(started) > 0.0 and max(started) <= min(began), "nobody plays before the engines serve"
+    assert min(started) > 0.0 and max(started) <= min(began), "no episode starts before the engines serve"
 
 
 def test_one_group_is_printed_in_the_singular(cli: Cli, config: Path) -> None:

@@ -205,7 +205,7 @@ def test_an_image_that_does_not_exist_is_wrong_input(cli) -> None:
 # ---- without sandboxes --------------------------------------------------------------------------------------------
 
 # It is called once as root, so that all is imported: the files of Python may be out of reach for others.
-AS_NOBODY = """
+AS_OTHER_USER = """
 import os, sys
 from typer.testing import CliRunner
 import tangram.cli
@@ -216,9 +216,9 @@ tangram.cli.main()
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="has to become nobody")
+@pytest.mark.skipif(os.geteuid() != 0, reason="has to switch to another user")
 def test_without_root_the_error_names_the_alternatives() -> None:
-    done = subprocess.run([sys.executable, "-c", AS_NOBODY], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", AS_OTHER_USER], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (125, "")
     assert "sandboxes need root" in done.stderr
     assert "--backend process, which isolates nothing" in done.stderr
@@ -230,7 +230,7 @@ def test_the_backend_process_needs_no_sandboxes(cli) -> None:
     assert (done.json["backend"], done.json["stdout"], done.json["exit_code"]) == ("process", "here\n", 6)
 
 
-# ---- what is told -------------------------------------------------------------------------------------------------
+# ---- output -------------------------------------------------------------------------------------------------------
 
 
 @needs_sandboxes
@@ -372,7 +372,7 @@ def test_a_command_that_ends_leaves_nothing(start) -> None:
 
 @needs_sandboxes
 def test_the_example_with_the_number_of_cores_works(cli, tmp_path: Path) -> None:
-    """Where make is, which whoever builds here has."""
+    """The directory of make, which is present on a build machine."""
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "Makefile").write_text("all:\n\t@echo $(MAKEFLAGS)\n")
     words = ("--cpus", "1-1", "--timeout", "60", "--upload", tmp_path / "project")

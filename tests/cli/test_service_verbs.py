@@ -126,7 +126,7 @@ def service(tmp_path: Path, cli: Cli) -> Iterator[Served]:
 
 @contextmanager
 def busy(url: str, token: str, count: int, **options: Any) -> Iterator[Any]:
-    """So many commands of one core that run or wait in a sandbox until the block ends."""
+    """The given number of commands of one core that run or wait in a sandbox until the block ends."""
     with tangram.connect_sync(url, token=token) as client, client.sandbox(memory="64MiB", trajectory="busy") as box:
 
         def one() -> None:
@@ -229,7 +229,7 @@ def test_a_run_sees_in_status_that_other_runs_hold_units_but_not_which(service: 
 
 
 def test_names_from_elsewhere_cannot_steer_a_terminal(service: Served, cli: Cli) -> None:
-    """Whatever a service, or who claims to be one, puts into them."""
+    """Any content that a service, or an impostor, puts into them."""
     token = service.token("math")
     with busy(service.url, token, 3):
         view = service.until(lambda view: view.waiting_total == 1 and view.runs)
@@ -420,7 +420,7 @@ def test_a_run_gets_another_token(service: Served) -> None:
     assert second.code == 0 and second.out.strip().startswith("tgr_") and second.out.strip() != first
     assert service.as_run(first, "status").code == 2
     assert service.as_run(second.out.strip(), "status").code == 0
-    assert service("token", "renew", "nobody").code == 2
+    assert service("token", "renew", "unknown").code == 2
     service("token", "revoke", "renewed", "--yes")
 
 
@@ -464,7 +464,7 @@ VERBS = (
 @pytest.mark.parametrize("words", VERBS, ids=" ".join)
 def test_without_a_service_each_verb_prints_where_it_looked_and_what_to_do(cli: Cli, words: tuple[str, ...]) -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        taken.bind(("127.0.0.1", 0))  # and nothing listens
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         done = cli(*words, "--url", url)
     assert (done.code, done.out) == (2, "")
@@ -569,7 +569,7 @@ def test_https_to_a_service_without_tls_is_reported_as_such(service: Served, cli
 
 @contextmanager
 def answering(answer: bytes) -> Iterator[str]:
-    """Somebody who is no Tangram, and gives everybody the same answer."""
+    """A server of another kind, with the same response to every request."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def serve() -> None:

@@ -84,7 +84,7 @@ LEFT = "from step 2, version 2: 3 groups wait; checkpoint 00000003 is damaged"
 
 
 class Scripted:
-    """A pipeline that does what it is told, in a real folder with a real log."""
+    """A scripted pipeline, in a real folder with a real log."""
 
     def __init__(self) -> None:
         self.settings: TrainSettings | None = None
@@ -173,7 +173,7 @@ def test_a_run_ends_with_what_was_reached_and_where_everything_is(cli: Cli, conf
     assert "report:      build/runs/small/report.html" in done.out and Path("build/runs/small/report.html").is_file()
     assert "tensorboard --logdir build/runs/small/tensorboard" in done.out
     assert "tangram rl eval build/runs/small" in done.out
-    assert "checkpoint:  build/runs/small/checkpoints/00000004" in done.out, "it was told from the root"
+    assert "checkpoint:  build/runs/small/checkpoints/00000004" in done.out, "the path is relative to the root"
     assert "over: step 4 of 4 (all are made)" in done.err and "; 17 s so far" in done.err, "as long as the summary says"
 
 

@@ -181,7 +181,7 @@ def test_closing_a_connection_does_not_wait_for_holders_of_quotas(tmp_path: Path
         async def hold(t: Client, deadline_s: float | None) -> None:
             async with t.quota("search", deadline_s=deadline_s):
                 inside.set()
-                with contextlib.suppress(TimeoutError):  # a connection that waits is a failure, and no test for ever
+                with contextlib.suppress(TimeoutError):  # a connection that waits is a failure, not a hanging test
                     await asyncio.wait_for(closed.wait(), 10.0)
             assert closed.is_set()
 
@@ -508,7 +508,7 @@ def test_what_was_refused_is_repeated_whatever_it_is(
 def test_a_deadline_ends_a_call_with_all_its_waiting_and_repetitions(tmp_path: Path) -> None:
     async def reply(request: web.Request) -> web.StreamResponse:
         if request.path == "/silent":
-            await asyncio.sleep(1.0)  # much longer than anybody waits for it
+            await asyncio.sleep(1.0)  # much longer than any timeout
         if request.path == "/later":
             return web.Response(status=429, headers={"Retry-After": "3600"})
         return web.Response(status=503)
@@ -579,7 +579,7 @@ def test_answers_that_never_come_or_make_no_sense_are_no_results(
     async def reply(request: web.Request) -> web.StreamResponse:
         nonlocal fetched
         if request.path == "/silent":
-            await asyncio.sleep(1.0)  # much longer than anybody waits for it
+            await asyncio.sleep(1.0)  # much longer than any timeout
         if request.path == "/large":
             fetched += 1
             return web.Response(body=b"x" * 1001)

@@ -1,4 +1,4 @@
-"""A result says whose fault it was."""
+"""A result distinguishes errors of the program and of the infrastructure."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ class Bench:
         await self.__aexit__()
 
     def marker(self) -> str:
-        """A number of seconds that nobody else sleeps: a process that has it on its command line can be found from
+        """A number of seconds that no other process sleeps: a process that has it on its command line can be found from
         outside of every sandbox."""
         self.markers.append(f"{3000 + next(self._numbers)}.{secrets.randbelow(10**9):09}")
         return self.markers[-1]

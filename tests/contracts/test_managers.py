@@ -432,7 +432,7 @@ async def test_an_action_ends_although_what_it_left_running_holds_its_streams(be
 @needs_programs
 async def test_a_leftover_process_may_go_on_writing_to_unread_streams(bench: Bench) -> None:
     box = await bench.open()
-    # Far more than a pipe holds: whoever is not read stands in the middle of a write, or dies of it.
+    # Far more than a pipe holds: a program with unread output blocks in a write, or dies of it.
     await box.run("(while [ ! -e go ]; do sleep 0.01; done; head -c 1000000 /dev/zero && echo > written) & echo begun")
     await box.run("echo > go; while [ ! -e written ]; do sleep 0.01; done")
 

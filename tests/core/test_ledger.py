@@ -347,7 +347,7 @@ def test_use_at_any_time_counts_from_its_end_and_blocks_no_other_action() -> Non
     later = ledger.hold(calls, 3, run, at_once=False)
     ledger.give_back(ledger.hold(calls, 1, run))
     assert calls.available_at(2) == 10.0
-    assert calls.available_at(5) == math.inf, "nobody knows when it ends"
+    assert calls.available_at(5) == math.inf, "its end is unknown"
     ledger.now = 40.0
     assert ledger.refill(calls, 40.0)
     assert counts(calls) == (2, 0, 3)

@@ -103,7 +103,7 @@ def test_a_call_that_waits_for_memory_holds_nothing_and_starts_with_it_held(clus
         wait_for(c, "call", 300)
         assert c.starts() == [] and c.free("cpu@n0") == 1000
         c.submit("exec", ONE, sandbox="full")
-        assert c.starts() == ["exec"], "who has the memory can go on"
+        assert c.starts() == ["exec"], "the sandbox with the memory can go on"
         c.run("exec")
         c.send(Release(sandbox="full"))
         assert c.start("call").grant.attempt == 1, "no attempt was used up"
@@ -121,7 +121,7 @@ def test_a_call_that_waits_for_memory_is_settled_like_any_other(cluster: Make) -
     wait_for(c, "call", 300)
     c.cancel("call")
     assert c.outcome().status is Status.CANCELLED
-    assert list(c.scheduler.places.by_sandbox) == ["full"], "nobody is left who would release the other"
+    assert list(c.scheduler.places.by_sandbox) == ["full"], "no action is left that would release the other"
     c.submit("hasty", ONE, deadline_s=5.0)
     wait_for(c, "hasty", 300)
     c.pass_time(5.0)
@@ -187,7 +187,7 @@ def test_calls_pass_a_sandbox_that_no_instance_keeps_waiting(cluster: Make) -> N
 
 
 def test_a_call_whose_turn_it_is_precedes_later_sandboxes(cluster: Make) -> None:
-    """Both age: neither a stream of calls nor one of sandboxes keeps the other waiting for ever."""
+    """Both age: neither a stream of calls nor one of sandboxes starves the other."""
     c = cluster(*cpu_node("n0", 8, memory_gib=1.0), policy="adaptive", ageing_s=10.0)
     c.send(box("box0", 800, node="n0", run="opens"))
     c.submit("call", ONE, run="calls")
@@ -476,7 +476,7 @@ def test_a_node_comes_back_empty_when_its_pools_are_named_again(cluster: Make) -
     c.submit("b", EIGHT)
     for pool in LARGE:
         c.send(PoolChanged(pool=pool))
-        assert c.starts() == [], "a node that is down takes nobody"
+        assert c.starts() == [], "a node that is down takes no action"
     c.send(NodeChanged(node="large", state=NodeState.UP))
     assert c.starts() == ["b"]
     assert (c.free("cpu@large"), c.free("memory@large")) == (0, 4096)
@@ -698,7 +698,7 @@ def test_a_sandbox_waits_for_a_node_that_could_hold_all_its_actions(cluster: Mak
     if policy == "adaptive":
         c.send(box("another"))
         c.submit("free", ONE, sandbox="another", priority=1)
-        assert c.start("free").grant.node == "small", "who waits alone is not kept from it"
+        assert c.start("free").grant.node == "small", "an action that waits alone is not kept from it"
     c.run("fill")
     assert c.start("first").grant.node == "large"
     c.run("first")

@@ -290,7 +290,7 @@ def test_after_a_round_only_half_a_core_more_or_less_is_worth_a_look(cluster: Ma
     pool.looked_at_free = pool.free - 500
     assert pool.has_moved()
     pool.elastic_held = 0
-    assert not pool.has_moved(), "nobody could be resized"
+    assert not pool.has_moved(), "no action could be resized"
 
 
 def test_a_pool_is_tight_while_few_units_are_free_and_elastic_actions_could_give_some(cluster: Make) -> None:

@@ -276,7 +276,7 @@ Taken = Callable[[int], int]
 
 
 def estimated(ends: list[tuple[float, int]], rest: list[Waiting], taken: Taken) -> float:
-    """The documented estimate: whoever does not start now queues up for the next units that come free, each at its
+    """The documented estimate: an action that cannot start now queues for the next units that come free, each at its
     minimum; the first may take up to DEPTH minima, whichever is best for the sum."""
     if not rest:
         return 0.0
@@ -459,7 +459,7 @@ def test_adaptive_lets_an_aged_action_go_first() -> None:
     assert list(rig.started()) == ["long"]
 
 
-# ---- adaptive: CPU that nobody declared -------------------------------------------------------------------------
+# ---- adaptive: undeclared CPU -----------------------------------------------------------------------------------
 
 
 def taught(seconds: float, busy: float, key: str = "tool") -> Knowledge:
@@ -790,7 +790,7 @@ def test_a_fixed_number_of_devices_is_granted() -> None:
 
 
 def batching(devices: int, batch_max: int) -> Rig:
-    """A service that takes so many calls at once, loaded on device 0; all devices are busy with something else."""
+    """A service with batches of this size, loaded on device 0; all devices are busy with something else."""
     rig = Rig("adaptive", gpu_node(devices))
     rig.handle(Resident(service="judge", node="g0", devices=(0,), batch_max=batch_max))
     rig.submit("busy", fixed(devices), kind=GPU)
@@ -869,7 +869,7 @@ def restores(effects: list[Effect]) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def called(rig: Rig, service: str, times: int, restore_s: float = 0.5) -> list[Effect]:
-    """What the last of so many calls left behind it, one after the other. A device has room for one service."""
+    """What the last of a number of calls left behind it, one after the other. A device has room for one service."""
     effects: list[Effect] = []
     for number in range(times):
         action = Action(id=f"{service}-{number}-{rig.now}", demand=Demand({GPU: fixed(1)}), service=service)

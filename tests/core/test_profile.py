@@ -112,7 +112,7 @@ def test_a_duration_of_zero_is_harmless() -> None:
     assert math.isfinite(estimate.busy)
 
 
-# ---- who is like whom -------------------------------------------------------------------------------------------
+# ---- relatives --------------------------------------------------------------------------------------------------
 
 
 def test_relatives_inform_a_task_without_observations() -> None:

@@ -93,7 +93,7 @@ def test_what_a_run_spent_of_a_quota_long_ago_does_not_count_against_it(cluster:
         c.submit(name, {"cpu": cores(1)}, run=run)
     c.submit("dx", {"cpu": cores(1)}, run="x")
     c.submit("dy", {"cpu": cores(1)}, run="y")
-    c.now = 100.0  # the quota is whole again, and nobody has asked for it since
+    c.now = 100.0  # the quota is whole again, and no action has demanded it since
     c.run("ay")
     assert c.starts() == ["dy"], "within the last minute x had more"
     c.now = 1000.0
@@ -153,7 +153,7 @@ def test_a_run_alone_gets_everything(cluster: Make) -> None:
 def test_no_run_gets_ahead_of_a_waiting_one_by_more_than_the_action_that_starts(
     weights: list[float], sizes: list[int], ends: list[int], name: str
 ) -> None:
-    """The bound of fair share: whoever starts was the poorest of all runs that wait, so that afterwards its weighted
+    """The bound of fair share: the run that starts was the poorest of all waiting runs, so that afterwards its weighted
     share exceeds that of no waiting run by more than its own action: share_i <= share_j + size_i / (total * weight_i).
 
     A strict policy keeps a pool for the poorest run's next action until it fits. Under one that lets others pass, what
@@ -313,7 +313,7 @@ def test_an_aged_action_on_one_node_does_not_stop_its_run_on_another(cluster: Ma
 
 
 def test_an_elder_goes_before_everything_later_of_whatever_run(cluster: Make) -> None:
-    """The wide action of a run with a large share elsewhere would wait for ever behind poorer runs."""
+    """The wide action of a run with a large share elsewhere would starve behind poorer runs."""
     ageing_s = 10.0
     c = cluster(*NODE, API, policy="adaptive", ageing_s=ageing_s)
     c.submit("rich", {"api": fixed(4)}, run="rich")
@@ -417,7 +417,7 @@ def test_an_aged_action_without_a_place_keeps_one_node_for_itself_and_leaves_the
     c.submit("later there", ONE, sandbox="there")
     assert c.starts() == ["later there"], "n1 has more free now, but it stays with the node that it waits for"
     c.send(NodeChanged(node="n0", state=NodeState.DRAINING))
-    assert c.starts() == ["late here"], "n0 takes nobody new: what was kept there is given free"
+    assert c.starts() == ["late here"], "n0 takes no new action: what was kept there is released"
     c.submit("last there", ONE, sandbox="there")
     assert c.starts() == [], "now it waits for n1"
     c.run("b")
@@ -426,7 +426,7 @@ def test_an_aged_action_without_a_place_keeps_one_node_for_itself_and_leaves_the
 
 
 def test_of_two_actions_that_wait_behind_each_other_the_one_whose_turn_it_is_starts(cluster: Make) -> None:
-    """Who goes first changes with the shares, and nobody is woken by that."""
+    """The first action changes with the shares, and no lane is woken by that."""
     c = cluster(API, Pool(kind="search", total=4), Pool(kind="other", total=4))
     c.submit("calls", {"api": fixed(4)}, run="z")
     c.submit("searches", {"search": fixed(4)}, run="z")
@@ -677,12 +677,12 @@ def test_a_draining_node_wakes_no_lane_in_vain(cluster: Make) -> None:
     assert c.send(NodeChanged(node="n0", state=NodeState.DRAINING)) == [*c.effects]
     assert c.starts() == []
     c.run("a")
-    assert c.starts() == [], "a node that drains takes nobody without a sandbox there"
+    assert c.starts() == [], "a draining node takes no action without a sandbox there"
     c.send(NodeChanged(node="n0", state=NodeState.UP))
     assert c.starts() == ["b"]
 
 
-# ---- who is kept from what ----------------------------------------------------------------------------------------
+# ---- blocked actions ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("policy", "later_s"), [("fcfs", 0.0), ("paper", 0.0), ("adaptive", 700.0)])

@@ -50,7 +50,7 @@ def test_an_evicted_copy_is_gone_and_evicting_it_again_does_no_harm() -> None:
     for _ in range(2):
         residents.remove("judge", "g0", (0,))
         assert residents.devices("judge", "g0") == [(1,)]
-    residents.remove("nobody", "g0", (0,))
+    residents.remove("unknown", "g0", (0,))
     assert not residents.use("judge", "g0", (0,))
 
 
@@ -121,7 +121,7 @@ def test_a_service_is_worth_the_restores_that_it_saves_and_less_with_every_minut
 def test_what_one_call_proves_is_nothing_and_of_many_nearly_all() -> None:
     residents = Residents()
     residents.record_call("judge", 0.0)
-    assert residents.sure_worth("judge", 0.0) == residents.sure_worth("nobody", 0.0) == 0.0
+    assert residents.sure_worth("judge", 0.0) == residents.sure_worth("unknown", 0.0) == 0.0
     for _ in range(99):
         residents.record_call("judge", 0.0)
     assert residents.sure_worth("judge", 0.0) == pytest.approx(0.9 * residents.worth("judge", 0.0))

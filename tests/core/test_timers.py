@@ -225,5 +225,5 @@ def test_a_scheduler_that_settled_many_actions_with_deadlines_keeps_none_of_them
             scheduler.handle(Cancel(action=action.id), now)
         scheduler.handle(Finished(action=action.id), now + 0.5)
     assert sum(scheduler.statistics().settled.values()) == 3000
-    # Four elements for each event of the story; without clearing there would be 6,000 timers besides.
+    # Four elements for each event of the story; without clearing there would also be 6,000 timers.
     assert counted(scheduler, 4000.0) < 5 * STORY_EVENTS

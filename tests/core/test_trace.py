@@ -268,7 +268,7 @@ def test_the_scheduler_itself_returns_the_same_story() -> None:
     scheduler = Scheduler(policy("fcfs"), HEADER.pools)
     for now, event, _ in handled:
         scheduler.handle(event, now)
-    for action_id in ("one", "two", "nobody"):
+    for action_id in ("one", "two", "unknown"):
         assert scheduler.story(action_id) == story(read(written.splitlines())[1], action_id)
 
 

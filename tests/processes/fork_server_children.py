@@ -1,4 +1,4 @@
-"""What is born in tests of the nursery. Importing it takes a mark, so that it can be told who imported."""
+"""Children in tests of the fork server. Importing it records which process imported it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ IMPORTED_BY = os.getpid()
 
 
 def main(fd: int) -> None:
-    """Does what it is told, word by word."""
+    """Executes the words it receives, one by one."""
     line = socket.socket(fileno=fd)
     while word := line.recv(1000).decode():
         if word == "who":

@@ -1,4 +1,4 @@
-"""A program of a nursery whose import starts a thread."""
+"""A program of a fork server whose import starts a thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The output of a program, bounded: beginning and end are kept, and what is missing is said."""
+"""The output of a program, bounded: beginning and end are kept, and omissions are marked."""
 
 from __future__ import annotations
 

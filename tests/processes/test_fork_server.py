@@ -24,7 +24,7 @@ THREADS = "tests.processes.fork_server_threads"
 
 
 class Told:
-    """A child, and the line on which it is told what to do."""
+    """A child, and the line on which it gets its commands."""
 
     def __init__(self) -> None:
         self.line, self.its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -110,7 +110,7 @@ def test_children_share_imported_modules_and_nothing_else(tmp_path: Path, monkey
         assert one["env"] == two["env"] == {"PATH": os.environ["PATH"]}
         assert one["cwd"] == str(tmp_path) and one["path"][0] == str(tmp_path / "mine")
         kept = {"0", "1", "2", str(first.number)}
-        assert kept < set(one["fds"]) and len(one["fds"]) == len(kept) + 1, "besides, the folder that is listed"
+        assert kept < set(one["fds"]) and len(one["fds"]) == len(kept) + 1, "and the folder that is listed"
         assert shown(born[0].pid) == "a child\n"
         first.ask("speak")
         for each in (first, second):
@@ -131,7 +131,7 @@ def test_the_exit_status_and_the_output_of_a_child_are_returned(word: str, code:
         async with asyncio.timeout(DEADLINE_S):
             await process.exited
         assert process.has_ended
-        process.signal(signal.SIGKILL)  # which harms nobody
+        process.signal(signal.SIGKILL)  # which does no harm
         assert shown(process.pid), "its number is its own until it is reaped"
         assert (await process.collect_exit())[0] == code and not shown(process.pid)
         assert process.exit_signal == (signal.SIGKILL if word == "die" else 0)
@@ -145,7 +145,7 @@ def test_children_die_with_the_fork_server_and_the_next_one_starts() -> None:
         before = told()
         await before.born(nursery)
         os.kill(nursery.pid, signal.SIGKILL)
-        assert await before.ended() is None, "nobody knows how"
+        assert await before.ended() is None, "its exit status is unknown"
         await until(lambda: gone(nursery.pid))
         meanwhile, after = told(), told()
         assert await meanwhile.born(nursery)

@@ -1,4 +1,4 @@
-"""What a program is told about the cores that it has."""
+"""How a program learns the number of its cores."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ SECONDS = st.sampled_from([None, None, 0.5, 5.0, 30.0])
 
 
 class Books:
-    """What the cluster itself knows, from the effects alone: who holds what of each pool."""
+    """The state of the cluster from the effects alone: the holders of each pool."""
 
     def __init__(self) -> None:
         self.total = {pool.name: pool.total for pool in POOLS}
@@ -592,7 +592,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.scheduler.explain(action).startswith(action)
 
     @invariant()
-    def nobody_is_kept_from_a_pool_that_only_he_wants(self) -> None:
+    def no_action_is_kept_from_an_uncontended_pool(self) -> None:
         waiting = [action for action, _ in self.live.values() if action.id not in self.granted]
         for action in waiting:
             kind, amounts = next(iter(action.demand.pools.items()))

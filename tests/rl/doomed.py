@@ -1,4 +1,4 @@
-"""A service without a model whose process is killed whenever it is asked, imported by the processes of devices."""
+"""A service without a model whose process is killed at every call, imported by the processes of devices."""
 
 from __future__ import annotations
 

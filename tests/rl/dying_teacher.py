@@ -1,4 +1,4 @@
-"""A teacher whose process is killed while it is asked, imported by the processes of devices."""
+"""A teacher whose process is killed during a call, imported by the processes of devices."""
 
 from __future__ import annotations
 

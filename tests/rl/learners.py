@@ -1,6 +1,6 @@
 """A learner without a gradient, in a module of its own: the process of a trainer imports it.
 
-What it does is told by the tasks of what it is given: each of them names a way in which a step goes.
+The tasks of its samples select its behaviour: each of them names a way in which a step ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tangram.rl.trajectories.training_batch import Demonstration, TrainingBatch
 STATE = "state.pt"
 HALF = "half.pt"
 WAITS_S = 0.003
-"""Between two pieces of what is computed: still at work for whoever looks, and others have the cores meanwhile."""
+"""Between two pieces of what is computed: still computing for an observer, while other processes have the cores."""
 
 
 class Adder:

@@ -78,7 +78,7 @@ def played(
     version: int = 0,
     taught: bool = False,
 ) -> TrainingBatch:
-    """By nobody: any tokens with any log-probabilities and rewards."""
+    """Synthetic samples: any tokens with any log-probabilities and rewards."""
     chance = np.random.default_rng(seed)
 
     def some(least: int) -> list[int]:

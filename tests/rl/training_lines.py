@@ -72,7 +72,7 @@ def run_lines(
         at_s = line.at_s
         lines.append(line)
         if notices and step == steps // 3:
-            lines.append(Noticed(at_s=at_s, kind="engine", text="engine-1 was lost (killed by signal 9); started anew"))
+            lines.append(Noticed(at_s=at_s, kind="engine", text="engine-1 was lost (killed by signal 9); restarted"))
         if notices and step == steps // 2:
             lines.append(Noticed(at_s=at_s, kind="stall", text="17 trajectories wait for pool search"))
         if evaluate_every and step % evaluate_every == 0:
@@ -190,7 +190,7 @@ def resumed_lines(*, checkpoints: Sequence[int] = (20, 40), lost: int = 7, steps
         lines.append(
             RunBegan(
                 at_s=at_s, began_at=BEGAN_AT, step=step, mode="async", alpha=1, settings=SETTINGS,
-                resumed_from=f"checkpoints/{step:08}", left="4 samples went back to the buffer, 12 were started anew",
+                resumed_from=f"checkpoints/{step:08}", left="4 samples went back to the buffer, 12 were restarted",
             )
         )  # fmt: skip
         for number in range(step + 1, end + 1):

@@ -293,7 +293,7 @@ def test_every_start_is_answered_by_one_end() -> None:
 
 
 class SlowToStart:
-    """An executor whose start takes for ever, and says when it was given up."""
+    """An executor whose start never returns, and records when it was cancelled."""
 
     def __init__(self) -> None:
         self.begun = asyncio.Event()
@@ -311,7 +311,7 @@ class SlowToStart:
         except asyncio.CancelledError:
             self.given_up += 1
             raise
-        raise AssertionError("nobody waits so long")
+        raise AssertionError("the wait was not cancelled")
 
     async def __aenter__(self) -> SlowToStart:
         return self
@@ -343,7 +343,7 @@ def test_an_action_that_is_stopped_while_its_executor_starts_it_does_not_wait_fo
 
 
 class Buggy(FakeManager):
-    """A manager with a bug that somebody found."""
+    """A manager with a bug."""
 
     async def start(self, action: Action, grant: Grant, work: Work, output: Output | None = None) -> Lease:
         if action.key == "found":

@@ -111,7 +111,7 @@ async def asking(address: str, token: str = "") -> AsyncIterator[Caller]:
 
 @asynccontextmanager
 async def asked(folder: Path, **options: Any) -> AsyncIterator[Caller]:
-    """Somebody on the machine of a service that is open to them."""
+    """A client on the machine of a service without tokens."""
     async with serving(folder, **options) as up, asking(up.address) as caller:
         yield caller
 
@@ -125,7 +125,7 @@ class Tenants(NamedTuple):
 
 @asynccontextmanager
 async def tenants(folder: Path, caps: Mapping[str, Any] | None = None, **options: Any) -> AsyncIterator[Tenants]:
-    """A service with an admin and two runs, whose names nobody would say by chance."""
+    """A service with an admin and two runs with distinctive names."""
     async with (
         serving(folder, admin_token_file=str(token_file(folder)), **options) as up,
         asking(up.address, ADMIN_TOKEN) as admin,
@@ -199,7 +199,7 @@ async def line(address: str, **options: Any) -> AsyncIterator[Line]:
 
 
 def open_ports(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """The ports of clients to whom a service of this process is connected, now."""
+    """The ports of clients that are connected to a service of this process now."""
     ports: set[int] = set()
     made, lost = TimeoutHttpProtocol.connection_made, TimeoutHttpProtocol.connection_lost
 

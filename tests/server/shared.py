@@ -52,7 +52,7 @@ def config_of(
     memory: int | None = None,
     **service: Any,
 ) -> Config:
-    """That of a service whose files are all below a folder."""
+    """The config of a service whose files are all below a folder."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     said: dict[str, Any] = dict(
         listen="127.0.0.1:0", journal=str(folder / "journal.db"), sandboxes_on_stop="close", drain_s=0.3
@@ -131,7 +131,7 @@ def keeping(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
 async def note_exec(
     journal: Journal, id: str, *, sandbox: str, started: bool = False, idempotent: bool = False
 ) -> None:
-    """A program of whoever has the space before its id, as one that waits or runs."""
+    """A program of the tenant in the prefix of its id, waiting or running."""
     space = tenant_of(id)
     action = Action(
         id=id, demand=Demand({CPU: cores(1)}), run=space, sandbox=f"{space}/{sandbox}", idempotent=idempotent

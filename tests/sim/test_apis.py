@@ -43,7 +43,7 @@ class Desk:
         self._number = 0
 
     def ask(self, now: float, count: int = 1, *, tokens: int = 0, really: int | None = None) -> int:
-        """How many of so many requests get in."""
+        """How many of the requests are admitted."""
         spent = None if really is None else {f"{self._quota.name}/tokens": really}
         step = SimStep(kind="ask", demand=Demand(self._quota.demand(tokens=tokens)), work_s=1.0, spent=spent)
         got = 0
@@ -142,7 +142,7 @@ TOKENS_BY_SCARCE = {"requests": (50, 100), "tokens": (200, 300, 400)}
 
 
 def saturating(seed: int, quota: Quota, tokens: tuple[int, ...], *, windows: int = 5) -> Workload:
-    """Calls that all want to go out at once, for so many windows. Each takes a while to reach the API, and some use
+    """Calls that are all due at once, for some windows. Each takes a while to reach the API, and some use
     fewer tokens than they ask for."""
     rng = random.Random(f"calls/{seed}")
     assert quota.requests is not None

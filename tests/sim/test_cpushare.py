@@ -38,7 +38,7 @@ class Flow:
 
 @dataclass
 class Fluid:
-    """The naive model: rates by water-filling over everybody, every action integrated at every event."""
+    """The naive model: rates by water-filling over all actions, every action integrated at every event."""
 
     capacity: float
     now: float = 0.0
@@ -46,7 +46,7 @@ class Fluid:
     flows: dict[str, Flow] = field(default_factory=dict)
 
     def rates(self) -> dict[str, float]:
-        """Give everybody the fair share of what is left; whoever needs less is settled and leaves the rest."""
+        """Give every action the fair share of what is left; one that needs less leaves the rest."""
         rates: dict[str, float] = {}
         room, open_flows = self.capacity, dict(self.flows)
         while open_flows:

@@ -1,4 +1,4 @@
-"""Models on demand: what is loaded where and when, who is evicted for it, and that every call settles once."""
+"""Models on demand: what is loaded where and when, what is evicted for it, and that every call settles once."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_a_model_has_as_many_devices_as_a_static_one_or_the_nearest_number() -> 
     assert isinstance(start, Start) and start.grant.width == 2
 
 
-# ---- who waits for whom -----------------------------------------------------------------------------------------
+# ---- waiting calls ----------------------------------------------------------------------------------------------
 
 
 def test_calls_of_a_model_are_served_in_order_of_arrival() -> None:
@@ -490,7 +490,7 @@ def test_a_lost_node_in_the_engine_loses_the_call_on_it_alone() -> None:
     [
         Action(id="a", demand=Demand({CPU: cores(1)}), sandbox="s"),
         Action(id="a", demand=Demand({"search": fixed(1)})),
-        Action(id="a", demand=Demand({GPU: fixed(1)}), service="nobody"),
+        Action(id="a", demand=Demand({GPU: fixed(1)}), service="unknown"),
     ],
 )
 def test_anything_but_a_call_to_a_known_model_is_refused(action: Action) -> None:

@@ -50,9 +50,9 @@ WEIGHTS_S, TOKEN_S, KV_S, ATTEND_S = 1.0, 0.1, 8.0 / 60.0, 8.0 / 600.0
 
 
 def one(
-    task: str, *turns: tuple[int, int], anew: bool = False, wait_s: float = 0.0, reset_s: float = 0.0
+    task: str, *turns: tuple[int, int], rerendered: bool = False, wait_s: float = 0.0, reset_s: float = 0.0
 ) -> ServingTrajectory:
-    return ServingTrajectory(task, reset_s, tuple(ServingTurn(*turn, wait_s) for turn in turns), anew)
+    return ServingTrajectory(task, reset_s, tuple(ServingTurn(*turn, wait_s) for turn in turns), rerendered)
 
 
 def tiny(
@@ -146,10 +146,10 @@ def test_a_long_prompt_is_prefilled_in_chunks() -> None:
 
 
 def test_the_next_turn_hits_the_cache_unless_its_prompt_is_rendered_again() -> None:
-    grown, anew = (tiny(one("t", (5, 3), (2, 1), anew=anew)) for anew in (False, True))
+    grown, rerendered = (tiny(one("t", (5, 3), (2, 1), rerendered=each)) for each in (False, True))
     assert (grown.prefilled, grown.reused) == (5 + 2, 5 + 3)
-    assert (anew.prefilled, anew.reused) == (5 + 5, 5)
-    assert anew.seconds > grown.seconds
+    assert (rerendered.prefilled, rerendered.reused) == (5 + 5, 5)
+    assert rerendered.seconds > grown.seconds
 
 
 def test_what_does_not_fit_beside_the_running_is_evicted_and_prefilled_again() -> None:
@@ -213,7 +213,7 @@ def test_many_steps_at_once_end_when_single_steps_do(arrivals: list[tuple[float,
             engine.add(ServingRequest(index, context, answer), at)
         else:
             now = engine.next_at
-            # Who comes at the very end of a step is in the next one.
+            # A request at the very end of a step is in the next one.
             while waiting and waiting[0][1][0] == now:
                 index, (at, context, answer) = waiting.pop(0)
                 engine.add(ServingRequest(index, context, answer), at)

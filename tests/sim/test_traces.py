@@ -1,4 +1,4 @@
-"""Recorded traces as workloads, and what is said of a file that is malformed."""
+"""Recorded traces as workloads, and the errors of malformed files."""
 
 from __future__ import annotations
 

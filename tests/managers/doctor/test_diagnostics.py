@@ -263,7 +263,7 @@ def test_a_quota_and_a_memory_limit_of_this_process_are_reported() -> None:
 
 
 # Looks once as root, so that all that Python needs is in memory: its files may be out of reach for others.
-LOOKS_AS_NOBODY = """
+DIAGNOSES_UNPRIVILEGED = """
 import os
 from tangram.managers.doctor.diagnostics import diagnose
 diagnose()
@@ -278,7 +278,7 @@ print(found.install_command)
 
 @needs_root
 def test_without_root_all_is_looked_at_and_the_command_has_sudo() -> None:
-    done = subprocess.run([sys.executable, "-c", LOOKS_AS_NOBODY], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", DIAGNOSES_UNPRIVILEGED], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     user, process, install = done.stdout.splitlines()
     assert user.startswith("user: ") and "not root" in user

@@ -2,7 +2,7 @@
 
 The answer to a payload is a checksum of all bytes that lie on the devices, the payload, and how many payloads were in
 the call. Some payloads misbehave instead; `wait:FILE` and `stubborn:FILE` touch FILE when they have begun. `calls` is a
-file that is told all payloads, `hoard` one that lets the engine fill its last device before its weights come.
+file that records all payloads, `hoard` one that lets the engine fill its last device before its weights come.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class BytesEngine(Engine):
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "hang":
             time.sleep(3600)
-        raise RuntimeError(f"{step} fails, as it was told to")
+        raise RuntimeError(f"{step} fails, as configured")
 
     def load(self, weights: Weights, devices: Sequence[Device]) -> list[memoryview]:
         self.note("load")

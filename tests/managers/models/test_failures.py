@@ -1,4 +1,4 @@
-"""What can go wrong with a model, each time: who hears of it, what is lost, what is not, and that it works again."""
+"""Failures of a model: which callers see each one, what is lost, what is not, and that it works again."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ class Limiter:
         self._retry_after_s = retry_after_s
 
     async def ask(self) -> bool:
-        """Once, through the quota; what it answers is told."""
+        """One call through the quota; returns the response."""
         ticket = self._desk.ask("search")
         await asyncio.shield(ticket.started)
         action = ticket.action.id
@@ -237,7 +237,7 @@ class Limiter:
 
 @contextlib.asynccontextmanager
 async def saturated(limiter: Limiter, askers: int) -> AsyncIterator[None]:
-    """More ask than could ever be let in, for ever."""
+    """More calls than the quota admits, without end."""
 
     async def ask() -> None:
         while True:
@@ -295,7 +295,7 @@ def test_a_retry_after_outlives_the_quota_that_it_was_received_for() -> None:
         waiting = [asyncio.create_task(desk.use("search", 0.1, starts.append)) for _ in range(60)]
         await asyncio.gather(*waiting)
         desk.quotas.add(Quota("search", requests=Rate(7, 10.0)))
-        assert desk.scheduler.statistics().pools["search/requests"]["total"] == 7, "nobody complained for long"
+        assert desk.scheduler.statistics().pools["search/requests"]["total"] == 7, "the last complaint was long ago"
 
     at_desk(test, Quota("search", requests=Rate(100, 10.0)))
     assert min(starts) >= 20.0, "the pause stays"
@@ -333,7 +333,7 @@ def test_a_complaint_pauses_all_calls_for_a_while_and_the_quota_recovers() -> No
     assert rates[12] >= 95, "and in the end all of it"
 
 
-# ---- who holds it --------------------------------------------------------------------------------------------------
+# ---- holders -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("by", ["cancellation", "deadline"])

@@ -57,7 +57,7 @@ def member(group: str, index: int, versions: tuple[int, ...], ending: Ending = E
 
 
 def group(of: GroupTicket, *versions: tuple[int, ...], left_out: tuple[Trajectory, ...] = ()) -> Group:
-    """With members whose tokens are of these versions."""
+    """A group of members with tokens of these versions."""
     members = tuple(member(of.group, index, each) for index, each in enumerate(versions))
     return Group(id=of.group, task=of.task, seed=of.seed, members=members, left_out=left_out, wanted=len(members))
 
@@ -593,7 +593,7 @@ class Life(RuleBasedStateMachine):
         self.drop_stale()
         state = self.it.state()
         assert all(each.version <= state.version for each in state.waiting)
-        # Somebody may offer again what is trained on already.
+        # Samples that were trained on already may be offered again.
         log = [each for each in self.used if each.seed in self.consumed][-4:]
         self.saved = Checkpoint(state=msgspec.msgpack.encode(state), consumed=set(self.consumed), log=log)
 
@@ -612,7 +612,7 @@ class Life(RuleBasedStateMachine):
         kept = [each for each in self.saved.log if data.draw(st.integers(0, 3))]
         before = self.it.statistics().dropped.get(LOST_LINEAGE, 0)
         told = self.all("rollback", state, kept, self.now)
-        # What was trained on since and is neither here nor told as dropped was not kept by anybody.
+        # What was trained on since and is neither here nor reported as dropped was lost.
         revoked = self.consumed - self.saved.consumed
         self.consumed = set(self.saved.consumed)
         self.training = None

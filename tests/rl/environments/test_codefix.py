@@ -21,7 +21,7 @@ from tangram.rl.rollout.rewards import effective_settings, make_reward
 from tangram.rl.trajectories.codec import WordCodec
 
 SEED = 14
-"""Of a file whose first line, `div`, multiplies."""
+"""The demonstration for a file whose first line, `div`, multiplies."""
 
 both = pytest.mark.parametrize("backend", ["sandbox", "process"])
 
@@ -328,7 +328,7 @@ def test_within_prepare_a_sandbox_is_kept_while_all_that_ran_in_it_was_read(tmp_
             [before] = sandboxes(client)
             assert before in seen
             assert await score(client, environment) == 0.0
-            assert before not in sandboxes(client), "nobody else gets it"
+            assert before not in sandboxes(client), "it is not reused"
             await environment.close()
             assert sandboxes(client) == []
 

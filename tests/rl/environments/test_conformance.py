@@ -62,7 +62,7 @@ class Parrot:
 
 
 class Echo:
-    """Says what it should so many times."""
+    """Answers correctly the given number of times."""
 
     def __init__(self, limit: int) -> None:
         self._left = limit
@@ -386,7 +386,7 @@ BROKEN: list[tuple[type[Parrot], str, str]] = [
     (TaughtTooWell, "teacher", "1.00"),
     (Unsolved, "expert", "0.0"),
 ]
-"""What breaks which promise, and what is said to have come."""
+"""The tasks that break each contract, and the reported difference."""
 
 
 @pytest.fixture(autouse=True)

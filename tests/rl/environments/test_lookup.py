@@ -57,7 +57,9 @@ def test_a_table_depends_on_its_seed_alone_and_every_name_of_an_entity_is_a_key(
         for names in ENTITIES:
             found = {RelationTable(seed).find(name, relation) for name in names}
             assert len(found) == 1 and found <= set(TABLE_NAMES)
-    assert RelationTable(0).find("nobody", "owner") is None and RelationTable(0).find(TABLE_NAMES[0], "nothing") is None
+    assert (
+        RelationTable(0).find("unknown", "owner") is None and RelationTable(0).find(TABLE_NAMES[0], "nothing") is None
+    )
     assert len({tuple(RelationTable(seed).find(name, "owner") for name in TABLE_NAMES) for seed in range(20)}) == 20
 
 
@@ -84,7 +86,7 @@ def test_the_rate_limiter_passes_the_configured_number_in_any_window() -> None:
         if wait_s == 0.0:
             let_in.append(now)
         else:
-            assert sum(now - 1.0 < each for each in let_in) == 5, "it refuses only who is too many"
+            assert sum(now - 1.0 < each for each in let_in) == 5, "it refuses only the excess"
     assert all(later - earlier >= 1.0 for earlier, later in zip(let_in, let_in[5:], strict=False))
     assert len(let_in) > 400
 
@@ -101,7 +103,7 @@ def test_the_server_finds_refuses_and_ends() -> None:
                         200,
                         {"name": RelationTable(7).find(TABLE_NAMES[0], "owner")},
                     )
-                for wrong, status in (({"name": "nobody"}, 404), ({"table": "x"}, 400), ({"relation": ""}, 404)):
+                for wrong, status in (({"name": "unknown"}, 404), ({"table": "x"}, 400), ({"relation": ""}, 404)):
                     async with session.get(url, params=asked | wrong) as refused:
                         assert refused.status == status
                 async with session.get(url, params=asked) as late:
@@ -181,7 +183,7 @@ def test_a_search_takes_any_name_and_what_is_not_there_costs_no_request(tmp_path
                 assert step.observation == f"found {RelationTable(question.table).find(name, question.relations[0])}"
             assert api.served == 8
             for action, answer in (
-                ("SEARCH nobody owner", "nothing"), (f"SEARCH {question.start} over", "nothing"), ("SEARCH", "unknown"),
+                ("SEARCH absent owner", "nothing"), (f"SEARCH {question.start} over", "nothing"), ("SEARCH", "unknown"),
                 (f"SEARCH {question.start} owner rival", "unknown"), ("ANS", "unknown"), ("", "unknown"),
                 (f"ANS {question.answer} please", "unknown"),
             ):  # fmt: skip
@@ -218,7 +220,7 @@ def test_an_answer_that_is_an_alias_is_paid_by_the_judge_alone(tmp_path: Path) -
             assert (step.done, step.reward) == (True, 0.0)
             assert environment.evidence() == {"given": alias, "expected": question.answer}
             await environment.reset(1)
-            await environment.step("ANS nobody")
+            await environment.step("ANS absent")
             assert environment.evidence() is None, "what is no name needs no judge"
             await environment.close()
 
@@ -310,7 +312,7 @@ def test_cancelled_wherever_it_waits_the_quota_is_given_back(tmp_path: Path) -> 
                 await environment.close()
                 again = Lookup(ExternalResources(client=client))
                 await again.reset(0)
-                step = await again.step(f"SEARCH {TABLE_NAMES[1]} owner")  # would wait for ever
+                step = await again.step(f"SEARCH {TABLE_NAMES[1]} owner")  # would wait without end
                 assert step.observation.startswith("found ")
                 if not was_cancelled:
                     assert suspension > 1
@@ -410,7 +412,7 @@ def test_the_judge_pays_for_every_name_of_what_is_right_and_for_no_other(tmp_pat
                     right += sum(values) * (number == entity)
                     wrong += sum(values) * (number != entity)
             assert right >= 31 and wrong / asked <= 0.01
-            assert await worth(0, "nobody") == 0.0
+            assert await worth(0, "absent") == 0.0
             assert (await client.infer(JUDGE, {"given": TABLE_NAMES[0], "expected": TABLE_NAMES[0]})).json()[
                 "score"
             ] == 1.0

@@ -1,4 +1,4 @@
-"""Tasks by name and by import path, and what is said of those that are none."""
+"""Tasks by name and by import path, and the errors of invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of the gateway run on: scripted engines whose tokens can be foretold, in virtual time."""
+"""Fixtures of router tests: scripted engines with predictable tokens, in virtual time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOCABULARY = 1000
 
 
 def token_at(noise: SamplingSeed, position: int) -> int:
-    """What is drawn there, whoever draws it."""
+    """The token at this position, in any engine."""
     return 2 + (noise.seed * 7919 + noise.member * 104729 + noise.attempt * 1299709 + position * 31) % (VOCABULARY - 2)
 
 

@@ -164,7 +164,7 @@ def test_repeated_prefill_is_reported_and_does_not_affect_the_recommendation() -
         profiler.add(a_trajectory("kept", turns=4, read=20, written=200))
         profiler.add(a_trajectory("lost", turns=4, read=20, written=200, again=2000))
     kept, lost = profiler.recommend()
-    # The last token of an action is read with the next turn, so one of these is nobody's fault in three turns of four.
+    # The last token of an action is read with the next turn, so one of these is expected in three turns of four.
     assert (kept.work.again, lost.work.again) == (0, TRAJECTORIES_MIN * (4 * 2000 - 3))
     assert lost.work.needed == TRAJECTORIES_MIN * (4 * 20 + 3)
     assert (kept.hardware, lost.hardware) == ("bandwidth", "bandwidth")

@@ -133,12 +133,12 @@ class Chaos:
         while True:
             await asyncio.sleep(self.random.expovariate(1 / 4.0))
             engine = self.random.choice(self.engines)
-            match self.random.choice(["die", "die", "hang", "hang for ever", "refuse", "no start"]):
+            match self.random.choice(["die", "die", "hang", "hang without end", "refuse", "no start"]):
                 case "die":
                     engine.die("chaos")
                 case "hang":
                     engine.hang(notice_s=self.random.uniform(0.1, 10.0))
-                case "hang for ever":
+                case "hang without end":
                     # Only an update detects it, and there is always another one.
                     engine.hang()
                 case "refuse":

@@ -382,7 +382,7 @@ def test_requests_that_kill_an_engine_which_serves_requests_in_between_do_not_re
 
 
 class Crowded(FakeEngine):
-    """Has no place for anybody, and says so late to one of them."""
+    """Has no free slot, and refuses one of the requests late."""
 
     async def generate(self, request: GenerationRequest) -> Generation:
         if request.task != "told":
@@ -631,7 +631,7 @@ def test_of_two_updates_the_later_one_wins() -> None:
         updates = [asyncio.create_task(rig.gateway.update(weights(version))) for version in (2, 3, 4)]
         await asyncio.gather(*updates)
         assert {engine.version for engine in rig.engines.values()} == {4}
-        # Those who came in between were left out, or overtaken.
+        # Versions in between were left out, or overtaken.
         assert all(event.version in (2, 4) for event in rig.told(EngineUpdated))
 
     at_gateway(test, fake("a", update_s=1.0), fake("b", update_s=7.0))

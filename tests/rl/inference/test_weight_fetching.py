@@ -78,7 +78,7 @@ def test_what_is_taken_back_while_it_is_fetched_is_never_written_with() -> None:
 def test_an_engine_that_joins_late_has_the_newest_weights_when_it_serves() -> None:
     async def test(rig: Rig) -> None:
         rig.engines["late"].die()
-        going = asyncio.create_task(rig.gateway.generate(a_request()))  # somebody finds it dead
+        going = asyncio.create_task(rig.gateway.generate(a_request()))  # a request detects its death
         other = asyncio.create_task(rig.gateway.generate(a_request()))
         await asyncio.sleep(5.0)
         await rig.gateway.update(weights(2))

@@ -1,4 +1,4 @@
-"""The step machine: every request gets what it would have got alone, whoever comes, goes or waits beside it."""
+"""The step machine: every request gets the tokens it would have got alone, beside any other requests."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ def test_it_answers_as_a_service_and_refuses_what_it_does_not_know(tmp_path: Pat
             )
             assert [each.json()["score"] for each in found] == [right for _, _, right in asked]
             for wrong in (
-                {"given": "a0", "expected": "nobody"},
+                {"given": "a0", "expected": "unknown"},
                 {"given": "a0"},
                 [],
                 "text",

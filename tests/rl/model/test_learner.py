@@ -72,7 +72,7 @@ def broken_later(inputs: Any, given: Any) -> Any:
 
 
 def broken_gradient(inputs: Any, given: Any) -> Any:
-    """A number, whose gradient is none."""
+    """A number without a gradient."""
     return (inputs.logprobs - inputs.logprobs.detach()).sqrt().sum(), {}
 
 
@@ -181,7 +181,7 @@ def test_modes_do_not_change_what_a_batch_teaches() -> None:
 def test_lengthier_gradients_are_cut() -> None:
     one, other = learner(gradient_norm_max=1e-12, epochs=1), learner(epochs=1)
     norms = [each.step(played(0))["gradient_norm"] for each in (one, other)]
-    assert norms[0] == pytest.approx(norms[1]), "the norm is told as it was before"
+    assert norms[0] == pytest.approx(norms[1]), "the norm is reported as it was before"
     assert far(weights(one), weights(learner())) < 1e-6 < far(weights(other), weights(learner()))
 
 
@@ -483,7 +483,7 @@ def test_after_restoring_the_next_steps_are_the_same_to_the_last_bit(tmp_path: P
     one.imitate(shown(0))
     for version in range(3):
         one.step(played(version, version=version))
-    (tmp_path / "buffer").write_text("somebody else's")
+    (tmp_path / "buffer").write_text("foreign content")
     one.save(tmp_path)
     other = learner(given, of=model(seed=99))
     other.imitate(shown(1))
@@ -496,7 +496,7 @@ def test_after_restoring_the_next_steps_are_the_same_to_the_last_bit(tmp_path: P
         told_again = other.step(played(version, version=version))
         assert {**told, "tokens_per_s": 0.0} == {**told_again, "tokens_per_s": 0.0}
         assert same(weights(one), weights(other))
-    assert (tmp_path / "buffer").read_text() == "somebody else's"
+    assert (tmp_path / "buffer").read_text() == "foreign content"
     assert not list(tmp_path.glob(".*")), "nothing unfinished is left"
 
 

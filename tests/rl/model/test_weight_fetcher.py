@@ -32,7 +32,7 @@ def published(tmp_path: Path) -> list[PolicyWeights]:
 
 
 def stuck(weights: PolicyWeights, folder: Path, version: int = 7) -> PolicyWeights:
-    """A version whose reading waits until somebody opens the other end."""
+    """A version whose reading waits until the other end is opened."""
     path = folder / f"{version:08d}"
     shutil.copytree(weights.folder, path)
     manifest = path / "manifest.json"
@@ -44,7 +44,7 @@ def stuck(weights: PolicyWeights, folder: Path, version: int = 7) -> PolicyWeigh
 
 
 def open_up(weights: PolicyWeights) -> None:
-    """Whoever waits for it finds nothing in it."""
+    """Release the reader, which reads nothing."""
     [bucket] = Path(weights.folder).glob("*.bucket")
     os.close(os.open(bucket, os.O_WRONLY))
 

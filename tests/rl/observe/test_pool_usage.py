@@ -1,4 +1,4 @@
-"""What pools did since somebody asked last: exact on virtual time, and of real programs."""
+"""Use of pools since the last query: exact on virtual time, and of real programs."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_trajectory_reserves_its_peak_from_its_beginning() -> None:
             first = use_of(watch)
             assert first.reserved_unit_s == pytest.approx(1.0)
             await asyncio.sleep(5.0)
-            assert use_of(watch).reserved_unit_s == 0.0, "nobody knows yet that it goes on"
+            assert use_of(watch).reserved_unit_s == 0.0, "its continuation is not known yet"
             await asyncio.gather(*(box.exec("sleep 1", cpus=1) for _ in range(2)))
         rest = use_of(watch)
         assert first.reserved_unit_s + rest.reserved_unit_s == pytest.approx(2 * 7.0)

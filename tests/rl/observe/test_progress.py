@@ -125,7 +125,7 @@ def test_tokens_per_second_are_those_of_the_last_seconds() -> None:
     progress.set_engines([engine(decode_tokens=700)])
     assert progress.tokens_per_s() == pytest.approx(100.0)
     clock.now += 1.0
-    progress.set_engines([engine(decode_tokens=40)])  # it was started anew
+    progress.set_engines([engine(decode_tokens=40)])  # it was restarted
     assert progress.tokens_per_s() == pytest.approx(240 / 3)
     clock.now += 2 * WINDOW_S
     assert progress.tokens_per_s() == pytest.approx(0.0, abs=1e-9)

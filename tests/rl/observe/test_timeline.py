@@ -95,8 +95,8 @@ def test_causes_are_those_that_a_naive_count_finds(found, more: float) -> None:
                 continue
             lanes = [each for each in whole.lanes if each.segments]
             first, last = min(each.began for each in lanes), max(each.ended for each in lanes)
-            nobody = START if since < first else END if since >= last else NOTHING
-            why = own or [each for each in now if each.stage is not Stage.BUFFER] or now or [nobody]
+            idle = START if since < first else END if since >= last else NOTHING
+            why = own or [each for each in now if each.stage is not Stage.BUFFER] or now or [idle]
             for each in why:
                 expected[each] = expected.get(each, Fraction(0)) + Fraction(until - since, len(why))
         if not any(each.segments for each in whole.lanes) and whole.total:

@@ -160,7 +160,7 @@ def test_without_any_engine_left_the_rollout_stops_and_reports_why(weights: Poli
 
 async def _kill_once_playing(rollout: Rollout, engine: ProcessEngine) -> None:
     async with asyncio.timeout(60.0):
-        while not rollout.statistics().tasks["scripted"].playing.get("step"):  # noqa: ASYNC110 - nobody tells it
+        while not rollout.statistics().tasks["scripted"].playing.get("step"):  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(0.002)
     os.kill(engine.pid, signal.SIGKILL)
 

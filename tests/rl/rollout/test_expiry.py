@@ -115,7 +115,7 @@ def test_members_that_had_ended_and_are_too_old_are_left_out_and_played_again() 
     lost: list[int] = []
     group, world, _ = play(PAIR, slow_second, (5.0, update(1)), (6.0, discard_older_than(1, lost)))
     assert lost == [2] and group.version_first == 1
-    assert world.endings()["scripted/0/0.0"] is Ending.FINISHED, "its record was told, and stays"
+    assert world.endings()["scripted/0/0.0"] is Ending.FINISHED, "its record was reported, and stays"
     assert sorted(each.id for each in group.left_out) == ["scripted/0/0.0", "scripted/0/1.0"]
     assert sorted(each.id for each in group.members) == ["scripted/0/0.1", "scripted/0/1.1"]
 
@@ -128,7 +128,7 @@ def test_members_that_are_young_enough_stay() -> None:
 
 
 def test_what_is_being_written_is_looked_at_when_it_is_there() -> None:
-    """At the moment of the expiry the first turn is not written yet, so nobody knows how old it is."""
+    """At the moment of the expiry the first turn is not written yet, so its age is unknown."""
     lost: list[int] = []
     group, _, engine = play(GroupSettings(size=1), Plan(turns=2), (1.2, update(1)), (1.5, discard_older_than(1, lost)))
     assert lost == [0]
@@ -187,7 +187,7 @@ def test_a_group_of_another_series_is_never_too_old() -> None:
 
 @pytest.mark.parametrize("rounds", range(8))
 def test_a_group_that_grows_too_old_while_it_ends_begins_nothing_any_more(rounds: int) -> None:
-    """The last of its members is cancelled. So many rounds of the loop later the one that it has kept grows too old:
+    """The last of its members is cancelled. Some rounds of the loop later the one that it has kept grows too old:
     before the other has ended, in the moment between the two ends, or when there is nothing of it any more."""
     lost: list[int] = []
 

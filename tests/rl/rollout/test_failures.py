@@ -62,7 +62,7 @@ def judge_fails(seed: int, trajectory: str) -> bool:
 
 
 def ending_if_left_alone(seed: int, trajectory: str) -> Ending:
-    """What has to come of it, if nobody stops it."""
+    """The expected ending, unless it is stopped."""
     for number in range(RETRIES + 1):
         plan = plan_of(seed, trajectory, number)
         if not should_fail(plan):

@@ -1,4 +1,4 @@
-"""Replay: what was recorded is played again, and whatever comes out another way is told."""
+"""Replay: a recording is played again, and every difference is reported."""
 
 from __future__ import annotations
 

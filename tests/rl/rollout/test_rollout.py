@@ -145,7 +145,7 @@ def test_collect_gives_up_when_no_group_comes_out_whole() -> None:
 
 
 def test_a_stream_yields_groups_as_they_end_and_starts_the_next() -> None:
-    """Group 0 takes as long as all others together; nobody waits for it."""
+    """Group 0 takes as long as all others together; no group waits for it."""
     configured = settings(groups=PAIR)
 
     @in_rollout(lambda trajectory, number: Plan(step_s=9.0 if group_of(trajectory) == 0 else 0.0), configured)
@@ -503,7 +503,7 @@ def test_failed_groups_are_left_out_with_their_cause_and_replaced() -> None:
 
 
 class Wrong(Talker):
-    """Answers as it is told."""
+    """Answers as configured."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Who cancels whom: an episode that is stopped takes nothing along, and a task that is cancelled is cancelled."""
+"""Cancellation: an episode that is stopped takes nothing along, and a task that is cancelled is cancelled."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def _answer(written: asyncio.Future[None]) -> None:
 
 
 class Judge:
-    """A reward that takes its time, and fails for those whom `fails` names."""
+    """A reward that takes its time, and fails for the episodes in `fails`."""
 
     def __init__(self, seconds: float = 0.0, fails: Callable[[str], bool] = lambda trajectory: False) -> None:
         self.seconds = seconds

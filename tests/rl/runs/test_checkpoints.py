@@ -172,7 +172,7 @@ async def _tick(ticked: asyncio.Event) -> None:
 
 
 def damaged(tmp_path: Path, name: str, at: int | None) -> str:
-    """Two checkpoints, and the newer with a file that is cut, gone, or has another bit. What is said of it."""
+    """Two checkpoints, and the newer with a damaged file. Returns the expected warning."""
     with open_run(tmp_path / "run", SETTINGS, resume=False) as folder:
         save(folder, run_state(20))
         save(folder, run_state(40))

@@ -1,7 +1,7 @@
 """A training run of which the engine and the trainer are fakes: everything between them is real.
 
 The environment takes random times and fails at random. The trainer trains nothing: it counts versions, remembers which
-groups the surviving weights were trained on, and dies when it is told to.
+groups the surviving weights were trained on, and dies on command.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class FakeTrainer:
         self._stepped = asyncio.Event()
 
     async def reached(self, batches: int) -> None:
-        """Until it has trained on so many."""
+        """Wait until it has trained on the given number."""
         while len(self.batches) < batches:
             self._stepped.clear()
             await self._stepped.wait()

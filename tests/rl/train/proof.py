@@ -1,4 +1,4 @@
-"""What the folder of a run proves, whoever was killed in it."""
+"""What the folder of a run proves, after any kills."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def nothing_left() -> Iterator[None]:
     before = published(), sorted(os.listdir("/proc/self/fd")), children()
     yield
     until = time.monotonic() + DEADLINE_S
-    while owned := {each for each in published() - before[0] if _nobody_holds(each)}:
+    while owned := {each for each in published() - before[0] if _is_unlocked(each)}:
         assert time.monotonic() < until, f"left: {owned}"
         time.sleep(0.05)
     assert (sorted(os.listdir("/proc/self/fd")), children()) == before[1:]
 
 
-def _nobody_holds(folder: Path) -> bool:
+def _is_unlocked(folder: Path) -> bool:
     """A run that goes on locks its folder."""
     import fcntl
 

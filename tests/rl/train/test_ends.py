@@ -207,7 +207,7 @@ def test_without_a_checkpoint_there_is_no_way_back(tmp_path: Path, monkeypatch: 
 
 
 class FullDisk:
-    """On which so many checkpoints have room."""
+    """A disk with room for the given number of checkpoints."""
 
     def __init__(self, checkpoints: Path, trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
         self.checkpoints, self.room, self.save = checkpoints, room, trainer.save
@@ -261,7 +261,7 @@ def test_the_last_checkpoint_takes_the_room_of_older_ones(tmp_path: Path, monkey
 
 
 def test_weights_that_the_buffer_does_not_know_are_never_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer that cannot publish what it made has a version that nobody was told of."""
+    """A trainer that cannot publish its weights has a version that was not announced."""
 
     async def whole() -> None:
         trainer = FakeTrainer()
@@ -380,7 +380,7 @@ def play(
 
 @pytest.mark.parametrize("mode", ["sync+", "start-bound", "async"])
 def test_what_a_small_batch_of_a_wave_did_not_wait_for_does_not_hold_up_the_next(mode: str, tmp_path: Path) -> None:
-    """One member of each wave takes for ever: a batch that is enough without it begins, and it is stopped."""
+    """One member of each wave never ends: a batch that is enough without it begins, and it is stopped."""
     settings = settings_of(
         mode, alpha=0, batch=3, batch_min=2, batch_wait_s=0.01, steps=6, evaluations=0, step_s=0.001,
         stall_s=1000.0,
@@ -393,7 +393,7 @@ def test_what_a_small_batch_of_a_wave_did_not_wait_for_does_not_hold_up_the_next
         assert {len(batch.groups) for batch in trainer.batches} <= {2, 3}
         assert max(max(batch.staleness) for batch in trainer.batches) == 0
         lost = [each for each in read_after(tmp_path / "samples", 0) if isinstance(each, GroupLost)]
-        assert {each.cause for each in lost} == {"left_behind"}, "as it is counted, for whoever resumes"
+        assert {each.cause for each in lost} == {"left_behind"}, "as it is counted, for the next resumption"
         assert made.of(RunEnded)[0].dropped_so_far == made.training.buffer.dropped
         assert set(made.training.buffer.dropped) == {"left_behind"}
 

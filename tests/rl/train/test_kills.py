@@ -182,7 +182,7 @@ class Run:
         assert self.lines(RunEnded)[-1].cause == "steps"
         assert not list((self.run / "checkpoints").glob(".unfinished*")) and self.steps in self.checkpoints()
         with open_run(self.run, read_settings(self.run), resume=True):
-            pass  # nobody holds it
+            pass  # no process holds it
 
 
 def test_trainers_and_engines_that_are_killed_cost_no_sample(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Training: the bound on age, what is admitted, and that nothing is trained on twice or lost, whoever dies."""
+"""Training: the bound on age, what is admitted, and that nothing is trained on twice or lost after any death."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_run_ends_after_its_seconds(tmp_path: Path) -> None:
     assert made.of(RunEnded)[0].cause == "seconds"
 
 
-# ---- whoever dies -------------------------------------------------------------------------------------------------
+# ---- deaths -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -155,7 +155,7 @@ def test_a_trainer_that_always_dies_ends_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_no_sample_is_trained_on_twice_whenever_the_run_is_killed(seed: int, tmp_path: Path) -> None:
-    """The process is killed at random moments and resumed; the trainer dies besides."""
+    """The process is killed at random moments and resumed; the trainer dies as well."""
     chance = random.Random(seed)
     mode, alpha = chance.choice((("async", 1), ("async", 2), ("one-off", 1), ("start-bound", 1), ("sync+", 0)))
     settings = settings_of(mode, alpha=alpha, seed=seed, fails=0.05, every=chance.choice((1, 2, 5)), steps=30)

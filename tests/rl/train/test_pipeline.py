@@ -68,7 +68,7 @@ def test_modes_differ_in_when_things_happen_and_in_nothing_else(tmp_path: Path) 
         told: list[AnyMetricsLine] = []
         over = trained(settings, tmp_path / mode, tell=told.append)
         assert over.cause == "steps" and over.step == STEPS
-        assert lines_of(tmp_path / mode)[1:] == told[1:], "what is told is what is written"
+        assert lines_of(tmp_path / mode)[1:] == told[1:], "the events are the written lines"
         assert_sound(tmp_path / mode, steps=STEPS, batch=BATCH, age_max=age_max)
         looked = [line.step for line in told if isinstance(line, Evaluated)]
         assert looked[0] == 0 and looked[-1] == STEPS, "looked at before and after"
@@ -91,7 +91,7 @@ def assert_same_samples(folders: dict[str, Path]) -> None:
 
 
 def assert_readable(folder: Path) -> None:
-    """By all who read the folder of a run."""
+    """Read by every reader of the folder of a run."""
     page = write_report(folder).read_text()
     assert "async" in page and "pick" in page
     assert list((folder / "tensorboard").glob("events.*"))

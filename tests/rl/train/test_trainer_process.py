@@ -242,10 +242,10 @@ def test_what_a_learner_raises_is_quoted_and_so_is_that_there_is_no_memory(tmp_p
 
 
 def test_a_learner_that_is_not_there_is_named(tmp_path: Path) -> None:
-    trainer = trainer_in(tmp_path, learner="tests.rl.learners:Nobody")
+    trainer = trainer_in(tmp_path, learner="tests.rl.learners:Missing")
 
     async def test() -> None:
-        with pytest.raises(TrainerDied, match="no attribute 'Nobody'"):
+        with pytest.raises(TrainerDied, match="no attribute 'Missing'"):
             await trainer.start()
 
     run(trainer, test)

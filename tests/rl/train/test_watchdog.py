@@ -259,7 +259,7 @@ def test_an_engine_that_generates_nothing_is_named_and_its_requests_move_to_othe
             if kind == "suspended":
                 await engines[0].resume()
             else:
-                engines[0].die("somebody noticed")
+                engines[0].die("its death was detected")
             played = await playing
             assert is_whole(played) and [each.id for each in played.left_out] == [aborted]
         assert engines[0].statistics().active == 0
@@ -321,8 +321,8 @@ def test_a_pool_held_by_another_run_is_named_and_no_longer_waited_for(quota: Quo
         task = TaskSettings(name="search", environment="tests.rl.train.test_watchdog:Searching", step_timeout_s=1e7)
         chosen = replace(refilled(), tasks=(task,))
         async with Rollout(chosen, Talker(), CODEC, client, clock=clock()) as rollout:
-            somebody = client.quota("search")
-            await somebody.__aenter__()
+            holder = client.quota("search")
+            await holder.__aenter__()
             playing = asyncio.create_task(rollout.play(replace(ticket(), task="search")))
             stall = await stalled(rollout, lambda: snapshot_run(rollout, None, client))
             assert "all 2 trajectories wait for pool `search` since" in stall.text
@@ -330,7 +330,7 @@ def test_a_pool_held_by_another_run_is_named_and_no_longer_waited_for(quota: Quo
             assert abort_stuck(rollout, stall) == 2
             await asyncio.sleep(10.0)
             assert sorted(waiting_pools(client)) == ["search/0/0.1", "search/0/1.1"], "they are played again"
-            await somebody.__aexit__(None, None, None)
+            await holder.__aexit__(None, None, None)
             if quota.concurrent:
                 assert is_whole(await playing)
             else:

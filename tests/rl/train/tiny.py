@@ -1,7 +1,7 @@
 """The smallest run that is real: a policy of some thousand weights, a task of two short turns, one engine.
 
 What a test wants to happen in the middle of something is held there: while the file `hold.NAME` is in the folder that
-HOLDS names, whoever comes to NAME says so by the file `in.NAME` and waits.
+HOLDS names, an episode that reaches NAME creates the file `in.NAME` and waits.
 """
 
 from __future__ import annotations

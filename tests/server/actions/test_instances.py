@@ -1,4 +1,4 @@
-"""Instances of functions at a shared service: what they hold they give back when anybody else wants it."""
+"""Instances of functions at a shared service: they release what they hold when another run needs it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Bench:
         self.scheduler: Any = found.up.action_service.orchestrator.decider
 
     async def functions(self, caller: Caller | None = None) -> list[str]:
-        """Those that have instances, as somebody sees them, or the admin."""
+        """Functions with instances, as a caller sees them, or the admin."""
         answer = await (caller or self.admin).ask("GET", "/v1/sandboxes")
         names = [box["function"] for box in answer.json["sandboxes"] if box["function"]]
         return sorted(name.rpartition(".")[2].partition("-")[0] for name in names)
@@ -77,7 +77,7 @@ class Bench:
             await asyncio.sleep(0.01)
 
     async def until_called(self, calls: int) -> None:
-        """Until so many instances serve a call."""
+        """Wait until the given number of instances serve a call."""
         while True:
             view = (await self.admin.ask("GET", "/v1/view")).json
             if sum(box["active"] for box in view["sandboxes"] if box["function"] and box["actions"]) == calls:
@@ -115,7 +115,7 @@ def play(folder: Path, test: Callable[[Bench], Awaitable[None]], **options: Any)
     assert list((folder / "state" / "owners").iterdir()) == []
 
 
-# ---- who waits for memory ----
+# ---- waiting for memory ----
 
 
 def test_idle_instances_end_for_a_sandbox_of_another_run_the_longest_idle_first(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ class Between:
         self.cut_after: Callable[[bytes], bool] = lambda sent: False
         """Asked with all that a client has sent on a connection: whether to cut it here."""
         self.lose_answers = 0
-        """So many answers are lost on their way back."""
+        """The given number of responses is lost on the way back."""
         self.cuts = 0
         self.tasks: set[asyncio.Task[None]] = set()
 

@@ -1,4 +1,4 @@
-"""Runs that are revoked: nothing of theirs is left for whoever comes under their name, whatever fails meanwhile."""
+"""Revoked runs: nothing of theirs is left for the next run of the name, under any failure."""
 
 from __future__ import annotations
 

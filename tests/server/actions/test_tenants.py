@@ -151,7 +151,7 @@ def test_sandboxes_of_other_runs_and_missing_sandboxes_have_the_same_error(tmp_p
             assert content.content == b"hidden content"
             assert (await a.ask("GET", "/v1/image-keys/secretkey")).json == {"name": "secretimage"}
             pool = next(pool for pool in after["pools"] if pool["name"] == "search")
-            assert pool["total"] == 4, "advice of one who holds nothing counted"
+            assert pool["total"] == 4, "advice of a run that holds nothing counted"
 
     asyncio.run(main())
 
@@ -308,7 +308,7 @@ def test_what_is_under_way_when_its_run_is_revoked_comes_to_nothing(tmp_path: Pa
                 await other.open()
             await raw.send(body[5:])
             status, said = await raw.answer()
-            unknown = await Caller(a.session, a.address, "tgr_nobody").ask("GET", "/v1/about")
+            unknown = await Caller(a.session, a.address, "tgr_unknown").ask("GET", "/v1/about")
             assert (status, said) == (401, unknown.content)
             other = other or await make_run(admin, a.name)
             shown = (await other.ask("GET", "/v1/sandboxes")).json["sandboxes"]

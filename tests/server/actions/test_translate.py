@@ -157,7 +157,7 @@ def test_absurd_amounts_are_refused(amounts: dict[str, Any]) -> None:
 
 
 def test_operations_on_sandboxes_have_their_own_demand() -> None:
-    """Whoever opens sandboxes cannot ask for a whole machine for that, nor for nothing."""
+    """Opening a sandbox cannot demand a whole machine, nor nothing."""
     demand = {"pools": {"cpu": {"min": 64_000, "max": 64_000}}}
     for work in ({"type": "Open", "spec": {}}, {"type": "Close"}, {"type": "Commit", "image": "x"}):
         assert said(work=work, demand=demand)[0].demand.pools["cpu"].max < 1000

@@ -141,6 +141,6 @@ def still() -> Iterator[FakeService]:
 
 @pytest.fixture
 def idle() -> Iterator[FakeService]:
-    """A service to which nobody has come yet."""
+    """A service without any actions yet."""
     with FakeService(Model(tenants=())) as service:
         yield service

@@ -124,7 +124,7 @@ def test_escape_closes_the_story_and_gives_the_focus_back(screen: Opener, still:
 
 
 def test_an_unknown_action_is_reported_as_such(screen: Opener, still: FakeService) -> None:
-    page = screen(still).go("overview?action=coding-rl%2Fnobody")
+    page = screen(still).go("overview?action=coding-rl%2Funknown")
     page.until("document.querySelector('#story .empty').textContent.includes('does not remember')")
 
 

@@ -117,7 +117,7 @@ def test_the_tooltip_of_the_timeline_shows_them_as_text(screen: Opener, hostile:
 
 
 def test_what_has_no_name_cannot_be_clicked(screen: Opener, still: FakeService) -> None:
-    """A caller who may not see a run gets `another run` in place of every name, many times over."""
+    """A caller without access to a run gets `another run` in place of every name, many times over."""
 
     def hide(view: View) -> View:
         def hidden(action):

@@ -1,4 +1,4 @@
-"""Light and dark, contrast, room on a laptop, keyboard and names for who does not see."""
+"""Light and dark, contrast, room on a laptop, keyboard and names for screen readers."""
 
 from __future__ import annotations
 

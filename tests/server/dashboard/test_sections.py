@@ -65,7 +65,7 @@ def test_pools_that_exist_during_calls_only_do_not_move_the_rest(screen: Opener,
 
 
 OF_CALLS = ("instances/math", "function/math/grade", "endpoint/math/judge")
-"""Pools that the service has while somebody calls a function."""
+"""Pools that the service has during calls of functions."""
 
 
 def test_segments_of_a_numa_node_are_as_long_as_what_is_held(screen: Opener, still: FakeService) -> None:

@@ -1,4 +1,4 @@
-"""Who calls: tokens, guesses, and what a browser must not do for the pages of others."""
+"""Authentication: tokens, guesses, and what a browser must not do for pages of other origins."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ def test_wrong_tokens_are_rate_limited_and_right_ones_from_the_same_address_are_
             assert refused.headers["retry-after"] == "1"
             clock.set(clock.now() + 1.0 / WRONG_TOKENS_PER_S)
             assert [(await guesser.ask("GET", "/v1/about")).code for _ in range(2)] == ["unauthorized", "rate"]
-            # Many may share an address, behind a proxy: who has a right token is let in.
+            # Many clients may share an address, behind a proxy: a valid token is accepted.
             for token in (a.token, ADMIN_TOKEN):
                 assert (await Caller(admin.session, admin.address, token).ask("GET", "/v1/about")).status == 200
             # Nor are other addresses held up: here, another one of this machine.
@@ -302,18 +302,18 @@ def test_no_token_and_no_right_one_are_refused_everywhere(tmp_path: Path, monkey
                 {"authorization": "Bearer \xe9\xff"},
                 {"cookie": f"token={a.token}"},
             ]
-            nobody = Caller(admin.session, admin.address)
+            anonymous = Caller(admin.session, admin.address)
             for route in ROUTES:
                 if route.is_public:
                     continue
                 path = route.path.replace("{id:path}", "x").replace("{id}", "x").replace("{name}", "x")
                 path = path.replace("{key}", "x").replace("{run}", "x")
                 for sent in headers if route.path == "/v1/about" else headers[:1]:
-                    found = await nobody.ask(route.method, path, headers=sent, path="x", token=a.token)
+                    found = await anonymous.ask(route.method, path, headers=sent, path="x", token=a.token)
                     assert (found.status, found.code) == (401, "unauthorized"), (route, sent)
                     assert found.headers["www-authenticate"] == "Bearer"
             assert (
-                await nobody.ask("GET", "/v1/about", headers={"authorization": f"bearer  {a.token} "})
+                await anonymous.ask("GET", "/v1/about", headers={"authorization": f"bearer  {a.token} "})
             ).status == 200
 
     asyncio.run(main())
@@ -405,9 +405,9 @@ def test_what_only_the_admin_may_do_no_run_does(tmp_path: Path) -> None:
                 ("GET", "/v1/runs", None),
                 ("POST", "/v1/runs/mine", {}),
                 ("PATCH", f"/v1/runs/{a.name}", {"weight": 100.0}),
-                ("PATCH", "/v1/runs/nobody", {"weight": 100.0}),
+                ("PATCH", "/v1/runs/unknown", {"weight": 100.0}),
                 ("DELETE", f"/v1/runs/{a.name}", None),
-                ("DELETE", "/v1/runs/nobody", None),
+                ("DELETE", "/v1/runs/unknown", None),
                 ("PUT", f"/v1/weights/{a.name}", {"weight": 100.0}),
                 ("PATCH", "/v1/pools/cpu@local", {"total": 0}),
                 ("PATCH", "/v1/pools/nothing", {"total": 0}),
@@ -446,7 +446,7 @@ ELSEWHERE = [
 
 
 def test_no_page_of_another_origin_acts_on_an_open_service(tmp_path: Path) -> None:
-    """A browser sends what a page says to whatever listens on its machine, and there nobody needs a token."""
+    """A browser sends requests of a page to any local listener, and there no token is needed."""
 
     async def main() -> None:
         async with asked(tmp_path) as caller:

@@ -24,7 +24,7 @@ from tangram.server.journal.store import JournalStore
 
 MIB = 1 << 20
 LARGE = 16 * MIB
-"""More than sockets take of an answer that nobody reads."""
+"""More than sockets buffer of an unread response."""
 
 
 def fed(size: int) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def test_unacknowledged_results_are_limited_in_bytes(tmp_path: Path) -> None:
 
 
 async def unread(raw: Line, caller: Caller, path: str) -> None:
-    """An answer that is under way, and of which nobody takes more than the beginning."""
+    """A response in transit, of which only the beginning is read."""
     head = f"GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {caller.token}\r\n\r\n"
     await raw.send(head.encode())
     assert (await raw.reader.readuntil(b"\r\n")).split()[1] == b"200"

@@ -394,7 +394,7 @@ def test_no_device_comes_of_an_archive(tmp_path: Path, backend: str) -> None:
                 assert found.status == 204 or found.code == "file_failed"
             ended = (await caller.run("look", "find . -type b -o -type c")).json["settled"]["executed"]
             assert (ended["exit_code"], ended["stdout"]) == (0, "")
-            for place in ("files", "tree"):  # a pipe that nobody writes to holds up nobody
+            for place in ("files", "tree"):  # a pipe without a writer blocks no request
                 found = await caller.ask("GET", f"/v1/sandboxes/box/{place}", path="special2")
                 assert found.status == 200 or found.code == "file_failed"
 

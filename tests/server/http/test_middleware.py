@@ -183,7 +183,7 @@ def test_caps_that_cannot_be_kept_are_refused(tmp_path: Path, caps: str) -> None
 
 
 def test_of_a_key_that_is_there_twice_the_last_one_counts(tmp_path: Path) -> None:
-    """One parser reads all of it, so nobody who looked at the first one was deceived."""
+    """One parser reads all of it, so no check of the first one was bypassed."""
 
     async def main() -> None:
         async with asked(tmp_path) as caller:
@@ -577,9 +577,9 @@ def test_on_a_public_address_every_request_needs_the_token(tmp_path: Path) -> No
     async def main() -> None:
         async with serving(tmp_path, listen="0.0.0.0:0", admin_token_file=str(token_file(tmp_path))) as up:
             address = up.address.replace("0.0.0.0", "127.0.0.1")
-            async with asking(address) as nobody:
-                assert (await nobody.ask("GET", "/v1/about")).code == "unauthorized"
-                assert (await nobody.ask("GET", "/healthz")).status == 200
+            async with asking(address) as anonymous:
+                assert (await anonymous.ask("GET", "/v1/about")).code == "unauthorized"
+                assert (await anonymous.ask("GET", "/healthz")).status == 200
             async with asking(address, ADMIN_TOKEN) as admin:
                 assert (await admin.ask("GET", "/v1/about")).json["admin"] is True
 

@@ -103,8 +103,8 @@ def test_only_what_is_public_needs_no_token() -> None:
 
 def test_the_document_is_public_at_a_service(tmp_path: Path) -> None:
     async def main() -> None:
-        async with asked(tmp_path, admin_token_file=str(token_file(tmp_path))) as nobody:
-            found = await nobody.ask("GET", "/openapi.json")
+        async with asked(tmp_path, admin_token_file=str(token_file(tmp_path))) as anonymous:
+            found = await anonymous.ask("GET", "/openapi.json")
             assert (found.status, found.headers["content-type"]) == (200, "application/json")
             assert found.json == DOCUMENT
 

@@ -1,4 +1,4 @@
-"""The orchestrator with a memory: what is written down before what, and what a pause leaves to whoever comes next."""
+"""The orchestrator with a journal: the order of records, and what a pause leaves to the next owner."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Noting:
         assert self.done(ticket, "start") < ticket.attempt, "it was launched before it was written down"
 
     async def record_settled(self, ticket: ActionTicket, settled: SettledAction) -> SettledAction:
-        assert not ticket.settled.done(), "its caller was told before it was written down"
+        assert not ticket.settled.done(), "its caller was notified before it was recorded"
         await self._note(settled.outcome.status.value, ticket)
         return settled
 

@@ -50,7 +50,7 @@ def run(main: Coroutine[Any, Any, Any]) -> Any:
 
 
 def found(path: Path, **options: Any) -> RecoveredState:
-    """What an owner finds who opens it now."""
+    """The recovered content if an owner opens it now."""
 
     async def main() -> RecoveredState:
         async with Journal(path, **options) as journal:
@@ -563,7 +563,7 @@ def test_the_owner_of_a_truncated_journal_gets_a_warning_and_continues(path: Pat
 
     run(main())
     recovered = found(path.with_name("again"))
-    assert recovered.report == (), "it was told once"
+    assert recovered.report == (), "it was reported once"
     assert phases(recovered) == {"a": "settled", "b": "settled"}
 
 
@@ -823,7 +823,7 @@ def test_a_directory_that_is_not_there_is_refused(path: Path) -> None:
 
 
 class WrongClock:
-    """Says what it is told to."""
+    """Returns what it was given."""
 
     def __init__(self) -> None:
         self.now_s = 1e9
@@ -921,7 +921,7 @@ def test_an_old_result_is_deleted_even_if_it_was_never_fetched(path: Path) -> No
 
     async def later() -> None:
         async with Journal(path, retention_s=100.0, clock=clock) as journal:
-            assert await journal.compact() == 0, "while nobody could fetch it, it did not grow old"
+            assert await journal.compact() == 0, "while it could not be fetched, it did not age"
             clock.set(5098.0)
             assert await journal.compact() == 0
             clock.set(5099.5)

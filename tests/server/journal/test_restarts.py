@@ -28,12 +28,12 @@ from tangram.sim.trace_summary import summarize
 
 DEADLINE_S = 120.0
 STOPPING = "stopping signal=SIGTERM"
-"""What a service logs when it is told to stop."""
+"""The log message of a service that is asked to stop."""
 
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Process:
-    """One whose sandboxes are real, and outlive it."""
+    """A service whose sandboxes are real, and outlive it."""
     reason = why_not()
     if reason and os.environ.get("CI") == "true":
         pytest.fail(reason)
@@ -143,7 +143,7 @@ def test_actions_lost_by_a_restart_appear_wherever_ends_do_and_are_counted_once(
 
 
 async def until_waiting(t: Client, count: int) -> None:
-    """So many actions are in the queue."""
+    """Whether the queue has the given number of actions."""
     wire = wire_of(t)
     while msgspec.json.decode(await wire.call("GET", "/v1/view"))["waiting_total"] < count:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
@@ -241,7 +241,7 @@ def test_a_session_that_ended_with_the_service_reports_it_beside_running_program
 
 
 def test_a_service_that_closes_sandboxes_takes_over_what_was_kept_and_its_stop_leaves_nothing(kept: Process) -> None:
-    """As an administrator does who stops it for good."""
+    """Stop it for good, as an administrator would."""
     state = kept.folder / "state"
 
     async def test(t: Client) -> None:
@@ -276,7 +276,7 @@ def test_two_services_on_one_journal_are_one_too_many(tmp_path: Path) -> None:
 
 
 async def noted(wire: RemoteConnection, count: int, text: str) -> list[str]:
-    """Ids of actions that have settled, and whose results nobody took away."""
+    """Ids of settled actions with unfetched results."""
     ids = [f"a{n}" for n in range(count)]
     for id in ids:
         body = {"id": id, "sandbox": "box", "work": {"type": "Exec", "command": f"echo {text}"}}

@@ -137,7 +137,7 @@ def test_the_timeline_goes_on_where_it_was_left() -> None:
     mine = world.picture.timeline(0, 2, "r1")
     assert [row.id for row in mine.rows] == ["a1", "a3"]
     assert [row.id for row in world.picture.timeline(mine.last, 100, "r1").rows] == ["a5"]
-    assert world.picture.timeline(0, 100, "nobody").rows == ()
+    assert world.picture.timeline(0, 100, "unknown").rows == ()
 
 
 @given(st.integers(0, 30), st.integers(0, 40), st.integers(0, 12), st.sampled_from([None, "r0", "r1"]))
@@ -280,7 +280,7 @@ def test_a_story_of_thousands_of_resizes_stays_short() -> None:
     assert texts(world.story("elastic"))[-1] == f"{life.dropped_notes} more events are not kept"
 
 
-# ---- who sees what ----
+# ---- visibility ----
 
 
 def two_tenants() -> World:
@@ -336,9 +336,9 @@ def test_the_reason_of_a_wait_does_not_name_the_action_of_another_run_that_goes_
 
 def test_hidden_and_missing_actions_have_the_same_error() -> None:
     world = two_tenants()
-    for id in ("theirs/held", "theirs/done", "theirs/blocks", "nobody/nothing"):
+    for id in ("theirs/held", "theirs/done", "theirs/blocks", "unknown/nothing"):
         assert world.picture.story(id, "mine") is None
-        assert (world.picture.story(id, None) is None) == (id == "nobody/nothing")
+        assert (world.picture.story(id, None) is None) == (id == "unknown/nothing")
     unknown = world.picture.view("unknown")
     assert (unknown.waiting, unknown.running, unknown.sandboxes, unknown.classes) == ((), (), (), ())
     assert all(bucket.ended == 0 for bucket in unknown.history)
@@ -371,7 +371,7 @@ def test_runs_and_classes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(run.act.count for run in view.runs) == 36
     assert world.of_run(OTHER).settled == {"succeeded": 18}
     assert len(world.picture.accounts.classes) <= 8 + 4
-    # Who is counted together with others sees nothing of them.
+    # Runs that are counted together see nothing of each other.
     for run in ("d", OTHER):
         assert world.of_run(run, run).settled == {} and world.picture.view(run).classes == ()
 

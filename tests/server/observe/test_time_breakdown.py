@@ -45,7 +45,7 @@ WAITING, STARTING, EXECUTING = "waiting", "starting", "executing"
 
 
 class World:
-    """A scheduler with a picture, driven by hand. Keeps its own books of who was in which phase, and when."""
+    """A scheduler with a picture, driven by hand. Records on its own which action was in which phase, and when."""
 
     def __init__(self, *pools: Pool) -> None:
         self.scheduler = Scheduler(policy("fcfs"), pools)

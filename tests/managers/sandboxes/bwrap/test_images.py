@@ -1005,7 +1005,7 @@ else:
 
 @pytest.fixture
 def other(store: ImageStore) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
-    """Another process that shares the store, and holds what it is told until its input ends."""
+    """Another process that shares the store, and holds the given layers until its input ends."""
     started: list[subprocess.Popen[str]] = []
 
     def start(what: str) -> subprocess.Popen[str]:

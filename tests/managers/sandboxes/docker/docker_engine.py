@@ -37,7 +37,7 @@ STOP_S = 20.0
 """Each takes a fraction of a second on a machine that has nothing else to do."""
 
 PREFIX = "tangram-docker-"
-"""Of the directory of an engine, whose name is also that of its control group."""
+"""Prefix of the directory of an engine; also the name of its control group."""
 
 IMAGE = "tangram-test:host"
 """Bash and the usual small programs of this machine."""
@@ -99,7 +99,7 @@ class PrivateEngine:
         self._hides_processes = hides_processes
         """Own process ids too, as of an engine on another machine."""
         self._maps_users = maps_users
-        """Root in a container is nobody outside."""
+        """Root in a container has no rights outside."""
         self.directory = Path(tempfile.mkdtemp(prefix=PREFIX))
         self.socket = str(self.directory / "docker.sock")
         self._cgroup = self.directory.name

@@ -400,7 +400,7 @@ def test_the_end_of_a_session_is_reported(engine: PrivateEngine) -> None:
             assert (executed.exit_code, executed.session_ended) == (code, True), command
         assert await desk.text("echo ${x:-fresh}", session="s") == "fresh\n"
         await desk.run("pkill -9 -f '[_]_tangram_exit'")
-        assert await desk.text("echo ${x:-anew}", session="s") == "anew\n", "another action has killed it"
+        assert await desk.text("echo ${x:-again}", session="s") == "again\n", "another action has killed it"
         await desk.run("sleep 2400 &", session="s")
         lease = await desk.start(Exec(command="sleep 2401", session="s"))
         with pytest.raises(ManagerError, match="runs a command already"):
@@ -637,7 +637,7 @@ def test_a_container_that_is_killed_from_outside_is_lost(engine: PrivateEngine) 
             await desk.manager.read("box", "file", bytes_max=1)
         await desk.do(Close())
         await desk.do(Open(spec=SMALL))
-        assert await desk.text("echo anew") == "anew\n"
+        assert await desk.text("echo again") == "again\n"
 
     play(engine, scene)
 
@@ -900,7 +900,7 @@ def test_an_engine_that_ends_loses_what_ran_and_no_more() -> None:
             await asyncio.to_thread(mortal.start)
             await until_closed(desk)
             await desk.do(Open(spec=SMALL))
-            assert await desk.text("echo anew") == "anew\n"
+            assert await desk.text("echo again") == "again\n"
 
     with private_engine() as mortal:
         asyncio.run(whole(mortal))
