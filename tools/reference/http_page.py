@@ -98,20 +98,20 @@ def _shown(kind: Any) -> str:
 
 def _reached(roots: list[Any]) -> Iterator[type[msgspec.Struct]]:
     """Records by name, with all that they hold."""
-    found: dict[str, type[msgspec.Struct]] = {}
+    records: dict[str, type[msgspec.Struct]] = {}
     pending = list(roots)
     while pending:
         kind = pending.pop()
-        if _is_record(kind) and kind.__name__ not in found:
-            found[kind.__name__] = kind
+        if _is_record(kind) and kind.__name__ not in records:
+            records[kind.__name__] = kind
             pending += get_type_hints(kind).values()
         else:
             pending += get_args(kind)
-    yield from (found[name] for name in sorted(found))
+    yield from (records[name] for name in sorted(records))
 
 
 def _record(kind: type[msgspec.Struct]) -> str:
-    hints, said = get_type_hints(kind, include_extras=True), sentences(kind)
+    hints, descriptions = get_type_hints(kind, include_extras=True), sentences(kind)
     about = (kind.__doc__ or "").split("\n\n")[0]
     if about.startswith(f"{kind.__name__}("):
         about = ""
@@ -126,7 +126,7 @@ def _record(kind: type[msgspec.Struct]) -> str:
         lines.append("An array, with its fields in this order.\n")
     for field in msgspec.structs.fields(kind):
         default = "" if field.required else f"; default `{_json(field)}`"
-        kept = cell(said.get(field.name, ""))
+        kept = cell(descriptions.get(field.name, ""))
         rows.append(f"| `{field.encode_name}` | {_type(hints[field.name])}{default} | {kept} |")
     lines.append("\n".join(rows) + "\n" if len(rows) > 2 else "No fields.\n")
     return "\n".join(lines)
@@ -140,8 +140,8 @@ def _json(field: msgspec.structs.FieldInfo) -> str:
 def _type(kind: Any) -> str:
     origin = get_origin(kind)
     if origin is Annotated:
-        said = [each.description for each in get_args(kind)[1:] if getattr(each, "description", None)]
-        return ": ".join([_type(get_args(kind)[0]), *said])
+        descriptions = [each.description for each in get_args(kind)[1:] if getattr(each, "description", None)]
+        return ": ".join([_type(get_args(kind)[0]), *descriptions])
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_type(each) for each in get_args(kind))
     if origin is typing.Literal:

@@ -146,14 +146,14 @@ def _row(result: BenchResult, name: str) -> str:
     value, goal = result.metrics[name], result.goals.get(name, PRINTED)
     low, high = result.spread.get(name, (None, None))
     spread = f"{number(low)} to {number(high)}" if low is not None and high is not None else ""
-    told, wanted = number(value), "printed"
+    text, wanted = number(value), "printed"
     if goal.value is not None:
         wanted = f"{goal.op} {number(goal.value)}"
         if goal.is_met(value) is False:
             digits = _digits_apart(value, goal.value)
-            told = number(value, digits)
+            text = number(value, digits)
             wanted += f" (missed{_best(result, name, digits)})"
-    return f"| `{name}` | {told} | {spread} | {wanted} |"
+    return f"| `{name}` | {text} | {spread} | {wanted} |"
 
 
 def _best(result: BenchResult, name: str, digits: int) -> str:

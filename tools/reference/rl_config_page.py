@@ -30,12 +30,14 @@ plain word is text.
 def rl_config_page(note: str) -> str:
     parts = [note, HEAD, "## Before all tables\n", "| key | takes | default | means |\n|---|---|---|---|"]
     fields = {field.name: field for field in msgspec.structs.fields(TrainSettings)}
-    said = sentences(RolloutSettings) | sentences(TrainSettings)
+    descriptions = sentences(RolloutSettings) | sentences(TrainSettings)
     tables = []
     for name, kind in field_types(TrainSettings).items():
         if isinstance(kind, Validator):
             default = msgspec.json.encode(fields[name].default).decode()
-            parts.append("| " + " | ".join(map(cell, (f"`{name}`", kind.expected, f"`{default}`", said[name]))) + " |")
+            parts.append(
+                "| " + " | ".join(map(cell, (f"`{name}`", kind.expected, f"`{default}`", descriptions[name]))) + " |"
+            )
         else:
             tables.append((name, kind))
     parts.append("")

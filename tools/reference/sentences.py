@@ -13,18 +13,18 @@ def sentences(record: type[msgspec.Struct]) -> dict[str, str]:
     """The docstring below each field of a record."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(record))).body
     assert isinstance(body, ast.ClassDef)
-    found: dict[str, str] = {}
+    sentence_by_field: dict[str, str] = {}
     key = ""
     for statement in body.body:
         match statement:
             case ast.AnnAssign(target=ast.Name(id=name)):
                 key = name
             case ast.Expr(value=ast.Constant(value=str(words))) if key:
-                found[key] = " ".join(words.split())
+                sentence_by_field[key] = " ".join(words.split())
                 key = ""
             case _:
                 key = ""
-    return found
+    return sentence_by_field
 
 
 def wrapped(text: str) -> str:

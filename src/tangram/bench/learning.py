@@ -207,11 +207,14 @@ async def run_training(settings: TrainSettings, folder: Path, seconds_max: float
 async def random_score(task: str) -> float:
     """Score the agent that plays random well-formed actions."""
     settings = TrainSettings(tasks=(TASKS[task],))
-    made = tasks_of(settings)
-    client: Client = await connect_client(settings.outside, made, None)
+    tasks = tasks_of(settings)
+    client: Client = await connect_client(settings.outside, tasks, None)
     async with client:
         episodes = await demonstrations(
-            made[0], "random", range(SEED_FIRST, SEED_FIRST + RANDOM_EPISODES), outside=ExternalResources(client=client)
+            tasks[0],
+            "random",
+            range(SEED_FIRST, SEED_FIRST + RANDOM_EPISODES),
+            outside=ExternalResources(client=client),
         )
     return statistics.fmean(each.reward for each in episodes)
 

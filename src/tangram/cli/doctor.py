@@ -42,8 +42,8 @@ def doctor(as_json: options.Json = False) -> None:
     """
     from tangram.managers.doctor.diagnostics import DOCKER, PROCESS, SANDBOX, diagnose
 
-    found = diagnose()
-    why_not = {backend: found.unavailable_reason(backend) for backend in (SANDBOX, DOCKER, PROCESS)}
+    report = diagnose()
+    why_not = {backend: report.unavailable_reason(backend) for backend in (SANDBOX, DOCKER, PROCESS)}
     trial: dict[str, float] = {}
     if not why_not[SANDBOX]:
         try:
@@ -51,9 +51,9 @@ def doctor(as_json: options.Json = False) -> None:
         except (TangramError, OSError) as error:
             why_not[SANDBOX] = f"a sandbox was tried: {error}"
     if as_json:
-        show.print_json(_as_dict(found, why_not, trial))
+        show.print_json(_as_dict(report, why_not, trial))
     else:
-        _print(found, why_not, trial)
+        _print(report, why_not, trial)
     if why_not[SANDBOX]:
         raise typer.Exit(EXIT_WITHOUT_SANDBOXES)
 
@@ -90,17 +90,17 @@ async def _open_and_run(state: Path) -> dict[str, float]:
 # ---- printing -------------------------------------------------------------------------------------------------
 
 
-def _print(found: MachineReport, why_not: dict[str, str], trial: dict[str, float]) -> None:
+def _print(report: MachineReport, why_not: dict[str, str], trial: dict[str, float]) -> None:
     from rich.text import Text
 
     console = terminal.stdout_console()
     table = terminal.table("this machine")
     for head in ("component", "", "found", "what to do"):
         table.add_column(head, overflow="fold")
-    for each in found.findings:
+    for each in report.findings:
         table.add_row(each.component, _mark(each), Text(each.found), Text(each.to_do))
     console.print(table)
-    lines = [f"to install what is missing: {found.install_command}"] if found.install_command else []
+    lines = [f"to install what is missing: {report.install_command}"] if report.install_command else []
     usable = ", ".join(backend for backend, reason in why_not.items() if not reason)
     lines.append(f"backends that work: {usable}; process isolates nothing")
     lines += [f"{backend} does not work: {reason}" for backend, reason in why_not.items() if reason]
@@ -122,10 +122,10 @@ def _mark(finding: Diagnostic) -> str:
     return f"[{colour}]{finding.state}[/{colour}]"
 
 
-def _as_dict(found: MachineReport, why_not: dict[str, str], trial: dict[str, float]) -> dict[str, Any]:
+def _as_dict(report: MachineReport, why_not: dict[str, str], trial: dict[str, float]) -> dict[str, Any]:
     return {
-        "components": found.findings,
-        "install": found.install_command,
+        "components": report.findings,
+        "install": report.install_command,
         "backends": {name: {"usable": not reason, "why_not": reason} for name, reason in why_not.items()},
         "trial": trial or None,
     }

@@ -231,21 +231,21 @@ def _parse_value(text: str) -> Any:
 
 def parse_names(option: str, text: str) -> tuple[str, ...]:
     """Names with commas between them, each once."""
-    found = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    if not found:
+    values = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not values:
         raise InvalidConfig(option, text, f"names with commas between them; without --{option}: the usual ones")
-    return found
+    return values
 
 
 def parse_integers(option: str, text: str, least: int = 0) -> tuple[int, ...]:
     """Whole numbers with commas between them, each once."""
     try:
-        found = tuple(dict.fromkeys(int(part) for part in text.split(",") if part.strip()))
+        values = tuple(dict.fromkeys(int(part) for part in text.split(",") if part.strip()))
     except ValueError:
-        found = ()
-    if not found or min(found) < least:
+        values = ()
+    if not values or min(values) < least:
         raise InvalidConfig(option, text, f"whole numbers, at least {least}, with commas between them")
-    return found
+    return values
 
 
 def _parse_seeds(text: str | None, source: Source) -> tuple[int, ...]:

@@ -74,10 +74,10 @@ def resize(
     from tangram.runtime.views import View
     from tangram.runtime.wire import PoolRequest
 
-    found = service_client.fetch_view(target)
-    before = _pool(found, name)
+    current = service_client.fetch_view(target)
+    before = _pool(current, name)
     if not before.node:
-        raise TangramError(f"{escape_unprintable(name)} cannot be resized; these can: {_node_pool_names(found)}")
+        raise TangramError(f"{escape_unprintable(name)} cannot be resized; these can: {_node_pool_names(current)}")
     record = PoolRequest(total=parse_units(size, before))
     try:
         view = service_client.request(target, "PATCH", f"/v1/pools/{service_client.quote_part(name)}", record, View)
@@ -155,10 +155,10 @@ def _set_node_state(target: ServiceTarget, node: str, state: str, as_json: bool)
 
 
 def _pool(view: View, name: str) -> PoolView:
-    found = next((pool for pool in view.pools if pool.name == name), None)
-    if found is None:
+    pool_view = next((pool for pool in view.pools if pool.name == name), None)
+    if pool_view is None:
         raise InvalidConfig("pool", name, f"one of {_node_pool_names(view)}")
-    return found
+    return pool_view
 
 
 def _node_pool_names(view: View) -> str:
@@ -171,10 +171,10 @@ def parse_units(text: str, pool: PoolView) -> int:
     from tangram.core.sizes import parse_size
 
     if pool.unit == "milli-cores":
-        found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(?: ?cores?)?", text.strip())
-        if found is None:
+        match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(?: ?cores?)?", text.strip())
+        if match is None:
             raise InvalidConfig("size", text, "a number of cores, such as 12 or 0.5")
-        return round(float(found[1]) * CORE)
+        return round(float(match[1]) * CORE)
     if pool.unit == "MiB":
         if re.fullmatch(r"[0-9.]*", text.strip()) and text.strip() != "0":
             raise InvalidConfig("size", text, f"a size with its unit, such as {text.strip() or '64'}GiB")

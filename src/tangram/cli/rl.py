@@ -83,11 +83,11 @@ def show_log(
 
     reading = read(file)
     if trajectory is not None:
-        (found,) = _select(reading, [trajectory])
+        (selected,) = _select(reading, [trajectory])
         if as_json:
-            rl_screen.print_json(found)
+            rl_screen.print_json(selected)
         else:
-            rl_screen.print_trajectory(found, rl_screen.token_decoder(reading.header))
+            rl_screen.print_trajectory(selected, rl_screen.token_decoder(reading.header))
         return
     listing = rl_screen.TrajectoryListing(task=task, ending=_ending(ending), group=group)
     for record in reading:
@@ -147,17 +147,17 @@ def _select(reading: TrajectoryLogReader, ids: list[str]) -> list[Trajectory]:
 
     wanted = set(ids)
     names: list[str] = []
-    found: dict[str, Trajectory] = {}
+    trajectories: dict[str, Trajectory] = {}
     for record in reading:
         if isinstance(record, Trajectory):
             names.append(record.id)
             if record.id in wanted:
-                found[record.id] = record
+                trajectories[record.id] = record
     _warn_torn(reading)
     for each in ids:
-        if each not in found:
+        if each not in trajectories:
             raise InvalidConfig("trajectory", each, f"the id of one in {reading.path}{_nearest(each, names)}")
-    return list(found.values())
+    return list(trajectories.values())
 
 
 def _warn_torn(reading: TrajectoryLogReader) -> None:
@@ -194,20 +194,20 @@ def timeline(
     from tangram.cli import rl_screen
 
     options.check_output_files(html=html, perfetto=perfetto)
-    found = _timeline(file)
+    rollout_timeline = _timeline(file)
     if html is not None:
         from tangram.rl.observe.timeline_page import write_timeline
 
         again = shlex.join(["tangram", "rl", "timeline", str(file), "--html", str(html)])
-        write_timeline(html, found, file.name, again)
+        write_timeline(html, rollout_timeline, file.name, again)
     if perfetto is not None:
         from tangram.rl.observe.timeline_trace import trace_of_timeline
 
-        trace_of_timeline(found).write(perfetto)
+        trace_of_timeline(rollout_timeline).write(perfetto)
     if as_json:
-        rl_screen.print_json(rl_screen.timeline_as_dict(found))
+        rl_screen.print_json(rl_screen.timeline_as_dict(rollout_timeline))
         return
-    rl_screen.print_timeline(file, found)
+    rl_screen.print_timeline(file, rollout_timeline)
     if html is not None:
         show.print_report_path(html)
     if perfetto is not None:
@@ -219,9 +219,9 @@ def _timeline(file: Path) -> RolloutTimeline:
     from tangram.rl.runs.trajectory_log import read
 
     reading = read(file)
-    found = timeline_of_log(reading)
+    timeline = timeline_of_log(reading)
     _warn_torn(reading)
-    return found
+    return timeline
 
 
 # ---- replay ---------------------------------------------------------------------------------------------------
@@ -267,12 +267,12 @@ def replay(
     if backend == "sandbox" and os.geteuid() != 0:
         raise InvalidConfig("backend", backend, "root, for sandboxes; or process, which isolates nothing")
     add_import_folders(reading.header.modules)
-    found = asyncio.run(_replay_all(chosen, _settings(chosen, reading), backend))
+    results = asyncio.run(_replay_all(chosen, _settings(chosen, reading), backend))
     if as_json:
-        rl_screen.print_json([_as_dict(each) for each in found])
+        rl_screen.print_json([_as_dict(each) for each in results])
     else:
-        rl_screen.print_replays(found)
-    if not all(each.is_same for each in found):
+        rl_screen.print_replays(results)
+    if not all(each.is_same for each in results):
         raise typer.Exit(1)
 
 
@@ -315,11 +315,11 @@ async def _replay_all(
             async def one(trajectory: Trajectory) -> ReplayResult:
                 async with places:
                     its = trajectory.task
-                    found = await replay_one(trajectory, settings[its], task=makers[its], client=client)
-                done.append(found)
+                    result = await replay_one(trajectory, settings[its], task=makers[its], client=client)
+                done.append(result)
                 if tell is not None:
                     tell(len(done), len(trajectories))
-                return found
+                return result
 
             with _first_error(backend):
                 await stack.enter_async_context(prepare_tasks(makers.values(), client))

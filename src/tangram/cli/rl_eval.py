@@ -73,22 +73,22 @@ def evaluate(
         if out.exists() and out.stat().st_size:
             raise InvalidConfig("out", str(out), "a file that is not there yet")
     with ExitStack() as stack:
-        found = _find_checkpoint(checkpoint, config, stack)
-        settings = only_task(found.settings, task)
-        asked = _eval_options(found, episodes, 0.0 if greedy else temperature)
+        loaded = _find_checkpoint(checkpoint, config, stack)
+        settings = only_task(loaded.settings, task)
+        eval_options = _eval_options(loaded, episodes, 0.0 if greedy else temperature)
         from tangram.rl.train.evaluator import held_out_tickets
 
         for engine in settings.engines:
             if engine.kind == "openai":
-                message = f"engine {engine.name} plays what its server has loaded, which has to be {found.path}"
+                message = f"engine {engine.name} plays what its server has loaded, which has to be {loaded.path}"
                 typer.echo(f"tangram: {message}", err=True)
-        tickets = held_out_tickets(settings, asked.episodes, temperature=asked.temperature, first=seed)
+        tickets = held_out_tickets(settings, eval_options.episodes, temperature=eval_options.temperature, first=seed)
         began = time.monotonic()
         try:
-            scores = asyncio.run(_play(found, settings, tickets, out, quiet=quiet or as_json))
+            scores = asyncio.run(_play(loaded, settings, tickets, out, quiet=quiet or as_json))
         except InvalidConfig as error:
-            raise _translate_error(found, error) from error
-        result = _summary(found, asked, settings, scores, time.monotonic() - began)
+            raise _translate_error(loaded, error) from error
+        result = _summary(loaded, eval_options, settings, scores, time.monotonic() - began)
     if as_json:
         show.print_json(result)
     else:
@@ -165,9 +165,9 @@ def _hold_checkpoint(path: Path, stack: ExitStack, *, newest: bool) -> tuple[Pat
     return path, path
 
 
-def _translate_error(found: EvalCheckpoint, error: InvalidConfig) -> InvalidConfig:
+def _translate_error(loaded: EvalCheckpoint, error: InvalidConfig) -> InvalidConfig:
     """Rewrite an error so that it names the given checkpoint, not the copy that is held, nor a key of the config."""
-    named, held = str(found.path), str(found.folder)
+    named, held = str(loaded.path), str(loaded.folder)
     field = "checkpoint" if error.field == "policy.checkpoint" else error.field
     value = named if error.value == held else error.value
     return InvalidConfig(field, value, error.expected.replace(held, named))
@@ -206,13 +206,13 @@ def only_task(settings: RolloutSettings, task: str | None) -> RolloutSettings:
     return msgspec.structs.replace(settings, tasks=(alone,))
 
 
-def _eval_options(found: EvalCheckpoint, episodes: int | None, temperature: float | None) -> EvalOptions:
+def _eval_options(loaded: EvalCheckpoint, episodes: int | None, temperature: float | None) -> EvalOptions:
     from tangram.config.tables import validated
     from tangram.rl.config.rollout_settings import TEMPERATURE
     from tangram.rl.config.training_settings import TrainSettings
 
-    assert isinstance(found.settings, TrainSettings)
-    usual = found.settings.evaluation
+    assert isinstance(loaded.settings, TrainSettings)
+    usual = loaded.settings.evaluation
     if temperature is not None:
         temperature = validated("--temperature", temperature, TEMPERATURE)
     return EvalOptions(
@@ -224,7 +224,7 @@ def _eval_options(found: EvalCheckpoint, episodes: int | None, temperature: floa
 
 
 async def _play(
-    found: EvalCheckpoint, settings: RolloutSettings, tickets: list[GroupTicket], out: Path | None, *, quiet: bool
+    loaded: EvalCheckpoint, settings: RolloutSettings, tickets: list[GroupTicket], out: Path | None, *, quiet: bool
 ) -> Scores:
     from contextlib import AsyncExitStack
 
@@ -241,12 +241,12 @@ async def _play(
         if out is not None:
             codec = codec_of(settings, tasks_of(settings))
             words = codec.words if isinstance(codec, WordCodec) else ()
-            policy = msgspec.structs.replace(settings.policy, checkpoint=str(found.path.resolve()))
+            policy = msgspec.structs.replace(settings.policy, checkpoint=str(loaded.path.resolve()))
             named = msgspec.structs.replace(settings, policy=policy)
-            log = stack.enter_context(TrajectoryLog(out, settings=named, words=words, modules=found.modules))
+            log = stack.enter_context(TrajectoryLog(out, settings=named, words=words, modules=loaded.modules))
         progress = RolloutProgress(len(tickets), quiet=quiet)
         with live.progress("starting", "steps") as tell:
-            made = await stack.enter_async_context(
+            assembly = await stack.enter_async_context(
                 assembled(
                     settings,
                     on_end=log.append if log is not None else None,
@@ -255,19 +255,19 @@ async def _play(
                 )
             )
         with progress:
-            return await evaluate(made.rollout, tickets)
+            return await evaluate(assembly.rollout, tickets)
 
 
 # ---- printing -------------------------------------------------------------------------------------------------------
 
 
 def _summary(
-    found: EvalCheckpoint, asked: EvalOptions, settings: RolloutSettings, scores: Scores, seconds: float
+    loaded: EvalCheckpoint, options: EvalOptions, settings: RolloutSettings, scores: Scores, seconds: float
 ) -> dict[str, Any]:
     return {
-        "checkpoint": str(found.path),
-        "step": found.step,
-        "temperature": asked.temperature,
+        "checkpoint": str(loaded.path),
+        "step": loaded.step,
+        "temperature": options.temperature,
         "seconds": seconds,
         "tasks": {
             task.name: {

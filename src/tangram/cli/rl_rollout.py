@@ -201,7 +201,7 @@ async def _play(
 
         progress = RolloutProgress(groups, quiet=quiet)
         with live.progress("starting", "steps") as tell:
-            made = await stack.enter_async_context(
+            assembly = await stack.enter_async_context(
                 assembled(
                     settings,
                     on_end=on_end,
@@ -212,9 +212,9 @@ async def _play(
                 )
             )
         stack.enter_context(progress)
-        looking = asyncio.create_task(_poll_engines(made, progress))
+        looking = asyncio.create_task(_poll_engines(assembly, progress))
         try:
-            collected = await made.rollout.collect(tickets(settings), groups, in_flight=in_flight)
+            collected = await assembly.rollout.collect(tickets(settings), groups, in_flight=in_flight)
         finally:
             looking.cancel()
             await asyncio.gather(looking, return_exceptions=True)
@@ -224,9 +224,9 @@ async def _play(
     return collected
 
 
-async def _poll_engines(made: RolloutAssembly, progress: RolloutProgress) -> None:
+async def _poll_engines(assembly: RolloutAssembly, progress: RolloutProgress) -> None:
     while True:
-        progress.set_engines(made.router.engine_statistics())
+        progress.set_engines(assembly.router.engine_statistics())
         await asyncio.sleep(POLL_S)
 
 

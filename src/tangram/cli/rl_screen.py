@@ -204,10 +204,10 @@ def _count_text(shown: int, count: int) -> str:
     return counted if shown == count else f"{shown:,} of {counted}; --limit shows more"
 
 
-def _versions(found: tuple[int, int] | None) -> str:
-    if found is None:
+def _versions(counts: tuple[int, int] | None) -> str:
+    if counts is None:
         return "-"
-    return str(found[0]) if found[0] == found[1] else f"{found[0]} to {found[1]}"
+    return str(counts[0]) if counts[0] == counts[1] else f"{counts[0]} to {counts[1]}"
 
 
 # ---- one trajectory ---------------------------------------------------------------------------------------------
@@ -309,11 +309,11 @@ def _print_spans(console: Console, trajectory: Trajectory) -> None:
 # ---- the timeline -----------------------------------------------------------------------------------------------
 
 
-def timeline_as_dict(found: RolloutTimeline) -> dict[str, Any]:
+def timeline_as_dict(timeline: RolloutTimeline) -> dict[str, Any]:
     return {
-        "total_s": seconds_of(found.total),
-        "trajectories": len(found.lanes),
-        "stages": {stage.value: _stage_as_dict(each) for stage, each in found.stages.items()},
+        "total_s": seconds_of(timeline.total),
+        "trajectories": len(timeline.lanes),
+        "stages": {stage.value: _stage_as_dict(each) for stage, each in timeline.stages.items()},
         "tasks": {
             each.task: {
                 "trajectories": each.trajectories,
@@ -321,7 +321,7 @@ def timeline_as_dict(found: RolloutTimeline) -> dict[str, Any]:
                 "parts_s": _parts_as_dict(each.parts),
                 "shares": each.shares(),
             }
-            for each in found.tasks
+            for each in timeline.tasks
         },
     }
 
@@ -346,32 +346,32 @@ def _parts_as_dict(parts: Mapping[Activity, int]) -> dict[str, float]:
 
 
 def _parties_as_dict(parts: Mapping[Activity, int]) -> dict[str, float]:
-    found: Counter[str] = Counter()
+    causes: Counter[str] = Counter()
     for activity, part in parts.items():
-        found[activity.component] += part
-    return {party: seconds_of(part) for party, part in found.items()}
+        causes[activity.component] += part
+    return {party: seconds_of(part) for party, part in causes.items()}
 
 
-def print_timeline(file: Path, found: RolloutTimeline) -> None:
+def print_timeline(file: Path, timeline: RolloutTimeline) -> None:
     from tangram.rl.observe.timeline_page import headline
 
     console = terminal.stdout_console()
     terminal.print_plain(
         console,
-        f"{escape_unprintable(file.name)}: {_count_text(len(found.lanes), len(found.lanes))}"
-        f" in {elapsed(seconds_of(found.total))}",
+        f"{escape_unprintable(file.name)}: {_count_text(len(timeline.lanes), len(timeline.lanes))}"
+        f" in {elapsed(seconds_of(timeline.total))}",
     )
-    if not found.total:
+    if not timeline.total:
         return
-    terminal.print_plain(console, headline(found.stages[Stage.GENERATE]))
-    _print_stages(console, found)
-    _print_gaps(console, found)
+    terminal.print_plain(console, headline(timeline.stages[Stage.GENERATE]))
+    _print_stages(console, timeline)
+    _print_gaps(console, timeline)
     table = terminal.table("where the time of trajectories went")
     table.add_column("task", no_wrap=True)
     table.add_column("trajectories", justify="right")
     table.add_column("time in all", justify="right")
     table.add_column("shares")
-    for each in found.tasks:
+    for each in timeline.tasks:
         time = elapsed(seconds_of(each.total))
         table.add_row(
             truncate(each.task, NAME_WIDTH), f"{each.trajectories:,}", time, largest_shares(each.parts, each.total, 12)
@@ -379,23 +379,23 @@ def print_timeline(file: Path, found: RolloutTimeline) -> None:
     terminal.print_plain(console, table)
 
 
-def _print_stages(console: Console, found: RolloutTimeline) -> None:
+def _print_stages(console: Console, timeline: RolloutTimeline) -> None:
     fancy = terminal.is_unicode(console)
     wide = max(20, min(BINS, console.width - 24))
-    rows = {stage: _busy_shares(each, wide) for stage, each in found.stages.items()}
-    terminal.print_plain(console, f"\n{'':10}0 s{elapsed(seconds_of(found.total)):>{wide - 3}}")
-    for stage, each in found.stages.items():
+    rows = {stage: _busy_shares(each, wide) for stage, each in timeline.stages.items()}
+    terminal.print_plain(console, f"\n{'':10}0 s{elapsed(seconds_of(timeline.total)):>{wide - 3}}")
+    for stage, each in timeline.stages.items():
         levels = LEVELS if fancy else LEVELS_ASCII
         bar = "".join(levels[math.ceil(share * (len(levels) - 1))] for share in rows[stage])
         terminal.print_plain(console, f"{stage.value:<10}{bar}  {each.busy_share:4.0%} busy")
-    causes = _cause_letters(found.stages[Stage.GENERATE], wide)
+    causes = _cause_letters(timeline.stages[Stage.GENERATE], wide)
     terminal.print_plain(console, f"{'':10}{causes}")
     letters = "e environment, g engine, r reward, b buffer, w waiting, - between stages, . start or end"
     terminal.print_plain(console, f"the last row is why no engine was decoding: {letters}")
     table = terminal.table("why each stage stood idle, in shares of the whole time")
     for head in ("stage", "busy", "idle", "because of"):
         table.add_column(head, justify="right" if head in ("busy", "idle") else "left")
-    for stage, each in found.stages.items():
+    for stage, each in timeline.stages.items():
         idle = 1.0 - each.busy_share
         table.add_row(
             stage.value, percent(each.busy_share), percent(idle), largest_shares(each.idle, each.total, CAUSES_MAX)
@@ -403,17 +403,17 @@ def _print_stages(console: Console, found: RolloutTimeline) -> None:
     terminal.print_plain(console, table)
 
 
-def _print_gaps(console: Console, found: RolloutTimeline) -> None:
-    gaps = found.stages[Stage.GENERATE].gaps
+def _print_gaps(console: Console, timeline: RolloutTimeline) -> None:
+    gaps = timeline.stages[Stage.GENERATE].gaps
     if not gaps:
         return
     table = terminal.table(f"the longest of {len(gaps):,} gaps in which no engine was decoding")
     for head in ("since", "length", "because of", "longest under way"):
         table.add_column(head, justify="right" if head in ("since", "length") else "left")
     for gap in sorted(gaps, key=lambda gap: (-gap.length, gap.began))[:GAPS_MAX]:
-        who = ", ".join(truncate(name, NAME_WIDTH) for name, _, _ in found.explainers(gap))
+        explainers = ", ".join(truncate(name, NAME_WIDTH) for name, _, _ in timeline.explainers(gap))
         times = (f"{seconds_of(gap.began):.3f} s", elapsed(seconds_of(gap.length)))
-        table.add_row(*times, largest_shares(gap.causes, gap.length, CAUSES_MAX), who or "-")
+        table.add_row(*times, largest_shares(gap.causes, gap.length, CAUSES_MAX), explainers or "-")
     terminal.print_plain(console, table)
 
 
@@ -452,16 +452,18 @@ def _spread(began: int, ended: int, total: int, wide: int) -> Iterable[tuple[int
 # ---- replays ----------------------------------------------------------------------------------------------------
 
 
-def print_replays(found: Sequence[ReplayResult]) -> None:
+def print_replays(results: Sequence[ReplayResult]) -> None:
     console = terminal.stdout_console()
-    turns = sum(each.turns for each in found)
-    same = sum(each.is_same for each in found)
-    if same == len(found):
+    turns = sum(each.turns for each in results)
+    same = sum(each.is_same for each in results)
+    if same == len(results):
         terminal.print_plain(console, f"the same: {_count_text(same, same)} with {pluralize(turns, 'action')}")
     else:
-        terminal.print_plain(console, f"different: {len(found) - same:,} of {_count_text(len(found), len(found))}")
+        terminal.print_plain(
+            console, f"different: {len(results) - same:,} of {_count_text(len(results), len(results))}"
+        )
     shown = 0
-    for each in found:
+    for each in results:
         for difference in each.differences:
             if (shown := shown + 1) > DIFFERENCES_MAX:
                 continue
@@ -476,5 +478,5 @@ def print_replays(found: Sequence[ReplayResult]) -> None:
             )
     if shown > DIFFERENCES_MAX:
         terminal.print_plain(console, f"and {shown - DIFFERENCES_MAX:,} differences more; --json has all")
-    for words, count in Counter(each.not_compared for each in found if each.not_compared).items():
+    for words, count in Counter(each.not_compared for each in results if each.not_compared).items():
         terminal.print_plain(console, f"not compared in {_count_text(count, count)}: {words}")

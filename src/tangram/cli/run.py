@@ -154,7 +154,7 @@ def run(
 
     Exits with the code of the command; 124 after a timeout, 125 if Tangram refused or failed, 130 after Ctrl-C.
     """
-    asked = RunOptions(
+    run_options = RunOptions(
         command=command[0] if len(command) == 1 and re.search(r"\s", command[0].strip()) else command,
         backend=backend,
         image=_image(image),
@@ -166,9 +166,9 @@ def run(
         downloads=[_download(each) for each in download or []],
         as_json=as_json,
     )
-    result, code = _execute(asked)
+    result, code = _execute(run_options)
     if result is not None:
-        _print_result(result, asked, summary=summary or (sys.stderr.isatty() and not as_json))
+        _print_result(result, run_options, summary=summary or (sys.stderr.isatty() and not as_json))
     raise typer.Exit(code)
 
 
@@ -178,20 +178,20 @@ def run(
 def _cpus(text: str | None) -> Cpus:
     if text is None:
         return None
-    found = re.fullmatch(rf"({_NUMBER})(?:-({_NUMBER}))?", text)
-    if found is not None:
-        return float(found[1]) if found[2] is None else (float(found[1]), float(found[2]))
+    match = re.fullmatch(rf"({_NUMBER})(?:-({_NUMBER}))?", text)
+    if match is not None:
+        return float(match[1]) if match[2] is None else (float(match[1]), float(match[2]))
     raise InvalidConfig("cpus", text, "a number of cores such as 2 or 0.5, or the least and the most, such as 1-4")
 
 
 def _environment(texts: list[str]) -> dict[str, str]:
-    found = {}
+    variables = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not name or not equals:
             raise InvalidConfig("env", text, "KEY=VALUE")
-        found[name] = value
-    return found
+        variables[name] = value
+    return variables
 
 
 def _stdin(wanted: bool) -> bytes:
@@ -231,25 +231,25 @@ def _download(text: str) -> tuple[str, Path]:
 # ---- doing ----------------------------------------------------------------------------------------------------
 
 
-def _execute(asked: RunOptions) -> tuple[Result | None, int]:
+def _execute(options: RunOptions) -> tuple[Result | None, int]:
     """The result and the exit code; None if a signal ended it."""
-    if asked.backend == "sandbox" and os.geteuid() != 0:
+    if options.backend == "sandbox" and os.geteuid() != 0:
         reason = "sandboxes need root; use sudo, or --backend process, which isolates nothing"
-        return _unstarted_result(asked, "refused", reason), EXIT_TANGRAM_FAILED
+        return _unstarted_result(options, "refused", reason), EXIT_TANGRAM_FAILED
     try:
-        return asyncio.run(_execute_async(asked))
+        return asyncio.run(_execute_async(options))
     except AdmissionRefused as error:
-        return _unstarted_result(asked, "refused", error.reason), EXIT_TANGRAM_FAILED
+        return _unstarted_result(options, "refused", error.reason), EXIT_TANGRAM_FAILED
     except (ManagerError, ActionFailed, FileFailed) as error:
-        return _unstarted_result(asked, "lost", str(error)), EXIT_TANGRAM_FAILED
+        return _unstarted_result(options, "lost", str(error)), EXIT_TANGRAM_FAILED
 
 
-def _unstarted_result(asked: RunOptions, status: str, reason: str) -> Result:
+def _unstarted_result(options: RunOptions, status: str, reason: str) -> Result:
     """The result of an action that was never submitted."""
     from tangram.client.result import result_of
     from tangram.core.action import Outcome, Status
 
-    shown = asked.command if isinstance(asked.command, str) else " ".join(asked.command)
+    shown = options.command if isinstance(options.command, str) else " ".join(options.command)
     return result_of(shown, Outcome(action="", status=Status(status), reason=reason), None)
 
 
@@ -311,14 +311,14 @@ class _LiveOutput:
             self("stderr", executed.stderr[-added:])
 
 
-async def _execute_async(asked: RunOptions) -> tuple[Result | None, int]:
+async def _execute_async(options: RunOptions) -> tuple[Result | None, int]:
     from tangram.client.client import connect
 
     interruption, live = _SignalHandler(), _LiveOutput()
     with interruption.installed():
         # Connecting and closing are not interrupted: both are short, and only complete ones leave nothing behind.
-        async with connect(backend=asked.backend) as client:
-            doing = asyncio.ensure_future(_execute_in_sandbox(client, asked, live))
+        async with connect(backend=options.backend) as client:
+            doing = asyncio.ensure_future(_execute_in_sandbox(client, options, live))
             live.stop = doing.cancel
             interruption.set_stop(doing.cancel)
             await asyncio.wait({doing})
@@ -329,18 +329,18 @@ async def _execute_async(asked: RunOptions) -> tuple[Result | None, int]:
     return doing.result()
 
 
-async def _execute_in_sandbox(client: Client, asked: RunOptions, live: _LiveOutput) -> tuple[Result, int]:
-    is_path = asked.image != "host" and os.path.exists(asked.image)  # noqa: ASYNC240 - one look at a local disk
-    image = await client.image(asked.image) if is_path else asked.image
-    output: dict[str, Any] = {} if asked.as_json else {"capture": CAPTURE_BYTES, "on_output": live}
-    async with client.sandbox(image=image, **asked.sandbox) as box:
-        for path in asked.uploads:
+async def _execute_in_sandbox(client: Client, options: RunOptions, live: _LiveOutput) -> tuple[Result, int]:
+    is_path = options.image != "host" and os.path.exists(options.image)  # noqa: ASYNC240 - one look at a local disk
+    image = await client.image(options.image) if is_path else options.image
+    output: dict[str, Any] = {} if options.as_json else {"capture": CAPTURE_BYTES, "on_output": live}
+    async with client.sandbox(image=image, **options.sandbox) as box:
+        for path in options.uploads:
             await box.upload(path)
-        result = await box.exec(asked.command, **asked.action, **output)
-        if not asked.as_json:
+        result = await box.exec(options.command, **options.action, **output)
+        if not options.as_json:
             live.finish(result)
         code = _exit_code(result)
-        for source, target in asked.downloads:
+        for source, target in options.downloads:
             try:
                 await box.download(source, target)
             except TangramError as error:
@@ -361,13 +361,13 @@ def _exit_code(result: Result) -> int:
 # ---- telling --------------------------------------------------------------------------------------------------
 
 
-def _print_result(result: Result, asked: RunOptions, *, summary: bool) -> None:
-    if asked.as_json:
-        show.print_json(_as_dict(result, asked))
+def _print_result(result: Result, options: RunOptions, *, summary: bool) -> None:
+    if options.as_json:
+        show.print_json(_as_dict(result, options))
     elif result.reason:
         typer.echo(f"tangram: {_status_text(result)}: {result.reason}", err=True)
-    if result.out_of_memory and not asked.as_json:
-        used_up = f"the sandbox has used up its memory of {asked.sandbox['memory']}, and something in it was killed"
+    if result.out_of_memory and not options.as_json:
+        used_up = f"the sandbox has used up its memory of {options.sandbox['memory']}, and something in it was killed"
         typer.echo(f"tangram: {used_up}; --memory gives it more", err=True)
     if summary:
         typer.echo(f"tangram: {_summary(result)}", err=True)
@@ -386,14 +386,14 @@ def _summary(result: Result) -> str:
     )
 
 
-def _as_dict(result: Result, asked: RunOptions) -> dict[str, Any]:
+def _as_dict(result: Result, options: RunOptions) -> dict[str, Any]:
     import msgspec
 
     executed = result.executed
     return {
         "label": "measured",
-        "command": asked.command,
-        "backend": asked.backend,
+        "command": options.command,
+        "backend": options.backend,
         "status": result.status.value,
         "reason": result.reason,
         "exit_code": result.exit_code,

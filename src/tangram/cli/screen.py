@@ -79,11 +79,13 @@ def _since(service: ServiceView, now: float) -> str:
 # ---- pools ------------------------------------------------------------------------------------------------------
 
 
-def pools(found: Iterable[PoolView], *, fancy: bool = True, width: int = BAR_WIDTH, most: int = POOLS_SHOWN) -> Table:
+def pools(
+    pool_views: Iterable[PoolView], *, fancy: bool = True, width: int = BAR_WIDTH, most: int = POOLS_SHOWN
+) -> Table:
     table = terminal.table("pools")
     for head, justify in (("pool", "left"), ("in use", "left"), ("", "right"), ("waiting", "right")):
         table.add_column(head, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    ordered = sorted(found, key=_sort_key)
+    ordered = sorted(pool_views, key=_sort_key)
     for pool in ordered[:most]:
         table.add_row(*_pool(pool, fancy, width))
         if len(pool.parts) > 1 and pool.kind == "cpu":
@@ -154,19 +156,19 @@ def amount(units: int, pool: PoolView) -> str:
 # ---- runs -------------------------------------------------------------------------------------------------------
 
 
-def runs(found: tuple[RunView, ...], *, fold: bool) -> Table:
+def runs(run_views: tuple[RunView, ...], *, fold: bool) -> Table:
     table = terminal.table("runs")
     table.expand = True
     table.add_column("run", no_wrap=True)
     for head in ("share", "weight", "waiting", "running", "sandboxes", "ACT p50", "p99"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("where its time went", overflow="ellipsis", no_wrap=not fold, ratio=1)
-    ordered = sorted(found, key=lambda run: (-(run.waiting + run.running), -run.share, run.name))
+    ordered = sorted(run_views, key=lambda run: (-(run.waiting + run.running), -run.share, run.name))
     for run in ordered[:RUNS_SHOWN]:
         times = (elapsed(run.act.p50_s), elapsed(run.act.p99_s)) if run.act.count else ("-", "-")
         numbers = (f"{run.share:.0%}", f"{run.weight:g}", f"{run.waiting:,}", f"{run.running:,}", f"{run.sandboxes:,}")
         table.add_row(escape_unprintable(run.name), *numbers, *times, time_shares(run.spending))
-    if not found:
+    if not run_views:
         table.add_row("none yet")
     elif len(ordered) > RUNS_SHOWN:
         table.add_row(f"and {len(ordered) - RUNS_SHOWN:,} more")

@@ -36,7 +36,7 @@ def story(
 
     place = "/".join(service_client.quote_part(part) for part in action.split("/"))
     try:
-        found = service_client.request(target, "GET", f"/v1/actions/{place}/story", kind=Story)
+        reply = service_client.request(target, "GET", f"/v1/actions/{place}/story", kind=Story)
     except ResourceNotFound:
         id = escape_unprintable(action)
         message = (
@@ -45,13 +45,13 @@ def story(
         message += f" RUN/{id}), or it settled too long ago"
         raise ResourceNotFound(f"{message}; `tangram trace export` has all", retry=False) from None
     if as_json:
-        show.print_json(found)
+        show.print_json(reply)
         return
     typer.echo(
-        f"{escape_unprintable(found.id)}  {escape_unprintable(found.name)} of run {escape_unprintable(found.run)}:"
-        f" {escape_unprintable(found.status)}"
+        f"{escape_unprintable(reply.id)}  {escape_unprintable(reply.name)} of run {escape_unprintable(reply.run)}:"
+        f" {escape_unprintable(reply.status)}"
     )
-    if found.explanation:
-        typer.echo(escape_unprintable(found.explanation))
-    for line in found.lines:
+    if reply.explanation:
+        typer.echo(escape_unprintable(reply.explanation))
+    for line in reply.lines:
         typer.echo(f"{line.at_s:12.3f} s  {escape_unprintable(line.text)}")

@@ -180,27 +180,27 @@ def renew(
 @option_group(target=parse_target)
 def list_runs(target: ServiceTarget, as_json: Json = False) -> None:
     """List the runs that have a token, with their weights and caps."""
-    found = _runs(target)
+    reply = _runs(target)
     if as_json:
-        show.print_json(found)
+        show.print_json(reply)
         return
     console = terminal.stdout_console()
-    if not found:
+    if not reply:
         console.print("no run has a token; create one with: tangram token create RUN", highlight=False, markup=False)
         return
     table = terminal.table("runs with a token; a dash: as in the config")
     table.add_column("run", no_wrap=True)
     for head in ("weight", "sandboxes", "waiting", "running", "requests per s", "network", "made"):
         table.add_column(head, justify="right" if head != "made" else "left")
-    for run in found:
+    for run in reply:
         caps = run.caps
         numbers = (caps.sandboxes_max, caps.waiting_max, caps.running_max, caps.requests_per_s)
         cells = ["-" if number is None else f"{number:,}" for number in numbers]
         network = {None: "-", True: "yes", False: "no"}[caps.network]
-        made = (
+        created = (
             f"{_format_time(run.made_at)}, still ending: revoke it again" if run.ending else _format_time(run.made_at)
         )
-        table.add_row(escape_unprintable(run.name), f"{run.weight:g}", *cells, network, made)
+        table.add_row(escape_unprintable(run.name), f"{run.weight:g}", *cells, network, created)
     console.print(table, markup=False, highlight=False, emoji=False)
 
 
@@ -268,20 +268,20 @@ def _check_name(run: str) -> None:
 def _runs(target: ServiceTarget) -> list[RunReply]:
     from tangram.runtime.wire import RunsReply
 
-    found = service_client.request(target, "GET", "/v1/runs", kind=RunsReply)
-    assert isinstance(found, RunsReply)
-    return found.runs
+    reply = service_client.request(target, "GET", "/v1/runs", kind=RunsReply)
+    assert isinstance(reply, RunsReply)
+    return reply.runs
 
 
 def _revocation_effects(target: ServiceTarget, run: str) -> str:
     from tangram.reports.formatting import pluralize
 
     view = service_client.fetch_view(target)
-    found = next((each for each in view.runs if each.name == run), None)
-    if found is None or not (found.waiting or found.running or found.sandboxes):
+    run_view = next((each for each in view.runs if each.name == run), None)
+    if run_view is None or not (run_view.waiting or run_view.running or run_view.sandboxes):
         return "It has no actions or sandboxes."
-    actions = found.waiting + found.running
-    boxes = pluralize(found.sandboxes, "sandbox", "sandboxes")
+    actions = run_view.waiting + run_view.running
+    boxes = pluralize(run_view.sandboxes, "sandbox", "sandboxes")
     return f"It has {pluralize(actions, 'action')} under way and {boxes}, which end."
 
 

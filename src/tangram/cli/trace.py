@@ -110,20 +110,20 @@ def story(
     from tangram.core.trace import describe, mentions
     from tangram.runtime.trace_recorder import open_trace
 
-    found: list[Any] = []
+    values: list[Any] = []
     ids: list[str] = []
     with open_trace(file) as (_, lines):
         for line in lines:
             if mentions(line.message, action):
-                found.append(line)
-            elif not found and isinstance(line.message, Submit):
+                values.append(line)
+            elif not values and isinstance(line.message, Submit):
                 ids.append(line.message.action.id)
-    if not found:
+    if not values:
         raise InvalidConfig("action", action, f"the id of an action in {file}{_nearest(action, ids)}")
     if as_json:
-        show.print_json(found)
+        show.print_json(values)
         return
-    for line in found:
+    for line in values:
         typer.echo(describe(line.t, line.message))
 
 
@@ -139,32 +139,32 @@ def show_trace(file: File, as_json: Json = False) -> None:
     """Show the contents of a trace, and where the time of each run went."""
     from tangram.sim.trace_summary import summarize
 
-    found = summarize(file)
+    summary = summarize(file)
     if as_json:
-        show.print_json(found)
+        show.print_json(summary)
         return
-    _print(file, found)
+    _print(file, summary)
 
 
-def _print(file: Path, found: TraceSummary) -> None:
+def _print(file: Path, summary: TraceSummary) -> None:
     console = terminal.stdout_console()
-    counts = ", ".join(f"{count:,} {name}" for name, count in sorted(found.messages.items()))
-    pools = ", ".join(f"{name} {total:,}" for name, total in found.pools.items())
+    counts = ", ".join(f"{count:,} {name}" for name, count in sorted(summary.messages.items()))
+    pools = ", ".join(f"{name} {total:,}" for name, total in summary.pools.items())
     lines = [
-        f"{file.name}: {sum(found.messages.values()):,} lines from {found.first_s:.1f} s to {found.last_s:.1f} s",
-        f"policy   {found.policy}" + (f"  ({found.note})" if found.note else ""),
+        f"{file.name}: {sum(summary.messages.values()):,} lines from {summary.first_s:.1f} s to {summary.last_s:.1f} s",
+        f"policy   {summary.policy}" + (f"  ({summary.note})" if summary.note else ""),
         f"pools    {pools or 'none'}",
         f"lines    {counts or 'none'}",
-        f"actions  {sum(run.actions for run in found.runs):,}, of which {found.unsettled:,} never settled",
+        f"actions  {sum(run.actions for run in summary.runs):,}, of which {summary.unsettled:,} never settled",
     ]
     console.print("\n".join(lines), highlight=False, markup=False)
     table = terminal.table("where the time went, in seconds over all trajectories")
-    kinds = list(dict.fromkeys(kind for run in found.runs for kind in run.waiting_s))
+    kinds = list(dict.fromkeys(kind for run in summary.runs for kind in run.waiting_s))
     table.add_column("run")
     heads = ["trajectories", "actions", "thinking", *(f"waiting: {kind}" for kind in kinds), "executing", "overhead"]
     for head in [*heads, "ended"]:
         table.add_column(head, justify="right" if head != "ended" else "left")
-    for run in found.runs:
+    for run in summary.runs:
         table.add_row(*_cells(run, kinds))
     console.print(table)
 
@@ -189,17 +189,19 @@ def replay_trace(file: File, as_json: Json = False) -> None:
     """
     from tangram.sim.trace_summary import replay
 
-    found = replay(file)
+    result = replay(file)
     if as_json:
-        show.print_json(found)
-    elif found.difference is None:
-        typer.echo(f"the same: {found.events:,} events bring the same {found.effects:,} effects under {found.policy}")
+        show.print_json(result)
+    elif result.difference is None:
+        typer.echo(
+            f"the same: {result.events:,} events bring the same {result.effects:,} effects under {result.policy}"
+        )
     else:
-        difference = found.difference
-        typer.echo(f"different after {found.events:,} events, at seq {difference.at_seq}:")
+        difference = result.difference
+        typer.echo(f"different after {result.events:,} events, at seq {difference.at_seq}:")
         typer.echo(f"  event     {difference.event}")
         for label, effects in (("recorded", difference.recorded), ("replayed", difference.replayed)):
             for effect in effects or ["nothing"]:
                 typer.echo(f"  {label}  {effect}")
-    if found.difference is not None:
+    if result.difference is not None:
         raise typer.Exit(1)

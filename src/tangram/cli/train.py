@@ -360,19 +360,19 @@ def _print_end(
     path = folder / METRICS
     try:
         lines = read_metrics(path) if path.exists() else []
-        found = {**summary(lines, settings, folder), "exit_code": ended.code}
-        found["cause"] = ended.cause or found["cause"]
+        result = {**summary(lines, settings, folder), "exit_code": ended.code}
+        result["cause"] = ended.cause or result["cause"]
     except InvalidInput as error:  # a broken summary does not change the result of the run
         typer.echo(f"tangram: no summary: {error}", err=True)
-        lines, found = [], {"folder": str(folder), "cause": ended.cause, "exit_code": ended.code}
+        lines, result = [], {"folder": str(folder), "cause": ended.cause, "exit_code": ended.code}
     tensorboard = folder / TENSORBOARD
     written = _report(folder, report) if lines else None
-    found["report"] = str(written) if written is not None else ""
+    result["report"] = str(written) if written is not None else ""
     if as_json:
-        show.print_json(found)
+        show.print_json(result)
     elif lines:
-        print_summary(found)
-        print_locations(found, tensorboard if tensorboard.is_dir() else None, written)
+        print_summary(result)
+        print_locations(result, tensorboard if tensorboard.is_dir() else None, written)
         if not tensorboard.is_dir():
             typer.echo("no log for TensorBoard: pip install 'arl-tangram[rl]' brings what writes it", err=True)
     if ended.code == EXIT_FAILED:
@@ -459,36 +459,35 @@ def _task(name: str, lines: Sequence[AnyMetricsLine]) -> dict[str, Any]:
     }
 
 
-def print_summary(found: dict[str, Any]) -> None:
-    title = (
-        f"{found['mode']}, α {found['alpha']}: {_count_text(found['steps'], 'step')} in {duration(found['seconds'])}"
-    )
+def print_summary(result: dict[str, Any]) -> None:
+    steps = _count_text(result["steps"], "step")
+    title = f"{result['mode']}, α {result['alpha']}: {steps} in {duration(result['seconds'])}"
     table = terminal.table(title)
     for column in ("task", "warm start", "first evaluation", "last evaluation", "last batch", "samples"):
         table.add_column(column, justify="left" if column == "task" else "right", no_wrap=True)
-    for name, row in found["tasks"].items():
+    for name, row in result["tasks"].items():
         scores = (row["warm"], row["first_evaluation"], row["last_evaluation"], row["reward"])
         table.add_row(escape_unprintable(name), *map(_score, scores), f"{row['samples']:,}")
     terminal.stdout_console().print(table, markup=False, highlight=False, emoji=False)
     dropped = ", ".join(
-        f"{count:,} {escape_unprintable(cause)}" for cause, count in sorted(found["groups_dropped"].items()) if count
+        f"{count:,} {escape_unprintable(cause)}" for cause, count in sorted(result["groups_dropped"].items()) if count
     )
     kept = f"; groups that were dropped: {dropped}" if dropped else ""
-    age = _count_text(found["staleness_max"], "version")
-    typer.echo(f"{_count_text(found['samples'], 'sample')}, at most {age} old{kept}")
-    for words in dict.fromkeys(found["noticed"][-5:]):
+    age = _count_text(result["staleness_max"], "version")
+    typer.echo(f"{_count_text(result['samples'], 'sample')}, at most {age} old{kept}")
+    for words in dict.fromkeys(result["noticed"][-5:]):
         typer.echo(f"noticed: {escape_unprintable(words)}")
 
 
-def print_locations(found: dict[str, Any], tensorboard: Path | None, report: Path | None) -> None:
+def print_locations(result: dict[str, Any], tensorboard: Path | None, report: Path | None) -> None:
     """Print where the files of the run are, and the commands that read them."""
-    folder = Path(found["folder"])
+    folder = Path(result["folder"])
     if report is not None:
         typer.echo(f"report:      {report}")
     if tensorboard is not None:
         typer.echo(f"TensorBoard: tensorboard --logdir {shlex.quote(str(tensorboard))}")
-    if found["checkpoint"]:
-        typer.echo(f"checkpoint:  {found['checkpoint']}")
+    if result["checkpoint"]:
+        typer.echo(f"checkpoint:  {result['checkpoint']}")
         typer.echo(f"evaluate it: tangram rl eval {shlex.quote(str(folder))}")
 
 

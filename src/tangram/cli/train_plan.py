@@ -80,7 +80,7 @@ def plan_lines(plan: dict[str, Any]) -> list[str]:
     """The plan as text."""
     batch, outside, evaluation = plan["batch"], plan["outside"], plan["evaluation"]
     most = f", at most {plan['seconds_max']:g} s" if plan["seconds_max"] is not None else ""
-    found = [
+    lines = [
         f"mode        {plan['mode']}, α {plan['alpha']}: {_order(plan['mode'], plan['alpha'])}",
         f"steps       {plan['steps']:,}{most}; each of {batch['groups']} groups of {batch['members']}, "
         f"{batch['trajectories']:,} trajectories; at most {plan['in_play_max']} groups begun and not trained on",
@@ -93,10 +93,10 @@ def plan_lines(plan: dict[str, Any]) -> list[str]:
         f"{plan['checkpoints']['keep']} are kept",
     ]
     if outside["needs_root"] and os.geteuid() != 0:
-        found.append(
+        lines.append(
             "! sandboxes need root: run it as root, or with --set outside.backend=process, which isolates nothing"
         )
-    return found
+    return lines
 
 
 def _order(mode: str, staleness_bound: int) -> str:

@@ -51,9 +51,9 @@ def add_config_folders(config: Path) -> tuple[str, ...]:
 
 def add_import_folders(folders: Iterable[str]) -> tuple[str, ...]:
     """Append folders to the import path."""
-    found = tuple(folders)
-    sys.path += [folder for folder in found if folder not in sys.path]
-    return found
+    kept = tuple(folders)
+    sys.path += [folder for folder in kept if folder not in sys.path]
+    return kept
 
 
 def load_config(kind: type[R], path: Path, changes: Sequence[str] = ()) -> R:
@@ -76,8 +76,8 @@ def load_config(kind: type[R], path: Path, changes: Sequence[str] = ()) -> R:
 def _read_text(path: Path) -> str:
     try:
         if not path.is_file():
-            found = "no file" if not path.exists() else "a folder" if path.is_dir() else "something else"
-            raise InvalidConfig(str(path), found, "a config file, such as examples/multitask.toml")
+            actual = "no file" if not path.exists() else "a folder" if path.is_dir() else "something else"
+            raise InvalidConfig(str(path), actual, "a config file, such as examples/multitask.toml")
         content = path.read_bytes()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -100,8 +100,8 @@ def _with_absolute_paths(config: R, path: Path) -> R:
         return msgspec.structs.replace(record, **{k: os.path.normpath(folder / v) for k, v in paths.items() if v})
 
     for table, keys in type(config).PATH_KEYS.items():
-        found = getattr(config, table)
-        changed = tuple(of(each, keys) for each in found) if isinstance(found, tuple) else of(found, keys)
+        section = getattr(config, table)
+        changed = tuple(of(each, keys) for each in section) if isinstance(section, tuple) else of(section, keys)
         config = msgspec.structs.replace(config, **{table: changed})
     return config
 

@@ -203,9 +203,9 @@ class Client:
             async with self.sandbox(image=name, trajectory=f"setup-{key[:12]}", **options) as box:  # type: ignore[arg-type]
                 for command in commands:
                     (await box.exec(command, key="setup", timeout_s=SETUP_TIMEOUT_S)).check()
-                made = await box.commit(f"setup-{key[:24]}")
-            await self._transport.images.remember_image(key, made.name)
-            return made
+                committed = await box.commit(f"setup-{key[:24]}")
+            await self._transport.images.remember_image(key, committed.name)
+            return committed
 
     async def _require_image(self, name: str, run: str) -> None:
         """Raises the error that keeps sandboxes from being opened from the image."""
@@ -511,13 +511,13 @@ def _remote_client(url: str, token: str, ca: str, reconnect_s: float) -> Client:
 def _create_model_manager(
     services: Iterable[Service], devices: Iterable[DeviceSpec], node: str, notify: Callable[[Event], None]
 ) -> ModelManager | None:
-    found, chosen = services_of(services), devices_of(devices)
-    if not found and not chosen:
+    service_names, chosen = services_of(services), devices_of(devices)
+    if not service_names and not chosen:
         return None
     chosen = chosen or list(discover())
     if not chosen:
         raise InvalidConfig("devices", chosen, "devices such as tangram.Emulated(...): this machine has none of CUDA")
-    return ModelManager(found, chosen, notify, node=node)
+    return ModelManager(service_names, chosen, notify, node=node)
 
 
 def _require_quotas(quotas: Iterable[Quota]) -> list[Quota]:

@@ -114,10 +114,10 @@ def quota_counts(field: str, quotas: Quotas | None) -> dict[str, dict[str, int]]
     if quotas is not None and not isinstance(quotas, Mapping):
         raise InvalidAction(field, quotas, _QUOTAS)
     result = {}
-    for name, asked in (quotas or {}).items():
-        counts = {REQUESTS: 1, TOKENS: 0, **asked} if isinstance(asked, Mapping) else {REQUESTS: asked, TOKENS: 0}
+    for name, amount in (quotas or {}).items():
+        counts = {REQUESTS: 1, TOKENS: 0, **amount} if isinstance(amount, Mapping) else {REQUESTS: amount, TOKENS: 0}
         if not isinstance(name, str) or len(counts) > 2 or any(type(count) is not int for count in counts.values()):
-            raise InvalidAction(field, {name: asked}, _QUOTAS)
+            raise InvalidAction(field, {name: amount}, _QUOTAS)
         result[name] = counts
     return result
 

@@ -45,11 +45,11 @@ def load_as(kind: type[R], path: Path) -> R:
     config = parse_as(kind, _read_text(path), str(path))
     folder = Path(os.path.abspath(path)).parent
     for table, keys in kind.PATH_KEYS.items():
-        found = getattr(config, table)
+        section = getattr(config, table)
         placed = tuple(
-            _with_absolute_paths(each, keys, folder) for each in (found if isinstance(found, tuple) else (found,))
+            _with_absolute_paths(each, keys, folder) for each in (section if isinstance(section, tuple) else (section,))
         )
-        config = msgspec.structs.replace(config, **{table: placed if isinstance(found, tuple) else placed[0]})
+        config = msgspec.structs.replace(config, **{table: placed if isinstance(section, tuple) else placed[0]})
     return config
 
 
@@ -113,10 +113,10 @@ def _read_text(path: Path) -> str:
 
 def _toml_error(text: str, name: str, error: ValueError) -> InvalidConfig:
     lines = text.rstrip().split("\n")
-    found = re.search(r"\(at line (\d+), column \d+\)", str(error))
-    if found is None and not isinstance(error, tomllib.TOMLDecodeError):
+    match = re.search(r"\(at line (\d+), column \d+\)", str(error))
+    if match is None and not isinstance(error, tomllib.TOMLDecodeError):
         return InvalidConfig(name, "something else", f"numbers that can be read ({error})")
-    line = int(found[1]) if found is not None else len(lines)
+    line = int(match[1]) if match is not None else len(lines)
     return InvalidConfig(f"{name}:{line}", lines[min(line, len(lines)) - 1].strip(), f"TOML ({error})")
 
 
@@ -240,7 +240,7 @@ class KeyLineIndex:
 
 def _index_key_lines(text: str) -> dict[KeyPath, int]:
     """Whether a line begins a key or a known header. Lines inside a multi-line value never do."""
-    found: dict[KeyPath, int] = {}
+    lines: dict[KeyPath, int] = {}
     count_by_table: dict[KeyPath, int] = {}
     table: KeyPath = ()
     for number, line in enumerate(text.split("\n"), start=1):
@@ -250,12 +250,12 @@ def _index_key_lines(text: str) -> dict[KeyPath, int]:
             if head[1] == "[[":
                 table = (*_with_table_indices(names[:-1], count_by_table), names[-1])
                 count_by_table[table] = count_by_table.get(table, 0) + 1
-                found.setdefault(table, number)
+                lines.setdefault(table, number)
             table = _with_table_indices(names, count_by_table)
-            found.setdefault(table, number)
+            lines.setdefault(table, number)
         elif key is not None:
-            found.setdefault((*table, *key[1].split(".")), number)
-    return found
+            lines.setdefault((*table, *key[1].split(".")), number)
+    return lines
 
 
 def _with_table_indices(names: list[str], count_by_table: dict[KeyPath, int]) -> KeyPath:

@@ -49,15 +49,15 @@ def field_types(table: type[msgspec.Struct]) -> dict[str, Validator | Any]:
     """Returns what each key of a table takes: a Valid, or the type of one or several tables. A table of the core
     declares only types and checks the rest itself."""
     plain = {int: validators.COUNT, float: validators.SECONDS}
-    found: dict[str, Validator | Any] = {}
+    type_by_field: dict[str, Validator | Any] = {}
     for key, hint in get_type_hints(table, include_extras=True).items():
         if key not in table.__struct_fields__:
             continue
         if get_origin(hint) is Annotated:
-            found[key] = next(each for each in get_args(hint) if isinstance(each, Validator))
+            type_by_field[key] = next(each for each in get_args(hint) if isinstance(each, Validator))
         else:
-            found[key] = plain.get(hint, hint)
-    return found
+            type_by_field[key] = plain.get(hint, hint)
+    return type_by_field
 
 
 class ConfigTable(msgspec.Struct, frozen=True, kw_only=True):

@@ -176,11 +176,11 @@ def is_loopback(host: str) -> bool:
 
 def _addresses(value: object) -> tuple[str, ...]:
     """The "/" after the host is required: otherwise a prefix would also match longer host names."""
-    found = tuple(value) if isinstance(value, list | tuple) else (None,)
-    for each in found:
+    values = tuple(value) if isinstance(value, list | tuple) else (None,)
+    for each in values:
         if not isinstance(each, str) or not re.fullmatch(r"https?://[^/@\s]+/[^\s]*", each):
             raise ValueError
-    return cast(tuple[str, ...], found)
+    return cast(tuple[str, ...], values)
 
 
 def _degrees(value: object) -> tuple[int, ...]:

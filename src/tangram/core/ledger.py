@@ -326,20 +326,20 @@ class Ledger:
 
     def change_node(self, node: str, state: NodeState) -> list[PoolState]:
         """Sets the state of a node. Returns the pools that were removed, with everything that was held there."""
-        gone = self._drop_pools(node) if state is NodeState.DOWN else []
+        removed = self._drop_pools(node) if state is NodeState.DOWN else []
         self.nodes[node] = state
         self._nodes_away.pop(node, None)
         if not any(node in pools for pools in self.kinds.values()):
             self._nodes_away[node] = None
         if len(self._nodes_away) > NODES_AWAY_MAX:
             oldest = next(iter(self._nodes_away))
-            gone.extend(self._drop_pools(oldest))
+            removed.extend(self._drop_pools(oldest))
             del self._nodes_away[oldest], self.nodes[oldest]
-        return gone
+        return removed
 
     def _drop_pools(self, node: str) -> list[PoolState]:
-        gone = [state for state in self.pools.values() if state.node == node]
-        for state in gone:
+        removed = [state for state in self.pools.values() if state.node == node]
+        for state in removed:
             state.gone = True
             del self.pools[state.name]
             del self.kinds[state.kind][node]
@@ -350,7 +350,7 @@ class Ledger:
             self._shapes[shape] = None
             if len(self._shapes) > SHAPES_MAX:
                 del self._shapes[next(iter(self._shapes))]
-        return gone
+        return removed
 
     def _recompute_total(self, kind: str) -> None:
         self.total_by_kind[kind] = sum(state.total for state in self.kinds[kind].values())

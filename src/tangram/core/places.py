@@ -100,12 +100,12 @@ class Places:
 
     def drop_node(self, node: str) -> list[Place]:
         """Removes and returns the sandboxes of a lost node."""
-        gone = [place for place in self.by_sandbox.values() if place.node == node]
-        for place in gone:
+        lost = [place for place in self.by_sandbox.values() if place.node == node]
+        for place in lost:
             del self.by_sandbox[place.id]
             self._give_back(place)
         self.yielding.pop(node, None)
-        return gone
+        return lost
 
     def is_alive(self, place: Place) -> bool:
         return self.by_sandbox.get(place.id) is place

@@ -567,10 +567,10 @@ class Scheduler:
         self._find_stranded()
 
     def _on_node_changed(self, event: NodeChanged) -> None:
-        gone = self.ledger.change_node(event.node, event.state)
+        removed = self.ledger.change_node(event.node, event.state)
         if event.state is NodeState.DOWN:
             self._node_down(event.node)
-        for pool in gone:
+        for pool in removed:
             self.queue.forget(pool)
             self.grants.forget(pool)
         for pool in self.ledger.pools.values():

@@ -95,13 +95,13 @@ class Chunks:
         necessary."""
         level = level_of(units)
         size = 1 << level
-        found: list[Chunk] = []
+        chunks: list[Chunk] = []
         for above in range(level, len(self._free)):
             for start in self._free[above]:
-                found.extend(Chunk(part, size) for part in range(start, start + (1 << above), size))
-            if smallest and found:
+                chunks.extend(Chunk(part, size) for part in range(start, start + (1 << above), size))
+            if smallest and chunks:
                 break
-        return found
+        return chunks
 
     def take(self, units: int, preferred: Sequence[tuple[int, int]] = ()) -> Chunk:
         """Takes the smallest sufficient free chunk, split down to the size that is needed.

@@ -110,10 +110,10 @@ class FakeSandbox:
     # ---- files ----
 
     def content(self, path: str) -> bytes:
-        found = self.files.get(path)
-        if found is None:
+        data = self.files.get(path)
+        if data is None:
             raise FileFailed(path, "Is a directory" if path in self.directories else "No such file or directory")
-        return found.content
+        return data.content
 
     def put(self, path: str, file: File) -> None:
         if path in self.directories:
@@ -581,10 +581,10 @@ class FakeManager:
         box.require_exists(at)
         if at in box.files:
             raise FileFailed(path, "Not a directory")
-        found = []
+        entries = []
         for each in box.paths_below(at):
             if posixpath.dirname(each) == at:
                 file = box.files.get(each)
                 kind, size, mode = ("file", len(file.content), file.mode) if file else ("dir", 0, DIRECTORY_MODE)
-                found.append(FileEntry(name=posixpath.basename(each), kind=kind, bytes=size, mode=mode))
-        return found
+                entries.append(FileEntry(name=posixpath.basename(each), kind=kind, bytes=size, mode=mode))
+        return entries

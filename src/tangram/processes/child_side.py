@@ -33,28 +33,28 @@ class SupervisorConnection(Generic[_Command]):
 
     def receive(self, *, wait: bool) -> list[_Command]:
         """Return all complete messages. With `wait`, block until some bytes have arrived."""
-        found: list[_Command] = []
+        commands: list[_Command] = []
         flags = 0 if wait else socket.MSG_DONTWAIT
         try:
             while True:
                 content = self._connection.recv(RECEIVE_BYTES, flags)
                 if not content:
                     self.exit_process()
-                found += self._decoder.feed(content)
+                commands += self._decoder.feed(content)
                 if len(content) < RECEIVE_BYTES:
-                    return found
+                    return commands
                 flags = socket.MSG_DONTWAIT
         except BlockingIOError:
-            return found
+            return commands
         except ConnectionError:
             self.exit_process()
 
     def receive_first(self) -> list[_Command]:
         """Block until there is at least one message."""
-        found: list[_Command] = []
-        while not found:
-            found = self.receive(wait=True)
-        return found
+        commands: list[_Command] = []
+        while not commands:
+            commands = self.receive(wait=True)
+        return commands
 
     def send(self, *answers: msgspec.Struct) -> None:
         """Thread-safe. Blocks while the supervisor does not read."""

@@ -17,24 +17,24 @@ PAUSE_S = 0.001
 def list_children() -> list[int]:
     """The children of this process, zombies included. Each thread has children of its own."""
     try:
-        found: list[int] = []
+        pids: list[int] = []
         for task in os.listdir("/proc/self/task"):
             with contextlib.suppress(ProcessLookupError), open(f"/proc/self/task/{task}/children", "rb") as file:
-                found += map(int, file.read().split())
-        return found
+                pids += map(int, file.read().split())
+        return pids
     except FileNotFoundError:  # the kernel has no list of children, or a thread ended meanwhile
         return _scan_children()
 
 
 def _scan_children() -> list[int]:
-    me, found = os.getpid(), []
+    me, pids = os.getpid(), []
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
             if name.isdigit():
                 with open(f"/proc/{name}/stat", encoding="ascii", errors="replace") as file:
                     if int(file.read().rpartition(")")[2].split()[1]) == me:
-                        found.append(int(name))
-    return found
+                        pids.append(int(name))
+    return pids
 
 
 def kill_children(*, spare: Collection[int], wait_s: float) -> list[int]:

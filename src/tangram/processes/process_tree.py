@@ -102,8 +102,8 @@ def send_signal(process: Process, number: int) -> None:
     except OSError:
         return
     try:
-        found = read_process(process.pid)
-        if found is not None and found.started == process.started:
+        current = read_process(process.pid)
+        if current is not None and current.started == process.started:
             # Not permitted: it changed its user. The wait for its end reports it.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 signal.pidfd_send_signal(fd, number)
@@ -128,16 +128,16 @@ class ProcessTable:
         """By process id: its start, and every mark that it ever carried."""
 
     def scan(self) -> dict[int, Process]:
-        found: dict[int, Process] = {}
+        processes: dict[int, Process] = {}
         for name in os.listdir("/proc"):
             if (
                 name.isdigit()
                 and (process := read_process(int(name))) is not None
                 and not process.flags & KERNEL_THREAD
             ):
-                found[process.pid] = process._replace(marks=self._marks_of(process))
-        self._marks = {pid: known for pid, known in self._marks.items() if pid in found}
-        return found
+                processes[process.pid] = process._replace(marks=self._marks_of(process))
+        self._marks = {pid: known for pid, known in self._marks.items() if pid in processes}
+        return processes
 
     def _marks_of(self, process: Process) -> tuple[bytes, ...]:
         started, marks = self._marks.get(process.pid, (-1, ()))

@@ -181,15 +181,15 @@ def strip_edges(since: float, until: float) -> Floats:
     return np.linspace(since, until, STRIP_BINS + 1)
 
 
-def strips(found: Sequence[Strip], label: str, unit: str, since: float, until: float) -> str:
+def strips(items: Sequence[Strip], label: str, unit: str, since: float, until: float) -> str:
     """A strip for each side on the same axes; dashed lines mark all of the pool and the end of the side."""
     top, right, height = 6.0, 1030.0, STRIP_HIGH + STRIP_GAP
-    left = max(90.0, 18.0 + 7.6 * max(len(strip.name) for strip in found))
-    drawing = Drawing(WIDTH, top + len(found) * height + 22, label)
+    left = max(90.0, 18.0 + 7.6 * max(len(strip.name) for strip in items))
+    drawing = Drawing(WIDTH, top + len(items) * height + 22, label)
     across = LinearScale(since, until, left, right)
-    for i, strip in enumerate(found):
+    for i, strip in enumerate(items):
         _strip(drawing, strip, unit, across, top + i * height)
-    bottom = top + len(found) * height - STRIP_GAP
+    bottom = top + len(items) * height - STRIP_GAP
     for tick in across.ticks(8):
         drawing.x_tick(across(tick), bottom, tick_seconds(tick))
     return drawing.render()

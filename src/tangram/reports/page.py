@@ -66,8 +66,8 @@ def card(value: str, words: str, small: str) -> str:
     return f'<div class="card"><b>{escape(value)}</b><span>{escape(words)}</span><small>{escape(small)}</small></div>'
 
 
-def cards(found: Sequence[str]) -> str:
-    return f'<div class="cards">{"".join(found)}</div>' if found else ""
+def cards(parts: Sequence[str]) -> str:
+    return f'<div class="cards">{"".join(parts)}</div>' if parts else ""
 
 
 # ---- sections ---------------------------------------------------------------------------------------------------

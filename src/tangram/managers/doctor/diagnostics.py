@@ -145,10 +145,10 @@ def diagnose(state: Path | None = None) -> MachineReport:
 def _run_check(component: str, look: Callable[[], Diagnostic | list[Diagnostic]]) -> list[Diagnostic]:
     """A component that cannot even be examined does not hide the others."""
     try:
-        found = look()
+        diagnostic = look()
     except (OSError, ValueError, TangramError) as error:
-        found = Diagnostic(component=component, state=LIMITED, found=f"cannot be examined: {error}")
-    return found if isinstance(found, list) else [found]
+        diagnostic = Diagnostic(component=component, state=LIMITED, found=f"cannot be examined: {error}")
+    return diagnostic if isinstance(diagnostic, list) else [diagnostic]
 
 
 def _missing(component: str, found: str, to_do: str) -> Diagnostic:
@@ -194,8 +194,8 @@ def _user() -> Diagnostic:
 def restoring_cgroups() -> Iterator[None]:
     """Undoes what creating version 2 groups changed above them: controllers that were enabled for it, and the move of
     this process into a leaf. The kernel refuses to disable a controller that is in use meanwhile."""
-    found = find_hierarchies()
-    mount = found.by_controller.get("cpu") if found.version == 2 else None
+    hierarchies = find_hierarchies()
+    mount = hierarchies.by_controller.get("cpu") if hierarchies.version == 2 else None
     if mount is None:
         yield
         return
@@ -222,11 +222,11 @@ def _own_cgroup(mount: Path) -> Path:
 
 def _own_cgroup_paths() -> dict[str, str]:
     """The group of this process by controller, as the kernel names it; version 2 under the empty name."""
-    found = {}
+    states = {}
     for line in Path(OWN_CGROUP_FILE).read_text(encoding="utf-8").splitlines():
         _, names, path = line.split(":", 2)
-        found.update(dict.fromkeys(names.split(","), path))
-    return found
+        states.update(dict.fromkeys(names.split(","), path))
+    return states
 
 
 def _enabled_controllers(group: Path) -> list[str]:
@@ -240,29 +240,33 @@ def _control_groups() -> list[Diagnostic]:
         return _all_controllers(find_hierarchies())
 
 
-def _all_controllers(found: CgroupHierarchies) -> list[Diagnostic]:
-    to_do = REMEDY_V1 if found.version == 1 else REMEDY_V2
+def _all_controllers(hierarchies: CgroupHierarchies) -> list[Diagnostic]:
+    to_do = REMEDY_V1 if hierarchies.version == 1 else REMEDY_V2
     try:
-        at = found.by_controller if found.version == 1 else writable_directories(found)
+        at = hierarchies.by_controller if hierarchies.version == 1 else writable_directories(hierarchies)
         reason = "" if at else "none are mounted"
     except (ManagerError, OSError) as error:
         at, reason = {}, str(error).removesuffix(to_do).rstrip(". ")
     if reason:
         return [_missing("cgroups", reason, to_do)]
     where = os.path.commonpath([*at.values()])
-    whole = Diagnostic(component="cgroups", state=OK, found=f"version {found.version} at {where}", needed_by=(SANDBOX,))
-    return [whole, *(_controller(found, name, at, to_do) for name in _test_settings(found))]
+    whole = Diagnostic(
+        component="cgroups", state=OK, found=f"version {hierarchies.version} at {where}", needed_by=(SANDBOX,)
+    )
+    return [whole, *(_controller(hierarchies, name, at, to_do) for name in _test_settings(hierarchies))]
 
 
-def _test_settings(found: CgroupHierarchies) -> dict[str, tuple[str, str]]:
-    return TEST_SETTINGS_V1 if found.version == 1 else TEST_SETTINGS_V2
+def _test_settings(hierarchies: CgroupHierarchies) -> dict[str, tuple[str, str]]:
+    return TEST_SETTINGS_V1 if hierarchies.version == 1 else TEST_SETTINGS_V2
 
 
-def _controller(found: CgroupHierarchies, name: str, at: dict[str, Path], to_do: str) -> Diagnostic:
+def _controller(hierarchies: CgroupHierarchies, name: str, at: dict[str, Path], to_do: str) -> Diagnostic:
     component = f"cgroup {name}"
     # Version 2 has the freezer built in.
-    above = at.get("cpu" if found.version == 2 and name == "freezer" else name)
-    reason = "the machine does not offer it" if above is None else _try_cgroup(above, *_test_settings(found)[name])
+    above = at.get("cpu" if hierarchies.version == 2 and name == "freezer" else name)
+    reason = (
+        "the machine does not offer it" if above is None else _try_cgroup(above, *_test_settings(hierarchies)[name])
+    )
     if not reason:
         needed_by = () if name == CPUSET else (SANDBOX,)
         return Diagnostic(component=component, state=OK, found=f"works at {above}", needed_by=needed_by)
@@ -364,11 +368,11 @@ def _user_namespaces(reason: str) -> Diagnostic:
 
 
 def _user_namespace_settings() -> dict[str, str]:
-    found = {}
+    programs = {}
     for name in USER_NAMESPACE_SETTINGS:
         with contextlib.suppress(OSError):
-            found[name] = (Path("/proc/sys") / name).read_text(encoding="ascii").strip()
-    return found
+            programs[name] = (Path("/proc/sys") / name).read_text(encoding="ascii").strip()
+    return programs
 
 
 # ---- programs -----------------------------------------------------------------------------------------------------
@@ -480,11 +484,11 @@ def _cores() -> Diagnostic:
 
 def _ancestor_cgroups(controller: str) -> list[Path]:
     """The groups that contain this process, from the top, as far as they are visible."""
-    found = find_hierarchies()
-    mount = found.by_controller.get(controller)
+    hierarchies = find_hierarchies()
+    mount = hierarchies.by_controller.get(controller)
     if mount is None:
         return []
-    path = _own_cgroup_paths().get("" if found.version == 2 else controller, "/")
+    path = _own_cgroup_paths().get("" if hierarchies.version == 2 else controller, "/")
     parts = [part for part in path.split("/") if part]
     places = [mount.joinpath(*parts[:count]) for count in range(len(parts) + 1)]
     return [each for each in places if each.is_dir()]
@@ -530,9 +534,9 @@ def _swap() -> Diagnostic:
     total = _meminfo("SwapTotal")
     if not total:
         return Diagnostic(component="swap", state=OK, found="none")
-    found = find_hierarchies()
-    memory = found.by_controller.get("memory")
-    if found.version == 1 and memory is not None and not (memory / "memory.memsw.limit_in_bytes").exists():
+    hierarchies = find_hierarchies()
+    memory = hierarchies.by_controller.get("memory")
+    if hierarchies.version == 1 and memory is not None and not (memory / "memory.memsw.limit_in_bytes").exists():
         to_do = "memory limits of sandboxes do not count it: swapoff -a, or boot with swapaccount=1"
         return Diagnostic(component="swap", state=LIMITED, found=_format_size(total), to_do=to_do)
     return Diagnostic(component="swap", state=OK, found=f"{_format_size(total)}, of which sandboxes get none")

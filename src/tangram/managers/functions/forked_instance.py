@@ -361,8 +361,8 @@ class ForkedInstance(Instance):
         number = self.process.exit_signal
         self._set_gone(InstanceExit(code=code, signal=number, usage=usage, excess=self._excess, lost=lost))
 
-    def _set_gone(self, gone: InstanceExit) -> None:
-        self.gone.set_result(gone)
+    def _set_gone(self, exit: InstanceExit) -> None:
+        self.gone.set_result(exit)
         if self.lease is None:
             self.on_end()
         self._finish_lease()

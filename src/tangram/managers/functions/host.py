@@ -315,9 +315,9 @@ class FunctionHost:
         """Remove an instance. The result of the future is False if it could not be removed."""
         self._end_idling(instance)
         if instance not in self._instances:  # it is gone already
-            gone: asyncio.Future[bool] = self._loop.create_future()
-            gone.set_result(True)
-            return gone
+            closed: asyncio.Future[bool] = self._loop.create_future()
+            closed.set_result(True)
+            return closed
         removal = self._removals.get(instance)
         if removal is None:
             self._note_busy(instance)

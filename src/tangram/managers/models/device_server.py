@@ -255,9 +255,9 @@ def _failure_reply(request: AnyDeviceRequest, error: BaseException) -> RequestFa
     if isinstance(error, DeviceFull):
         return RequestFailed(id=request.id, whose="full", reason=str(error))
     if isinstance(error, InvalidInput) and isinstance(request, CallService | PrepareService):
-        whose = "payload" if isinstance(request, CallService) else "config"
+        subject = "payload" if isinstance(request, CallService) else "config"
         value = str(error.value)[:REASON_CHARACTERS_MAX]
-        return RequestFailed(id=request.id, whose=whose, field=error.field, reason=value, expected=error.expected)
+        return RequestFailed(id=request.id, whose=subject, field=error.field, reason=value, expected=error.expected)
     traceback.print_exception(error)
     return RequestFailed(id=request.id, reason=describe_error(error, REASON_CHARACTERS_MAX))
 

@@ -86,12 +86,12 @@ def discover() -> tuple[Cuda, ...]:
 def _print_cuda() -> None:
     import torch
 
-    found = []
+    devices = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         memory = int(properties.total_memory * CUDA_MEMORY_SHARE)
-        found.append(Cuda(place=f"cuda:{index}", memory_bytes=memory, name=properties.name))
-    print(json.dumps(msgspec.to_builtins(found)))
+        devices.append(Cuda(place=f"cuda:{index}", memory_bytes=memory, name=properties.name))
+    print(json.dumps(msgspec.to_builtins(devices)))
 
 
 # ---- in the process of a device -----------------------------------------------------------------------------------

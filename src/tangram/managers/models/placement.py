@@ -38,20 +38,20 @@ class PlacementTable:
 
     def victims(self, devices: tuple[int, ...], need: int) -> list[ServicePlacement]:
         """What to evict, in order, so that each of these devices has `need` bytes free."""
-        gone: dict[ServicePlacement, None] = {}
+        evicted: dict[ServicePlacement, None] = {}
         for device in devices:
-            left = [place for place in self._need if device in place.devices and place not in gone]
+            left = [place for place in self._need if device in place.devices and place not in evicted]
             free = self._memory_bytes[device] - sum(self._need[place] for place in left)
             for place in left:
                 if free >= need:
                     break
                 if place in self._in_use:
                     raise InvariantError(f"{place} is in use, and {need} bytes on device {device} are needed")
-                gone[place] = None
+                evicted[place] = None
                 free += self._need[place]
             if free < need:
                 raise InvariantError(f"device {device} has {self._memory_bytes[device]} bytes, {need} are needed")
-        return [place for place in self._need if place in gone]
+        return [place for place in self._need if place in evicted]
 
     def add(self, place: ServicePlacement, need: int) -> None:
         assert place not in self._need, place

@@ -238,9 +238,9 @@ def _is_zero(text: str) -> bool:
 
 def _longest_wait_s(text: str, wall_s: float) -> float | None:
     """Values of a header, or of a list of them: the same header may come several times."""
-    found = _parse_seconds(text, wall_s)
-    if found is not None or "," not in text:
-        return found
+    seconds = _parse_seconds(text, wall_s)
+    if seconds is not None or "," not in text:
+        return seconds
     return max((each for part in text.split(",") if (each := _parse_seconds(part, wall_s)) is not None), default=None)
 
 

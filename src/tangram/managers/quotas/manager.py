@@ -86,12 +86,12 @@ class Quota(msgspec.Struct, frozen=True):
 
     def pools(self, share: float = 1.0) -> tuple[Pool, ...]:
         """All limits, scaled."""
-        found = []
+        demands = []
         if self.concurrent is not None:
-            found.append(Pool(kind=self.name, total=max(1, int(self.concurrent * share))))
+            demands.append(Pool(kind=self.name, total=max(1, int(self.concurrent * share))))
         for kind, rate in self.rates().items():
-            found.append(rate.pool(f"{self.name}/{kind}", share))
-        return tuple(found)
+            demands.append(rate.pool(f"{self.name}/{kind}", share))
+        return tuple(demands)
 
     def closed(self) -> Pool:
         """The pool that is closed to close the whole quota."""

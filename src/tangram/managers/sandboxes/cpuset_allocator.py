@@ -110,8 +110,8 @@ class CpusetAllocator:
         placed.loads = {}
 
     def _candidate_cpus(self, placed: _Allocation) -> tuple[int, ...]:
-        found = tuple([cpu for cell in placed.cells for cpu in self._cpus_by_cell.get(cell, ())])
-        return found if len(found) >= placed.count else self.cpus
+        cpus = tuple([cpu for cell in placed.cells for cpu in self._cpus_by_cell.get(cell, ())])
+        return cpus if len(cpus) >= placed.count else self.cpus
 
     def _repack(self) -> Moves:
         """Place all actions again, the heaviest first, if that relieves the most loaded CPU by enough."""

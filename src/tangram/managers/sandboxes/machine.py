@@ -54,23 +54,23 @@ def available_memory_bytes() -> int:
 
 def numa_cells(cpus: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
     """The given CPUs by NUMA node, numbered from 0 in the order of the system's nodes."""
-    found = []
+    cells = []
     for directory in sorted(NUMA_NODES_DIRECTORY.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
         here = parse_cpu_list((directory / "cpulist").read_text(encoding="ascii"))
         cell = tuple([cpu for cpu in cpus if cpu in here])
         if cell:
-            found.append(cell)
-    return dict(enumerate(found))
+            cells.append(cell)
+    return dict(enumerate(cells))
 
 
 def parse_cpu_list(text: str) -> list[int]:
     """Parse `0-3,8`, the kernel's format."""
-    found: list[int] = []
+    cpus: list[int] = []
     for part in text.strip().split(","):
         low, _, high = part.partition("-")
         if low:
-            found += range(int(low), int(high or low) + 1)
-    return found
+            cpus += range(int(low), int(high or low) + 1)
+    return cpus
 
 
 def has_user_namespaces(user: int) -> bool:

@@ -424,8 +424,8 @@ class SampleBuffer:
         return DroppedGroup(group=group, cause=cause)
 
     def _require_training(self, batch: TrainingBatch) -> None:
-        expected, got = tuple(self._training), tuple(group.id for group in batch.groups)
-        assert expected == got and batch.version == self.version, f"in training is {expected}, not {got}"
+        expected, group_ids = tuple(self._training), tuple(group.id for group in batch.groups)
+        assert expected == group_ids and batch.version == self.version, f"in training is {expected}, not {group_ids}"
 
     def check(self) -> None:
         """Recomputes every invariant from scratch."""

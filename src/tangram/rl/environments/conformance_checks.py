@@ -187,12 +187,12 @@ class ConformanceChecker:
         texts += [("an observation", text) for episode in self._all_episodes() for text in episode.observations]
         texts += [(f"the observation after {what}", step.observation) for what, step in self._garbage_steps]
         known = set(self._task.words)
-        for who, text in texts:
+        for origin, text in texts:
             unknown = [word for word in text.split() if word not in known]
             if unknown:
                 advice = "add it to `words`; never repeat text of an agent, which may be anything"
                 raise CheckFailed(
-                    "words of its vocabulary", f"{short_repr(unknown[0])} in {who}: {short_repr(text)}", advice
+                    "words of its vocabulary", f"{short_repr(unknown[0])} in {origin}: {short_repr(text)}", advice
                 )
 
     async def tokens_fit(self) -> None:

@@ -187,9 +187,9 @@ class WarmSandboxes:
             await shielded(self._close([sandbox for sandbox in self._idle if sandbox.idle_since < before]))
 
     async def _close(self, sandboxes: list[WarmSandbox]) -> None:
-        gone = list(sandboxes)
-        self._idle = [sandbox for sandbox in self._idle if sandbox not in gone]
-        for error in await asyncio.gather(*(sandbox.sandbox.close() for sandbox in gone), return_exceptions=True):
+        closed = list(sandboxes)
+        self._idle = [sandbox for sandbox in self._idle if sandbox not in closed]
+        for error in await asyncio.gather(*(sandbox.sandbox.close() for sandbox in closed), return_exceptions=True):
             if error is not None:
                 log.warning("a sandbox of codefix could not be closed: %s", error)
 

@@ -307,15 +307,15 @@ class StoredTensor:
     """A tensor in an open file."""
 
     def __init__(self, path: Path, file: Any, name: str) -> None:
-        found = file.get_slice(name)
+        part = file.get_slice(name)
         self.path = path
-        self.shape: tuple[int, ...] = tuple(found.get_shape())
-        self.dtype: str = found.get_dtype()
+        self.shape: tuple[int, ...] = tuple(part.get_shape())
+        self.dtype: str = part.get_dtype()
         self._file, self._name = file, name
 
     def read(self) -> Tensor:
-        found: Tensor = self._file.get_tensor(self._name)
-        return found
+        tensor: Tensor = self._file.get_tensor(self._name)
+        return tensor
 
 
 def open_tensors(path: Path, stack: ExitStack) -> Iterator[tuple[str, StoredTensor]]:

@@ -138,12 +138,12 @@ class TransformerLayer(nn.Module):
         self.heads, self.kv_heads = config.heads, config.kv_heads
         self.head_width, self.norm_eps = config.head_width, config.norm_eps
         attended = config.heads * config.head_width
-        made = attended + 2 * config.kv_heads * config.head_width
+        multiplications = attended + 2 * config.kv_heads * config.head_width
         # One product for queries, keys and values, and one for gate and up: small products are dominated by call
         # overhead.
         self.attention_norm = empty_parameter(config.width, dtype=dtype)
-        self.qkv = empty_parameter(made, config.width, dtype=dtype)
-        self.qkv_bias = empty_parameter(made, dtype=dtype) if config.qkv_bias else None
+        self.qkv = empty_parameter(multiplications, config.width, dtype=dtype)
+        self.qkv_bias = empty_parameter(multiplications, dtype=dtype) if config.qkv_bias else None
         self.output = empty_parameter(config.width, attended, dtype=dtype)
         self.output_bias = empty_parameter(config.width, dtype=dtype) if config.output_bias else None
         self.mlp_norm = empty_parameter(config.width, dtype=dtype)
@@ -152,10 +152,10 @@ class TransformerLayer(nn.Module):
 
     def project_qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries [B, T, heads, D], keys and values [B, T, kv_heads, D]."""
-        made = F.linear(rms_norm(x, self.attention_norm, self.norm_eps), self.qkv, self.qkv_bias)
-        made = made.view(*x.shape[:-1], self.heads + 2 * self.kv_heads, self.head_width)
-        turned = apply_rotary(made[..., : -self.kv_heads, :], cos, sin)
-        return turned[..., : self.heads, :], turned[..., self.heads :, :], made[..., -self.kv_heads :, :]
+        projected = F.linear(rms_norm(x, self.attention_norm, self.norm_eps), self.qkv, self.qkv_bias)
+        projected = projected.view(*x.shape[:-1], self.heads + 2 * self.kv_heads, self.head_width)
+        turned = apply_rotary(projected[..., : -self.kv_heads, :], cos, sin)
+        return turned[..., : self.heads, :], turned[..., self.heads :, :], projected[..., -self.kv_heads :, :]
 
     def apply_output_and_mlp(self, x: Tensor, attended: Tensor) -> Tensor:
         """The part after attention, whose result is `attended` [B, T, heads * D]."""
@@ -351,11 +351,11 @@ def rotary_table(config: TransformerConfig, dtype: torch.dtype) -> Tensor:
 
 def rotary_frequencies(config: TransformerConfig, dtype: torch.dtype) -> Tensor:
     """Angle per position of each pair: [D / 2]."""
-    found = 1.0 / config.rope_theta ** (torch.arange(0, config.head_width, 2, dtype=dtype) / config.head_width)
+    frequencies = 1.0 / config.rope_theta ** (torch.arange(0, config.head_width, 2, dtype=dtype) / config.head_width)
     stretched = config.rope_stretched
     if stretched is None:
-        return found
+        return frequencies
     # Llama 3.1: high frequencies stay, low ones are slowed, those in between are interpolated.
-    turns = stretched.context * found / (2 * math.pi)
+    turns = stretched.context * frequencies / (2 * math.pi)
     kept = ((turns - stretched.low) / (stretched.high - stretched.low)).clamp(0.0, 1.0)
-    return (1.0 - kept) * found / stretched.factor + kept * found
+    return (1.0 - kept) * frequencies / stretched.factor + kept * frequencies

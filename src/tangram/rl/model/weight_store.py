@@ -159,18 +159,18 @@ def versions(folder: Path | str) -> list[PolicyWeights]:
 
 def prune_versions(folder: Path | str, keep: int = 2) -> list[PolicyWeights]:
     """Deletes all but the newest versions, and returns those. A concurrent pull gets a complete version or an error."""
-    gone = versions(folder)[: -keep or None]
-    for each in gone:
+    removed = versions(folder)[: -keep or None]
+    for each in removed:
         remove_atomically(Path(each.folder))
-    return gone
+    return removed
 
 
 def rollback(folder: Path | str, version: int) -> list[PolicyWeights]:
     """Deletes all newer versions, and returns them: they were rolled back."""
-    gone = [each for each in versions(folder) if each.version > version]
-    for each in reversed(gone):
+    removed = [each for each in versions(folder) if each.version > version]
+    for each in reversed(removed):
         remove_atomically(Path(each.folder))
-    return gone
+    return removed
 
 
 # ---- folders ----

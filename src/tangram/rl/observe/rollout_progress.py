@@ -146,9 +146,9 @@ class RolloutProgress(LiveView):
     def stage_counts(self) -> dict[str, int]:
         """Trajectories by stage; `beginning` counts those in no stage yet."""
         counts = Counter(self._stage_by_id.values())
-        found = {"beginning": counts[None], **{stage.value: counts[stage] for stage in Stage}}
-        found[Stage.BUFFER.value] += len(self._buffered)
-        return found
+        counts_by_stage = {"beginning": counts[None], **{stage.value: counts[stage] for stage in Stage}}
+        counts_by_stage[Stage.BUFFER.value] += len(self._buffered)
+        return counts_by_stage
 
     def engine_states(self) -> dict[str, int]:
         states = Counter(engine.state for engine in self._engines.values())

@@ -111,8 +111,8 @@ class StepBucket(msgspec.Struct, frozen=True, kw_only=True):
         return f"step {first}" if first == last else f"steps {first} to {last}"
 
     def mean(self, value: Callable[[Trained], float | None]) -> float | None:
-        found = [each for each in map(value, self.steps) if each is not None and math.isfinite(each)]
-        return sum(found) / len(found) if found else None
+        values = [each for each in map(value, self.steps) if each is not None and math.isfinite(each)]
+        return sum(values) / len(values) if values else None
 
     def maximum(self, value: Callable[[Trained], float | None]) -> float | None:
         return max((each for each in map(value, self.steps) if each is not None and math.isfinite(each)), default=None)
@@ -168,9 +168,9 @@ class RunHistory:
 
     @property
     def _bounds(self) -> list[int]:
-        made = [self._bound_by_step[line.step] for line in self.steps]
-        made = made or [line.alpha for line in self.began[-1:]] or [0]
-        return [bound for bound, before in zip(made, [None, *made], strict=False) if bound != before]
+        bounds = [self._bound_by_step[line.step] for line in self.steps]
+        bounds = bounds or [line.alpha for line in self.began[-1:]] or [0]
+        return [bound for bound, before in zip(bounds, [None, *bounds], strict=False) if bound != before]
 
     @property
     def settings(self) -> dict[str, object]:
@@ -211,12 +211,12 @@ class RunHistory:
     def score(self, task: str) -> TaskScore:
         warm = next((line.scores[task] for line in reversed(self.warm) if task in line.scores), None)
         greedy = next((line.greedy[task] for line in reversed(self.warm) if task in line.greedy), None)
-        found = [line for line in self.evaluations if finite_or_none(line.scores.get(task)) is not None]
-        before = next((line.scores[task] for line in found if line.step == 0), finite_or_none(warm))
-        later = [line for line in found if line.step > 0]
+        lines = [line for line in self.evaluations if finite_or_none(line.scores.get(task)) is not None]
+        before = next((line.scores[task] for line in lines if line.step == 0), finite_or_none(warm))
+        later = [line for line in lines if line.step > 0]
         if not later:
             trained = self._trained_score(task, warm, greedy)
-            return msgspec.structs.replace(trained, first=found[0].scores[task] if found else None, before=before)
+            return msgspec.structs.replace(trained, first=lines[0].scores[task] if lines else None, before=before)
         scores = [line.scores[task] for line in later]
         last = later[-1]
         return TaskScore(
@@ -224,7 +224,7 @@ class RunHistory:
             held_out=True,
             warm=finite_or_none(warm),
             greedy=finite_or_none(greedy),
-            first=found[0].scores[task],
+            first=lines[0].scores[task],
             before=before,
             last=scores[-1],
             error=finite_or_none(last.spread.get(task)),
@@ -247,35 +247,35 @@ class RunHistory:
             reached=self._reached([(line.step, line.at_s, value) for line, value in smooth]),
         )
 
-    def _reached(self, found: Sequence[tuple[int, float, float]]) -> ScoreReached | None:
-        if not found or found[-1][2] <= 0.0:
+    def _reached(self, points: Sequence[tuple[int, float, float]]) -> ScoreReached | None:
+        if not points or points[-1][2] <= 0.0:
             return None
-        step, at_s, _ = next(each for each in found if each[2] >= FINAL_SHARE * found[-1][2])
+        step, at_s, _ = next(each for each in points if each[2] >= FINAL_SHARE * points[-1][2])
         return ScoreReached(step=step, at_s=at_s, trajectories=self.trajectories_at(step) if step else 0)
 
     def smoothed(self) -> list[dict[str, float]]:
         """By step and task: the training rewards up to there, each weighing less than the one after it."""
         decay = 1.0 - 1.0 / SMOOTHED_OVER
         sums: dict[str, tuple[float, float]] = {}
-        found = []
+        points = []
         for line in self.steps:
             for task, its in line.tasks.items():
                 if its.trajectories and math.isfinite(its.reward):
                     top, bottom = sums.get(task, (0.0, 0.0))
                     sums[task] = (decay * top + its.reward, decay * bottom + 1.0)
-            found.append({task: top / bottom for task, (top, bottom) in sums.items()})
-        return found
+            points.append({task: top / bottom for task, (top, bottom) in sums.items()})
+        return points
 
     # ---- over time -----------------------------------------------------------------------------------------------
 
     def buckets(self, most: int = BUCKETS_MAX) -> list[StepBucket]:
         size = max(1, -(-len(self.steps) // most))
         smoothed = self.smoothed()
-        found = []
+        points = []
         for start in range(0, len(self.steps), size):
             steps = tuple(self.steps[start : start + size])
             end = start + len(steps) - 1
-            found.append(
+            points.append(
                 StepBucket(
                     steps=steps,
                     begin_s=steps[0].at_s - steps[0].step_s,
@@ -284,7 +284,7 @@ class RunHistory:
                     smoothed=smoothed[end],
                 )
             )
-        return found
+        return points
 
     def pools(self) -> list[PoolTotals]:
         names = dict.fromkeys(pool.name for line in self.steps for pool in line.pools)
@@ -297,13 +297,13 @@ class RunHistory:
 
 def _bound_of_steps(lines: Iterable[AnyMetricsLine]) -> dict[int, int]:
     """By step, the α that it was made with."""
-    found, bound = {}, 0
+    differences, bound = {}, 0
     for line in lines:
         if isinstance(line, RunBegan):
             bound = line.alpha
         elif isinstance(line, Trained):
-            found[line.step] = bound
-    return found
+            differences[line.step] = bound
+    return differences
 
 
 def step_time_parts(line: Trained) -> dict[str, float]:

@@ -213,10 +213,10 @@ class TaskTime(msgspec.Struct, frozen=True):
 
 def time_by_label(parts: Mapping[Activity, int]) -> dict[str, int]:
     """Times by label, the longest first; several stages may wait for the same resource."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for activity, part in parts.items():
-        found[activity.label] += part
-    return dict(sorted(found.items(), key=lambda part: (-part[1], part[0])))
+        counts[activity.label] += part
+    return dict(sorted(counts.items(), key=lambda part: (-part[1], part[0])))
 
 
 def largest_shares(parts: Mapping[Activity, int], whole: int, most: int) -> str:
@@ -240,7 +240,7 @@ class RolloutTimeline(msgspec.Struct, frozen=True):
 
     def explainers(self, gap: IdleGap) -> list[tuple[str, Activity, int]]:
         """The trajectories that were under way longest in a gap, with their main activity and that time."""
-        found = []
+        gaps = []
         for lane in self.lanes:
             if lane.began >= gap.ended:
                 break
@@ -250,8 +250,8 @@ class RolloutTimeline(msgspec.Struct, frozen=True):
                 if shared > 0 and not piece.activity.in_buffer:
                     own[piece.activity] += shared
             if own:
-                found.append((lane.trajectory.id, max(own, key=lambda each: (own[each], each)), own.total()))
-        return heapq.nlargest(EXPLAINERS_MAX, found, key=lambda each: each[2])
+                gaps.append((lane.trajectory.id, max(own, key=lambda each: (own[each], each)), own.total()))
+        return heapq.nlargest(EXPLAINERS_MAX, gaps, key=lambda each: each[2])
 
 
 def nanoseconds(seconds: float) -> int:
@@ -379,8 +379,8 @@ def build_timeline(trajectories: Iterable[Trajectory], ended_s: float = 0.0) -> 
         fallback = number[(END if since >= over else NOTHING) if seen else START]
         for stage in stages:
             stage.add(since, until, active, fallback)
-    found = {each.stage: each.result(total) for each in stages}
-    return RolloutTimeline(total, tuple(lanes), found, tuple(_task_times(lanes)))
+    result_by_stage = {each.stage: each.result(total) for each in stages}
+    return RolloutTimeline(total, tuple(lanes), result_by_stage, tuple(_task_times(lanes)))
 
 
 def _sweep(

@@ -109,18 +109,18 @@ class Charts:
         }
 
     def _evaluated_x(self) -> dict[str, Any]:
-        found = _thin(self.run.evaluations)
+        evaluations = _thin(self.run.evaluations)
         return {
-            "step": rounded(line.step for line in found),
-            "seconds": rounded(line.at_s for line in found),
-            "trajectories": rounded(self.run.trajectories_at(line.step) if line.step else 0 for line in found),
-            "labels": [f"held-out, version {line.step}" for line in found],
+            "step": rounded(line.step for line in evaluations),
+            "seconds": rounded(line.at_s for line in evaluations),
+            "trajectories": rounded(self.run.trajectories_at(line.step) if line.step else 0 for line in evaluations),
+            "labels": [f"held-out, version {line.step}" for line in evaluations],
         }
 
     def _marks(self) -> list[dict[str, Any]]:
         run = self.run
-        found = [(line.at_s, f"{line.kind}: {line.text}") for line in run.notices]
-        found += [(line.at_s, f"resumed from step {line.step}") for line in run.began[1:]]
+        events = [(line.at_s, f"{line.kind}: {line.text}") for line in run.notices]
+        events += [(line.at_s, f"resumed from step {line.step}") for line in run.began[1:]]
         return [
             {
                 "step": run.step_by(at_s),
@@ -128,7 +128,7 @@ class Charts:
                 "trajectories": run.trajectories_by(at_s),
                 "words": short_name(words),
             }
-            for at_s, words in sorted(found)[:MARKS_MAX]
+            for at_s, words in sorted(events)[:MARKS_MAX]
             if math.isfinite(at_s)
         ]
 
@@ -146,10 +146,12 @@ class Charts:
             curves.append(
                 series("warm start", "p0", (line.scores.get(task) for line in warm), set="warm", points=True, line=True)
             )
-        found = _thin(self.run.evaluations)
-        if found:
-            held = series("held-out", "k1", (line.scores.get(task) for line in found), set="evaluated", points=True)
-            curves.append({**held, "error": rounded(line.spread.get(task) for line in found), "line": True})
+        evaluations = _thin(self.run.evaluations)
+        if evaluations:
+            held = series(
+                "held-out", "k1", (line.scores.get(task) for line in evaluations), set="evaluated", points=True
+            )
+            curves.append({**held, "error": rounded(line.spread.get(task) for line in evaluations), "line": True})
         known = [each for each in curves if any(value is not None for value in each["y"])]
         label = f"Rewards of {short_name(task)}"
         chart = {"label": label, "series": known, "high": 1.0, "tall": 1, "shaded": bool(warm)}
@@ -177,11 +179,11 @@ class Charts:
                 sums[name] = sums.get(name, 0.0) + seconds
         causes = sorted((name for name in sums if name not in PART_COLOURS), key=lambda name: (-sums[name], name))
         known = sorted(causes[:CAUSES_MAX], key=lambda name: (name.removeprefix("wait: ") not in STAGE_COLOURS, name))
-        found: dict[str, tuple[str, ...]] = {name: (name,) for name in known}
+        groups: dict[str, tuple[str, ...]] = {name: (name,) for name in known}
         if causes[CAUSES_MAX:]:
-            found["wait: others"] = tuple(causes[CAUSES_MAX:])
+            groups["wait: others"] = tuple(causes[CAUSES_MAX:])
         rest = ("wait: not known", "train", "push", "evaluation", "other")
-        return found | {name: (name,) for name in rest if name in sums}
+        return groups | {name: (name,) for name in rest if name in sums}
 
     def weights(self) -> str:
         values: tuple[tuple[str, str, Callable[[Trained], float]], ...] = (
@@ -213,14 +215,14 @@ class Charts:
 
     def ages(self) -> list[int]:
         """Trajectories by staleness over the whole run."""
-        found: list[int] = []
+        indices: list[int] = []
         for line in self.run.steps:
-            found += [0] * (len(line.staleness) - len(found))
+            indices += [0] * (len(line.staleness) - len(indices))
             for age, count in enumerate(line.staleness):
-                found[age] += count
-        while found and not found[-1]:
-            found.pop()
-        return found
+                indices[age] += count
+        while indices and not indices[-1]:
+            indices.pop()
+        return indices
 
     def histogram(self) -> str:
         ages = self.ages()
@@ -287,10 +289,10 @@ class Charts:
 
     def tokens_discarded(self) -> str:
         """Tokens that were not trained on, as shares of all decoded tokens."""
-        found = [token_totals(bucket.steps) for bucket in self.buckets]
+        totals = [token_totals(bucket.steps) for bucket in self.buckets]
         curves = [
-            series("in no batch", "k1", (each.in_no_batch / each.written if each.written else None for each in found)),
-            series("teach nothing", "k4", (each.idle / each.written if each.written else None for each in found)),
+            series("in no batch", "k1", (each.in_no_batch / each.written if each.written else None for each in totals)),
+            series("teach nothing", "k4", (each.idle / each.written if each.written else None for each in totals)),
         ]
         spec = {"label": "Tokens not trained on", "kind": "stack", "format": "percent", "series": curves}
         return self.page.add("tokens", spec)

@@ -193,8 +193,8 @@ def _learning(run: RunHistory, scores: Sequence[TaskScore], charts: Charts) -> s
              f"mean of last {FINAL_EVALUATIONS}", "best", "reached after", "at step",
              "trajectories by then")  # fmt: skip
     held_out = any(score.held_out for score in scores)
-    what = "held-out evaluations" if held_out else "smoothed training rewards, as there was no evaluation"
-    note = f"Last, best and mean are of {what}; reached: at least {100 * FINAL_SHARE:.0f} % of the last."
+    source = "held-out evaluations" if held_out else "smoothed training rewards, as there was no evaluation"
+    note = f"Last, best and mean are of {source}; reached: at least {100 * FINAL_SHARE:.0f} % of the last."
     return section(
         "Learning curves",
         "Mean reward of each task: of the batches that were trained on, of seeds that are never trained on with their"

@@ -82,12 +82,12 @@ def _fit_sections(sections: Sequence[list[Text]], room: int) -> list[Text]:
     while sum(kept) > max(0, room) and any(kept):
         longest = max(range(len(kept)), key=lambda each: (kept[each], each))
         kept[longest] = kept[longest] - 1 if kept[longest] > 2 else 0  # a head alone is useless
-    found: list[Text] = []
+    lines: list[Text] = []
     for rows, count in zip(sections, kept, strict=True):
-        found += rows[:count]
+        lines += rows[:count]
         if 2 <= count < len(rows):
-            found[-1] = row(f"  and {len(rows) - count + 1:,} more", style="dim")
-    return found
+            lines[-1] = row(f"  and {len(rows) - count + 1:,} more", style="dim")
+    return lines
 
 
 def _head(run: TrainingStatus, stages: dict[str, int], elapsed_s: float, width: int, fancy: bool) -> list[Text]:

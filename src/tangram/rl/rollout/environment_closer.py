@@ -47,15 +47,15 @@ class EnvironmentCloser:
         closing = start_call(environment.close)
         await asyncio.wait({closing}, timeout=self._timeout_s)
         if not closing.done():
-            what = f"not within {self._timeout_s:g} s"
+            cause = f"not within {self._timeout_s:g} s"
         elif closing.cancelled():
-            what = "it cancelled itself"
+            cause = "it cancelled itself"
         elif (error := closing.exception()) is not None:
-            what = repr(error)
+            cause = repr(error)
         else:
             return
         self.failed += 1
-        log.warning("the environment of %s could not be closed: %s", trajectory, what)
+        log.warning("the environment of %s could not be closed: %s", trajectory, cause)
         await self._cancel_call(closing, "close", trajectory)
 
     async def _cancel_call(self, call: asyncio.Task[Any], call_name: str, trajectory: str) -> None:

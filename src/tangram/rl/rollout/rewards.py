@@ -161,10 +161,10 @@ def effective_settings(task: object, settings: RewardSettings) -> RewardSettings
 
 def describe(settings: RewardSettings) -> str:
     """Describes the source of a reward, of settings with a kind."""
-    who: list[str] = [settings.kind]
-    who += [f"of service {settings.service}"] if settings.service else []
-    who += [f"by {settings.function}"] if settings.function else []
-    return " ".join(who)
+    parts: list[str] = [settings.kind]
+    parts += [f"of service {settings.service}"] if settings.service else []
+    parts += [f"by {settings.function}"] if settings.function else []
+    return " ".join(parts)
 
 
 def missing_for(reward: Reward, environment: Environment) -> str:

@@ -111,8 +111,8 @@ class TextCodec:
         if not self._has_chat_template:
             return None
         after = self._text_after_answer({"role": "user", "content": ""})
-        found = [token for token in self.stop if (text := self.decode_token(token)) and after.startswith(text)]
-        return max(found, key=lambda token: len(self.decode_token(token)), default=None)
+        tokens = [token for token in self.stop if (text := self.decode_token(token)) and after.startswith(text)]
+        return max(tokens, key=lambda token: len(self.decode_token(token)), default=None)
 
     def _text_after_answer(self, message: dict[str, str]) -> str:
         """Renders what follows an answer when this message is next."""

@@ -210,8 +210,8 @@ class ActionService:
         """Returns False if the action settled at once instead. It is in the journal, so a refusal is its outcome."""
         action = live.action
         if isinstance(live.work, Exec | Commit) and action.sandbox not in self._registry.sandboxes:
-            gone = self.lost_sandboxes.get(action.sandbox, "it did not survive a restart of the service")
-            self._resolve(live, await self.conclude(action, Status.LOST, f"its sandbox is gone: {gone}"))
+            reason = self.lost_sandboxes.get(action.sandbox, "it did not survive a restart of the service")
+            self._resolve(live, await self.conclude(action, Status.LOST, f"its sandbox is gone: {reason}"))
             return False
         try:
             self._ensure_pool(tenant_of(action.id), live.work)

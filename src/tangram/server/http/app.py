@@ -66,11 +66,11 @@ def create_app(handlers: RouteHandlers, middleware: ApiMiddleware) -> Starlette:
 async def _unknown_route_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "no_such_method"}.get(error.status_code, "internal")
-    said = {
+    messages = {
         "not_found": "there is nothing at this address; GET /openapi.json lists the API",
         "no_such_method": f"{request.method} is not allowed at this address; GET /openapi.json lists the API",
     }.get(code, str(error.detail))
-    response = problem_response(ErrorRecord(code=code, message=said), STATUS_BY_CODE[code])
+    response = problem_response(ErrorRecord(code=code, message=messages), STATUS_BY_CODE[code])
     if code == "no_such_method":
         response.headers["allow"] = ", ".join(sorted(_allowed_methods(request)))
     return response

@@ -204,10 +204,10 @@ class RunRegistry:
             self._revoking.discard(name)
 
     def record(self, name: str) -> RunRecord:
-        found = self._record_by_run.get(name)
-        if found is None:
+        run_record = self._record_by_run.get(name)
+        if run_record is None:
             raise InvalidAction("run", name, "the name of a run that has a token")
-        return found
+        return run_record
 
     def replies(self) -> list[RunReply]:
         """Runs with a token, and revoked ones that have not ended."""

@@ -57,10 +57,10 @@ def to_invalid_action(error: msgspec.ValidationError, body: bytes, kind: Any) ->
         return InvalidAction(field, _value_at(body, field), f"one of {choices}")
     if not text.startswith("Expected "):
         return InvalidAction(field or "body", _Verbatim(text), "a value as in the API reference")
-    expected, _, got = text.removeprefix("Expected ").partition(", got ")
+    expected, _, actual = text.removeprefix("Expected ").partition(", got ")
     return InvalidAction(
         field or "body",
-        _Verbatim(got) if got else _value_at(body, field),
+        _Verbatim(actual) if actual else _value_at(body, field),
         _DESCRIPTION_BY_EXPECTED.get(expected, expected),
     )
 

@@ -377,11 +377,11 @@ class RouteHandlers:
         context.require_admin()
         request: RunRequest = await read_json(context, _RUN_DECODER, self._action_service.limits.body_bytes_max)
         with self._drain_gate.admit():
-            made = await self._runs.create(context.path_param("name"), request)
-            log.info("run made run=%s weight=%g", made.name, made.weight)
-            self._action_service.set_weight(made.name, made.weight)
-            self._action_service.set_caps(made.name, made.caps)
-        return json_response(made, 201)
+            created = await self._runs.create(context.path_param("name"), request)
+            log.info("run made run=%s weight=%g", created.name, created.weight)
+            self._action_service.set_weight(created.name, created.weight)
+            self._action_service.set_caps(created.name, created.caps)
+        return json_response(created, 201)
 
     async def change_run(self, context: RequestContext) -> Response:
         context.require_admin()

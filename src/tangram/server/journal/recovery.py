@@ -60,7 +60,7 @@ class RecoveryReport(msgspec.Struct, frozen=True, kw_only=True):
             (self.sandboxes, "sandbox adopted" if self.sandboxes == 1 else "sandboxes adopted"),
             (self.sandboxes_lost, "sandbox lost" if self.sandboxes_lost == 1 else "sandboxes lost"),
         )
-        text = ", ".join(f"{count} {what}" for count, what in counts if count)
+        text = ", ".join(f"{count} {kind}" for count, kind in counts if count)
         return "; ".join([*([text] if text else []), *self.damage])
 
 

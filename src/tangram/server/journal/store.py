@@ -266,10 +266,10 @@ class JournalStore:
         self._execute_many("DELETE FROM starts WHERE seq IN (", seqs, ")")
 
     def _set_facts(self, facts: dict[tuple[str, str], JournaledFact | None]) -> None:
-        put, gone = [], []
+        put, deleted = [], []
         for (kind, key), fact in facts.items():
             if fact is None:
-                gone.append((kind, key))
+                deleted.append((kind, key))
             else:
                 record = msgspec.msgpack.encode(fact)
                 put.append((None, kind, key, record, _checksum(kind, key, content=record)))
@@ -278,7 +278,7 @@ class JournalStore:
             put,
             "ON CONFLICT (kind, key) DO UPDATE SET record = excluded.record, seal = excluded.seal",
         )
-        self._execute_many("DELETE FROM facts WHERE (kind, key) IN (", gone, ")")
+        self._execute_many("DELETE FROM facts WHERE (kind, key) IN (", deleted, ")")
 
     @contextlib.contextmanager
     def _transaction(self, up_s: float) -> Any:

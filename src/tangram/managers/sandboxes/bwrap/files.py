@@ -32,8 +32,10 @@ CONCURRENCY_MAX = 8
 
 
 class BwrapFiles:
-    def __init__(self, found: Callable[[str], BwrapSandbox], spawning: Callable[[], Awaitable[SpawnerClient]]) -> None:
-        self._get_sandbox = found
+    def __init__(
+        self, get_sandbox: Callable[[str], BwrapSandbox], spawning: Callable[[], Awaitable[SpawnerClient]]
+    ) -> None:
+        self._get_sandbox = get_sandbox
         self._get_spawner = spawning
         self._semaphore = asyncio.Semaphore(CONCURRENCY_MAX)
         self._threads = ThreadPoolExecutor(CONCURRENCY_MAX, "tangram-files")

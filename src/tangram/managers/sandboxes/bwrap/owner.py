@@ -66,11 +66,11 @@ class SandboxOwner:
             for directory in (state, state / "owners"):
                 directory.mkdir(mode=0o711, parents=True, exist_ok=True)
             with locked(state / "owners.lock"):
-                found = self._find_previous() if called else None
+                previous = self._find_previous() if called else None
                 self._sweep()
-                self.has_spawner = found is not None
+                self.has_spawner = previous is not None
                 """Whether there is a spawner to attach to."""
-                self._directory, self._lock = found or self._create()
+                self._directory, self._lock = previous or self._create()
         except OSError as error:
             raise ManagerError(f"the state directory {state} cannot be used: {error}", retry=False) from error
         self.name = self._directory.name
@@ -105,9 +105,9 @@ class SandboxOwner:
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 continue  # it died while it started or ended
             except BlockingIOError:
-                who = read_holder(directory / "lock")
+                pid = read_holder(directory / "lock")
                 raise ManagerError(
-                    f"owner {self.given_name!r} of {self.state} is process {who}, or a fork that it left: end it,"
+                    f"owner {self.given_name!r} of {self.state} is process {pid}, or a fork that it left: end it,"
                     " or take another name",
                     retry=False,
                 ) from None
@@ -154,11 +154,11 @@ def _image_note(folder: Path, image: str) -> Path:
 
 
 def _read_image_notes(folder: Path) -> list[str]:
-    found = []
+    directories = []
     for path in sorted(folder.glob("*")):
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            found.append(path.read_text(encoding="utf-8"))
-    return found
+            directories.append(path.read_text(encoding="utf-8"))
+    return directories
 
 
 # ---- records of sandboxes ----------------------------------------------------------------------------------------

@@ -291,8 +291,8 @@ class BwrapSandbox:
 
     def _idle_cgroups(self) -> list[Cgroup]:
         """The groups that belong to no action. They are frozen while none runs."""
-        found = [slot.group for slot in self._idle_session_slots]
-        return [*found, self._background] if self._background is not None else found
+        groups = [slot.group for slot in self._idle_session_slots]
+        return [*groups, self._background] if self._background is not None else groups
 
     def prepare_kill(self) -> None:
         """To be called before it is killed: from now on nothing in it is frozen, because a frozen process cannot
@@ -319,8 +319,8 @@ class BwrapSandbox:
                 group.thaw()
 
     def _cgroups(self) -> list[Cgroup]:
-        found = [slot.group for slot in self._slots]
-        return [*found, self._background] if self._background is not None else found
+        groups = [slot.group for slot in self._slots]
+        return [*groups, self._background] if self._background is not None else groups
 
     # ---- usage and end ----
 

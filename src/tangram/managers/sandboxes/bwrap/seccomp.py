@@ -220,12 +220,12 @@ Segment = tuple[int, str]
 
 def _segments(label_by_number: dict[int, str]) -> list[Segment]:
     """The range of numbers, cut where the label changes."""
-    found: list[Segment] = []
+    segments: list[Segment] = []
     for number in range(NEWEST_SYSCALL + 1):
         label = label_by_number.get(number, ALLOW)
-        if not found or found[-1][1] != label:
-            found.append((number, label))
-    return found
+        if not segments or segments[-1][1] != label:
+            segments.append((number, label))
+    return segments
 
 
 def _tree(program: _BpfProgram, section: str, segments: list[Segment], end: int) -> None:

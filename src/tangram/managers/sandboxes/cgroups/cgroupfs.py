@@ -87,11 +87,11 @@ def walk(group: Path) -> Iterator[Path]:
 def processes(group: Path) -> list[int]:
     """Processes of a group and of those below it; empty for a removed group. 0 stands for a process outside of our
     process namespace; a signal to 0 would go to this process group."""
-    found: dict[int, None] = {}
+    pids: dict[int, None] = {}
     for below in walk(group):
         with contextlib.suppress(OSError):
-            found.update(dict.fromkeys(int(word) for word in read(below / "cgroup.procs").split() if word != "0"))
-    return list(found)
+            pids.update(dict.fromkeys(int(word) for word in read(below / "cgroup.procs").split() if word != "0"))
+    return list(pids)
 
 
 def remove(group: Path) -> None:

@@ -70,23 +70,23 @@ class Cgroup:
             self._directory_by_controller
         )
         depth = None if self._depth is None else self._depth + 1
-        found = Cgroup(
+        group = Cgroup(
             self.version, {controller: self._directory_by_controller[controller] / name for controller in chosen}, depth
         )
-        made: list[Path] = []
+        created: list[Path] = []
         try:
-            for directory in found._directories():
+            for directory in group._directories():
                 with contextlib.suppress(FileExistsError):
                     directory.mkdir()
-                    made.append(directory)
-            if self.version == 1 and CPUSET in found._directory_by_controller:
-                cgroupfs.inherit_cpuset(found._directory_by_controller[CPUSET])
+                    created.append(directory)
+            if self.version == 1 and CPUSET in group._directory_by_controller:
+                cgroupfs.inherit_cpuset(group._directory_by_controller[CPUSET])
         except OSError as error:
-            for directory in made:
+            for directory in created:
                 with contextlib.suppress(OSError):
                     directory.rmdir()
             raise ManagerError(f"control group {name} cannot be made: {error}") from error
-        return found
+        return group
 
     def subset(self, controllers: Iterable[str]) -> Cgroup:
         """This group in some of its hierarchies only: for joining it there."""
@@ -125,11 +125,11 @@ class Cgroup:
 
     def children(self) -> list[str]:
         """Names of the groups directly below, in any hierarchy; sorted."""
-        found: set[str] = set()
+        names: set[str] = set()
         for directory in self._directories():
             with contextlib.suppress(OSError):
-                found.update(entry.name for entry in directory.iterdir() if entry.is_dir())
-        return sorted(found)
+                names.update(entry.name for entry in directory.iterdir() if entry.is_dir())
+        return sorted(names)
 
     @property
     def join_files(self) -> list[str]:
@@ -377,8 +377,8 @@ class Cgroup:
 
     def _all_processes(self) -> list[int]:
         """As `processes`, with those that are in some of the hierarchies only."""
-        found = (cgroupfs.processes(directory) for directory in self._directories())
-        return list(dict.fromkeys(pid for pids in found for pid in pids))
+        pids_by_directory = (cgroupfs.processes(directory) for directory in self._directories())
+        return list(dict.fromkeys(pid for pids in pids_by_directory for pid in pids))
 
 
 # ---- owners -------------------------------------------------------------------------------------------------------
@@ -410,19 +410,19 @@ def remove_owner_cgroup(name: str) -> None:
 
 def owner_names() -> list[str]:
     """The names for which `tangram/<name>` exists, dead or alive; sorted."""
-    found: set[str] = set()
+    names: set[str] = set()
     for directory in writable_directories(find_hierarchies()).values():
         with contextlib.suppress(FileNotFoundError):
-            found.update(entry.name for entry in (directory / ROOT_GROUP_NAME).iterdir() if entry.is_dir())
-    return sorted(found)
+            names.update(entry.name for entry in (directory / ROOT_GROUP_NAME).iterdir() if entry.is_dir())
+    return sorted(names)
 
 
 def _owner_cgroup(name: str) -> Cgroup:
     assert OWNER_NAME.fullmatch(name), f"invalid owner name: {name!r}"
-    found = find_hierarchies()
+    hierarchies = find_hierarchies()
     return Cgroup(
-        found.version,
-        {key: path / ROOT_GROUP_NAME / name for key, path in writable_directories(found).items()},
+        hierarchies.version,
+        {key: path / ROOT_GROUP_NAME / name for key, path in writable_directories(hierarchies).items()},
         depth=0,
     )
 

@@ -82,10 +82,10 @@ def find_hierarchies(mountinfo: Iterable[str] | None = None) -> CgroupHierarchie
     return CgroupHierarchies(1, first)
 
 
-def _add(found: dict[str, Path], offered: list[str], required: tuple[str, ...], where: Path) -> None:
+def _add(paths: dict[str, Path], offered: list[str], required: tuple[str, ...], where: Path) -> None:
     for name in required:
         if name in offered:
-            found.setdefault(name, where)
+            paths.setdefault(name, where)
 
 
 def _unescape(path: str) -> str:
@@ -96,15 +96,15 @@ def _unescape(path: str) -> str:
 # ---- the place for our groups ---------------------------------------------------------------------------------------
 
 
-def writable_directories(found: CgroupHierarchies) -> dict[str, Path]:
+def writable_directories(hierarchies: CgroupHierarchies) -> dict[str, Path]:
     """The directory below which this process may create groups, by controller."""
-    if found.missing:
-        what = REMEDY_V1 if found.version == 1 else REMEDY_V2
-        names = ", ".join(found.missing)
-        raise ManagerError(f"control groups: this machine shows no controller {names}. {what}", retry=False)
-    if found.version == 1:
-        return _writable_directories_v1(found.by_controller)
-    return _writable_directories_v2(found.by_controller["cpu"])
+    if hierarchies.missing:
+        remedy = REMEDY_V1 if hierarchies.version == 1 else REMEDY_V2
+        names = ", ".join(hierarchies.missing)
+        raise ManagerError(f"control groups: this machine shows no controller {names}. {remedy}", retry=False)
+    if hierarchies.version == 1:
+        return _writable_directories_v1(hierarchies.by_controller)
+    return _writable_directories_v2(hierarchies.by_controller["cpu"])
 
 
 def _writable_directories_v1(by_controller: dict[str, Path]) -> dict[str, Path]:

@@ -101,11 +101,11 @@ def visible_cgroup(pid: int, container: str) -> Cgroup | None:
 
 def _group_paths(text: str) -> dict[str, str]:
     """By controller; that of version 2 under the empty name."""
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for line in text.splitlines():
         _, names, path = line.split(":", 2)
-        found.update(dict.fromkeys(names.split(","), path))
-    return found
+        variables.update(dict.fromkeys(names.split(","), path))
+    return variables
 
 
 NOT_FOUND, CONFLICT = 404, 409

@@ -79,10 +79,10 @@ rm -rf -- "$1"
 
 
 class DockerFiles:
-    def __init__(self, engine: DockerEngine, programs: Programs, found: Callable[[str], Container]) -> None:
+    def __init__(self, engine: DockerEngine, programs: Programs, get_container: Callable[[str], Container]) -> None:
         self._engine = engine
         self._programs = programs
-        self._get_container = found
+        self._get_container = get_container
 
     async def read(self, sandbox: str, path: str, bytes_max: int) -> bytes:
         container = self._get_container(sandbox)
@@ -190,8 +190,8 @@ class DockerFiles:
     ) -> AsyncIterator[tuple[Json, AsyncIterator[bytes]]]:
         archive = f"/containers/{container.id}/archive"
         try:
-            async with self._engine.download(archive, what="read a file", query={"path": target}) as found:
-                yield found
+            async with self._engine.download(archive, what="read a file", query={"path": target}) as response:
+                yield response
         except EngineRefused as error:
             raise _file_error(container, path, error) from error
 
@@ -284,12 +284,12 @@ def _entries(listing: bytes) -> list[FileEntry] | None:
     names, _, lines = listing.rpartition(b"\0\0")
     if not names:
         return []
-    found = names.split(b"\0")
+    parts = names.split(b"\0")
     facts = lines.splitlines()
-    if len(found) != len(facts):
+    if len(parts) != len(facts):
         return None
     entries = []
-    for name, fact in zip(found, facts, strict=True):
+    for name, fact in zip(parts, facts, strict=True):
         mode, size = fact.split()
         entries.append(_entry(name.removeprefix(b"./").decode(errors="replace"), int(mode, 16), int(size)))
     return entries
@@ -332,7 +332,7 @@ def _rewrite(path: str, source: BinaryIO, target: IO[bytes], user: int) -> None:
     Blocks."""
     with (
         tarfile.open(fileobj=source, mode="r|*") as given,
-        tarfile.open(fileobj=target, mode="w|", format=tarfile.PAX_FORMAT) as made,
+        tarfile.open(fileobj=target, mode="w|", format=tarfile.PAX_FORMAT) as archive,
     ):
         for entry in given:
             require_safe_member(path, entry.name)
@@ -342,4 +342,4 @@ def _rewrite(path: str, source: BinaryIO, target: IO[bytes], user: int) -> None:
             entry.uname = entry.gname = ""
             entry.mode &= 0o777
             entry.pax_headers = {}
-            made.addfile(entry, given.extractfile(entry) if entry.isreg() else None)
+            archive.addfile(entry, given.extractfile(entry) if entry.isreg() else None)

@@ -54,13 +54,13 @@ class DockerImages:
     # ---- find ----
 
     async def find(self, name: str) -> ImageInfo:
-        found = await self._describe(name)
-        if found is None:
+        description = await self._describe(name)
+        if description is None:
             reference = self._engine_name(name)
             raise ManagerError(
                 f"the Docker engine has no image {reference}; fetch it first: docker pull {reference}", retry=False
             )
-        return self._info_by_id.get(found["Id"]) or _image_info(found)
+        return self._info_by_id.get(description["Id"]) or _image_info(description)
 
     def _engine_name(self, name: str) -> str:
         return self._committed.get(name) or (self._default if name == HOST_IMAGE else name)
@@ -114,10 +114,10 @@ class DockerImages:
         image = ""
         try:
             async with container.paused():
-                made = await run_to_completion(
+                committed = await run_to_completion(
                     self._engine.json("POST", "/commit", what="commit a container", query=query, body=body)
                 )
-                image = str(made["Id"])
+                image = str(committed["Id"])
                 # A container that runs after the copy ran throughout.
                 await container.require_running()
         except BaseException:
@@ -164,10 +164,10 @@ class DockerImages:
 
     async def recall(self, key: str) -> str:
         kept = f"{REMEMBERED_REPOSITORY}:{_hash(key)}"
-        found = await self._describe(kept)
-        if found is None:
+        description = await self._describe(kept)
+        if description is None:
             return ""
-        return next((name for name, id in self._committed.items() if id == found["Id"]), kept)
+        return next((name for name, id in self._committed.items() if id == description["Id"]), kept)
 
     async def remember(self, key: str, name: str) -> None:
         image = await self.find(name)
@@ -177,19 +177,19 @@ class DockerImages:
     async def forget(self, name: str) -> None:
         """Only names that we gave. The engine keeps what a container uses until the container is removed."""
         require_forgettable(name)
-        found = await self._describe(name)
+        description = await self._describe(name)
         self._committed.pop(name, None)
-        if found is not None:
-            self._forgotten.add(found["Id"])
-            for tag in _own_tags(found):
+        if description is not None:
+            self._forgotten.add(description["Id"])
+            for tag in _own_tags(description):
                 await self._remove(tag)
         await self.remove_forgotten()
 
     async def remove_forgotten(self) -> None:
         """Remove images that are no longer in use."""
         for image in list(self._forgotten):
-            found = await self._describe(image)
-            if found is None or found["RepoTags"]:
+            description = await self._describe(image)
+            if description is None or description["RepoTags"]:
                 self._forgotten.discard(image)
             else:
                 await self._remove(image)
@@ -221,18 +221,20 @@ class DockerImages:
         return True
 
 
-def _image_info(found: Json) -> ImageInfo:
-    config = found.get("Config") or {}
+def _image_info(description: Json) -> ImageInfo:
+    config = description.get("Config") or {}
     directory = config.get("WorkingDir") or ""
     return ImageInfo(
-        id=found["Id"],
+        id=description["Id"],
         env=dict(line.partition("=")[::2] for line in config.get("Env") or []),
         directory="" if directory == "/" else directory,
     )
 
 
-def _own_tags(found: Json) -> list[str]:
-    return [tag for tag in found["RepoTags"] or [] if tag.startswith((f"{REPOSITORY}/", f"{REMEMBERED_REPOSITORY}:"))]
+def _own_tags(description: Json) -> list[str]:
+    return [
+        tag for tag in description["RepoTags"] or [] if tag.startswith((f"{REPOSITORY}/", f"{REMEMBERED_REPOSITORY}:"))
+    ]
 
 
 def _hash(text: str) -> str:

@@ -165,7 +165,7 @@ class DockerManager(FilesMixin):
         """Containers first: an image in use cannot be removed."""
         query = {"all": "true", "filters": json.dumps({"label": [OWNER_LABEL]})}
         listed = await self._engine.json("GET", "/containers/json", what="list containers", query=query)
-        ids = [found["Id"] for found in listed if of_owner(found["Labels"].get(OWNER_LABEL, ""))]
+        ids = [listing["Id"] for listing in listed if of_owner(listing["Labels"].get(OWNER_LABEL, ""))]
         failures = await gather_bounded(REMOVALS_AT_ONCE, [self._remove(id) for id in ids])
         await self._images.remove_all(of_owner)
         for failure in failures:
@@ -318,8 +318,8 @@ class DockerManager(FilesMixin):
 
     async def _first_pid(self, container: Container) -> int:
         """Its first process. Raises ManagerError if it has ended."""
-        found = await self._engine.json("GET", f"/containers/{container.id}/json", what="describe a container")
-        state = found["State"]
+        description = await self._engine.json("GET", f"/containers/{container.id}/json", what="describe a container")
+        state = description["State"]
         if not state["Running"]:
             raise ManagerError(
                 f"the container of {container.sandbox} ended at once with exit code {state['ExitCode']}; "
@@ -332,13 +332,13 @@ class DockerManager(FilesMixin):
         """With a disk limit, unless the engine refuses it."""
         limits_disk = self._limits_disk
         try:
-            made = await self._post_create(container, cpu, limits_disk)
+            created = await self._post_create(container, cpu, limits_disk)
         except EngineRefused as error:
             if not limits_disk or "storage-opt" not in error.reason:
                 raise
             self._limits_disk = False
-            made = await self._post_create(container, cpu, limits_disk=False)
-        container.id = made["Id"]
+            created = await self._post_create(container, cpu, limits_disk=False)
+        container.id = created["Id"]
 
     async def _post_create(self, container: Container, cpu: CpuSettings, limits_disk: bool) -> Json:
         body = create_body(container, cpu, self._owner, limits_disk=limits_disk)

@@ -142,19 +142,19 @@ class FrameParser:
         data = self._pending + data
         self._pending = b""
         if not self.started:
-            found, before, rest = self._find(data, self._begin, _BEGIN_REST)
+            at, before, rest = self._find(data, self._begin, _BEGIN_REST)
             self.preamble = (self.preamble + before)[:PREAMBLE_BYTES_MAX]
-            if found is None:
+            if at is None:
                 return b""
             self.started = True
-            self.cpu_us = int(found[1])
+            self.cpu_us = int(at[1])
             data = rest
-        found, before, _ = self._find(data, self._end, _END_REST)
-        if found is not None:
-            self.shell_ended = bool(found[1])
-            self.exit_code = int(found[2])
-            self.cpu_us = max(0, int(found[3]) - self.cpu_us)
-            self.peak_bytes = int(found[4])
+        at, before, _ = self._find(data, self._end, _END_REST)
+        if at is not None:
+            self.shell_ended = bool(at[1])
+            self.exit_code = int(at[2])
+            self.cpu_us = max(0, int(at[3]) - self.cpu_us)
+            self.peak_bytes = int(at[4])
         return before
 
     def _find(self, data: bytes, start: bytes, rest: re.Pattern[bytes]) -> tuple[re.Match[bytes] | None, bytes, bytes]:
@@ -162,9 +162,9 @@ class FrameParser:
         at = data.find(start)
         while at >= 0:
             after = at + len(start)
-            found = rest.match(data, after)
-            if found is not None:
-                return found, data[:at], data[found.end() :]
+            match = rest.match(data, after)
+            if match is not None:
+                return match, data[:at], data[match.end() :]
             if len(data) - after < REST_BYTES_MAX and b"\n" not in data[after:]:
                 self._pending = data[at:]
                 return None, data[:at], b""

@@ -77,18 +77,18 @@ async def _stop_from_outside(
 
     def find_and_ask() -> list[Process]:
         """Each is signalled once: some programs abort their clean-up on a second SIGTERM."""
-        found = find_processes(group, container.tokens, tokens, began_ticks if claim.is_alone else None)
-        for process in found:
+        processes = find_processes(group, container.tokens, tokens, began_ticks if claim.is_alone else None)
+        for process in processes:
             if (process.pid, process.started) not in signalled:
                 signalled.add((process.pid, process.started))
                 send_signal(process, signal.SIGTERM)
-        return found
+        return processes
 
     def find_and_kill() -> list[Process]:
-        found = find_processes(group, container.tokens, tokens, began_ticks if claim.is_alone else None)
-        for process in found:
+        processes = find_processes(group, container.tokens, tokens, began_ticks if claim.is_alone else None)
+        for process in processes:
             send_signal(process, signal.SIGKILL)
-        return found
+        return processes
 
     await _poll_until_none(lambda: asyncio.to_thread(find_and_ask), STOP_GRACE_S, container)
     give_up, rounds, pause_s = time.monotonic() + KILL_WAIT_S, 0, POLL_S
@@ -121,13 +121,13 @@ def find_processes(
     table = {pid: process for pid in group.processes() if (process := read_process(pid)) is not None}
     token_by_pid = {pid: token if (token := _read_token(pid)) in known else "" for pid in table}
     _inherit_tokens(table, token_by_pid)
-    found = []
+    processes = []
     for pid, process in table.items():
         token = token_by_pid[pid]
         stray = not token and strays_since is not None and process.started >= strays_since
         if process.is_alive and (token in wanted or stray):
-            found.append(process)
-    return found
+            processes.append(process)
+    return processes
 
 
 def _inherit_tokens(table: dict[int, Process], token_by_pid: dict[int, str]) -> None:

@@ -113,11 +113,11 @@ class Shell:
         pause_s = POLL_S
         while True:
             try:
-                found = await self._engine.json("GET", f"/exec/{self.exec_id}/json", what="describe a program")
+                description = await self._engine.json("GET", f"/exec/{self.exec_id}/json", what="describe a program")
             except ManagerError:
                 return None  # it ended with its container, or with the engine
-            if not found["Running"] and found["ExitCode"] is not None:
-                return int(found["ExitCode"])
+            if not description["Running"] and description["ExitCode"] is not None:
+                return int(description["ExitCode"])
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, POLL_S_MAX)
 

@@ -76,7 +76,7 @@ class Workspace:
                 self._replace(part, mode, parent, name)
 
     def list_entries(self, path: str) -> list[FileEntry]:
-        found: list[FileEntry] = []
+        entries: list[FileEntry] = []
         with (
             _translate_errors(path),
             self._open_parent(path) as (parent, name),
@@ -84,11 +84,11 @@ class Workspace:
             os.scandir(fd) as scan,
         ):
             for entry in scan:
-                if len(found) >= ENTRIES_MAX:
+                if len(entries) >= ENTRIES_MAX:
                     raise FileFailed(path, f"has more than {ENTRIES_MAX} entries; list it with a program")
                 with contextlib.suppress(FileNotFoundError):  # it was deleted meanwhile
-                    found.append(_entry(entry.name, entry.stat(follow_symlinks=False)))
-        return sorted(found, key=lambda entry: entry.name)
+                    entries.append(_entry(entry.name, entry.stat(follow_symlinks=False)))
+        return sorted(entries, key=lambda entry: entry.name)
 
     def move_aside(self, path: str) -> Path:
         """Move a file or a tree out of the workspace atomically. Returns its new path."""
@@ -147,7 +147,7 @@ class Workspace:
         `make` creates the directories on the way. `follow` also follows a link at the end."""
         ahead = list(reversed(_below_workspace(path)))
         way = [os.open(self.directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)]
-        found, links = ".", 0
+        parent_path, links = ".", 0
         try:
             while ahead:
                 name = ahead.pop()
@@ -161,8 +161,8 @@ class Workspace:
                 elif ahead:
                     way.append(_step_down(name, way[-1], make))
                 else:
-                    found = name
-            yield way[-1], found
+                    parent_path = name
+            yield way[-1], parent_path
         finally:
             for fd in way:
                 os.close(fd)
@@ -185,12 +185,12 @@ class Workspace:
 
     def _make_directory(self, path: str, mode: int | None = None) -> None:
         with self._open_parent(path, make=True) as (parent, name):
-            made = _step_down(name, parent, make=True)
+            created = _step_down(name, parent, make=True)
             try:
                 if mode is not None:
-                    os.chmod(f"/proc/self/fd/{made}", (mode & 0o777) | stat.S_IRWXU)
+                    os.chmod(f"/proc/self/fd/{created}", (mode & 0o777) | stat.S_IRWXU)
             finally:
-                os.close(made)
+                os.close(created)
 
     @contextlib.contextmanager
     def _temporary_file(self) -> Iterator[IO[bytes]]:
@@ -260,33 +260,33 @@ def _open_fd(name: str, parent: int, flags: int) -> Iterator[int]:
 
 def _size_of_regular(fd: int) -> int:
     """Only regular files are read (not a device, nor a pipe that never ends)."""
-    found = os.fstat(fd)
-    if stat.S_ISDIR(found.st_mode):
+    status = os.fstat(fd)
+    if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "is not a regular file")
-    return found.st_size
+    return status.st_size
 
 
-def _entry(name: str, found: os.stat_result) -> FileEntry:
-    kind = {stat.S_IFREG: "file", stat.S_IFDIR: "dir", stat.S_IFLNK: "link"}.get(stat.S_IFMT(found.st_mode), "other")
+def _entry(name: str, status: os.stat_result) -> FileEntry:
+    kind = {stat.S_IFREG: "file", stat.S_IFDIR: "dir", stat.S_IFLNK: "link"}.get(stat.S_IFMT(status.st_mode), "other")
     # A name may hold any bytes; the record travels as text.
     shown = name.encode(errors="surrogateescape").decode(errors="replace")
-    return FileEntry(name=shown, kind=kind, bytes=found.st_size, mode=stat.S_IMODE(found.st_mode))
+    return FileEntry(name=shown, kind=kind, bytes=status.st_size, mode=stat.S_IMODE(status.st_mode))
 
 
 def _pack(tar: tarfile.TarFile, path: str, parent: int, name: str, shown: str, depth: int) -> None:
-    found = os.stat(name, dir_fd=parent, follow_symlinks=False)
+    status = os.stat(name, dir_fd=parent, follow_symlinks=False)
     member = tarfile.TarInfo(shown)
-    member.mode, member.mtime = stat.S_IMODE(found.st_mode), found.st_mtime
-    if stat.S_ISLNK(found.st_mode):
+    member.mode, member.mtime = stat.S_IMODE(status.st_mode), status.st_mtime
+    if stat.S_ISLNK(status.st_mode):
         member.type, member.linkname = tarfile.SYMTYPE, os.readlink(name, dir_fd=parent)
         tar.addfile(member)
-    elif stat.S_ISREG(found.st_mode):
+    elif stat.S_ISREG(status.st_mode):
         with _open_fd(name, parent, 0) as fd, open(fd, "rb", closefd=False) as file:
             member.size = _size_of_regular(fd)
             tar.addfile(member, file)
-    elif stat.S_ISDIR(found.st_mode):
+    elif stat.S_ISDIR(status.st_mode):
         if not depth:
             raise FileFailed(path, f"is deeper than {DEPTH_MAX} directories; pack it with a program")
         member.type = tarfile.DIRTYPE

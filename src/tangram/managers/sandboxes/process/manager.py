@@ -331,14 +331,14 @@ class ProcessManager:
 
 def _find_homes(root: Path) -> list[Path]:
     """Directories of managers of this user. The directory for temporary files may contain decoys of other users."""
-    found = []
+    processes = []
     for path in root.iterdir():
         if HOME_NAME.fullmatch(path.name):
             with contextlib.suppress(FileNotFoundError):  # its owner has just ended
                 about = path.lstat()
                 if stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid():
-                    found.append(path)
-    return found
+                    processes.append(path)
+    return processes
 
 
 # ---- our own commands ---------------------------------------------------------------------------------------------

@@ -137,8 +137,8 @@ class Archive:
         except OSError:
             return None
         self._opened_fds.append(fd)
-        found = os.fstat(fd)
-        return Blob(fd=fd, offset=0, size=found.st_size) if stat.S_ISREG(found.st_mode) else None
+        status = os.fstat(fd)
+        return Blob(fd=fd, offset=0, size=status.st_size) if stat.S_ISREG(status.st_mode) else None
 
     def close(self) -> None:
         while self._opened_fds:
@@ -162,13 +162,13 @@ class Archive:
         manifest = self._decode_digest(descriptor.digest, _Manifest)
         if len(manifest.layers) > layers_max:
             raise too_many_layers(str(self.path), len(manifest.layers), layers_max)
-        found = []
+        layers = []
         for layer in manifest.layers:
             hexdigest = self._hexdigest(layer.digest)
-            found.append((hexdigest, self._require_blob(f"blobs/sha256/{hexdigest}")))
+            layers.append((hexdigest, self._require_blob(f"blobs/sha256/{hexdigest}")))
         config = self._decode_digest(manifest.config.digest, _Config)
         tags = self._saved_tags() or _annotated_tags(descriptor)
-        return self._build_image(config, found, tags)
+        return self._build_image(config, layers, tags)
 
     def _read_saved(self, blob: Blob, layers_max: int) -> ArchivedImage:
         images = self._decode("manifest.json", self._bytes("manifest.json", blob), list[_SavedImage])
@@ -182,8 +182,8 @@ class Archive:
         if _SHA256.fullmatch(named):
             self._verify(saved.config, content, named)
         config = self._decode(saved.config, content, _Config)
-        found = [("", self._require_blob(name)) for name in saved.layers]
-        return self._build_image(config, found, saved.repo_tags or [])
+        layers = [("", self._require_blob(name)) for name in saved.layers]
+        return self._build_image(config, layers, saved.repo_tags or [])
 
     def _saved_tags(self) -> list[str]:
         """The tags that `docker save` writes in its own file for an image that it also describes as a layout."""
@@ -217,16 +217,16 @@ class Archive:
         annotations = {**(inner.annotations or {}), **(chosen.annotations or {})}
         return msgspec.structs.replace(inner, annotations=annotations)
 
-    def _build_image(self, config: _Config, found: list[tuple[str, Blob]], tags: list[str]) -> ArchivedImage:
+    def _build_image(self, config: _Config, named_blobs: list[tuple[str, Blob]], tags: list[str]) -> ArchivedImage:
         architecture = ARCHITECTURES.get(platform.machine(), platform.machine())
         if config.architecture not in ("", architecture) or config.os not in ("", "linux"):
             raise self._invalid(f"it is for {config.os}/{config.architecture}; this machine is linux/{architecture}")
         diff_ids = config.rootfs.diff_ids
-        if len(diff_ids) != len(found) or not found:
-            raise self._invalid(f"its config names {len(diff_ids)} layers and its manifest {len(found)}")
+        if len(diff_ids) != len(named_blobs) or not named_blobs:
+            raise self._invalid(f"its config names {len(diff_ids)} layers and its manifest {len(named_blobs)}")
         layers = [
             ArchivedLayer(diff_id=self._hexdigest(diff_id), digest=digest, blob=blob)
-            for diff_id, (digest, blob) in zip(diff_ids, found, strict=True)
+            for diff_id, (digest, blob) in zip(diff_ids, named_blobs, strict=True)
         ]
         runs = config.config or _RuntimeConfig()
         env = dict(line.partition("=")[::2] for line in runs.env or [])
@@ -271,9 +271,9 @@ class Archive:
         return hexdigest
 
     def _verify(self, name: str, content: bytes, hexdigest: str) -> None:
-        found = hashlib.sha256(content).hexdigest()
-        if found != hexdigest:
-            raise self._invalid(f"the digest of {name[:200]} should be sha256:{hexdigest} and is sha256:{found}")
+        actual = hashlib.sha256(content).hexdigest()
+        if actual != hexdigest:
+            raise self._invalid(f"the digest of {name[:200]} should be sha256:{hexdigest} and is sha256:{actual}")
 
     def _invalid(self, reason: str) -> InvalidConfig:
         return InvalidConfig("image", str(self.path), f"an image as `docker save` or an OCI tool writes it ({reason})")

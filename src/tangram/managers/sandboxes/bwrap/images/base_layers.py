@@ -94,7 +94,7 @@ def host_base_layer(user: int, etc: Path = Path("/etc"), top: Path = Path("/")) 
         for name in LINKS_INTO_USR
         if (top / name).is_symlink() and os.readlink(top / name).lstrip("/") == f"usr/{name}"
     ]
-    made = [
+    nodes = [
         Node("usr"),
         *_mount_points(),
         Node("etc"),
@@ -107,7 +107,7 @@ def host_base_layer(user: int, etc: Path = Path("/etc"), top: Path = Path("/")) 
         Node("etc/nsswitch.conf", 0o644, NSSWITCH),
         *_resolver(etc),
     ]
-    return [*links, *made, *_from_etc(etc)]
+    return [*links, *nodes, *_from_etc(etc)]
 
 
 def path_prefixes(path: str) -> list[str]:
@@ -116,40 +116,40 @@ def path_prefixes(path: str) -> list[str]:
     return ["/".join(parts[:count]) for count in range(1, len(parts) + 1) if parts[0]]
 
 
-def image_base_layer(seen: ImageContents, user: int, cwd: str = WORKSPACE, etc: Path = Path("/etc")) -> list[Node]:
+def image_base_layer(contents: ImageContents, user: int, cwd: str = WORKSPACE, etc: Path = Path("/etc")) -> list[Node]:
     """The layer on top of an image: the places where a sandbox mounts and writes, where its commands start, its user,
     and network configuration. Nothing is put below a link, because the link would be hidden by it."""
-    nodes = [*_mount_points(), *_homes(seen), *_etc(seen, user, etc)]
+    nodes = [*_mount_points(), *_homes(contents), *_etc(contents, user, etc)]
     way = path_prefixes(cwd)
-    if way and not seen.kinds[way[-1]] and "other" not in map(seen.kinds.get, way):
+    if way and not contents.kinds[way[-1]] and "other" not in map(contents.kinds.get, way):
         there = {node.path for node in nodes}
         nodes += [Node(path) for path in way if path not in there]
     return nodes
 
 
-def _homes(seen: ImageContents) -> list[Node]:
+def _homes(contents: ImageContents) -> list[Node]:
     nodes: list[Node] = []
-    if seen.kinds["home"] != "other":
+    if contents.kinds["home"] != "other":
         nodes += _home()
-    if seen.kinds["var"] != "other":
+    if contents.kinds["var"] != "other":
         nodes += _var_tmp()
     return nodes
 
 
-def _etc(seen: ImageContents, user: int, etc: Path) -> list[Node]:
-    if seen.kinds["etc"] == "other":
+def _etc(contents: ImageContents, user: int, etc: Path) -> list[Node]:
+    if contents.kinds["etc"] == "other":
         return []
     nodes = [Node("etc")]
     for name, root, line in (
         ("etc/passwd", _ROOT, _passwd_line(user)),
         ("etc/group", _ROOT_GROUP, _group_line(user)),
     ):
-        known = (seen.texts[name] or "").encode(errors="surrogateescape") or root
+        known = (contents.texts[name] or "").encode(errors="surrogateescape") or root
         if not any(each.startswith(b"agent:") for each in known.split(b"\n")):
             nodes.append(Node(name, 0o644, known.rstrip(b"\n") + b"\n" + line))
-    if not seen.texts["etc/hosts"]:
+    if not contents.texts["etc/hosts"]:
         nodes.append(Node("etc/hosts", 0o644, HOSTS))
-    if not seen.texts["etc/resolv.conf"]:
+    if not contents.texts["etc/resolv.conf"]:
         nodes += _resolver(etc)
     return nodes
 
@@ -240,8 +240,8 @@ def _public_content(path: Path) -> bytes | None:
     except (OSError, RuntimeError):
         return None
     with open(fd, "rb") as file:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or not found.st_mode & 0o004 or found.st_size > FILE_BYTES_MAX:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or not status.st_mode & 0o004 or status.st_size > FILE_BYTES_MAX:
             return None
         return file.read(FILE_BYTES_MAX)
 

@@ -217,12 +217,12 @@ class LayerUnpacker:
         of this root."""
         if os.path.isdir(path):
             return
-        made = ""
+        parent = ""
         for part in os.path.realpath(path).split("/")[1:]:
-            made = f"{made}/{part}"
-            if not os.path.isdir(made):
+            parent = f"{parent}/{part}"
+            if not os.path.isdir(parent):
                 self._charge(0)
-                os.mkdir(made)
+                os.mkdir(parent)
 
     def _clear(self, path: str) -> None:
         """A later member replaces an earlier one, and is never written through it."""
@@ -311,8 +311,8 @@ def _mode(path: str) -> int:
 
 
 def _owner(path: str) -> tuple[int, int]:
-    found = os.stat(path)
-    return found.st_uid, found.st_gid
+    status = os.stat(path)
+    return status.st_uid, status.st_gid
 
 
 def _times(member: tarfile.TarInfo) -> tuple[float, float]:
@@ -431,12 +431,12 @@ def do_unpack(request: Request) -> object:
             unpacking.add_member(tar, member)
     plain.drain()
     packed.drain()
-    for what, expected, found in (
+    for subject, expected, actual in (
         ("its bytes", request["digest"], packed.hexdigest),
         ("its tar", request["diff_id"], plain.hexdigest),
     ):
-        if expected and expected != found:
-            raise UnpackError("invalid", f"the digest of {what} should be sha256:{expected} and is sha256:{found}")
+        if expected and expected != actual:
+            raise UnpackError("invalid", f"the digest of {subject} should be sha256:{expected} and is sha256:{actual}")
     os.seteuid(0)
     unpacking.finish()
     return {"bytes": unpacking.bytes, "entries": unpacking.entries}

@@ -122,9 +122,9 @@ class ImageStore:
         record = _read(_record_path(self._images, name))
         if record is None:
             raise self._unknown_image(name)
-        gone = _missing_layer(record.image)
-        if gone:
-            raise ManagerError(f"image {name!r} stands on {gone}, which is gone; add it again", retry=False)
+        missing = _missing_layer(record.image)
+        if missing:
+            raise ManagerError(f"image {name!r} stands on {missing}, which is gone; add it again", retry=False)
         return record.image
 
     def names(self) -> list[str]:
@@ -187,9 +187,9 @@ class ImageStore:
 
     def _register_locked(self, image: StoredImage) -> None:
         """Requires the guard."""
-        gone = _missing_layer(image)
-        if gone:
-            raise ManagerError(f"the layer {gone} of image {image.name!r} was deleted meanwhile")
+        missing = _missing_layer(image)
+        if missing:
+            raise ManagerError(f"the layer {missing} of image {image.name!r} was deleted meanwhile")
         path = _record_path(self._images, image.name)
         old = _read(path)
         if old is not None and old.image != image:
@@ -268,10 +268,10 @@ class ImageStore:
     async def _add_base_layer(self, image: StoredImage) -> StoredImage:
         """With a layer on top that has what a sandbox needs and the image may lack."""
         async with self._temporary_layer() as part:
-            seen = await self._worker.inspect(image.name, image.layers, part, base_layers.path_prefixes(image.cwd))
-        nodes = base_layers.image_base_layer(seen, SANDBOX_UID, image.cwd)
+            contents = await self._worker.inspect(image.name, image.layers, part, base_layers.path_prefixes(image.cwd))
+        nodes = base_layers.image_base_layer(contents, SANDBOX_UID, image.cwd)
         layer = await asyncio.to_thread(self._make_layer, "fit", nodes)
-        shell = "/bin/bash" if seen.has_bash else "/bin/sh"
+        shell = "/bin/bash" if contents.has_bash else "/bin/sh"
         return msgspec.structs.replace(image, layers=(layer, *image.layers), shell=shell)
 
     def _make_layer(self, prefix: str, nodes: list[base_layers.Node]) -> str:
@@ -418,8 +418,8 @@ def _resolve_existing(path: Path) -> Path:
 def _identity(path: Path) -> str:
     """Changes whenever the content of an archive does."""
     index = path / "index.json"
-    found = (index if index.is_file() else path).stat()
-    return f"{path} {found.st_ino} {found.st_size} {found.st_mtime_ns}"
+    status = (index if index.is_file() else path).stat()
+    return f"{path} {status.st_ino} {status.st_size} {status.st_mtime_ns}"
 
 
 def _record_path(folder: Path, key: str) -> Path:

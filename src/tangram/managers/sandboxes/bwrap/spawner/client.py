@@ -272,15 +272,15 @@ class SpawnerClient:
     def drain(self, box: str, streams: Iterable[Stream]) -> list[Stream]:
         """Pass streams of an ended action to the spawner, which drains them beyond the life of this owner. Returns
         those that the owner must drain itself."""
-        found = [stream for stream in streams if stream.is_open]
-        if self._lock is None or self._socket is None or not found:
-            return found
+        open_streams = [stream for stream in streams if stream.is_open]
+        if self._lock is None or self._socket is None or not open_streams:
+            return open_streams
         message = _encode({"id": self._next_number(), "do": "drain", "box": box})
         try:
-            send_packet(self._socket, message, [stream.fileno() for stream in found])
+            send_packet(self._socket, message, [stream.fileno() for stream in open_streams])
         except OSError:  # its socket is full, or it has ended
-            return found
-        for stream in found:
+            return open_streams
+        for stream in open_streams:
             stream.close()
         return []
 

@@ -48,14 +48,14 @@ def carry_out(request: Message, fds: list[int], box: object) -> Message:
 def _read(request: Message) -> int:
     """Writes a regular file to the pipe. Other files (a device, a pipe that never ends) are refused."""
     with open(os.open(request["path"], os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
-        found = os.fstat(file.fileno())
-        if stat.S_ISDIR(found.st_mode):
+        status = os.fstat(file.fileno())
+        if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "is not a regular file")
         left = int(request["bytes_max"])
-        if found.st_size > left:
-            raise OSError(errno.EFBIG, f"has {found.st_size} bytes, at most {left} may be read")
+        if status.st_size > left:
+            raise OSError(errno.EFBIG, f"has {status.st_size} bytes, at most {left} may be read")
         while left > 0 and (data := file.read(min(left, 1 << 20))):
             left -= len(data)
             while data:
@@ -91,8 +91,8 @@ def _write(request: Message) -> int:
 def _list(request: Message) -> str:
     """Writes to the pipe: a directory may hold more names than fit into a message."""
     entries: list[Message] = []
-    with os.scandir(request["path"]) as found:
-        for entry in found:
+    with os.scandir(request["path"]) as iterator:
+        for entry in iterator:
             if len(entries) >= request["entries_max"]:
                 raise OSError(errno.EOVERFLOW, f"has more than {request['entries_max']} entries")
             try:

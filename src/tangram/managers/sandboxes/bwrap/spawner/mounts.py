@@ -69,6 +69,6 @@ def bwrap_argv(sandbox: BwrapSandbox) -> list[str]:
 
 
 def _which(name: str) -> str:
-    found = shutil.which(name)
-    assert found is not None, f"{name} was there when the manager started"
-    return found
+    program = shutil.which(name)
+    assert program is not None, f"{name} was there when the manager started"
+    return program

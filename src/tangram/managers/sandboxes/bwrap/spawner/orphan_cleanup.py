@@ -82,8 +82,8 @@ def _processes_below(directories: list[str]) -> set[int]:
     return {pid for directory in directories for path, _, _ in os.walk(directory) for pid in _processes(path)}
 
 
-def _kill(found: set[int]) -> None:
-    for pid in found:
+def _kill(pids: set[int]) -> None:
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
@@ -115,8 +115,8 @@ def _write(path: str, text: str) -> None:
 
 def _children(groups: list[str]) -> list[str]:
     """Names of the groups directly below these."""
-    found: set[str] = set()
+    names: set[str] = set()
     for group in groups:
         with contextlib.suppress(OSError), os.scandir(group) as entries:
-            found.update(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
-    return sorted(found)
+            names.update(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+    return sorted(names)
