@@ -10,6 +10,7 @@ under TYPE_CHECKING it is the same dependency.
 The same holds between the packages inside a layer:
 
     managers    work < base | quotas < http < sandboxes | models | functions | fake < doctor
+    server      tenants < journal | observe < actions < http < components | recovery < serve
     rl          config | trajectories < environments | inference < model < rollout | buffer < runs < observe < train
 """
 
@@ -55,6 +56,14 @@ INNER_ORDER_BY_LAYER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("http",),
         ("sandboxes", "models", "functions", "fake"),
         ("doctor",),
+    ),
+    "server": (
+        ("tenants",),
+        ("journal", "observe"),
+        ("actions",),
+        ("http",),
+        ("components", "recovery"),
+        ("serve",),
     ),
     "rl": (
         ("config", "trajectories"),
@@ -336,6 +345,7 @@ def test_an_import_that_points_down_is_allowed(module: str, source: str) -> None
         ("tangram.rl.rollout.rollout", "def late():\n    from tangram.rl.buffer import sample_buffer"),
         ("tangram.rl.rollout.rollout", "if TYPE_CHECKING:\n    from tangram.rl.observe.timeline import Timeline"),
         ("tangram.managers.base", "from tangram.managers.sandboxes.leases import Lease"),
+        ("tangram.server.journal.adapter", "from tangram.server.actions.service import ActionService"),
         ("tangram.managers.unknown", "x = 1"),
     ],
 )

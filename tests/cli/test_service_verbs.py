@@ -30,7 +30,7 @@ from tests.server.shared import serving
 import tangram
 from tangram.managers.quotas.manager import Quota
 from tangram.runtime.views import PoolPart, PoolView, View
-from tangram.server.serve import RunningService
+from tangram.server.serve import RunningServer
 
 COMMAND = str(Path(sys.executable).with_name("tangram"))
 ADMIN = "the-token-of-the-admin-in-these-tests"
@@ -48,7 +48,7 @@ def _no_service_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
 class Served:
     """A service in a thread, and what a test wants of it."""
 
-    def __init__(self, up: RunningService, loop: asyncio.AbstractEventLoop, cli: Cli, admin: Path) -> None:
+    def __init__(self, up: RunningServer, loop: asyncio.AbstractEventLoop, cli: Cli, admin: Path) -> None:
         self.url = up.address
         self.up = up
         self._loop = loop
@@ -85,7 +85,7 @@ def served(folder: Path, cli: Cli, **options: Any) -> Iterator[Served]:
     admin.write_text(ADMIN + "\n")
     admin.chmod(0o600)
     options = dict(backend="process", cores=2.0, admin_token_file=str(admin)) | options
-    ready: list[tuple[RunningService, asyncio.AbstractEventLoop]] = []
+    ready: list[tuple[RunningServer, asyncio.AbstractEventLoop]] = []
     failed: list[BaseException] = []
     told = threading.Event()
 

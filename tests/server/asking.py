@@ -18,7 +18,7 @@ from tests.server.shared import serving
 from yarl import URL
 
 from tangram.server.http.listener import TimeoutHttpProtocol
-from tangram.server.serve import RunningService
+from tangram.server.serve import RunningServer
 
 ADMIN_TOKEN = "0123456789abcdef" * 4
 DEADLINE_S = 60.0
@@ -117,7 +117,7 @@ async def asked(folder: Path, **options: Any) -> AsyncIterator[Caller]:
 
 
 class Tenants(NamedTuple):
-    up: RunningService
+    up: RunningServer
     admin: Caller
     a: Caller
     b: Caller

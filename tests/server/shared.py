@@ -32,10 +32,10 @@ from tangram.managers.fake import FakeManager
 from tangram.managers.quotas.manager import Quota, Rate
 from tangram.managers.work import Close, Exec, Open, SandboxSpec, Work
 from tangram.processes.streams import Output
-from tangram.server.actions.tenants import tenant_of
 from tangram.server.journal.adapter import encode
 from tangram.server.journal.journal import Journal
-from tangram.server.serve import RunningService, running_service
+from tangram.server.serve import RunningServer, running_server
+from tangram.server.tenants import tenant_of
 
 
 def config_of(
@@ -97,8 +97,8 @@ def wire_of(client: Client) -> RemoteConnection:
 
 
 @asynccontextmanager
-async def serving(folder: Path, *, clock: Clock | None = None, **options: Any) -> AsyncIterator[RunningService]:
-    async with running_service(config_of(folder, **options), clock) as up:
+async def serving(folder: Path, *, clock: Clock | None = None, **options: Any) -> AsyncIterator[RunningServer]:
+    async with running_server(config_of(folder, **options), clock) as up:
         yield up
 
 

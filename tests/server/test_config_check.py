@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tangram.cli import app
 from tangram.config import Config, DeviceConfig, ModelConfig, NodeConfig
 from tangram.errors import InvalidConfig
-from tangram.server.serve import require_usable, running_service
+from tangram.server.serve import require_usable, running_server
 
 ENGINE = "tests.managers.models.bytes_engine:BytesEngine"
 
@@ -120,7 +120,7 @@ def test_an_error_of_a_manager_names_its_key(tmp_path: Path) -> None:
         node = NodeConfig(backend="sandbox", cores=1000.0, state=str(tmp_path / "state"))
         service = Config().service
         config = Config(node=node, service=type(service)(listen="127.0.0.1:0", journal=str(tmp_path / "journal.db")))
-        async with running_service(config):
+        async with running_server(config):
             pass
 
     with pytest.raises(InvalidConfig, match=r"^node\.cores: expected more than 0"):

@@ -35,7 +35,7 @@ from tangram.core.demand import CPU, Demand, cores
 from tangram.errors import FileFailed, ManagerError, TangramError
 from tangram.managers.work import MIB, Close, Exec, Open, SandboxSpec
 from tangram.runtime.wire import Acknowledgement, ActionReply, AnyWork, Submission
-from tangram.server.journal.recovery import RESTARTED_REASON
+from tangram.server.recovery import RESTARTED_REASON
 
 OPTIONS = ("backend",)
 

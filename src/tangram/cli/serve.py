@@ -14,7 +14,7 @@ from tangram.errors import TangramError
 
 if TYPE_CHECKING:
     from tangram.config import Config
-    from tangram.server.serve import RunningService
+    from tangram.server.serve import RunningServer
 
 EXIT_FAILED = 1
 """The service failed while it ran. A restart may help, since acknowledged actions are in the journal: a supervisor
@@ -121,7 +121,7 @@ def _configure_logging(verbose: bool) -> None:
     logging.getLogger("tangram").setLevel(logging.DEBUG if verbose else logging.INFO)
 
 
-def _print_address(up: RunningService, ctx: typer.Context) -> None:
+def _print_address(up: RunningServer, ctx: typer.Context) -> None:
     """Print the address on stdout, for scripts that wait for it."""
     ctx.meta[EXIT_META] = EXIT_FAILED
     typer.echo(f"{up.address}  dashboard and API; Ctrl-C stops")

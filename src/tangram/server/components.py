@@ -1,4 +1,4 @@
-"""The parts of the shared service, constructed from its config.
+"""The parts of the server, constructed from its config.
 
 `Components` wires them top down; the functions below it convert tables of the config to managers, and their errors to
 keys of the config.
@@ -39,7 +39,6 @@ from tangram.server.actions.instance_limits import InstanceLimits, MemoryWaiters
 from tangram.server.actions.registry import ActionRegistry
 from tangram.server.actions.service import ActionService, quota_pools
 from tangram.server.actions.tenant_images import TenantImages
-from tangram.server.actions.tenants import tenant_of
 from tangram.server.actions.translate import MAINTENANCE_CORES, AdmissionPolicy
 from tangram.server.http.auth import RunRegistry
 from tangram.server.http.middleware import ApiMiddleware
@@ -50,6 +49,7 @@ from tangram.server.observe.event_log import EventLog
 from tangram.server.observe.metrics import MetricsCollector, ReportedMetrics
 from tangram.server.observe.state_observer import StateObserver
 from tangram.server.observe.visibility import VisibilityFilter
+from tangram.server.tenants import tenant_of
 
 VERSION = version("arl-tangram")
 STREAM_BYTES_MAX = (RECORD_BYTES_MAX - MIB) // 2
@@ -57,11 +57,11 @@ STREAM_BYTES_MAX = (RECORD_BYTES_MAX - MIB) // 2
 CORES_MIN = max(MAINTENANCE_CORES.values())
 """Cores that maintenance of a sandbox takes."""
 OWNER = "service"
-"""Owner of the sandboxes: the next service of this name adopts them."""
+"""Owner of the sandboxes: the next server of this name adopts them."""
 
 
 class Components:
-    """The parts of a service. Each is constructed from parts above it."""
+    """The parts of a server. Each is constructed from parts above it."""
 
     def __init__(self, config: Config, journal: Journal, metrics: ReportedMetrics, clock: Clock) -> None:
         node, limits, recovered = config.node.name, config.limits, journal.recovered
@@ -108,7 +108,7 @@ class Components:
             executors,
             clock=clock,
             observers=[self.observer, *event_logs, lambda now, event, effects: functions.reclaim_idle()],
-            journal=JournalAdapter(journal, images, node, results_bytes_max=limits.results_bytes_max),
+            journal=JournalAdapter(journal, images.on_committed, node, results_bytes_max=limits.results_bytes_max),
             inbox=inbox,
         )
 
@@ -159,7 +159,7 @@ def _open_event_log(config: Config, pools: tuple[Pool, ...]) -> EventLog | None:
 
 
 def create_manager(config: Config, expected: Sequence[str]) -> Manager:
-    """`expected`: sandboxes that were open when the previous service ended."""
+    """`expected`: sandboxes that were open when the previous server ended."""
     node = config.node
     state = Path(node.state) if node.state else None
     if node.backend == "sandbox":

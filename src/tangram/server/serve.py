@@ -1,4 +1,4 @@
-"""The shared service: start-up and shutdown.
+"""The server: start-up and shutdown of the shared service.
 
 Starts in this order: journal, managers, scheduler, recovery of the journal, HTTP. Shuts down in this order: new actions
 are refused; running actions may end within a limit; waiting actions stay in the journal; requests to managers are
@@ -35,8 +35,8 @@ from tangram.server.components import (
 from tangram.server.http.app import create_app
 from tangram.server.http.listener import bind, serving
 from tangram.server.journal.journal import Journal, JournalFailed, RecoveredState
-from tangram.server.journal.recovery import RecoveryReport, recover
 from tangram.server.observe.metrics import ReportedMetrics
+from tangram.server.recovery import RecoveryReport, recover
 
 COMPACTION_INTERVAL_S = 120.0
 """Interval at which acknowledged and expired results are deleted."""
@@ -46,23 +46,23 @@ DRAIN_GATE_TIMEOUT_S = 10.0
 log = logging.getLogger("tangram.server")
 
 
-class RunningService:
-    """A service that is up."""
+class RunningServer:
+    """A server that is up."""
 
     def __init__(self, action_service: ActionService, address: str, recovery_report: RecoveryReport) -> None:
         self.action_service = action_service
         self.address = address
         self.recovery_report = recovery_report
         self.stop = asyncio.Event()
-        """Setting it ends the service as SIGTERM does."""
+        """Setting it ends the server as SIGTERM does."""
         self.stop_now = asyncio.Event()
-        """Setting it ends the service without waiting for running actions."""
+        """Setting it ends the server without waiting for running actions."""
 
 
-async def serve(config: Config, *, on_started: Callable[[RunningService], None] = lambda up: None) -> None:
-    """Serves until SIGTERM or Ctrl-C. Raises errors of start-up and of the running service."""
+async def serve(config: Config, *, on_started: Callable[[RunningServer], None] = lambda up: None) -> None:
+    """Serves until SIGTERM or Ctrl-C. Raises errors of start-up and of the running server."""
     loop = asyncio.get_running_loop()
-    async with running_service(config) as up:
+    async with running_server(config) as up:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, _on_signal, up, number)
         try:
@@ -84,7 +84,7 @@ def _tune_garbage_collector() -> None:
     gc.set_threshold(10_000, 20, 20)
 
 
-def _on_signal(up: RunningService, number: int) -> None:
+def _on_signal(up: RunningServer, number: int) -> None:
     if up.stop.is_set():
         up.stop_now.set()
     up.stop.set()
@@ -100,8 +100,8 @@ def _notify_systemd(state: str) -> None:
 
 
 @asynccontextmanager
-async def running_service(config: Config, clock: Clock | None = None) -> AsyncIterator[RunningService]:
-    """Runs a service inside this process; leaving the context drains it. `clock` drives rate limits, idle timeouts and
+async def running_server(config: Config, clock: Clock | None = None) -> AsyncIterator[RunningServer]:
+    """Runs a server inside this process; leaving the context drains it. `clock` drives rate limits, idle timeouts and
     the scheduler; the default is real time."""
     require_files(config)
     listening = bind(config.listen_host, config.listen_port)
@@ -142,7 +142,7 @@ async def running_service(config: Config, clock: Clock | None = None) -> AsyncIt
             )
             await stack.enter_async_context(http)
             scheme = "https" if service.tls_certificate else "http"
-            up = RunningService(components.action_service, f"{scheme}://{_address_of(listening)}", report)
+            up = RunningServer(components.action_service, f"{scheme}://{_address_of(listening)}", report)
             log.info("up address=%s backend=%s recovered=%r", up.address, config.node.backend, str(report))
             async with _sweeper(components.action_service, journal):
                 try:
@@ -158,7 +158,7 @@ async def running_service(config: Config, clock: Clock | None = None) -> AsyncIt
 
 
 async def _finish_revocation(components: Components, name: str) -> None:
-    """Finishes a revocation that the previous service began. On failure the run keeps its name, and the service starts
+    """Finishes a revocation that the previous server began. On failure the run keeps its name, and the server starts
     all the same."""
     try:
         async with components.runs.revoking(name):
@@ -180,7 +180,7 @@ def require_usable(config: Config) -> None:
             require_importable(service.name, service.engine)
 
 
-async def _drain(orchestrator: Orchestrator, up: RunningService, limit_s: float) -> None:
+async def _drain(orchestrator: Orchestrator, up: RunningServer, limit_s: float) -> None:
     began = time.monotonic()
     draining = asyncio.create_task(orchestrator.drain(limit_s))
     hurry = asyncio.create_task(up.stop_now.wait())

@@ -31,10 +31,10 @@ from tangram.client.client import Client, connect
 from tangram.errors import InvalidConfig, ManagerError, TangramError
 from tangram.managers.fake import FakeManager
 from tangram.managers.work import Exec
-from tangram.server.serve import RunningService
+from tangram.server.serve import RunningServer
 
 
-def commands(up: RunningService) -> list[str]:
+def commands(up: RunningServer) -> list[str]:
     """What the manager was asked to run, in order."""
     manager = up.action_service.orchestrator.any_manager
     assert isinstance(manager, FakeManager)

@@ -24,7 +24,7 @@ from tangram.server.actions.translate import (
     translate,
     with_running_cap,
 )
-from tangram.server.http.auth import Principal, Revocation
+from tangram.server.tenants import Principal, Revocation
 
 IMAGES = {"a:one": "a:one", "a:added": "sha256-1", "b:other": "b:other", "ab:third": "ab:third"}
 RULES = AdmissionPolicy(quota_pools=frozenset({"search", "search/requests"}), capture_bytes_max=1 << 20)

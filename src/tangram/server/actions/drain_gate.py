@@ -1,7 +1,7 @@
-"""The drain gate: counts requests to managers and rejects them once the service shuts down.
+"""The drain gate: counts requests to managers and rejects them once the server shuts down.
 
 After it is closed, new requests, and those that fail because their manager has closed, raise Draining: the client
-should retry when the service is back.
+should retry when the server is back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DrainGate:
             yield
         except ManagerError as error:
             if self.is_closed:
-                raise Draining from error  # not finished in time; the next service can do it
+                raise Draining from error  # not finished in time; the next server can do it
             raise
         finally:
             self._in_flight -= 1

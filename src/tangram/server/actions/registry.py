@@ -16,12 +16,12 @@ from tangram.runtime.error_records import error_record_of
 from tangram.runtime.orchestrator import ActionTicket, SettledAction
 from tangram.runtime.wire import AnyWork
 from tangram.server.actions.output_buffer import OutputBuffer
-from tangram.server.actions.tenants import tenant_of
+from tangram.server.tenants import tenant_of
 
 
 class RegisteredAction(ActionTicket):
-    """An action that has not settled, as the runtime and the service see it. Exists from the moment the service accepts
-    the action; the orchestrator gets it once it is in the journal."""
+    """An action that has not settled, as the runtime and the action service see it. Exists from the moment the action
+    service accepts the action; the orchestrator gets it once it is in the journal."""
 
     __slots__ = ("cancel_reason", "cancel_requested", "last_polled_s", "opens_sandbox", "work_bytes")
 

@@ -36,7 +36,6 @@ from tangram.server.actions.instance_limits import InstanceLimits
 from tangram.server.actions.output_buffer import EndedOutputs, OutputBuffer
 from tangram.server.actions.registry import ActionRegistry, RegisteredAction, refused_action
 from tangram.server.actions.tenant_images import TenantImages
-from tangram.server.actions.tenants import tenant_of
 from tangram.server.actions.translate import (
     MAINTENANCE_CORES,
     AdmissionPolicy,
@@ -47,9 +46,9 @@ from tangram.server.actions.translate import (
     translate,
     with_running_cap,
 )
-from tangram.server.http.auth import Principal
 from tangram.server.journal.adapter import decode_settled, encode
 from tangram.server.journal.journal import Journal, JournalFailed, JournalPhase
+from tangram.server.tenants import Principal, tenant_of
 
 SWEEP_INTERVAL_S = 5.0
 """Interval at which abandoned sandboxes and quotas are looked for."""
@@ -314,7 +313,7 @@ class ActionService:
             live.last_polled_s = self._now()
         if live.settled.done():
             if self.is_draining and live.settled.exception() is not None:
-                raise Draining  # the next service will finish it; the client retries
+                raise Draining  # the next server will finish it; the client retries
             return self.reply(caller, id, live.settled.result())
         return ActionReply(id=id, state=live.state)
 
@@ -430,7 +429,7 @@ class ActionService:
             yield inner
         except ManagerError as error:
             if type(error) is not ManagerError:
-                raise  # an error of the service, without names of a manager
+                raise  # an error of the server, without names of a manager
             raise ManagerError(self.namespace(caller).unqualify(str(error)), retry=error.retry) from error
         finally:
             box.active_actions -= 1
@@ -539,7 +538,7 @@ class ActionService:
             del self.lost_sandboxes[next(iter(self.lost_sandboxes))]
 
     def adopt(self, sandbox: str, run: str, spec: SandboxSpec, node: str) -> None:
-        """Registers a sandbox that outlived the previous service. Raises AdmissionRefused if there is no room for
+        """Registers a sandbox that outlived the previous server. Raises AdmissionRefused if there is no room for
         it."""
         self.orchestrator.adopt(sandbox, -(-spec.memory_bytes // MIB), run, node)
         self._registry.register_sandbox(sandbox, run, spec)
@@ -551,7 +550,7 @@ class ActionService:
         return await self._submit_to_orchestrator(live)
 
     async def conclude(self, action: Action, status: Status, reason: str) -> SettledAction:
-        """Settles an action that the orchestrator never had: it ended with the previous service, or its sandbox did.
+        """Settles an action that the orchestrator never had: it ended with the previous server, or its sandbox did.
         Observers are notified."""
         settled = SettledAction(outcome=Outcome(action=action.id, status=status, reason=reason))
         await self.journal.record_settled(action.id, encode(settled))

@@ -14,8 +14,8 @@ from tangram.errors import AdmissionRefused, InvalidAction
 from tangram.managers.base import Images
 from tangram.runtime.error_records import NotFound, Unauthorized
 from tangram.server.actions.translate import TenantNamespace
-from tangram.server.http.auth import Principal
 from tangram.server.journal.journal import Journal, JournaledNote
+from tangram.server.tenants import Principal
 
 NOTE_KEY_PREFIX = "image/"
 TOMBSTONE = b""

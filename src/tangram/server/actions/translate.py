@@ -20,8 +20,7 @@ from tangram.managers.models.work import Infer
 from tangram.managers.work import HOST_IMAGE, Close, Commit, Exec, HoldGrant, Open, Work
 from tangram.runtime.views import HIDDEN_NAME
 from tangram.runtime.wire import AnyWork, Submission, require_name
-from tangram.server.actions.tenants import TENANT_SEPARATOR
-from tangram.server.http.auth import Principal
+from tangram.server.tenants import TENANT_SEPARATOR, Principal
 
 KINDS_BY_WORK: dict[type[Work], tuple[str, ...]] = {
     Open: ("open",),
@@ -49,14 +48,14 @@ CHOICES_MAX = 64
 
 
 class AdmissionPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """What the config of the service allows."""
+    """What the config of the server allows."""
 
     quota_pools: frozenset[str] = frozenset()
     """Kinds of pools that belong to quotas."""
     services: frozenset[str] = frozenset()
     """Names of model services."""
     endpoints: tuple[str, ...] = ()
-    """URL prefixes that the service may call for its callers."""
+    """URL prefixes that the server may call for its callers."""
     functions: bool = False
     """Whether functions of callers can be executed."""
     network: bool = False

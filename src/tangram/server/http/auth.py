@@ -22,9 +22,9 @@ from typing import Protocol
 import msgspec
 
 from tangram.errors import AdmissionRefused, InvalidAction
-from tangram.runtime.error_records import Unauthorized
 from tangram.runtime.wire import RUN, Caps, RunReply, RunRequest
 from tangram.server.journal.journal import JournaledRun
+from tangram.server.tenants import Principal, Revocation
 
 TOKEN_PREFIX = "tgr_"
 """Prefix that makes a leaked token recognizable."""
@@ -47,34 +47,6 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     weight: float
     caps: Caps
     made_at: float
-
-
-class Revocation:
-    """One run from creation to revocation. A later run of that name has another one."""
-
-    __slots__ = ("is_revoked",)
-
-    def __init__(self) -> None:
-        self.is_revoked = False
-        """Set when the run is revoked: nothing more is done for it."""
-
-
-class Principal(msgspec.Struct, frozen=True):
-    """The identity of a request."""
-
-    tenant: str
-    """Prefix of every name that it chooses, so that callers cannot mean each other's objects."""
-    run: str
-    """The run it acts for; empty: requests name one."""
-    is_admin: bool
-    caps: Caps
-    revocation: Revocation
-
-    def require_not_revoked(self) -> None:
-        """To be called after each await and before anything is stored for a run: the run may have been revoked
-        meanwhile, and the request must not act for a later run of that name. Raises Unauthorized."""
-        if self.revocation.is_revoked:
-            raise Unauthorized
 
 
 class RunStore(Protocol):

@@ -34,7 +34,7 @@ SEND_TIMEOUT_S = 60.0
 """For a client to take what fills the socket buffers; beyond, the connection is dropped."""
 KEEP_ALIVE_S = 75.0
 GRACEFUL_SHUTDOWN_S = 10.0
-"""For responses in flight when the service stops."""
+"""For responses in flight when the server stops."""
 BACKLOG = 4096
 
 log = logging.getLogger("tangram.http")
@@ -204,7 +204,7 @@ def _is_not_duplicate(record: logging.LogRecord) -> bool:
 
 
 class _UvicornServer(uvicorn.Server):
-    """The service handles signals."""
+    """The server handles signals."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -27,10 +27,11 @@ from tangram.config.validators import is_loopback
 from tangram.errors import AdmissionRefused, FileFailed, InvalidAction, InvalidInput, ManagerError, TangramError
 from tangram.runtime.error_records import Draining, ErrorRecord, NotFound, Unauthorized, error_record_of
 from tangram.runtime.wire import WAIT_S, WAIT_S_MAX, Caps, ErrorResponse
-from tangram.server.http.auth import Principal, Revocation, RunRegistry, TokenBucket, WrongTokenLimiter
+from tangram.server.http.auth import RunRegistry, TokenBucket, WrongTokenLimiter
 from tangram.server.http.decode_errors import to_invalid_action
 from tangram.server.journal.journal import JournalConflict, JournalFailed
 from tangram.server.observe.metrics import ReportedMetrics
+from tangram.server.tenants import Principal, Revocation
 
 BODY_TIMEOUT_S = 30.0
 BODY_BYTES_PER_S_MIN = 64 << 10
@@ -39,7 +40,7 @@ CHUNK_BYTES = 256 << 10
 SPOOL_BYTES = 8 << 20
 """Size of one part of a stream; more goes through a temporary file."""
 DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-"""Disk errors of a temporary file that the service reports."""
+"""Disk errors of a temporary file that the server reports."""
 LARGE_BYTES = 256 << 10
 """Larger bodies and responses need a slot: memory would not hold that much per connection."""
 BODIES_MAX, BODIES_PER_TENANT_MAX = 16, 4
@@ -389,7 +390,7 @@ def _too_large(bytes_max: int, limit: str) -> ApiError:
 
 @contextmanager
 def _map_disk_errors() -> Iterator[None]:
-    """A full disk of the service is neither the sender's fault nor a bug."""
+    """A full disk of the server is neither the sender's fault nor a bug."""
     try:
         yield
     except OSError as error:

@@ -466,7 +466,7 @@ class RouteHandlers:
 
 
 def _without_upload_path(error: TangramError, path: str) -> TangramError:
-    """Hides where the service stores files from the message of a manager."""
+    """Hides where the server stores files from the message of a manager."""
     fault = error_record_of(error)
     texts = {
         field: getattr(fault, field).replace(repr(path), "the upload").replace(path, "the upload")

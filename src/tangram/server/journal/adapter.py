@@ -6,6 +6,7 @@ Owns the encoding of actions, work and results. Decides nothing.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
@@ -13,9 +14,8 @@ from tangram.core.action import Action, Status
 from tangram.managers.work import Close, Commit, Open
 from tangram.runtime.orchestrator import ActionTicket, SettledAction
 from tangram.runtime.wire import AnyWork
-from tangram.server.actions.tenant_images import TenantImages
-from tangram.server.actions.tenants import TENANT_SEPARATOR, tenant_of
 from tangram.server.journal.journal import RECORD_BYTES_MAX, Journal
+from tangram.server.tenants import TENANT_SEPARATOR, tenant_of
 
 encode = msgspec.msgpack.Encoder().encode
 decode_action = msgspec.msgpack.Decoder(Action).decode
@@ -24,13 +24,16 @@ decode_settled = msgspec.msgpack.Decoder(SettledAction).decode
 
 
 class JournalAdapter:
-    """Stores the actions of tenants. Actions of the service itself have no tenant in their id and are not stored."""
+    """Stores the actions of tenants. Actions of the server itself have no tenant in their id and are not stored."""
 
-    def __init__(self, journal: Journal, images: TenantImages, node: str, *, results_bytes_max: int) -> None:
-        """`results_bytes_max` limits the unacknowledged results of one tenant."""
+    def __init__(
+        self, journal: Journal, on_committed: Callable[[str], Awaitable[None]], node: str, *, results_bytes_max: int
+    ) -> None:
+        """`on_committed` records a committed image. `results_bytes_max` limits the unacknowledged results of one
+        tenant."""
         self._journal = journal
         self._results_bytes_max = results_bytes_max
-        self._images = images
+        self._on_committed = on_committed
         self._node = node
 
     async def record_start(self, ticket: ActionTicket) -> None:
@@ -49,7 +52,7 @@ class JournalAdapter:
                 self._journal.record_sandbox_opened(action.sandbox, action.run, self._node, spec), done
             )
         elif isinstance(work, Commit) and settled.outcome.status is Status.SUCCEEDED:
-            await asyncio.gather(self._images.on_committed(work.image), done)
+            await asyncio.gather(self._on_committed(work.image), done)
         elif isinstance(work, Close) and settled.outcome.status is not Status.LOST:
             await asyncio.gather(self._journal.record_sandbox_closed(action.sandbox), done)
         else:

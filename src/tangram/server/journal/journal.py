@@ -11,7 +11,7 @@ One thread does all disk access. Operations are grouped: those that arrive durin
 together. An operation whose caller is cancelled is still committed.
 
 Ages: a result is kept until it is acknowledged or `retention_s` have passed while the journal was open, since a stopped
-service cannot deliver it. Calendar changes have no effect. A backward step of the clock counts nothing, a forward step
+server cannot deliver it. Calendar changes have no effect. A backward step of the clock counts nothing, a forward step
 at most CLOCK_STEP_S_MAX.
 """
 
@@ -34,7 +34,6 @@ from tangram.core.action import ID_LENGTH_MAX
 from tangram.errors import InvalidAction, InvalidConfig, InvalidInput, InvariantError, ManagerError
 from tangram.files.lock import lock_file, read_holder
 from tangram.runtime.shielding import shielded
-from tangram.server.actions.tenants import tenant_of
 from tangram.server.journal.store import (
     CommitBatch,
     JournalCorruption,
@@ -49,6 +48,7 @@ from tangram.server.journal.store import (
     RecoveredState,
     digest_of,
 )
+from tangram.server.tenants import tenant_of
 
 __all__ = [
     "Journal",
@@ -127,7 +127,7 @@ class JournalDamaged(ManagerError):
 
 
 class JournalBusy(ManagerError):
-    """Another service owns the journal."""
+    """Another server owns the journal."""
 
     def __init__(self, path: Path, owner: str) -> None:
         self.owner = owner

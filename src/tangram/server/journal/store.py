@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from tangram.files.atomic_file import replace_file
-from tangram.server.actions.tenants import tenant_of
+from tangram.server.tenants import tenant_of
 
 SCHEMA_VERSION = 1
 APPLICATION_ID = 0x54_4E_47_4A

@@ -1,1 +1,1 @@
-"""What the service shows of itself."""
+"""What the server shows of itself."""

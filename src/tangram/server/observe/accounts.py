@@ -30,7 +30,7 @@ DURATION_BUCKETS_S = (0.001, 0.0033, 0.01, 0.033, 0.1, 0.33, 1.0, 3.3, 10.0, 33.
 
 
 class Histogram:
-    """A histogram of durations since the service started."""
+    """A histogram of durations since the server started."""
 
     __slots__ = ("counts", "edges", "sum_s")
 

@@ -216,7 +216,7 @@ class ActionTracker:
         )
 
     def on_concluded(self, action: Action, outcome: Outcome, number: int, now: float) -> SettledActionRecord:
-        """Records an action that this service never ran. Counts its status but no durations, which are unknown."""
+        """Records an action that this server never ran. Counts its status but no durations, which are unknown."""
         account, status = self._accounts.account_of(action), outcome.status.value
         account.run.count(status)
         row = TimelineRow(

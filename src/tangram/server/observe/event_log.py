@@ -2,7 +2,7 @@
 
 Owns the file, which `tangram sim`, `tangram plan` and `tangram trace` read. Writes to the page cache only, so an action
 never waits for a disk. Promises that the file begins with its header and that every line is complete. Each start of the
-service begins a new file and renames the previous one: `events.jsonl` becomes `events.20260131T235959.jsonl`, by the
+server begins a new file and renames the previous one: `events.jsonl` becomes `events.20260131T235959.jsonl`, by the
 time of its end.
 """
 
@@ -21,7 +21,7 @@ from tangram.files.append_log import AppendLog
 FLUSH_BYTES = 64 << 10
 FLUSH_INTERVAL_S = 1.0
 """Buffered events are written above this many bytes, or with the first event after this time. Limits what a killed
-service loses."""
+server loses."""
 EVENT_LOG_BYTES_MAX = 4 << 30
 """The log ends at this size: about ten million actions, more than a simulation handles in a day."""
 
@@ -61,7 +61,7 @@ class EventLog:
             self._stop(error)
 
     def flush(self) -> None:
-        """Write the buffered events. An error ends the log, not the service: the journal has what must not be lost."""
+        """Write the buffered events. An error ends the log, not the server: the journal has what must not be lost."""
         if self._is_stopped:
             return
         try:

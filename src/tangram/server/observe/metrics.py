@@ -1,4 +1,4 @@
-"""Metrics: the counters of the service in the text format of Prometheus, rendered by `prometheus_client`.
+"""Metrics: the counters of the server in the text format of Prometheus, rendered by `prometheus_client`.
 
 Owns names, units and labels. `ReportedMetrics` holds what the HTTP middleware and the journal report, by the names of
 FAMILIES. `MetricsCollector` adds the series of actions and pools, read from the observer at every scrape. Promises that

@@ -1,4 +1,4 @@
-"""The state observer: the state of the service and its last hour, updated by every event.
+"""The state observer: the state of the server and its last hour, updated by every event.
 
 Owns what the scheduler forgets: rows and stories of settled actions, the history, time breakdowns, sandbox statistics.
 Observes the orchestrator; reads the scheduler and never changes it. Promises that the cost of an event does not grow
@@ -72,7 +72,7 @@ class StateObserver:
         self.durability = durability
         self.recovered = recovered
         self.is_draining = False
-        """Set when the service drains."""
+        """Set when the server drains."""
         self.instance = secrets.token_hex(8)
         self.began_at = calendar()
         self.accounts = Accounts()
@@ -218,7 +218,7 @@ class StateObserver:
     # ---- queries ----
 
     def now(self) -> float:
-        """Seconds since the service started, as in its trace."""
+        """Seconds since the server started, as in its trace."""
         return max(self._now, self._clock.now() - self._epoch_s)
 
     def view(self, run: str | None) -> View:

@@ -1,4 +1,4 @@
-"""The visibility filter: what each caller may see of the service over HTTP.
+"""The visibility filter: what each caller may see of the server over HTTP.
 
 Owns nothing; reads the observer, the metrics, the scheduler and the event log.
 """
@@ -15,8 +15,8 @@ from tangram.errors import InvalidAction
 from tangram.managers.models import ModelManager
 from tangram.runtime.views import Story, TimelineView, View
 from tangram.runtime.wire import ServiceReply
-from tangram.server.http.auth import Principal
 from tangram.server.observe.event_log import EventLog
+from tangram.server.tenants import Principal
 
 
 class ObservedState(Protocol):

@@ -9,7 +9,7 @@ import pytest
 from tests.server.shared import config_of, keeping, note_box, note_exec, serving
 
 from tangram.server.journal.journal import Journal
-from tangram.server.journal.recovery import RecoveryReport
+from tangram.server.recovery import RecoveryReport
 
 
 def test_what_runs_again_is_counted_when_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Recovery: resumes at start-up what the previous service left in its journal.
+"""Recovery: resumes at start-up what the previous server left in its journal.
 
 Owns no state. Every recorded action ends with a known outcome; none runs twice unless it is idempotent. Queued actions
 are queued again in order; running actions run again if they are idempotent, and settle as lost otherwise; results stay.
@@ -19,9 +19,9 @@ from tangram.errors import AdmissionRefused, ManagerError
 from tangram.managers.work import Close, Open, SandboxSpec
 from tangram.runtime.wire import AnyWork
 from tangram.server.actions.service import ActionService
-from tangram.server.actions.tenants import TENANT_SEPARATOR, tenant_of
 from tangram.server.journal.adapter import decode_action, decode_work
 from tangram.server.journal.journal import JournalPhase, RecoveredState
+from tangram.server.tenants import TENANT_SEPARATOR, tenant_of
 
 log = logging.getLogger("tangram.server")
 
@@ -140,7 +140,7 @@ async def _adopt_sandboxes(
             log.warning("sandbox lost sandbox=%s: %s", name, why)
         await action_service.journal.record_sandbox_closed(name)
     for name in adopted.keys() - adopted_names:
-        if TENANT_SEPARATOR in name:  # instances of functions never outlive the service
+        if TENANT_SEPARATOR in name:  # instances of functions never outlive the server
             log.warning("sandbox ended sandbox=%s: the journal does not know it, or has no room for it", name)
         try:
             await action_service.orchestrator.close_on_node(name, node)

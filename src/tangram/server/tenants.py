@@ -1,0 +1,46 @@
+"""Tenants: the identity of a caller, and qualified names.
+
+A qualified name is `TENANT/NAME`: a name that a tenant chose, behind its own.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tangram.runtime.error_records import Unauthorized
+from tangram.runtime.wire import Caps
+
+TENANT_SEPARATOR = "/"
+"""Between the name of a tenant and a name that it chose."""
+
+
+def tenant_of(qualified_name: str) -> str:
+    return qualified_name.partition(TENANT_SEPARATOR)[0]
+
+
+class Revocation:
+    """One run from creation to revocation. A later run of that name has another one."""
+
+    __slots__ = ("is_revoked",)
+
+    def __init__(self) -> None:
+        self.is_revoked = False
+        """Set when the run is revoked: nothing more is done for it."""
+
+
+class Principal(msgspec.Struct, frozen=True):
+    """The identity of a request."""
+
+    tenant: str
+    """Prefix of every name that it chooses, so that callers cannot mean each other's objects."""
+    run: str
+    """The run it acts for; empty: requests name one."""
+    is_admin: bool
+    caps: Caps
+    revocation: Revocation
+
+    def require_not_revoked(self) -> None:
+        """To be called after each await and before anything is stored for a run: the run may have been revoked
+        meanwhile, and the request must not act for a later run of that name. Raises Unauthorized."""
+        if self.revocation.is_revoked:
+            raise Unauthorized
