@@ -347,7 +347,6 @@ def test_settings_that_cannot_be_trained_with_end_with_2_and_leave_nothing(
 
 WAITS = """
 import asyncio, sys
-sys.modules["torch"] = None  # tensorboardX imports it if it is there, and nothing here uses it
 import tangram.rl.train.pipeline as pipeline
 from tangram.rl.runs.metrics_log import MetricsLog
 from tangram.rl.runs.run_folder import open_run

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import struct
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -294,6 +295,17 @@ def test_tensorboard_forgets_the_steps_that_a_run_lost_without_ending(tmp_path: 
     shown = [(number, values["reward/chain"]) for number, values in events(tmp_path) if "reward/chain" in values]
     assert shown == [(1, 0.5), *((2, 0.75) for _ in later)]
     assert [number for number, values in events(tmp_path) if "warm/loss" in values] == [10], "it is not lost with them"
+
+
+def test_events_are_written_without_importing_pytorch(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from tangram.rl.runs.metrics_log import MetricsLog\n"
+        "with MetricsLog(Path(sys.argv[1]), resume=False) as log: print(repr(log.tensorboard_error))\n"
+        "print([name for name in ('torch', 'numpy', 'tensorboardX') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "''\n[]\n", "")
+    assert list((tmp_path / TENSORBOARD).iterdir())
 
 
 def test_without_tensorboardx_the_rest_is_written_and_the_reason_kept(

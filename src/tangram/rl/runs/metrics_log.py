@@ -22,11 +22,14 @@ TensorBoard shows, by step:
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
 import os
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -267,6 +270,23 @@ def _record(event: bytes, checksum: Callable[[bytes], int]) -> bytes:
     return b"".join(part + struct.pack("<I", checksum(part)) for part in (length, event))
 
 
+@contextmanager
+def _without_package_init(package: str) -> Iterator[None]:
+    """Imports of modules of the package do not execute its `__init__`, which for tensorboardX imports PyTorch: more
+    than a second, and 200 MB in a process that has no other use for it. Raises ImportError."""
+    if package in sys.modules:
+        yield
+        return
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        raise ImportError(f"No module named {package!r}", name=package)
+    sys.modules[package] = importlib.util.module_from_spec(spec)
+    try:
+        yield
+    finally:
+        del sys.modules[package]  # a later import executes it
+
+
 class _TensorBoardWriter:
     """Writes event files for TensorBoard, each event at once, so a killed process leaves no gap. An error ends the file
     and is kept as text.
@@ -281,9 +301,12 @@ class _TensorBoardWriter:
         self._step = 0
         """The last step."""
         try:
-            from tensorboardX.proto.event_pb2 import Event
-            from tensorboardX.record_writer import masked_crc32c
+            with _without_package_init("tensorboardX"):
+                from tensorboardX.proto.event_pb2 import Event, SessionLog
+                from tensorboardX.proto.summary_pb2 import Summary
+                from tensorboardX.record_writer import masked_crc32c
 
+            self._event, self._session_log, self._summary = Event, SessionLog, Summary
             self._checksum: Callable[[bytes], int] = masked_crc32c
             # TensorBoard reads all files whose names contain `tfevents`, in the order of their names.
             name = f"events.out.tfevents.{time.time_ns()}.{os.getpid()}"
@@ -301,9 +324,7 @@ class _TensorBoardWriter:
         """Returns whether the line makes training go back, so that TensorBoard drops what comes after that step."""
         if self._events is None:
             return False
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-        from tensorboardX.proto.summary_pb2 import Summary
-
+        Event, SessionLog, Summary = self._event, self._session_log, self._summary
         shown = scalars(line)
         event = None
         if shown:
