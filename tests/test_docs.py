@@ -6,6 +6,7 @@ sandboxes need root and bubblewrap: without them the rest of a document is skipp
 
 from __future__ import annotations
 
+import functools
 import html.parser
 import itertools
 import os
@@ -45,6 +46,7 @@ class Block(NamedTuple):
     text: str
 
 
+@functools.cache  # several tests read each document, and each of its links to itself does
 def tokens_of(text: str) -> list[Token]:
     """Every token of a document, those inside paragraphs included."""
     found = []
@@ -92,6 +94,7 @@ def links_of(text: str) -> list[str]:
     return found
 
 
+@functools.cache
 def anchors_of(text: str) -> list[str]:
     """Where `#...` can point in a document, by the rules of GitHub."""
     found: list[str] = []
