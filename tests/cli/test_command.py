@@ -127,7 +127,10 @@ def test_ctrl_c_ends_all_processes_and_exits_with_130(verb: str, workers: int, t
 
 STUBBORN = """
 import asyncio, pathlib
+from tangram.rl.environments import calls
 from tangram.rl.environments.chain import Chain
+
+calls.ENDING_S_MAX = 0.2
 
 class Stubborn(Chain):
     async def step(self, action):
