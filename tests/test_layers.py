@@ -17,6 +17,7 @@ The same holds between the packages inside a layer:
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -166,6 +167,17 @@ def impure_imports(tree: ast.Module, module: str, *, is_package: bool = False) -
     ]
 
 
+def private_accesses(tree: ast.Module, module: str, *, is_package: bool = False) -> list[str]:
+    """Private attributes of objects other than `self` and `cls`."""
+    return [
+        f"{node.lineno}: reaches into {ast.unparse(node)}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and re.match("_(?!_)", node.attr)
+        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+    ]
+
+
 def nodes_run_at_import(node: ast.AST) -> Iterator[ast.AST]:
     """Every node that importing the module executes: function bodies and TYPE_CHECKING blocks are left out."""
     for child in ast.iter_child_nodes(node):
@@ -274,6 +286,10 @@ def test_the_inner_order_names_existing_modules() -> None:
 
 def test_core_imports_neither_time_nor_the_outside_world() -> None:
     assert findings(impure_imports, SOURCE / "core") == []
+
+
+def test_no_part_of_the_core_reaches_into_the_privates_of_another() -> None:
+    assert findings(private_accesses, SOURCE / "core") == []
 
 
 def test_core_iterates_no_set() -> None:
@@ -420,6 +436,11 @@ def test_iterating_a_set_is_detected(source: str) -> None:
 )
 def test_using_a_set_without_its_order_is_allowed(source: str) -> None:
     assert set_iterations(ast.parse(source), "tangram.core.ledger") == []
+
+
+def test_an_access_to_a_private_attribute_is_found() -> None:
+    source = "class Explainer:\n    def explain(self, scheduler):\n        return self._queue, scheduler._queue"
+    assert private_accesses(ast.parse(source), "tangram.core.explain") == ["3: reaches into scheduler._queue"]
 
 
 @pytest.mark.parametrize("package", HEAVY)

@@ -1,8 +1,9 @@
 """The snapshot: a read-only live view of queue, pools and learned estimates for a policy.
 
 Reading it changes nothing: every value follows from the state of the scheduler at that moment. It is live, so each
-decision that the scheduler applies shows in it at once. The candidates of a round and the reviews that are due come
-from the scheduler; between rounds there are none.
+decision that the scheduler applies shows in it at once. Only `candidates` is more than a value: to take the next
+candidate is to decide not to begin the one before. Candidates and due reviews come from the scheduler; between rounds
+there are none.
 """
 
 from __future__ import annotations
