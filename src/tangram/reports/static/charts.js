@@ -18,7 +18,7 @@
     return made;
   };
 
-  // ---- where things are
+  // ---- scales
 
   const set = (series) => data.xs[series.set || MAIN];
   const label = (name, i) => data.xs[name].labels[i];
@@ -154,13 +154,13 @@
       if (!best) return;
       cross.setAttribute("x1", best.middle); cross.setAttribute("x2", best.middle);
       cross.setAttribute("visibility", "visible");
-      const found = [label(best.name, best.i)];
-      if (axis !== Object.keys(data.axes)[0]) found.push(`${data.axes[axis]}: ${text(data.xs[best.name][axis][best.i])}`);
+      const lines = [label(best.name, best.i)];
+      if (axis !== Object.keys(data.axes)[0]) lines.push(`${data.axes[axis]}: ${text(data.xs[best.name][axis][best.i])}`);
       for (const series of spec.series) {
         if ((series.set || MAIN) !== best.name || series.y[best.i] === null) continue;
-        found.push(`${series.name}: ${value(spec, series, best.i)}`);
+        lines.push(`${series.name}: ${value(spec, series, best.i)}`);
       }
-      over.dataset.tip = found.join("\n");
+      over.dataset.tip = lines.join("\n");
     });
     over.addEventListener("mouseleave", () => cross.setAttribute("visibility", "hidden"));
   }
@@ -201,7 +201,7 @@
     for (const flag of svg.querySelectorAll(".flag")) svg.appendChild(flag);
   }
 
-  // ---- the same as a table
+  // ---- tables
 
   function row(parent, cell, cells) {
     const made = html(parent, "tr");
@@ -231,7 +231,7 @@
     }
   }
 
-  // ---- all of it
+  // ---- start
 
   const figures = [...document.querySelectorAll("figure[data-chart]")];
   for (const figure of figures) {

@@ -47,8 +47,8 @@
   }
 
   function ticks() {
-    const found = kit.ticks(from, to, Math.max(2, (width - left) / 110));
-    return found.values.map((tick) => [tick, tick.toFixed(found.decimals) + " s"]);
+    const ticks = kit.ticks(from, to, Math.max(2, (width - left) / 110));
+    return ticks.values.map((tick) => [tick, tick.toFixed(ticks.decimals) + " s"]);
   }
 
   function grid(bottom) {

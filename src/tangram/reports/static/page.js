@@ -15,7 +15,7 @@ const kit = (() => {
       parent.appendChild(made);
       return made;
     },
-    // The colours of the theme that is in use, by name.
+    // The colours of the current theme, by name.
     colours: (names) => {
       const style = getComputedStyle(document.documentElement);
       return Object.fromEntries(names.map((name) => [name, style.getPropertyValue("--" + name).trim()]));

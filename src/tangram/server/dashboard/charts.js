@@ -1,10 +1,10 @@
 // Charts: lines and stacked areas over time, as SVG. Owns scales, ticks and the cursor that reads values; colours come
-// from the style sheet by class. A chart is made once and changed in place.
+// from the style sheet by class. A chart is created once and changed in place.
 
 import {attr, box, el, keyed, panel, put, putName, show, svg} from "./dom.js";
 import {timeOfDay} from "./format.js";
 import {ticks} from "./range.js";
-import {hush, tell} from "./tooltip.js";
+import {hideTooltip, showTooltip} from "./tooltip.js";
 
 const HEIGHT = 168;
 const LEFT = 50;
@@ -60,8 +60,8 @@ export class Chart {
 
   scaleOf(series, points) {
     const values = points.flatMap((point) => {
-      const found = series.map((one) => one.value(point)).filter(isNumber);
-      return this.stacked ? [found.reduce((a, b) => a + b, 0)] : found;
+      const values = series.map((one) => one.value(point)).filter(isNumber);
+      return this.stacked ? [values.reduce((a, b) => a + b, 0)] : values;
     });
     const inner = HEIGHT - TOP - BOTTOM;
     const most = Math.max(...values, 0);
@@ -74,8 +74,8 @@ export class Chart {
 
   frame(marks, y, from, now, offset) {
     const lines = marks.map((value) => ({key: `y ${value}`, y: y(value), text: this.axis(value)}));
-    const {step, found} = ticks(from + offset, now + offset, (this.width - LEFT) / 90);
-    for (const at of found) {
+    const {step, values} = ticks(from + offset, now + offset, (this.width - LEFT) / 90);
+    for (const at of values) {
       const x = this.x(at - offset);
       if (x > this.width - 24 || x < LEFT + 10) continue;
       lines.push({key: `x ${at}`, x, text: step >= 60 ? timeOfDay(at).slice(0, 5) : timeOfDay(at)});
@@ -165,14 +165,14 @@ export class Chart {
     });
     if (point.ended !== undefined && this.scale !== "part") lines.push(["ended", String(point.ended)]);
     const corner = this.drawing.getBoundingClientRect();
-    tell(corner.left + x, corner.top + 20, timeOfDay(point.from_s + offset), lines);
+    showTooltip(corner.left + x, corner.top + 20, timeOfDay(point.from_s + offset), lines);
   }
 
   unpoint() {
     if (this.at < 0) return;
     this.at = -1;
     attr(this.cursor, "visibility", "hidden");
-    hush();
+    hideTooltip();
   }
 }
 
@@ -201,8 +201,8 @@ function logScale(values, inner) {
   const all = [];
   for (let power = -6; power <= 7; power += 1) for (const k of [1, 2, 5]) all.push(k * 10 ** power);
   const first = Math.max(0, all.findLastIndex((mark) => mark <= least));
-  const found = all.findIndex((mark) => mark >= most);
-  const marks = all.slice(first, Math.max(found < 0 ? all.length : found, first + 2) + 1);
+  const last = all.findIndex((mark) => mark >= most);
+  const marks = all.slice(first, Math.max(last < 0 ? all.length : last, first + 2) + 1);
   const [low, high] = [Math.log(marks[0]), Math.log(marks.at(-1))];
   const y = (value) => {
     const part = (Math.log(Math.max(value, marks[0])) - low) / (high - low);
@@ -212,7 +212,7 @@ function logScale(values, inner) {
   return {y, marks: marks.length > 6 ? marks.filter(sparse) : marks};
 }
 
-/** Broken where nothing ended. */
+/** Interrupted where no action ended. */
 function linePath(points, values, x, y) {
   let d = "";
   let pen = false;

@@ -1,8 +1,8 @@
-// Dom: making and changing elements. Owns the one way in which text gets into the page: as text, never as markup.
-// Promises to touch only what changed: what shows the same as before is not written again.
+// Dom: making and changing elements. Owns how text is inserted into the page: as text, never as markup.
+// Guarantees to write only what changed.
 
 const CUT = 120;
-/* Longer names are cut here already: the style sheet only hides the rest, and laying out pages of text costs time. */
+/* Longer names are cut here: the style sheet only hides the rest, and the layout of long text is slow. */
 
 const shown = new WeakMap();
 const listed = new WeakMap();
@@ -37,7 +37,7 @@ export function svg(tag, attributes = {}) {
   return node;
 }
 
-/** Makes the text of a leaf this one. */
+/** Sets the text of a leaf. */
 export function put(node, text) {
   if (shown.get(node) === text) return;
   shown.set(node, text);
@@ -74,8 +74,8 @@ export function show(node, visible) {
 }
 
 /**
- * Makes the children of `parent` those of `items`, in their order. An item that was there keeps its element.
- * Keys may repeat, since what belongs to others comes without names: repeats are told apart by their order.
+ * Sets the children of `parent` to those of `items`, in their order. A known item keeps its element.
+ * Keys may repeat, since actions of other runs have no names: repeats are distinguished by their order.
  */
 export function keyed(parent, items, keyOf, create, update) {
   const before = listed.get(parent) ?? new Map();
@@ -101,7 +101,7 @@ export function keyed(parent, items, keyOf, create, update) {
 
 let numbered = 0;
 
-/** A panel with a heading, a line beside it, and a body. */
+/** A panel with a heading, a note beside it, and a body. */
 export function panel(title, classes = "") {
   const root = el("section", `panel ${classes}`);
   const heading = el("h2", "", title);

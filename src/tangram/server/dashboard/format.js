@@ -1,4 +1,4 @@
-// Format: numbers as words. Owns every unit that is shown; knows nothing of the page.
+// Format: numbers as words. Owns every displayed unit; does not depend on the page.
 
 const MINUTE = 60;
 const HOUR = 3600;
@@ -16,7 +16,7 @@ export function counted(n, one, many = `${one}s`) {
   return `${count(n)} ${n === 1 ? one : many}`;
 }
 
-/** With as many digits as are worth reading: 0.42, 3.4, 28. */
+/** With the significant digits: 0.42, 3.4, 28. */
 export function number(x) {
   const size = Math.abs(x);
   if (size >= 100) return whole.format(x);
@@ -51,12 +51,12 @@ function pair(large, largeUnit, small, smallUnit) {
   return small ? `${count(large)} ${largeUnit} ${small} ${smallUnit}` : `${count(large)} ${largeUnit}`;
 }
 
-/** On an axis, where only round lengths stand: 5 s, 2.5 s, 100 s. */
+/** For an axis of round lengths: 5 s, 2.5 s, 100 s. */
 export function axisDuration(s) {
   return s >= 1 && s < 1000 ? `${trimmed(s.toFixed(2))} s` : duration(s);
 }
 
-/** Of a whole: 0 %, 0.4 %, 37 %. */
+/** A share: 0 %, 0.4 %, 37 %. */
 export function percent(part) {
   const value = part * 100;
   if (!Number.isFinite(value)) return "–";
@@ -91,7 +91,7 @@ function unitName(n, unit) {
   return n === 1 ? unit.replace(/s$/, "") : unit;
 }
 
-/** The time of day of a moment in seconds since 1970, as the reader's clock shows it. */
+/** The time of day of a moment in seconds since 1970, in the local time zone. */
 export function timeOfDay(at, digits = 0) {
   const date = new Date(at * 1000);
   const two = (n) => String(n).padStart(2, "0");
@@ -101,12 +101,12 @@ export function timeOfDay(at, digits = 0) {
   return `${clock}.${String(Math.floor(part * 10 ** digits + 1e-6)).padStart(digits, "0")}`;
 }
 
-/** A moment in full, for titles. */
+/** Date and time, for titles. */
 export function moment(at) {
   return new Date(at * 1000).toLocaleString();
 }
 
-/** A status or a state as a reader says it: timed_out is "timed out". */
+/** A status or a state in words: timed_out is "timed out". */
 export function words(status) {
   return status.replaceAll("_", " ");
 }

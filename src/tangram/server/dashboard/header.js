@@ -1,5 +1,5 @@
-// Header: the pages, the run that everything is filtered by, whether what is seen is live, and facts of the service.
-// Owns the top of the page and the banner that says why nothing new comes.
+// Header: the pages, the run filter, whether the data is live, and facts of the service.
+// Owns the top of the page and the banner that explains missing updates.
 
 import {attr, box, button, cut, el, keyed, put, putName, show, style} from "./dom.js";
 import {count, duration, moment, timeOfDay} from "./format.js";
@@ -7,7 +7,7 @@ import {PAGES} from "./place.js";
 import {HIDDEN} from "./palette.js";
 
 const STALE_S = 3;
-/* A view is asked for every second; one that is older than this is not live any more. */
+/* A view is fetched every second; an older one is not live any more. */
 
 export class Header {
   constructor(poll, place, theme) {
@@ -39,7 +39,7 @@ export class Header {
     this.select = el("select", "filter");
     this.select.setAttribute("aria-label", "Filter everything by a run");
     this.select.addEventListener("change", () => this.place.go({run: this.select.value}));
-    show(this.select, false); // Until there are runs to choose from.
+    show(this.select, false); // Until there are runs.
     return this.select;
   }
 

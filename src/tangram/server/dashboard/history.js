@@ -1,5 +1,5 @@
-// History: the three charts of the overview: completion times, where they went, and how much of each pool was in use.
-// Owns which stretch of time they show. For one run the first two are made from its rows.
+// History: the three charts of the overview: completion times, their parts, and the use of each pool.
+// Owns their range of time. For one run the first two are computed from its rows.
 
 import {Chart} from "./charts.js";
 import {attr, box, button, el} from "./dom.js";

@@ -1,5 +1,5 @@
-// Lanes: where on the timeline each action goes. Runs are groups, one below the other; in a group a lane is a row of
-// actions that do not overlap (packed), or a trajectory. Only lanes with something in sight take up room.
+// Lanes: the layout of the timeline. Runs are groups, one below the other; in a group a lane is a row of
+// actions that do not overlap (packed), or a trajectory. Only lanes with visible actions take up space.
 
 import {ROWS_MAX} from "./rows.js";
 
@@ -7,15 +7,15 @@ export const HEAD = 20;
 /* Above each group: the name of its run. */
 const LANE_MIN = 4;
 const NAMED_MIN = 14;
-/* Of lanes with names beside them: high enough to be read. */
+/* Of lanes with names beside them: readable. */
 const LANE_MAX = 18;
 
 const picked = new Int32Array(ROWS_MAX);
 const lanes = new Int32Array(ROWS_MAX);
 
 /**
- * Picks what touches the stretch of time and gives it lanes. `live` are the actions under way.
- * The arrays of the answer are used again by the next call.
+ * Selects what overlaps the range of time and assigns lanes. `live` are the actions in progress.
+ * The next call reuses the arrays of the result.
  */
 export function layout(rows, live, {from, to, run, mode, height}) {
   const groups = new Map();
@@ -41,9 +41,9 @@ function pick(rows, from, to, run) {
 }
 
 function group(groups, run) {
-  let found = groups.get(run);
-  if (!found) groups.set(run, (found = {run, lanes: 0, count: 0, names: []}));
-  return found;
+  let group = groups.get(run);
+  if (!group) groups.set(run, (group = {run, lanes: 0, count: 0, names: []}));
+  return group;
 }
 
 function packed(rows, count, shown, groups) {
@@ -89,7 +89,7 @@ function byTrajectory(rows, count, shown, groups) {
   for (const action of shown) action.lane = laneOf[action.number];
 }
 
-/** Groups by name, one below the other, with lanes as high as there is room. */
+/** Groups by name, one below the other, with lanes that fill the height. */
 function stack(groups, height, least) {
   const ordered = [...groups.values()].sort((a, b) => (a.run < b.run ? -1 : 1));
   const total = ordered.reduce((sum, its) => sum + its.lanes, 0);

@@ -1,5 +1,5 @@
-// Main: puts the parts together. Owns what is known (the latest view, the rows, the place) and when the page is
-// updated: with a new view, new rows or another place, once per frame, and only the page that is seen.
+// Main: connects the modules. Owns the state (the latest view, the rows, the place) and when the page is
+// updated: with a new view, new rows or another place, once per frame, and only the visible page.
 
 import {Header} from "./header.js";
 import {OverviewPage} from "./overview.js";
@@ -15,38 +15,38 @@ import {StoryPanel} from "./story.js";
 import {themeSwitch} from "./theme.js";
 import {TimelinePage} from "./timeline.js";
 import {TokenDialog} from "./token.js";
-import {hush} from "./tooltip.js";
+import {hideTooltip} from "./tooltip.js";
 
 const content = document.getElementById("content");
 const rows = new Rows();
 const pages = {};
 let view = null;
-let asked = false;
+let scheduled = false;
 let fresh = false;
 let opener = null;
 
 const place = new Place((elsewhere) => {
-  hush();
+  hideTooltip();
   if (elsewhere) pages.timeline?.takePlace();
   soon();
 });
 
 const poll = new Poll({
-  view(found) {
-    view = found;
+  view(received) {
+    view = received;
     fresh = true;
-    meetRuns(found.runs.map((run) => run.name));
-    meetActions(found);
+    meetRuns(received.runs.map((run) => run.name));
+    meetActions(received);
     header.received = Date.now();
-    document.body.dataset.instance = found.service.instance;
+    document.body.dataset.instance = received.service.instance;
     document.body.dataset.views = Number(document.body.dataset.views ?? 0) + 1;
     soon();
   },
-  rows(found, forgotten, more) {
-    rows.add(found, forgotten);
+  rows(received, forgotten, more) {
+    rows.add(received, forgotten);
     document.body.dataset.rows = rows.length;
     document.body.dataset.complete = !more;
-    if (found.length) soon();
+    if (received.length) soon();
   },
   restarted() {
     rows.clear();
@@ -73,10 +73,10 @@ const dialog = new TokenDialog((token) => poll.use(token));
 const story = new StoryPanel(poll, rows, close);
 
 function soon() {
-  if (asked) return;
-  asked = true;
+  if (scheduled) return;
+  scheduled = true;
   requestAnimationFrame(() => {
-    asked = false;
+    scheduled = false;
     update();
   });
 }

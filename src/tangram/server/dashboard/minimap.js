@@ -1,5 +1,5 @@
-// Minimap: all remembered time in a strip, as high as actions ended then, with the stretch that the timeline shows.
-// Owns its canvas. Dragging the stretch moves it, dragging beside it picks another, a double click shows everything.
+// Minimap: all remembered time in a strip, with the number of ends as height and the range of the timeline.
+// Owns its canvas. Dragging the range moves it, dragging beside it selects another, a double click shows everything.
 
 import {canvasColours} from "./palette.js";
 
@@ -60,7 +60,7 @@ export class Minimap {
     context.fillRect(Math.max(left, right - 2), 0, 2, HEIGHT);
   }
 
-  /** How many ended in each column; again only when rows, time or filter changed. */
+  /** Counts the ends in each column when rows, time or filter changed. */
   count(rows, run) {
     const key = `${rows.version} ${this.start} ${this.end} ${run}`;
     if (key === this.counted) return;

@@ -1,4 +1,4 @@
-// Overview: the page one looks at first. Owns the row of numbers; the panels below belong to their modules.
+// Overview: the first page. Owns the row of numbers; the panels below belong to their modules.
 
 import {attr, box, el, put} from "./dom.js";
 import {count, counted, duration, number, words} from "./format.js";

@@ -1,15 +1,15 @@
-// Palette: which colour a run has. Owns the numbers of colours; the style sheet owns what they look like, and the
+// Palette: the colours of runs. Owns the numbers of colours; the style sheet owns the colours, and the
 // canvas reads them from there. A run keeps its colour for as long as the page is open.
 
 import {attr, putName} from "./dom.js";
 import {word} from "./pixels.js";
 
 export const HIDDEN = "another run";
-/* As in runtime/views.py: in place of the names of what the caller may not see. */
+/* As in runtime/views.py: in place of names that are hidden from the caller. */
 
 const COLOURS = 8;
 const FAINT = 46;
-/* Of 255: rows that are not searched for. */
+/* Of 255: rows that the search does not match. */
 const numberByRun = new Map();
 
 /** Called with every view before anything is drawn, so that the same runs get the same colours after a reload. */
@@ -19,12 +19,12 @@ export function meetRuns(names) {
   }
 }
 
-/** A number, or "none" for what has no name. */
+/** A number, or "none" without a name. */
 export function colourOf(run) {
   return numberByRun.get(run) ?? "none";
 }
 
-/** For the canvas: a place in its tones. */
+/** For the canvas: an index into its tones. */
 export function colourNumber(run) {
   return numberByRun.get(run) ?? COLOURS;
 }

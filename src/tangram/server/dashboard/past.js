@@ -5,7 +5,7 @@
 const BUCKET_S = 5;
 /* As in runtime/views.py. */
 
-/** The value below which that part of the sorted numbers lies. */
+/** A quantile of sorted numbers. */
 export function quantile(sorted, part) {
   if (!sorted.length) return 0;
   const place = (sorted.length - 1) * part;
@@ -29,7 +29,7 @@ export function percentilesSince(rows, run, since) {
   return {count, p50_s: quantile(sorted, 0.5), p95_s: quantile(sorted, 0.95), p99_s: quantile(sorted, 0.99)};
 }
 
-/** History of one run in the shape of the view's, from rows. */
+/** History of one run, from rows, in the format of the view. */
 export function historyOf(rows, run, now) {
   const number = rows.runs.numbers.get(run);
   if (number === undefined) return [];
@@ -46,38 +46,38 @@ export function historyOf(rows, run, now) {
     bucket.execution_s += Math.max(0, time - rows.waiting[k] - rows.overhead[k]);
   }
   if (!buckets.size) return [];
-  const found = [];
+  const history = [];
   for (let from = Math.min(...buckets.keys()); from < now; from += BUCKET_S) {
     const bucket = buckets.get(from);
     if (!bucket) {
-      found.push({from_s: from, ended: 0, p50_s: 0, p95_s: 0, p99_s: 0, waiting_s: 0, execution_s: 0, overhead_s: 0});
+      history.push({from_s: from, ended: 0, p50_s: 0, p95_s: 0, p99_s: 0, waiting_s: 0, execution_s: 0, overhead_s: 0});
       continue;
     }
     const {times, ...sums} = bucket;
     times.sort((a, b) => a - b);
     const [p50_s, p95_s, p99_s] = [0.5, 0.95, 0.99].map((part) => quantile(times, part));
-    found.push({from_s: from, ended: times.length, p50_s, p95_s, p99_s, ...sums});
+    history.push({from_s: from, ended: times.length, p50_s, p95_s, p99_s, ...sums});
   }
-  return found;
+  return history;
 }
 
-/** Classes of one run in the shape of the view's, from rows; those that took most time first. */
+/** Classes of one run, from rows, in the format of the view; most time first. */
 export function classesOf(rows, run) {
   const number = rows.runs.numbers.get(run);
   if (number === undefined) return [];
-  const found = new Map();
+  const classes = new Map();
   for (let k = 0; k < rows.length; k += 1) {
     if (rows.run[k] !== number) continue;
     const row = rows.record(k);
-    let kind = found.get(row.name);
-    if (!kind) found.set(row.name, (kind = {name: row.name, times: [], waiting: 0, execution: 0, overhead: 0}));
+    let kind = classes.get(row.name);
+    if (!kind) classes.set(row.name, (kind = {name: row.name, times: [], waiting: 0, execution: 0, overhead: 0}));
     kind.times.push(row.ended_s - row.submitted_s);
     kind.waiting += row.waiting_s;
     kind.execution += row.execution_s;
     kind.overhead += row.overhead_s;
   }
   const sum = (times) => times.reduce((a, b) => a + b, 0);
-  return [...found.values()]
+  return [...classes.values()]
     .map((kind) => ({...kind, total: sum(kind.times)}))
     .sort((a, b) => b.total - a.total)
     .map(({name, times, waiting, execution, overhead, total}) => {
@@ -91,7 +91,7 @@ export function classesOf(rows, run) {
     });
 }
 
-/** At most `points` points of the last `span` seconds: neighbours become one, weighted by what ended in them. */
+/** At most `points` points of the last `span` seconds: neighbours become one, weighted by their ended actions. */
 export function thinned(history, now, span, points) {
   const recent = history.filter((bucket) => bucket.from_s + BUCKET_S > now - span);
   const size = Math.max(1, Math.ceil(span / BUCKET_S / points));

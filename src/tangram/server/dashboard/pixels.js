@@ -1,5 +1,5 @@
 // Pixels: filled rectangles, thousands per frame. Owns a buffer of plain pixels that is put on the canvas in one go;
-// asking the canvas for each rectangle costs it tens of milliseconds.
+// one canvas call per rectangle takes tens of milliseconds.
 
 export class Pixels {
   constructor() {
@@ -37,14 +37,14 @@ export class Pixels {
     }
   }
 
-  /** On what the canvas has already. */
+  /** Over the present content of the canvas. */
   show(context) {
     this.context.putImageData(this.image, 0, 0);
     context.drawImage(this.layer, 0, 0, this.columns / this.ratio, this.lines / this.ratio);
   }
 }
 
-/** A colour like #2a5ea8 as the pixels have it, in the order of bytes of all machines that browsers run on. */
+/** A colour such as #2a5ea8 as a little-endian pixel. */
 export function word(colour, alpha = 255) {
   const value = parseInt(colour.slice(1), 16);
   return ((alpha << 24) | ((value & 0xff) << 16) | (value & 0xff00) | (value >> 16)) >>> 0;

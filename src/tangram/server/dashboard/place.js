@@ -1,11 +1,11 @@
-// Place: where the reader is. Owns location.hash: the page, the run that everything is filtered by, the open story,
-// and of the timeline its stretch of time, its lanes and what is searched for. A reload or a sent link comes back here.
-// Moments are kept in seconds since 1970, so that a link stays true when the service was started again.
+// Place: the navigation state. Owns location.hash: the page, the run filter, the open story,
+// and of the timeline its range, its lanes and its search. A reload or a link restores it.
+// Moments are kept in seconds since 1970, so that a link stays valid after a restart of the service.
 
 export const PAGES = ["overview", "actions", "timeline", "runs", "sandboxes"];
 
 const LATER_MS = 250;
-/* Browsers refuse more than about 200 changes of the address within 30 s, which dragging would reach. */
+/* Browsers refuse more than about 200 changes of the address within 30 s, which dragging would exceed. */
 
 export class Place {
   constructor(changed) {
@@ -20,13 +20,13 @@ export class Place {
 
   read() {
     const [page, query = ""] = location.hash.slice(1).split("?", 2);
-    const found = new URLSearchParams(query);
+    const parameters = new URLSearchParams(query);
     this.page = PAGES.includes(page) ? page : "overview";
-    this.run = found.get("run") ?? "";
-    this.action = found.get("action") ?? "";
-    this.find = found.get("find") ?? "";
-    this.lanes = found.get("lanes") === "trajectories" ? "trajectories" : "packed";
-    this.range = rangeOf(found);
+    this.run = parameters.get("run") ?? "";
+    this.action = parameters.get("action") ?? "";
+    this.find = parameters.get("find") ?? "";
+    this.lanes = parameters.get("lanes") === "trajectories" ? "trajectories" : "packed";
+    this.range = rangeOf(parameters);
   }
 
   hash() {
@@ -44,7 +44,7 @@ export class Place {
     return `#${this.page}${query ? `?${query}` : ""}`;
   }
 
-  /** Goes somewhere: Back comes back from it. */
+  /** Navigates with a history entry. */
   go(changes) {
     clearTimeout(this.timer);
     Object.assign(this, changes);
@@ -52,7 +52,7 @@ export class Place {
     this.changed(false);
   }
 
-  /** Keeps what is not a step of its own, such as the stretch of time while it is dragged. */
+  /** Updates without a history entry, as during a drag. */
   keep(changes) {
     Object.assign(this, changes);
     clearTimeout(this.timer);
@@ -60,10 +60,10 @@ export class Place {
   }
 }
 
-/** "all", a stretch of time, or null: the last minutes. */
-function rangeOf(found) {
-  if (found.get("range") === "all") return "all";
-  const from = Number(found.get("from") ?? NaN);
-  const to = Number(found.get("to") ?? NaN);
+/** "all", a range of time, or null: the last minutes. */
+function rangeOf(parameters) {
+  if (parameters.get("range") === "all") return "all";
+  const from = Number(parameters.get("from") ?? NaN);
+  const to = Number(parameters.get("to") ?? NaN);
   return Number.isFinite(from) && Number.isFinite(to) && to > from ? {from, to} : null;
 }

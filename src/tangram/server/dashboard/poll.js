@@ -3,13 +3,13 @@
 
 const EVERY_MS = 1000;
 const BACKOFF_MAX_MS = 10_000;
-/* An operator who restarts the service should not wait longer than this for the page to notice. */
+/* The longest time until the page notices a restarted service. */
 const PATIENCE_MS = 10_000;
 const ROWS_PER_REQUEST = 5000;
 const FEW_ROWS = 500;
-/* With fewer in an answer the rest can wait for the next second. */
+/* With fewer rows in a response the rest can wait for the next poll. */
 const ROUNDS_MAX = 50;
-/* A service that settles faster than it can be asked must not keep the page from its next view. */
+/* A service that settles faster than rows are fetched must not delay the next view. */
 const TOKEN = "tangram.token";
 const UNKNOWN_TOKEN = "this service does not know it. It was revoked, or is that of another service.";
 
@@ -21,7 +21,7 @@ export class Refused extends Error {
   }
 }
 
-/** The service did not respond, or the response was cut off. */
+/** The service did not respond, or the response was truncated. */
 class Gone extends Error {}
 
 async function reach(path, headers) {
@@ -33,11 +33,11 @@ async function reach(path, headers) {
   }
 }
 
-async function ask(path, token) {
+async function request(path, token) {
   const headers = {Accept: "application/json"};
   if (token) headers.Authorization = `Bearer ${token}`;
-  const [answer, found] = await reach(path, headers);
-  if (answer.ok) return found;
+  const [answer, content] = await reach(path, headers);
+  if (answer.ok) return content;
   let code = "unknown";
   let message = `the service answered ${answer.status}`;
   try {
@@ -45,18 +45,18 @@ async function ask(path, token) {
     code = String(error.code);
     message = String(error.message);
   } catch {
-    // Not from the service itself; a proxy may answer in its place. The status says enough.
+    // Not from the service itself; a proxy may respond in its place. The status is enough.
   }
   throw new Refused(answer.status, code, message);
 }
 
 /**
- * `told` has: view(view), rows(rows, forgotten), restarted(), state(state).
+ * `listener` has the methods view(view), rows(rows, forgotten), restarted(), state(state).
  * A state is {phase, since, retryAt, message}; phases are connecting, live, paused, gone, refused and token.
  */
 export class Poll {
-  constructor(told) {
-    this.told = told;
+  constructor(listener) {
+    this.listener = listener;
     this.state = {phase: "connecting", since: Date.now(), retryAt: 0, message: ""};
     this.token = kept();
     this.instance = null;
@@ -101,25 +101,25 @@ export class Poll {
   }
 
   async once() {
-    const view = await ask("v1/view", this.token);
+    const view = await request("v1/view", this.token);
     this.belongsTo(view.service.instance);
-    this.told.view(view);
+    this.listener.view(view);
     for (let more = true, round = 1; more; round += 1) {
-      const found = await ask(`v1/timeline?after=${this.last}&limit=${ROWS_PER_REQUEST}`, this.token);
-      if (this.belongsTo(found.instance)) return;
-      this.last = found.last;
-      more = found.rows.length >= FEW_ROWS && round < ROUNDS_MAX;
-      this.told.rows(found.rows, found.forgotten, more);
+      const content = await request(`v1/timeline?after=${this.last}&limit=${ROWS_PER_REQUEST}`, this.token);
+      if (this.belongsTo(content.instance)) return;
+      this.last = content.last;
+      more = content.rows.length >= FEW_ROWS && round < ROUNDS_MAX;
+      this.listener.rows(content.rows, content.forgotten, more);
     }
   }
 
-  /** True if the service was started again since: what was kept of the one before is void. */
+  /** True if the service was restarted since: its earlier rows are void. */
   belongsTo(instance) {
     if (instance === this.instance) return false;
     const again = this.instance !== null;
     this.instance = instance;
     this.last = 0;
-    if (again) this.told.restarted();
+    if (again) this.listener.restarted();
     return again;
   }
 
@@ -136,7 +136,7 @@ export class Poll {
     } else if (error instanceof Gone) {
       this.enter("gone", "", retryAt);
     } else {
-      console.error(error); // Neither the service nor the network: a fault of this page, which must not go unseen.
+      console.error(error); // Neither the service nor the network: a bug of this page.
       this.enter("refused", `this page could not show the answer: ${error.message}`, retryAt);
     }
     return wait;
@@ -145,7 +145,7 @@ export class Poll {
   enter(phase, message = "", retryAt = 0) {
     const since = phase === this.state.phase ? this.state.since : Date.now();
     this.state = {phase, since, retryAt, message};
-    this.told.state(this.state);
+    this.listener.state(this.state);
   }
 
   use(token) {
@@ -154,14 +154,14 @@ export class Poll {
       if (token) sessionStorage.setItem(TOKEN, token);
       else sessionStorage.removeItem(TOKEN);
     } catch {
-      // Storage may be forbidden; then the token lasts until the page is left.
+      // Storage may be forbidden; then the token lasts until the page is closed.
     }
     this.enter("connecting");
     this.now();
   }
 
   story(id) {
-    return ask(`v1/actions/${encodeURIComponent(id)}/story`, this.token);
+    return request(`v1/actions/${encodeURIComponent(id)}/story`, this.token);
   }
 }
 

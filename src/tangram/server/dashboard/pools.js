@@ -1,4 +1,4 @@
-// Pools: what there is, who holds it, and how many wait for it. One line for each pool: cores by NUMA node, devices
+// Pools: units, holders and waiting actions. One line for each pool: cores by NUMA node, devices
 // with the models on them, quotas with their window, memory. Owns the panel; clicking a segment filters by its run.
 
 import {attr, box, button, el, keyed, panel, put, putName, show, style} from "./dom.js";
@@ -8,12 +8,12 @@ import {HIDDEN, paintRun, putAction, putRun} from "./palette.js";
 const OF_CALLS = /^(function|endpoint|instances)\//;
 
 export function lasting(pools) {
-  // Without pools of functions, which exist only during calls: rows that come and go would move all others.
+  // Without pools of functions, which exist only during calls: temporary rows would move the rest.
   return pools.filter((pool) => !OF_CALLS.test(pool.kind));
 }
 
 const SLOTS_MAX = 64;
-/* Of a bar: with more, lines between the units would be all that is seen. */
+/* Of a bar: with more, the lines between the units would cover it. */
 
 export class Pools {
   constructor() {
@@ -99,7 +99,7 @@ function aside(pool) {
 
 // Bars.
 
-/** One bar for each NUMA node; one for all where there are no parts. */
+/** One bar for each NUMA node; one in all without parts. */
 function strips(node, pool, run) {
   const parts = pool.parts.length ? pool.parts : [{index: -1, total: pool.total, held: pool.held}];
   keyed(node, parts, (part) => `strip ${part.index}`,
@@ -133,23 +133,23 @@ function track(node, pool, part, run) {
 
 function segment() {
   const node = button("segment", "");
-  node.tabIndex = -1; // Every run has a button elsewhere; stopping at each segment would bar the way of the keyboard.
+  node.tabIndex = -1; // Every run has a button elsewhere; a tab stop at each segment would slow down the keyboard.
   return node;
 }
 
-/** What each run holds of a part. A holder on several counts in each with an equal piece, scaled to what is held. */
+/** The units of each run in a part. A holder on several parts counts equally in each, scaled to the held units. */
 function segmentsOf(pool, part) {
-  const found = new Map();
+  const segmentByRun = new Map();
   for (const holder of pool.holders) {
     if (part.index >= 0 && holder.parts.length && !holder.parts.includes(part.index)) continue;
     const divided = part.index >= 0 ? Math.max(1, holder.parts.length || pool.parts.length) : 1;
     const {run} = holder;
-    const one = found.get(run) ?? {key: `run ${run}`, kind: "run", run, label: run, units: 0, by: 0};
+    const one = segmentByRun.get(run) ?? {key: `run ${run}`, kind: "run", run, label: run, units: 0, by: 0};
     one.units += holder.units / divided;
     one.by += 1;
-    found.set(run, one);
+    segmentByRun.set(run, one);
   }
-  const segments = [...found.values()].sort((a, b) => (a.run < b.run ? -1 : 1));
+  const segments = [...segmentByRun.values()].sort((a, b) => (a.run < b.run ? -1 : 1));
   const known = segments.reduce((sum, one) => sum + one.units, 0);
   if (known > part.held) for (const one of segments) one.units *= part.held / known;
   else if (known < part.held) segments.push(extra("others", "others", part.held - known));
@@ -193,14 +193,14 @@ function free(node) {
 function chunksOf(pool) {
   const holderByPart = new Map();
   for (const holder of pool.holders) for (const part of holder.parts) holderByPart.set(part, holder);
-  const found = [];
+  const chunks = [];
   for (const part of pool.parts) {
     const holder = holderByPart.get(part.index);
     const run = holder?.run ?? (part.held ? HIDDEN : "");
     // Actions of a batch share a chunk, and the view contains one of them, so devices identify a chunk.
     const key = run ? `${holder?.parts.join() ?? part.index}` : `free ${part.service}`;
-    if (found.at(-1)?.key === key) found.at(-1).parts.push(part);
-    else found.push({key, run, service: part.service, parts: [part]});
+    if (chunks.at(-1)?.key === key) chunks.at(-1).parts.push(part);
+    else chunks.push({key, run, service: part.service, parts: [part]});
   }
-  return found;
+  return chunks;
 }

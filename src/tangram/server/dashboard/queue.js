@@ -1,4 +1,4 @@
-// Queue: actions that wait, each with its reason, and actions that run. Owns both tables and the page of them.
+// Queue: actions that wait, each with its reason, and actions that run. Owns both tables and their page.
 
 import {box, button, panel, put} from "./dom.js";
 import {count, duration, units} from "./format.js";
@@ -34,7 +34,7 @@ function runningTable(unitByPool) {
   ], (action) => action.id, "Nothing runs. Actions that hold units will be here, with what they hold.");
 }
 
-/** The reason without the id that it begins with, which is in the same row. */
+/** The reason without its leading id, which is in the same row. */
 function why(action) {
   return action.reason.startsWith(`${action.id} `) ? action.reason.slice(action.id.length + 1) : action.reason;
 }
@@ -46,7 +46,7 @@ function holds(action, unitByPool) {
 
 const ofRun = (items, run) => (run ? items.filter((item) => item.run === run) : items);
 
-/** "200 of 1,204", as far as all are not shown. */
+/** "200 of 1,204", unless all are shown. */
 function shownOf(shown, total, run) {
   if (run) return `${count(shown)} of this run`;
   return shown < total ? `the first ${count(shown)} of ${count(total)}` : count(total);

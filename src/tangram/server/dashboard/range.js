@@ -1,10 +1,10 @@
-// Range: the stretch of time that the timeline shows, in the service's seconds. It follows the present (`recent`), has
-// everything in it (`all`), or stays where the reader put it (`fixed`).
+// Range: the range of time that the timeline shows, in the service's seconds. It follows the present (`recent`), contains
+// everything (`all`), or stays fixed (`fixed`).
 
 export const RECENT_S = 300;
 const SPAN_MIN_S = 0.002;
 const MARGIN = 0.02;
-/* Beside the present, as a part of the span: what ends now is not glued to the edge. */
+/* Beside the present, as a part of the span: a margin to the edge. */
 
 export class Range {
   constructor() {
@@ -13,7 +13,7 @@ export class Range {
     this.recent();
   }
 
-  /** Time went on, or rows came. */
+  /** Time passed, or rows were added. */
   settle(start, now) {
     this.start = Math.min(start, now - 1);
     this.now = now;
@@ -57,7 +57,7 @@ export class Range {
     this.place(this.from + by, this.to + by);
   }
 
-  /** Keeps something in sight, and follows the present again when it is reached. */
+  /** Keeps a moment visible, and follows the present again when it is reached. */
   place(from, to) {
     const span = to - from;
     const margin = span * MARGIN;
@@ -72,12 +72,12 @@ export class Range {
 const STEPS_S = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900,
   1800, 3600, 7200, 14400, 43200, 86400];
 
-/** Round moments of the reader's clock, about that many; in seconds since 1970, with the step between them. */
+/** About the given number of round moments in local time; in seconds since 1970, with the step between them. */
 export function ticks(from, to, about) {
   const rough = (to - from) / Math.max(1, about);
   const step = STEPS_S.find((s) => s >= rough) ?? STEPS_S.at(-1);
   const zone = step >= 3600 ? new Date(from * 1000).getTimezoneOffset() * 60 : 0;
-  const found = [];
-  for (let k = Math.ceil((from - zone) / step); k * step + zone <= to; k += 1) found.push(k * step + zone);
-  return {step, found};
+  const values = [];
+  for (let k = Math.ceil((from - zone) / step); k * step + zone <= to; k += 1) values.push(k * step + zone);
+  return {step, values};
 }

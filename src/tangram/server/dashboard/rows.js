@@ -1,11 +1,11 @@
 // Rows: the settled actions that the timeline shows, at most ROWS_MAX. Owns them in typed arrays in the order of their
-// ends, and finds by binary search those that touch a stretch of time.
+// ends, and finds by binary search those that overlap a range of time.
 
 export const ROWS_MAX = 20_000;
 
 const [SEQ, ID, RUN, TRAJECTORY, NAME, STATUS, SUBMITTED, GRANTED, ENDED, WAITING, EXECUTION, OVERHEAD, CPU, NODE] =
   Array(14).keys();
-/* The places of the fields of Row in runtime/views.py. */
+/* The indices of the fields of Row in runtime/views.py. */
 
 export const STATUSES = ["succeeded", "timed_out", "cancelled", "refused", "lost"];
 
@@ -38,15 +38,15 @@ export class Rows {
     return this.list.length;
   }
 
-  add(found, forgotten) {
+  add(added, forgotten) {
     this.forgotten += forgotten;
-    if (!found.length) return;
-    const sorted = found.every((row, k) => k === 0 || found[k - 1][ENDED] <= row[ENDED]);
-    const after = this.length === 0 || this.ended[this.length - 1] <= found[0][ENDED];
+    if (!added.length) return;
+    const sorted = added.every((row, k) => k === 0 || added[k - 1][ENDED] <= row[ENDED]);
+    const after = this.length === 0 || this.ended[this.length - 1] <= added[0][ENDED];
     if (sorted && after) {
-      this.append(found);
+      this.append(added);
     } else {
-      const all = this.list.concat(found).sort((a, b) => a[ENDED] - b[ENDED] || a[SEQ] - b[SEQ]);
+      const all = this.list.concat(added).sort((a, b) => a[ENDED] - b[ENDED] || a[SEQ] - b[SEQ]);
       this.list = [];
       this.lanesByRun = [];
       this.append(all);
@@ -54,8 +54,8 @@ export class Rows {
     this.version += 1;
   }
 
-  append(found) {
-    const rows = found.length > ROWS_MAX ? found.slice(found.length - ROWS_MAX) : found;
+  append(added) {
+    const rows = added.length > ROWS_MAX ? added.slice(added.length - ROWS_MAX) : added;
     this.drop(this.length + rows.length - ROWS_MAX);
     let at = this.length;
     for (const row of rows) this.set(at++, row);
@@ -80,7 +80,7 @@ export class Rows {
     return number;
   }
 
-  /** The first lane of its run that is free by then. A row keeps its lane: what is seen does not jump. */
+  /** The first lane of its run that is free by then. A row keeps its lane, so that it does not jump. */
   laneFor(run, submitted, ended) {
     const ends = (this.lanesByRun[run] ??= []);
     let lane = 0;
@@ -105,7 +105,7 @@ export class Rows {
     }
   }
 
-  /** [first, end): outside of it no row touches the stretch; inside, `touches` tells. */
+  /** [first, end): outside of it no row overlaps the range; inside, `touches` decides. */
   between(from, to) {
     return [bound(this.ended, this.length, from), bound(this.earliest, this.length, to)];
   }
@@ -132,7 +132,7 @@ export class Rows {
     };
   }
 
-  /** Where the action is, or -1. The latest first: an id may be used again. */
+  /** The index of the action, or -1. The latest first: ids may be reused. */
   find(id) {
     for (let k = this.length - 1; k >= 0; k -= 1) if (this.list[k][ID] === id) return k;
     return -1;
@@ -151,7 +151,7 @@ function bound(array, length, value) {
   return low;
 }
 
-/** Numbers for names, in the order of their coming. */
+/** Numbers for names, in order of first use. */
 class Names {
   constructor() {
     this.list = [];

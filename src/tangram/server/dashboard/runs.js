@@ -1,4 +1,4 @@
-// Runs: who uses the service. Owns the share of each run, where the time of its trajectories goes, and the classes.
+// Runs: the tenants of the service. Owns the share of each run, the time breakdown of its trajectories, and the classes.
 
 import {attr, box, button, el, keyed, panel, put, show, style} from "./dom.js";
 import {count, duration, number, percent, words} from "./format.js";
@@ -8,7 +8,7 @@ import {Table} from "./table.js";
 
 const WAITING_TONES = 4;
 
-/** The parts of a Spending in the order in which they are shown. */
+/** The parts of a time breakdown in display order. */
 function partsOf(spending) {
   const waiting = Object.entries(spending.waiting_s).sort((a, b) => b[1] - a[1]);
   const parts = waiting.map(([kind, seconds], k) => ({
@@ -21,7 +21,7 @@ function partsOf(spending) {
   return parts.filter((part) => part.seconds > 0);
 }
 
-/** One line per run: its share, and a bar of where its time goes. */
+/** One line per run: its share, and a bar with its time breakdown. */
 export class RunBars {
   constructor() {
     const {root, body, note} = panel("Runs", "runs");
@@ -43,7 +43,7 @@ function makeRun() {
   const share = box("div", "share", el("div", "share-bar"), el("span", "amount"));
   share.firstChild.append(el("div", "share-part"));
   return box("div", "run-line",
-    box("div", "run-who", button("run", ""), el("small")),
+    box("div", "run-head", button("run", ""), el("small")),
     share,
     box("div", "run-time", el("div", "time-bar"), el("div", "time-parts")));
 }
@@ -52,10 +52,10 @@ function fillRun(node, run, chosen) {
   attr(node, "data-name", run.name);
   attr(node, "data-dim", chosen && chosen !== run.name ? "yes" : null);
   paintRun(node, run.name);
-  const [who, share, time] = node.children;
-  putRun(who.firstChild, run.name);
-  attr(who.firstChild, "aria-pressed", chosen === run.name);
-  put(who.lastChild, `weight ${number(run.weight)} · ${count(run.running)} running · ${count(run.waiting)} waiting`);
+  const [head, share, time] = node.children;
+  putRun(head.firstChild, run.name);
+  attr(head.firstChild, "aria-pressed", chosen === run.name);
+  put(head.lastChild, `weight ${number(run.weight)} · ${count(run.running)} running · ${count(run.waiting)} waiting`);
   style(share.firstChild.firstChild, "width", `${Math.min(100, run.share * 100)}%`);
   put(share.lastChild, percent(run.share));
   fillTime(time, run.spending);
@@ -66,8 +66,8 @@ function fillTime(node, spending) {
   const [bar, words] = node.children;
   const total = parts.reduce((sum, part) => sum + part.seconds, 0);
   attr(bar, "role", "img");
-  const said = parts.map((part) => `${part.label} ${percent(part.seconds / total)}`).join(", ");
-  attr(bar, "aria-label", said || "no time yet");
+  const description = parts.map((part) => `${part.label} ${percent(part.seconds / total)}`).join(", ");
+  attr(bar, "aria-label", description || "no time yet");
   keyed(bar, parts, (part) => part.key, () => el("div"), (piece, part) => {
     attr(piece, "class", `time-piece ${part.colour}`);
     style(piece, "flex-grow", String(part.seconds / total));
@@ -84,7 +84,7 @@ function fillTime(node, spending) {
 
 const act = (key) => (item) => (item.act.count ? duration(item.act[key]) : "–");
 
-/** Numbers of each run, and the classes that took most time. */
+/** Counts of each run, and the classes that took most time. */
 export class RunsPage {
   constructor() {
     this.bars = new RunBars();

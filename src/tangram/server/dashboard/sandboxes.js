@@ -1,4 +1,4 @@
-// Sandboxes: the list of those that are open, frozen or active. Owns the page.
+// Sandboxes: the list of open, frozen and active sandboxes. Owns the page.
 
 import {box, panel, put} from "./dom.js";
 import {count, counted, duration, units} from "./format.js";
@@ -36,12 +36,12 @@ export class SandboxesPage {
   }
 }
 
-/** An instance of a function is known by that: the service has made up its own name. */
+/** An instance is shown by its function: its own name is generated. */
 function nameOf(sandbox) {
   return sandbox.function ? `${sandbox.function} (${sandbox.name})` : sandbox.name;
 }
 
-/** Its memory is reserved; it has a node when its first action, which makes it, has been granted. */
+/** Its memory is reserved; it has a node once its first action, which creates it, is granted. */
 function isBeingOpened(sandbox) {
   return !sandbox.active && !sandbox.node;
 }

@@ -1,11 +1,11 @@
-// Sentence: text of the service in which ids of actions can be clicked. Owns how ids are found in it: by the ids and
-// runs of the latest view, word by word, so that a sentence can name nothing that it does not contain.
+// Sentence: text of the service with links on ids of actions. Owns how ids are detected: by the ids and
+// runs of the latest view, word by word, so that only ids in the sentence become links.
 
 import {button, cut, el, putName} from "./dom.js";
 
 const WORD = /^([("']*)(.*?)([)"',;:.]*)$/s;
 const STRANGE = /[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/;
-/* Marks that turn the direction of text: a word with one is kept apart from the words around it. */
+/* Marks that change the text direction: a word with one is isolated. */
 const written = new WeakMap();
 
 let live = new Set();

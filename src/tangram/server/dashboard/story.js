@@ -1,5 +1,5 @@
 // Story: the panel at the side with what happened to one action, line by line. Owns the panel. While the action is
-// under way it is asked for again with every view; once it has settled, nothing changes any more.
+// in progress it is fetched again with every view; once it has settled, nothing changes any more.
 
 import {attr, box, button, el, keyed, put, putName, show, style} from "./dom.js";
 import {duration, moment, timeOfDay, words} from "./format.js";
@@ -50,13 +50,13 @@ export class StoryPanel {
       this.id = place.action;
       this.story = null;
       this.fill(view, "Asking…");
-      this.ask(view);
+      this.fetch(view);
     } else if (fresh && !(this.story && STATUSES.includes(this.story.status))) {
-      this.ask(view);
+      this.fetch(view);
     }
   }
 
-  async ask(view) {
+  async fetch(view) {
     const number = ++this.asking;
     const {id} = this;
     try {

@@ -1,6 +1,6 @@
-// Table: rows with columns, updated in place. Owns the kinds of cells: text, names that others chose, runs, actions and
-// sentences. A row that was there keeps its element. Rows far below are made when the reader comes near them. A click
-// on a row of an action is one on that action, unless it is on something else that can be clicked.
+// Table: rows with columns, updated in place. Owns the kinds of cells: text, names chosen by tenants, runs, actions and
+// sentences. A known row keeps its element. Rows far below are created on scrolling. A click
+// on a row of an action opens that action, unless another element handles it.
 
 import {attr, box, button, el, keyed, put, putName, show} from "./dom.js";
 import {count} from "./format.js";
@@ -9,7 +9,7 @@ import {putSentence} from "./sentence.js";
 
 const AT_FIRST = 40;
 const AT_ONCE = 80;
-/* Rows: what a window shows is made at once, hundreds would keep it waiting. */
+/* Rows: a window full is created at once; hundreds would be slow. */
 
 const MAKE = {
   run: () => button("run", ""),
@@ -25,7 +25,7 @@ const FILL = {
 };
 
 export class Table {
-  /** Columns are {title, kind, value(item, now), width in percent, wide, right, hint}; `empty`: what would be here. */
+  /** Columns are {title, kind, value(item, now), width in percent, wide, right, hint}; `empty`: the placeholder. */
   constructor(label, columns, keyOf, empty) {
     this.columns = columns;
     this.keyOf = keyOf;
@@ -67,7 +67,7 @@ export class Table {
   }
 
   clickAction(event) {
-    if (event.target.closest("button") || !getSelection().isCollapsed) return; // who marks text wants to copy it
+    if (event.target.closest("button") || !getSelection().isCollapsed) return; // a text selection, for copying
     const action = event.target.closest("tr").children[this.actionAt].firstChild;
     action.focus();
     action.click();

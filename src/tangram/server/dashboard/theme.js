@@ -1,4 +1,4 @@
-// Theme: light or dark. The system decides until the reader does; the choice is kept for this browser.
+// Theme: light or dark. The system decides until it is switched; the choice is kept for this browser.
 
 import {attr, button, put} from "./dom.js";
 import {forgetColours} from "./palette.js";
@@ -10,7 +10,7 @@ function kept() {
   try {
     return localStorage.getItem(KEPT);
   } catch {
-    return null; // Storage may be forbidden; then the choice lasts until the page is left.
+    return null; // Storage may be forbidden; then the choice lasts until the page is closed.
   }
 }
 

@@ -1,5 +1,5 @@
-// Timeline: the page with every remembered action on a canvas. Owns its stretch of time and what is marked; draws at most
-// once per frame. Where actions go is of lanes.js, how they look of timeline_paint.js, search of timeline_find.js.
+// Timeline: the page with every remembered action on a canvas. Owns its range and the marked action; draws at most
+// once per frame. lanes.js owns the layout, timeline_paint.js the drawing, timeline_find.js the search.
 
 import {attr, box, button, el, keyed, put, show, style} from "./dom.js";
 import {count, counted, duration, timeOfDay, words} from "./format.js";
@@ -10,8 +10,8 @@ import {Range, RECENT_S} from "./range.js";
 import {Finder} from "./timeline_find.js";
 import {listen} from "./timeline_input.js";
 import {AXIS, mark, paint} from "./timeline_paint.js";
-import {actionAt, tellAction} from "./timeline_point.js";
-import {hush} from "./tooltip.js";
+import {actionAt, showActionTooltip} from "./timeline_point.js";
+import {hideTooltip} from "./tooltip.js";
 
 const GUTTER = 150;
 /* Beside lanes of trajectories, for their names. */
@@ -27,7 +27,7 @@ export class TimelinePage {
     this.hovered = "";
     this.view = null;
     this.frames = 0;
-    this.asked = false;
+    this.scheduled = false;
     this.build();
     this.takePlace();
   }
@@ -66,7 +66,7 @@ export class TimelinePage {
     this.allButton.addEventListener("click", () => this.everything());
     const zooms = box("div", "segmented", out, into, this.recentButton, this.allButton);
     return box("div", "timeline-head",
-      box("div", "toolbar", this.finder.input, this.finder.found, this.summary, lanes, zooms), this.legend());
+      box("div", "toolbar", this.finder.input, this.finder.matchCount, this.summary, lanes, zooms), this.legend());
   }
 
   laneButton(kind, text) {
@@ -75,7 +75,7 @@ export class TimelinePage {
     node.addEventListener("click", () => {
       this.place.keep({lanes: kind});
       this.scroll = 0;
-      this.ask();
+      this.schedule();
     });
     return node;
   }
@@ -105,7 +105,7 @@ export class TimelinePage {
     }
   }
 
-  /** After a reload or a step back: the stretch of time that the address tells. */
+  /** After a reload or a step back: the range in the address. */
   takePlace() {
     this.finder.takePlace();
     const {range} = this.place;
@@ -125,15 +125,15 @@ export class TimelinePage {
     this.live = liveOf(view);
     this.range.settle(this.rows.length ? this.rows.start() : Math.max(0, view.now_s - RECENT_S), view.now_s);
     if (first) this.takePlace();
-    this.ask();
+    this.schedule();
   }
 
   themed() {
     this.paintMarks();
-    this.ask();
+    this.schedule();
   }
 
-  /** The service was started again: what was looked at is gone. */
+  /** The service was restarted: the shown actions are gone. */
   restarted() {
     this.range = new Range();
     this.place.keep({range: null});
@@ -155,11 +155,11 @@ export class TimelinePage {
   }
 
   /** Draws with the next frame. */
-  ask() {
-    if (this.asked) return;
-    this.asked = true;
+  schedule() {
+    if (this.scheduled) return;
+    this.scheduled = true;
     requestAnimationFrame(() => {
-      this.asked = false;
+      this.scheduled = false;
       this.draw();
     });
   }
@@ -211,7 +211,7 @@ export class TimelinePage {
 
   label() {
     const {laneHeight} = this.plan;
-    // Where the last lane of a group pushes its name out.
+    // Where the last lane of a group displaces its name.
     const below = (its) => its.top + its.lanes * laneHeight - this.scroll;
     const visible = this.plan.groups.filter((its) => below(its) > -HEAD && its.top - this.scroll < this.height - AXIS);
     keyed(this.labels, visible, (its) => its.run,
@@ -219,20 +219,20 @@ export class TimelinePage {
       (node, its) => {
         putRun(node.firstChild, its.run);
         put(node.lastChild, counted(its.count, "action"));
-        // It stays in sight for as long as any of its lanes is.
+        // It stays visible as long as any of its lanes.
         const top = AXIS + Math.min(Math.max(its.top - this.scroll, 0), below(its));
         style(node, "transform", `translateY(${Math.round(top)}px)`);
       });
   }
 
-  // Moving.
+  // Panning and zooming.
 
   change(how) {
     how();
     const {range, offset} = this;
     const kept = {recent: null, all: "all"}[range.mode];
     this.place.keep({range: kept === undefined ? {from: range.from + offset, to: range.to + offset} : kept});
-    this.ask();
+    this.schedule();
   }
 
   zoom(factor, at = (this.range.from + this.range.to) / 2) {
@@ -245,7 +245,7 @@ export class TimelinePage {
 
   scrollBy(pixels) {
     this.scroll += pixels;
-    this.ask();
+    this.schedule();
   }
 
   everything() {
@@ -261,14 +261,14 @@ export class TimelinePage {
     return this.range.from + ((x - left) / (width - left)) * (this.range.to - this.range.from);
   }
 
-  // Pointing.
+  // Hovering.
 
   hover(x, y, event) {
-    const found = actionAt(this, x, y);
-    const id = found?.id ?? "";
-    this.canvas.classList.toggle("pointing", found !== null);
-    if (!found) hush();
-    else tellAction(event.clientX, event.clientY, found);
+    const action = actionAt(this, x, y);
+    const id = action?.id ?? "";
+    this.canvas.classList.toggle("pointing", action !== null);
+    if (!action) hideTooltip();
+    else showActionTooltip(event.clientX, event.clientY, action);
     this.point(id);
   }
 
@@ -277,12 +277,12 @@ export class TimelinePage {
     if (id === this.hovered) return;
     this.hovered = id;
     attr(this.canvas, "data-hovered", id || null);
-    this.ask();
+    this.schedule();
   }
 
   /** The pointer left. */
   left() {
-    hush();
+    hideTooltip();
     this.point("");
   }
 
@@ -291,7 +291,7 @@ export class TimelinePage {
   }
 }
 
-/** Actions under way, from the view; they reach to the present. */
+/** Actions in progress, from the view; they extend to the present. */
 function liveOf(view) {
   const until = view.now_s;
   const {waiting, running} = view;

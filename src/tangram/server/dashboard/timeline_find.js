@@ -1,11 +1,11 @@
-// Timeline find: search by id, and going from one action to the next. Owns the search field, which rows match, and how
-// an action is brought into sight.
+// Timeline find: search by id, and stepping through the matches. Owns the search field, which rows match, and how
+// an action is scrolled into view.
 
 import {attr, el, put} from "./dom.js";
 import {counted, duration, words} from "./format.js";
 import {AXIS, scale, topOf} from "./timeline_paint.js";
-import {tellAction} from "./timeline_point.js";
-import {say} from "./tooltip.js";
+import {showActionTooltip} from "./timeline_point.js";
+import {announce} from "./tooltip.js";
 
 export class Finder {
   constructor(timeline) {
@@ -14,14 +14,14 @@ export class Finder {
     this.place = timeline.place;
     this.matches = null;
     this.matched = "";
-    this.found = el("span", "note");
+    this.matchCount = el("span", "note");
     this.input = el("input", "search");
     this.input.type = "search";
     this.input.placeholder = "Find by id";
     this.input.setAttribute("aria-label", "Find actions by id");
     this.input.addEventListener("input", () => {
       this.place.keep({find: this.input.value});
-      timeline.ask();
+      timeline.schedule();
     });
     this.input.addEventListener("keydown", (event) => {
       if (event.key === "Enter") this.next(event.shiftKey ? -1 : 1);
@@ -32,7 +32,7 @@ export class Finder {
     if (this.input.value !== this.place.find) this.input.value = this.place.find;
   }
 
-  /** Which rows match what is searched for; again only when either changed. */
+  /** Computes the matching rows when rows or search changed. */
   match() {
     const text = this.place.find.trim().toLowerCase();
     const {live, canvas} = this.timeline;
@@ -43,26 +43,26 @@ export class Finder {
     this.matched = key;
     this.matches = null;
     attr(canvas, "data-matches", text || null);
-    put(this.found, "");
+    put(this.matchCount, "");
     if (!text) return;
     const matches = Uint8Array.from({length: this.rows.length}, (_, k) => (isOne(this.rows.id(k)) ? 1 : 0));
     const number = matches.reduce((sum, one) => sum + one, 0) + live.filter((action) => action.matches).length;
-    put(this.found, number ? counted(number, "match", "matches") : "no match");
-    if (number) this.matches = matches; // Without any there is nothing to bring out: the rest stays readable.
+    put(this.matchCount, number ? counted(number, "match", "matches") : "no match");
+    if (number) this.matches = matches; // Without a match nothing is faded.
   }
 
   next(step) {
     this.match();
     if (!this.matches) return;
     const {run} = this.place;
-    const found = [];
-    this.matches.forEach((one, k) => one && (!run || this.rows.record(k).run === run) && found.push(k));
-    if (!found.length) return;
-    const at = found.findIndex((k) => this.rows.id(k) === this.timeline.hovered);
-    this.focus(found[(at + step + found.length) % found.length]);
+    const indices = [];
+    this.matches.forEach((one, k) => one && (!run || this.rows.record(k).run === run) && indices.push(k));
+    if (!indices.length) return;
+    const at = indices.findIndex((k) => this.rows.id(k) === this.timeline.hovered);
+    this.focus(indices[(at + step + indices.length) % indices.length]);
   }
 
-  /** The next or previous action in sight. */
+  /** The next or previous visible action. */
   walk(step) {
     const {plan, hovered} = this.timeline;
     if (!plan?.count) return;
@@ -72,7 +72,7 @@ export class Finder {
     this.focus(order[Math.min(order.length - 1, Math.max(0, at + step))]);
   }
 
-  /** Brings an action into sight, marks it and tells about it. */
+  /** Scrolls an action into view, marks it and announces it. */
   focus(row) {
     const {timeline, rows} = this;
     timeline.point(rows.id(row));
@@ -81,9 +81,9 @@ export class Finder {
     if (!place) return;
     Object.assign(timeline.canvas.dataset, {focusX: place.x.toFixed(1), focusY: place.y.toFixed(1)});
     const record = rows.record(row);
-    say(`${record.id}, ${words(record.status)}, ${duration(record.ended_s - record.submitted_s)}`);
+    announce(`${record.id}, ${words(record.status)}, ${duration(record.ended_s - record.submitted_s)}`);
     const corner = timeline.canvas.getBoundingClientRect();
-    tellAction(corner.left + place.x, corner.top + place.y, record);
+    showActionTooltip(corner.left + place.x, corner.top + place.y, record);
   }
 
   bring(row) {
@@ -102,7 +102,7 @@ export class Finder {
     }
   }
 
-  /** The middle of what is seen of it. */
+  /** The middle of its visible part. */
   placeOf(row) {
     const {plan, frame, width} = this.timeline;
     const k = plan.picked.subarray(0, plan.count).indexOf(row);

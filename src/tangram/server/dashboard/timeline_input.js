@@ -1,10 +1,10 @@
-// Timeline input: what wheel, pointer and keys do on the timeline. Owns the gestures, timeline.js what they change.
-// Keys work wherever the focus is on its page, except where one writes or chooses.
+// Timeline input: wheel, pointer and keys on the timeline. Owns the gestures; timeline.js owns their effects.
+// Keys work wherever the focus is on its page, except in inputs.
 
 import {actionAt} from "./timeline_point.js";
 
 const CLICK = 4;
-/* Pixels: who moves less did not mean to drag. */
+/* Pixels: a smaller movement is a click. */
 const LINE = 16;
 const KEY_PAN = 0.1;
 const KEY_ZOOM = 1.4;
@@ -25,7 +25,7 @@ function wheel(timeline, event) {
   } else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
     timeline.pan((event.deltaX * unit) / timeline.width);
   } else {
-    // A notch of a wheel is about 100 and makes a quarter; a pinch comes with ctrl and in small steps.
+    // A notch of a wheel is about 100 and zooms by a quarter; a pinch sets ctrl and has small steps.
     const speed = event.ctrlKey ? 0.01 : 0.0022;
     timeline.zoom(Math.exp(event.deltaY * unit * speed), timeline.second(event.offsetX));
   }
@@ -89,11 +89,11 @@ const OWN_KEYS = "input, textarea, select, dialog";
 
 function key(timeline, event) {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest?.(OWN_KEYS)) return;
-  if (event.key === "Enter" && event.target.closest?.("button, a")) return; // it presses that
+  if (event.key === "Enter" && event.target.closest?.("button, a")) return; // it activates that element
   const act = KEYS[event.key.length === 1 ? event.key.toLowerCase() : event.key];
   if (!act || !timeline.frame) return;
   event.preventDefault();
   act(timeline);
-  // What is marked is on the canvas, so that Enter opens it and presses no button.
+  // The marked action is on the canvas: Enter opens it and activates no button.
   if (timeline.hovered) timeline.canvas.focus({preventScroll: true});
 }

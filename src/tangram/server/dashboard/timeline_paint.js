@@ -1,6 +1,6 @@
 // Timeline paint: draws the layout on a canvas. Owns the pixels: parts of an action by tone, marks for those that did
 // not succeed, the axis. Draws thousands of rows in a few milliseconds: bars are written as plain pixels, and rows
-// thinner than a pixel become one column per lane with the tone of the part that took most of it.
+// thinner than a pixel become one column per lane with the tone of the longest part.
 
 import {canvasColours, colourNumber} from "./palette.js";
 import {STATUSES} from "./rows.js";
@@ -10,7 +10,7 @@ import {Pixels} from "./pixels.js";
 import {ticks} from "./range.js";
 
 export const AXIS = 24;
-/* At the top: the time of day. */
+/* The height of the time axis. */
 const MARKED_FROM = STATUSES.indexOf("timed_out");
 
 const WAITING = 0;
@@ -83,7 +83,7 @@ function bar(tones, y, high, from, granted, begun, to) {
   pixels.fill(begun, y, to, high, tones[EXECUTION]);
 }
 
-/** Columns of a pixel for rows that are thinner. */
+/** Columns of a pixel for thinner rows. */
 class Thin {
   constructor(plan) {
     const most = plan.laneTotal;
@@ -122,7 +122,7 @@ class Thin {
     if (!faint) this.faint[slot] = 0;
   }
 
-  /** The part that took most. */
+  /** The longest part. */
   tone(slot) {
     const at = slot * 3;
     let tone = EXECUTION;
@@ -180,7 +180,7 @@ function finish(context, colours) {
   context.stroke();
 }
 
-/** A shape for each way of not succeeding: no two differ by colour alone. */
+/** A shape for each failure status: no two differ by colour alone. */
 function trace(context, status, x, y, size) {
   if (status === "timed_out") {
     context.moveTo(x, y - size);
@@ -202,13 +202,13 @@ function trace(context, status, x, y, size) {
 }
 
 function grid(context, frame, x, colours) {
-  const {step, found} = ticks(frame.range.from + frame.offset, frame.range.to + frame.offset,
+  const {step, values} = ticks(frame.range.from + frame.offset, frame.range.to + frame.offset,
     (frame.width - frame.left) / 130);
   context.font = `12px ${frame.font}`;
   context.textBaseline = "middle";
   context.textAlign = "left";
   const digits = step < 0.01 ? 3 : step < 0.1 ? 2 : step < 1 ? 1 : 0;
-  for (const at of found) {
+  for (const at of values) {
     const left = Math.round(x(at - frame.offset)) + 0.5;
     if (left < frame.left) continue;
     context.fillStyle = colours.rule;
@@ -251,7 +251,7 @@ function frameOf(context, plan, frame, colours, its, lane, from, to) {
   context.strokeRect(from - 2, y - 2, Math.max(2, to - from) + 4, plan.laneHeight + 2);
 }
 
-/** At the right, where there are more lanes than room. */
+/** At the right, if the lanes do not fit. */
 function scrollbar(context, plan, frame, colours) {
   const room = frame.height - AXIS;
   if (plan.height <= room) return;
@@ -261,7 +261,7 @@ function scrollbar(context, plan, frame, colours) {
   context.fillRect(frame.width - 5, y, 4, high);
 }
 
-/** Of trajectories, where lanes are high enough for words. */
+/** Names of trajectories, if lanes are high enough for text. */
 function names(context, plan, frame, colours) {
   if (!frame.left || plan.laneHeight < 10) return;
   context.font = `11px ${frame.font}`;

@@ -1,15 +1,15 @@
-// Timeline point: which action is at a point of the timeline, and the words beside the pointer. Changes nothing.
+// Timeline point: the action at a point of the timeline, and its tooltip. Changes nothing.
 
 import {cut} from "./dom.js";
 import {duration, units, words} from "./format.js";
 import {AXIS, scale, topOf} from "./timeline_paint.js";
-import {tell} from "./tooltip.js";
+import {showTooltip} from "./tooltip.js";
 
 const NEAR = 4;
-/* Pixels: what is thinner can still be pointed at. */
+/* Pixels: the tolerance for thin bars. */
 const NAME_MAX = 60;
 
-/** The action at a point of the canvas: a record of a row, or one under way; or null. */
+/** The action at a point of the canvas: a record of a row, one in progress, or null. */
 export function actionAt({plan, frame, rows}, x, y) {
   if (!plan || x < frame.left || y < AXIS) return null;
   const its = plan.groups.find((one) => {
@@ -21,9 +21,9 @@ export function actionAt({plan, frame, rows}, x, y) {
   const pixel = scale(frame);
   let best = null;
   let nearest = NEAR;
-  const consider = (from, to, found) => {
+  const consider = (from, to, candidate) => {
     const away = Math.max(0, pixel(from) - x, x - pixel(to));
-    if (away < nearest) [nearest, best] = [away, found];
+    if (away < nearest) [nearest, best] = [away, candidate];
   };
   for (const action of plan.live) {
     if (action.run === its.run && action.lane === lane) consider(action.submitted, action.until, action);
@@ -36,12 +36,12 @@ export function actionAt({plan, frame, rows}, x, y) {
   return typeof best === "number" ? rows.record(best) : best;
 }
 
-export function tellAction(x, y, action) {
+export function showActionTooltip(x, y, action) {
   const name = (text) => cut(text, NAME_MAX);
   const lines = [["class", name(action.name)], ["run", name(action.run)], ["trajectory", name(action.trajectory)]];
   lines.push(...(action.until === undefined ? linesOfRow(action) : linesOfLive(action)));
   if (action.node) lines.push(["node", name(action.node)]);
-  tell(x, y, name(action.id), lines);
+  showTooltip(x, y, name(action.id), lines);
 }
 
 function linesOfRow(row) {

@@ -1,4 +1,4 @@
-// Token: asks for a token when the service wants one. It is kept until the tab is closed, by poll.js.
+// Token: prompts for a token when the service requires one. It is kept until the tab is closed, by poll.js.
 
 import {box, button, el, put, show} from "./dom.js";
 
@@ -29,7 +29,7 @@ export class TokenDialog {
       this.root.close();
       use(token);
     });
-    // There is nothing to see without one.
+    // Without one there is nothing to show.
     this.root.addEventListener("cancel", (event) => event.preventDefault());
     this.root.append(form);
   }

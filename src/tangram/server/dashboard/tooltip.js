@@ -6,7 +6,7 @@ const GAP = 14;
 const node = document.getElementById("tooltip");
 
 /** Lines are [label, value, colour class or attribute]; the first one may be a title alone. */
-export function tell(x, y, title, lines) {
+export function showTooltip(x, y, title, lines) {
   const head = el("strong", "", title);
   const list = el("dl");
   for (const [label, value, colour] of lines) {
@@ -23,13 +23,13 @@ export function tell(x, y, title, lines) {
   node.style.setProperty("top", `${Math.max(4, top)}px`);
 }
 
-export function hush() {
+export function hideTooltip() {
   show(node, false);
 }
 
-const said = document.getElementById("said");
+const announcement = document.getElementById("announcement");
 
-/** Says something to who does not see the page. */
-export function say(text) {
-  put(said, text);
+/** Announces text to screen readers. */
+export function announce(text) {
+  put(announcement, text);
 }

@@ -72,7 +72,7 @@ CLOCK_STEP_S_MAX = 600.0
 
 BATCH_OPERATIONS_MAX = 1024
 BATCH_BYTES_MAX = 8 << 20
-"""Size of a batch: a small write does not wait for all large writes of others."""
+"""Size of a batch: a small write does not wait for all large ones."""
 RECORD_BYTES_MAX = 256 << 20
 """SQLite limits a row to 1 GB."""
 CHECKPOINT_THRESHOLD_BYTES = 4 << 20
