@@ -1,7 +1,7 @@
 """`tangram run`: one command as an action, in a sandbox of its own.
 
 Owns how a command line becomes an action and how its end becomes an exit code. What the command writes is handed on as
-it comes; who reads slowly slows the command down.
+it comes; a slow reader slows the command down.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns which caller waits for which run. Each caller has its own deadline and cancellation, which do not affect the
 others. Promises that a run is cancelled only when its last caller has gone, that there is never more than one run of a
-key, and that a caller who meets a run that is being stopped waits for its end and starts another.
+key, and that a caller that meets a run that is being stopped waits for its end and starts another.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def main(fd: int, owner: int, modules: list[str], supervise: bool = False) -> No
     for module in modules:
         importlib.import_module(module)
     _flush()  # or children would write what importing printed
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the owner, who ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the owner, which ends this process
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would discard the exit codes of children
     gc.collect()
     gc.freeze()  # a collection would write to every page that forks share

@@ -1,4 +1,4 @@
-"""The endpoint manager: calls of functions behind HTTP endpoints of others.
+"""The endpoint manager: calls of functions behind external HTTP endpoints.
 
 Owns the attempts of each call. The pool of each endpoint limits how many calls are under way at once. A response of the
 endpoint is a result of the function. What never reached the endpoint, or never came back, is retried and then lost; it

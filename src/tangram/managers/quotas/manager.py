@@ -56,7 +56,7 @@ class Rate(msgspec.Struct, frozen=True):
         Window(seconds=self.seconds)
 
     def pool(self, kind: str, share: float = 1.0) -> Pool:
-        """With a part of the units; at least one, so that no action waits for ever. A limit that holds in every
+        """With a part of the units; at least one, so that no action starves. A limit that holds in every
         interval of that length satisfies all ways to count."""
         window = Window(seconds=self.seconds, sliding=True, arrival_s=ARRIVAL_S)
         return Pool(kind=kind, total=max(1, int(self.units * share)), window=window)

@@ -27,7 +27,7 @@ from tangram.rl.model.weight_fetcher import WeightFetcher, check_finite, error_t
 from tangram.rl.model.weight_store import pull
 
 DELTA_STEPS = 16
-"""Steps between two messages with partial generations: one message for so many tokens costs little, and a killed engine
+"""Steps between two messages with partial generations: one message for many tokens costs little, and a killed engine
 loses no more."""
 STEPS_RECORDED_MAX = 4096
 """Between two heartbeats, if steps are recorded."""

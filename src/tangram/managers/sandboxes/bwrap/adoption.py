@@ -33,8 +33,8 @@ class Adoption:
                 self.missing[record.name] = reason
             else:
                 self._adoptable.append(record)
-        numbers = [*existing, *orphans, *(record.box for record in records.values())]
-        self.number_max = max([int(number) for number in numbers if SANDBOX_ID.fullmatch(number)], default=0)
+        sandbox_ids = [*existing, *orphans, *(record.box for record in records.values())]
+        self.number_max = max([int(each) for each in sandbox_ids if SANDBOX_ID.fullmatch(each)], default=0)
         """New sandboxes get higher numbers."""
 
     def _mismatch_reason(self, record: SandboxRecord, existing: list[str]) -> str:
@@ -77,12 +77,12 @@ class Adoption:
             self._clean({sandbox.sandbox_id for sandbox in adopted})
         return adopted
 
-    def _clean(self, boxes: set[str]) -> None:
+    def _clean(self, sandbox_ids: set[str]) -> None:
         """Killing its whole group ends a sandbox; its mounts vanish with it, and the spawner notices its end."""
-        for number in self._owner.group.children():
-            if number not in boxes:
-                self._owner.group.child(number).remove()
+        for sandbox_id in self._owner.group.children():
+            if sandbox_id not in sandbox_ids:
+                self._owner.group.child(sandbox_id).remove()
         for directory in self._owner.sandboxes_directory.iterdir():
-            if directory.name not in boxes:
+            if directory.name not in sandbox_ids:
                 shutil.rmtree(directory, ignore_errors=True)
-        self._records.remove_all_except(boxes)
+        self._records.remove_all_except(sandbox_ids)

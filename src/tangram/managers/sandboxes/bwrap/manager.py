@@ -221,9 +221,9 @@ class BwrapManager(FilesMixin):
             self._by_id = {sandbox.sandbox_id: sandbox for sandbox in adopted}
             self._sandboxes = {sandbox.name: sandbox for sandbox in adopted}
             self.missing |= adoption.missing
-            for box in [box for box in orphans if box not in self._by_id]:
+            for sandbox_id in [sandbox_id for sandbox_id in orphans if sandbox_id not in self._by_id]:
                 with contextlib.suppress(ManagerError):  # it ends with its groups, if they were found
-                    await spawner.request("close", box=box)
+                    await spawner.request("close", box=sandbox_id)
         self.adopted = {name: sandbox.spec for name, sandbox in self._sandboxes.items()}
         for name in self._expected:
             if name not in self.adopted:
@@ -334,8 +334,8 @@ class BwrapManager(FilesMixin):
         assert self._owner is not None
         return [os.path.dirname(path) for path in self._owner.group.join_files]
 
-    def _on_gone(self, box: str, code: int) -> None:
-        sandbox = self._by_id.get(box)
+    def _on_gone(self, sandbox_id: str, code: int) -> None:
+        sandbox = self._by_id.get(sandbox_id)
         if sandbox is not None and not sandbox.gone.done():
             sandbox.gone.set_result(f"its first process ended with {code}")
 
@@ -446,15 +446,20 @@ class BwrapManager(FilesMixin):
         assert self._owner is not None
         spawner = await self._get_spawner()
         # Numbered: a caller's name is never part of a path.
-        box = str(next(self._ids))
+        sandbox_id = str(next(self._ids))
         sandbox = BwrapSandbox(
-            name, box, spec, image, self._owner.group.child(box), self._owner.sandboxes_directory / box
+            name,
+            sandbox_id,
+            spec,
+            image,
+            self._owner.group.child(sandbox_id),
+            self._owner.sandboxes_directory / sandbox_id,
         )
-        self._by_id[box] = sandbox
+        self._by_id[sandbox_id] = sandbox
         try:
             sandbox.directory.mkdir(mode=0o711)
             reply = await spawner.open(
-                box,
+                sandbox_id,
                 groups=sandbox.apply_limits(),
                 prepare=mount_steps(sandbox),
                 init=shutil.which("catatonit"),
@@ -464,7 +469,7 @@ class BwrapManager(FilesMixin):
                 rlimits={"nofile": spec.open_files_max, "core": 0},
             )
         except BaseException:
-            del self._by_id[box]
+            del self._by_id[sandbox_id]
             await asyncio.to_thread(sandbox.remove)
             raise
         sandbox.init = int(reply["init"])

@@ -184,8 +184,8 @@ class SandboxRecords:
         path = self._path(record.box)
         write_file(path, msgspec.json.encode(record), partial=path.with_suffix(".part"))
 
-    def remove(self, box: str) -> None:
-        self._path(box).unlink(missing_ok=True)
+    def remove(self, sandbox_id: str) -> None:
+        self._path(sandbox_id).unlink(missing_ok=True)
 
     def read(self) -> tuple[dict[str, SandboxRecord], dict[str, str]]:
         """The records by the caller's name, and why a file is not a valid record, by file name."""
@@ -201,17 +201,17 @@ class SandboxRecords:
                 wrong[path.name] = f"its record cannot be read: {error}"
         return records, wrong
 
-    def remove_all_except(self, boxes: set[str]) -> None:
+    def remove_all_except(self, sandbox_ids: set[str]) -> None:
         """Remove all files but the records of these sandboxes."""
-        kept = {self._path(box) for box in boxes}
+        kept = {self._path(each) for each in sandbox_ids}
         for path in [*self._directory.glob(f"*{RECORD_SUFFIX}"), *self._directory.glob("*.part")]:
             if path not in kept:
                 with contextlib.suppress(OSError):
                     path.unlink()
 
-    def _path(self, box: str) -> Path:
-        assert SANDBOX_ID.fullmatch(box), f"a sandbox cannot be numbered {box!r}"
-        return self._directory / f"{box}{RECORD_SUFFIX}"
+    def _path(self, sandbox_id: str) -> Path:
+        assert SANDBOX_ID.fullmatch(sandbox_id), f"a sandbox cannot be numbered {sandbox_id!r}"
+        return self._directory / f"{sandbox_id}{RECORD_SUFFIX}"
 
 
 def _read_record(path: Path) -> SandboxRecord:

@@ -104,10 +104,10 @@ class BwrapSession(ShellSession):
 
 class BwrapSandbox:
     def __init__(
-        self, name: str, box: str, spec: SandboxSpec, image: StoredImage, group: Cgroup, directory: Path
+        self, name: str, sandbox_id: str, spec: SandboxSpec, image: StoredImage, group: Cgroup, directory: Path
     ) -> None:
         self.name = name
-        self.sandbox_id = box
+        self.sandbox_id = sandbox_id
         """Its name for the spawner and in paths."""
         self.spec = spec
         self.image = image

@@ -1,7 +1,7 @@
 """Where control groups can be created on this machine: the mounted hierarchies, and the place below them that is ours.
 
 Version 1 has a hierarchy per controller, version 2 one for all. Owns the search for them and, for version 2, the steps
-that enable controllers below a place. Never touches a group of others, with two exceptions: it enables controllers for
+that enable controllers below a place. Never touches a foreign group, with two exceptions: it enables controllers for
 the children of the place that it chooses, and it moves this process into a leaf of its own group if no other process is
 there. A ManagerError lists the places that were tried, and what to do.
 """

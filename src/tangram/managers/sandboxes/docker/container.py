@@ -317,7 +317,7 @@ class Container:
     @contextlib.asynccontextmanager
     async def launching(self) -> AsyncIterator[None]:
         """Keep the container from being paused while a program is being started, by a caller that has entered or
-        unpaused it. Otherwise the engine would wait for the paused program for ever, and the container with it."""
+        unpaused it. Otherwise the engine would wait for the paused program without end, and the container with it."""
         async with self._lock:
             self.require_alive()
             self._launches += 1

@@ -17,7 +17,7 @@ an existing name replaces the name; the old image is then called `name@` and a p
 removes files below running sandboxes: only their manager knows them.
 
     root/layers/<digest>          unpacked layers, by the SHA-256 of their tar; host-, fit- and commit- are made here
-    root/layers/.part-<pid>-...   layers in the making, locked by who makes them
+    root/layers/.part-<pid>-...   layers in the making, locked by the process that makes them
     root/images/, root/cache/     one JSON file per image and per remembered key
     root/locks/, root/lock        files that are locked, never read
 """

@@ -159,15 +159,15 @@ class SandboxHandle(Protocol):
     has_user_namespace: bool
 
 
-Orders = dict[str, Callable[[Message, list[int], SandboxHandle], Message]]
-"""Orders that a runner can carry out; each returns the reply."""
+Commands = dict[str, Callable[[Message, list[int], SandboxHandle], Message]]
+"""Commands that a runner can carry out; each returns the reply."""
 
 
 def become_runner(
     channel: int,
     sandbox: SandboxHandle,
     seccomp_fprog: ctypes.Array[ctypes.c_char],
-    handlers: Orders,
+    handlers: Commands,
     fds_max: int,
 ) -> NoReturn:
     """Waits inside a sandbox for one command with at most `fds_max` descriptors. `seccomp_fprog`: the filter of system
@@ -179,12 +179,12 @@ def become_runner(
         check_result(
             "system call filter", prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(seccomp_fprog), 0, 0)
         )
-        orders = socket.socket(fileno=CHANNEL_FD)
-        data, fds = receive_packet(orders, fds_max)
+        command_socket = socket.socket(fileno=CHANNEL_FD)
+        data, fds = receive_packet(command_socket, fds_max)
         if data:
             request = decode_packet(data)
             reply = handlers[request["do"]](request, fds, sandbox)
-            send_packet(orders, encode_packet(reply))
+            send_packet(command_socket, encode_packet(reply))
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.write(CHANNEL_FD, encode_packet({"error": (str(error) or repr(error))[:REASON_CHARACTERS]}))

@@ -269,13 +269,13 @@ class SpawnerClient:
             return process.reap_or_abandon()[0]
         return process.reap()[0] if process is not None else None
 
-    def drain(self, box: str, streams: Iterable[Stream]) -> list[Stream]:
+    def drain(self, sandbox_id: str, streams: Iterable[Stream]) -> list[Stream]:
         """Pass streams of an ended action to the spawner, which drains them beyond the life of this owner. Returns
         those that the owner must drain itself."""
         open_streams = [stream for stream in streams if stream.is_open]
         if self._lock is None or self._socket is None or not open_streams:
             return open_streams
-        message = _encode({"id": self._next_number(), "do": "drain", "box": box})
+        message = _encode({"id": self._next_number(), "do": "drain", "box": sandbox_id})
         try:
             send_packet(self._socket, message, [stream.fileno() for stream in open_streams])
         except OSError:  # its socket is full, or it has ended
@@ -284,37 +284,39 @@ class SpawnerClient:
             stream.close()
         return []
 
-    def end_session(self, box: str, session: str) -> None:
+    def end_session(self, sandbox_id: str, session: str) -> None:
         """Report that the caller has been notified of the end of a session. If the socket is full it is skipped: a
         second notification by the next owner does no harm."""
         if self._lock is not None and self._socket is not None:
-            message = {"id": self._next_number(), "do": "over", "box": box, "session": session}
+            message = {"id": self._next_number(), "do": "over", "box": sandbox_id, "session": session}
             with contextlib.suppress(OSError):
                 send_packet(self._socket, _encode(message))
 
     # ---- requests ----
 
-    async def open(self, box: str, **fields: Any) -> Message:
-        return await self.request("open", box=box, **fields)
+    async def open(self, sandbox_id: str, **fields: Any) -> Message:
+        return await self.request("open", box=sandbox_id, **fields)
 
     async def execute(
-        self, box: str, fds: list[int], *, argv: list[str], env: dict[str, str], cwd: str, groups: list[str],
+        self, sandbox_id: str, fds: list[int], *, argv: list[str], env: dict[str, str], cwd: str, groups: list[str],
         targets: tuple[int, ...] = (0, 1, 2), affinity: tuple[int, ...] = (), session: str = "",
         streams: Iterable[Stream] = (),
     ) -> Program:  # fmt: skip
-        """Start a program. Returns when the order is sent; the result comes at its end. `session`: the program is
+        """Start a program. Returns when the command is sent; the result comes at its end. `session`: the program is
         the shell of this session; then it returns when the process id is known, and passes the ends of its
         `streams` along."""
-        order = {"do": "exec", "argv": argv, "env": env, "cwd": cwd, "targets": targets, "affinity": affinity}
+        command = {"do": "exec", "argv": argv, "env": env, "cwd": cwd, "targets": targets, "affinity": affinity}
         if not session or self._lock is None:
-            return await self._submit(box, groups, order, fds, reports_pid=bool(session))
+            return await self._submit(sandbox_id, groups, command, fds, reports_pid=bool(session))
         held = [stream.fileno() for stream in streams]
         assert len(fds) + len(held) <= FDS_MAX
-        return await self._submit(box, groups, order, [*fds, *held], reports_pid=True, session=session, held=len(held))
+        return await self._submit(
+            sandbox_id, groups, command, [*fds, *held], reports_pid=True, session=session, held=len(held)
+        )
 
-    async def file_work(self, box: str, what: str, fds: list[int], groups: list[str], **fields: Any) -> Any:
+    async def file_work(self, sandbox_id: str, what: str, fds: list[int], groups: list[str], **fields: Any) -> Any:
         """Raises ExecFailed for an error inside the sandbox."""
-        program = await self._submit(box, groups, {"do": "file", "what": what, **fields}, fds)
+        program = await self._submit(sandbox_id, groups, {"do": "file", "what": what, **fields}, fds)
         try:
             return _check_reply(await program.ended)["ok"]
         except asyncio.CancelledError:
@@ -322,15 +324,29 @@ class SpawnerClient:
             raise
 
     async def _submit(
-        self, box: str, groups: list[str], order: Message, fds: list[int], *, reports_pid: bool = False, **fields: Any
+        self,
+        sandbox_id: str,
+        groups: list[str],
+        command: Message,
+        fds: list[int],
+        *,
+        reports_pid: bool = False,
+        **fields: Any,
     ) -> Program:
         number = self._next_number()
         ended = self._exits.expect(number)
-        request = {"id": number, "do": order["do"], "box": box, "groups": groups, "told": reports_pid, **fields}
-        data = _encode(request) + b"\n" + _encode(order)
+        request = {
+            "id": number,
+            "do": command["do"],
+            "box": sandbox_id,
+            "groups": groups,
+            "told": reports_pid,
+            **fields,
+        }
+        data = _encode(request) + b"\n" + _encode(command)
         waiting = self._replies.expect(number) if reports_pid else None
         try:
-            await self._send(order["do"], data, fds)
+            await self._send(command["do"], data, fds)
             pid = 0 if waiting is None else int(_check_reply(await self._first_reply(waiting, ended))["pid"])
         except BaseException:
             self._exits.discard(number)
@@ -359,7 +375,7 @@ class SpawnerClient:
         return self._number
 
     def _abandon(self, number: int) -> None:
-        """Kill the runner of an order whose caller was cancelled."""
+        """Kill the runner of a command whose caller was cancelled."""
         if self._socket is not None:
             message = {"id": self._next_number(), "do": "abandon", "order": number}
             with contextlib.suppress(OSError):

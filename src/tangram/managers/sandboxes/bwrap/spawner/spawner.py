@@ -11,10 +11,10 @@ The spawner of a named owner outlives it, if that owner requests so. Without an 
 freezes all others, and listens on a socket in the directory of the owner for the next one. Without a sandbox it exits.
 
 A program starts as a *runner*: a fork that has entered the namespaces of its sandbox, closed all descriptors, dropped
-every privilege and installed the filter of system calls, and then waits for one order. The spawner forks the next
-runner of a sandbox as soon as the previous one has its order, so that the next order need not wait for a fork; at most
-SPARES_MAX sandboxes have a spare runner. A runner joins the control groups of its action before it gets its order, and
-shares nothing with the spawner but the streams that come with the order.
+every privilege and installed the filter of system calls, and then waits for one command. The spawner forks the next
+runner of a sandbox as soon as the previous one has its command, so that the next command need not wait for a fork; at
+most SPARES_MAX sandboxes have a spare runner. A runner joins the control groups of its action before it gets its
+command, and shares nothing with the spawner but the streams that come with the command.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ SPARES_MAX = 64
 POLL_S = 0.0003
 """Between two looks at the first process of a sandbox that is being made."""
 RESUME_S = 0.2
-"""Between SIGCONTs to a runner that has its order: a program in its sandbox may stop it."""
+"""Between SIGCONTs to a runner that has its command: a program in its sandbox may stop it."""
 ACCEPT_RETRY_S = 0.01
 """After a connection that could not be accepted; the listener stays readable."""
 EXECUTE_S_MAX = 120.0
@@ -78,19 +78,19 @@ DRAIN_BYTES = 1 << 16
 
 
 class Runner:
-    """A process inside a sandbox that waits for its order."""
+    """A process inside a sandbox that waits for its command."""
 
     def __init__(self, pid: int, channel: socket.socket) -> None:
         self.pid = pid
         self.channel = channel
         self.sandbox: SpawnedSandbox | None = None
-        """The sandbox in which it carries out an order."""
+        """The sandbox in which it carries out a command."""
         self.number = 0
         """The number of the request that it carries out; 0 for a spare."""
         self.executes = False
-        """Whether its order is to execute a program."""
-        self.ordered_s = 0.0
-        """When it got its order."""
+        """Whether its command is to execute a program."""
+        self.commanded_s = 0.0
+        """When it got its command."""
         self.reply: bytes | None = None
         """All its output on the channel, once that has ended."""
         self.code: int | None = None
@@ -173,7 +173,7 @@ class Spawner:
         """The number of the last request. The next owner continues from there, so that no old reply matches its
         requests."""
         self._workers: dict[int, Runner | None] = {}
-        """Processes that work for the owner: runners with an order and the programs that they became, else None."""
+        """Processes that work for the owner: runners with a command and the programs that they became, else None."""
         self._sandboxes: dict[str, SpawnedSandbox] = {}
         self._selector = selectors.DefaultSelector()
         self._own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
@@ -188,7 +188,7 @@ class Spawner:
         self._starting_inits: dict[int, Callable[[], None]] = {}
         """First processes that bubblewrap is still setting up, and what to do when they are ready."""
         self._pending_runners: dict[int, Runner] = {}
-        """Runners that have an order and have neither executed its program nor replied, by the number of the
+        """Runners that have a command and have neither executed its program nor replied, by the number of the
         request."""
         self._resumed_s = 0.0
 
@@ -221,7 +221,7 @@ class Spawner:
     # ---- owners ----
 
     def _accept_owner(self, owner: socket.socket) -> None:
-        """Take orders from this owner until its connection or its process ends: a fork of it may hold the connection
+        """Take commands from this owner until its connection or its process ends: a fork of it may hold the connection
         too."""
         try:
             pid, user, _ = struct.unpack("3i", owner.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -317,16 +317,16 @@ class Spawner:
         if not data:
             self._lose_owner()
             return
-        head, _, order = data.partition(b"\n")
+        head, _, command = data.partition(b"\n")
         request = decode_packet(head)
         self._number = request["id"]
         try:
-            if order:
-                self._order(request, order, fds)
+            if command:
+                self._run_command(request, command, fds)
             else:
                 _REQUESTS[request["do"]](self, request, fds)
         except (OSError, child.StepFailed) as error:
-            self._send({"exit" if order else "id": request["id"], "error": str(error)})
+            self._send({"exit" if command else "id": request["id"], "error": str(error)})
         finally:
             for fd in fds:
                 os.close(fd)
@@ -347,7 +347,7 @@ class Spawner:
             try:
                 data = os.read(fd, PACKET_BYTES_MAX)
             except ConnectionResetError:
-                return  # it ended with its order unread; its output before that comes with the next read
+                return  # it ended with its command unread; its output before that comes with the next read
             if data:
                 if len(chunks) < REPLY_BYTES_MAX:
                     chunks.extend(data)
@@ -526,8 +526,8 @@ class Spawner:
 
     # ---- runners ----
 
-    def _order(self, request: Message, order: bytes, fds: list[int]) -> None:
-        """Pass an order to a runner unchanged. `exit` reports its result; with `told`, the process id of the runner is
+    def _run_command(self, request: Message, command: bytes, fds: list[int]) -> None:
+        """Pass a command to a runner unchanged. `exit` reports its result; with `told`, the process id of the runner is
         reported first."""
         box = self._get_sandbox(request["box"])
         groups = request["groups"]
@@ -535,13 +535,13 @@ class Spawner:
         fds = fds[: len(fds) - len(held)]
         session_fds = _duplicate(held)
         try:
-            runner = self._send_order(box, groups, order, fds)
+            runner = self._send_command(box, groups, command, fds)
         except BaseException:
             _close_all(session_fds)
             raise
         runner.number = request["id"]
         runner.executes = request["do"] == "exec"
-        runner.ordered_s = time.monotonic()
+        runner.commanded_s = time.monotonic()
         runner.sandbox = box
         if held:
             box.end_session(request["session"])
@@ -554,11 +554,11 @@ class Spawner:
         self._want_spare(box.name)
         self._collect(runner.channel.detach(), functools.partial(self._on_reply, runner))
 
-    def _send_order(self, box: SpawnedSandbox, groups: list[str], order: bytes, fds: list[int]) -> Runner:
-        """Returns the runner that got the order."""
+    def _send_command(self, box: SpawnedSandbox, groups: list[str], command: bytes, fds: list[int]) -> Runner:
+        """Returns the runner that got the command."""
         runner = self._take_runner(box)
         try:
-            _send_order(runner, box, groups, order, fds)
+            _send_command(runner, box, groups, command, fds)
             return runner
         except RUNNER_GONE_ERRORS:
             # The spare was killed, as any process in the sandbox may be. Try once with another.
@@ -568,7 +568,7 @@ class Spawner:
             raise
         runner = self._fork_runner(box)
         try:
-            _send_order(runner, box, groups, order, fds)
+            _send_command(runner, box, groups, command, fds)
             return runner
         except RUNNER_GONE_ERRORS:
             reason = _parse_reply(_read_reply(runner.channel))["error"]
@@ -584,7 +584,7 @@ class Spawner:
             return
         self._resumed_s = now
         for runner in self._pending_runners.values():
-            late = runner.executes and now - runner.ordered_s > EXECUTE_S_MAX
+            late = runner.executes and now - runner.commanded_s > EXECUTE_S_MAX
             with contextlib.suppress(ProcessLookupError):  # its end is about to be noticed
                 os.kill(runner.pid, signal.SIGKILL if late else signal.SIGCONT)
 
@@ -631,7 +631,7 @@ class Spawner:
         try:
             box.spare = self._fork_runner(box)
         except (OSError, child.StepFailed):
-            return  # the next order tries again, and reports the error
+            return  # the next command tries again, and reports the error
         self._spares[name] = None
         if len(self._spares) > SPARES_MAX:
             oldest = self._sandboxes[self._spares.popitem(last=False)[0]]
@@ -668,23 +668,23 @@ class Spawner:
             if pid != 0:
                 its.close()
         if pid == 0:
-            child.become_runner(its.detach(), box, self._seccomp_fprog, ORDERS, FDS_MAX)
+            child.become_runner(its.detach(), box, self._seccomp_fprog, COMMANDS, FDS_MAX)
         runner = Runner(pid, mine)
         self._watch(pid, pidfd, lambda code: self._on_runner_exit(box, runner, code))
         return runner
 
 
 RUNNER_GONE_ERRORS = (ProcessLookupError, BrokenPipeError, ConnectionResetError)
-"""Errors that mean that a runner has ended before it could get its order."""
+"""Errors that mean that a runner has ended before it could get its command."""
 
 
-def _send_order(runner: Runner, box: SpawnedSandbox, groups: list[str], order: bytes, fds: list[int]) -> None:
+def _send_command(runner: Runner, box: SpawnedSandbox, groups: list[str], command: bytes, fds: list[int]) -> None:
     box.join(runner.pid, groups)
-    send_packet(runner.channel, order, fds)
+    send_packet(runner.channel, command, fds)
 
 
 def _discard_runner(runner: Runner) -> None:
-    """Kill a runner that has no order. Its exit is watched, so its process id is not reused before."""
+    """Kill a runner that has no command. Its exit is watched, so its process id is not reused before."""
     runner.channel.close()
     with contextlib.suppress(ProcessLookupError):
         os.kill(runner.pid, signal.SIGKILL)
@@ -747,8 +747,8 @@ def _parse_reply(text: bytes) -> Message:
         return {"error": "its reply is malformed"}
 
 
-ORDERS: child.Orders = {"exec": child.execute, "file": file_worker.carry_out}
-"""The orders of a runner."""
+COMMANDS: child.Commands = {"exec": child.execute, "file": file_worker.carry_out}
+"""The commands of a runner."""
 
 _REQUESTS: dict[str, Callable[[Spawner, Message, list[int]], None]] = {
     "begin": Spawner._begin,
