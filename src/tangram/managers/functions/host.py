@@ -4,7 +4,7 @@ Owns the state of each instance (idle or busy), its idle time, and the memory th
 number of instances never exceeds `max_instances`, including those that are being opened or removed, or cannot be
 removed; that a discarded instance is never used again; and that `close` removes all instances.
 
-Before a host opens an instance, idle instances of other functions end as far as their memory is needed. A call without enough
+Before a host opens an instance, other idle instances end as far as their memory is needed. A call without enough
 memory, or with only memory that other actions wait for, does not start: it waits in the queue of the scheduler and
 holds no resources.
 """
