@@ -230,7 +230,7 @@ def test_a_line_is_not_named_where_a_text_could_look_like_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "said", "says"),
+    ("table", "line", "message"),
     [
         ("service", "drain_s = -1", "service.drain_s: expected a finite number of seconds, at least 0, got -1"),
         ("service", "drain_s = true", "service.drain_s: expected a finite number of seconds"),
@@ -260,9 +260,9 @@ def test_a_line_is_not_named_where_a_text_could_look_like_one() -> None:
         ("scheduler", "ageing_s = 'long'", "scheduler.ageing_s: expected a positive, finite number of seconds"),
     ],
 )
-def test_a_wrong_value_is_named_with_its_key_and_what_is_valid(table: str, said: str, says: str) -> None:
-    message = refusal(f"[{table}]\n{said}")
-    assert message.startswith(f"t.toml:2: {table}.") and says in message
+def test_a_wrong_value_is_named_with_its_key_and_what_is_valid(table: str, line: str, message: str) -> None:
+    error = refusal(f"[{table}]\n{line}")
+    assert error.startswith(f"t.toml:2: {table}.") and message in error
 
 
 @pytest.mark.parametrize(
@@ -433,8 +433,8 @@ def test_a_journal_that_cannot_be_written_is_refused(tmp_path: Path, journal: st
 
 def test_requiring_files_makes_none(tmp_path: Path) -> None:
     folder = tmp_path / "to" / "be" / "made"
-    said = ServiceConfig(journal=str(folder / "journal.db"), event_log=str(folder / "events.jsonl"))
-    require_files(Config(service=said))
+    config = ServiceConfig(journal=str(folder / "journal.db"), event_log=str(folder / "events.jsonl"))
+    require_files(Config(service=config))
     assert list(tmp_path.iterdir()) == []
 
 

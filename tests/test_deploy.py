@@ -70,8 +70,8 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
         timeout=60,
         env={**os.environ, "SYSTEMD_LOG_LEVEL": "warning"},
     )
-    said = [line for line in checked.stderr.splitlines() if "tangram.service" in line]
-    assert [line for line in said if NEWER_THAN_DEBIAN_12 not in line] == []
+    warnings = [line for line in checked.stderr.splitlines() if "tangram.service" in line]
+    assert [line for line in warnings if NEWER_THAN_DEBIAN_12 not in line] == []
     assert checked.returncode == 0, checked.stderr
 
 

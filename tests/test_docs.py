@@ -49,20 +49,20 @@ class Block(NamedTuple):
 @functools.cache  # several tests read each document, and each of its links to itself does
 def tokens_of(text: str) -> list[Token]:
     """Every token of a document, those inside paragraphs included."""
-    found = []
+    names = []
     for token in MarkdownIt("commonmark").enable("table").parse(text):
-        found += [token, *(token.children or [])]
-    return found
+        names += [token, *(token.children or [])]
+    return names
 
 
 def blocks_of(text: str) -> list[Block]:
-    found = []
+    names = []
     for token in tokens_of(text):
         if token.type == "fence":
             words = token.info.lower().split()
             # The map starts at the opening fence and counts from 0; the text starts one line below.
-            found.append(Block(words[0] if words else "", token.map[0] + 2, token.content))
-    return found
+            names.append(Block(words[0] if words else "", token.map[0] + 2, token.content))
+    return names
 
 
 class _Attributes(html.parser.HTMLParser):
@@ -83,31 +83,31 @@ class _Attributes(html.parser.HTMLParser):
 
 
 def links_of(text: str) -> list[str]:
-    found = []
+    names = []
     for token in tokens_of(text):
         if token.type == "link_open":
-            found.append(str(token.attrs["href"]))
+            names.append(str(token.attrs["href"]))
         elif token.type == "image":
-            found.append(str(token.attrs["src"]))
+            names.append(str(token.attrs["src"]))
         elif token.type in ("html_block", "html_inline"):
-            found += _Attributes(token.content).links
-    return found
+            names += _Attributes(token.content).links
+    return names
 
 
 @functools.cache
 def anchors_of(text: str) -> list[str]:
     """Where `#...` can point in a document, by the rules of GitHub."""
-    found: list[str] = []
+    lines: list[str] = []
     tokens = tokens_of(text)
     for before, token in itertools.pairwise(tokens):
         if before.type == "heading_open":
             heading = "".join(part.content for part in token.children or [] if part.type in ("text", "code_inline"))
             slug = re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
-            repeats = sum(re.fullmatch(re.escape(slug) + r"(-\d+)?", anchor) is not None for anchor in found)
-            found.append(f"{slug}-{repeats}" if slug in found else slug)
+            repeats = sum(re.fullmatch(re.escape(slug) + r"(-\d+)?", anchor) is not None for anchor in lines)
+            lines.append(f"{slug}-{repeats}" if slug in lines else slug)
         elif token.type in ("html_block", "html_inline"):
-            found += _Attributes(token.content).anchors
-    return found
+            lines += _Attributes(token.content).anchors
+    return lines
 
 
 # The three checks.
@@ -147,19 +147,19 @@ def run_where_possible(document: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def broken_links(document: Path, root: Path) -> list[str]:
-    found = []
+    names = []
     for link in links_of(document.read_text(encoding="utf-8")):
         parts = urlsplit(link)
         if parts.scheme or parts.netloc:
             continue
         target = (document.parent / unquote(parts.path)).resolve() if parts.path else document
         if not target.is_relative_to(root):
-            found.append(f"{link}: leads out of the project")
+            names.append(f"{link}: leads out of the project")
         elif not target.exists():
-            found.append(f"{link}: no such file")
+            names.append(f"{link}: no such file")
         elif parts.fragment and not has_anchor(target, unquote(parts.fragment)):
-            found.append(f"{link}: the file has no such anchor")
-    return found
+            names.append(f"{link}: the file has no such anchor")
+    return names
 
 
 def has_anchor(target: Path, anchor: str) -> bool:
@@ -249,8 +249,8 @@ def test_a_quoted_explanation_is_what_the_command_prints(document: Path, monkeyp
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", list(sys.path))
     for command, lines in explained(document.read_text(encoding="utf-8")):
-        told = CliRunner().invoke(app, command.removeprefix("$ tangram ").split())
-        printed = [line for line in told.output.splitlines() if not line.startswith("! sandboxes need root")]
+        result = CliRunner().invoke(app, command.removeprefix("$ tangram ").split())
+        printed = [line for line in result.output.splitlines() if not line.startswith("! sandboxes need root")]
         assert printed == lines, command
 
 
@@ -338,8 +338,8 @@ def test_links_are_followed(link: str, complaint: str | None, page: Path) -> Non
     (page.parent / "other.md").write_text(f'{heading}{heading}<a id="by-hand"></a>\n')
     (page.parent / "code.py").write_text("one = 1\ntwo = 2\n")
     page.write_text(f"# Here\n\n{link}\n")
-    found = broken_links(page, page.parent)
-    assert [line.partition(": ")[2].endswith(complaint or "") for line in found] == ([True] if complaint else [])
+    links = broken_links(page, page.parent)
+    assert [line.partition(": ")[2].endswith(complaint or "") for line in links] == ([True] if complaint else [])
 
 
 def test_verbs_are_read_from_console_blocks_alone() -> None:

@@ -105,8 +105,8 @@ def recovered(folder: Path) -> RecoveredState:
 
 
 def test_the_journal_gives_back_actions_in_every_phase(tmp_path: Path) -> None:
-    found = {known.id: known for known in recovered(tmp_path).actions}
-    assert {id: known.phase for id, known in found.items()} == {
+    action_by_id = {known.id: known for known in recovered(tmp_path).actions}
+    assert {id: known.phase for id, known in action_by_id.items()} == {
         "run-a:queued": JournalPhase.QUEUED,
         "run-a:called": JournalPhase.QUEUED,
         "run-a:running": JournalPhase.RUNNING,
@@ -114,30 +114,30 @@ def test_the_journal_gives_back_actions_in_every_phase(tmp_path: Path) -> None:
         "run-a:fetched": JournalPhase.SETTLED,
     }
     for id in ("run-a:queued", "run-a:called", "run-a:running"):
-        assert decode_action(found[id].action) == msgspec.structs.replace(ACTION, id=id)
-        assert decode_work(found[id].work) == WORKS[id]
-    assert found["run-a:running"].attempt == 2
-    assert not found["run-a:settled"].fetched
-    assert found["run-a:fetched"].fetched
-    result = found["run-a:settled"].result
+        assert decode_action(action_by_id[id].action) == msgspec.structs.replace(ACTION, id=id)
+        assert decode_work(action_by_id[id].work) == WORKS[id]
+    assert action_by_id["run-a:running"].attempt == 2
+    assert not action_by_id["run-a:settled"].fetched
+    assert action_by_id["run-a:fetched"].fetched
+    result = action_by_id["run-a:settled"].result
     assert result is not None
     outcome = msgspec.structs.replace(SETTLED.outcome, action="run-a:settled")
     assert decode_settled(result) == msgspec.structs.replace(SETTLED, outcome=outcome)
 
 
 def test_the_journal_gives_back_sandboxes_tokens_and_images(tmp_path: Path) -> None:
-    found = recovered(tmp_path)
-    (sandbox,) = found.sandboxes
+    journal = recovered(tmp_path)
+    (sandbox,) = journal.sandboxes
     assert (sandbox.name, sandbox.run, sandbox.node) == ("run-a:box", "run-a", "local")
     assert msgspec.msgpack.decode(sandbox.spec, type=SandboxSpec) == SPEC
-    runs: Any = RunRegistry(None, found.runs)  # type: ignore[arg-type]  # it writes nothing here
+    runs: Any = RunRegistry(None, journal.runs)  # type: ignore[arg-type]  # it writes nothing here
     principal = runs.authenticate(TOKEN)
     assert principal is not None
     assert principal.run == "run-a"
     assert principal.caps == RUN_RECORD.caps
     assert runs.ending == ["run-b"]
-    assert msgspec.msgpack.decode(found.runs[0].record, type=RunRecord) == RUN_RECORD
-    images = TenantImages(None, None, found.notes)  # type: ignore[arg-type]
+    assert msgspec.msgpack.decode(journal.runs[0].record, type=RunRecord) == RUN_RECORD
+    images = TenantImages(None, None, journal.notes)  # type: ignore[arg-type]
     assert images.by_name == {"run-a:fixed": "run-a:fixed"}
 
 
@@ -188,14 +188,14 @@ def test_the_folder_of_a_run_can_be_resumed(tmp_path: Path) -> None:
     assert read_metrics(path / "metrics.jsonl") == list(LINES)
     with open_run(path, SETTINGS, resume=True) as run:
         assert run.setting_changes == ()
-        found = run.latest_checkpoint()
-        assert found is not None
-        assert found.step == STEP
+        checkpoint = run.latest_checkpoint()
+        assert checkpoint is not None
+        assert checkpoint.step == STEP
         waiting = tuple(
             msgspec.structs.replace(each, group=strip_for_training(each.group)) for each in RUN_STATE.buffer.waiting
         )
         buffer = msgspec.structs.replace(RUN_STATE.buffer, waiting=waiting)
-        assert found.state == msgspec.structs.replace(RUN_STATE, buffer=buffer)
+        assert checkpoint.state == msgspec.structs.replace(RUN_STATE, buffer=buffer)
         logs = run.samples_after(STEP)
         assert list(logs) == [GroupPut(group=strip_for_training(GROUP)), GroupLost(id="lake/8", cause="stale")]
         assert not logs.torn

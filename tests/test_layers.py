@@ -228,7 +228,7 @@ def is_keys(node: ast.AST) -> bool:
 
 def set_iterations(tree: ast.Module, module: str, *, is_package: bool = False) -> list[str]:
     """Places that take the elements of a set in the order of their hashes, which changes from process to process."""
-    found = []
+    violations = []
     for node in ast.walk(tree):
         match node:
             case ast.For(iter=iterated) | ast.AsyncFor(iter=iterated) | ast.comprehension(iter=iterated):
@@ -239,12 +239,12 @@ def set_iterations(tree: ast.Module, module: str, *, is_package: bool = False) -
                 iterables = arguments
             case _:
                 continue
-        found += [
+        violations += [
             f"{iterable.lineno}: iterates the set {ast.unparse(iterable)}; sort it or use a dict"
             for iterable in iterables
             if is_set(iterable)
         ]
-    return found
+    return violations
 
 
 # The project itself.
@@ -252,14 +252,14 @@ def set_iterations(tree: ast.Module, module: str, *, is_package: bool = False) -
 
 def findings(check, folder: Path) -> list[str]:
     """What `check` finds in the files of a folder, each as `path:line: text`."""
-    found = []
+    violations = []
     for path in sorted(folder.rglob("*.py")):
         names = path.relative_to(SOURCE.parent).with_suffix("").parts
         is_package = names[-1] == "__init__"
         module = ".".join(names[:-1] if is_package else names)
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-        found += [f"{path.relative_to(ROOT)}:{line}" for line in check(tree, module, is_package=is_package)]
-    return found
+        violations += [f"{path.relative_to(ROOT)}:{line}" for line in check(tree, module, is_package=is_package)]
+    return violations
 
 
 def test_the_checks_see_the_sources() -> None:

@@ -50,10 +50,10 @@ def test_a_gain_and_an_equal_loss_cancel_out() -> None:
 
 
 def test_findings_keep_value_interval_and_goal_together() -> None:
-    found = BenchRun("some", label="simulated", settings={"seeds": 3})
-    found.add("ratio", mean_of([1.0, 2.0, 3.0]), at_least(1.5))
-    found.add("count", 4)
-    result = found.result()
+    run = BenchRun("some", label="simulated", settings={"seeds": 3})
+    run.add("ratio", mean_of([1.0, 2.0, 3.0]), at_least(1.5))
+    run.add("count", 4)
+    result = run.result()
     assert result.metrics == {"ratio": 2.0, "count": 4.0}
     assert list(result.spread) == ["ratio"] and result.goals == {"ratio": at_least(1.5)}
 
@@ -64,9 +64,9 @@ def test_a_number_that_is_not_finite_is_a_bug() -> None:
 
 
 def test_a_result_survives_json() -> None:
-    found = BenchRun("some", settings={"seeds": 3})
-    found.add("ratio", mean_of([1.0, 2.0, 3.0]), Goal("about", 2.0))
-    result = found.result()
+    run = BenchRun("some", settings={"seeds": 3})
+    run.add("ratio", mean_of([1.0, 2.0, 3.0]), Goal("about", 2.0))
+    result = run.result()
     assert msgspec.json.decode(msgspec.json.encode(result), type=BenchResult) == result
 
 
@@ -76,15 +76,15 @@ def _squared(base: int, exponent: int) -> int:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_jobs_answer_in_their_order_and_progress_ends_at_one(processes: int) -> None:
-    told: list[float] = []
-    assert run_jobs(_squared, [(3, 2), (2, 2), (1, 2)], processes, told.append) == [9, 4, 1]
-    assert told == sorted(told) and told[-1] == pytest.approx(1.0)
+    progress: list[float] = []
+    assert run_jobs(_squared, [(3, 2), (2, 2), (1, 2)], processes, progress.append) == [9, 4, 1]
+    assert progress == sorted(progress) and progress[-1] == pytest.approx(1.0)
 
 
 def test_the_progress_of_a_part_is_a_share_of_the_whole() -> None:
-    told: list[float] = []
-    subprogress(told.append, 0.5, 1.0)(0.5)
-    assert told == [0.75]
+    progress: list[float] = []
+    subprogress(progress.append, 0.5, 1.0)(0.5)
+    assert progress == [0.75]
 
 
 def test_an_unknown_benchmark_is_refused_with_the_nearest_name() -> None:

@@ -205,11 +205,11 @@ def test_all_published_ratios_are_printed_and_the_benchmark_is_listed() -> None:
 def test_a_published_ratio_has_no_goal_but_is_compared_in_a_note() -> None:
     sizes = teachers.TeachersSizes(batches=(1024,), services=10, targets=(8,), seeds=1)
     seed = [dict.fromkeys((*teachers.SHOWN, "late_share", "busiest_share", "peak_load"), 2.0)]
-    found = BenchRun()
-    teachers.compare_batch(found, sizes, dict.fromkeys(teachers.sides_of(sizes), seed), 1024)
-    teachers.add_notes(found, sizes)
-    assert found.goals == {"act_vs_static_1024": PRINTED, "act_vs_on_demand_1024": PRINTED}
-    assert any("act_vs_on_demand_1024 1, there 101.8" in note for note in found.notes)
+    run = BenchRun()
+    teachers.compare_batch(run, sizes, dict.fromkeys(teachers.sides_of(sizes), seed), 1024)
+    teachers.add_notes(run, sizes)
+    assert run.goals == {"act_vs_static_1024": PRINTED, "act_vs_on_demand_1024": PRINTED}
+    assert any("act_vs_on_demand_1024 1, there 101.8" in note for note in run.notes)
 
 
 def test_on_demand_is_compared_with_its_best_setting() -> None:
@@ -240,8 +240,8 @@ def test_every_side_of_teachers_shows_the_same_numbers() -> None:
 def test_all_systems_get_the_same_calls_and_each_call_shape_has_its_properties() -> None:
     plain, even, half = (teachers.shape_workload(TEACHERS, 96, shape, 1) for shape in ("", "even", "half"))
     assert plain == teachers.shape_workload(TEACHERS, 96, "", 1)
-    asked = [sum(each.task == f"domain-{k}" for each in even.episodes) for k in range(3)]
-    assert asked == [32, 32, 32]
+    counts = [sum(each.task == f"domain-{k}" for each in even.episodes) for k in range(3)]
+    assert counts == [32, 32, 32]
     for before, after in zip(plain.episodes, half.episodes, strict=True):
         assert after.turns[0].think_s == before.turns[0].think_s / 2.0
         assert after.turns[0].steps == before.turns[0].steps

@@ -140,13 +140,13 @@ def test_the_core_time_of_a_step_is_divided_without_a_rest(tmp_path: Path) -> No
     ]
     header = recorder.header(Header(policy="pods:1", pools=cpu_node("n", 2)))
     path.write_bytes(header + b"".join(recorder.lines(*line) for line in lines))
-    found = measured.read_recording(path, "ab", name="some", keeps_cores=1.0)
-    shares = found.core_time
+    recording = measured.read_recording(path, "ab", name="some", keeps_cores=1.0)
+    shares = recording.core_time
     assert (shares.used, shares.held) == (pytest.approx(3 / 12), pytest.approx(1 / 12))
     assert shares.thinking == pytest.approx(4 / 12), "a is kept from 2 s to 6 s"
     assert (shares.wanted, shares.unwanted) == (pytest.approx(2 / 12), pytest.approx(2 / 12))
-    assert [(row.submitted_at, row.ended_at, row.waiting_s) for row in found.result.rows] == [(0, 2, 0), (1, 5, 2)]
-    assert (found.result.makespan_s, found.result.core_s) == (6.0, 3.0)
+    assert [(row.submitted_at, row.ended_at, row.waiting_s) for row in recording.result.rows] == [(0, 2, 0), (1, 5, 2)]
+    assert (recording.result.makespan_s, recording.result.core_s) == (6.0, 3.0)
 
 
 def _started(action: Action) -> Start:
@@ -175,16 +175,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def small_run(folder: Path) -> tuple[BenchResult, list[tuple[float, str]]]:
     """One run serves all tests that only read it."""
-    told: list[tuple[float, str]] = []
+    progress: list[tuple[float, str]] = []
     result = run_module(
         reservation,
         SMALL,
         processes=1,
-        progress=lambda share, words="": told.append((share, words)),
+        progress=lambda share, words="": progress.append((share, words)),
         report=folder / "report.html",
         backend="sandbox",
     )
-    return result, told
+    return result, progress
 
 
 @pytest.fixture
@@ -210,9 +210,9 @@ def test_both_sides_earn_the_same_rewards_of_which_not_all_are_the_highest(run) 
 def test_every_action_of_both_sides_settles(run, folder: Path) -> None:
     expected = sum(script.actions for script in agents.draw_scripts(0, groups=1, siblings=3, think_faster=150.0))
     for side in SIDES:
-        found = summarize(folder / reservation.RECORDINGS[side])
-        assert found.unsettled == 0
-        assert sum(run.actions for run in found.runs) == expected
+        summary = summarize(folder / reservation.RECORDINGS[side])
+        assert summary.unsettled == 0
+        assert sum(run.actions for run in summary.runs) == expected
 
 
 def test_a_reserved_trajectory_has_one_core_for_all_that_it_does(run, folder: Path) -> None:
@@ -229,11 +229,11 @@ def test_shares_of_the_core_time_add_up(run) -> None:
 
 
 def test_progress_names_the_running_system_and_ends_at_one(run) -> None:
-    told = run[1]
-    shares = [share for share, _ in told]
+    messages = run[1]
+    shares = [share for share, _ in messages]
     assert shares == sorted(shares) and shares[-1] == pytest.approx(1.0)
-    assert any("reserved: 3 of 3 trajectories" in words for _, words in told)
-    assert any("by action: 3 of 3 trajectories" in words for _, words in told)
+    assert any("reserved: 3 of 3 trajectories" in words for _, words in messages)
+    assert any("by action: 3 of 3 trajectories" in words for _, words in messages)
 
 
 def test_the_report_stands_alone_and_shows_both_sides(run, folder: Path) -> None:

@@ -45,18 +45,21 @@ def measured(module: Any, sizes: Any) -> BenchResult:
 
 
 def test_a_rollout_is_played_with_and_without_a_barrier() -> None:
-    found = measured(rollout, ROLLOUT).metrics
-    assert found["speedup_s05"] > 0.0 and found["ideal_s05"] >= 1.0 and found["speedup_heavy"] > 0.0
-    assert found["share_of_ideal_min"] == found["share_of_ideal_s05"]
-    assert 1 <= found["tokens_per_turn"] <= rollout.TOKENS_MAX and found["prefilled_per_turn"] >= rollout.OBSERVED_WORDS
+    metrics = measured(rollout, ROLLOUT).metrics
+    assert metrics["speedup_s05"] > 0.0 and metrics["ideal_s05"] >= 1.0 and metrics["speedup_heavy"] > 0.0
+    assert metrics["share_of_ideal_min"] == metrics["share_of_ideal_s05"]
+    assert (
+        1 <= metrics["tokens_per_turn"] <= rollout.TOKENS_MAX
+        and metrics["prefilled_per_turn"] >= rollout.OBSERVED_WORDS
+    )
 
 
 def test_redundant_groups_and_members_are_played_and_counted_as_waste() -> None:
-    found = measured(redundancy, REDUNDANCY).metrics
+    metrics = measured(redundancy, REDUNDANCY).metrics
     cells = [f"g{groups}_m{members}" for groups in (0, 1) for members in (0, 1)]
-    assert {f"{what}_{cell}" for what in ("speedup", "waste", "bias_turns") for cell in cells} <= set(found)
-    assert found["speedup_g0_m0"] == pytest.approx(1.0) and found["waste_g0_m0"] == 0.0
-    assert found["waste_g1_m1"] > 0.0 and found["bias_turns_g0_m0"] == pytest.approx(1.0)
+    assert {f"{what}_{cell}" for what in ("speedup", "waste", "bias_turns") for cell in cells} <= set(metrics)
+    assert metrics["speedup_g0_m0"] == pytest.approx(1.0) and metrics["waste_g0_m0"] == 0.0
+    assert metrics["waste_g1_m1"] > 0.0 and metrics["bias_turns_g0_m0"] == pytest.approx(1.0)
 
 
 def test_the_same_rewards_are_computed_by_reserved_and_by_elastic_instances() -> None:

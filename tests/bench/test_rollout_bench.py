@@ -45,8 +45,8 @@ def test_the_barrier_model_reproduces_the_published_result_of_128_environments_a
     """Known from a simulation of the same setting."""
     for spread, known in ((0.1, 1.25), (0.3, 1.55), (0.5, 1.80), (0.7, 2.00), (1.0, 2.22)):
         waits = LatencyModel(latency_s=1.0, spread=spread, turns=20)
-        found = statistics.fmean(ideal(waits, seed, 128, together_s=0.1, single_s=0.03) for seed in range(10))
-        assert found == pytest.approx(known, rel=0.05)
+        mean = statistics.fmean(ideal(waits, seed, 128, together_s=0.1, single_s=0.03) for seed in range(10))
+        assert mean == pytest.approx(known, rel=0.05)
 
 
 def test_turns_are_within_their_limits_and_differ() -> None:

@@ -117,7 +117,7 @@ def test_one_answer_that_fails_makes_the_number_of_waiting_clients_zero(tmp_path
 
 
 def test_what_is_not_installed_is_left_out_with_the_reason() -> None:
-    found = BenchRun(processes=1)
+    run = BenchRun(processes=1)
 
     def missing(count: int, at_once: int) -> float:
         raise SystemUnavailable("it is not installed")
@@ -125,9 +125,9 @@ def test_what_is_not_installed_is_left_out_with_the_reason() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(http, "ray_rate", missing)
         patch.setattr(http, "dask_rate", lambda count, at_once: 7.0)
-        http.add_other_systems(HTTP, found)
-    assert found.metrics == {"dask_tasks_per_s": 7.0}
-    assert found.notes == ["ray_tasks_per_s is not measured: it is not installed."]
+        http.add_other_systems(HTTP, run)
+    assert run.metrics == {"dask_tasks_per_s": 7.0}
+    assert run.notes == ["ray_tasks_per_s is not measured: it is not installed."]
 
 
 def test_the_embedded_job_does_all_its_actions() -> None:
@@ -153,9 +153,9 @@ def outcome(id: str, status: Status = Status.SUCCEEDED, reason: str = "") -> Out
 
 
 def told(clients: durability.Clients, forgotten: int = 0) -> dict[str, float]:
-    found = BenchRun()
-    durability.add_metrics(found, clients, forgotten, [0.5, 0.7])
-    return found.metrics
+    run = BenchRun()
+    durability.add_metrics(run, clients, forgotten, [0.5, 0.7])
+    return run.metrics
 
 
 @pytest.fixture
@@ -221,12 +221,12 @@ def test_growth_is_that_of_the_last_quarter_over_the_second() -> None:
 
 
 def test_whatever_is_more_than_before_is_a_leak_and_less_does_not_make_up_for_it() -> None:
-    found = BenchRun()
+    run = BenchRun()
     soak.add_metrics(
-        found, [100] * 8, {"descriptors": 10, "tasks": 3, "mounts": 0}, {"descriptors": 7, "tasks": 4, "mounts": 2}
+        run, [100] * 8, {"descriptors": 10, "tasks": 3, "mounts": 0}, {"descriptors": 7, "tasks": 4, "mounts": 2}
     )
-    assert found.metrics["leaks"] == 3.0
-    assert found.metrics["left_descriptors"] == -3.0
+    assert run.metrics["leaks"] == 3.0
+    assert run.metrics["left_descriptors"] == -3.0
 
 
 def test_processes_below_are_those_of_all_generations() -> None:

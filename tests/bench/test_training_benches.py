@@ -37,13 +37,13 @@ def test_modes_are_compared_seed_by_seed() -> None:
         for mode, each in seconds.items()
     }
     fixed["start_bound"][0][3] = line(4, 0.9, (0, 0, 64))
-    found = BenchRun()
-    ladder.add_throughput(found, fixed, ladder.FULL)
-    assert found.metrics["async_vs_sync"] == pytest.approx(8.0)
-    assert found.metrics["async_vs_one_off"] == pytest.approx(2.0)
-    assert found.metrics["async_vs_start_bound"] == pytest.approx(0.9)
-    assert found.metrics["staleness_max_start_bound"] == 2.0
-    assert found.goals["async_vs_one_off"].value == 1.2
+    run = BenchRun()
+    ladder.add_throughput(run, fixed, ladder.FULL)
+    assert run.metrics["async_vs_sync"] == pytest.approx(8.0)
+    assert run.metrics["async_vs_one_off"] == pytest.approx(2.0)
+    assert run.metrics["async_vs_start_bound"] == pytest.approx(0.9)
+    assert run.metrics["staleness_max_start_bound"] == 2.0
+    assert run.goals["async_vs_one_off"].value == 1.2
 
 
 def test_a_rung_of_the_ladder_is_climbed_for_real(tmp_path: Path) -> None:

@@ -111,23 +111,23 @@ def processes_of(state: Path, owning: set[int]) -> dict[int, str]:
     """Processes that stand in a control group of an owner, that see a mount below the state directory, or that were
     started with it. Not this one."""
     places = [f"/tangram/{process}-" for process in owning]
-    found = {}
+    children_by_pid = {}
     for pid in pids():
         if pid == os.getpid() or is_zombie(pid):
             continue
         group, words, mounts = seen(pid, "cgroup"), seen(pid, "cmdline"), seen(pid, "mountinfo")
         if any(place in group for place in places) or str(state) in words or f"{state}/" in mounts:
-            found[pid] = words.replace("\0", " ")[:200] or seen(pid, "comm")
-    return found
+            children_by_pid[pid] = words.replace("\0", " ")[:200] or seen(pid, "comm")
+    return children_by_pid
 
 
 def children() -> set[int]:
     """Children of this process, including dead ones that were not waited for."""
-    found: set[int] = set()
+    pids: set[int] = set()
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):
-            found |= {int(word) for word in Path(f"/proc/self/task/{task}/children").read_text().split()}
-    return found
+            pids |= {int(word) for word in Path(f"/proc/self/task/{task}/children").read_text().split()}
+    return pids
 
 
 def mounts_below(state: Path) -> list[str]:
@@ -234,18 +234,18 @@ def owners(tmp_path: Path, _images: Path, capfd: pytest.CaptureFixture[str]) -> 
     _present_state = state = tmp_path / "state"
     state.mkdir(mode=0o711)
     (state / "images").symlink_to(_images)
-    found = Owners(state)
+    all_owners = Owners(state)
     try:
-        with nothing_left(state, found.pids):
+        with nothing_left(state, all_owners.pids):
             try:
-                yield found
+                yield all_owners
             finally:
-                found.close()
+                all_owners.close()
     finally:  # a test that has failed leaves nothing either
-        for name in [name for process in found.pids for name in owners_of(process)]:
+        for name in [name for process in all_owners.pids for name in owners_of(process)]:
             groups.remove_owner_cgroup(name)
-    said = capfd.readouterr().err
-    assert "spawner.py" not in said, f"the spawner broke down: {said}"
+    output = capfd.readouterr().err
+    assert "spawner.py" not in output, f"the spawner broke down: {output}"
 
 
 @pytest.fixture
@@ -281,9 +281,9 @@ def timed_out(result: tangram.Result) -> bool:
 
 def spawner() -> int:
     """The process that starts the programs of the one connection of this process."""
-    found = [pid for pid in children() if "spawner.py" in seen(pid, "cmdline")]
-    assert len(found) == 1, f"one spawner was expected, these are there: {found}"
-    return found[0]
+    pids = [pid for pid in children() if "spawner.py" in seen(pid, "cmdline")]
+    assert len(pids) == 1, f"one spawner was expected, these are there: {pids}"
+    return pids[0]
 
 
 def parent(pid: int) -> int:
@@ -312,8 +312,8 @@ def holders() -> list[int]:
 
 def owner_name(state: Path) -> str:
     """The one owner that uses the state directory."""
-    (found,) = [path.name for path in (state / "owners").iterdir()]
-    return found
+    (names,) = [path.name for path in (state / "owners").iterdir()]
+    return names
 
 
 def group(state: Path, controller: str, box: int = 1) -> Path:
@@ -352,13 +352,13 @@ def found_by(word: str, state: Path | None = None) -> list[int]:
     present test, as this machine numbers them. Tests that run at the same time use the same words."""
     state = state or _present_state
     assert state is not None, "outside of a test with the fixture `owners`, name the state directory"
-    found = []
+    matches = []
     for pid in pids():
         numbers = [line.split()[1:] for line in seen(pid, "status").splitlines() if line.startswith("NSpid:")]
         is_inside = numbers and len(numbers[0]) > 1 and word in seen(pid, "cmdline").split("\0")
         if is_inside and f"{state}/" in seen(pid, "mountinfo"):
-            found.append(pid)
-    return found
+            matches.append(pid)
+    return matches
 
 
 def until_runs(word: str) -> str:
@@ -369,9 +369,9 @@ def until_runs(word: str) -> str:
 
 def cgroup_names(state: Path) -> list[str]:
     """Groups of sandboxes below those of the owners that use the state directory."""
-    found = []
+    pids = []
     for owner in (state / "owners").iterdir():
         for place in dict.fromkeys(find_hierarchies().by_controller.values()):
             with contextlib.suppress(FileNotFoundError):
-                found += [path.name for path in (place / "tangram" / owner.name).iterdir() if path.is_dir()]
-    return found
+                pids += [path.name for path in (place / "tangram" / owner.name).iterdir() if path.is_dir()]
+    return pids

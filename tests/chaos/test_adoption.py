@@ -149,10 +149,10 @@ class Service:
     def killed(self, story: str, before: str = "", **options: Any) -> list[str]:
         """Run a story until it says `ready`, then kill its process at once. Returns the rest of its output."""
         process = self.start(story + "\nawait asyncio.sleep(1000)", before, **options)
-        said = heard(process)
+        output = heard(process)
         process.kill()
         process.wait()
-        return said
+        return output
 
     def comes(self, **options: Any) -> Keeper:
         return Keeper(self.state, self.name, **options)
@@ -165,11 +165,11 @@ class Service:
     def spawner(self) -> int:
         """0 if it has ended. A process that exits loses its command line first, and its locks after that: it has ended
         when it is a zombie."""
-        found = [int(path.read_text()) for path in (self.state / "owners").glob("*/kept/spawner.lock")]
-        if not found or is_zombie(found[0]) or not os.path.exists(f"/proc/{found[0]}"):
+        pids = [int(path.read_text()) for path in (self.state / "owners").glob("*/kept/spawner.lock")]
+        if not pids or is_zombie(pids[0]) or not os.path.exists(f"/proc/{pids[0]}"):
             return 0
-        words = seen(found[0], "cmdline")
-        return found[0] if "spawner.py" in words or not words else 0
+        words = seen(pids[0], "cmdline")
+        return pids[0] if "spawner.py" in words or not words else 0
 
     def groups(self) -> list[str]:
         return [name for name in cgroups.owner_names() if name.startswith(f"{self.name}.")]
@@ -207,15 +207,15 @@ def heard(process: subprocess.Popen[str]) -> list[str]:
 @pytest.fixture
 def service(owners: Owners) -> Iterator[Service]:
     """When the test is over, its sandboxes are closed, and nothing of them may be left."""
-    found = Service(owners)
+    started = Service(owners)
     try:
-        yield found
-        found.close()
-        run(found.end())
-        assert found.groups() == [] and found.spawner == 0
+        yield started
+        started.close()
+        run(started.end())
+        assert started.groups() == [] and started.spawner == 0
     finally:
-        found.close()
-        found.end_by_force()
+        started.close()
+        started.end_by_force()
 
 
 # ---- what is back --------------------------------------------------------------------------------------------------
@@ -961,11 +961,11 @@ ready()
 
 
 def descriptors(pid: int) -> list[str]:
-    found = []
+    pids = []
     for name in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):
-            found.append(os.readlink(f"/proc/{pid}/fd/{name}"))
-    return sorted(name.partition(":")[0] for name in found)
+            pids.append(os.readlink(f"/proc/{pid}/fd/{name}"))
+    return sorted(name.partition(":")[0] for name in pids)
 
 
 def test_owners_that_come_and_go_leave_nothing_open(service: Service) -> None:

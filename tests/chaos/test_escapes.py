@@ -55,8 +55,8 @@ def test_files_of_the_machine_are_out_of_reach(play: Play, state: Path, tmp_path
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="64MiB", user=user) as box:
             names = [way + path for way in ways for path in paths]
-            found = await told(box, "say([name for name in sys.argv[1:] if os.path.exists(name)])", *names)
-            assert found == []
+            visible = await told(box, "say([name for name in sys.argv[1:] if os.path.exists(name)])", *names)
+            assert visible == []
             for name in names:
                 with pytest.raises(FileFailed):
                     await box.read(name)
@@ -83,8 +83,8 @@ def test_what_one_sandbox_changes_no_other_sees(play: Play, user: str) -> None:
             assert await told(box, SHARED_MEMORY, "0o1666") == "got"
             async with t.sandbox(memory="64MiB", user=user) as opened_later:
                 for other in (open_before, opened_later):
-                    seen = await other.exec("cat /etc/hostname; ls /evil /etc/lss /dev/shm/evil; ls -d /etc/passwd")
-                    assert seen.stdout == "sandbox\n/etc/passwd\n"
+                    result = await other.exec("cat /etc/hostname; ls /evil /etc/lss /dev/shm/evil; ls -d /etc/passwd")
+                    assert result.stdout == "sandbox\n/etc/passwd\n"
                     assert await told(other, SHARED_MEMORY, "0") == "ENOENT"
 
     play(story)
@@ -114,10 +114,10 @@ def root_directory(tmp_path: Path) -> Path:
     for link in ("bin", "lib", "lib64"):
         (root / link).symlink_to(f"usr/{link}")
     for program in ("bash", "id", "cat", "ls"):
-        found = shutil.which(program)
-        assert found is not None
-        shutil.copy(found, root / "usr/bin" / program)
-        for word in subprocess.run(["ldd", found], capture_output=True, text=True, check=True).stdout.split():
+        path = shutil.which(program)
+        assert path is not None
+        shutil.copy(path, root / "usr/bin" / program)
+        for word in subprocess.run(["ldd", path], capture_output=True, text=True, check=True).stdout.split():
             if word.startswith("/"):
                 place = root / "usr" / word.removeprefix("/usr").lstrip("/")
                 place.parent.mkdir(parents=True, exist_ok=True)
@@ -225,8 +225,8 @@ def test_calls_that_lead_out_of_a_sandbox_are_refused(play: Play, user: str) -> 
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="64MiB", user=user) as box:
             lines = [f"{name!r}: attempt({number(call)}, {words})" for name, (call, words) in attempts.items()]
-            said = await told(box, CALLS + "say({" + ", ".join(lines) + "})")
-            assert {name: code for name, code in said.items() if code not in REFUSED} == {}
+            result = await told(box, CALLS + "say({" + ", ".join(lines) + "})")
+            assert {name: code for name, code in result.items() if code not in REFUSED} == {}
 
     play(story)
 
@@ -498,12 +498,12 @@ def test_no_network_is_reached_without_being_allowed(play: Play) -> None:
         with listening(tcp, abstract) as reached:
             for user in ("agent", "root"):
                 async with t.sandbox(memory="64MiB", user=user) as box:
-                    said, interfaces = await told(box, CONNECT, *words)
-                    assert said == ["ECONNREFUSED", "ECONNREFUSED", "ENETUNREACH", "ENETUNREACH"]
+                    result, interfaces = await told(box, CONNECT, *words)
+                    assert result == ["ECONNREFUSED", "ECONNREFUSED", "ENETUNREACH", "ENETUNREACH"]
                     assert interfaces == ["lo"] and reached == []
             async with t.sandbox(memory="64MiB", network=True) as box:
-                said, _ = await told(box, CONNECT, *words)
-                assert said[0] == "connected", "with a network it is the machine's"
+                result, _ = await told(box, CONNECT, *words)
+                assert result[0] == "connected", "with a network it is the machine's"
 
     play(story)
 

@@ -241,12 +241,12 @@ def test_many_processes_that_share_the_memory_do_not_kill_the_sandbox(play: Play
         async with t.sandbox(memory="64MiB", processes=40) as box:
             result = await box.exec(["python3", "-c", eat], timeout_s=6)
             assert (result.status is Status.SUCCEEDED or timed_out(result)) and result.out_of_memory
-            said = ""
+            output = ""
             for _ in range(
                 40
             ):  # if only the first of them was killed, the rest continues, and a later process may be next
-                said = said or (await box.exec("echo usable")).stdout
-            assert said == "usable\n"
+                output = output or (await box.exec("echo usable")).stdout
+            assert output == "usable\n"
 
     play(story)
 
@@ -275,10 +275,10 @@ def test_files_that_use_up_the_memory_can_be_deleted(play: Play) -> None:
             result = await box.exec("head -c 500000000 /dev/zero > big")
             assert result.out_of_memory and result.exit_code == 137
             await box.delete("big")
-            said = ""
+            output = ""
             for _ in range(20):  # the kernel frees the memory of a file some moments after its deletion
-                said = said or (await box.exec("echo usable")).stdout
-            assert said == "usable\n"
+                output = output or (await box.exec("echo usable")).stdout
+            assert output == "usable\n"
 
     play(story)
 

@@ -30,11 +30,11 @@ AT_ONCE = 8
 
 def descriptors(pid: int) -> list[str]:
     """What a process has open, but for the control groups of open sandboxes: as many as actions ran at once in them."""
-    found = []
+    leftovers = []
     for name in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):
-            found.append(os.readlink(f"/proc/{pid}/fd/{name}"))
-    return sorted(name for name in found if not name.endswith("/cgroup.procs"))
+            leftovers.append(os.readlink(f"/proc/{pid}/fd/{name}"))
+    return sorted(name for name in leftovers if not name.endswith("/cgroup.procs"))
 
 
 def is_group(pid: int, descriptor: str) -> bool:

@@ -49,9 +49,9 @@ def test_the_table_shows_goals_and_whether_they_are_met(cli, asked: list[dict]) 
 
 def test_json_is_one_object_per_benchmark(cli, asked: list[dict]) -> None:
     done = cli("bench", "all", "--json")
-    found = [json.loads(line) for line in done.out.splitlines()]
-    assert [each["name"] for each in found] == list(BENCHES)
-    assert all({"name", "label", "settings", "metrics", "spread"} <= set(each) for each in found)
+    results = [json.loads(line) for line in done.out.splitlines()]
+    assert [each["name"] for each in results] == list(BENCHES)
+    assert all({"name", "label", "settings", "metrics", "spread"} <= set(each) for each in results)
 
 
 def test_a_trace_folder_is_handed_on(cli, asked: list[dict], tmp_path: Path) -> None:

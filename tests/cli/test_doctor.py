@@ -53,13 +53,13 @@ def test_a_machine_that_has_all_opens_a_sandbox_and_exits_with_0(cli) -> None:
 def test_json_has_the_same_content(cli) -> None:
     done = cli("doctor", "--json")
     assert (done.code, done.err) == (0, "")
-    found = done.json
-    assert found["backends"]["sandbox"] == {"usable": True, "why_not": ""}
-    assert found["backends"]["process"]["usable"]
-    assert set(found["trial"]) == {"start_s", "open_s", "exec_s", "close_s"}
-    states = {each["component"]: each["state"] for each in found["components"]}
+    document = done.json
+    assert document["backends"]["sandbox"] == {"usable": True, "why_not": ""}
+    assert document["backends"]["process"]["usable"]
+    assert set(document["trial"]) == {"start_s", "open_s", "exec_s", "close_s"}
+    states = {each["component"]: each["state"] for each in document["components"]}
     assert states["bubblewrap"] == states["overlayfs"] == states["cgroup freezer"] == "ok"
-    assert found["install"] == ""
+    assert document["install"] == ""
 
 
 @needs_root
@@ -78,9 +78,9 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("bwrap", "catatonit", "setpriv", "cp"):
-        found = shutil.which(name)
-        if found is not None:
-            (folder / name).symlink_to(found)
+        path = shutil.which(name)
+        if path is not None:
+            (folder / name).symlink_to(path)
     monkeypatch.setenv("PATH", str(folder))
     return folder
 
@@ -93,11 +93,11 @@ def test_a_missing_program_is_listed_with_the_command_that_installs_it(cli, prog
     assert "apt-get install -y bubblewrap catatonit\n" in done.out
     assert "backends that work: process" in done.out
     assert "sandbox does not work: " in done.out and "bubblewrap: no program bwrap" in done.out
-    found = cli("doctor", "--json")
-    assert found.code == 1
-    assert found.json["trial"] is None
-    assert found.json["install"].endswith("apt-get install -y bubblewrap catatonit")
-    assert not found.json["backends"]["sandbox"]["usable"]
+    result = cli("doctor", "--json")
+    assert result.code == 1
+    assert result.json["trial"] is None
+    assert result.json["install"].endswith("apt-get install -y bubblewrap catatonit")
+    assert not result.json["backends"]["sandbox"]["usable"]
 
 
 @needs_root

@@ -25,11 +25,11 @@ def test_the_report_is_named_as_it_was_given(cli, tmp_path: Path, monkeypatch: p
 
 
 def test_json_holds_the_answer_and_every_point(cli) -> None:
-    found = cli("plan", *SMALL, "--target", "p95", "--json").json
-    assert (found["target"], found["resource"], found["like"]) == ("p95", "cores", "pods:0.5")
-    assert found["reference"]["size"] == 4
-    assert found["smallest"] in [point["size"] for point in found["points"]]
-    assert found["saved"] == pytest.approx(1.0 - found["smallest"] / 4)
+    document = cli("plan", *SMALL, "--target", "p95", "--json").json
+    assert (document["target"], document["resource"], document["like"]) == ("p95", "cores", "pods:0.5")
+    assert document["reference"]["size"] == 4
+    assert document["smallest"] in [point["size"] for point in document["points"]]
+    assert document["saved"] == pytest.approx(1.0 - document["smallest"] / 4)
 
 
 def test_the_command_in_the_json_reproduces_it(cli) -> None:
@@ -41,20 +41,20 @@ def test_the_command_in_the_json_reproduces_it(cli) -> None:
 
 
 def test_devices_are_sized_where_the_work_uses_them(cli) -> None:
-    found = cli("plan", "teachers", "--batch", 40, "--seeds", 1, "--workers", 1, "--json").json
-    assert (found["resource"], found["reference"]["size"]) == ("devices", 40)
+    document = cli("plan", "teachers", "--batch", 40, "--seeds", 1, "--workers", 1, "--json").json
+    assert (document["resource"], document["reference"]["size"]) == ("devices", 40)
 
 
 def test_today_a_service_has_fixed_devices_not_pods(cli, tmp_path: Path) -> None:
     report = tmp_path / "plan.html"
-    told = cli("plan", "teachers", "--batch", 40, "--seeds", 1, "--workers", 1, "--report", report).out
-    assert "fixed devices today" in told and "fewer than 40 fixed devices." in told
-    assert "pods" not in told and "40 devices, fixed devices" in report.read_text()
+    output = cli("plan", "teachers", "--batch", 40, "--seeds", 1, "--workers", 1, "--report", report).out
+    assert "fixed devices today" in output and "fewer than 40 fixed devices." in output
+    assert "pods" not in output and "40 devices, fixed devices" in report.read_text()
 
 
 def test_a_recorded_trace_is_sized(cli, recording: Path) -> None:
-    found = cli("plan", "--trace", recording, "--like", "pods:1@6", "--workers", 1, "--json").json
-    assert (found["like"], found["reference"]["size"], found["seeds"]) == ("pods:1", 6, [0])
+    document = cli("plan", "--trace", recording, "--like", "pods:1@6", "--workers", 1, "--json").json
+    assert (document["like"], document["reference"]["size"], document["seeds"]) == ("pods:1", 6, [0])
 
 
 def test_a_recording_is_compared_with_what_it_was_recorded_with(cli, recording: Path) -> None:
@@ -62,9 +62,9 @@ def test_a_recording_is_compared_with_what_it_was_recorded_with(cli, recording: 
     assert done.code == 0, done.err
     assert "adaptive, as recorded" in done.out and "pods" not in done.out
     assert "than adaptive on 4 cores, as recorded." in done.out
-    found = cli("plan", "--trace", recording, "--workers", 1, "--json").json
-    assert (found["like"], found["reference"]["size"], found["recorded"]) == ("adaptive", 4, True)
-    assert found["points"][-1]["size"] == 4 and found["smallest"] <= 4
+    document = cli("plan", "--trace", recording, "--workers", 1, "--json").json
+    assert (document["like"], document["reference"]["size"], document["recorded"]) == ("adaptive", 4, True)
+    assert document["points"][-1]["size"] == 4 and document["smallest"] <= 4
 
 
 def test_the_command_of_a_plan_for_a_recording_reproduces_it(cli, recording: Path) -> None:
@@ -78,8 +78,8 @@ def test_a_target_out_of_reach_is_an_answer_too(cli) -> None:
     done = cli("plan", "--batch", 3, "--seeds", 1, "--workers", 1, "--act", "0.000001")
     assert done.code == 0
     assert "adaptive does not reach a mean ACT of" in done.out
-    told = " ".join(done.out.split())
-    assert "more of them change nothing" in told and "another resource than cores" in told
+    output = " ".join(done.out.split())
+    assert "more of them change nothing" in output and "another resource than cores" in output
 
 
 @pytest.mark.parametrize(

@@ -81,8 +81,8 @@ def test_show_filters_sorts_and_limits(cli, rollout: Path) -> None:
     assert ids("--ending", "env_failed") == ["chain/2/2.0"]
     assert ids("--group", "frozenlake/1") == ["frozenlake/1/0.0", "frozenlake/1/1.0"]
     assert len(ids("--limit", 2)) == 2
-    told = cli("rl", "show", rollout, "--sort", "-tokens", "--json").json["trajectories"]
-    assert [row["tokens"] for row in told] == sorted((row["tokens"] for row in told), reverse=True)
+    document = cli("rl", "show", rollout, "--sort", "-tokens", "--json").json["trajectories"]
+    assert [row["tokens"] for row in document] == sorted((row["tokens"] for row in document), reverse=True)
     by_reward = cli("rl", "show", rollout, "--sort", "reward", "--json").json["trajectories"]
     assert by_reward[-1]["reward"] is None
     assert "2 of 7 trajectories; --limit shows more" in cli("rl", "show", rollout, "--limit", 2).out
@@ -97,7 +97,7 @@ def test_show_json_sums_up(cli, rollout: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (("--task", "chian"), "such as chain"),
         (("--ending", "lost"), "one of finished, truncated"),
@@ -107,9 +107,11 @@ def test_show_json_sums_up(cli, rollout: Path) -> None:
         (("chain/2/0",), "such as chain/2/0.0"),
     ],
 )
-def test_what_is_not_there_is_answered_with_what_is(cli, rollout: Path, words: tuple[object, ...], told: str) -> None:
+def test_what_is_not_there_is_answered_with_what_is(
+    cli, rollout: Path, words: tuple[object, ...], expected: str
+) -> None:
     done = cli("rl", "show", rollout, *words)
-    assert done.code == 2 and told in done.err and done.err.count("\n") == 1 and done.out == ""
+    assert done.code == 2 and expected in done.err and done.err.count("\n") == 1 and done.out == ""
 
 
 def test_show_reads_tokens_with_the_tokenizer_of_the_checkpoint_as_long_as_it_is_there(cli, tmp_path: Path) -> None:
@@ -124,12 +126,12 @@ def test_show_reads_tokens_with_the_tokenizer_of_the_checkpoint_as_long_as_it_is
     trajectory = simple("maze/0/0.0", [span(Stage.GENERATE, 0.0, 1.0)])
     with TrajectoryLog(path, settings=settings) as log:
         log.append(msgspec.structs.replace(trajectory, turns=(turn,)))
-    said = cli("rl", "show", path, trajectory.id).out
-    assert "text" in said and [word in said for word in ("go", "left", "<end>")] == [True] * 3
+    output = cli("rl", "show", path, trajectory.id).out
+    assert "text" in output and [word in output for word in ("go", "left", "<end>")] == [True] * 3
     shutil.rmtree(folder)
-    told = cli("rl", "show", path, trajectory.id)
-    assert told.code == 0 and "text" not in told.out and "<end>" not in told.out
-    assert all(str(token) in told.out for token in tokens)
+    result = cli("rl", "show", path, trajectory.id)
+    assert result.code == 0 and "text" not in result.out and "<end>" not in result.out
+    assert all(str(token) in result.out for token in tokens)
 
 
 def test_show_prints_one_trajectory_turn_by_turn(cli, rollout: Path) -> None:
@@ -141,8 +143,8 @@ def test_show_prints_one_trajectory_turn_by_turn(cli, rollout: Path) -> None:
         assert f"  < {turn.observation}"[:100] in done.out and f"  > {turn.action}" in done.out
         assert f"{turn.logprobs[0]:.4f}" in done.out
     assert "<end>" in done.out and "spans" in done.out and "cpu@a" in done.out and "reward 1" in done.out
-    told = cli("rl", "show", rollout, trajectory.id, "--json").json
-    assert msgspec.convert(told, Trajectory) == trajectory
+    document = cli("rl", "show", rollout, trajectory.id, "--json").json
+    assert msgspec.convert(document, Trajectory) == trajectory
 
 
 # ---- timeline ---------------------------------------------------------------------------------------------------
@@ -159,23 +161,23 @@ def test_timeline_shows_why_engines_were_idle_and_its_parts_add_up(cli, rollout:
         "time of trajectories",
     ):
         assert words in done.out
-    told = cli("rl", "timeline", rollout, "--json").json
-    assert told["total_s"] == 8.0
-    for stage in told["stages"].values():
+    document = cli("rl", "timeline", rollout, "--json").json
+    assert document["total_s"] == 8.0
+    for stage in document["stages"].values():
         idle = sum(stage["idle_s"].values())
         assert stage["busy_s"] + idle == pytest.approx(8.0, abs=1e-9)
         assert sum(stage["idle_by_party_s"].values()) == pytest.approx(idle, abs=1e-9)
         assert sum(gap["ended_s"] - gap["began_s"] for gap in stage["gaps"]) == pytest.approx(idle, abs=1e-9)
-    assert told["stages"]["generate"]["idle_by_party_s"].keys() == {
+    assert document["stages"]["generate"]["idle_by_party_s"].keys() == {
         "environment",
         "engine",
         "reward",
         "buffer",
         "run",
     } - {"run"}
-    for task in told["tasks"].values():
+    for task in document["tasks"].values():
         assert sum(task["shares"].values()) == pytest.approx(1.0)
-    assert told["stages"]["buffer"]["busy_s"] > 0.0, "from the end of a trajectory to the closing of its group"
+    assert document["stages"]["buffer"]["busy_s"] > 0.0, "from the end of a trajectory to the closing of its group"
 
 
 def test_impossible_times_are_reported_with_the_file_and_the_line(cli, rollout: Path) -> None:
@@ -212,8 +214,8 @@ def test_an_empty_log_is_no_error(cli, tmp_path: Path) -> None:
 def test_replay_finds_that_nothing_changed(cli, rollout: Path) -> None:
     done = cli("rl", "replay", rollout)
     assert done.code == 0 and done.out.startswith("the same: 7 trajectories with ")
-    told = cli("rl", "replay", rollout, "--json").json
-    assert len(told) == 7 and all(each["same"] for each in told)
+    document = cli("rl", "replay", rollout, "--json").json
+    assert len(document) == 7 and all(each["same"] for each in document)
     assert [each["id"] for each in cli("rl", "replay", rollout, "chain/2/1.0", "--json").json] == ["chain/2/1.0"]
     assert len(cli("rl", "replay", rollout, "--task", "chain", "--json").json) == 3
 
@@ -228,8 +230,8 @@ def test_replay_of_another_recording_exits_with_1_and_names_the_first_difference
     assert done.code == 1
     assert "different: 1 of 1 trajectory" in done.out and "turn 0: another observation" in done.out
     assert "\\x1b[2J[bold]</b>" in done.out and "\x1b" not in done.out
-    told = cli("rl", "replay", path, "--json")
-    assert told.code == 1 and told.json[0]["differences"][0]["turn"] == 0
+    result = cli("rl", "replay", path, "--json")
+    assert result.code == 1 and result.json[0]["differences"][0]["turn"] == 0
 
 
 def test_replay_of_an_unknown_id_or_task_is_an_error(cli, rollout: Path) -> None:
@@ -280,8 +282,8 @@ def test_what_runs_commands_is_replayed_with_a_backend_its_reward_too(cli, tmp_p
     other = msgspec.structs.replace(codefix, reward=0.0)
     done = cli("rl", "replay", logged(tmp_path / "other.jsonl", other), "--backend", "process", "--json")
     assert done.code == 1
-    (found,) = done.json
-    assert found["failed"] == "" and [each["what"] for each in found["differences"]] == ["reward"]
+    (document,) = done.json
+    assert document["failed"] == "" and [each["what"] for each in document["differences"]] == ["reward"]
 
 
 def test_an_unknown_backend_is_an_error(cli, tmp_path: Path, codefix: Trajectory) -> None:
@@ -295,13 +297,13 @@ def test_an_unknown_backend_is_an_error(cli, tmp_path: Path, codefix: Trajectory
 def hostile(path: Path) -> list[Trajectory]:
     """Trajectories in which every text is hostile."""
     turn = recordings.played("chain", "random", 1).turns[0]
-    found = []
+    lines = []
     with TrajectoryLog(path, words=HOSTILE[:2], note=HOSTILE[0]) as log:
         for number, text in enumerate(HOSTILE):
             its = msgspec.structs.replace(turn, observation=text, action=text, engine=text)
             spans = (msgspec.structs.replace(span(Stage.STEP, 0, 1, 0.5, text), failed=text),)
             failed = simple(f"{text}{number}", spans, task=text)
-            found.append(
+            lines.append(
                 msgspec.structs.replace(
                     failed,
                     turns=(its,),
@@ -313,19 +315,19 @@ def hostile(path: Path) -> list[Trajectory]:
                     metrics={"\x1b[0m": float("nan")},
                 )
             )
-            log.append(found[-1])
-    return found
+            log.append(lines[-1])
+    return lines
 
 
 def test_nothing_that_was_recorded_steers_a_terminal(cli, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    found = hostile(path)
+    result = hostile(path)
     calls: list[tuple[object, ...]] = [
         ("show", path),
         ("timeline", path),
         ("timeline", path, "--html", tmp_path / "t.html"),
     ]
-    calls += [("show", path, each.id) for each in found if "\x00" not in each.id and "\udc80" not in each.id]
+    calls += [("show", path, each.id) for each in result if "\x00" not in each.id and "\udc80" not in each.id]
     calls += [("show", path, "unknown"), ("show", path, "--task", "unknown"), ("replay", path)]
     for words in calls:
         for option in ((), ("--json",)):

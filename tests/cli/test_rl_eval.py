@@ -84,10 +84,10 @@ def trained(tmp_path: Path) -> Path:
 
 def test_the_newest_checkpoint_of_a_run_is_played_on_held_out_seeds(cli: Cli, trained: Path, tmp_path: Path) -> None:
     out = tmp_path / "played.jsonl"
-    told = cli("rl", "eval", trained, "--out", out, "--json").json
-    assert told["step"] == 20 and told["checkpoint"].endswith("00000020") and told["temperature"] == 1.0
-    assert {name: row["episodes"] for name, row in told["tasks"].items()} == {"frozenlake": 3, "chain": 3}
-    assert all(sum(row["endings"].values()) == 3 for row in told["tasks"].values())
+    document = cli("rl", "eval", trained, "--out", out, "--json").json
+    assert document["step"] == 20 and document["checkpoint"].endswith("00000020") and document["temperature"] == 1.0
+    assert {name: row["episodes"] for name, row in document["tasks"].items()} == {"frozenlake": 3, "chain": 3}
+    assert all(sum(row["endings"].values()) == 3 for row in document["tasks"].values())
     records = [json.loads(line)["record"] for line in out.read_text().splitlines()[1:]]
     assert {record["seed"] for record in records} == {SEED_FIRST, SEED_FIRST + 1, SEED_FIRST + 2}
     assert {record["group"].split("/")[1] for record in records} == {"eval-0", "eval-1", "eval-2"}
@@ -96,11 +96,11 @@ def test_the_newest_checkpoint_of_a_run_is_played_on_held_out_seeds(cli: Cli, tr
 
 def test_one_checkpoint_one_task_and_the_most_likely_tokens(cli: Cli, trained: Path) -> None:
     first = trained / CHECKPOINTS / folder_name(0)
-    asked = ("rl", "eval", first, "--task", "chain", "--episodes", 4, "--greedy", "--seed", 7)
-    done = cli(*asked)
+    command = ("rl", "eval", first, "--task", "chain", "--episodes", 4, "--greedy", "--seed", 7)
+    done = cli(*command)
     assert done.code == 0, done.err
     assert f"checkpoint {first}\ntemperature 0, " in done.out and "frozenlake" not in done.out
-    told = cli(*asked, "--json").json
+    told = cli(*command, "--json").json
     assert told["step"] == 0 and told["tasks"]["chain"]["episodes"] == 4
     assert f"{told['tasks']['chain']['mean']:.3f}" in done.out, "the same weights do the same"
 
@@ -133,8 +133,8 @@ def test_deleting_the_checkpoint_meanwhile_does_no_harm(
     tasks_of, out = assembly.tasks_of, tmp_path / "played.jsonl"
     monkeypatch.setattr(assembly, "tasks_of", retained)
     before = set(trained.iterdir())
-    told = cli("rl", "eval", trained, "--task", "chain", "--episodes", 1, "--out", out, "--json").json
-    assert told["step"] == 20 and told["tasks"]["chain"]["episodes"] == 1
+    document = cli("rl", "eval", trained, "--task", "chain", "--episodes", 1, "--out", out, "--json").json
+    assert document["step"] == 20 and document["tasks"]["chain"]["episodes"] == 1
     assert before - set(trained.iterdir()) == {trained / CHECKPOINTS} and set(trained.iterdir()) < before
     named = json.loads(out.read_text().splitlines()[0])["settings"]["policy"]["checkpoint"]
     assert named == str(trained / CHECKPOINTS / folder_name(20)), "what it is called, not where it was held"
@@ -186,8 +186,8 @@ def test_a_checkpoint_outside_of_a_run_needs_a_config(cli: Cli, trained: Path, t
     assert wrong.code == 2 and "--config" in wrong.err
     config = tmp_path / "other.toml"
     config.write_text('[evaluation]\nepisodes = 2\ntemperature = 0.5\n[[tasks]]\nname = "chain"\n')
-    told = cli("rl", "eval", alone, "--config", config, "--json").json
-    assert told["step"] is None and told["temperature"] == 0.5 and told["tasks"]["chain"]["episodes"] == 2
+    document = cli("rl", "eval", alone, "--config", config, "--json").json
+    assert document["step"] is None and document["temperature"] == 0.5 and document["tasks"]["chain"]["episodes"] == 2
     (alone / "model.safetensors").write_bytes(b"no weights")
     damaged = cli("rl", "eval", alone, "--config", config)
     assert damaged.code != 0 and f"checkpoint {alone} is damaged: model.safetensors is not what" in damaged.err
@@ -206,16 +206,16 @@ def test_errors_are_reported_before_anything_starts(cli: Cli, trained: Path, tmp
     assert "has none yet" in cli("rl", "eval", tmp_path / "empty").err
     (tmp_path / "other").mkdir()
     assert "the folder of a run, with checkpoints in it" in cli("rl", "eval", tmp_path / "other").err
-    gone = cli("rl", "eval", trained / CHECKPOINTS / folder_name(7))
-    assert gone.code == 2 and "(there are 00000000, 00000020)" in gone.err
+    missing = cli("rl", "eval", trained / CHECKPOINTS / folder_name(7))
+    assert missing.code == 2 and "(there are 00000000, 00000020)" in missing.err
 
 
 def test_a_server_is_reported_with_the_model_that_it_has_loaded(cli: Cli, trained: Path, tmp_path: Path) -> None:
     config = tmp_path / "served.toml"
     config.write_text('[[tasks]]\nname = "chain"\n[[engines]]\nkind = "openai"\nurl = "http://127.0.0.1:1"\n')
-    said = cli("rl", "eval", trained, "--config", config, "--episodes", "1")
-    assert said.code == 2, "no server listens there"
-    assert f"engine engine plays what its server has loaded, which has to be {trained}" in said.err
+    result = cli("rl", "eval", trained, "--config", config, "--episodes", "1")
+    assert result.code == 2, "no server listens there"
+    assert f"engine engine plays what its server has loaded, which has to be {trained}" in result.err
 
 
 def test_evaluating_one_task_of_a_run_needs_no_teachers_of_its_other_tasks(tmp_path: Path) -> None:
@@ -282,9 +282,9 @@ def scored(plan: Callable[[str, int], Plan], episodes: int, **groups: Any) -> An
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         async with Rollout(settings, talker, CODEC, on_end=world.ended.append, clock=loop.clock) as rollout:
-            found = await evaluate(rollout, held_out_tickets(settings, episodes, temperature=1.0))
+            result = await evaluate(rollout, held_out_tickets(settings, episodes, temperature=1.0))
         world.check(rollout)
-        return found
+        return result
 
     return run(playing())
 

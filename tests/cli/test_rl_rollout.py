@@ -48,9 +48,9 @@ def config(tmp_path: Path) -> Path:
 
 def test_a_rollout_is_played_written_down_shown_and_profiled(cli: Cli, config: Path, tmp_path: Path) -> None:
     out = tmp_path / "log.jsonl"
-    told = cli("rl", "rollout", str(config), "--groups", "4", "--out", str(out), "--json").json
-    assert told["groups"] == 4 and set(told["tasks"]) == {"frozenlake", "chain"}
-    assert told["tasks"]["chain"]["trajectories"] == 4 and told["tasks"]["chain"]["turns"] == 4
+    document = cli("rl", "rollout", str(config), "--groups", "4", "--out", str(out), "--json").json
+    assert document["groups"] == 4 and set(document["tasks"]) == {"frozenlake", "chain"}
+    assert document["tasks"]["chain"]["trajectories"] == 4 and document["tasks"]["chain"]["turns"] == 4
     shown = cli("rl", "show", str(out), "--json").json
     assert len(json.dumps(shown)) > 1000
     engines = {turn["engine"] for line in out.read_text().splitlines()[1:] if (turn := _first_turn(line))}
@@ -81,9 +81,9 @@ def _first_turn(line: str) -> dict[str, str] | None:
 
 
 def test_explain_prints_the_engines_of_each_task_and_starts_nothing(cli: Cli, config: Path) -> None:
-    said = cli("rl", "rollout", str(config), "--explain")
-    assert said.code == 0 and "its affinity is compute; if it fails: bandwidth" in said.out
-    assert "frozenlake  environment\n" in said.out
+    result = cli("rl", "rollout", str(config), "--explain")
+    assert result.code == 0 and "its affinity is compute; if it fails: bandwidth" in result.out
+    assert "frozenlake  environment\n" in result.out
     assert {
         bound["task"]: bound["used"] for bound in cli("rl", "rollout", str(config), "--explain", "--json").json["tasks"]
     } == {
@@ -96,8 +96,8 @@ def test_explain_prints_the_engines_of_each_task_and_starts_nothing(cli: Cli, co
 def test_explain_prints_the_reward_of_a_task(cli: Cli, config: Path) -> None:
     config.write_text(f'{TASK}[tasks.reward]\nkind = "function"\nfunction = "my:reward"\n')
     assert "chain  function by my:reward\n" in cli("rl", "rollout", str(config), "--explain").out
-    told = cli("rl", "rollout", str(config), "--explain", "--json").json
-    assert told["rewards"] == {"chain": "function by my:reward"}
+    document = cli("rl", "rollout", str(config), "--explain", "--json").json
+    assert document["rewards"] == {"chain": "function by my:reward"}
 
 
 def test_errors_are_reported_before_anything_starts(cli: Cli, config: Path, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ TASK = '[[tasks]]\nname = "chain"\n'
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         (TASK * 2, "tasks.name: expected each table [[tasks]] to have its own name"),
         (f'[policy]\ncheckpoint = "nowhere"\n{TASK}', "policy.checkpoint: expected a folder with words.json"),
@@ -137,12 +137,12 @@ TASK = '[[tasks]]\nname = "chain"\n'
     ],
 )
 def test_errors_of_the_file_are_reported_before_anything_is_played(
-    cli: Cli, config: Path, text: str, said: str
+    cli: Cli, config: Path, text: str, expected: str
 ) -> None:
     config.write_text(text)
     out = config.with_name("log.jsonl")
     wrong = cli("rl", "rollout", str(config), "--quiet", "--out", str(out))
-    assert wrong.code == 2 and f"tangram: {config}: {said}" in wrong.err
+    assert wrong.code == 2 and f"tangram: {config}: {expected}" in wrong.err
     assert not out.exists() or '"trajectory"' not in out.read_text()
 
 
@@ -168,11 +168,11 @@ def test_a_check_has_a_limit_for_each_call(cli: Cli, tmp_path: Path, monkeypatch
         "class Hanging(Chain):\n    async def step(self, action): await asyncio.sleep(3600.0)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    found = cli("rl", "check", "hanging_chain:Hanging", "--timeout", "0.2")
-    assert found.code == 1 and "expected an answer within 0.2 s, got none" in found.out
+    result = cli("rl", "check", "hanging_chain:Hanging", "--timeout", "0.2")
+    assert result.code == 1 and "expected an answer within 0.2 s, got none" in result.out
 
 
 def test_check_prints_which_contracts_a_task_keeps(cli: Cli) -> None:
-    found = cli("rl", "check", "chain", "--option", "length=4", "--json")
-    assert found.code == 0 and found.json["ok"]
+    result = cli("rl", "check", "chain", "--option", "length=4", "--json")
+    assert result.code == 0 and result.json["ok"]
     assert cli("rl", "check", "frozenlike").code == 2

@@ -153,10 +153,10 @@ def test_what_no_machine_has_is_refused_with_125(cli, words: tuple[str, ...]) ->
     done = cli("run", *words, "--", "true")
     assert done.code == 125
     assert done.err.startswith("tangram: refused: ")
-    told = cli("run", *words, "--json", "--", "true")
-    assert told.code == 125
-    assert (told.json["status"], told.json["exit_code"]) == ("refused", None)
-    assert told.json["reason"]
+    result = cli("run", *words, "--json", "--", "true")
+    assert result.code == 125
+    assert (result.json["status"], result.json["exit_code"]) == ("refused", None)
+    assert result.json["reason"]
 
 
 @needs_sandboxes
@@ -165,8 +165,8 @@ def test_exhausted_memory_is_reported(cli) -> None:
     done = cli("run", "--memory", "32MiB", script)
     assert done.code == 137
     assert "used up its memory of 32MiB" in done.err
-    found = cli("run", "--memory", "32MiB", "--json", script)
-    assert found.json["out_of_memory"] and found.err == ""
+    result = cli("run", "--memory", "32MiB", "--json", script)
+    assert result.json["out_of_memory"] and result.err == ""
 
 
 @pytest.mark.parametrize(
@@ -236,14 +236,14 @@ def test_the_backend_process_needs_no_sandboxes(cli) -> None:
 @needs_sandboxes
 def test_json_has_all_fields(cli) -> None:
     done = cli("run", "--json", "echo out; echo err >&2; exit 5")
-    found = done.json
+    document = done.json
     assert (done.code, done.err) == (5, "")
-    assert (found["status"], found["exit_code"], found["reason"]) == ("succeeded", 5, "")
-    assert (found["stdout"], found["stderr"], found["stdout_bytes"]) == ("out\n", "err\n", 4)
-    assert found["out_of_memory"] is False
-    assert set(found["timing"]) == {"waiting_s", "execution_s", "overhead_s", "act_s"}
-    assert found["usage"]["cpu_s"] > 0.0 and found["usage"]["memory_peak_bytes"] > 0
-    assert (found["label"], found["attempts"]) == ("measured", 1)
+    assert (document["status"], document["exit_code"], document["reason"]) == ("succeeded", 5, "")
+    assert (document["stdout"], document["stderr"], document["stdout_bytes"]) == ("out\n", "err\n", 4)
+    assert document["out_of_memory"] is False
+    assert set(document["timing"]) == {"waiting_s", "execution_s", "overhead_s", "act_s"}
+    assert document["usage"]["cpu_s"] > 0.0 and document["usage"]["memory_peak_bytes"] > 0
+    assert (document["label"], document["attempts"]) == ("measured", 1)
 
 
 @needs_sandboxes
@@ -297,15 +297,15 @@ def first_line(process: subprocess.Popen[str]) -> str:
 
 
 def running(mark: str) -> list[str]:
-    found = []
+    results = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().split(b"\0")
         except OSError:
             continue
         if mark.encode() in words:
-            found.append(path.parent.name)
-    return found
+            results.append(path.parent.name)
+    return results
 
 
 @needs_sandboxes

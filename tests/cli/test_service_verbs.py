@@ -87,12 +87,12 @@ def served(folder: Path, cli: Cli, **options: Any) -> Iterator[Served]:
     options = dict(backend="process", cores=2.0, admin_token_file=str(admin)) | options
     ready: list[tuple[RunningServer, asyncio.AbstractEventLoop]] = []
     failed: list[BaseException] = []
-    told = threading.Event()
+    notified = threading.Event()
 
     async def life() -> None:
         async with serving(folder, **options) as up:
             ready.append((up, asyncio.get_running_loop()))
-            told.set()
+            notified.set()
             await up.stop.wait()
 
     def run() -> None:
@@ -101,11 +101,11 @@ def served(folder: Path, cli: Cli, **options: Any) -> Iterator[Served]:
         except BaseException as error:
             failed.append(error)
         finally:
-            told.set()
+            notified.set()
 
     thread = threading.Thread(target=run)
     thread.start()
-    told.wait(LIMIT_S)
+    notified.wait(LIMIT_S)
     try:
         assert ready, failed
         up, loop = ready[0]
@@ -120,8 +120,8 @@ def served(folder: Path, cli: Cli, **options: Any) -> Iterator[Served]:
 
 @pytest.fixture
 def service(tmp_path: Path, cli: Cli) -> Iterator[Served]:
-    with served(tmp_path / "service", cli, event_log=str(tmp_path / "service" / "events.jsonl")) as found:
-        yield found
+    with served(tmp_path / "service", cli, event_log=str(tmp_path / "service" / "events.jsonl")) as served_at:
+        yield served_at
 
 
 @contextmanager
@@ -255,10 +255,10 @@ def test_where_the_time_went_adds_up(service: Served) -> None:
     with tangram.connect_sync(service.url, token=token) as client, client.sandbox(memory="64MiB") as box:
         for _ in range(3):
             box.exec("true").check()
-    found = service("where", "--json").json
-    shares = found[0]["shares"]
+    document = service("where", "--json").json
+    shares = document[0]["shares"]
     parts = [*shares["waiting"].values(), shares["execution"], shares["overhead"], shares["thinking"]]
-    assert found[0]["run"] == "math" and sum(parts) == pytest.approx(1.0)
+    assert document[0]["run"] == "math" and sum(parts) == pytest.approx(1.0)
     done = service("where")
     assert done.code == 0
     for words in ("math", "thinking", "executing", "overhead", "%"):

@@ -63,9 +63,9 @@ def test_seeds_are_a_number_or_a_list(cli) -> None:
 def test_rewards_arrive_for_as_many_cores_as_there_are(cli) -> None:
     for units in (32, 8):
         words = ("--batch", 300, "--seeds", 1, "--option", f"units={units}", "--policies", "fcfs", "--workers", 1)
-        (found,) = cli("sim", "elastic", *words, "--json").json["comparisons"]
-        assert found["size"]["cores"] == units
-        assert found["load"]["cpu"] == pytest.approx(0.7, rel=0.3)
+        (document,) = cli("sim", "elastic", *words, "--json").json["comparisons"]
+        assert document["size"]["cores"] == units
+        assert document["load"]["cpu"] == pytest.approx(0.7, rel=0.3)
 
 
 def test_options_reach_the_workload(cli) -> None:
@@ -208,16 +208,16 @@ def test_lost_trajectories_are_counted_and_warned_of_under_the_table(cli) -> Non
     table, _, after = done.out.partition("warning: trajectories were lost")
     row = next(line for line in table.splitlines() if line.strip().startswith("adaptive"))
     assert re.search(r"[\d.]+ of 6 *$", row) and " - " in row, "the step is not claimed"
-    told = " ".join(after.split())
-    assert "of 6 under adaptive" in told and "more --nodes lose less at once" in told
+    output = " ".join(after.split())
+    assert "of 6 under adaptive" in output and "more --nodes lose less at once" in output
 
 
 def test_no_step_time_is_claimed_for_a_batch_that_did_not_complete(cli, tmp_path: Path) -> None:
     report = tmp_path / "report.html"
     done = cli(*LOSING, "--policies", "fcfs,adaptive", "--json", "--report", report)
-    found = done.json["comparisons"][0]["policies"]["adaptive"]
-    assert found["mean"].get("step_s") is None and found["ratio"]["step_s"] is None
-    for summary in found["by_seed"].values():
+    document = done.json["comparisons"][0]["policies"]["adaptive"]
+    assert document["mean"].get("step_s") is None and document["ratio"]["step_s"] is None
+    for summary in document["by_seed"].values():
         assert ("step_s" in summary) == (summary["failed"] == 0.0)
     assert done.err.startswith("warning: trajectories were lost")
     assert "<strong>Warning:</strong> trajectories were lost" in report.read_text()

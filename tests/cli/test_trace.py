@@ -15,8 +15,8 @@ def test_a_story_runs_from_submission_to_settling(cli, recording: Path) -> None:
     lines = done.out.splitlines()
     assert [line.split()[2] for line in lines] == ["Submit", "Start", "Started", "Finished", "Settle"]
     assert "succeeded" in lines[-1]
-    told = cli("trace", "story", recording, "coding/1.0.0", "--json").json
-    assert [line["message"]["type"] for line in told] == [line.split()[2] for line in lines]
+    document = cli("trace", "story", recording, "coding/1.0.0", "--json").json
+    assert [line["message"]["type"] for line in document] == [line.split()[2] for line in lines]
 
 
 def test_an_unknown_action_is_answered_with_near_ones(cli, recording: Path) -> None:
@@ -30,8 +30,8 @@ def test_show_prints_the_content_of_a_trace_and_where_the_time_went(cli, recordi
     assert done.code == 0
     for words in ("run.jsonl", "adaptive", "cpu@cpu-0", "Submit", "thinking", "waiting: cpu", "executing", "succeeded"):
         assert words in done.out
-    found = cli("trace", "show", recording, "--json").json
-    assert found["runs"][0]["run"] == "coding" and found["runs"][0]["trajectories"] == 4
+    document = cli("trace", "show", recording, "--json").json
+    assert document["runs"][0]["run"] == "coding" and document["runs"][0]["trajectories"] == 4
 
 
 def test_replay_verifies_a_trace(cli, recording: Path) -> None:

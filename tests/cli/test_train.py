@@ -153,9 +153,9 @@ class Scripted:
 
 @pytest.fixture
 def pipeline(monkeypatch: pytest.MonkeyPatch) -> Scripted:
-    found = Scripted()
-    monkeypatch.setattr("tangram.rl.train.pipeline.train", found)
-    return found
+    scripted = Scripted()
+    monkeypatch.setattr("tangram.rl.train.pipeline.train", scripted)
+    return scripted
 
 
 # ---- a run ------------------------------------------------------------------------------------------------------
@@ -191,10 +191,12 @@ def test_one_is_not_several(cli: Cli, config: Path, pipeline: Scripted) -> None:
 
 
 def test_json_prints_the_summary_alone(cli: Cli, config: Path, pipeline: Scripted) -> None:
-    told = cli("train", config, "--json").json
-    assert (told["steps"], told["cause"], told["exit_code"], told["samples"]) == (4, "steps", 0, 16)
-    assert told["tasks"]["chain"]["first_evaluation"] == 0.1 and told["tasks"]["chain"]["last_evaluation"] == 0.75
-    assert told["report"] and told["staleness_max"] == 1
+    document = cli("train", config, "--json").json
+    assert (document["steps"], document["cause"], document["exit_code"], document["samples"]) == (4, "steps", 0, 16)
+    assert (
+        document["tasks"]["chain"]["first_evaluation"] == 0.1 and document["tasks"]["chain"]["last_evaluation"] == 0.75
+    )
+    assert document["report"] and document["staleness_max"] == 1
 
 
 def test_without_a_terminal_the_view_is_a_line(cli: Cli, config: Path, pipeline: Scripted) -> None:
@@ -229,10 +231,10 @@ def test_a_run_that_is_there_is_not_overwritten(cli: Cli, config: Path, pipeline
 
 def test_resume_goes_on_and_counts_all(cli: Cli, config: Path, pipeline: Scripted) -> None:
     assert cli("train", config, "--steps", 3).code == 0
-    told = cli("train", config, "--resume", "--json").json
-    assert pipeline.resumed and told["steps"] == 4
-    assert told["samples"] == 16, "the third step was lost and done again"
-    assert told["tasks"]["frozenlake"]["warm"] == 0.4
+    document = cli("train", config, "--resume", "--json").json
+    assert pipeline.resumed and document["steps"] == 4
+    assert document["samples"] == 16, "the third step was lost and done again"
+    assert document["tasks"]["frozenlake"]["warm"] == 0.4
 
 
 def test_there_must_be_something_to_resume(cli: Cli, config: Path, pipeline: Scripted) -> None:
@@ -419,21 +421,23 @@ def _signalled(config: Path, numbers: list[int], *, patient: bool, resumed_from:
 
 
 def test_explain_prints_the_plan_and_starts_nothing(cli: Cli, config: Path, pipeline: Scripted) -> None:
-    said = cli("train", config, "--explain", "--set", "training.mode=one-off")
-    assert said.code == 0 and pipeline.settings is None and not Path("build").exists()
-    assert "one-off, α 1: the next batch is played by the old weights" in said.out
-    assert "4; each of 2 groups of 2, 4 trajectories; at most 4 groups" in said.out
-    assert "until frozenlake has 0.5" in said.out
-    assert "nothing: all tasks are played and rewarded inside this process" in said.out
-    assert "no preference: the least loaded engine" in said.out
-    told = cli("train", config, "--explain", "--json").json
-    assert told["mode"] == "async" and told["binding"]["tasks"][0]["task"] == "frozenlake"
+    result = cli("train", config, "--explain", "--set", "training.mode=one-off")
+    assert result.code == 0 and pipeline.settings is None and not Path("build").exists()
+    assert "one-off, α 1: the next batch is played by the old weights" in result.out
+    assert "4; each of 2 groups of 2, 4 trajectories; at most 4 groups" in result.out
+    assert "until frozenlake has 0.5" in result.out
+    assert "nothing: all tasks are played and rewarded inside this process" in result.out
+    assert "no preference: the least loaded engine" in result.out
+    document = cli("train", config, "--explain", "--json").json
+    assert document["mode"] == "async" and document["binding"]["tasks"][0]["task"] == "frozenlake"
 
 
 def test_explain_prints_that_alpha_0_alternates_rollout_and_training(cli: Cli, config: Path) -> None:
     for mode in ("start-bound", "async"):
-        told = cli("train", config, "--explain", "--set", f"training.mode={mode}", "--set", "training.staleness=0").out
-        assert f"{mode}, α 0: a batch is played, each trajectory at its own pace, then trained on" in told
+        output = cli(
+            "train", config, "--explain", "--set", f"training.mode={mode}", "--set", "training.staleness=0"
+        ).out
+        assert f"{mode}, α 0: a batch is played, each trajectory at its own pace, then trained on" in output
 
 
 def test_explain_refuses_what_would_be_refused(cli: Cli, config: Path) -> None:
@@ -464,25 +468,25 @@ def test_a_policy_that_lacks_words_of_the_tasks_is_refused_before_anything_start
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected"),
     [
         ("warm_start.agent=techer", "warm_start.agent: expected an agent of task frozenlake, which has a warm start"),
         ("groups.groups_extra=2", "groups.groups_extra: expected 0 for training"),
     ],
 )
 def test_what_training_could_not_do_is_refused_before_anything_starts(
-    cli: Cli, config: Path, pipeline: Scripted, change: str, said: str
+    cli: Cli, config: Path, pipeline: Scripted, change: str, expected: str
 ) -> None:
     for more in (["--explain"], []):
         wrong = cli("train", config, "--set", change, *more)
-        assert wrong.code == 2 and said in wrong.err
+        assert wrong.code == 2 and expected in wrong.err
         assert pipeline.settings is None and not Path("build/runs/small").exists()
 
 
 def test_explain_prints_external_effects(cli: Cli, config: Path) -> None:
     config.write_text(CONFIG + '[[tasks]]\nname = "codefix"\n')
-    said = cli("train", config, "--explain", "--set", "outside.backend=process")
-    assert "process; acts there: codefix; rewarded there: codefix by command" in said.out
+    result = cli("train", config, "--explain", "--set", "outside.backend=process")
+    assert "process; acts there: codefix; rewarded there: codefix by command" in result.out
 
 
 def test_a_loss_that_is_not_there_is_refused_before_anything_starts(cli: Cli, config: Path) -> None:
@@ -492,7 +496,7 @@ def test_a_loss_that_is_not_there_is_refused_before_anything_starts(cli: Cli, co
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected"),
     [
         ("training.stalness=2", "did you mean staleness?"),
         ("trainig.staleness=2", "did you mean training?"),
@@ -519,9 +523,9 @@ def test_a_loss_that_is_not_there_is_refused_before_anything_starts(cli: Cli, co
         ("engines.0.context_max=2000000", "at most 1048576"),
     ],
 )
-def test_an_error_in_a_change_names_the_change(cli: Cli, config: Path, change: str, said: str) -> None:
+def test_an_error_in_a_change_names_the_change(cli: Cli, config: Path, change: str, expected: str) -> None:
     wrong = cli("train", config, "--set", "training.steps=7", "--set", change, "--explain")
-    assert wrong.code == 2 and f"--set {change}" in wrong.err and said in wrong.err
+    assert wrong.code == 2 and f"--set {change}" in wrong.err and expected in wrong.err
 
 
 @pytest.mark.parametrize(
@@ -579,8 +583,8 @@ def test_a_change_may_give_what_the_file_lacks(config: Path) -> None:
 
 
 def test_the_paths_of_teachers_start_at_the_folder_of_the_file(config: Path) -> None:
-    asked = 'reward = { kind = "teacher", service = "wise" }\n'
-    config.write_text(CONFIG + asked + '[[teachers]]\nname = "wise"\ncheckpoint = "wise/weights"\n')
+    reward = 'reward = { kind = "teacher", service = "wise" }\n'
+    config.write_text(CONFIG + reward + '[[teachers]]\nname = "wise"\ncheckpoint = "wise/weights"\n')
     assert load_config(TrainSettings, config).teachers[0].checkpoint == str(config.parent / "wise" / "weights")
 
 
@@ -591,7 +595,7 @@ DISTILL = LAKE + ASKS + '[objective]\nkind = "distill"\n'
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         (LAKE + '[objective]\nkind = "distill"\n' + WISE, 'tasks[1].reward.kind: expected "teacher"'),
         (DISTILL, "tasks[0].reward.service: expected one of the teachers (there are none: [[teachers]]"),
@@ -602,11 +606,11 @@ DISTILL = LAKE + ASKS + '[objective]\nkind = "distill"\n'
     ],
 )
 def test_the_teacher_of_each_task_is_checked_before_anything_starts(
-    cli: Cli, config: Path, pipeline: Scripted, text: str, said: str
+    cli: Cli, config: Path, pipeline: Scripted, text: str, expected: str
 ) -> None:
     config.write_text(text)
     wrong = cli("train", config)
-    assert wrong.code == 2 and str(config) in wrong.err and said in wrong.err, wrong.err
+    assert wrong.code == 2 and str(config) in wrong.err and expected in wrong.err, wrong.err
     assert pipeline.settings is None
 
 
@@ -617,7 +621,7 @@ def test_teachers_may_cover_some_tasks_all_tasks_or_further_tasks(config: Path, 
 
 
 def test_a_rollout_takes_the_config_of_a_training_run(cli: Cli, config: Path) -> None:
-    said = cli("rl", "rollout", config, "--explain")
-    assert said.code == 0 and "frozenlake" in said.out
+    result = cli("rl", "rollout", config, "--explain")
+    assert result.code == 0 and "frozenlake" in result.out
     config.write_text(CONFIG.replace("batch = 2", "bacth = 2"))
     assert "did you mean batch?" in cli("rl", "rollout", config, "--explain").err

@@ -299,20 +299,20 @@ def test_on_a_terminal_it_is_drawn_when_nothing_happens_and_leaves_one_line() ->
 
 
 def test_without_a_terminal_lines_come_when_nothing_happens() -> None:
-    told = threading.Event()
+    notified = threading.Event()
 
     class Lines(io.StringIO):
         def write(self, words: str) -> int:
             count = super().write(words)
             if self.getvalue().count("training: step 1 of 100") >= 2:
-                told.set()
+                notified.set()
             return count
 
     console = Console(file=Lines(), force_terminal=False, width=80)
     with TrainingProgress(settings(), console=console, line_every_s=0.01) as view:
         view.on_line(began())
         view.on_line(trained(1))
-        assert told.wait(30.0)
+        assert notified.wait(30.0)
         view.on_line(Noticed(at_s=61.0, kind="engine", text="engine-0 was lost"))
     assert "noticed after 1 min 1 s: engine: engine-0 was lost\n" in text(console)
     assert "training-progress" not in {thread.name for thread in threading.enumerate()}

@@ -167,18 +167,18 @@ def test_using_an_object_of_another_event_loop_raises_at_once(plain: Connected) 
 
 
 def test_a_synchronous_call_from_a_listener_is_refused_instead_of_deadlocking(tmp_path: Path) -> None:
-    said: list[str] = []
+    output: list[str] = []
     with connect_sync(backend="process", state=tmp_path / "state") as t, t.sandbox() as box:
 
         def on_output(stream: str, data: bytes) -> None:
             for use in (lambda: box.exec("true"), lambda: box.read("x"), lambda: t.__exit__(None, None, None)):
                 with pytest.raises(TangramError, match="on the thread of the event loop") as caught:
                     use()
-                said.append(str(caught.value))
+                output.append(str(caught.value))
 
         assert box.exec("echo hi", on_output=on_output).stdout == "hi\n"
         assert box.exec("echo still").stdout == "still\n"
-    assert len(said) == 3
+    assert len(output) == 3
 
 
 def test_a_bug_that_ends_the_connection_without_await_is_reported_at_once(

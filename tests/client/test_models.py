@@ -38,8 +38,8 @@ def play(tmp_path: Path, test: Callable[[Client], Awaitable[None]], *services: S
 def test_services_answer_from_their_own_weights_after_each_swap(tmp_path: Path) -> None:
     async def test(t: Client) -> None:
         calls = [("judge" if n % 3 else "teacher", f"p{n}".encode()) for n in range(24)]
-        found = await t.gather(*(t.infer(name, payload, run=f"run-{name}") for name, payload in calls))
-        for (name, payload), one in zip(calls, found, strict=True):
+        results = await t.gather(*(t.infer(name, payload, run=f"run-{name}") for name, payload in calls))
+        for (name, payload), one in zip(calls, results, strict=True):
             assert one.ok and one.check() == expected(1 if name == "judge" else 2, SIZE, payload)
             assert one.service == name and one.timing.act_s > 0.0
 

@@ -408,8 +408,8 @@ def test_a_command_in_a_sandbox_waits_for_its_cores_and_its_quota_together(tmp_p
 
 def test_an_answer_is_returned_as_it_came(tmp_path: Path) -> None:
     async def reply(request: web.Request) -> web.Response:
-        said = {"path": request.path, "q": request.query.get("q", ""), "body": await request.text()}
-        return web.json_response(said, status=int(request.headers.get("want", "200")))
+        content = {"path": request.path, "q": request.query.get("q", ""), "body": await request.text()}
+        return web.json_response(content, status=int(request.headers.get("want", "200")))
 
     async def test(t: Client) -> None:
         async with serving(reply) as url:
@@ -426,12 +426,12 @@ def test_an_answer_is_returned_as_it_came(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("impatient")
 def test_what_passes_is_tried_again_and_what_does_not_is_lost(tmp_path: Path) -> None:
-    asked: dict[str, int] = {}
+    counts: dict[str, int] = {}
 
     async def reply(request: web.Request) -> web.StreamResponse:
         name = request.path.strip("/")
-        asked[name] = asked.get(name, 0) + 1
-        if name == "twice" and asked[name] <= 2:
+        counts[name] = counts.get(name, 0) + 1
+        if name == "twice" and counts[name] <= 2:
             return web.Response(status=503)
         if name == "down":
             return web.Response(status=502, text="bad gateway")
@@ -455,16 +455,16 @@ def test_what_passes_is_tried_again_and_what_does_not_is_lost(tmp_path: Path) ->
             pass
 
     play(tmp_path, test)
-    assert asked == {"twice": 3, "down": 4, "cut": 5}
+    assert counts == {"twice": 3, "down": 4, "cut": 5}
 
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("status", [500, 502, 504, 520, 408])
 def test_what_may_have_been_carried_out_is_repeated_only_if_it_may_be(tmp_path: Path, status: int) -> None:
-    asked: list[str] = []
+    paths: list[str] = []
 
     async def reply(request: web.Request) -> web.StreamResponse:
-        asked.append(request.method)
+        paths.append(request.method)
         return web.Response(status=status, text="oops")
 
     async def test(t: Client) -> None:
@@ -480,7 +480,7 @@ def test_what_may_have_been_carried_out_is_repeated_only_if_it_may_be(tmp_path: 
 
     play(tmp_path, test)
     twice = [method for method in ("GET", "PUT", "DELETE", "HEAD") for _ in range(2)]
-    assert asked == [*twice, "POST", "PATCH", "POST", "POST", "GET"]
+    assert paths == [*twice, "POST", "PATCH", "POST", "POST", "GET"]
 
 
 @pytest.mark.usefixtures("impatient")
@@ -489,11 +489,11 @@ def test_what_was_refused_is_repeated_whatever_it_is(
     tmp_path: Path, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pace_module, "PAUSE_S", 0.01)
-    asked = 0
+    calls = 0
 
     async def reply(_: web.Request) -> web.StreamResponse:
-        nonlocal asked
-        asked += 1
+        nonlocal calls
+        calls += 1
         return web.Response(status=status)
 
     async def test(t: Client) -> None:
@@ -502,7 +502,7 @@ def test_what_was_refused_is_repeated_whatever_it_is(
                 await t.api("search", url, retries=1).post("x", json={})
 
     play(tmp_path, test)
-    assert asked == 2
+    assert calls == 2
 
 
 def test_a_deadline_ends_a_call_with_all_its_waiting_and_repetitions(tmp_path: Path) -> None:

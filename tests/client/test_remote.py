@@ -100,10 +100,10 @@ def test_a_silent_holder_of_a_quota_loses_it(tmp_path: Path, monkeypatch: pytest
             async with t.quota("search", requests=2, deadline_s=DEADLINE_S):
                 pass
             reply = msgspec.json.decode(await wire.call("GET", "/v1/actions/silent", wait_s=30.0))
-            said = "its holder did not poll for 0.2 s (hold_idle_s)"
-            assert reply["settled"]["outcome"]["reason"] == said
+            reason = "its holder did not poll for 0.2 s (hold_idle_s)"
+            assert reply["settled"]["outcome"]["reason"] == reason
             story = msgspec.json.decode(await wire.call("GET", "/v1/actions/admin/silent/story"))
-            assert story["explanation"] == said
+            assert story["explanation"] == reason
 
     asyncio.run(main())
 
@@ -228,7 +228,7 @@ def test_a_cap_may_change_while_actions_are_under_way(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with asyncio.timeout(DEADLINE_S), admin_and(tmp_path, "math", cores=8) as (admin, math):
-            ask, said = wire_of(admin).call, wire_of(math).call
+            ask, call_of_math = wire_of(admin).call, wire_of(math).call
 
             async def cap(running_max: int | None) -> None:
                 await ask("PATCH", "/v1/runs/math", {"weight": 1.0, "caps": {"running_max": running_max}})
@@ -250,15 +250,15 @@ def test_a_cap_may_change_while_actions_are_under_way(tmp_path: Path) -> None:
                     for n in range(4)
                 ]
                 for body in bodies[:2]:
-                    await said("POST", "/v1/actions", body, wait_s=0.0)
+                    await call_of_math("POST", "/v1/actions", body, wait_s=0.0)
                 await running(1)
                 await cap(None)
-                assert b'"a0"' in await said("POST", "/v1/actions", bodies[0], wait_s=0.0)
+                assert b'"a0"' in await call_of_math("POST", "/v1/actions", bodies[0], wait_s=0.0)
                 for body in bodies[2:]:
-                    await said("POST", "/v1/actions", body, wait_s=0.0)
+                    await call_of_math("POST", "/v1/actions", body, wait_s=0.0)
                 await running(3)
                 for body in bodies:
-                    await said("POST", f"/v1/actions/{body['id']}/cancel")
+                    await call_of_math("POST", f"/v1/actions/{body['id']}/cancel")
 
     asyncio.run(main())
 
@@ -270,9 +270,9 @@ def test_a_cap_on_running_actions_does_not_reduce_the_share_of_other_runs(tmp_pa
             await ask("PATCH", "/v1/runs/math", {"weight": 1.0, "caps": {"running_max": 1}})
             async with math.sandbox() as box:
                 running = asyncio.create_task(box.exec("sleep 60", cpus=1))
-                while b'"running_total":1' not in (found := await ask("GET", "/v1/view")):  # noqa: ASYNC110
+                while b'"running_total":1' not in (view := await ask("GET", "/v1/view")):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
-                shares = {run["name"]: run["share"] for run in msgspec.json.decode(found)["runs"]}
+                shares = {run["name"]: run["share"] for run in msgspec.json.decode(view)["runs"]}
                 assert shares["math"] == pytest.approx(1 / 8, abs=0.07), "its own cap is none of what others want"
                 running.cancel()
                 await asyncio.wait({running})
@@ -361,15 +361,15 @@ def test_a_rejected_client_gets_the_reason_and_the_address(tmp_path: Path) -> No
 
     async def main() -> None:
         async with asyncio.timeout(DEADLINE_S), serving(tmp_path, admin_token_file=str(admin_token(tmp_path))) as up:
-            said = f"{up.address} rejects this token: it was revoked, or belongs to another service"
-            assert await refused(up.address, "another") == said
+            reason = f"{up.address} rejects this token: it was revoked, or belongs to another service"
+            assert await refused(up.address, "another") == reason
             assert (await refused(up.address)).startswith(
                 f"{up.address} requires a token: give it to connect(url, token="
             )
             secure = up.address.replace("http://", "https://")
             assert await refused(secure, ADMIN) == f"{secure} does not speak TLS: try an address with http://"
-        said = f"there is no service at {up.address} (Connection refused): start one with `tangram serve`"
-        assert (await refused(up.address, ADMIN)).startswith(said)
+        reason = f"there is no service at {up.address} (Connection refused): start one with `tangram serve`"
+        assert (await refused(up.address, ADMIN)).startswith(reason)
 
     asyncio.run(main())
 
@@ -383,8 +383,8 @@ def test_leaving_the_connection_ends_what_it_has_there(tmp_path: Path) -> None:
                 await until_running(t)
             assert (await running).status is Status.CANCELLED
             async with connect(up.address) as t:
-                found = await wire_of(t).call("GET", "/v1/sandboxes")
-                assert found == b'{"sandboxes":[]}'
+                response = await wire_of(t).call("GET", "/v1/sandboxes")
+                assert response == b'{"sandboxes":[]}'
 
     asyncio.run(main())
 
@@ -444,11 +444,11 @@ def test_what_a_connection_committed_goes_with_it_unless_it_is_kept(tmp_path: Pa
             async with connect(up.address) as t:
                 kept = await t.image(setup=["echo x > made"])
                 async with t.sandbox() as box:
-                    gone = await box.commit()
+                    image = await box.commit()
             async with connect(up.address) as t:
                 assert (await t.image(setup=["echo x > made"])).name == kept.name
                 with pytest.raises(InvalidAction, match="image"):
-                    async with t.sandbox(image=gone):
+                    async with t.sandbox(image=image):
                         pass
 
     asyncio.run(main())
@@ -501,8 +501,8 @@ def test_functions_of_a_module_run_in_sandboxes_with_all_dependencies(tmp_path: 
         result = await t.try_call(reward, "an answer", 21)
         assert result.check() == {"score": 42, "user": 61999, "cores": 1}, "it ran outside of a sandbox"
         assert result.stdout == "scored an answer\n"
-        found = await t.try_call(broken)
-        assert found.kind == "error" and found.error is not None and "no such thing" in found.error.message
+        outcome = await t.try_call(broken)
+        assert outcome.kind == "error" and outcome.error is not None and "no such thing" in outcome.error.message
         assert await t.gather(*(t.call(declared, n) for n in range(6))) == [2 * n for n in range(6)]
 
     play(tmp_path, test, backend="sandbox", cores=2)

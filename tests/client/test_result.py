@@ -18,18 +18,18 @@ def result(status: Status, exit_code: int | None = None, reason: str = "", **fie
 
 
 def test_what_went_well_passes_the_check() -> None:
-    found = result(Status.SUCCEEDED, 0, stdout=b"ok\xff")
-    assert found.check() is found
-    assert found.ok and found.stdout == "ok\ufffd" and found.executed.stdout == b"ok\xff"
-    assert found.timing.act_s == 3.0
+    succeeded = result(Status.SUCCEEDED, 0, stdout=b"ok\xff")
+    assert succeeded.check() is succeeded
+    assert succeeded.ok and succeeded.stdout == "ok\ufffd" and succeeded.executed.stdout == b"ok\xff"
+    assert succeeded.timing.act_s == 3.0
 
 
 def test_an_exit_code_is_a_result_and_fails_only_the_check() -> None:
-    found = result(Status.SUCCEEDED, 2, stderr=b"no rule to make target")
-    assert not found.ok and found.exit_code == 2
+    failed = result(Status.SUCCEEDED, 2, stderr=b"no rule to make target")
+    assert not failed.ok and failed.exit_code == 2
     with pytest.raises(CommandFailed, match="'make' ended with 2: no rule to make target") as caught:
-        found.check()
-    assert caught.value.result is found
+        failed.check()
+    assert caught.value.result is failed
 
 
 @pytest.mark.parametrize(

@@ -60,21 +60,21 @@ def test_every_kind_of_end_is_distinguished(connected: Connected) -> None:
 
 def test_output_is_streamed_as_it_comes(connected: Connected) -> None:
     async def test(t: Client) -> None:
-        seen: list[tuple[str, bytes]] = []
+        output: list[tuple[str, bytes]] = []
         first = asyncio.Event()
 
         def on_output(stream: str, data: bytes) -> None:
-            seen.append((stream, data))
+            output.append((stream, data))
             first.set()
 
         async with t.sandbox(memory="128MiB") as box:
             await box.exec("mkfifo go")
             task = asyncio.create_task(box.exec("echo one; read line < go; echo two >&2", on_output=on_output))
             await asyncio.wait_for(first.wait(), 60)
-            assert seen == [("stdout", b"one\n")]
+            assert output == [("stdout", b"one\n")]
             await box.exec("echo > go")
             assert (await task).stderr == "two\n"
-            assert seen[1:] == [("stderr", b"two\n")]
+            assert output[1:] == [("stderr", b"two\n")]
 
     connected(test)
 

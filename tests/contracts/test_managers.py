@@ -82,8 +82,8 @@ async def test_a_program_that_does_not_read_its_input_ends_all_the_same(bench: B
 
 async def test_variables_of_the_action_go_before_those_of_the_sandbox(bench: Bench) -> None:
     box = await bench.open(env={"PLACE": "box", "BOTH": "box"})
-    said = await box.says("printenv PLACE; printenv BOTH; printenv OWN", env={"BOTH": "action", "OWN": "a b\"'$x"})
-    assert said == "box\naction\na b\"'$x"
+    output = await box.says("printenv PLACE; printenv BOTH; printenv OWN", env={"BOTH": "action", "OWN": "a b\"'$x"})
+    assert output == "box\naction\na b\"'$x"
 
 
 async def test_the_environment_of_this_process_stays_outside(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,8 +142,8 @@ async def test_several_programs_run_at_once_in_one_sandbox(bench: Bench) -> None
 async def test_programs_of_one_sandbox_see_each_other_come_and_go(bench: Bench) -> None:
     box = await bench.open()
     meet = "echo > {0}; while [ ! -e {1} ]; do sleep 0.01; done; echo met {1}"
-    said = await asyncio.gather(box.says(meet.format("a", "b")), box.says(meet.format("b", "a")))
-    assert said == ["met b", "met a"]
+    outputs = await asyncio.gather(box.says(meet.format("a", "b")), box.says(meet.format("b", "a")))
+    assert outputs == ["met b", "met a"]
 
 
 @needs_programs
@@ -187,26 +187,26 @@ async def test_the_two_streams_are_kept_apart(bench: Bench) -> None:
 
 
 async def test_a_listener_gets_every_byte(bench: Bench) -> None:
-    heard = {STDOUT: b"", STDERR: b""}
+    received = {STDOUT: b"", STDERR: b""}
 
     def listen(stream: int, data: bytes) -> None:
-        heard[stream] += data
+        received[stream] += data
 
     box = await bench.open()
     text = "x" * 100_000
     await box.write("text", text.encode())
     await box.run("cat text; echo err >&2; cat text", capture_bytes_max=10, output=listen)
-    assert heard == {STDOUT: (text * 2).encode(), STDERR: b"err\n"}
+    assert received == {STDOUT: (text * 2).encode(), STDERR: b"err\n"}
 
 
 @needs_programs
 async def test_a_listener_gets_output_while_the_program_runs(bench: Bench) -> None:
-    heard = asyncio.Event()
+    received = asyncio.Event()
     box = await bench.open()
     lease = await box.start(
-        "echo ready; while [ ! -e go ]; do sleep 0.01; done; exit 7", output=lambda stream, data: heard.set()
+        "echo ready; while [ ! -e go ]; do sleep 0.01; done; exit 7", output=lambda stream, data: received.set()
     )
-    await heard.wait()
+    await received.wait()
     await box.write("go", b"")
     ended = await lease.wait()
     assert ended.executed is not None
@@ -217,12 +217,12 @@ async def test_a_listener_that_fails_does_no_harm_to_the_action(bench: Bench) ->
     def fail(stream: int, data: bytes) -> None:
         raise RuntimeError("the listener is broken")
 
-    told: list[str] = []
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["message"]))
+    lines: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: lines.append(context["message"]))
     box = await bench.open()
     done = await box.run("echo said", output=fail)
     assert (done.exit_code, done.stdout) == (0, b"said\n")
-    assert len(told) == 1
+    assert len(lines) == 1
 
 
 async def test_the_beginning_and_the_end_are_kept_of_much_output(bench: Bench) -> None:
@@ -244,14 +244,14 @@ async def test_output_that_is_no_text_is_kept_as_it_is(bench: Bench) -> None:
 @needs_programs
 async def test_output_that_never_ends_does_not_end_the_manager(bench: Bench) -> None:
     box = await bench.open()
-    heard = 0
+    received = 0
 
     def listen(stream: int, data: bytes) -> None:
-        nonlocal heard
-        heard += len(data)
+        nonlocal received
+        received += len(data)
 
     lease = await box.start("yes", capture_bytes_max=100, output=listen)
-    await until(lambda: heard > 1 << 20)
+    await until(lambda: received > 1 << 20)
     await lease.stop()
     executed = (await lease.wait()).executed
     assert executed is not None
@@ -268,10 +268,10 @@ async def test_a_program_gets_its_width(bench: Bench, width: int, cpus: str) -> 
     if int(cpus) > len(os.sched_getaffinity(0)):
         pytest.skip(f"needs {cpus} cores")
     box = await bench.open()
-    said = await box.says(
+    output = await box.says(
         "printenv TANGRAM_CPUS; printenv OMP_NUM_THREADS; printenv MAKEFLAGS; echo {cpus}", width=width
     )
-    assert said == f"{cpus}\n{cpus}\n-j{cpus}\n{cpus}"
+    assert output == f"{cpus}\n{cpus}\n-j{cpus}\n{cpus}"
     assert await box.says(("echo", "-n{cpus}"), width=width) == f"-n{cpus}"
 
 
@@ -287,8 +287,8 @@ async def test_a_program_sees_as_many_cores_as_its_width(bench: Bench, width: in
 
 async def test_a_width_variable_of_the_caller_is_kept(bench: Bench) -> None:
     box = await bench.open(env={"MAKEFLAGS": "-k"})
-    said = await box.says("printenv MAKEFLAGS; printenv OMP_NUM_THREADS", env={"OMP_NUM_THREADS": "7"})
-    assert said == "-k\n7"
+    output = await box.says("printenv MAKEFLAGS; printenv OMP_NUM_THREADS", env={"OMP_NUM_THREADS": "7"})
+    assert output == "-k\n7"
 
 
 async def test_a_running_action_can_be_resized_and_one_that_ended_too(bench: Bench) -> None:
@@ -344,10 +344,10 @@ async def test_cancelling_a_wait_does_not_cancel_the_work(bench: Bench) -> None:
 
 @needs_programs
 async def test_what_a_program_wrote_before_it_was_stopped_is_kept(bench: Bench) -> None:
-    heard = asyncio.Event()
+    received = asyncio.Event()
     box = await bench.open()
-    lease = await box.start("echo begun; sleep 1000", output=lambda stream, data: heard.set())
-    await heard.wait()
+    lease = await box.start("echo begun; sleep 1000", output=lambda stream, data: received.set())
+    await received.wait()
     await lease.stop()
     executed = (await lease.wait()).executed
     assert executed is not None

@@ -193,8 +193,8 @@ def test_fcfs_shows_which_action_is_ahead() -> None:
     rig = Rig("fcfs", cpu_node("n0", 4))
     for name, count in [("first", 3), ("wide", 2), ("small", 1)]:
         rig.submit(name, cores(count))
-    said = rig.scheduler.explain("small")
-    assert said.startswith("small waits behind wide, which goes first and waits for 2 cores of cpu@n0")
+    explanation = rig.scheduler.explain("small")
+    assert explanation.startswith("small waits behind wide, which goes first and waits for 2 cores of cpu@n0")
 
 
 def test_fcfs_does_not_block_actions_that_do_not_need_the_scarce_pool() -> None:

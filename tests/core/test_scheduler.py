@@ -795,6 +795,6 @@ def test_an_action_that_one_event_resizes_twice_gets_one_resize_to_its_final_wid
     c.submit("a", {"cpu": cores(1, 2)})
     c.started("a")
     effects = c.submit("b", {"cpu": cores(1)})
-    told = [(effect.action, effect.reserved) for effect in effects if isinstance(effect, Resize)]
-    assert told == [("a", 1500)]
+    resized = [(effect.action, effect.reserved) for effect in effects if isinstance(effect, Resize)]
+    assert resized == [("a", 1500)]
     assert c.scheduler.entries["a"].reserved == 1500

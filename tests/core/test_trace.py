@@ -257,10 +257,10 @@ def story(lines: Iterable[Line], action_id: str) -> list[str]:
 
 def test_a_story_lists_all_that_happened_to_one_action_and_nothing_else() -> None:
     written, _ = a_recording()
-    told = story(read(written.splitlines())[1], "two")
-    assert [line.split()[2] for line in told] == ["Submit", "Start", "Started", "Stop", "Finished", "Settle"]
-    assert "deadline of 9 s passed while it ran" in told[3]
-    assert "timed_out" in told[5]
+    written_story = story(read(written.splitlines())[1], "two")
+    assert [line.split()[2] for line in written_story] == ["Submit", "Start", "Started", "Stop", "Finished", "Settle"]
+    assert "deadline of 9 s passed while it ran" in written_story[3]
+    assert "timed_out" in written_story[5]
 
 
 def test_the_scheduler_itself_returns_the_same_story() -> None:

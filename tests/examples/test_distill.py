@@ -24,10 +24,10 @@ def test_a_student_is_taught_by_both_of_its_teachers(tmp_path: Path) -> None:
         [*COMMAND, "--quick", "--json", "--folder", str(tmp_path)], capture_output=True, text=True, timeout=DEADLINE_S
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["steps"] == 10
+    document = json.loads(done.stdout)
+    assert document["steps"] == 10
     for task in ("chain", "frozenlake"):
-        assert 0.0 < found["apart_last"][task] < 10.0 and 0.0 < found["apart_first"][task] < 10.0
-        assert 0.0 <= found["score_last"][task] <= 1.0
+        assert 0.0 < document["apart_last"][task] < 10.0 and 0.0 < document["apart_first"][task] < 10.0
+        assert 0.0 <= document["score_last"][task] <= 1.0
     assert (tmp_path / "counter" / "config.json").is_file()
     assert (tmp_path / "run" / "metrics.jsonl").stat().st_size > 0

@@ -56,17 +56,17 @@ def everything() -> None:
 
 def left_by(folder: Path) -> list[str]:
     """Processes that were given this folder for their temporary files, or work in it."""
-    found = []
+    names = []
     for process in Path("/proc").iterdir():
         if not process.name.isdigit() or int(process.name) == os.getpid():
             continue
         try:
             words = (process / "cmdline").read_bytes()
             if str(folder).encode() in words + (process / "environ").read_bytes():
-                found.append(words.replace(b"\0", b" ").decode(errors="replace"))
+                names.append(words.replace(b"\0", b" ").decode(errors="replace"))
         except OSError:  # it has ended
             continue
-    return found
+    return names
 
 
 def wait_until(condition: Callable[[], object]) -> None:

@@ -176,7 +176,7 @@ def trace() -> Files:
 
 def http() -> Files:
     """A request and a response of each route, and what the OpenAPI document calls them."""
-    found = {}
+    formats = {}
     for route in ROUTES:
         if route.request_type is Submission:
             request: Any = [
@@ -184,7 +184,7 @@ def http() -> Files:
             ]
         else:
             request = example(route.request_type) if _is_record(route.request_type) else _raw(route.request_type)
-        found[route.operation_id] = {
+        formats[route.operation_id] = {
             "route": f"{route.method} {route.path}",
             "query": [query.name for query in route.query],
             "status": [route.status, *route.other_statuses],
@@ -193,7 +193,7 @@ def http() -> Files:
         }
     described = msgspec.json.decode(openapi_document())
     return {
-        "http.json": pretty(found),
+        "http.json": pretty(formats),
         "http-shapes.json": pretty(
             {
                 "problem": shape(ErrorResponse),
@@ -257,13 +257,13 @@ def state() -> Files:
         store.register(image)
         store.remember("codefix-1", image)
         shutil.rmtree(folder / "images" / "locks")
-        found = in_folder(folder)
+        written = in_folder(folder)
         layout = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
         owner.release()
         here = str(folder).encode()
     files = {
         f"state/{name}": content.replace(here, STATE.encode())
-        for name, content in found.items()
+        for name, content in written.items()
         if content and not name.endswith("lock")
     }
     layer = base_layers.digest(
@@ -381,14 +381,14 @@ def models() -> Files:
         rope_stretched=RopeScaling(factor=8.0, low=1.0, high=4.0, context=64),
     )  # fmt: skip
     judge = JudgeSettings(groups=(("a", "b"), ("c",)), layers=1, width=8, heads=2)
-    found = {
+    document = {
         "tensors": list(Transformer(config).state_dict()),
         "tensors of checkpoints": [part.name for parts in parts_by_name(config).values() for part in parts],
         "config.json": to_huggingface_config(config, "float32"),
         "manifest.json": shape(Manifest),
         "judge": {"file": judge.digest, "tensors": list(NameJudge(judge).state_dict())},
     }
-    return {"models.json": pretty(found)}
+    return {"models.json": pretty(document)}
 
 
 # ---- messages between processes -------------------------------------------------------------------------------------

@@ -16,12 +16,12 @@ def main(fd: int) -> None:
     line = socket.socket(fileno=fd)
     while word := line.recv(1000).decode():
         if word == "who":
-            said = {
+            description = {
                 "pid": os.getpid(), "session": os.getsid(0), "parent": os.getppid(), "by": IMPORTED_BY,
                 "cwd": os.getcwd(), "env": dict(os.environ), "path": sys.path,
                 "fds": sorted(os.listdir("/proc/self/fd")),
             }  # fmt: skip
-            line.send(json.dumps(said).encode())
+            line.send(json.dumps(description).encode())
         elif word == "speak":
             print("on stdout", flush=True)
             print("on stderr", file=sys.stderr)

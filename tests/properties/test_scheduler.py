@@ -330,7 +330,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def elders(self) -> dict[str, tuple[str, int, float]]:
         """Waiting actions that need one pool, whose turn it is over everything later: pool, units, submitted."""
-        found = {}
+        first_by_pool = {}
         for action, submitted_at in self.live.values():
             if action.id in self.granted or len(action.demand.pools) > 1:
                 continue
@@ -340,8 +340,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             name = f"{CPU}@{self.boxes.get(action.sandbox, '')}" if kind == CPU else kind
             whole = kind in (CPU, "api") and amounts.declared and name in self.books.total
             if whole and amounts.min <= self.books.total[name]:
-                found[action.id] = (name, amounts.min, submitted_at)
-        return found
+                first_by_pool[action.id] = (name, amounts.min, submitted_at)
+        return first_by_pool
 
     def check_elders(self, action: Action, pool: str, elders: dict[str, tuple[str, int, float]]) -> None:
         for elder, (name, units, submitted_at) in elders.items():
@@ -443,8 +443,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def short_of_memory(self, pick: int, memory: int) -> None:
         """Like a call that finds none for an instance."""
         action = list(self.starting)[pick % len(self.starting)]
-        asked, grant = self.live[action][0], self.granted[action]
-        if CPU not in asked.demand.pools or asked.sandbox:
+        demand, grant = self.live[action][0], self.granted[action]
+        if CPU not in demand.demand.pools or demand.sandbox:
             return
         self.books.correct(action, 0, self.now)
         self.forget(action)

@@ -156,10 +156,10 @@ def played(task: str, agent: str, seed: int, *, number: int = 0, member: int = 0
     episode = asyncio.run(play(task, agent, seed, turns_max=turns_max))
     codec = WordCodec(resolve(task).words)
     chance = random.Random(seed)
-    found = []
+    trajectories = []
     for place, (observation, action) in enumerate(zip(episode.observations, episode.actions, strict=False)):
         tokens = codec.encode_action(action)
-        found.append(
+        trajectories.append(
             Turn(
                 observation=observation,
                 observation_tokens=codec.encode_observation(observation, first=not place),
@@ -178,28 +178,28 @@ def played(task: str, agent: str, seed: int, *, number: int = 0, member: int = 0
         member=member,
         attempt=0,
         seed=seed,
-        turns=tuple(found),
+        turns=tuple(trajectories),
         observation=episode.observations[-1],
         ending=Ending.TRUNCATED if episode.truncated else Ending.FINISHED,
         cause=f"it used up its {turns_max} turns" if episode.truncated else "",
         reward=episode.reward,
         metrics=episode.metrics,
-        spans=_spans(began_s, len(found), chance),
+        spans=_spans(began_s, len(trajectories), chance),
         began_s=began_s,
-        ended_s=began_s + 0.3 + 0.2 * len(found),
+        ended_s=began_s + 0.3 + 0.2 * len(trajectories),
     )
 
 
 def _spans(began_s: float, count: int, chance: random.Random) -> tuple[Span, ...]:
-    found = [Span(stage=Stage.RESET, began_s=began_s, ended_s=began_s + 0.2, waiting_s=0.05, waited_for="cpu@a")]
+    spans = [Span(stage=Stage.RESET, began_s=began_s, ended_s=began_s + 0.2, waiting_s=0.05, waited_for="cpu@a")]
     now = began_s + 0.2
     for _ in range(count):
         middle = now + chance.uniform(0.02, 0.1)
-        found.append(Span(stage=Stage.GENERATE, began_s=now, ended_s=middle, waiting_s=0.01, waited_for="engine-0"))
-        found.append(Span(stage=Stage.STEP, began_s=middle, ended_s=now + 0.2))
+        spans.append(Span(stage=Stage.GENERATE, began_s=now, ended_s=middle, waiting_s=0.01, waited_for="engine-0"))
+        spans.append(Span(stage=Stage.STEP, began_s=middle, ended_s=now + 0.2))
         now += 0.2
-    found.append(Span(stage=Stage.REWARD, began_s=now, ended_s=now + 0.1))
-    return tuple(found)
+    spans.append(Span(stage=Stage.REWARD, began_s=now, ended_s=now + 0.1))
+    return tuple(spans)
 
 
 def span(stage: Stage, began_s: float, ended_s: float, waiting_s: float = 0.0, waited_for: str = "") -> Span:
@@ -207,7 +207,7 @@ def span(stage: Stage, began_s: float, ended_s: float, waiting_s: float = 0.0, w
 
 
 def simple(
-    id: str, found: Sequence[Span], *, task: str = "t", began_s: float | None = None, ended_s: float | None = None
+    id: str, spans: Sequence[Span], *, task: str = "t", began_s: float | None = None, ended_s: float | None = None
 ) -> Trajectory:
     """A trajectory that is nothing but its spans."""
     return Trajectory(
@@ -220,7 +220,7 @@ def simple(
         turns=(),
         ending=Ending.FINISHED,
         reward=1.0,
-        spans=tuple(found),
-        began_s=found[0].began_s if began_s is None else began_s,
-        ended_s=found[-1].ended_s if ended_s is None else ended_s,
+        spans=tuple(spans),
+        began_s=spans[0].began_s if began_s is None else began_s,
+        ended_s=spans[-1].ended_s if ended_s is None else ended_s,
     )

@@ -86,18 +86,18 @@ def run_lines(
 
 
 def warm_lines(tasks: Sequence[str], steps: int, random_: random.Random) -> list[AnyMetricsLine]:
-    found: list[AnyMetricsLine] = []
+    lines: list[AnyMetricsLine] = []
     for step in range(10, steps + 1, 10):
         over = step + 10 > steps
         scores = {task: 0.22 * step / steps + random_.uniform(0.0, 0.03) for task in tasks}
         greedy = {task: score / 2.0 for task, score in scores.items()} if over else {}
-        found.append(
+        lines.append(
             WarmStartChecked(
                 at_s=2.0 + 0.2 * step, step=step, loss=3.0 * math.exp(-step / 30.0), scores=scores, greedy=greedy,
                 over=over, cause="every task has its score" if over else "",
             )
         )  # fmt: skip
-    return found or [WarmStartChecked(at_s=2.0, step=0, loss=0.0, scores={}, over=True, cause="no warm start")]
+    return lines or [WarmStartChecked(at_s=2.0, step=0, loss=0.0, scores={}, over=True, cause="no warm start")]
 
 
 def trained(step: int, at_s: float, tasks: Sequence[str], alpha: int, engines: int, random_: random.Random) -> Trained:
@@ -139,8 +139,8 @@ def trained(step: int, at_s: float, tasks: Sequence[str], alpha: int, engines: i
 
 
 def _metrics(step: int, count: int, random_: random.Random) -> dict[str, float]:
-    found = dict.fromkeys(METRICS, 0.0)
-    found |= {
+    metrics = dict.fromkeys(METRICS, 0.0)
+    metrics |= {
         "loss": -0.02 + random_.gauss(0.0, 0.01),
         "kl_sampler": 0.002 + abs(random_.gauss(0.0, 0.001)),
         "weight_mean": 1.0,
@@ -155,7 +155,7 @@ def _metrics(step: int, count: int, random_: random.Random) -> dict[str, float]:
         "tokens_per_s": 9000.0 + random_.uniform(0.0, 800.0),
         "overlong_share": 0.02,
     }
-    return found
+    return metrics
 
 
 def _pool(name: str, total: float, step_s: float, random_: random.Random) -> PoolUse:

@@ -89,16 +89,16 @@ def test_an_action_runs_and_its_caller_gets_what_came_of_it() -> None:
 
 def test_an_observer_sees_every_event_until_it_is_removed() -> None:
     async def test(rig: Rig) -> None:
-        seen: list[Event] = []
+        events: list[Event] = []
         before = len(rig.seen)
-        remove = rig.orchestrator.observe(lambda now, event, effects: seen.append(event))
+        remove = rig.orchestrator.observe(lambda now, event, effects: events.append(event))
         await rig.run()
-        assert seen == [event for event, _ in rig.seen[before:]]
+        assert events == [event for event, _ in rig.seen[before:]]
         remove()
         remove()
-        count = len(seen)
+        count = len(events)
         await rig.run()
-        assert len(seen) == count
+        assert len(events) == count
 
     with_rig(test)
 
@@ -241,7 +241,7 @@ def test_files_are_those_of_the_node_where_the_sandbox_is() -> None:
 
 
 def test_a_bug_in_the_scheduler_reaches_every_waiter_and_every_context() -> None:
-    heard: list[asyncio.Task[SettledAction]] = []
+    tasks: list[asyncio.Task[SettledAction]] = []
 
     async def main() -> None:
         rig = Rig({"held": FakeScript(ends=False)})
@@ -256,12 +256,12 @@ def test_a_bug_in_the_scheduler_reaches_every_waiter_and_every_context() -> None
             rig.scheduler.handle = broken  # type: ignore[method-assign]
             with pytest.raises(InvariantError, match="books"):
                 rig.submit()
-            heard.append(waiting)
+            tasks.append(waiting)
             await asyncio.sleep(DEADLINE_S)
 
     with pytest.raises(InvariantError, match="books"):
         asyncio.run(main())
-    assert isinstance(heard[0].exception(), InvariantError)
+    assert isinstance(tasks[0].exception(), InvariantError)
 
 
 def test_what_the_caller_raises_comes_out_as_it_is() -> None:

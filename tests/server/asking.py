@@ -38,9 +38,9 @@ class Answer(NamedTuple):
     def error(self) -> dict[str, Any]:
         """What a refusal says; it is always JSON of one form."""
         assert self.status >= 400 and self.headers["content-type"] == "application/json", self
-        found = self.json
-        assert set(found) == {"error"} and found["error"]["code"] and found["error"]["message"], self
-        return found["error"]
+        document = self.json
+        assert set(document) == {"error"} and document["error"]["code"] and document["error"]["message"], self
+        return document["error"]
 
     @property
     def code(self) -> str:
@@ -86,8 +86,8 @@ class Caller:
         return await self.ask("POST", "/v1/actions", {"id": id, "work": work, **more}, wait_s=wait_s)
 
     async def open(self, name: str = "box", **spec: Any) -> None:
-        found = await self.submit(f"open-{name}", {"type": "Open", "spec": spec}, sandbox=name)
-        assert found.json["settled"]["outcome"]["status"] == "succeeded", found
+        response = await self.submit(f"open-{name}", {"type": "Open", "spec": spec}, sandbox=name)
+        assert response.json["settled"]["outcome"]["status"] == "succeeded", response
 
     async def run(self, id: str, command: str, *, sandbox: str = "box", wait_s: float = 30.0, **more: Any) -> Answer:
         return await self.submit(id, {"type": "Exec", "command": command}, wait_s, sandbox=sandbox, **more)
@@ -96,8 +96,8 @@ class Caller:
         """Until an action has come that far."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
-                found = await self.ask("GET", f"/v1/actions/{id}", wait_s=0)
-                if found.status == 200 and found.json["state"] == state:
+                response = await self.ask("GET", f"/v1/actions/{id}", wait_s=0)
+                if response.status == 200 and response.json["state"] == state:
                     return
                 await asyncio.sleep(0.01)
 
@@ -178,12 +178,12 @@ class Line:
 
     async def ended(self) -> bytes:
         """Until the service has hung up: what came before."""
-        found = b""
+        content = b""
         async with asyncio.timeout(DEADLINE_S):
             with contextlib.suppress(ConnectionError):
                 while part := await self.reader.read(1 << 16):
-                    found += part
-        return found
+                    content += part
+        return content
 
 
 @asynccontextmanager

@@ -54,11 +54,11 @@ def config_of(
 ) -> Config:
     """The config of a service whose files are all below a folder."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    said: dict[str, Any] = dict(
+    fields: dict[str, Any] = dict(
         listen="127.0.0.1:0", journal=str(folder / "journal.db"), sandboxes_on_stop="close", drain_s=0.3
     )
     return Config(
-        service=ServiceConfig(**said | service),
+        service=ServiceConfig(**fields | service),
         node=NodeConfig(
             backend=backend,  # type: ignore[arg-type]
             cores=cores,

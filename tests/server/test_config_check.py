@@ -68,8 +68,8 @@ def test_an_error_is_reported_with_the_file_the_line_and_the_key(
     (tmp_path / "short").chmod(0o600)
     (tmp_path / "open").write_text("0123456789abcdef" * 4)
     (tmp_path / "open").chmod(0o644)
-    code, said = check(tmp_path, text)
-    assert code == 2 and says in said
+    code, result = check(tmp_path, text)
+    assert code == 2 and says in result
 
 
 def test_the_start_reports_the_same_errors_as_the_check(tmp_path: Path) -> None:
@@ -98,8 +98,8 @@ def test_the_check_makes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("TANGRAM_STATE", str(tmp_path / "state"))
     done = CliRunner().invoke(app, ["serve", "--check"], catch_exceptions=False)
     assert done.exit_code == 0 and "the defaults: right" in done.stdout
-    code, said = check(tmp_path, "[service]\njournal = 'to/be/made/journal.db'\n[node]\nstate = 'state'")
-    assert code == 0 and "right; would listen on 127.0.0.1:7433" in said
+    code, result = check(tmp_path, "[service]\njournal = 'to/be/made/journal.db'\n[node]\nstate = 'state'")
+    assert code == 0 and "right; would listen on 127.0.0.1:7433" in result
     assert [each.name for each in tmp_path.iterdir()] == ["t.toml"]
 
 

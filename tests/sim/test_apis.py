@@ -148,13 +148,13 @@ def saturating(seed: int, quota: Quota, tokens: tuple[int, ...], *, windows: int
     assert quota.requests is not None
     episodes = []
     for k in range(windows * quota.requests.units):
-        asked = rng.choice(tokens)
+        amount = rng.choice(tokens)
         step = SimStep(
             kind="judge",
-            demand=Demand(quota.demand(tokens=asked)),
+            demand=Demand(quota.demand(tokens=amount)),
             work_s=rng.choice((0.01, 0.3, 3.0)) * rng.uniform(0.5, 1.5),
             overhead_s=rng.uniform(0.0, 0.99 * ARRIVAL_S),
-            spent={f"{quota.name}/tokens": rng.randint(1, asked)} if rng.random() < 0.3 else None,
+            spent={f"{quota.name}/tokens": rng.randint(1, amount)} if rng.random() < 0.3 else None,
         )
         turn = SimTurn(think_s=0.0, steps=(step,))
         episodes.append(SimEpisode(id=f"e{k}", run=f"r{k % 3}", task="", start_s=rng.uniform(0.0, 2.0), turns=(turn,)))

@@ -84,16 +84,16 @@ def test_several_sizes_are_compared_at_once() -> None:
 
 
 def test_progress_reaches_the_number_of_simulations() -> None:
-    told: list[tuple[float, int]] = []
-    compare([setup(seeds=(0,))], workers=1, progress=lambda done, total: told.append((done, total)))
-    assert told[-1] == (3, 3)
-    assert told == sorted(told)
+    progress: list[tuple[float, int]] = []
+    compare([setup(seeds=(0,))], workers=1, progress=lambda done, total: progress.append((done, total)))
+    assert progress[-1] == (3, 3)
+    assert progress == sorted(progress)
 
 
 def test_device_use_is_counted_on_the_nodes_of_the_devices() -> None:
     source = Source(workload="teachers", batch=40)
-    found = compare([Setup(source=source, size=Size(devices=40), policies=("fcfs",), seeds=(0,))], workers=1)[0]
-    assert 0.0 < found.mean("fcfs", "device_use") < 1.0
+    comparison = compare([Setup(source=source, size=Size(devices=40), policies=("fcfs",), seeds=(0,))], workers=1)[0]
+    assert 0.0 < comparison.mean("fcfs", "device_use") < 1.0
 
 
 def test_faults_strike_the_same_way_each_time() -> None:
@@ -191,9 +191,9 @@ def test_the_default_size_serves_its_workload(workload: str) -> None:
 
 def test_load_is_work_over_what_the_pools_give() -> None:
     work = Source(workload="elastic", batch=400, options=(("load", 0.5), ("units", 16))).build(0)
-    found = estimate_load(work, Size(cores=16))
-    assert found.cpu == pytest.approx(0.5, rel=0.35)
-    assert found.core_s == pytest.approx(found.cpu * 16 * span(work))
+    load = estimate_load(work, Size(cores=16))
+    assert load.cpu == pytest.approx(0.5, rel=0.35)
+    assert load.core_s == pytest.approx(load.cpu * 16 * span(work))
 
 
 # ---- statistics -----------------------------------------------------------------------------------------------
@@ -211,16 +211,16 @@ def test_the_interval_covers_the_truth_at_its_nominal_rate() -> None:
     rng = random.Random(7)
     hits = 0
     for _ in range(2000):
-        found = mean_of([rng.gauss(3.0, 1.0) for _ in range(5)])
-        hits += found.low <= 3.0 <= found.high
+        interval = mean_of([rng.gauss(3.0, 1.0) for _ in range(5)])
+        hits += interval.low <= 3.0 <= interval.high
     assert hits / 2000 == pytest.approx(0.95, abs=0.015)
 
 
 def test_ratios_are_paired_and_averaged_as_logarithms() -> None:
-    found = ratio_of([2.0, 8.0], [1.0, 16.0])
-    assert found.mean == pytest.approx(1.0)
+    ratio = ratio_of([2.0, 8.0], [1.0, 16.0])
+    assert ratio.mean == pytest.approx(1.0)
     half = student_t95(1) * math.log(2.0)
-    assert found.high == pytest.approx(math.exp(half)) and found.low == pytest.approx(math.exp(-half))
+    assert ratio.high == pytest.approx(math.exp(half)) and ratio.low == pytest.approx(math.exp(-half))
 
 
 def test_a_ratio_with_a_zero_is_none() -> None:

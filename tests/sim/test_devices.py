@@ -87,14 +87,14 @@ def calls(*names: str, think_s: float = 5.0, work_s: float = 1.0) -> SimEpisode:
 
 
 def test_an_idle_device_gets_back_what_is_called_most_before_it_is_called() -> None:
-    seen = Seen()
+    recorder = Seen()
     work = Workload(
         name="test", seed=0, episodes=(calls(*"a" * 16, "b", "a", think_s=1.0),), services=(service("a"), service("b"))
     )
-    result = simulate(work, "adaptive", (Pool(kind=GPU, node="g0", total=1),), observer=seen)
+    result = simulate(work, "adaptive", (Pool(kind=GPU, node="g0", total=1),), observer=recorder)
     assert [row.overhead_s for row in result.rows] == [0.5, *[0.0] * 15, 0.5, 0.0]
-    assert [message.service for message in seen if isinstance(message, Restore)] == ["a"]
-    assert seen.places() == ["+a 0", "-a 0", "+b 0", "-b 0", "+a 0"]
+    assert [message.service for message in recorder if isinstance(message, Restore)] == ["a"]
+    assert recorder.places() == ["+a 0", "-a 0", "+b 0", "-b 0", "+a 0"]
 
 
 @pytest.mark.parametrize(("growth", "makespan_s"), [(0.0, 2.5), (0.5, 3.5), (1.0, 5.5)])

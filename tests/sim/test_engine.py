@@ -92,11 +92,11 @@ def test_actions_wait_for_each_other_where_cores_are_short() -> None:
 
 
 def test_a_sandbox_lives_as_long_as_its_episode() -> None:
-    seen = Seen()
+    recorder = Seen()
     work = workload(episode("a", turn(call()), turn(call()), memory=600), episode("b", turn(call()), memory=600))
-    result = simulate(work, "fcfs", cpu_node("n0", 4, 1.0), observer=seen)
+    result = simulate(work, "fcfs", cpu_node("n0", 4, 1.0), observer=recorder)
     assert times(result)["b.0.0"] == (0.0, 30.0), "the memory is free when the first episode has ended"
-    kinds = [type(message).__name__ for _, message in seen.messages if isinstance(message, Reserve | Release)]
+    kinds = [type(message).__name__ for _, message in recorder.messages if isinstance(message, Reserve | Release)]
     assert kinds == ["Reserve", "Reserve", "Release", "Release"]
 
 
@@ -146,20 +146,22 @@ def test_only_a_timeout_without_its_reserved_cpu_is_our_fault(cores_later: float
 
 def test_hints_give_the_scheduler_the_duration_and_learning_does_not() -> None:
     for knowledge, hint in (("hints", 10.0), ("learned", None)):
-        seen = Seen()
-        simulate(workload(episode("a", turn(call()))), "fcfs", cpu_node("n0", 4), knowledge=knowledge, observer=seen)
-        [submit] = seen.of(Submit)
+        recorder = Seen()
+        simulate(
+            workload(episode("a", turn(call()))), "fcfs", cpu_node("n0", 4), knowledge=knowledge, observer=recorder
+        )
+        [submit] = recorder.of(Submit)
         assert submit.action.duration_s == hint
     with pytest.raises(InvalidConfig, match="one of learned, hints, perfect"):
         simulate(workload(), "fcfs", (), knowledge="none")
 
 
 def test_progress_is_reported_periodically_and_at_the_end() -> None:
-    told: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     work = workload(*[episode(f"e{n}", *[turn(call(0.1)) for _ in range(60)]) for n in range(40)])
-    simulate(work, "fcfs", cpu_node("n0", 4), progress=lambda done, total: told.append((done, total)))
-    assert told[-1] == (2400, 2400)
-    assert len(told) > 1
+    simulate(work, "fcfs", cpu_node("n0", 4), progress=lambda done, total: progress.append((done, total)))
+    assert progress[-1] == (2400, 2400)
+    assert len(progress) > 1
 
 
 # ---- cores ------------------------------------------------------------------------------------------------------
@@ -191,14 +193,14 @@ def test_a_wider_launch_is_faster_by_its_speedup() -> None:
 
 
 def test_a_resize_changes_the_speed_of_what_is_left() -> None:
-    seen = Seen()
+    recorder = Seen()
     elastic = Demand({CPU: cores(1, 4)}, LINEAR)
     work = workload(
         episode("a", turn(call(40.0, elastic, speedup=LINEAR))),
         episode("b", turn(call(2.0, Demand({CPU: cores(2)}))), start_s=5.0),
     )
-    result = simulate(work, "adaptive", cpu_node("n0", 4), knowledge="hints", observer=seen)
-    assert seen.of(Resize)
+    result = simulate(work, "adaptive", cpu_node("n0", 4), knowledge="hints", observer=recorder)
+    assert recorder.of(Resize)
     ends = times(result)
     assert ends["b.0.0"][1] == pytest.approx(7.0), "it makes room at once"
     assert ends["a.0.0"][1] >= 11.0, "four cores for all but two seconds"
@@ -209,7 +211,7 @@ def test_a_resize_changes_the_speed_of_what_is_left() -> None:
 
 
 def test_a_service_is_loaded_once_and_stays_until_its_memory_is_needed() -> None:
-    seen = Seen()
+    recorder = Seen()
     judge = ServiceModel(name="judge", memory_gib=60.0, restore_s=3.0)
     other = ServiceModel(name="other", memory_gib=60.0, restore_s=5.0)
     ask = {name: call(1.0, Demand({GPU: fixed(1)}), service=name) for name in ("judge", "other")}
@@ -217,11 +219,11 @@ def test_a_service_is_loaded_once_and_stays_until_its_memory_is_needed() -> None
         episode("a", turn(ask["judge"]), turn(ask["judge"]), turn(ask["other"]), turn(ask["judge"])),
         services=(judge, other),
     )
-    result = simulate(work, "fcfs", (Pool(kind=GPU, node="g0", total=1),), observer=seen)
+    result = simulate(work, "fcfs", (Pool(kind=GPU, node="g0", total=1),), observer=recorder)
     assert [row.overhead_s for row in result.rows] == [3.0, 0.0, 5.0, 3.0]
     assert result.makespan_s == 15.0
-    assert [message.service for message in seen.of(Resident)] == ["judge", "other", "judge"]
-    assert [message.service for message in seen.of(Evicted)] == ["judge", "other"]
+    assert [message.service for message in recorder.of(Resident)] == ["judge", "other", "judge"]
+    assert [message.service for message in recorder.of(Evicted)] == ["judge", "other"]
 
 
 def test_more_devices_are_faster_by_the_speedup() -> None:
@@ -363,9 +365,9 @@ def test_actions_that_run_alone_never_wait_or_share() -> None:
 
 
 def test_the_engine_carries_out_what_an_observer_may_see() -> None:
-    seen = Seen()
+    recorder = Seen()
     scheduler = Scheduler(policy("fcfs"), cpu_node("n0", 2), limits=Limits())
-    Simulator(three(), scheduler, cpu_node("n0", 2), observer=seen).run()
-    starts = [message.action for message in seen.of(Start)]
+    Simulator(three(), scheduler, cpu_node("n0", 2), observer=recorder).run()
+    starts = [message.action for message in recorder.of(Start)]
     assert len(starts) == 5
     assert all(isinstance(action, Action) for action in starts)

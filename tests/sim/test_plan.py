@@ -60,18 +60,18 @@ def test_a_target_in_seconds_takes_the_place_of_todays() -> None:
 
 
 def test_a_target_that_no_size_reaches_has_no_answer() -> None:
-    found = plan(question(act_s=1e-6, seeds=(0,), batch=6), workers=1)
-    assert found.smallest is None and found.saved is None
-    assert "does not reach" in found.sentence()
+    answer = plan(question(act_s=1e-6, seeds=(0,), batch=6), workers=1)
+    assert answer.smallest is None and answer.saved is None
+    assert "does not reach" in answer.sentence()
 
 
 def test_the_search_ends_where_more_cores_change_nothing() -> None:
     """Three trajectories never use more than 16 cores, so of 16, 32, 64, 128 and 256 the last three are not tried."""
-    found = plan(question(act_s=1e-6, seeds=(0,), batch=3, like_size=16), workers=1)
-    before, last = found.points[-2:]
+    answer = plan(question(act_s=1e-6, seeds=(0,), batch=3, like_size=16), workers=1)
+    before, last = answer.points[-2:]
     assert (before.size, last.size) == (16, 32)
     assert last.act_mean_s == pytest.approx(before.act_mean_s, rel=0.001)
-    assert f"From {before.size} cores on, more of them change nothing" in found.sentence()
+    assert f"From {before.size} cores on, more of them change nothing" in answer.sentence()
 
 
 def test_cores_are_not_sized_for_work_that_uses_none_whatever_it_is_compared_with() -> None:
@@ -80,15 +80,15 @@ def test_cores_are_not_sized_for_work_that_uses_none_whatever_it_is_compared_wit
 
 
 def test_devices_are_sized_against_fixed_devices_for_each_service() -> None:
-    found = plan(question("teachers", 120, resource="devices", target="p95", seeds=(0,)), workers=1)
-    assert found.reference.size == 40
-    assert found.smallest < 40
-    assert 0.0 < found.points[0].use <= 1.0
+    answer = plan(question("teachers", 120, resource="devices", target="p95", seeds=(0,)), workers=1)
+    assert answer.reference.size == 40
+    assert answer.smallest < 40
+    assert 0.0 < answer.points[0].use <= 1.0
 
 
 def test_a_plan_against_a_policy_on_a_given_size() -> None:
-    found = plan(question("elastic", 120, like="paper", like_size=32, seeds=(0,)), workers=1)
-    assert found.like == "paper" and found.smallest is not None
+    answer = plan(question("elastic", 120, like="paper", like_size=32, seeds=(0,)), workers=1)
+    assert answer.like == "paper" and answer.smallest is not None
 
 
 @pytest.mark.parametrize(
@@ -115,10 +115,10 @@ def test_a_question_that_cannot_be_meant_is_refused(wrong: dict) -> None:
 
 
 def test_progress_never_goes_back_and_ends_at_its_total() -> None:
-    told: list[tuple[float, int]] = []
-    plan(question(batch=6, seeds=(0,)), workers=1, progress=lambda done, total: told.append((done, total)))
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert all(done <= total for done, total in told)
+    progress: list[tuple[float, int]] = []
+    plan(question(batch=6, seeds=(0,)), workers=1, progress=lambda done, total: progress.append((done, total)))
+    assert [done for done, _ in progress] == sorted(done for done, _ in progress)
+    assert all(done <= total for done, total in progress)
 
 
 # ---- the answer in words --------------------------------------------------------------------------------------
@@ -146,18 +146,18 @@ def answered(*points: Point, smallest: int | None, reference: Point, target: str
 
 
 def test_a_size_that_just_misses_looks_different_from_the_target() -> None:
-    found = answered(point(4, 1.7806), point(8, 1.5), smallest=8, reference=point(16, 1.7784))
-    assert not found.reaches(found.points[0])
-    assert (found.describe_point(found.points[0])[0], found.describe_point(found.reference)[0]) == (
+    answer = answered(point(4, 1.7806), point(8, 1.5), smallest=8, reference=point(16, 1.7784))
+    assert not answer.reaches(answer.points[0])
+    assert (answer.describe_point(answer.points[0])[0], answer.describe_point(answer.reference)[0]) == (
         "1.781 s",
         "1.778 s",
     )
-    assert "a mean ACT of 1.778 s" in found.sentence()
+    assert "a mean ACT of 1.778 s" in answer.sentence()
 
 
 def test_the_usual_digits_do_where_nothing_is_near_the_target() -> None:
-    found = answered(point(4, 2.5), point(8, 1.5), smallest=8, reference=point(16, 1.7784))
-    assert "a mean ACT of 1.78 s" in found.sentence()
+    answer = answered(point(4, 2.5), point(8, 1.5), smallest=8, reference=point(16, 1.7784))
+    assert "a mean ACT of 1.78 s" in answer.sentence()
 
 
 def test_the_answer_lists_what_gets_worse_although_the_target_is_met() -> None:
@@ -170,6 +170,6 @@ def test_the_answer_lists_what_gets_worse_although_the_target_is_met() -> None:
 
 
 def test_a_size_on_which_trajectories_are_lost_does_not_reach_the_target() -> None:
-    found = answered(point(8, 1.0, failed=2.0, step_s=None), smallest=None, reference=point(16, 3.0))
-    assert not found.reaches(found.points[0])
-    assert "did not complete" in found.sentence()
+    answer = answered(point(8, 1.0, failed=2.0, step_s=None), smallest=None, reference=point(16, 3.0))
+    assert not answer.reaches(answer.points[0])
+    assert "did not complete" in answer.sentence()

@@ -264,8 +264,8 @@ def test_a_quota_that_was_added_or_raised_later_is_known_and_one_that_was_cut_is
 
 def test_estimates_of_tokens_are_corrected_again_as_recorded(tmp_path: Path) -> None:
     quota = Quota("judge", tokens=Rate(1000, 60.0))
-    asked = {"demand": Demand(quota.demand(tokens=600)), "sandbox": "", "kind": "llm"}
-    lives = [life(tool(k, **asked), k, k, k + 1.0, spent={"judge/tokens": 100}) for k in range(1, 6)]
+    fields = {"demand": Demand(quota.demand(tokens=600)), "sandbox": "", "kind": "llm"}
+    lives = [life(tool(k, **fields), k, k, k + 1.0, spent={"judge/tokens": 100}) for k in range(1, 6)]
     workload = load_recording(write(tmp_path / "t.jsonl", in_order(*lives), quota.pools()))
     result = simulate(workload, "adaptive", Size().pools(workload))
     assert result.makespan_s == pytest.approx(5.0), "six hundred each would take minutes"
@@ -274,8 +274,8 @@ def test_estimates_of_tokens_are_corrected_again_as_recorded(tmp_path: Path) -> 
 @pytest.mark.parametrize(("at_once", "ended_at"), [(True, 71.0), (False, 80.0)])
 def test_quota_use_at_any_time_counts_from_its_end_again(at_once: bool, ended_at: float, tmp_path: Path) -> None:
     quota = Quota("search", requests=Rate(1, 60.0))
-    asked = {"demand": Demand(quota.demand()), "sandbox": "", "trajectory": "", "at_once": at_once}
-    lives = [life(tool(k, **asked), 0.0, 0.0, 10.0) for k in (1, 2)]
+    fields = {"demand": Demand(quota.demand()), "sandbox": "", "trajectory": "", "at_once": at_once}
+    lives = [life(tool(k, **fields), 0.0, 0.0, 10.0) for k in (1, 2)]
     workload = load_recording(write(tmp_path / "t.jsonl", in_order(*lives), quota.pools()))
     result = simulate(workload, "fcfs", Size().pools(workload))
     assert [row.ended_at for row in result.rows] == pytest.approx([10.0, ended_at])
@@ -341,9 +341,9 @@ def test_an_empty_or_malformed_recording_is_refused(tmp_path: Path) -> None:
 def test_a_replay_brings_the_same_effects(policy: str, faults: int, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     recorded(path, "mixed", policy, 18, faults=faults)
-    found = replay(path)
-    assert found.difference is None
-    assert found.events + found.effects == sum(summarize(path).messages.values())
+    result = replay(path)
+    assert result.difference is None
+    assert result.events + result.effects == sum(summarize(path).messages.values())
 
 
 def test_hints_are_part_of_a_recording_and_of_its_replay(tmp_path: Path) -> None:
@@ -386,12 +386,14 @@ def test_a_recording_of_a_baseline_cannot_be_replayed(tmp_path: Path) -> None:
 def test_a_survey_shows_where_the_time_went(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     summary = recorded(path, "mixed", "adaptive", 18)
-    found = summarize(path)
-    assert sorted(run.run for run in found.runs) == ["coding", "search", "teachers"]
-    assert sum(run.actions for run in found.runs) == summary["actions"]
-    assert sum(run.execution_s for run in found.runs) == pytest.approx(summary["execution_mean_s"] * summary["actions"])
-    assert found.unsettled == 0
-    kinds = {kind for run in found.runs for kind in run.waiting_s}
+    survey = summarize(path)
+    assert sorted(run.run for run in survey.runs) == ["coding", "search", "teachers"]
+    assert sum(run.actions for run in survey.runs) == summary["actions"]
+    assert sum(run.execution_s for run in survey.runs) == pytest.approx(
+        summary["execution_mean_s"] * summary["actions"]
+    )
+    assert survey.unsettled == 0
+    kinds = {kind for run in survey.runs for kind in run.waiting_s}
     assert kinds == {"cpu", "gpu", "search + search/requests", "fetch"}
 
 

@@ -177,13 +177,13 @@ def with_act(comparison: Comparison, name: str, values: list[float]) -> Comparis
 
 def test_the_headline_distinguishes_gain_loss_and_doubt(comparison: Comparison) -> None:
     base = comparison.values("pods:0.5", "act_mean_s")
-    told = {
+    values_by_policy = {
         "half": [value / 2.0 for value in base],
         "double": [value * 2.0 for value in base],
         "same": [value * factor for value, factor in zip(base, (0.97, 1.0, 1.03), strict=True)],
         "noisy": [value * factor for value, factor in zip(base, (0.1, 1.0, 1.2), strict=True)],
     }
-    lines = {key: report.headline(with_act(comparison, "adaptive", values)) for key, values in told.items()}
+    lines = {key: report.headline(with_act(comparison, "adaptive", values)) for key, values in values_by_policy.items()}
     assert lines["half"] == "Actions complete 2.0 times sooner with adaptive than with pods:0.5."
     assert lines["double"] == "Actions complete 2.0 times later with adaptive than with pods:0.5."
     assert lines["same"] == "Actions complete about as soon with adaptive as with pods:0.5."
@@ -230,14 +230,14 @@ def result(rows: list[ActionRow], busy: list[tuple[float, float]] | None = None)
 
 def test_devices_in_use_are_averaged_exactly() -> None:
     pool = charts.PoolChart(title="Devices", unit="devices", total=8.0, nodes=("gpu-0",))
-    found = result([row(1, 0.0, 1.0, 2.0), row(2, 2.0, 0.0, 2.0), row(3, 0.0, 0.0, 4.0, node="cpu-0")])
-    assert pool.mean_usage(found, np.array([0.0, 1.0, 2.0, 3.0, 4.0])).tolist() == [0.0, 2.0, 4.0, 2.0]
+    simulated = result([row(1, 0.0, 1.0, 2.0), row(2, 2.0, 0.0, 2.0), row(3, 0.0, 0.0, 4.0, node="cpu-0")])
+    assert pool.mean_usage(simulated, np.array([0.0, 1.0, 2.0, 3.0, 4.0])).tolist() == [0.0, 2.0, 4.0, 2.0]
 
 
 def test_cores_in_use_keep_their_value_until_the_next_sample() -> None:
     pool = charts.PoolChart(title="Cores", unit="cores", total=4.0)
-    found = result([row(1, 0.0, 0.0, 4.0)], busy=[(1.0, 2.0), (1.5, 4.0), (3.0, 0.0)])
-    assert pool.mean_usage(found, np.array([0.0, 1.0, 2.0, 3.0, 4.0])).tolist() == [0.0, 3.0, 4.0, 0.0]
+    simulated = result([row(1, 0.0, 0.0, 4.0)], busy=[(1.0, 2.0), (1.5, 4.0), (3.0, 0.0)])
+    assert pool.mean_usage(simulated, np.array([0.0, 1.0, 2.0, 3.0, 4.0])).tolist() == [0.0, 3.0, 4.0, 0.0]
 
 
 def test_the_window_lies_where_most_is_waiting() -> None:

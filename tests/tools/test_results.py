@@ -78,7 +78,7 @@ def test_a_readme_without_a_place_for_it_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "told"), [(0.9431, "0.943"), (10.04, "10"), (99.94, "99.9"), (100.4, "100"), (1823.4, "1,823")]
+    ("value", "expected"), [(0.9431, "0.943"), (10.04, "10"), (99.94, "99.9"), (100.4, "100"), (1823.4, "1,823")]
 )
-def test_three_digits_where_they_mean_something(value: float, told: str) -> None:
-    assert number(value) == told
+def test_three_digits_where_they_mean_something(value: float, expected: str) -> None:
+    assert number(value) == expected

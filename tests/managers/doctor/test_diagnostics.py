@@ -42,8 +42,8 @@ needs_v2 = pytest.mark.skipif(
 )
 
 
-def of(found: MachineReport, component: str) -> Diagnostic:
-    (finding,) = [each for each in found.findings if each.component == component]
+def of(report: MachineReport, component: str) -> Diagnostic:
+    (finding,) = [each for each in report.findings if each.component == component]
     return finding
 
 
@@ -51,22 +51,22 @@ def of(found: MachineReport, component: str) -> Diagnostic:
 
 
 def test_every_component_is_listed_once_and_a_failed_check_names_the_remedy() -> None:
-    found = diagnose().findings
-    names = [each.component for each in found]
+    findings = diagnose().findings
+    names = [each.component for each in findings]
     assert len(set(names)) == len(names)
     expected = "python user cgroups namespaces overlayfs tmpfs bubblewrap catatonit setpriv seccomp cores memory swap"
     assert set(expected.split()) <= set(names)
-    for each in found:
+    for each in findings:
         assert each.state in (OK, LIMITED, MISSING) and each.found
         assert each.state == OK or each.to_do, each
 
 
 @needs_root
 def test_a_machine_with_all_that_sandboxes_need_passes(tmp_path: Path) -> None:
-    found = diagnose(tmp_path)
-    assert found.unavailable_reason(SANDBOX) == ""
-    assert found.unavailable_reason(PROCESS) == ""
-    assert found.install_command == ""
+    report = diagnose(tmp_path)
+    assert report.unavailable_reason(SANDBOX) == ""
+    assert report.unavailable_reason(PROCESS) == ""
+    assert report.install_command == ""
 
 
 def test_what_keeps_a_backend_from_working_is_what_it_needs_and_is_missing() -> None:
@@ -75,11 +75,11 @@ def test_what_keeps_a_backend_from_working_is_what_it_needs_and_is_missing() -> 
         Diagnostic(component="b", state=LIMITED, found="half a b", needed_by=(SANDBOX,), package="pb"),
         Diagnostic(component="c", state=MISSING, found="no c", needed_by=(SANDBOX, DOCKER), package="pa"),
     )
-    found = MachineReport(findings=findings)
-    assert found.unavailable_reason(SANDBOX) == "a: no a; c: no c"
-    assert found.unavailable_reason(DOCKER) == "c: no c"
-    assert found.unavailable_reason(PROCESS) == ""
-    assert found.install_command.removeprefix("sudo ") == "apt-get install -y pa"
+    report = MachineReport(findings=findings)
+    assert report.unavailable_reason(SANDBOX) == "a: no a; c: no c"
+    assert report.unavailable_reason(DOCKER) == "c: no c"
+    assert report.unavailable_reason(PROCESS) == ""
+    assert report.install_command.removeprefix("sudo ") == "apt-get install -y pa"
 
 
 def test_a_check_that_cannot_run_is_a_finding_and_the_rest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,10 +87,10 @@ def test_a_check_that_cannot_run_is_a_finding_and_the_rest_runs(monkeypatch: pyt
         raise PermissionError(13, "Permission denied", "/proc/meminfo")
 
     monkeypatch.setattr(diagnostics, "available_memory_bytes", broken)
-    found = diagnose()
-    assert of(found, "memory").state == LIMITED
-    assert "cannot be examined" in of(found, "memory").found
-    assert of(found, "swap").found
+    report = diagnose()
+    assert of(report, "memory").state == LIMITED
+    assert "cannot be examined" in of(report, "memory").found
+    assert of(report, "swap").found
 
 
 # ---- the machine stays as it is -----------------------------------------------------------------------------------
@@ -179,11 +179,11 @@ def make_program(path: Path, script: str) -> None:
 def test_missing_programs_are_installed_with_one_command(programs: Path) -> None:
     for name in ("bwrap", "catatonit"):
         (programs / name).unlink()
-    found = diagnose()
-    assert of(found, "bubblewrap").state == MISSING and of(found, "catatonit").state == MISSING
-    assert of(found, "setpriv").state == OK
-    assert found.install_command.removeprefix("sudo ") == "apt-get install -y bubblewrap catatonit"
-    assert "bubblewrap: no program bwrap" in found.unavailable_reason(SANDBOX)
+    report = diagnose()
+    assert of(report, "bubblewrap").state == MISSING and of(report, "catatonit").state == MISSING
+    assert of(report, "setpriv").state == OK
+    assert report.install_command.removeprefix("sudo ") == "apt-get install -y bubblewrap catatonit"
+    assert "bubblewrap: no program bwrap" in report.unavailable_reason(SANDBOX)
 
 
 def test_versions_are_reported(programs: Path) -> None:
@@ -221,9 +221,9 @@ def test_what_dead_owners_left_is_counted_and_stays(tmp_path: Path) -> None:
     ):
         fcntl.flock(lock, fcntl.LOCK_EX)
         fcntl.flock(spawner, fcntl.LOCK_EX)
-        found = of(diagnose(tmp_path), "state directory").found
-    assert "1 in use" in found and "2 left by owners that died" in found
-    assert "1 with sandboxes that wait" in found
+        description = of(diagnose(tmp_path), "state directory").found
+    assert "1 in use" in description and "2 left by owners that died" in description
+    assert "1 with sandboxes that wait" in description
     assert sorted(path.name for path in owners.iterdir()) == ["dead", "half-made", "living", "service.1234"]
 
 
@@ -257,9 +257,9 @@ def test_a_quota_and_a_memory_limit_of_this_process_are_reported() -> None:
         done = subprocess.run(words, capture_output=True, check=True, timeout=120)
     finally:
         owner.remove()
-    found = json.loads(done.stdout)
-    assert found["cores"]["state"] == LIMITED and "quota 0.5" in found["cores"]["found"]
-    assert found["memory"]["state"] == LIMITED and "limit 512 MiB" in found["memory"]["found"]
+    document = json.loads(done.stdout)
+    assert document["cores"]["state"] == LIMITED and "quota 0.5" in document["cores"]["found"]
+    assert document["memory"]["state"] == LIMITED and "limit 512 MiB" in document["memory"]["found"]
 
 
 # Looks once as root, so that all that Python needs is in memory: its files may be out of reach for others.
@@ -330,6 +330,6 @@ def test_without_an_engine_the_other_backends_are_not_concerned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(diagnostics, "DOCKER_SOCKET", str(tmp_path / "none"))
-    found = diagnose()
-    assert "docker engine" in found.unavailable_reason(DOCKER)
-    assert "docker" not in found.unavailable_reason(SANDBOX) and "docker" not in found.install_command
+    report = diagnose()
+    assert "docker engine" in report.unavailable_reason(DOCKER)
+    assert "docker" not in report.unavailable_reason(SANDBOX) and "docker" not in report.install_command

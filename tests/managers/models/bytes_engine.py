@@ -34,10 +34,10 @@ def expected(seed: int, size: int, payload: bytes, batch: int = 1) -> bytes:
 
 
 def said(pieces: Sequence[bytes | memoryview], payload: bytes, batch: int) -> bytes:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for piece in pieces:
-        found.update(piece)
-    return json.dumps({"weights": found.hexdigest(), "payload": payload.hex(), "batch": batch}).encode()
+        digest.update(piece)
+    return json.dumps({"weights": digest.hexdigest(), "payload": payload.hex(), "batch": batch}).encode()
 
 
 class LateError(RuntimeError):

@@ -78,26 +78,26 @@ class Rig:
 
     def told(self) -> list[str]:
         """`+name 0,1` for Resident, `-name 0,1` for Evicted, in order."""
-        found = []
+        messages = []
         for event in self.events:
             assert isinstance(event, Resident | Evicted)
             sign = "+" if isinstance(event, Resident) else "-"
-            found.append(f"{sign}{event.service} {','.join(map(str, event.devices))}")
-        return found
+            messages.append(f"{sign}{event.service} {','.join(map(str, event.devices))}")
+        return messages
 
 
 def own_children() -> list[int]:
     """Processes of devices that live, wherever they hang."""
     mark = f"{ACTION_MARK}=model-{os.getpid()}-".encode()
-    found = []
+    pids = []
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
                 if mark in Path(f"/proc/{name}/environ").read_bytes():
-                    found.append(int(name))
+                    pids.append(int(name))
             except OSError:
                 continue
-    return found
+    return pids
 
 
 def run(rig: Rig, test: Callable[[Rig], Awaitable[None]]) -> None:

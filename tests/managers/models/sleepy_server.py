@@ -74,8 +74,8 @@ async def completions(request: web.Request) -> web.Response:
         raise
     finally:
         state["together"] -= 1
-    said = {"text": prompt.upper(), "pid": os.getpid(), "devices": os.environ.get("CUDA_VISIBLE_DEVICES")}
-    return web.json_response(said)
+    content = {"text": prompt.upper(), "pid": os.getpid(), "devices": os.environ.get("CUDA_VISIBLE_DEVICES")}
+    return web.json_response(content)
 
 
 if __name__ == "__main__":

@@ -88,8 +88,8 @@ def test_calls_that_raise_count_until_one_has_succeeded() -> None:
 def test_a_service_that_worked_is_reloaded_after_three_actions_whose_calls_raised() -> None:
     circuit = CircuitBreaker("judge")
     circuit.record_success((0,))
-    found = [circuit.record_error("KeyError", 0.0, (0,), [action]) for action in ("a", "a", "a", "b", "b", "c", "d")]
-    assert found == [False] * 5 + [True] * 2
+    broken = [circuit.record_error("KeyError", 0.0, (0,), [action]) for action in ("a", "a", "a", "b", "b", "c", "d")]
+    assert broken == [False] * 5 + [True] * 2
     circuit.record_success((0,))
     assert not circuit.record_error("KeyError", 0.0, (0,), ["e"]), "they are no longer in a row"
 

@@ -228,8 +228,8 @@ def test_calls_queued_behind_a_crash_are_served_by_the_next_process() -> None:
 def test_an_engine_that_raises_is_our_failure_and_the_service_stays() -> None:
     async def test(rig: Rig) -> None:
         ended = await rig.call("a", payload=b"raise")
-        said = r"service a failed: RuntimeError: no such token \(bytes_engine\.py, line \d+, in misbehave\)"
-        assert re.fullmatch(said, ended.lost)
+        error = r"service a failed: RuntimeError: no such token \(bytes_engine\.py, line \d+, in misbehave\)"
+        assert re.fullmatch(error, ended.lost)
         await answers(rig, "a", 1)
         assert rig.told() == ["+a 0"]
 

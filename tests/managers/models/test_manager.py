@@ -345,11 +345,11 @@ def test_preparing_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 
     with caplog.at_level("INFO", logger="tangram"):
         run(Rig([service("a"), service("b", 2)], devices(2)), test)
-    said = [re.sub(r"\d+\.\d", "N", record.getMessage()) for record in caplog.records if record.name == "tangram"]
+    messages = [re.sub(r"\d+\.\d", "N", record.getMessage()) for record in caplog.records if record.name == "tangram"]
     services = [
         f"{word}" for name in "ab" for word in (f"preparing service {name}", f"service {name} is prepared, after N s")
     ]
-    assert said == [*services, "starting the processes of 2 devices", "devices are ready, after N s"]
+    assert messages == [*services, "starting the processes of 2 devices", "devices are ready, after N s"]
 
 
 def test_an_invalid_grant_or_action_is_refused() -> None:

@@ -75,12 +75,12 @@ def test_services_share_few_devices_and_every_answer_is_right() -> None:
         for seed, settled in zip(names, ends, strict=True):
             assert settled.outcome.status is Status.SUCCEEDED
             assert settled.answer == expected(seed, SIZE, b"x")
-        told = {
+        places = {
             (place.service, place.devices)
             for place in desk.manager.statistics().residents
             if place.devices in desk.scheduler.residents.devices(place.service, "local")
         }
-        assert told == {(place.service, place.devices) for place in desk.manager.statistics().residents}
+        assert places == {(place.service, place.devices) for place in desk.manager.statistics().residents}
 
     services = [service(f"s{seed}", seed, degrees=(1, 2)) for seed in range(5)]
     run(lambda: Desk(services, devices(2, memory_bytes=2 * SIZE)), test)
@@ -128,9 +128,9 @@ def test_a_service_that_cannot_be_restored_ahead_is_not_tried_without_end(flag: 
         flag.raise_it()  # from now on it cannot be loaded
         for _ in range(8):
             assert (await desk.call("b")).outcome.status is Status.SUCCEEDED
-        told = len(desk.events)
+        before = len(desk.events)
         await asyncio.sleep(0.2)
-        assert len(desk.events) <= told + 1
+        assert len(desk.events) <= before + 1
         assert [place.service for place in desk.manager.statistics().residents] == ["b"]
 
     services = [service("a", 0, load=f"fail:{flag}"), service("b")]
@@ -196,10 +196,10 @@ def test_callers_get_the_error_of_a_service_that_keeps_failing(flag: Flag) -> No
     async def test(desk: Desk) -> None:
         flag.raise_it()
         ends = [await asyncio.gather(desk.call("a"), return_exceptions=True) for _ in range(4)]
-        said = [str(end.outcome.reason) if isinstance(end, SettledAction) else str(end) for [end] in ends]
-        assert all("load fails" in words for words in said)
+        reasons = [str(end.outcome.reason) if isinstance(end, SettledAction) else str(end) for [end] in ends]
+        assert all("load fails" in words for words in reasons)
         assert isinstance(ends[0][0], SettledAction) and ends[0][0].outcome.status is Status.LOST
-        assert isinstance(ends[3][0], AdmissionRefused) and "service a failed 3 times in a row" in said[3]
+        assert isinstance(ends[3][0], AdmissionRefused) and "service a failed 3 times in a row" in reasons[3]
         assert (await desk.call("b")).answer == expected(2, SIZE, b"x")
 
     services = [service("a", load=f"raise:{flag}"), service("b", 2)]

@@ -45,7 +45,7 @@ class Log:
 def log(tmp_path: Path) -> Iterator[Log]:
     made = Log(tmp_path / "log")
     yield made
-    assert [pid for pid in made.pids() if (found := read_process(pid)) is not None and found.is_alive] == []
+    assert [pid for pid in made.pids() if (process := read_process(pid)) is not None and process.is_alive] == []
 
 
 def server(
@@ -63,8 +63,8 @@ def prompt(text: str) -> bytes:
 async def said(rig: Rig, text: str, chunk: tuple[int, ...] = (0,), name: str = "judge") -> dict[str, Any]:
     ended = await rig.call(name, chunk, prompt(text))
     assert ended.lost == ""
-    found: dict[str, Any] = json.loads(ended.answer)
-    return found
+    document: dict[str, Any] = json.loads(ended.answer)
+    return document
 
 
 def test_a_server_is_started_once_then_woken_and_put_to_sleep_for_other_services(log: Log) -> None:
@@ -95,7 +95,7 @@ def test_two_servers_that_do_not_fit_together_alternate_by_sleeping_and_waking(l
 
 
 def is_gone(pid: int) -> bool:
-    return (found := read_process(pid)) is None or not found.is_alive
+    return (process := read_process(pid)) is None or not process.is_alive
 
 
 @pytest.mark.parametrize(

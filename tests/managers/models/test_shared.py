@@ -68,9 +68,9 @@ def test_calls_batched_with_bad_payloads_are_answered(tmp_path: Path, flag: Flag
         await asyncio.sleep(0)
         flag.lower()
         await first
-        found = [one.status for one in await calls]
+        statuses = [one.status for one in await calls]
         wanted = [Status.LOST if payload in ("crash", "raise") else Status.SUCCEEDED for payload in payloads]
-        assert found == wanted
+        assert statuses == wanted
 
     play(tmp_path, test, service("judge", batch_max=16))
 
@@ -131,9 +131,9 @@ def test_a_call_needs_its_device_and_its_quota_at_once(tmp_path: Path, flag: Fla
 def test_nan_and_infinities_are_sent_unchanged(tmp_path: Path) -> None:
     async def test(t: Client) -> None:
         sent = {"scores": [math.nan, math.inf, -math.inf, 1.5], "text": "ä"}
-        found = (await t.infer("echo", sent)).json()
-        assert math.isnan(found["scores"][0])
-        assert (found["scores"][1:], found["text"]) == ([math.inf, -math.inf, 1.5], "ä")
+        document = (await t.infer("echo", sent)).json()
+        assert math.isnan(document["scores"][0])
+        assert (document["scores"][1:], document["text"]) == ([math.inf, -math.inf, 1.5], "ä")
 
     play(tmp_path, test, Service(name="echo", engine="tests.managers.models.test_manager:Echo"))
 
@@ -149,9 +149,9 @@ def test_an_invalid_service_or_device_is_named_in_the_error(tmp_path: Path) -> N
     judge = service("judge")
     play(tmp_path, test, judge)
     for field, wrong in (("services", judge), ("services", 3), ("devices", 2), ("devices", ["cuda:0"])):
-        said = {"services": [judge], "devices": devices(1), field: wrong}
+        arguments = {"services": [judge], "devices": devices(1), field: wrong}
         with pytest.raises(InvalidConfig, match=f"{field}: expected a list of"):
-            connect(backend="process", **said)  # type: ignore[arg-type]
+            connect(backend="process", **arguments)  # type: ignore[arg-type]
 
 
 def test_connecting_logs_what_it_prepares(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -30,8 +30,8 @@ def by_hand(seed: int = 0, **arguments: Any) -> list[list[float]]:
     from tests.managers.models.modules import Tied
 
     with torch.inference_mode():
-        found: list[list[float]] = Tied(seed, **arguments).eval()(torch.tensor(json.loads(PAYLOAD))).tolist()
-    return found
+        expected: list[list[float]] = Tied(seed, **arguments).eval()(torch.tensor(json.loads(PAYLOAD))).tolist()
+    return expected
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

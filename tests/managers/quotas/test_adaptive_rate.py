@@ -225,6 +225,6 @@ def test_a_retry_after_of_days_is_capped() -> None:
 def test_limits_are_read_from_a_response(
     status: int, headers: dict[str, str], refused: bool, wait_s: float | None
 ) -> None:
-    found = parse_rate_limit(status, headers, NOON)
-    assert found.refused is refused
-    assert found.wait_s == (None if wait_s is None else pytest.approx(wait_s))
+    limit = parse_rate_limit(status, headers, NOON)
+    assert limit.refused is refused
+    assert limit.wait_s == (None if wait_s is None else pytest.approx(wait_s))

@@ -397,8 +397,8 @@ def test_holders_of_a_quota_are_ended_at_shutdown() -> None:
         assert not tickets[0].settled.done(), "it was stopped, and is still held"
 
     at_desk(test, Quota("search", concurrent=2))
-    found = [ticket.settled.result().outcome.status for ticket in tickets]
-    assert found == [Status.TIMED_OUT, *[Status.CANCELLED] * 4]
+    statuses = [ticket.settled.result().outcome.status for ticket in tickets]
+    assert statuses == [Status.TIMED_OUT, *[Status.CANCELLED] * 4]
 
 
 def test_what_cannot_be_meant_is_refused() -> None:

@@ -35,11 +35,11 @@ V1 = [
 
 
 def test_controllers_are_read_from_where_they_were_mounted_first() -> None:
-    found = find_hierarchies(V1)
-    assert found.version == 1
-    assert found.missing == []
-    assert found.by_controller["cpuacct"] == Path("/sys/fs/cgroup/cpu")
-    assert found.by_controller["freezer"] == Path("/c g/freezer")
+    hierarchies = find_hierarchies(V1)
+    assert hierarchies.version == 1
+    assert hierarchies.missing == []
+    assert hierarchies.by_controller["cpuacct"] == Path("/sys/fs/cgroup/cpu")
+    assert hierarchies.by_controller["freezer"] == Path("/c g/freezer")
     assert next(iter(find_hierarchies(V1[::-1]).by_controller)) == "cpu"
 
 
@@ -48,10 +48,10 @@ def test_version_2_is_taken_only_if_it_has_the_controllers(tmp_path: Path) -> No
     (tmp_path / "cgroup.controllers").write_text("")
     assert find_hierarchies([*V1, *unified]).version == 1
     (tmp_path / "cgroup.controllers").write_text("cpuset cpu io memory hugetlb pids\n")
-    found = find_hierarchies([*V1, *unified])
-    assert (found.version, found.missing) == (2, [])
-    assert set(found.by_controller.values()) == {tmp_path}
-    assert "cpuset" in found.by_controller
+    hierarchies = find_hierarchies([*V1, *unified])
+    assert (hierarchies.version, hierarchies.missing) == (2, [])
+    assert set(hierarchies.by_controller.values()) == {tmp_path}
+    assert "cpuset" in hierarchies.by_controller
 
 
 def test_a_machine_without_a_controller_is_reported_with_its_name() -> None:
@@ -62,10 +62,10 @@ def test_a_machine_without_a_controller_is_reported_with_its_name() -> None:
 
 def test_a_container_without_delegation_is_reported_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "cgroup.controllers").write_text("pids\n")
-    found = find_hierarchies([f"40 20 0:40 / {tmp_path} rw - cgroup2 cgroup2 rw\n"])
-    assert (found.version, found.missing) == (2, ["cpu", "memory"])
+    hierarchies = find_hierarchies([f"40 20 0:40 / {tmp_path} rw - cgroup2 cgroup2 rw\n"])
+    assert (hierarchies.version, hierarchies.missing) == (2, ["cpu", "memory"])
     with pytest.raises(ManagerError, match=r"no controller cpu, memory.*systemd-run --scope -p Delegate=yes"):
-        writable_directories(found)
+        writable_directories(hierarchies)
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "-x", "a\n"])
@@ -107,10 +107,10 @@ def test_a_group_that_is_gone_is_reported(tmp_path: Path) -> None:
 
 
 def usable() -> CgroupHierarchies | None:
-    found = find_hierarchies()
-    if found.missing or not all(os.access(path, os.W_OK) for path in found.by_controller.values()):
+    hierarchies = find_hierarchies()
+    if hierarchies.missing or not all(os.access(path, os.W_OK) for path in hierarchies.by_controller.values()):
         return None
-    return found
+    return hierarchies
 
 
 HIERARCHIES = usable()
@@ -445,8 +445,8 @@ def run_owner(*groups: Path, before: tuple[str, ...] = ()) -> str:
 @needs_v2
 def test_an_owner_uses_the_group_that_was_delegated_to_it(delegated: Path) -> None:
     os.setxattr(delegated, "user.delegate", b"1")
-    said = run_owner(delegated)
-    assert said == f"{delegated}/tangram/inside/box/cgroup.procs 0::/{delegated.name}/tangram-owner\n"
+    result = run_owner(delegated)
+    assert result == f"{delegated}/tangram/inside/box/cgroup.procs 0::/{delegated.name}/tangram-owner\n"
 
 
 @needs_v2
@@ -490,9 +490,9 @@ def test_an_owner_that_is_alone_in_its_container_steps_down(delegated: Path) -> 
 
 @needs_v2
 def test_an_owner_that_is_not_alone_in_its_container_is_reported_with_the_remedy(delegated: Path) -> None:
-    said = run_in_container(delegated, before="sleep 1000 >/dev/null &")
-    assert said.startswith("refused control groups cannot be made: /sys/fs/cgroup also holds the processes ")
-    assert "systemd-run --scope -p Delegate=yes" in said
+    result = run_in_container(delegated, before="sleep 1000 >/dev/null &")
+    assert result.startswith("refused control groups cannot be made: /sys/fs/cgroup also holds the processes ")
+    assert "systemd-run --scope -p Delegate=yes" in result
 
 
 MOVE_ASIDE = """
@@ -503,5 +503,5 @@ for pid in $(cat /sys/fs/cgroup/cgroup.procs); do echo $pid > /sys/fs/cgroup/oth
 
 @needs_v2
 def test_other_processes_of_a_container_can_be_moved_aside(delegated: Path) -> None:
-    said = run_in_container(delegated, before=f"sleep 1000 >/dev/null & {MOVE_ASIDE}")
-    assert said == "/sys/fs/cgroup/tangram/inside/box/cgroup.procs 0::/others\n"
+    result = run_in_container(delegated, before=f"sleep 1000 >/dev/null & {MOVE_ASIDE}")
+    assert result == "/sys/fs/cgroup/tangram/inside/box/cgroup.procs 0::/others\n"

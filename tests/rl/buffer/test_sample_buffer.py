@@ -398,15 +398,15 @@ def test_every_sample_dropped_by_smaller_bounds_is_reported_with_its_cause() -> 
     def left(batch: int) -> tuple[SampleBuffer, list[tuple[int, str]]]:
         again = SampleBuffer.restore(it.state(), now=0.0, batch=batch, staleness_bound=0, bytes_max=MIB)
         again.check()
-        told = [(each.group.seed, each.cause) for each in again.drop_stale()]
-        assert Counter(cause for _, cause in told) == again.dropped
-        return again, told
+        dropped = [(each.group.seed, each.cause) for each in again.drop_stale()]
+        assert Counter(cause for _, cause in dropped) == again.dropped
+        return again, dropped
 
-    again, told = left(4)
-    assert told == [(0, STALE), (7, FULL), (6, FULL), (5, FULL)]
+    again, again_dropped = left(4)
+    assert again_dropped == [(0, STALE), (7, FULL), (6, FULL), (5, FULL)]
     assert numbers(again.waiting) == [1, 2, 3] and [each.number for each in again.in_flight] == [4]
-    again, told = left(2)
-    assert told == [(0, STALE), (7, FULL), (6, FULL), (5, FULL), (4, FULL), (1, FULL)]
+    again, again_dropped = left(2)
+    assert again_dropped == [(0, STALE), (7, FULL), (6, FULL), (5, FULL), (4, FULL), (1, FULL)]
     assert numbers(again.waiting) == [2, 3] and again.in_flight == ()
 
 
@@ -611,15 +611,15 @@ class Life(RuleBasedStateMachine):
         state = msgspec.msgpack.decode(self.saved.state, type=BufferState)
         kept = [each for each in self.saved.log if data.draw(st.integers(0, 3))]
         before = self.it.statistics().dropped.get(LOST_LINEAGE, 0)
-        told = self.all("rollback", state, kept, self.now)
+        dropped = self.all("rollback", state, kept, self.now)
         # What was trained on since and is neither here nor reported as dropped was lost.
         revoked = self.consumed - self.saved.consumed
         self.consumed = set(self.saved.consumed)
         self.training = None
-        self.told(told)
-        missing = revoked - set(numbers(self.it.waiting)) - {each.group.seed for each in told}
+        self.told(dropped)
+        missing = revoked - set(numbers(self.it.waiting)) - {each.group.seed for each in dropped}
         self.gone |= missing
-        lost = sum(each.cause == LOST_LINEAGE for each in told) + len(missing)
+        lost = sum(each.cause == LOST_LINEAGE for each in dropped) + len(missing)
         assert self.it.statistics().dropped.get(LOST_LINEAGE, 0) == before + lost
         self.came_back(state)
 
@@ -654,12 +654,15 @@ class Life(RuleBasedStateMachine):
             return
         for each in self.buffers:
             each.check()
-        said = self.it.statistics()
-        assert all(each.statistics() == said for each in self.buffers)
-        assert said.started - said.trained - sum(said.dropped.values()) <= (self.staleness_bound + 1) * self.batch
-        assert said.trained == len(self.consumed)
-        assert said.bytes <= self.options["bytes_max"] or said.waiting <= self.batch
-        assert len(self.gone) <= sum(said.dropped.values())
+        statistics = self.it.statistics()
+        assert all(each.statistics() == statistics for each in self.buffers)
+        assert (
+            statistics.started - statistics.trained - sum(statistics.dropped.values())
+            <= (self.staleness_bound + 1) * self.batch
+        )
+        assert statistics.trained == len(self.consumed)
+        assert statistics.bytes <= self.options["bytes_max"] or statistics.waiting <= self.batch
+        assert len(self.gone) <= sum(statistics.dropped.values())
 
     def teardown(self) -> None:
         """Nothing has vanished; and as long as groups keep ending, batches keep coming."""

@@ -187,8 +187,11 @@ class Run:
 
     def check(self) -> None:
         self.buffer.check()
-        said = self.buffer.statistics()
-        assert said.started - said.trained - sum(said.dropped.values()) <= (self.staleness_bound + 1) * BATCH
+        statistics = self.buffer.statistics()
+        assert (
+            statistics.started - statistics.trained - sum(statistics.dropped.values())
+            <= (self.staleness_bound + 1) * BATCH
+        )
 
     def check_batch(self, batch: TrainingBatch) -> None:
         self.check()

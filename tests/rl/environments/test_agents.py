@@ -258,6 +258,6 @@ def test_demonstrations_that_fail_report_why_and_close_all() -> None:
 
 def test_a_random_agent_produces_the_given_number_of_words_and_all_choices() -> None:
     agent = RandomAgent(("a", "b"), random.Random(0), words=3)
-    said = [agent.act("whatever") for _ in range(50)]
-    assert all(len(text.split()) == 3 for text in said)
-    assert {word for text in said for word in text.split()} == {"a", "b"}
+    actions = [agent.act("whatever") for _ in range(50)]
+    assert all(len(text.split()) == 3 for text in actions)
+    assert {word for text in actions for word in text.split()} == {"a", "b"}

@@ -72,8 +72,8 @@ def test_the_expert_gets_all_and_the_teacher_the_first_few(seed: int) -> None:
 
 
 def test_every_step_and_start_is_sampled() -> None:
-    asked = {tuple(answered("", seed).observation.split()[2::2]) for seed in range(1500)}
-    assert asked == {(step, start) for step in STEPS for start in DIGITS}
+    questions = {tuple(answered("", seed).observation.split()[2::2]) for seed in range(1500)}
+    assert questions == {(step, start) for step in STEPS for start in DIGITS}
 
 
 def test_writing_is_what_it_costs() -> None:

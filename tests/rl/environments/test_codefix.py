@@ -58,10 +58,10 @@ def test_the_expert_repairs_the_file_and_is_paid_by_the_suite(tmp_path: Path, ba
                 environment = CodeFix(ExternalResources(client=client))
                 ended, steps = await played(environment, "expert", seed, client)
                 assert [(step.observation, step.done) for step in steps] == [("pass", True)]
-                found = await make_reward(CodeFix.usual_reward, client).score(ended)
-                assert found.value == ended.total == 1.0
-                assert found.metrics["tests_passed"] == 1.0 and found.metrics["tests_cpus"] in (1.0, 2.0)
-                assert found.waited_for == "cpu"
+                score = await make_reward(CodeFix.usual_reward, client).score(ended)
+                assert score.value == ended.total == 1.0
+                assert score.metrics["tests_passed"] == 1.0 and score.metrics["tests_cpus"] in (1.0, 2.0)
+                assert score.waited_for == "cpu"
                 await environment.close()
 
     asyncio.run(main())
@@ -71,10 +71,10 @@ def test_what_is_read_is_the_file_and_the_failing_case(tmp_path: Path) -> None:
     async def main() -> None:
         async with connection(tmp_path, "process") as client:
             environment = CodeFix(ExternalResources(client=client))
-            said = await environment.reset(SEED)
-            assert said == "L1 div * L2 max > L3 min < L4 sub - fail L1 div 4 3 want 1 got 12"
+            observation = await environment.reset(SEED)
+            assert observation == "L1 div * L2 max > L3 min < L4 sub - fail L1 div 4 3 want 1 got 12"
             codec = WordCodec(CodeFix.words)
-            codec.encode_observation(said, first=True)
+            codec.encode_observation(observation, first=True)
             step = await environment.step("EDIT L1 -")
             assert step.observation == "L1 div - L2 max > L3 min < L4 sub - fail L1 div 3 4 want 0 got -1"
             assert (step.reward, step.done) == (0.0, False)
@@ -115,8 +115,8 @@ def test_the_last_turn_ends_it_and_tests_that_fail_are_worth_nothing(tmp_path: P
             assert not (await environment.step("EDIT L1 +")).done
             last = await environment.step("EDIT L1 -")
             assert last.done and last.reward == 0.0
-            found = await make_reward(CodeFix.usual_reward, client).score(played_of(environment, [last], 0, client))
-            assert found.value == 0.0 and 0.5 < found.metrics["tests_passed"] < 1.0
+            score = await make_reward(CodeFix.usual_reward, client).score(played_of(environment, [last], 0, client))
+            assert score.value == 0.0 and 0.5 < score.metrics["tests_passed"] < 1.0
             await environment.close()
 
     asyncio.run(main())
@@ -299,13 +299,13 @@ def test_verdicts_wait_for_memory_without_holding_any(tmp_path: Path) -> None:
 
 
 def test_the_agents_have_the_knowledge_that_they_declare() -> None:
-    said = "L1 div * L2 max > L3 min < L4 sub - fail L1 div 4 3 want 1 got 12"
+    observation = "L1 div * L2 max > L3 min < L4 sub - fail L1 div 4 3 want 1 got 12"
     make = CodeFix.agents
-    assert make["expert"](random.Random(0)).act(said) == "EDIT L1 //"
+    assert make["expert"](random.Random(0)).act(observation) == "EDIT L1 //"
     teacher, guess = make["teacher"](random.Random(0)), make["random"](random.Random(0))
-    assert {teacher.act(said) for _ in range(200)} == {f"EDIT L1 {each}" for each in OPERATORS}
-    assert len({guess.act(said) for _ in range(2000)}) == len(LINES) * len(OPERATORS)
-    assert teacher.act(f"unknown {said}").startswith("EDIT L1 ")
+    assert {teacher.act(observation) for _ in range(200)} == {f"EDIT L1 {each}" for each in OPERATORS}
+    assert len({guess.act(observation) for _ in range(2000)}) == len(LINES) * len(OPERATORS)
+    assert teacher.act(f"unknown {observation}").startswith("EDIT L1 ")
 
 
 # ---- benches ----
@@ -314,19 +314,21 @@ def test_the_agents_have_the_knowledge_that_they_declare() -> None:
 def test_within_prepare_a_sandbox_is_kept_while_all_that_ran_in_it_was_read(tmp_path: Path) -> None:
     async def main() -> None:
         async with connection(tmp_path, "sandbox") as client, CodeFix.prepare(client):
-            seen = set()
+            sandbox_ids = set()
             for seed in range(3):
                 environment = CodeFix(ExternalResources(client=client, run="rl", trajectory=f"codefix/{seed}/0.0"))
                 ended, _ = await played(environment, "expert", seed, client)
-                found = await make_reward(CodeFix.usual_reward, client).score(ended)
-                assert found.value == 1.0
+                scored = await make_reward(CodeFix.usual_reward, client).score(ended)
+                assert scored.value == 1.0
                 await environment.close()
-                seen.update(sandboxes(client))
-            assert len(seen) == 1 and sandboxes(client) == list(seen), "the same one for all, and for their verdicts"
+                sandbox_ids.update(sandboxes(client))
+            assert len(sandbox_ids) == 1 and sandboxes(client) == list(sandbox_ids), (
+                "the same one for all, and for their verdicts"
+            )
             environment = await opened(client)
             await environment.step("EDIT L1 if 0 else")
             [before] = sandboxes(client)
-            assert before in seen
+            assert before in sandbox_ids
             assert await score(client, environment) == 0.0
             assert before not in sandboxes(client), "it is not reused"
             await environment.close()

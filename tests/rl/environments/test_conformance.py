@@ -282,9 +282,9 @@ class LeavesATask(Parrot):
     async def reset(self, seed: int) -> str:
         self.beat = asyncio.create_task(heartbeat())
         await asyncio.sleep(0)
-        said = await super().reset(seed)
+        observation = await super().reset(seed)
         self.beat.cancel()
-        return said
+        return observation
 
 
 class LeavesATaskOfItsStep(Parrot):
@@ -468,10 +468,10 @@ def test_errors_of_close_are_reported_as_errors_of_close(hangs: bool) -> None:
 
 
 def test_a_check_reports_what_it_examined() -> None:
-    told: list[str] = []
-    checked(Parrot, on_progress=lambda done, total, promise: told.append(f"{done} of {total}: {promise}"))
-    assert told[:2] == [f"0 of {len(CHECKS)}: declared", f"1 of {len(CHECKS)}: plays"]
-    assert len(told) == len(CHECKS)
+    findings: list[str] = []
+    checked(Parrot, on_progress=lambda done, total, promise: findings.append(f"{done} of {total}: {promise}"))
+    assert findings[:2] == [f"0 of {len(CHECKS)}: declared", f"1 of {len(CHECKS)}: plays"]
+    assert len(findings) == len(CHECKS)
 
 
 def test_an_action_that_takes_too_long_is_reported() -> None:

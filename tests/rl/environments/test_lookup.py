@@ -55,8 +55,8 @@ def test_the_names_are_each_of_one_entity() -> None:
 def test_a_table_depends_on_its_seed_alone_and_every_name_of_an_entity_is_a_key() -> None:
     for seed, relation in itertools.product((0, 1, -5, 1 << 61), RELATIONS):
         for names in ENTITIES:
-            found = {RelationTable(seed).find(name, relation) for name in names}
-            assert len(found) == 1 and found <= set(TABLE_NAMES)
+            answers = {RelationTable(seed).find(name, relation) for name in names}
+            assert len(answers) == 1 and answers <= set(TABLE_NAMES)
     assert (
         RelationTable(0).find("unknown", "owner") is None and RelationTable(0).find(TABLE_NAMES[0], "nothing") is None
     )
@@ -97,16 +97,16 @@ def test_the_server_finds_refuses_and_ends() -> None:
             api = SearchApi(requests_per_s=4, now=lambda: 100.0)
             async with api, aiohttp.ClientSession() as session:
                 url = f"{api.url}/search"
-                asked = {"table": "7", "name": TABLE_NAMES[0], "relation": "owner"}
-                async with session.get(url, params=asked) as found:
-                    assert (found.status, await found.json()) == (
+                parameters = {"table": "7", "name": TABLE_NAMES[0], "relation": "owner"}
+                async with session.get(url, params=parameters) as response:
+                    assert (response.status, await response.json()) == (
                         200,
                         {"name": RelationTable(7).find(TABLE_NAMES[0], "owner")},
                     )
                 for wrong, status in (({"name": "unknown"}, 404), ({"table": "x"}, 400), ({"relation": ""}, 404)):
-                    async with session.get(url, params=asked | wrong) as refused:
+                    async with session.get(url, params=parameters | wrong) as refused:
                         assert refused.status == status
-                async with session.get(url, params=asked) as late:
+                async with session.get(url, params=parameters) as late:
                     assert (late.status, late.headers["Retry-After"]) == (429, "1.000")
                 assert (api.served, api.refused) == (4, 1)
             async with aiohttp.ClientSession() as session:
@@ -175,9 +175,9 @@ def test_a_search_takes_any_name_and_what_is_not_there_costs_no_request(tmp_path
     async def main() -> None:
         async with lookup(tmp_path) as (client, api):
             environment = Lookup(ExternalResources(client=client), turns=20)
-            said = await environment.reset(3)
+            observation = await environment.reset(3)
             question = question_of(3)
-            assert said == f"ask {question.start} {' '.join(question.relations)}"
+            assert observation == f"ask {question.start} {' '.join(question.relations)}"
             for name in ENTITIES[ENTITY_BY_NAME[question.start]]:
                 step = await environment.step(f"SEARCH {name} {question.relations[0]}")
                 assert step.observation == f"found {RelationTable(question.table).find(name, question.relations[0])}"
@@ -279,8 +279,8 @@ def test_an_api_with_a_lower_rate_than_configured_refuses_and_requests_are_retri
         ):
             assert client.transport.quota(QUOTA) == quota, "that of the user stays"
             environments = [Lookup(ExternalResources(client=client)) for _ in range(3)]
-            found = await asyncio.gather(*(played(e, "expert", s, client) for s, e in enumerate(environments)))
-            assert [ended.total for ended, _ in found] == [1.0] * 3
+            results = await asyncio.gather(*(played(e, "expert", s, client) for s, e in enumerate(environments)))
+            assert [ended.total for ended, _ in results] == [1.0] * 3
             assert api.refused > 0
             for environment in environments:
                 await environment.close()
@@ -390,8 +390,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.mark.usefixtures("cache")
 def test_the_judge_pays_for_every_name_of_what_is_right_and_for_no_other(tmp_path: Path) -> None:
     async def main() -> None:
-        told: list[float] = []
-        needs = await Lookup.needs(lambda share, _: told.append(share))
+        rewards: list[float] = []
+        needs = await Lookup.needs(lambda share, _: rewards.append(share))
         async with connection(tmp_path, "process", **needs) as client, Lookup.prepare(client):
             reward = make_reward(effective_settings(Lookup, RewardSettings()), client)
 
@@ -399,19 +399,19 @@ def test_the_judge_pays_for_every_name_of_what_is_right_and_for_no_other(tmp_pat
                 environment = Lookup(ExternalResources(client=client))
                 await environment.reset(seed)
                 step = await environment.step(f"ANS {answer}")
-                found = await reward.score(played_of(environment, [step], seed, client))
+                score = await reward.score(played_of(environment, [step], seed, client))
                 await environment.close()
-                return found.value
+                return score.value
 
-            right = wrong = asked = 0.0
+            right = wrong = last = 0.0
             for seed in range(4):
                 entity = ENTITY_BY_NAME[question_of(seed).answer]
                 for number, names in enumerate(ENTITIES):
                     values = await asyncio.gather(*(worth(seed, name) for name in names))
-                    asked += len(values) * (number != entity)
+                    last += len(values) * (number != entity)
                     right += sum(values) * (number == entity)
                     wrong += sum(values) * (number != entity)
-            assert right >= 31 and wrong / asked <= 0.01
+            assert right >= 31 and wrong / last <= 0.01
             assert await worth(0, "absent") == 0.0
             assert (await client.infer(JUDGE, {"given": TABLE_NAMES[0], "expected": TABLE_NAMES[0]})).json()[
                 "score"

@@ -117,8 +117,8 @@ def test_a_task_is_loaded_by_its_import_path(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "my_own_mazes.py").write_text(
         "from tangram.rl.environments.chain import Chain\nclass Kinds:\n    class Long(Chain): ...\n"
     )
-    found: Any = resolve("my_own_mazes:Kinds.Long")
-    assert found.__qualname__ == "Kinds.Long"
+    task: Any = resolve("my_own_mazes:Kinds.Long")
+    assert task.__qualname__ == "Kinds.Long"
     assert "there is no Lang (did you mean Long?)" in refused("my_own_mazes:Kinds.Lang")
 
 
@@ -139,7 +139,7 @@ def test_what_is_no_path_is_not_imported(path: str) -> None:
 
 
 def test_what_is_no_task_is_refused_with_all_that_it_lacks() -> None:
-    said = refused("collections:OrderedDict")
+    error = refused("collections:OrderedDict")
     for lacking in (
         "words",
         "turns_max",
@@ -149,7 +149,7 @@ def test_what_is_no_task_is_refused_with_all_that_it_lacks() -> None:
         "async def step",
         "async def close",
     ):
-        assert lacking in said
+        assert lacking in error
     assert "async def" not in refused("math:pi")
 
 

@@ -75,9 +75,9 @@ class Rig:
 
     def check_idle(self) -> None:
         """Nothing is left of any request, neither here nor in an engine."""
-        found = self.gateway.statistics()
-        assert found.requests == found.waiting == 0
-        assert [(kept.requests, kept.load) for kept in found.engines] == [(0, 0)] * len(found.engines)
+        statistics = self.gateway.statistics()
+        assert statistics.requests == statistics.waiting == 0
+        assert [(kept.requests, kept.load) for kept in statistics.engines] == [(0, 0)] * len(statistics.engines)
         assert [engine.active_requests for engine in self.engines.values()] == [()] * len(self.engines)
         times = [event.at_s for event in self.events]
         assert times == sorted(times)
@@ -92,10 +92,10 @@ def play(test: Callable[[], Awaitable[T]]) -> T:
 async def _main(test: Callable[[], Awaitable[T]]) -> T:
     faults: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: faults.append(context))
-    found = await test()
+    result = await test()
     assert len(asyncio.all_tasks()) == 1, "a task was left behind"
     assert not faults
-    return found
+    return result
 
 
 def at_gateway(

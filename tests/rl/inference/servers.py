@@ -251,11 +251,11 @@ class ModelServer:
                 return web.Response()
             ids.append(self.token(first + number))
         del self._abort_by_id[body["rid"]]
-        told = [[self._logprob(sampling["temperature"]), token, None] for token in ids]
+        logprobs = [[self._logprob(sampling["temperature"]), token, None] for token in ids]
         meta = {
             "id": body["rid"],
             "finish_reason": finish,
-            "output_token_logprobs": told,
+            "output_token_logprobs": logprobs,
             "prompt_tokens": first,
             "cached_tokens": first // 2,
             "weight_version": getattr(self, "version", "default"),
@@ -267,20 +267,20 @@ class ModelServer:
             case "no logprobs":
                 del meta["output_token_logprobs"]
             case "wrong counts":
-                meta["output_token_logprobs"] = told[1:]
+                meta["output_token_logprobs"] = logprobs[1:]
             case "other tokens":
-                told[0][1] += 1
+                logprobs[0][1] += 1
             case "wrong ids":
                 answer["output_ids"] = [*ids[:-1], "7"]
             case "positive":
-                told[0][0] = 0.5
+                logprobs[0][0] = 0.5
             case "null":
-                told[0][0] = None
+                logprobs[0][0] = None
             case "aborted":
                 meta["finish_reason"] = {"type": self.words}
             case "too many":
                 extra = [[-1.0, 9, None]]
-                answer["output_ids"], meta["output_token_logprobs"] = [*ids, 9], told + extra
+                answer["output_ids"], meta["output_token_logprobs"] = [*ids, 9], logprobs + extra
             case "truncated":
                 return web.Response(text=json.dumps(answer)[:-20], content_type="application/json")
             case "not json":

@@ -127,8 +127,8 @@ def test_a_few_trajectories_or_a_close_result_are_reported_as_doubtful() -> None
 def test_a_ratio_is_shown_with_as_many_digits_as_it_is_judged_by(ratio: float, shown: str) -> None:
     profiler = Profiler()
     profiler.add(a_trajectory("chain", turns=1, read=100, written=4000))
-    (found,) = profiler.recommend()
-    assert f", {shown} at equal cost" in msgspec.structs.replace(found, ratio=ratio).line()
+    (advice,) = profiler.recommend()
+    assert f", {shown} at equal cost" in msgspec.structs.replace(advice, ratio=ratio).line()
 
 
 def test_nothing_is_recommended_from_nothing() -> None:
@@ -138,11 +138,11 @@ def test_nothing_is_recommended_from_nothing() -> None:
 
 def test_generations_count_as_turns_do() -> None:
     by_turn, by_trajectory = Profiler(), Profiler()
-    found = Generation(
+    generation = Generation(
         tokens=(2,) * 30, logprobs=(-1.0,) * 30, versions=(1,) * 30, finish="length", prefilled=20, prefill_s=0.02,
         decode_s=0.3,
     )  # fmt: skip
-    by_turn.add_generation("chain", found, context=20)
+    by_turn.add_generation("chain", generation, context=20)
     by_trajectory.add(a_trajectory("chain", turns=1, read=20, written=30))
     assert by_turn.work("chain") == by_trajectory.work("chain")
     assert by_turn.work("chain").context == sum(20 + number for number in range(30))

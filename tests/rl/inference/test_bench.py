@@ -8,10 +8,10 @@ from tangram.bench.engine import EngineSizes
 
 
 def test_every_number_is_measured_and_judged() -> None:
-    told: list[float] = []
+    progress: list[float] = []
     sizes = EngineSizes(repetitions=2, width=16, heads=2, waves=1, rounds=1, tokens=24)
-    result = run_module(engine, sizes, progress=lambda share, text="": told.append(share))
-    assert told == sorted(told) and told[-1] == 1.0
+    result = run_module(engine, sizes, progress=lambda share, text="": progress.append(share))
+    assert progress == sorted(progress) and progress[-1] == 1.0
     assert result.goals.keys() == result.metrics.keys()
     judged = {name for name, goal in result.goals.items() if goal.op != "printed"}
     assert judged == {"control_cost_steps", "prefill_gap", "throughput_share"}

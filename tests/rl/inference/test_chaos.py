@@ -91,8 +91,8 @@ class Chaos:
         if self.random.random() < 0.2:
             await asyncio.wait({task}, timeout=self.random.uniform(0.0, 3.0))
             task.cancel()
-        (found,) = await asyncio.gather(task, return_exceptions=True)
-        self.ends[self._end(request, found)] += 1
+        (results,) = await asyncio.gather(task, return_exceptions=True)
+        self.ends[self._end(request, results)] += 1
 
     def _end(self, request: GenerationRequest, found: Generation | BaseException) -> str:
         match found:
@@ -109,12 +109,12 @@ class Chaos:
                 return "no engine"
         raise found
 
-    def _check(self, request: GenerationRequest, found: Generation) -> None:
-        assert found.tokens == drawn(request), "each token once and in order, of any engine"
-        assert found.finish == "length"
-        assert len(found.logprobs) == len(found.versions) == len(found.tokens)
-        assert list(found.versions) == sorted(found.versions), "weights never go back within a trajectory"
-        assert found.versions[-1] <= self.version
+    def _check(self, request: GenerationRequest, generation: Generation) -> None:
+        assert generation.tokens == drawn(request), "each token once and in order, of any engine"
+        assert generation.finish == "length"
+        assert len(generation.logprobs) == len(generation.versions) == len(generation.tokens)
+        assert list(generation.versions) == sorted(generation.versions), "weights never go back within a trajectory"
+        assert generation.versions[-1] <= self.version
 
     def _check_nothing_is_left(self) -> None:
         statistics = self.rig.gateway.statistics()
@@ -202,11 +202,11 @@ def test_closing_at_any_moment_ends_all_requests(seed: int) -> None:
         await asyncio.sleep(chaos.random.uniform(0.0, 20.0))
         async with asyncio.timeout(600.0):
             await gateway.close()
-            found = await asyncio.gather(starting, *tasks, return_exceptions=True)
+            results = await asyncio.gather(starting, *tasks, return_exceptions=True)
         trouble.cancel()
         trainer.cancel()
         await asyncio.gather(trouble, trainer, return_exceptions=True)
-        assert all(isinstance(each, Generation | NoEngine | RequestAbandoned) for each in found[1:]), found
+        assert all(isinstance(each, Generation | NoEngine | RequestAbandoned) for each in results[1:]), results
         chaos.rig.check_idle()
 
     play(main)

@@ -20,10 +20,10 @@ def test_the_fake_engine_generates_the_script_token_by_token() -> None:
         await engine.start(weights(3))
         request = a_request(tokens=100, tokens_max=4)
         began_s = loop.time()
-        found = await engine.generate(request)
+        generation = await engine.generate(request)
         assert loop.time() - began_s == pytest.approx(1.0 + 4 * 0.5, abs=1e-3)
-        assert (found.tokens, found.versions, found.prefilled) == (drawn(request), (3,) * 4, 100)
-        assert (found.prefill_s, found.decode_s) == (pytest.approx(1.0), pytest.approx(2.0))
+        assert (generation.tokens, generation.versions, generation.prefilled) == (drawn(request), (3,) * 4, 100)
+        assert (generation.prefill_s, generation.decode_s) == (pytest.approx(1.0), pytest.approx(2.0))
 
     play(main)
 
@@ -32,8 +32,8 @@ def test_it_stops_at_a_token_that_ends_an_action() -> None:
     async def main() -> None:
         engine = FakeEngine(lambda request: (5, 6, STOP))
         await engine.start(weights())
-        found = await engine.generate(a_request(tokens_max=9))
-        assert (found.tokens, found.finish) == ((5, 6, STOP), "stop")
+        generation = await engine.generate(a_request(tokens_max=9))
+        assert (generation.tokens, generation.finish) == ((5, 6, STOP), "stop")
         assert (await engine.generate(a_request(tokens_max=2))).finish == "length"
 
     play(main)
@@ -44,10 +44,10 @@ def test_a_session_is_read_once_until_the_weights_change() -> None:
         engine = fake()
         await engine.start(weights())
         turns = [a_request(session="s", tokens=tokens, tokens_max=5) for tokens in (10, 20, 30)]
-        found = [await engine.generate(turn) for turn in turns[:2]]
+        generations = [await engine.generate(turn) for turn in turns[:2]]
         await engine.update(weights(2))
-        found.append(await engine.generate(turns[2]))
-        assert [(each.prefilled, each.reused) for each in found] == [(10, 0), (5, 15), (30, 0)]
+        generations.append(await engine.generate(turns[2]))
+        assert [(each.prefilled, each.reused) for each in generations] == [(10, 0), (5, 15), (30, 0)]
 
     play(main)
 
@@ -65,8 +65,8 @@ def test_what_is_being_written_waits_while_it_is_suspended_and_is_read_again_aft
         assert not task.done() and not other.done() and len(engine.active_requests) == 2
         await engine.update(weights(2))
         await engine.resume()
-        found = await task
-        assert (found.tokens, found.versions, found.prefilled) == (drawn(request), (1, 1, 2, 2), 22)
+        result = await task
+        assert (result.tokens, result.versions, result.prefilled) == (drawn(request), (1, 1, 2, 2), 22)
         assert (await other).versions == (2,)
         assert engine.statistics().suspended_s == pytest.approx(100.0, abs=0.01)
 
@@ -81,8 +81,8 @@ def test_when_it_dies_each_request_gets_the_tokens_generated_so_far() -> None:
         tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
         await asyncio.sleep(3.5)
         engine.die("power")
-        found = await asyncio.gather(*tasks, return_exceptions=True)
-        for request, died in zip(requests, found, strict=True):
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        for request, died in zip(requests, results, strict=True):
             assert isinstance(died, EngineDied) and died.written is not None and "power" in str(died)
             assert died.written.tokens == drawn(request)[:3]
         with pytest.raises(EngineDied, match="is not running"):
@@ -106,8 +106,8 @@ def test_it_hangs_until_that_is_detected_or_it_is_closed() -> None:
         await asyncio.sleep(1000.0)
         assert not any(task.done() for task in stuck)
         await engine.close()
-        found = await asyncio.gather(*stuck, return_exceptions=True)
-        assert [type(each) for each in found] == [EngineDied, EngineDied]
+        results = await asyncio.gather(*stuck, return_exceptions=True)
+        assert [type(each) for each in results] == [EngineDied, EngineDied]
 
     play(main)
 

@@ -87,10 +87,15 @@ async def until(condition: Callable[[], bool]) -> None:
 def test_tokens_go_in_and_tokens_come_out(dialect: str) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         request = a_request(tokens=6, tokens_max=5)
-        found = await engine.generate(request)
-        assert found.tokens == tokens_of(server, request)
-        assert found.logprobs == (-1.25,) * 5 and found.versions == (1,) * 5
-        assert (found.finish, found.engine, found.prefilled, found.reused) == ("length", "server", 3, 3)
+        generation = await engine.generate(request)
+        assert generation.tokens == tokens_of(server, request)
+        assert generation.logprobs == (-1.25,) * 5 and generation.versions == (1,) * 5
+        assert (generation.finish, generation.engine, generation.prefilled, generation.reused) == (
+            "length",
+            "server",
+            3,
+            3,
+        )
         path, body = server.calls[-1]
         sent = body["input_ids"] if dialect == "sglang" else body["prompt"]
         sampling = body["sampling_params"] if dialect == "sglang" else body
@@ -119,8 +124,8 @@ def test_a_seed_is_made_of_all_of_the_noise_and_of_the_position() -> None:
 def test_an_action_ends_with_the_token_that_ends_it() -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         server.stop_token = 3
-        found = await engine.generate(a_request(tokens_max=10))
-        assert (found.tokens[-1], len(found.tokens), found.finish) == (STOP, 3, "stop")
+        generation = await engine.generate(a_request(tokens_max=10))
+        assert (generation.tokens[-1], len(generation.tokens), generation.finish) == (STOP, 3, "stop")
         server.hides_stop = True
         with pytest.raises(RequestRefused, match=r"by itself at token \d+, .*one of \[1\]: .*generation_config\.json"):
             await engine.generate(a_request(tokens_max=10))
@@ -154,13 +159,13 @@ def test_weights_change_in_the_middle_of_a_request(dialect: str, tmp_path: Path)
         await engine.suspend()
         await engine.update(second)
         await engine.resume()
-        found = await task
-        assert found.tokens == tokens_of(server, request)
-        assert server.weights == second.folder and found.versions[-1] == 2
+        result = await task
+        assert result.tokens == tokens_of(server, request)
+        assert server.weights == second.folder and result.versions[-1] == 2
         assert engine.statistics().version == 2
         paths = [path for path, _ in server.calls]
         if dialect == "vllm":
-            assert found.versions[0] == 1
+            assert result.versions[0] == 1
             assert paths[-4:] == [
                 "/pause?mode=keep", "/collective_rpc", "/reset_prefix_cache?reset_running_requests=true", "/resume",
             ]  # fmt: skip
@@ -340,8 +345,8 @@ def test_a_server_without_log_probabilities_serves_evaluation(dialect: str) -> N
                 not engine.output_is_trainable
                 and engine.shortcoming == f"it returns no log-probabilities; {OWN_WEIGHTS}"
             )
-            found = await engine.generate(a_request(tokens_max=4))
-            assert len(found.tokens) == len(found.logprobs) == 4
+            generation = await engine.generate(a_request(tokens_max=4))
+            assert len(generation.tokens) == len(generation.logprobs) == 4
             await engine.close()
 
     asyncio.run(main())
@@ -474,8 +479,8 @@ def test_the_end_of_a_stream_has_several_valid_forms(done: bytes) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         server.done = done
         request = a_request(tokens_max=3)
-        found = await engine.generate(request)
-        assert (found.tokens, found.reused) == (tokens_of(server, request), 5)
+        generation = await engine.generate(request)
+        assert (generation.tokens, generation.reused) == (tokens_of(server, request), 5)
 
     with_server(test)
 
@@ -559,8 +564,8 @@ def test_a_server_that_has_place_for_one_serves_all_one_after_the_other() -> Non
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         server.places = 1
         requests = [a_request(tokens_max=4) for _ in range(openai.TRIES + 3)]
-        found = await asyncio.gather(*(engine.generate(request) for request in requests))
-        assert [each.tokens for each in found] == [tokens_of(server, request) for request in requests]
+        results = await asyncio.gather(*(engine.generate(request) for request in requests))
+        assert [each.tokens for each in results] == [tokens_of(server, request) for request in requests]
         assert server.turned_away > 0
 
     with_server(test)
@@ -571,9 +576,9 @@ def test_concurrent_requests_are_limited_to_the_slots_and_waiting_is_reported() 
         tasks = [asyncio.create_task(engine.generate(a_request(tokens_max=3))) for _ in range(6)]
         await until(lambda: server.inside == 2)
         assert (engine.statistics().active, engine.statistics().waiting) == (2, 4)
-        found = await asyncio.gather(*tasks)
+        results = await asyncio.gather(*tasks)
         assert server.inside_most == 2
-        assert max(each.waiting_s for each in found) > min(each.waiting_s for each in found)
+        assert max(each.waiting_s for each in results) > min(each.waiting_s for each in results)
         assert (engine.statistics().active, engine.statistics().waiting) == (0, 0)
 
     with_server(test, slots=2)
@@ -711,8 +716,8 @@ def test_behind_a_gateway_a_busy_server_that_drops_a_connection_costs_no_request
             server.fault, server.fault_after = "dropped", 0
             await until(lambda: server.inside < 3)
             server.fault, server.status, server.unlucky = "", 503, 3
-            found = await asyncio.gather(*tasks)
-            assert [len(each.tokens) for each in found] == [30] * 7
+            results = await asyncio.gather(*tasks)
+            assert [len(each.tokens) for each in results] == [30] * 7
             assert gateway.statistics().engines[0].incarnations >= 2
             await gateway.close()
 
@@ -733,12 +738,12 @@ def test_behind_a_gateway_a_request_survives_its_server() -> None:
             await until(lambda: first.inside == 1)
             await asyncio.sleep(0.1)
             first.fault = "dropped"
-            found = await task
-            assert found.tokens == tokens_of(first, request)
-            assert found.engine == "second" and gateway.statistics().resumed == 1
+            result = await task
+            assert result.tokens == tokens_of(first, request)
+            assert result.engine == "second" and gateway.statistics().resumed == 1
             prompt = second.calls[-1][1]["prompt"]
             assert len(prompt) > len(request.tokens) and prompt[len(request.tokens) :] == list(
-                found.tokens[: len(prompt) - len(request.tokens)]
+                result.tokens[: len(prompt) - len(request.tokens)]
             )
             await gateway.close()
 

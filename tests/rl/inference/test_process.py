@@ -64,9 +64,9 @@ def request(number: int, count: int = 5, **sampling) -> GenerationRequest:
     )
 
 
-def in_process(asked: GenerationRequest, version: int = 0) -> tuple[int, ...]:
+def in_process(sent: GenerationRequest, version: int = 0) -> tuple[int, ...]:
     machine = Batcher(model(version), version, slots=1, context_max=CONTEXT, chunk=8, now=lambda: 0.0)
-    machine.add(asked)
+    machine.add(sent)
     while True:
         if done := machine.step().done:
             return done[0][1].tokens
@@ -119,7 +119,7 @@ def test_requests_are_answered_independently_with_their_tokens_and_steps_are_rec
     published: list[PolicyWeights],
 ) -> None:
     engine = ProcessEngine(settings(), record_steps=True)
-    first, asked = request(9), [request(number, tokens_max=3 + number) for number in range(9)]
+    first, requests = request(9), [request(number, tokens_max=3 + number) for number in range(9)]
 
     async def test() -> None:
         await engine.generate(first)
@@ -127,13 +127,13 @@ def test_requests_are_answered_independently_with_their_tokens_and_steps_are_rec
         assert engine.steps[0].commands == ("Add",)
         assert [each.decoded for each in engine.steps] == [0] + [1] * 7
 
-        for each, got in zip(asked, await asyncio.gather(*map(engine.generate, asked)), strict=True):
+        for each, got in zip(requests, await asyncio.gather(*map(engine.generate, requests)), strict=True):
             assert got.tokens == in_process(each)
             assert (got.engine, got.finish, set(got.versions)) == ("engine", "length", {0})
         await until(lambda: engine.statistics().prefill_tokens == 50)
         known = engine.statistics()
         assert (known.active, known.waiting) == (0, 0)
-        assert known.decode_tokens == sum(each.sampling.tokens_max - 1 for each in (first, *asked))
+        assert known.decode_tokens == sum(each.sampling.tokens_max - 1 for each in (first, *requests))
         assert known.idle_s > 0.0
 
     run(engine, published[0], test)
@@ -256,13 +256,13 @@ def test_a_killed_engine_gives_each_request_back_with_what_was_written(published
     engine = ProcessEngine(settings(slots=2, **SLOW))
 
     async def test() -> None:
-        asked = [request(number, tokens_max=55) for number in (1, 2, 3)]
-        tasks = [asyncio.create_task(engine.generate(each)) for each in asked]
+        requests = [request(number, tokens_max=55) for number in (1, 2, 3)]
+        tasks = [asyncio.create_task(engine.generate(each)) for each in requests]
         await until(lambda: engine.statistics().decode_tokens > 2 * 20)
         os.kill(engine.pid, signal.SIGKILL)
         died = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(each, EngineDied) and "signal 9" in str(each) for each in died)
-        for each, asked_for in zip(died[:2], asked, strict=False):
+        for each, asked_for in zip(died[:2], requests, strict=False):
             assert isinstance(each, EngineDied) and each.written is not None
             tokens = each.written.tokens
             assert 8 <= len(tokens) < 55
@@ -461,8 +461,8 @@ def test_messages_survive_being_cut_anywhere() -> None:
     content = b"".join(map(encode_frame, sent))
     for size in (1, 3, 7, len(content)):
         frames = messages.command_frames()
-        found = [each for at in range(0, len(content), size) for each in frames.feed(content[at : at + size])]
-        assert found == sent
+        received = [each for at in range(0, len(content), size) for each in frames.feed(content[at : at + size])]
+        assert received == sent
 
 
 def test_a_length_that_no_message_has_is_not_waited_for() -> None:

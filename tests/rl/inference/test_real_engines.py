@@ -54,8 +54,8 @@ def with_engines(
             await gateway.start(weights)
             try:
                 await test(gateway, engines, events)
-                found = gateway.statistics()
-                assert found.requests == 0 and all(kept.load == 0 for kept in found.engines)
+                statistics = gateway.statistics()
+                assert statistics.requests == 0 and all(kept.load == 0 for kept in statistics.engines)
             finally:
                 await gateway.close()
         assert not any(engine.alive for engine in engines)
@@ -71,9 +71,9 @@ def test_what_is_killed_in_the_middle_goes_on_token_for_token(tmp_path: Path) ->
         await until(lambda: sum(kept.requests for kept in gateway.statistics().engines) == 4)
         await asyncio.sleep(20 * STEP_S)
         os.kill(engines[0].pid, signal.SIGKILL)
-        found = await asyncio.gather(*tasks)
-        assert [each.tokens for each in found] == [each.tokens for each in undisturbed]
-        for before, after in zip(undisturbed, found, strict=True):
+        results = await asyncio.gather(*tasks)
+        assert [each.tokens for each in results] == [each.tokens for each in undisturbed]
+        for before, after in zip(undisturbed, results, strict=True):
             assert after.logprobs == pytest.approx(before.logprobs, abs=1e-9)
         assert gateway.statistics().resumed >= 1
         assert [event.engine for event in events if isinstance(event, EngineLost)] == [engines[0].name]
@@ -94,9 +94,9 @@ def test_an_engine_that_is_killed_during_an_update_comes_back_with_the_new_weigh
         update = asyncio.create_task(gateway.update(second))
         os.kill(engines[0].pid, signal.SIGKILL)
         await update
-        found = await task
-        assert len(found.tokens) == 80 and list(found.versions) == sorted(found.versions)
-        assert found.versions[-1] == 2
+        result = await task
+        assert len(result.tokens) == 80 and list(result.versions) == sorted(result.versions)
+        assert result.versions[-1] == 2
         assert (await gateway.generate(a_request(tokens_max=2, stop=()))).versions == (2, 2)
 
     with_engines(1, test, first)
@@ -109,8 +109,8 @@ def test_missing_weights_cost_no_request_anything(tmp_path: Path) -> None:
         incarnations = [engine.pid for engine in engines]
         with pytest.raises(ManagerError, match=r"no engine took version 9.*/nonexistent/manifest.json"):
             await gateway.update(PolicyWeights(version=9, folder="/nonexistent"))
-        found = await asyncio.gather(*tasks)
-        assert {version for each in found for version in each.versions} == {1}
+        results = await asyncio.gather(*tasks)
+        assert {version for each in results for version in each.versions} == {1}
         assert gateway.statistics().version == 1
         assert [engine.pid for engine in engines] == incarnations
         assert not any(isinstance(event, EngineLost) for event in events)

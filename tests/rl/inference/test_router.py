@@ -42,8 +42,8 @@ from tangram.rl.inference.router_records import (
 
 def test_a_task_goes_to_its_preferred_class_and_the_rest_to_the_default() -> None:
     async def test(rig: Rig) -> None:
-        found = [await rig.gateway.generate(a_request(task=task)) for task in ("frozenlake", "chain", "other")]
-        assert [each.engine for each in found] == ["c", "b", "b"]
+        generations = [await rig.gateway.generate(a_request(task=task)) for task in ("frozenlake", "chain", "other")]
+        assert [each.engine for each in generations] == ["c", "b", "b"]
 
     affinity = {"frozenlake": "compute", "default": "bandwidth"}
     at_gateway(test, fake("c", "compute"), fake("b", "bandwidth"), affinity=affinity)
@@ -103,8 +103,8 @@ def test_a_session_whose_prefix_was_lost_with_an_update_is_not_pinned_to_its_eng
 
 def test_an_evaluation_engine_serves_only_tasks_of_its_class() -> None:
     async def test(rig: Rig) -> None:
-        found = [await rig.gateway.generate(a_request(task=task)) for task in ("evaluation", "chain")]
-        assert [each.engine for each in found] == ["server", "own"]
+        generations = [await rig.gateway.generate(a_request(task=task)) for task in ("evaluation", "chain")]
+        assert [each.engine for each in generations] == ["server", "own"]
         assert not rig.gateway.binding().task("evaluation").output_is_trainable
         assert rig.gateway.binding().task("chain").output_is_trainable
 
@@ -120,8 +120,8 @@ def test_a_class_that_fails_is_replaced_visibly_until_it_is_back() -> None:
     async def test(rig: Rig) -> None:
         gateway, compute = rig.gateway, rig.engines["c"]
         compute.die("power")
-        found = await gateway.generate(a_request(task="frozenlake"))
-        assert found.engine == "b"
+        generation = await gateway.generate(a_request(task="frozenlake"))
+        assert generation.engine == "b"
         again = await gateway.generate(a_request(task="frozenlake", tokens_max=1))
         assert again.engine == "b"
         bound = gateway.binding().task("frozenlake")
@@ -144,8 +144,8 @@ def test_training_never_falls_back_to_an_evaluation_engine() -> None:
     async def test(rig: Rig) -> None:
         rig.engines["own"].die("power")
         waiting = asyncio.create_task(rig.gateway.generate(a_request(task="chain")))
-        found = await waiting
-        assert found.engine == "own" and rig.engines["own"].completed == 1
+        result = await waiting
+        assert result.engine == "own" and rig.engines["own"].completed == 1
         assert rig.told(FallbackBegan) == []
 
     at_gateway(test, fake("server", "remote", output_is_trainable=False), fake("own"), affinity={"chain": "default"})
@@ -171,11 +171,11 @@ def test_a_request_whose_engine_dies_continues_elsewhere_from_its_tokens() -> No
         await asyncio.sleep(0.55)
         rig.engines["a"].die("out of memory")
         await rig.gateway.update(weights(2))
-        found = await task
-        assert found.tokens == drawn(request)
-        assert len(found.logprobs) == len(found.versions) == 20
-        assert found.versions[:5] == (1,) * 5 and set(found.versions[5:]) <= {1, 2}
-        assert found.finish == "length" and found.engine == "b"
+        result = await task
+        assert result.tokens == drawn(request)
+        assert len(result.logprobs) == len(result.versions) == 20
+        assert result.versions[:5] == (1,) * 5 and set(result.versions[5:]) <= {1, 2}
+        assert result.finish == "length" and result.engine == "b"
         rest = rig.engines["b"].requests[-1]
         assert rest.id == request.id
         assert (len(rest.tokens), rest.sampling.tokens_max) == (15, 15)
@@ -191,9 +191,9 @@ def test_a_request_whose_only_engine_dies_continues_when_it_is_back() -> None:
         task = asyncio.create_task(rig.gateway.generate(request))
         await asyncio.sleep(0.55)
         rig.engines["a"].die()
-        found = await task
-        assert found.tokens == drawn(request)
-        assert found.waiting_s > 0.0
+        result = await task
+        assert result.tokens == drawn(request)
+        assert result.waiting_s > 0.0
         assert [event.life for event in rig.told(EngineStarted)] == [1, 2]
 
     at_gateway(test, fake("a", start_s=3.0))
@@ -210,8 +210,8 @@ def test_an_engine_that_dies_after_the_last_token_gets_no_retry() -> None:
 
         async def generate(self, request: GenerationRequest) -> Generation:
             self.asked += 1
-            found = await self.inner.generate(request)
-            raise EngineDied("a", "too late", found)
+            generation = await self.inner.generate(request)
+            raise EngineDied("a", "too late", generation)
 
         async def start(self, given: PolicyWeights) -> None:
             await self.inner.close()
@@ -225,8 +225,8 @@ def test_an_engine_that_dies_after_the_last_token_gets_no_retry() -> None:
         gateway = Router([engine])
         await gateway.start(weights())
         request = a_request()
-        found = await gateway.generate(request)
-        assert (found.tokens, found.finish, engine.asked) == (drawn(request), "length", 1)
+        generation = await gateway.generate(request)
+        assert (generation.tokens, generation.finish, engine.asked) == (drawn(request), "length", 1)
         await gateway.close()
 
     play(main)
@@ -266,8 +266,8 @@ def test_when_no_engine_remains_every_request_gets_the_reason() -> None:
         for engine in rig.engines.values():
             engine.refuse(starts=100)
             engine.die("power")
-        found = await asyncio.gather(*waiting, return_exceptions=True)
-        assert all(isinstance(each, NoEngine) and "no start, as the script says" in str(each) for each in found)
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(isinstance(each, NoEngine) and "no start, as the script says" in str(each) for each in results)
         with pytest.raises(NoEngine, match="no engine is left for task default"):
             await rig.gateway.generate(a_request())
         with pytest.raises(NoEngine):
@@ -342,8 +342,8 @@ def test_only_the_request_that_kills_engines_is_given_up(engines: int) -> None:
         with pytest.raises(RequestAbandoned, match=rf"{poison.id} was inside at 3 deaths") as given_up:
             await rig.gateway.generate(poison)
         assert given_up.value.request == poison.id
-        found = await asyncio.gather(*tasks)
-        assert [each.tokens for each in found] == [drawn(request) for request in innocent]
+        results = await asyncio.gather(*tasks)
+        assert [each.tokens for each in results] == [drawn(request) for request in innocent]
         assert [event.request for event in rig.told(RequestDropped)] == [poison.id]
         watch.cancel()
         assert rig.told(EngineRemoved) == [], "its deaths do not count against the engines"
@@ -356,11 +356,11 @@ def test_an_engine_that_dies_of_every_request_is_removed_though_it_starts_well_e
     async def test(rig: Rig) -> None:
         watch = poisoned(rig)
         requests = [a_request(tokens_max=30, task="poison") for _ in range(40)]
-        found = await asyncio.gather(*map(rig.gateway.generate, requests), return_exceptions=True)
+        results = await asyncio.gather(*map(rig.gateway.generate, requests), return_exceptions=True)
         watch.cancel()
-        given_up = [each for each in found if isinstance(each, RequestAbandoned)]
+        given_up = [each for each in results if isinstance(each, RequestAbandoned)]
         assert len(given_up) == ABANDONED_MAX
-        assert sum(isinstance(each, NoEngine) for each in found) == len(requests) - ABANDONED_MAX
+        assert sum(isinstance(each, NoEngine) for each in results) == len(requests) - ABANDONED_MAX
         (removed,) = rig.told(EngineRemoved)
         assert "and completed no request; the last time: engine a: a bad token" in removed.reason
         assert len(rig.told(EngineLost)) <= ABANDONED_MAX + ABANDON_DEATHS
@@ -402,8 +402,8 @@ def test_an_engine_without_completed_requests_is_removed_however_rarely_it_dies(
 def test_deaths_of_a_busy_engine_do_not_count_against_requests() -> None:
     async def test(rig: Rig) -> None:
         requests = [a_request(task=task, tokens_max=100_000) for task in ("told", "other", "other")]
-        found = await asyncio.gather(*map(rig.gateway.generate, requests), return_exceptions=True)
-        assert all(isinstance(each, NoEngine) for each in found), found
+        results = await asyncio.gather(*map(rig.gateway.generate, requests), return_exceptions=True)
+        assert all(isinstance(each, NoEngine) for each in results), results
         assert len(rig.told(EngineLost)) == 4 and rig.told(RequestDropped) == []
 
     at_gateway(test, Crowded(drawn, name="a", token_s=1.0), deaths_max=4)
@@ -451,9 +451,9 @@ def test_cancelling_a_request_reaches_its_engine_and_no_other_request() -> None:
         tasks = [asyncio.create_task(rig.gateway.generate(request)) for request in (kept, left)]
         await asyncio.sleep(0.25)
         tasks[1].cancel()
-        found = await asyncio.gather(*tasks, return_exceptions=True)
-        assert isinstance(found[0], Generation) and found[0].tokens == drawn(kept)
-        assert isinstance(found[1], asyncio.CancelledError)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(results[0], Generation) and results[0].tokens == drawn(kept)
+        assert isinstance(results[1], asyncio.CancelledError)
         assert rig.engines["a"].aborted == 1
         statistics = rig.gateway.statistics()
         assert (statistics.served, statistics.cancelled, statistics.failed) == (1, 1, 0)
@@ -496,8 +496,8 @@ def test_an_update_changes_the_version_in_the_middle_of_a_request() -> None:
         task = asyncio.create_task(rig.gateway.generate(a_request(tokens_max=10)))
         await asyncio.sleep(0.45)
         await rig.gateway.update(weights(2))
-        found = await task
-        assert found.versions == (1,) * 4 + (2,) * 6
+        result = await task
+        assert result.versions == (1,) * 4 + (2,) * 6
         assert [event.version for event in rig.told(EngineUpdated)] == [2]
         assert rig.gateway.statistics().version == 2
 
@@ -524,8 +524,8 @@ def test_an_engine_that_refuses_accepted_weights_is_restarted_with_them() -> Non
         rig.engines["a"].refuse(updates=1)
         await rig.gateway.update(weights(2))
         await until(lambda: rig.engines["a"].alive and rig.engines["a"].version == 2)
-        found = await task
-        assert found.tokens == drawn(request)
+        result = await task
+        assert result.tokens == drawn(request)
         assert [event.engine for event in rig.told(EngineLost)] == ["a"]
         assert "no update" in rig.told(EngineLost)[0].reason
 
@@ -542,11 +542,11 @@ def test_weights_that_no_engine_accepts_are_reported_and_all_continue_with_the_p
             engine.refuse(updates=1)
         with pytest.raises(
             ManagerError, match=r"no engine took version 9.*continue with version 1.*e0: .*no update"
-        ) as told:
+        ) as caught:
             await rig.gateway.update(weights(9))
-        assert all(f"{name}: " in str(told.value) for name in rig.engines)
-        found = await task
-        assert (found.tokens, set(found.versions)) == (drawn(request), {1})
+        assert all(f"{name}: " in str(caught.value) for name in rig.engines)
+        result = await task
+        assert (result.tokens, set(result.versions)) == (drawn(request), {1})
         assert rig.told(EngineLost) == []
         statistics = rig.gateway.statistics()
         assert (statistics.version, {kept.version for kept in statistics.engines}) == (1, {1})
@@ -678,9 +678,9 @@ def test_closing_ends_all_requests() -> None:
         await asyncio.sleep(0.5)
         await rig.gateway.close()
         await rig.gateway.close()
-        found = await asyncio.gather(starting, inside, update, third, return_exceptions=True)
-        assert isinstance(found[1], NoEngine) and "closed" in str(found[1])
-        assert isinstance(found[3], NoEngine)
+        results = await asyncio.gather(starting, inside, update, third, return_exceptions=True)
+        assert isinstance(results[1], NoEngine) and "closed" in str(results[1])
+        assert isinstance(results[3], NoEngine)
         assert {kept.state for kept in rig.gateway.statistics().engines} == {EngineState.CLOSED}
         rig.check_idle()
 

@@ -57,13 +57,13 @@ def request(number: int, count: int = 10, *, session: str = "", **sampling) -> G
 
 
 def run(machine: Batcher, steps: int = 1000) -> dict[str, Generation]:
-    found: dict[str, Generation] = {}
+    generations: dict[str, Generation] = {}
     for _ in range(steps):
         if not machine.busy:
             break
-        take(machine.step(), found)
+        take(machine.step(), generations)
         machine.check()
-    return found
+    return generations
 
 
 def take(happened: BatcherStepResult, found: dict[str, Generation]) -> None:
@@ -72,21 +72,21 @@ def take(happened: BatcherStepResult, found: dict[str, Generation]) -> None:
         found[id] = generation
 
 
-def assert_as_if_alone(asked: GenerationRequest, got: Generation, dtype: torch.dtype = torch.float64) -> None:
+def assert_as_if_alone(sent: GenerationRequest, got: Generation, dtype: torch.dtype = torch.float64) -> None:
     """Each token is what a plain forward pass of all before it gives, under the weights of its version."""
-    tokens = list(asked.tokens)
-    noise = uniforms(asked.noise, len(tokens), len(got.tokens))
+    tokens = list(sent.tokens)
+    noise = uniforms(sent.noise, len(tokens), len(got.tokens))
     for token, logprob, version, chance in zip(got.tokens, got.logprobs, got.versions, noise, strict=True):
         logits = model(version, dtype)(torch.tensor([tokens]))[:, -1]
-        plain = draw(logits, [asked.sampling], [chance])
+        plain = draw(logits, [sent.sampling], [chance])
         if dtype == torch.float64:
             assert plain.tokens == [token]
             assert plain.logprobs[0] == pytest.approx(logprob, abs=TOLERANCE[dtype])
         else:  # a token may be another one where the noise falls between two; its log-probability has to be right
-            scaled = logits[0].double() / (asked.sampling.temperature or 1.0)
+            scaled = logits[0].double() / (sent.sampling.temperature or 1.0)
             assert torch.log_softmax(scaled, -1)[token].item() == pytest.approx(logprob, abs=TOLERANCE[dtype])
         tokens.append(token)
-    sampling = asked.sampling
+    sampling = sent.sampling
     stopped = [token in sampling.stop for token in got.tokens]
     assert not any(stopped[:-1])
     assert got.finish == ("stop" if stopped[-1] else "length")
@@ -101,9 +101,9 @@ def assert_as_if_alone(asked: GenerationRequest, got: Generation, dtype: torch.d
 @pytest.mark.parametrize("count", [1, 2, 8, 9, 16, 30])
 def test_log_probabilities_are_those_of_a_plain_forward_pass(count: int, dtype: torch.dtype) -> None:
     machine = batcher(dtype=dtype)
-    asked = request(1, count, tokens_max=12)
-    machine.add(asked)
-    assert_as_if_alone(asked, run(machine)["r1"], dtype)
+    sent = request(1, count, tokens_max=12)
+    machine.add(sent)
+    assert_as_if_alone(sent, run(machine)["r1"], dtype)
 
 
 @pytest.mark.parametrize(
@@ -113,16 +113,16 @@ def test_log_probabilities_are_those_of_a_plain_forward_pass(count: int, dtype: 
 )
 def test_settings_of_sampling_are_those_of_the_request(sampling: dict) -> None:
     machine = batcher()
-    asked = [request(1, **sampling), request(2), request(3, temperature=1.5)]
-    for each in asked:
+    requests = [request(1, **sampling), request(2), request(3, temperature=1.5)]
+    for each in requests:
         machine.add(each)
-    found = run(machine)
-    for each in asked:
-        assert_as_if_alone(each, found[each.id])
-    kept = found["r1"].kept
+    generations = run(machine)
+    for each in requests:
+        assert_as_if_alone(each, generations[each.id])
+    kept = generations["r1"].kept
     assert (kept is not None) == bool(sampling.get("keep_ids"))
     assert kept is None or all(
-        token in ids and len(ids) == 3 for token, ids in zip(found["r1"].tokens, kept, strict=True)
+        token in ids and len(ids) == 3 for token, ids in zip(generations["r1"].tokens, kept, strict=True)
     )
 
 
@@ -140,11 +140,11 @@ def test_a_token_of_stop_ends_a_request_and_is_part_of_it() -> None:
 
 def test_a_request_that_fills_the_context_ends_with_length() -> None:
     machine = batcher()
-    asked = request(1, CONTEXT - 4, tokens_max=20)
-    machine.add(asked)
+    sent = request(1, CONTEXT - 4, tokens_max=20)
+    machine.add(sent)
     got = run(machine)["r1"]
     assert (len(got.tokens), got.finish) == (4, "length")
-    assert_as_if_alone(asked, got)
+    assert_as_if_alone(sent, got)
 
 
 @pytest.mark.parametrize(
@@ -161,17 +161,17 @@ def test_a_request_that_fills_the_context_ends_with_length() -> None:
 def test_a_request_that_cannot_be_served_is_refused_at_the_door(field: str, change: dict) -> None:
     machine = batcher()
     machine.add(request(1))
-    asked = GenerationRequest(
+    sent = GenerationRequest(
         **({each: getattr(request(1), each) for each in GenerationRequest.__struct_fields__} | change)
     )
     with pytest.raises(InvalidAction) as refused:
-        machine.add(asked if field == "id" else GenerationRequest(**{**_fields(asked), "id": "other"}))
+        machine.add(sent if field == "id" else GenerationRequest(**{**_fields(sent), "id": "other"}))
     assert refused.value.field == field
     assert list(run(machine)) == ["r1"]
 
 
-def _fields(asked: GenerationRequest) -> dict:
-    return {each: getattr(asked, each) for each in GenerationRequest.__struct_fields__}
+def _fields(sent: GenerationRequest) -> dict:
+    return {each: getattr(sent, each) for each in GenerationRequest.__struct_fields__}
 
 
 def test_broken_weights_are_reported_and_not_sampled_from() -> None:
@@ -190,18 +190,20 @@ def test_broken_weights_are_reported_and_not_sampled_from() -> None:
 
 def test_more_requests_than_slots_are_served_in_their_order() -> None:
     machine = batcher(slots=2)
-    asked = [request(number, 4 + number, tokens_max=5) for number in range(9)]
-    for each in asked:
+    requests = [request(number, 4 + number, tokens_max=5) for number in range(9)]
+    for each in requests:
         machine.add(each)
     assert (machine.statistics().active, machine.statistics().waiting) == (0, 9)
     machine.step()
     assert (machine.statistics().active, machine.statistics().waiting) == (2, 7)
-    found = run(machine)
-    assert sorted(found) == sorted(each.id for each in asked)
-    began = [number + found[each.id].waiting_s for number, each in enumerate(asked)]  # the clock ticks when it is read
+    generations = run(machine)
+    assert sorted(generations) == sorted(each.id for each in requests)
+    began = [
+        number + generations[each.id].waiting_s for number, each in enumerate(requests)
+    ]  # the clock ticks when it is read
     assert began[2:] == sorted(began[2:]) and max(began[:2]) < began[2]
-    for each in asked:
-        assert_as_if_alone(each, found[each.id])
+    for each in requests:
+        assert_as_if_alone(each, generations[each.id])
 
 
 def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
@@ -227,12 +229,12 @@ def test_a_few_tokens_are_prefilled_together_with_decoding_requests() -> None:
     for each in writing:
         machine.add(each)
     machine.step()
-    asked = request(7, 4)
-    machine.add(asked)
+    sent = request(7, 4)
+    machine.add(sent)
     assert [machine.step()[1:] for _ in range(4)] == [(1, 3), (1, 3), (1, 3), (0, 4)]
     got = run(machine)["r7"]
     assert got.prefilled == 4
-    assert_as_if_alone(asked, got)
+    assert_as_if_alone(sent, got)
 
     machine.add(request(8, 1, tokens_max=20))
     machine.step()
@@ -249,9 +251,9 @@ def test_what_is_aborted_frees_its_slot_for_the_next() -> None:
     assert machine.abort("r1")
     assert machine.abort("r3"), "one that waits can be aborted too"
     assert not machine.abort("r1")
-    found = run(machine)
-    assert list(found) == ["r2"]
-    assert_as_if_alone(request(2), found["r2"])
+    generations = run(machine)
+    assert list(generations) == ["r2"]
+    assert_as_if_alone(request(2), generations["r2"])
     assert (machine.statistics().active, machine.statistics().waiting) == (0, 0)
 
 
@@ -264,22 +266,22 @@ def test_while_suspended_requests_are_taken_but_nothing_is_written() -> None:
     assert not machine.busy
     assert (machine.statistics().active, machine.statistics().waiting) == (1, 1)
     machine.resume()
-    found = run(machine)
-    assert sorted(found) == ["r1", "r2"]
+    generations = run(machine)
+    assert sorted(generations) == ["r1", "r2"]
     assert machine.statistics().suspended_s > 0.0
 
 
 def test_the_tokens_so_far_are_returned_once() -> None:
     machine = batcher()
     machine.add(request(1, 3, tokens_max=9))
-    told = []
+    partials = []
     while machine.busy:
         got = dict(machine.step().done)
-        if len(told) % 2:
-            told += machine.take_deltas()
+        if len(partials) % 2:
+            partials += machine.take_deltas()
         else:
-            told += [None]
-    parts = [each for each in told if each is not None]
+            partials += [None]
+    parts = [each for each in partials if each is not None]
     tokens = tuple(token for each in parts for token in each.tokens)
     assert tokens == got["r1"].tokens[: len(tokens)] and len(tokens) >= 7
     assert tuple(logprob for each in parts for logprob in each.logprobs) == got["r1"].logprobs[: len(tokens)]
@@ -343,9 +345,9 @@ def test_slots_of_sessions_are_reused_least_recently_used_first() -> None:
     assert again.reused == 9
     assert_as_if_alone(request(2), again)
     machine.add(request(1, session="s1"))
-    gone = run(machine)["r1"]
-    assert gone.reused == 0
-    assert_as_if_alone(request(1), gone)
+    first = run(machine)["r1"]
+    assert first.reused == 0
+    assert_as_if_alone(request(1), first)
 
 
 def test_more_sessions_than_slots_keep_what_was_read() -> None:
@@ -353,17 +355,17 @@ def test_more_sessions_than_slots_keep_what_was_read() -> None:
     machine = batcher(slots=2, sessions=5)
     texts = {f"s{number}": request(number, 8).tokens for number in range(6)}
     for turn in range(4):
-        asked = [
+        requests = [
             GenerationRequest(
                 id=name, session=name, tokens=text, sampling=Sampling(tokens_max=2), noise=SamplingSeed(seed=turn)
             )
             for name, text in texts.items()
         ]
-        for each in asked:
+        for each in requests:
             machine.add(each)
-        found = run(machine)
-        for each in asked:
-            got = found[each.id]
+        generations = run(machine)
+        for each in requests:
+            got = generations[each.id]
             assert_as_if_alone(each, got)
             assert got.prefilled == (4 if turn else 8)
             texts[each.id] = each.tokens + got.tokens + (turn, 1, 2)
@@ -403,9 +405,9 @@ def test_two_requests_of_a_session_at_once_do_not_share_a_slot() -> None:
     run(machine)
     machine.add(request(2, session="s"))
     machine.add(request(1, session="s"))
-    found = run(machine)
+    generations = run(machine)
     for number in (1, 2):
-        assert_as_if_alone(request(number), found[f"r{number}"])
+        assert_as_if_alone(request(number), generations[f"r{number}"])
 
 
 def test_what_an_aborted_request_had_read_stays_for_its_session() -> None:
@@ -428,24 +430,24 @@ def test_a_continuation_after_an_update_equals_a_fresh_prefill_under_the_new_wei
     before: int, dtype: torch.dtype
 ) -> None:
     machine = batcher(dtype=dtype)
-    asked = request(1, 12, tokens_max=10)
-    machine.add(asked)
+    sent = request(1, 12, tokens_max=10)
+    machine.add(sent)
     run(machine, steps=1 + before)  # one to read the first chunk
     machine.update(model(1, dtype), 1)
     got = run(machine)["r1"]
     old = got.versions.count(0)
     assert got.versions == (0,) * old + (1,) * (10 - old) and old == before
     assert got.prefilled == (12 + old + (12 if old else 8))
-    assert_as_if_alone(asked, got, dtype)
+    assert_as_if_alone(sent, got, dtype)
 
     fresh = batcher(dtype=dtype)
     fresh.update(model(1, dtype), 1)
     fresh.add(
         GenerationRequest(
             id="fresh",
-            tokens=asked.tokens + got.tokens[:old],
+            tokens=sent.tokens + got.tokens[:old],
             sampling=Sampling(tokens_max=10 - old),
-            noise=asked.noise,
+            noise=sent.noise,
         )
     )
     alone = run(fresh)["fresh"]
@@ -485,23 +487,23 @@ def test_every_request_ends_once_with_what_it_would_have_got_alone(
     operations: list, slots: int, sessions: int, chunk: int, deterministic: bool
 ) -> None:
     machine = batcher(slots=slots, sessions=sessions, chunk=chunk, deterministic=deterministic)
-    asked: dict[str, GenerationRequest] = {}
+    requests: dict[str, GenerationRequest] = {}
     aborted: set[str] = set()
-    found: dict[str, Generation] = {}
+    generations: dict[str, Generation] = {}
     version = 0
     for operation in operations:
         match operation:
             case ("add", count, tokens_max, session):
-                made = request(len(asked), count, tokens_max=tokens_max, session=session, temperature=1.3)
-                asked[made.id] = made
+                made = request(len(requests), count, tokens_max=tokens_max, session=session, temperature=1.3)
+                requests[made.id] = made
                 machine.add(made)
             case ("abort", number):
                 id = f"r{number}"
                 if machine.abort(id):
-                    assert id not in found and id not in aborted
+                    assert id not in generations and id not in aborted
                     aborted.add(id)
             case ("step", count):
-                found |= run(machine, steps=count)
+                generations |= run(machine, steps=count)
             case ("update",):
                 version += 1
                 machine.update(model(version % 3), version % 3)
@@ -512,12 +514,12 @@ def test_every_request_ends_once_with_what_it_would_have_got_alone(
         machine.check()
     machine.resume()
     for id, generation in run(machine).items():
-        assert id not in found
-        found[id] = generation
-    assert set(found) == set(asked) - aborted
+        assert id not in generations
+        generations[id] = generation
+    assert set(generations) == set(requests) - aborted
     assert machine.statistics().active == machine.statistics().waiting == 0
-    for id, generation in found.items():
-        assert_as_if_alone(asked[id], generation)
+    for id, generation in generations.items():
+        assert_as_if_alone(requests[id], generation)
 
 
 # ---- to the last bit ----
@@ -536,14 +538,14 @@ def test_deterministic_writing_does_not_depend_on_neighbours_order_or_slot(slots
             machine.add(request(number, 3 + 5 * (number % 6), tokens_max=30))
         run(machine, steps=2 * position)
         machine.add(watched)
-        found = run(machine, steps=3)
+        generations = run(machine, steps=3)
         for number in range(40, 40 + slots):
             machine.add(request(number, 1 + number % 7, tokens_max=4, session="s"))
-        found |= run(machine, steps=3)
+        generations |= run(machine, steps=3)
         if position:
             machine.abort("r2")
-        found |= run(machine)
-        assert _bits(found["r1"]) == alone, f"with {position} before it"
+        generations |= run(machine)
+        assert _bits(generations["r1"]) == alone, f"with {position} before it"
 
 
 def test_deterministic_writing_reads_everything_again_rather_than_what_a_neighbour_may_have_displaced() -> None:

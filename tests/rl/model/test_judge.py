@@ -63,8 +63,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ask(judge: NameJudge, given: str, expected: str) -> dict[str, float]:
     [answer] = answer_payloads(judge, [json.dumps({"given": given, "expected": expected}).encode()])
-    found: dict[str, float] = json.loads(answer)
-    return found
+    answered: dict[str, float] = json.loads(answer)
+    return answered
 
 
 def test_the_judge_matches_pairs_beyond_its_training_set(folder: Path) -> None:
@@ -74,8 +74,8 @@ def test_the_judge_matches_pairs_beyond_its_training_set(folder: Path) -> None:
     for different, same in zip(*pairs.held_out_pairs, strict=False):
         assert ask(judge, *(names[at] for at in same))["score"] == 1.0
         assert ask(judge, *(names[at] for at in different))["score"] == 0.0
-    said = ask(judge, "a0", "a1")
-    assert said["score"] == 1.0 and 0.5 < said["probability"] <= 1.0
+    answer = ask(judge, "a0", "a1")
+    assert answer["score"] == 1.0 and 0.5 < answer["probability"] <= 1.0
 
 
 def test_no_pair_is_both_taught_and_held_out() -> None:
@@ -183,19 +183,20 @@ def within(doing: Any) -> Any:
 @pytest.mark.slow
 def test_training_happens_once_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup_judge, "QUIET_S", 0.0)
-    told: list[tuple[float, str]] = []
+    messages: list[tuple[float, str]] = []
 
     async def main() -> None:
         await asyncio.gather(
-            ensure_judge(TINY, tmp_path, lambda *said: told.append(said)), ensure_judge(TINY, tmp_path, lambda *_: None)
+            ensure_judge(TINY, tmp_path, lambda *said: messages.append(said)),
+            ensure_judge(TINY, tmp_path, lambda *_: None),
         )
 
     within(main())
-    assert told and told == sorted(told) and "accuracy" in told[-1][1]
+    assert messages and messages == sorted(messages) and "accuracy" in messages[-1][1]
     assert load_cached(tmp_path, TINY) is not None and len(list(tmp_path.iterdir())) == 1
-    told.clear()
-    within(ensure_judge(TINY, tmp_path, lambda *said: told.append(said)))
-    assert told == []
+    messages.clear()
+    within(ensure_judge(TINY, tmp_path, lambda *said: messages.append(said)))
+    assert messages == []
 
 
 def test_an_error_in_the_process_is_raised_here(tmp_path: Path) -> None:
@@ -255,11 +256,11 @@ def test_it_answers_as_a_service_and_refuses_what_it_does_not_know(tmp_path: Pat
             backend="process", state=tmp_path / "state", devices=[Emulated(memory_bytes=1 << 20)]
         )
         async with connect(services=[service(TINY, folder)], **options) as client:
-            asked = [("a0", "a5", 1.0), ("a0", "b0", 0.0), ("c3", "c3", 1.0), ("d1", "a1", 0.0)] * 8
-            found = await client.gather(
-                *(client.infer("judge", {"given": one, "expected": other}) for one, other, _ in asked)
+            cases = [("a0", "a5", 1.0), ("a0", "b0", 0.0), ("c3", "c3", 1.0), ("d1", "a1", 0.0)] * 8
+            results = await client.gather(
+                *(client.infer("judge", {"given": one, "expected": other}) for one, other, _ in cases)
             )
-            assert [each.json()["score"] for each in found] == [right for _, _, right in asked]
+            assert [each.json()["score"] for each in results] == [right for _, _, right in cases]
             for wrong in (
                 {"given": "a0", "expected": "unknown"},
                 {"given": "a0"},

@@ -130,9 +130,9 @@ def test_metrics_of_the_sampler_are_those_of_the_formulas() -> None:
 
 def test_the_same_batch_gives_the_same_step_to_the_last_bit() -> None:
     first, second = learner(minibatch=5), learner(minibatch=5)
-    told, told_again = (each.step(played(0)) for each in (first, second))
+    metrics, told_again = (each.step(played(0)) for each in (first, second))
     assert same(weights(first), weights(second))
-    assert {**told, "tokens_per_s": 0.0} == {**told_again, "tokens_per_s": 0.0}
+    assert {**metrics, "tokens_per_s": 0.0} == {**told_again, "tokens_per_s": 0.0}
 
 
 def test_the_seed_decides_the_minibatches() -> None:
@@ -147,10 +147,10 @@ def test_the_seed_decides_the_minibatches() -> None:
 def test_accumulated_gradients_are_those_of_the_undivided_minibatch(normalise: Any, microbatch: int) -> None:
     options = dict(normalise=normalise, minibatch=8, kl=0.2, entropy=0.1, epochs=2)
     undivided, divided = (learner(of=model(torch.float64), microbatch=rows, **options) for rows in (64, microbatch))
-    told, told_divided = undivided.step(played(1)), divided.step(played(1))
+    metrics, told_divided = undivided.step(played(1)), divided.step(played(1))
     assert far(weights(undivided), weights(divided)) < 1e-9
     for name in set(METRICS) - {"tokens_per_s", "kl_teacher"}:
-        assert told[name] == pytest.approx(told_divided[name], abs=1e-9), name
+        assert metrics[name] == pytest.approx(told_divided[name], abs=1e-9), name
 
 
 def test_the_first_update_does_not_depend_on_what_is_clipped() -> None:
@@ -170,12 +170,12 @@ def test_old_samples_get_the_weight_of_the_correction() -> None:
 
 
 def test_modes_do_not_change_what_a_batch_teaches() -> None:
-    found = []
+    metrics = []
     for mode in ("sync", "sync+", "one-off", "start-bound", "async"):
         one = learner(settings({"minibatch": 5}, {"mode": mode}))
         one.step(played(0))
-        found.append(weights(one))
-    assert all(same(each, found[0]) for each in found)
+        metrics.append(weights(one))
+    assert all(same(each, metrics[0]) for each in metrics)
 
 
 def test_lengthier_gradients_are_cut() -> None:
@@ -305,8 +305,8 @@ def test_an_invalid_return_value_of_a_loss_is_reported_with_its_place_and_change
     one = learner(loss=f"{__name__}:{loss}")
     before = weights(one)
     line = globals()[loss].__code__.co_firstlineno
-    said = rf"objective\.loss: expected .* \(it returned {returned}, .*test_learner\.py:{line}\), got '.*:{loss}'"
-    with pytest.raises(InvalidInput, match=said):
+    error = rf"objective\.loss: expected .* \(it returned {returned}, .*test_learner\.py:{line}\), got '.*:{loss}'"
+    with pytest.raises(InvalidInput, match=error):
         one.step(played(0))
     assert one.version == 0
     assert same(weights(one), before)
@@ -491,10 +491,10 @@ def test_after_restoring_the_next_steps_are_the_same_to_the_last_bit(tmp_path: P
     assert other.version == 3
     assert same(weights(one), weights(other))
     for version in range(3, 5):
-        told = one.step(played(version, version=version))
+        metrics = one.step(played(version, version=version))
         torch.rand(3)  # what others draw meanwhile does not matter
         told_again = other.step(played(version, version=version))
-        assert {**told, "tokens_per_s": 0.0} == {**told_again, "tokens_per_s": 0.0}
+        assert {**metrics, "tokens_per_s": 0.0} == {**told_again, "tokens_per_s": 0.0}
         assert same(weights(one), weights(other))
     assert (tmp_path / "buffer").read_text() == "foreign content"
     assert not list(tmp_path.glob(".*")), "nothing unfinished is left"
@@ -504,8 +504,8 @@ def test_a_checkpoint_loads_without_the_learner(tmp_path: Path) -> None:
     one = learner()
     one.step(played(0))
     one.save(tmp_path)
-    found = model_folder.load(tmp_path)
-    assert all(torch.equal(value, found.state_dict()[name]) for name, value in one.policy.module.state_dict().items())
+    loaded = model_folder.load(tmp_path)
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in one.policy.module.state_dict().items())
 
 
 def test_settings_that_changed_count_after_restoring(tmp_path: Path) -> None:
@@ -588,9 +588,9 @@ def test_ours_and_the_same_weights_in_transformers_make_the_same_step(tmp_path: 
     options: dict[str, Any] = dict(minibatch=8, kl=0.1, entropy=0.01)
     one, other = learner(**options), learner(of=theirs, **options)
     assert one.imitate(shown(0)) == pytest.approx(other.imitate(shown(0)), abs=1e-5)
-    told, told_there = one.step(played(0)), other.step(played(0))
+    metrics, told_there = one.step(played(0)), other.step(played(0))
     for name in set(METRICS) - {"tokens_per_s", "kl_teacher"}:
-        assert told[name] == pytest.approx(told_there[name], abs=1e-5), name
+        assert metrics[name] == pytest.approx(told_there[name], abs=1e-5), name
     other.save(tmp_path)
     there = model_folder.load(tmp_path)
     assert far(weights(one), list(there.parameters())) < 1e-5
@@ -612,8 +612,8 @@ def test_a_model_of_another_kind_trains_and_is_restored(tmp_path: Path) -> None:
     one.save(tmp_path)
     other.restore(tmp_path)
     assert same(weights(one), weights(other))
-    told, told_again = (each.step(played(1, version=1)) for each in (one, other))
-    assert {**told, "tokens_per_s": 0.0} == {**told_again, "tokens_per_s": 0.0}
+    metrics, told_again = (each.step(played(1, version=1)) for each in (one, other))
+    assert {**metrics, "tokens_per_s": 0.0} == {**told_again, "tokens_per_s": 0.0}
     assert same(weights(one), weights(other))
 
 
@@ -625,17 +625,17 @@ def test_the_reward_rises(lag: int) -> None:
     """One token is asked for: the observation plus 5. The samples are `lag` versions old."""
     one = learner(learning_rate=5e-3, minibatch=32)
     chance = np.random.default_rng(0)
-    asked = list(range(8))
+    tokens = list(range(8))
     rewards: list[float] = []
     known: list[np.ndarray] = []
     for version in range(60):
         with torch.no_grad():
-            said = one.policy.module(torch.tensor([[each] for each in asked])).log_softmax(-1)[:, 0]
-        known.append(said.double().numpy())
+            logprobs = one.policy.module(torch.tensor([[each] for each in tokens])).log_softmax(-1)[:, 0]
+        known.append(logprobs.double().numpy())
         first = max(0, version - lag)
         logs = known[first]
         groups = []
-        for number, each in enumerate(asked):
+        for number, each in enumerate(tokens):
             shares = np.exp(logs[each])
             drawn = chance.choice(VOCABULARY, 12, p=shares / shares.sum())
             groups.append(

@@ -72,8 +72,8 @@ def tokens() -> Any:
 
 def logits(model: Any) -> Any:
     with torch.inference_mode():
-        found = model(tokens())
-    return found if isinstance(found, torch.Tensor) else found.logits
+        output = model(tokens())
+    return output if isinstance(output, torch.Tensor) else output.logits
 
 
 def read(folder: Path, **options: Any) -> Any:
@@ -115,8 +115,8 @@ def exactly_double(model: Any) -> Any:
 def edit(folder: Path, **fields: Any) -> None:
     """Keys of the config; a value of None removes one."""
     path = folder / "config.json"
-    said = json.loads(path.read_text()) | fields
-    path.write_text(json.dumps({key: value for key, value in said.items() if value is not None}))
+    config = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
 
 
 def change(folder: Path, how: Callable[[dict[str, Any]], object]) -> None:
@@ -146,8 +146,8 @@ def test_logits_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
 def test_logits_in_float64_are_those_of_transformers_without_its_roundings(tmp_path: Path, kind: str) -> None:
     model = theirs(kind, torch.float64)
     model.save_pretrained(tmp_path)
-    found = logits(load(tmp_path, dtype=torch.float64))
-    torch.testing.assert_close(found, logits(exactly_double(model)), rtol=0, atol=1e-9)
+    output = logits(load(tmp_path, dtype=torch.float64))
+    torch.testing.assert_close(output, logits(exactly_double(model)), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -396,9 +396,9 @@ def test_an_index_names_only_files_beside_it(llama: Path, name: str) -> None:
 
 def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
     theirs("llama").save_pretrained(tmp_path, max_shard_size="20KB")
-    gone = sorted(tmp_path.glob("*.safetensors"))[1]
-    gone.unlink()
-    with pytest.raises(ManagerError, match=gone.name):
+    missing = sorted(tmp_path.glob("*.safetensors"))[1]
+    missing.unlink()
+    with pytest.raises(ManagerError, match=missing.name):
         load(tmp_path)
 
 

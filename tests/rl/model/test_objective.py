@@ -196,10 +196,10 @@ def test_advantages_match_their_definition() -> None:
 
 @given(rewards_of_groups, st.sampled_from(["std", "mean", "leave-one-out"]))
 def test_advantages_of_a_group_cancel_and_keep_the_order(rewards: list[float], name: str) -> None:
-    found = objective.advantage_named(name)(rewards)
-    assert sum(found) == pytest.approx(0.0, abs=1e-6)
+    advantages = objective.advantage_named(name)(rewards)
+    assert sum(advantages) == pytest.approx(0.0, abs=1e-6)
     best = max(range(len(rewards)), key=rewards.__getitem__)
-    assert found[best] == max(found)
+    assert advantages[best] == max(advantages)
 
 
 def test_a_custom_advantage_is_loaded_by_its_name() -> None:
@@ -226,17 +226,17 @@ CUT = turn([1], [2, 3], cut=True)
 def chosen(*groups: Any, low: float = -1.0, advantage: Any = None, **settings: Any) -> tuple[list[Any], Any]:
     made = ObjectiveSettings(**settings)
     how = advantage or objective.advantage_named(made.advantage)
-    found, metrics = objective.select_trajectories(groups, made, how, {"toy": low})
-    return [(each.trajectory.member, round(each.advantage, 4)) for each in found], metrics
+    selection, metrics = objective.select_trajectories(groups, made, how, {"toy": low})
+    return [(each.trajectory.member, round(each.advantage, 4)) for each in selection], metrics
 
 
 def test_a_group_in_which_all_got_the_same_is_dropped_or_kept() -> None:
     same = group(trajectory(MOVE, reward=0.1 + 0.2), trajectory(MOVE, reward=0.3, member=1), number=0)
-    told = group(trajectory(MOVE, reward=0.0, member=2), trajectory(MOVE, reward=1.0, member=3), number=1)
-    found, metrics = chosen(same, told, advantage=objective.centred_advantages)
-    assert found == [(2, -0.5), (3, 0.5)]
+    other = group(trajectory(MOVE, reward=0.0, member=2), trajectory(MOVE, reward=1.0, member=3), number=1)
+    selection, metrics = chosen(same, other, advantage=objective.centred_advantages)
+    assert selection == [(2, -0.5), (3, 0.5)]
     assert metrics["zero_variance_share"] == 0.5
-    kept, metrics = chosen(same, told, advantage=objective.centred_advantages, zero_variance="keep")
+    kept, metrics = chosen(same, other, advantage=objective.centred_advantages, zero_variance="keep")
     assert kept == [(0, 0.0), (1, 0.0), (2, -0.5), (3, 0.5)]
     assert metrics["zero_variance_share"] == 0.5
 
@@ -245,8 +245,8 @@ def test_what_was_cut_off_is_kept_masked_or_punished() -> None:
     truncated = trajectory(MOVE, reward=1.0, member=0, ending=Ending.TRUNCATED)
     of_three = group(truncated, trajectory(MOVE, CUT, reward=0.5, member=1), trajectory(MOVE, reward=0.0, member=2))
     plain = {"advantage": objective.centred_advantages}
-    found, metrics = chosen(of_three, **plain)
-    assert found == [(0, 0.5), (1, 0.0), (2, -0.5)]
+    selection, metrics = chosen(of_three, **plain)
+    assert selection == [(0, 0.5), (1, 0.0), (2, -0.5)]
     assert metrics["overlong_share"] == pytest.approx(2 / 3)
     assert chosen(of_three, **plain, overlong="mask")[0] == [(2, -0.5)], "the mean is that of all three"
     punished = chosen(of_three, **plain, overlong="punish", low=-1.0)[0]
@@ -266,8 +266,10 @@ def test_in_distillation_rewards_count_for_nothing() -> None:
 
 
 def test_a_trajectory_without_a_token_counts_in_its_group_alone() -> None:
-    found, _ = chosen(group(trajectory(reward=1.0), trajectory(MOVE, member=1)), advantage=objective.centred_advantages)
-    assert found == [(1, -0.5)]
+    selection, _ = chosen(
+        group(trajectory(reward=1.0), trajectory(MOVE, member=1)), advantage=objective.centred_advantages
+    )
+    assert selection == [(1, -0.5)]
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])

@@ -49,9 +49,9 @@ def of(samples: PackedSamples, policy: Any, rows_max: int = 64, **options: Any) 
     """Log-probabilities and entropies of all action tokens."""
     logprobs, entropies = np.zeros((2, len(samples.targets)))
     for asked in samples.microbatches(np.arange(len(samples)), rows_max, policy.vocabulary):
-        said = score(policy, asked, entropy=True, **options)
-        logprobs[asked.action_indices] = said.logprobs.detach().numpy()
-        entropies[asked.action_indices] = said.entropy.detach().numpy()
+        scored = score(policy, asked, entropy=True, **options)
+        logprobs[asked.action_indices] = scored.logprobs.detach().numpy()
+        entropies[asked.action_indices] = scored.entropy.detach().numpy()
     return logprobs, entropies
 
 
@@ -66,7 +66,7 @@ def policy(request: pytest.FixtureRequest) -> Any:
 
 def test_each_token_has_the_log_probability_that_the_whole_model_gives_it(policy: Any) -> None:
     trajectories = members()
-    found, entropies = of(PackedSamples.from_trajectories(trajectories), policy)
+    scored, entropies = of(PackedSamples.from_trajectories(trajectories), policy)
     expected: list[float] = []
     spread: list[float] = []
     for each in trajectories:
@@ -76,7 +76,7 @@ def test_each_token_has_the_log_probability_that_the_whole_model_gives_it(policy
         places = [number for number, mine in enumerate(each.action_mask) if mine]
         expected += [logs[place - 1, each.tokens[place]].item() for place in places]
         spread += [-(logs[place - 1].exp() * logs[place - 1]).sum().item() for place in places]
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(scored, expected, atol=1e-5)
     np.testing.assert_allclose(entropies, spread, atol=1e-5)
 
 
@@ -125,15 +125,15 @@ def test_temperature_and_what_was_left_are_as_in_sampling(policy: Any, sampling:
             turns.append(turn(observation, tokens, logprobs, kept=None if kept[0] is None else kept))
         trajectories.append(trajectory(*turns, member=number))
     samples = PackedSamples.from_trajectories(trajectories)
-    found, spread = of(samples, policy, temperature=sampling.temperature)
-    np.testing.assert_allclose(found, samples.sampler_logprobs, atol=1e-5)
+    scored, spread = of(samples, policy, temperature=sampling.temperature)
+    np.testing.assert_allclose(scored, samples.sampler_logprobs, atol=1e-5)
     np.testing.assert_allclose(spread, entropies, atol=1e-5)
 
 
 def test_gradients_are_numbers_where_ids_were_left_out(policy: Any) -> None:
     samples = PackedSamples.from_trajectories([trajectory(turn([1], [2, 3], kept=[[2], [3, 4]]), turn([5], [6]))])
-    (asked,) = samples.microbatches(np.arange(1), 8, VOCABULARY)
-    said = score(policy, asked, entropy=True, entropy_gradient=True)
+    (scored,) = samples.microbatches(np.arange(1), 8, VOCABULARY)
+    said = score(policy, scored, entropy=True, entropy_gradient=True)
     assert said.logprobs[0] == 0.0 == said.entropy[0]
     (said.logprobs.sum() + said.entropy.sum()).backward()
     assert all(torch.isfinite(each.grad).all() for each in policy.parameters() if each.grad is not None)
@@ -153,11 +153,11 @@ def test_a_model_of_another_kind_is_read_by_transformers(tmp_path: Path) -> None
     policy = as_policy(gpt2())
     policy.save(tmp_path / "model")
     assert len({path.stat().st_mode for path in (tmp_path / "model").iterdir()}) == 1, "for the same readers"
-    found = load(tmp_path / "model")
-    assert isinstance(found, HuggingFacePolicy)
-    assert (found.vocabulary, found.context_max) == (VOCABULARY, 96)
+    loaded = load(tmp_path / "model")
+    assert isinstance(loaded, HuggingFacePolicy)
+    assert (loaded.vocabulary, loaded.context_max) == (VOCABULARY, 96)
     samples = PackedSamples.from_trajectories(members(3))
-    np.testing.assert_array_equal(of(samples, found)[0], of(samples, policy)[0])
+    np.testing.assert_array_equal(of(samples, loaded)[0], of(samples, policy)[0])
 
 
 def test_an_unreadable_folder_is_reported_with_both_reasons(tmp_path: Path) -> None:
@@ -260,6 +260,6 @@ def test_demonstrations_are_samples_too() -> None:
     idle = Demonstration(task="toy", tokens=(1, 2), is_action=(False, False))
     samples = PackedSamples.from_demonstrations([idle, shown])
     assert samples.targets.tolist() == [2, 4]
-    (asked,) = samples.microbatches(np.arange(1), 8, VOCABULARY)
-    assert asked.tokens.tolist() == [[1, 2, 3]]
-    assert asked.positions.tolist() == [0, 2]
+    (batches,) = samples.microbatches(np.arange(1), 8, VOCABULARY)
+    assert batches.tokens.tolist() == [[1, 2, 3]]
+    assert batches.positions.tolist() == [0, 2]

@@ -37,8 +37,8 @@ def softmax(logits: list[float]) -> np.ndarray:
 
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS)
 def test_philox_gives_the_published_vectors(counter, key, words) -> None:
-    found = philox(np.array(counter, dtype=np.uint64)[:, None], np.array(key, dtype=np.uint64)[:, None])
-    assert tuple(found[:, 0].tolist()) == words
+    values = philox(np.array(counter, dtype=np.uint64)[:, None], np.array(key, dtype=np.uint64)[:, None])
+    assert tuple(values[:, 0].tolist()) == words
 
 
 def test_philox_gives_the_published_vectors_side_by_side() -> None:
@@ -64,9 +64,9 @@ def test_seed_member_attempt_and_position_each_change_the_noise() -> None:
 
 
 def test_noise_is_uniform_from_0_to_below_1() -> None:
-    found = uniforms(SamplingSeed(seed=7), 0, 100_000)
-    assert found.min() >= 0.0 and found.max() < 1.0
-    counts = np.histogram(found, bins=20, range=(0.0, 1.0))[0]
+    values = uniforms(SamplingSeed(seed=7), 0, 100_000)
+    assert values.min() >= 0.0 and values.max() < 1.0
+    counts = np.histogram(values, bins=20, range=(0.0, 1.0))[0]
     assert ((counts - 5000) ** 2 / 5000).sum() < CHI_SQUARE_19
 
 

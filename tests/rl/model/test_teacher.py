@@ -104,18 +104,18 @@ def plain(model: Any, tokens: list[int], at: list[int], temperature: float = 1.0
 def asked(count: int, seed: int = 0) -> list[dict[str, Any]]:
     """Questions of different lengths and temperatures."""
     chance = torch.Generator().manual_seed(seed)
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for number in range(count):
         length = 5 + 7 * number
         tokens = torch.randint(CODEC.size, (length,), generator=chance).tolist()
         temperature = (1.0, 0.7, 0.0)[number % 3]
-        found.append({"tokens": tokens, "at": list(range(1 + number % 4, length, 2)), "temperature": temperature})
-    return found
+        rows.append({"tokens": tokens, "at": list(range(1 + number % 4, length, 2)), "temperature": temperature})
+    return rows
 
 
 def said(payload: bytes) -> list[float]:
-    found: list[float] = json.loads(payload)["logprobs"]
-    return found
+    logprobs: list[float] = json.loads(payload)["logprobs"]
+    return logprobs
 
 
 # ---- what it says ----
@@ -123,8 +123,8 @@ def said(payload: bytes) -> list[float]:
 
 def test_a_batch_is_answered_as_each_alone_by_a_plain_forward_pass(folder: Path) -> None:
     model, questions = load(folder / "one"), asked(6)
-    found = answer_payloads(as_policy(model), [json.dumps(each).encode() for each in questions])
-    for each, answer in zip(questions, found, strict=True):
+    answers = answer_payloads(as_policy(model), [json.dumps(each).encode() for each in questions])
+    for each, answer in zip(questions, answers, strict=True):
         right = plain(model, each["tokens"], each["at"], each["temperature"] or 1.0)
         assert said(answer) == pytest.approx(right, abs=CLOSE)
 
@@ -211,15 +211,15 @@ def test_two_teachers_share_a_device_that_has_room_for_one(folder: Path, tmp_pat
             for _ in range(2):
                 for name in ("one", "other"):
                     model = load(folder / name)
-                    found = await asyncio.gather(*(client.infer(name, each) for each in questions))
-                    for each, answer in zip(questions, found, strict=True):
+                    results = await asyncio.gather(*(client.infer(name, each) for each in questions))
+                    for each, answer in zip(questions, results, strict=True):
                         right = plain(model, each["tokens"], each["at"], each["temperature"] or 1.0)
                         assert answer.json()["logprobs"] == pytest.approx(right, abs=CLOSE)
 
     asyncio.run(main())
     with open_trace(tmp_path / "trace") as (_, lines):
-        gone = [line.message.service for line in lines if isinstance(line.message, Evicted)]
-    assert gone[:3] == ["one", "other", "one"]
+        evicted = [line.message.service for line in lines if isinstance(line.message, Evicted)]
+    assert evicted[:3] == ["one", "other", "one"]
 
 
 def played(client: Client | None, temperature: float = 1.0) -> PlayedTrajectory:
@@ -273,12 +273,12 @@ class Answers:
 
     async def infer(self, service: str, payload: Any, **_: Any) -> Inference:
         self.asked.append(payload)
-        found = self._left.pop(0) if len(self._left) > 1 else self._left[0]
-        if isinstance(found, BaseException):
-            raise found
-        if isinstance(found, Status):
-            return Inference(service=service, status=found, reason="because")
-        return Inference(service=service, status=Status.SUCCEEDED, answer=json.dumps(found).encode())
+        answer = self._left.pop(0) if len(self._left) > 1 else self._left[0]
+        if isinstance(answer, BaseException):
+            raise answer
+        if isinstance(answer, Status):
+            return Inference(service=service, status=answer, reason="because")
+        return Inference(service=service, status=Status.SUCCEEDED, answer=json.dumps(answer).encode())
 
 
 def reward(client: Any, retries: int = 2) -> TeacherReward:
@@ -432,10 +432,10 @@ def test_trajectories_of_a_rollout_have_the_log_probabilities_of_their_teachers(
                     batch = await made.rollout.collect(tickets(settings), 4)
         return [member for group in batch.groups for member in group.members]
 
-    found = asyncio.run(main())
+    result = asyncio.run(main())
     models = {task: load(folder / name) for task, name in zip(TASKS, ("one", "other"), strict=True)}
-    assert {each.task for each in found} == set(TASKS)
-    for each in found:
+    assert {each.task for each in result} == set(TASKS)
+    for each in result:
         assert each.ending.is_rewarded and each.teacher_logprobs is not None
         at = [place for place, mine in enumerate(each.action_mask) if mine]
         right = plain(models[each.task], list(each.tokens), at, 0.8)
@@ -444,7 +444,7 @@ def test_trajectories_of_a_rollout_have_the_log_probabilities_of_their_teachers(
         apart = sum(each.logprobs) - sum(each.teacher_logprobs)
         assert each.metrics["teacher_kl"] == pytest.approx(apart / len(at))
     kept = {each.id: each for each in read(path).trajectories()}
-    for each in found:  # which waited for its group since it was logged
+    for each in result:  # which waited for its group since it was logged
         assert msgspec.structs.replace(each, spans=kept[each.id].spans) == kept[each.id], "the log keeps every number"
     assert all(each.ending is not Ending.REWARD_FAILED for each in kept.values())
 

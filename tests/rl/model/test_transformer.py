@@ -81,11 +81,11 @@ def test_reading_by_chunks_of_any_size_gives_what_a_plain_forward_gives(
         for chunk in chunks:
             key_length = min(60, start + max(chunk, 20))
             at = torch.full((3,), start)
-            found = model.forward_cached(tokens[:, start : start + chunk], at, ints(4, 0, 2), cache, key_length)
+            logits = model.forward_cached(tokens[:, start : start + chunk], at, ints(4, 0, 2), cache, key_length)
             start += chunk
-            torch.testing.assert_close(found, expected[:, start - 1], rtol=0, atol=tolerance)
+            torch.testing.assert_close(logits, expected[:, start - 1], rtol=0, atol=tolerance)
             if dtype == torch.float64:
-                assert found.argmax(-1).tolist() == expected[:, start - 1].argmax(-1).tolist()
+                assert logits.argmax(-1).tolist() == expected[:, start - 1].argmax(-1).tolist()
 
 
 @CONFIGS
@@ -132,12 +132,12 @@ def test_many_texts_come_and_go_in_random_order_and_none_disturbs_another() -> N
             tokens = texts(len(slots), count, seed=1000 + turn)
             for row, slot in enumerate(slots):
                 tokens[row, : valid[row]] = text_by_slot[slot][start[row] : start[row] + valid[row]]
-            found = model.forward_cached(tokens, ints(*start), ints(*slots), cache, LENGTH, ints(*valid))
+            logits = model.forward_cached(tokens, ints(*start), ints(*slots), cache, LENGTH, ints(*valid))
             for row, slot in enumerate(slots):
                 read_by_slot[slot] += valid[row]
                 if valid[row]:
                     expected = model(text_by_slot[slot][None, : read_by_slot[slot]])[0, -1]
-                    torch.testing.assert_close(found[row], expected, rtol=0, atol=1e-9)
+                    torch.testing.assert_close(logits[row], expected, rtol=0, atol=1e-9)
                     checked += 1
     assert checked > 200
 
@@ -164,13 +164,13 @@ def test_what_padding_consists_of_changes_no_bit() -> None:
     model, tokens = made(PLAIN, dtype=torch.float32), texts(2, 16)
     other = tokens.clone()
     other[0, 9:] = (other[0, 9:] + 1) % VOCABULARY
-    found = []
+    losses = []
     for each in (tokens, other):
         cache = KVCache(PLAIN, 2, LENGTH)
         with torch.inference_mode():
             logits = model.forward_cached(each, ints(0, 0), ints(0, 1), cache, LENGTH, ints(9, 16))
-            found += [logits, model.forward_cached(ints(7, 8)[:, None], ints(9, 16), ints(0, 1), cache, LENGTH)]
-    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+            losses += [logits, model.forward_cached(ints(7, 8)[:, None], ints(9, 16), ints(0, 1), cache, LENGTH)]
+    assert torch.equal(losses[0], losses[2]) and torch.equal(losses[1], losses[3])
 
 
 def test_a_forward_depends_neither_on_padding_nor_on_neighbours() -> None:
@@ -178,10 +178,10 @@ def test_a_forward_depends_neither_on_padding_nor_on_neighbours() -> None:
     valid = torch.arange(20) < ints(20, 13, 1)[:, None]
     padded = tokens.masked_fill(~valid, -100)
     with torch.inference_mode():
-        found = model(padded, valid)
+        logits = model(padded, valid)
         for row, length in enumerate((20, 13, 1)):
             alone = model(tokens[row : row + 1, :length])[0]
-            torch.testing.assert_close(found[row, :length], alone, rtol=0, atol=1e-9)
+            torch.testing.assert_close(logits[row, :length], alone, rtol=0, atol=1e-9)
 
 
 @CONFIGS
@@ -190,7 +190,7 @@ def test_decoding_is_bitwise_independent_of_what_other_slots_hold(config: Transf
     """At constant slots and key length, on one thread."""
     model, slots, mine = made(config, dtype=torch.float32), torch.arange(8), 3
     tokens = texts(1, 40, seed=9)[0]
-    found = []
+    outputs = []
     for neighbours in (0, 1, 2):
         cache = KVCache(config, 8, LENGTH)
         beside = texts(8, 40, seed=20 + neighbours)
@@ -206,14 +206,14 @@ def test_decoding_is_bitwise_independent_of_what_other_slots_hold(config: Transf
                 valid[mine] = count
                 logits.append(model.forward_cached(batch, starts, slots, cache, LENGTH, valid)[mine])
                 starts = starts + valid
-        found.append(torch.stack(logits))
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+        outputs.append(torch.stack(logits))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
 
 
 def test_which_slot_a_text_lies_in_changes_no_bit() -> None:
     model, tokens = made(PLAIN, dtype=torch.float32), texts(8, 24)
-    found = []
+    outputs = []
     for shift in (0, 1, 5):
         cache, logits = KVCache(PLAIN, 8, LENGTH), []
         with torch.inference_mode():
@@ -221,16 +221,16 @@ def test_which_slot_a_text_lies_in_changes_no_bit() -> None:
                 batch = tokens[:, at : at + 1].roll(shift, 0)
                 starts = torch.full((8,), at)
                 logits.append(model.forward_cached(batch, starts, torch.arange(8), cache, LENGTH).roll(-shift, 0))
-        found.append(torch.stack(logits))
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+        outputs.append(torch.stack(logits))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
 
 
 @CONFIGS
 @pytest.mark.parametrize("count", [1, 6])
 def test_slots_that_are_copied_give_the_bits_of_slots_that_lie_together(config: TransformerConfig, count: int) -> None:
     model, tokens = made(config, dtype=torch.float32), texts(4, 30)
-    found = []
+    outputs = []
     for slots in (ints(0, 1, 2, 3), ints(2, 3, 4, 5), ints(6, 0, 5, 2)):
         cache, logits = KVCache(config, 7, LENGTH), []
         with torch.inference_mode():
@@ -238,20 +238,20 @@ def test_slots_that_are_copied_give_the_bits_of_slots_that_lie_together(config: 
                 logits.append(
                     model.forward_cached(tokens[:, at : at + count], torch.full((4,), at), slots, cache, LENGTH)
                 )
-        found.append(torch.stack(logits))
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+        outputs.append(torch.stack(logits))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
 
 
 def test_the_key_length_changes_only_the_last_bits() -> None:
     model, tokens = made(GROUPED), texts(2, 20)
-    found = []
+    outputs = []
     for key_length in (20, 33, 64):
         cache = KVCache(GROUPED, 2, 64, torch.float64)
         with torch.inference_mode():
-            found.append(model.forward_cached(tokens, ints(0, 0), ints(0, 1), cache, key_length))
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-9)
-    torch.testing.assert_close(found[0], found[2], rtol=0, atol=1e-9)
+            outputs.append(model.forward_cached(tokens, ints(0, 0), ints(0, 1), cache, key_length))
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=1e-9)
+    torch.testing.assert_close(outputs[0], outputs[2], rtol=0, atol=1e-9)
 
 
 def test_a_token_behind_the_keys_that_are_looked_at_is_our_bug() -> None:
@@ -349,9 +349,9 @@ def test_half_precision_works() -> None:
     cache = KVCache(GROUPED, 2, LENGTH, torch.bfloat16)
     with torch.inference_mode():
         model.forward_cached(tokens[:, :6], ints(0, 0), ints(0, 1), cache, LENGTH)
-        found = model.forward_cached(tokens[:, 6:], ints(6, 6), ints(0, 1), cache, LENGTH)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.float(), expected, rtol=0, atol=0.05)
+        logits = model.forward_cached(tokens[:, 6:], ints(6, 6), ints(0, 1), cache, LENGTH)
+    assert logits.dtype == torch.bfloat16
+    torch.testing.assert_close(logits.float(), expected, rtol=0, atol=0.05)
 
 
 # ---- what is refused ----

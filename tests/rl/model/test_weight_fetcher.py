@@ -184,12 +184,12 @@ class Told:
         return self.answers
 
 
-def fetcher(told: Told) -> WeightFetcher:
-    return WeightFetcher(model(0).config, torch.float32, told, beat_s=60.0)
+def fetcher(recorder: Told) -> WeightFetcher:
+    return WeightFetcher(model(0).config, torch.float32, recorder, beat_s=60.0)
 
 
-def weights_of(found: Transformer) -> list[torch.Tensor]:
-    return [each.clone() for each in found.state_dict().values()]
+def weights_of(model: Transformer) -> list[torch.Tensor]:
+    return [each.clone() for each in model.state_dict().values()]
 
 
 def same(one: Transformer, other: Transformer) -> bool:
@@ -199,7 +199,7 @@ def same(one: Transformer, other: Transformer) -> bool:
 def test_the_newer_of_two_fetches_wins_and_the_older_reports_it(
     published: list[PolicyWeights], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told, reached = Told(), threading.Event()
+    recorder, reached = Told(), threading.Event()
 
     def slowly(weights, into):
         for _ in pull_incrementally(weights, into):
@@ -210,19 +210,19 @@ def test_the_newer_of_two_fetches_wins_and_the_older_reports_it(
                 yield
 
     monkeypatch.setattr(weight_fetcher, "pull_incrementally", slowly)
-    fetched = fetcher(told)
+    fetched = fetcher(recorder)
     fetched.begin(1, published[0])
     assert reached.wait(60.0)
     fetched.begin(2, published[1])
-    first, second = asyncio.run(told.until(2))
+    first, second = asyncio.run(recorder.until(2))
     assert isinstance(first, UpdateFailed) and first.ask == 1 and "a later version was requested" in first.reason
     assert second == Fetched(ask=2, version=1)
     assert same(fetched.swap(published[1], model(0)), model(1))
 
 
 def test_there_are_never_more_than_two_sets_of_weights(published: list[PolicyWeights]) -> None:
-    told = Told()
-    fetched = fetcher(told)
+    recorder = Told()
+    fetched = fetcher(recorder)
     first = Transformer.new(model(0).config, seed=9).requires_grad_(False)
     fetched.begin(1, published[1])
     second = fetched.swap(published[1], first)

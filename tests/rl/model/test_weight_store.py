@@ -133,9 +133,9 @@ def test_a_file_that_is_not_a_version_is_neither_listed_nor_removed(tmp_path: Pa
 
 def flip(path: Path) -> None:
     """One bit in the middle."""
-    found = bytearray(path.read_bytes())
-    found[len(found) // 2] ^= 1
-    path.write_bytes(found)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
 def cut(path: Path) -> None:

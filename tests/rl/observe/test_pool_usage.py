@@ -91,15 +91,15 @@ def test_known_sleeps_give_their_counts_and_unit_seconds() -> None:
             for _ in range(3):
                 await box.exec("sleep 2", cpus=1)
                 await asyncio.sleep(10.0)
-        told = use_of(watch)
-        assert told.actions == 5, "made, three sleeps, closed"
-        assert told.total == 2.0
-        assert told.act_mean_s == pytest.approx(6.0 / 5)
-        assert told.act_p99_s == pytest.approx(2.0, rel=0.15)
-        assert told.waiting_mean_s == 0.0
-        assert told.held_unit_s == pytest.approx(6.0)
-        assert told.reserved_unit_s == pytest.approx(36.0), "one core from making to closing"
-        assert told.waiting == 0
+        use = use_of(watch)
+        assert use.actions == 5, "made, three sleeps, closed"
+        assert use.total == 2.0
+        assert use.act_mean_s == pytest.approx(6.0 / 5)
+        assert use.act_p99_s == pytest.approx(2.0, rel=0.15)
+        assert use.waiting_mean_s == 0.0
+        assert use.held_unit_s == pytest.approx(6.0)
+        assert use.reserved_unit_s == pytest.approx(36.0), "one core from making to closing"
+        assert use.waiting == 0
 
     on_virtual_time(test)
 
@@ -177,22 +177,22 @@ def test_many_answers_add_up_to_one_and_never_hold_more_than_is_reserved(seed: i
                     await box.exec(f"sleep {random_.uniform(0.1, 2.0)}", cpus=random_.choice([1, (1, 4), None]))
                     await asyncio.sleep(random_.uniform(0.0, 2.0))
 
-        told: list[PoolUse] = []
+        uses: list[PoolUse] = []
         playing = asyncio.gather(*(play(f"t{number}") for number in range(12)))
         while not playing.done():
             await asyncio.sleep(random_.uniform(0.05, 1.5))
-            told.append(use_of(often))
-            assert sum(each.held_unit_s for each in told) == pytest.approx(ledger.held_unit_s())
+            uses.append(use_of(often))
+            assert sum(each.held_unit_s for each in uses) == pytest.approx(ledger.held_unit_s())
         await playing
-        told.append(use_of(often))
+        uses.append(use_of(often))
         whole = use_of(once)
-        assert sum(each.actions for each in told) == whole.actions
+        assert sum(each.actions for each in uses) == whole.actions
         for name in ("held_unit_s", "reserved_unit_s"):
-            assert sum(getattr(each, name) for each in told) == pytest.approx(getattr(whole, name)), name
+            assert sum(getattr(each, name) for each in uses) == pytest.approx(getattr(whole, name)), name
         for mean in ("act_mean_s", "waiting_mean_s"):
-            weighed = sum(getattr(each, mean) * each.actions for each in told) / whole.actions
+            weighed = sum(getattr(each, mean) * each.actions for each in uses) / whole.actions
             assert weighed == pytest.approx(getattr(whole, mean)), mean
-        assert all(each.held_unit_s <= each.reserved_unit_s for each in told)
+        assert all(each.held_unit_s <= each.reserved_unit_s for each in uses)
         assert whole.held_unit_s < whole.reserved_unit_s
 
     on_virtual_time(test)
@@ -205,10 +205,10 @@ def test_the_pools_of_a_quota_are_reported_as_one_in_concurrent_requests() -> No
             async with client.quota("search", trajectory="t1"):
                 await asyncio.sleep(3.0)
             await asyncio.sleep(2.0)
-        told = use_of(watch, "search")
-        assert (told.total, told.actions) == (5.0, 2)
-        assert told.held_unit_s == pytest.approx(6.0)
-        assert told.reserved_unit_s == pytest.approx(8.0)
+        use = use_of(watch, "search")
+        assert (use.total, use.actions) == (5.0, 2)
+        assert use.held_unit_s == pytest.approx(6.0)
+        assert use.reserved_unit_s == pytest.approx(8.0)
         assert {each.name for each in watch.since_last()} == {CPU_POOL, "search", "slow"}
 
     on_virtual_time(
@@ -225,9 +225,9 @@ def test_a_rate_alone_counts_requests_under_way() -> None:
             await asyncio.sleep(3.0)
         waiting = asyncio.create_task(_use_quota(client, "slow"))
         await asyncio.sleep(1.0)
-        told = use_of(watch, "slow")
-        assert (told.total, told.actions, told.waiting) == (1.0, 1, 1)
-        assert told.held_unit_s == pytest.approx(3.0)
+        use = use_of(watch, "slow")
+        assert (use.total, use.actions, use.waiting) == (1.0, 1, 1)
+        assert use.held_unit_s == pytest.approx(3.0)
         await waiting
         assert use_of(watch, "slow").waiting_mean_s > 10.0
 
@@ -254,28 +254,28 @@ def test_calls_that_share_a_batch_hold_its_devices_once() -> None:
         for seconds, each in zip((1.0, 2.0, 4.0), actions, strict=True):
             outcome = Outcome(action=each.id, status=Status.SUCCEEDED, execution_s=seconds, attempts=1)
             usage.observer.observe(start + seconds, Finished(action=each.id), [Settle(outcome=outcome)])
-        (told,) = (each for each in usage.since_last() if each.name == "gpu@node0")
-        assert told.actions == 3
-        assert told.held_unit_s == pytest.approx(8.0), "the last one out frees them"
-        assert told.reserved_unit_s == pytest.approx(14.0), "each trajectory would have had its own"
+        (uses,) = (each for each in usage.since_last() if each.name == "gpu@node0")
+        assert uses.actions == 3
+        assert uses.held_unit_s == pytest.approx(8.0), "the last one out frees them"
+        assert uses.reserved_unit_s == pytest.approx(14.0), "each trajectory would have had its own"
 
     on_virtual_time(test)
 
 
 def test_other_observers_go_on_and_a_closed_watch_sees_nothing() -> None:
     async def test(client: Client) -> None:
-        seen: list[float] = []
+        values: list[float] = []
         first = PoolUsageMonitor(client)
-        orchestrator_of(client).observe(lambda now, event, effects: seen.append(now))
+        orchestrator_of(client).observe(lambda now, event, effects: values.append(now))
         second = PoolUsageMonitor(client)
         async with client.sandbox():
             pass
-        count = len(seen)
+        count = len(values)
         assert count
         first.close()
         async with client.sandbox():
             pass
-        assert len(seen) == 2 * count
+        assert len(values) == 2 * count
         assert first.since_last() == ()
         assert use_of(second).actions == 4
         second.close()
@@ -290,9 +290,9 @@ def test_a_baseline_is_watched_as_well() -> None:
         watch = PoolUsageMonitor(client)
         async with client.sandbox(trajectory="t1") as box:
             await box.exec("sleep 2", cpus=1)
-        told = use_of(watch)
-        assert (told.total, told.actions) == (2.0, 3)
-        assert told.held_unit_s <= told.reserved_unit_s
+        use = use_of(watch)
+        assert (use.total, use.actions) == (2.0, 3)
+        assert use.held_unit_s <= use.reserved_unit_s
 
     on_virtual_time(test, decider=Baseline(pools, (), PodsConfig(request=1.0, limit=1.0)))
 
@@ -308,9 +308,9 @@ def test_an_idle_trajectory_is_evicted_after_a_time_or_for_new_ones(monkeypatch:
             for number in numbers:
                 async with client.quota("search", trajectory=f"t{number}"):
                     await asyncio.sleep(1.0)
-            told = use_of(watch, "search")
-            assert (told.actions, told.waiting) == (len(numbers), 0)
-            return told.reserved_unit_s
+            use = use_of(watch, "search")
+            assert (use.actions, use.waiting) == (len(numbers), 0)
+            return use.reserved_unit_s
 
         assert await reserved(*range(50)) == pytest.approx(50.0)
         assert await reserved(40) == pytest.approx(10.0), "one of the last ten: the gap counts"
@@ -338,13 +338,13 @@ def test_real_programs_are_counted(tmp_path: Path, backend: str) -> None:
                         assert (await box.exec("sleep 0.1", cpus=1)).exit_code == 0
 
             await client.gather(play("t1"), play("t2"), play("t3"))
-            (told,) = watch.since_last()
-            assert told.total == 1.0
-            assert told.actions == 12
-            assert told.held_unit_s >= 0.6
-            assert told.reserved_unit_s >= told.held_unit_s
-            assert told.waiting_mean_s > 0.0
-            assert told.act_mean_s > told.waiting_mean_s
+            (uses,) = watch.since_last()
+            assert uses.total == 1.0
+            assert uses.actions == 12
+            assert uses.held_unit_s >= 0.6
+            assert uses.reserved_unit_s >= uses.held_unit_s
+            assert uses.waiting_mean_s > 0.0
+            assert uses.act_mean_s > uses.waiting_mean_s
             (later,) = watch.since_last()
             assert (later.actions, later.held_unit_s, later.reserved_unit_s) == (0, 0.0, 0.0)
 
@@ -357,20 +357,20 @@ def test_an_external_service_reports_its_cpu(tmp_path: Path) -> None:
             async with client.sandbox(trajectory="before"):
                 pass
             watch = PoolUsageMonitor(client)
-            told: list[PoolUse] = []
-            while not told:  # until it has looked for the first time
+            uses: list[PoolUse] = []
+            while not uses:  # until it has looked for the first time
                 await asyncio.sleep(0.01)
-                told += watch.since_last()
-            assert [(each.actions, each.total) for each in told] == [(0, 2.0)], "what was before does not count"
+                uses += watch.since_last()
+            assert [(each.actions, each.total) for each in uses] == [(0, 2.0)], "what was before does not count"
             for name in ("t1", "t2"):
                 async with client.sandbox(trajectory=name) as box:
                     for _ in range(2):
                         await box.exec("sleep 0.05", cpus=1)
-            while sum(each.actions for each in told) < 8:
+            while sum(each.actions for each in uses) < 8:
                 await asyncio.sleep(0.01)
-                told += watch.since_last()
-            assert sum(each.actions for each in told) == 8
-            held, reserved = sum(each.held_unit_s for each in told), sum(each.reserved_unit_s for each in told)
+                uses += watch.since_last()
+            assert sum(each.actions for each in uses) == 8
+            held, reserved = sum(each.held_unit_s for each in uses), sum(each.reserved_unit_s for each in uses)
             assert 0.2 <= held <= reserved
             watch.close()
             assert watch.since_last() == ()
@@ -386,20 +386,20 @@ def test_a_service_that_stopped_answering_breaks_nothing(tmp_path: Path) -> None
                 watch = PoolUsageMonitor(client)
                 assert isinstance(client.transport, RemoteTransport)
                 wire = client.transport.connection
-                address, told = wire.url, 0
+                address, count = wire.url, 0
                 wire.url = "http://127.0.0.1:9"
                 for _ in range(3):
                     assert watch.since_last() == ()
                     await asyncio.sleep(0.01)
                 wire.url = address
                 async with asyncio.timeout(60.0):
-                    while not told:  # it has looked again, and sees what is done from then on
+                    while not count:  # it has looked again, and sees what is done from then on
                         await asyncio.sleep(0.01)
-                        told = len(watch.since_last())
+                        count = len(watch.since_last())
                     async with client.sandbox():
                         pass
-                    while told < 3:
+                    while count < 3:
                         await asyncio.sleep(0.01)
-                        told += sum(each.actions for each in watch.since_last())
+                        count += sum(each.actions for each in watch.since_last())
 
     asyncio.run(main())

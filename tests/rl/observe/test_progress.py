@@ -49,9 +49,9 @@ def text(console: Console) -> str:
 
 
 def trajectory(member: int = 0, ending: Ending = Ending.FINISHED, **changes: object) -> Trajectory:
-    found = recordings.played("chain", "random", 1, member=member)
+    played = recordings.played("chain", "random", 1, member=member)
     reward = 0.5 if ending.is_rewarded else None
-    return msgspec.structs.replace(found, ending=ending, reward=reward, **changes)
+    return msgspec.structs.replace(played, ending=ending, reward=reward, **changes)
 
 
 def group(*members: Trajectory, left_out: tuple[Trajectory, ...] = (), wanted: int | None = None) -> Group:
@@ -210,11 +210,11 @@ def test_it_ends_also_when_the_rollout_breaks() -> None:
 
 
 @given(found=st.lists(recordings.trajectories(), max_size=4), name=recordings.texts)
-def test_no_name_steers_a_terminal(found: list[Trajectory], name: str) -> None:
+def test_no_name_steers_a_terminal(trajectories: list[Trajectory], name: str) -> None:
     progress = RolloutProgress(1)
     progress.on_begin(name, name)
     progress.set_engines([engine(name)])
-    for each in found:
+    for each in trajectories:
         progress.on_end(each)
     shown = log()
     shown.print(progress.render())

@@ -38,8 +38,8 @@ IN_BUFFER = Activity(ActivityKind.WORKING, Stage.BUFFER)
 many = st.lists(recordings.trajectories(bare=True), max_size=6)
 
 
-def idle(found: RolloutTimeline, stage: Stage = Stage.GENERATE) -> dict[Activity, float]:
-    return {cause: length / SECOND for cause, length in found.stages[stage].idle.items()}
+def idle(timeline: RolloutTimeline, stage: Stage = Stage.GENERATE) -> dict[Activity, float]:
+    return {cause: length / SECOND for cause, length in timeline.stages[stage].idle.items()}
 
 
 # ---- sums -------------------------------------------------------------------------------------------------------
@@ -121,11 +121,13 @@ def test_a_division_adds_up_and_is_fair(length: int, counts) -> None:
 
 
 def test_engines_that_wait_for_an_environment() -> None:
-    found = build_timeline([simple("a", [span(Stage.RESET, 1, 3), span(Stage.GENERATE, 3, 4), span(Stage.STEP, 4, 9)])])
-    assert idle(found) == {STEPPING: 5.0, RESETTING: 2.0, START: 1.0}
-    assert [gap.length / SECOND for gap in found.stages[Stage.GENERATE].gaps] == [3.0, 5.0]
-    assert found.stages[Stage.GENERATE].busy_share == pytest.approx(1 / 9)
-    assert idle(found, Stage.STEP) == {RESETTING: 2.0, WRITING: 1.0, START: 1.0}
+    timeline = build_timeline(
+        [simple("a", [span(Stage.RESET, 1, 3), span(Stage.GENERATE, 3, 4), span(Stage.STEP, 4, 9)])]
+    )
+    assert idle(timeline) == {STEPPING: 5.0, RESETTING: 2.0, START: 1.0}
+    assert [gap.length / SECOND for gap in timeline.stages[Stage.GENERATE].gaps] == [3.0, 5.0]
+    assert timeline.stages[Stage.GENERATE].busy_share == pytest.approx(1 / 9)
+    assert idle(timeline, Stage.STEP) == {RESETTING: 2.0, WRITING: 1.0, START: 1.0}
 
 
 def test_a_gap_is_divided_among_those_that_explain_it() -> None:
@@ -164,28 +166,28 @@ def test_the_buffer_explains_only_the_rest() -> None:
 def test_a_pause_between_trajectories_is_one_without_anything_to_play() -> None:
     a = simple("a", [span(Stage.GENERATE, 0, 1)])
     b = simple("b", [span(Stage.GENERATE, 3, 4)])
-    found = build_timeline([a, b], ended_s=10.0)
-    assert idle(found) == {END: 6.0, NOTHING: 2.0}
-    assert found.stages[Stage.GENERATE].counts == ((0, 1, 0), (SECOND, 0, 0), (3 * SECOND, 1, 0), (4 * SECOND, 0, 0))
+    timeline = build_timeline([a, b], ended_s=10.0)
+    assert idle(timeline) == {END: 6.0, NOTHING: 2.0}
+    assert timeline.stages[Stage.GENERATE].counts == ((0, 1, 0), (SECOND, 0, 0), (3 * SECOND, 1, 0), (4 * SECOND, 0, 0))
 
 
 def test_the_loop_itself_and_futile_attempts_are_distinguished() -> None:
     failed = Span(stage=Stage.STEP, began_s=1.0, ended_s=2.0, failed="lost")
-    found = build_timeline([simple("a", [span(Stage.GENERATE, 0, 0.5), failed, span(Stage.STEP, 2, 3)])])
-    assert idle(found) == {Activity(ActivityKind.FAILED, Stage.STEP): 1.0, STEPPING: 1.0, BETWEEN: 0.5}
-    assert found.stages[Stage.STEP].busy == 2 * SECOND
+    timeline = build_timeline([simple("a", [span(Stage.GENERATE, 0, 0.5), failed, span(Stage.STEP, 2, 3)])])
+    assert idle(timeline) == {Activity(ActivityKind.FAILED, Stage.STEP): 1.0, STEPPING: 1.0, BETWEEN: 0.5}
+    assert timeline.stages[Stage.STEP].busy == 2 * SECOND
 
 
 def test_of_spans_that_overlap_the_last_to_begin_counts() -> None:
-    found = build_timeline([simple("a", [span(Stage.GENERATE, 0, 4), span(Stage.STEP, 1, 2)], ended_s=4.0)])
-    assert found.tasks[0].parts == {WRITING: 3 * SECOND, STEPPING: SECOND}
+    timeline = build_timeline([simple("a", [span(Stage.GENERATE, 0, 4), span(Stage.STEP, 1, 2)], ended_s=4.0)])
+    assert timeline.tasks[0].parts == {WRITING: 3 * SECOND, STEPPING: SECOND}
 
 
 def test_causes_of_a_gap_are_listed_longest_first() -> None:
     members = [simple(f"m{n}", [span(Stage.STEP, 0, n + 1)]) for n in range(5)]
-    found = build_timeline([*members, simple("last", [span(Stage.GENERATE, 5, 6)])])
-    (gap,) = found.stages[Stage.GENERATE].gaps
-    assert [(name, activity) for name, activity, _ in found.explainers(gap)] == [
+    timeline = build_timeline([*members, simple("last", [span(Stage.GENERATE, 5, 6)])])
+    (gap,) = timeline.stages[Stage.GENERATE].gaps
+    assert [(name, activity) for name, activity, _ in timeline.explainers(gap)] == [
         ("m4", STEPPING),
         ("m3", STEPPING),
         ("m2", STEPPING),
@@ -201,10 +203,10 @@ def test_the_wait_for_a_group_is_added_unless_recorded() -> None:
 
 
 def test_nothing_takes_no_time() -> None:
-    found = build_timeline([])
-    assert found.total == 0 and found.tasks == () and idle(found) == {}
+    timeline = build_timeline([])
+    assert timeline.total == 0 and timeline.tasks == () and idle(timeline) == {}
     assert idle(build_timeline([], ended_s=2.0)) == {START: 2.0}
-    assert "no time" in headline(found.stages[Stage.GENERATE])
+    assert "no time" in headline(timeline.stages[Stage.GENERATE])
 
 
 @pytest.mark.parametrize(
@@ -236,8 +238,8 @@ def test_any_text_of_a_rollout_is_escaped_in_the_page(found) -> None:
 
 
 def test_the_page_loads_nothing_and_appears_whole(tmp_path: Path) -> None:
-    found = build_timeline([recordings.played("chain", "random", 3)])
-    write_timeline(tmp_path / "t.html", found, "run.jsonl", "again")
+    timeline = build_timeline([recordings.played("chain", "random", 3)])
+    write_timeline(tmp_path / "t.html", timeline, "run.jsonl", "again")
     page = (tmp_path / "t.html").read_text()
     assert "http://" not in page and "https://" not in page and "src=" not in page
     assert "No engine was decoding for" in page and "chain/0/0.0" in page

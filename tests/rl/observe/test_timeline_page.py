@@ -65,48 +65,48 @@ class Seen:
           const canvas = document.querySelector("#lanes canvas");
           return [...canvas.getContext("2d").getImageData(0, y, canvas.width, 1).data];
         }"""
-        found = self.page.evaluate(script, y)
-        return [tuple(found[at : at + 4]) for at in range(0, len(found), 4)]
+        colours = self.page.evaluate(script, y)
+        return [tuple(colours[at : at + 4]) for at in range(0, len(colours), 4)]
 
 
 @pytest.fixture(params=["light", "dark"])
 def seen(browser: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Seen]:
     name = HOSTILE[3]
-    found = [
+    trajectories = [
         simple(f"{name}{n}", [span(Stage.STEP, 0, 6, 2.0, HOSTILE[4]), span(Stage.GENERATE, 6, 8)], task=HOSTILE[n % 5])
         for n in range(200)
     ]
     path = tmp_path / "t.html"
-    write_timeline(path, build_timeline(found, 10.0), HOSTILE[3], HOSTILE[4])
+    write_timeline(path, build_timeline(trajectories, 10.0), HOSTILE[3], HOSTILE[4])
     one = Seen(browser, path, request.param)
     yield one
     one.context.close()
 
 
-def test_the_timeline_draws_zooms_shows_details_and_escapes_text(seen: Seen) -> None:
-    assert seen.range == "0.00 s to 10.00 s of 10.00 s"
+def test_the_timeline_draws_zooms_shows_details_and_escapes_text(page: Seen) -> None:
+    assert page.range == "0.00 s to 10.00 s of 10.00 s"
     # The plot begins at x = 200 and ends at the right edge; lanes begin below the five stages.
-    wide = int(seen.page.locator("#lanes canvas").bounding_box()["width"])
+    wide = int(page.page.locator("#lanes canvas").bounding_box()["width"])
     at = lambda seconds: 200 + int((wide - 200) * seconds / 10)  # noqa: E731
-    assert "waiting for <img src=x" in seen.point(at(1), 140)
-    assert "environment: step, 4.000 s" in seen.point(at(4), 140) and "</script>" in seen.point(at(4), 140)
-    assert "generate: idle for 6.000 s" in seen.point(at(3), 43)
-    assert "generate: busy" in seen.point(at(7), 43)
-    row = seen.row(140)
+    assert "waiting for <img src=x" in page.point(at(1), 140)
+    assert "environment: step, 4.000 s" in page.point(at(4), 140) and "</script>" in page.point(at(4), 140)
+    assert "generate: idle for 6.000 s" in page.point(at(3), 43)
+    assert "generate: busy" in page.point(at(7), 43)
+    row = page.row(140)
     assert len({row[at(1)], row[at(4)], row[at(7)], row[at(9)]}) == 4
-    seen.page.click("#lanes button[data-zoom='2']")
-    assert seen.range == "2.50 s to 7.50 s of 10.00 s"
-    seen.page.locator("#lanes").press("ArrowRight")
-    assert seen.range == "3.50 s to 8.50 s of 10.00 s"
-    seen.page.click("#lanes button[data-zoom='0']")
-    seen.point(at(5), 300)
-    seen.page.keyboard.down("Shift")
-    seen.page.mouse.wheel(0, -100)
-    seen.page.keyboard.up("Shift")
-    seen.page.wait_for_function("document.getElementById('lanes-range').textContent !== '0.00 s to 10.00 s of 10.00 s'")
-    first = seen.point(100, 140)
-    seen.page.evaluate("document.getElementById('scroller').scrollTop = 500")
-    seen.page.wait_for_function("document.getElementById('scroller').scrollTop === 500")
-    assert seen.point(101, 140) != first
-    assert seen.page.evaluate("window.owned") is None
-    assert seen.wrong == [] and [url for url in seen.asked if not url.startswith("file:")] == []
+    page.page.click("#lanes button[data-zoom='2']")
+    assert page.range == "2.50 s to 7.50 s of 10.00 s"
+    page.page.locator("#lanes").press("ArrowRight")
+    assert page.range == "3.50 s to 8.50 s of 10.00 s"
+    page.page.click("#lanes button[data-zoom='0']")
+    page.point(at(5), 300)
+    page.page.keyboard.down("Shift")
+    page.page.mouse.wheel(0, -100)
+    page.page.keyboard.up("Shift")
+    page.page.wait_for_function("document.getElementById('lanes-range').textContent !== '0.00 s to 10.00 s of 10.00 s'")
+    first = page.point(100, 140)
+    page.page.evaluate("document.getElementById('scroller').scrollTop = 500")
+    page.page.wait_for_function("document.getElementById('scroller').scrollTop === 500")
+    assert page.point(101, 140) != first
+    assert page.page.evaluate("window.owned") is None
+    assert page.wrong == [] and [url for url in page.asked if not url.startswith("file:")] == []

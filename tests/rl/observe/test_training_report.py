@@ -61,9 +61,9 @@ def written(folder: Path, lines: list[AnyMetricsLine]) -> str:
 
 
 def data_of(text: str) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="charts-data">(.*?)</script>', text, re.DOTALL)
-    assert found is not None
-    decoded: dict[str, Any] = msgspec.json.decode(found[1])
+    match = re.search(r'<script type="application/json" id="charts-data">(.*?)</script>', text, re.DOTALL)
+    assert match is not None
+    decoded: dict[str, Any] = msgspec.json.decode(match[1])
     return decoded
 
 
@@ -88,22 +88,25 @@ def cells(text: str, heading: str, first: str) -> list[str]:
 def test_scores_of_the_page_are_those_of_the_evaluations(tmp_path: Path) -> None:
     lines = run_lines(steps=60)
     text = written(tmp_path, lines)
-    found = [line for line in lines if isinstance(line, Evaluated)]
+    evaluations = [line for line in lines if isinstance(line, Evaluated)]
     warm = next(line for line in lines if isinstance(line, WarmStartChecked) and line.over)
     for task in TASKS:
         row = cells(text, "Learning curves", task)
         assert row[1] == f"{warm.scores[task]:.3f}", "the same as the command line says under this name"
-        assert row[3] == f"{found[0].scores[task]:.3f}", "before the first step"
-        assert row[4] == f"{found[-1].scores[task]:.3f}"
+        assert row[3] == f"{evaluations[0].scores[task]:.3f}", "before the first step"
+        assert row[4] == f"{evaluations[-1].scores[task]:.3f}"
         assert row[5] == "0.040"
         assert row[6] == "64"
-        assert row[7] == f"{sum(line.scores[task] for line in found[-5:]) / 5:.3f}"
-        assert row[8] == f"{max(line.scores[task] for line in found[1:]):.3f}"
-        reached = next(line for line in found[1:] if line.scores[task] >= 0.95 * found[-1].scores[task])
+        assert row[7] == f"{sum(line.scores[task] for line in evaluations[-5:]) / 5:.3f}"
+        assert row[8] == f"{max(line.scores[task] for line in evaluations[1:]):.3f}"
+        reached = next(line for line in evaluations[1:] if line.scores[task] >= 0.95 * evaluations[-1].scores[task])
         assert row[10] == str(reached.step)
         shown = series(chart(text, f"Rewards of {task}"), "held-out")
-        assert shown == pytest.approx([line.scores[task] for line in found], rel=1e-4)
-    assert f"frozenlake {found[0].scores['frozenlake']:.2f}\u00a0→\u00a0{found[-1].scores['frozenlake']:.2f}" in text
+        assert shown == pytest.approx([line.scores[task] for line in evaluations], rel=1e-4)
+    assert (
+        f"frozenlake {evaluations[0].scores['frozenlake']:.2f}\u00a0→\u00a0{evaluations[-1].scores['frozenlake']:.2f}"
+        in text
+    )
 
 
 def test_curves_of_the_page_are_those_of_the_steps(tmp_path: Path) -> None:
@@ -169,12 +172,12 @@ def test_dropped_groups_are_reported_as_at_the_end(tmp_path: Path) -> None:
     lines[-1] = msgspec.structs.replace(lines[-1], dropped_so_far={"stale": 3, "lost_lineage": 41})
     text = written(tmp_path, lines)
     assert cells(text, "Discarded work", "groups dropped: lost_lineage")[1] == "41"
-    told = summary(lines, TrainSettings(), tmp_path)
-    assert told["groups_dropped"] == {"stale": 3, "lost_lineage": 41}
+    content = summary(lines, TrainSettings(), tmp_path)
+    assert content["groups_dropped"] == {"stale": 3, "lost_lineage": 41}
     view = TrainingProgress(TrainSettings(), quiet=True)
     for line in lines:
         view.on_line(line)
-    assert view.status.dropped == told["groups_dropped"]
+    assert view.status.dropped == content["groups_dropped"]
 
 
 def test_the_p99_of_a_pool_is_that_of_all_its_actions(tmp_path: Path) -> None:
@@ -430,31 +433,31 @@ class Seen:
 def test_every_chart_is_drawn_along_each_axis(browser: Any, tmp_path: Path, scheme: str, width: int) -> None:
     write_lines(tmp_path, run_lines(steps=30))
     path = write_report(tmp_path)
-    seen = Seen(browser, path, scheme, width)
+    screen = Seen(browser, path, scheme, width)
     shown = "[...document.querySelectorAll('figure[data-chart]')].filter((figure) => figure.checkVisibility())"
     last = {}
     for axis in ("seconds", "trajectories", "step"):
-        seen.page.click(f"label[for=axis-{axis}]")
-        drawn = seen.page.evaluate(f"{shown}.map((figure) => figure.querySelector('svg').dataset.axis)")
+        screen.page.click(f"label[for=axis-{axis}]")
+        drawn = screen.page.evaluate(f"{shown}.map((figure) => figure.querySelector('svg').dataset.axis)")
         assert set(drawn) == {axis, ""}
         assert len(drawn) > 15
-        last[axis] = seen.page.locator("figure[data-chart] svg >> nth=0").inner_html()
+        last[axis] = screen.page.locator("figure[data-chart] svg >> nth=0").inner_html()
     assert len(set(last.values())) == 3
-    broken = seen.page.evaluate("[...document.querySelectorAll('svg *')].map((one) => one.outerHTML).join('')")
+    broken = screen.page.evaluate("[...document.querySelectorAll('svg *')].map((one) => one.outerHTML).join('')")
     assert "NaN" not in broken
-    seen.fine(path)
+    screen.fine(path)
 
 
 def test_hovering_shows_values_and_a_table_shows_all(browser: Any, tmp_path: Path) -> None:
     lines = run_lines(steps=30)
     write_lines(tmp_path, lines)
     path = write_report(tmp_path)
-    seen = Seen(browser, path)
-    stages = seen.page.locator("figure[data-chart^=stages]")
+    tip = Seen(browser, path)
+    stages = tip.page.locator("figure[data-chart^=stages]")
     stages.scroll_into_view_if_needed()
     box = stages.locator("rect.all").bounding_box()
-    seen.page.mouse.move(box["x"] + 2, box["y"] + 40)
-    told = seen.page.locator("#tip").text_content()
+    tip.page.mouse.move(box["x"] + 2, box["y"] + 40)
+    told = tip.page.locator("#tip").text_content()
     first = next(line for line in lines if isinstance(line, Trained))
     assert told.startswith("step 1\n")
     assert f"train: {first.train_s * 1000:.0f} ms" in told
@@ -463,11 +466,11 @@ def test_hovering_shows_values_and_a_table_shows_all(browser: Any, tmp_path: Pat
     assert stages.locator("button").get_attribute("aria-expanded") == "true"
     stages.locator("button").click()
     assert stages.locator("table").count() == 0
-    seen.page.locator("summary", has_text="More metrics").click()
-    assert seen.page.locator("figure[data-chart] h3", has_text="Learning rate").is_visible()
+    tip.page.locator("summary", has_text="More metrics").click()
+    assert tip.page.locator("figure[data-chart] h3", has_text="Learning rate").is_visible()
     # Browsers dispatch `toggle` after the click returned.
-    seen.page.locator("details[open] figure svg").first.wait_for()
-    seen.fine(path)
+    tip.page.locator("details[open] figure svg").first.wait_for()
+    tip.fine(path)
 
 
 @pytest.mark.parametrize("what", ["hostile", "one", "resumed", "failed", "began", "empty", "sparse"])
@@ -483,16 +486,16 @@ def test_odd_runs_are_drawn_without_complaint(browser: Any, tmp_path: Path, what
     }
     write_lines(tmp_path, runs[what])
     path = write_report(tmp_path)
-    seen = Seen(browser, path)
+    screen = Seen(browser, path)
     if what not in ("began", "empty"):
-        seen.page.click("label[for=axis-seconds]")
-        for button in seen.page.locator("button.plain").all():
+        screen.page.click("label[for=axis-seconds]")
+        for button in screen.page.locator("button.plain").all():
             if button.is_visible():
                 button.click()
-    assert "NaN" not in seen.page.evaluate(
+    assert "NaN" not in screen.page.evaluate(
         "[...document.querySelectorAll('svg *')].map((one) => one.outerHTML).join('')"
     )
-    seen.fine(path)
+    screen.fine(path)
 
 
 # ---- the Chrome trace -------------------------------------------------------------------------------------------

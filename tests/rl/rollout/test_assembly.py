@@ -75,15 +75,15 @@ def test_nothing_is_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "expected"),
     [
         ({"tasks": ()}, "at least one task"),
         ({"tasks": (TaskSettings(name="chian"),)}, "chain"),
         ({"tasks": (TaskSettings(name="chain"),), "policy": PolicySettings(checkpoint="/nowhere")}, "checkpoint"),
     ],
 )
-def test_an_impossible_assembly_is_reported(wrong: dict[str, object], said: str) -> None:
-    with pytest.raises(InvalidConfig, match=said):
+def test_an_impossible_assembly_is_reported(wrong: dict[str, object], expected: str) -> None:
+    with pytest.raises(InvalidConfig, match=expected):
         played(settings_of(**wrong), 1)
 
 
@@ -107,12 +107,12 @@ def test_external_servers_are_trained_on_with_the_weights_of_the_trainer_or_not_
             async with assembled(settings) as made:
                 assert server.weights == "none", "a rollout takes a server as it is"
                 assert made.weights.version == 0
-            told: list[str] = []
+            warnings: list[str] = []
             async with assembled(
-                settings, trained=TrainedWeights(folder, first), progress=lambda share, words: told.append(words)
+                settings, trained=TrainedWeights(folder, first), progress=lambda share, words: warnings.append(words)
             ):
                 assert server.weights == str(folder)
-            assert told == ["the trainer starts", "engines start: theirs"]
+            assert warnings == ["the trainer starts", "engines start: theirs"]
 
     if control:
         asyncio.run(main())
@@ -153,15 +153,15 @@ def test_our_engines_are_refused_for_a_policy_that_they_cannot_load(tmp_path: Pa
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 30}')
     (tmp_path / "words.json").write_text('["a", "b"]')
     wrong = settings_of(tasks=(TaskSettings(name="chain"),), policy=PolicySettings(checkpoint=str(tmp_path)))
-    said: list[str] = []
+    warnings: list[str] = []
 
     async def main() -> None:
-        async with assembled(wrong, progress=lambda share, words: said.append(words)):
+        async with assembled(wrong, progress=lambda share, words: warnings.append(words)):
             raise AssertionError("it was assembled")
 
     with pytest.raises(InvalidConfig, match=r'engines\[0\].kind: expected "openai".*Llama and Qwen2 kinds only'):
         asyncio.run(main())
-    assert not said, "nothing was started"
+    assert not warnings, "nothing was started"
     theirs = (EngineSettings(kind="openai", url="http://127.0.0.1:1"),)
     require_servable(msgspec.structs.replace(wrong, engines=theirs))
 

@@ -29,8 +29,8 @@ def collected(agent: str) -> CollectedBatch:
         """What the agent says to the last observation, which ends with the mark after which it is its turn."""
         words = codec.decode_action(request.tokens[:-1]).split()
         last = len(words) - words[::-1].index(WordCodec.ACT) if WordCodec.ACT in words else 0
-        said = " ".join(words[last:])
-        return resolve(request.task).agents[agent](random.Random(request.id)).act(said)
+        text = " ".join(words[last:])
+        return resolve(request.task).agents[agent](random.Random(request.id)).act(text)
 
     async def playing() -> CollectedBatch:
         loop = asyncio.get_running_loop()
@@ -64,10 +64,10 @@ def test_the_options_of_a_task_change_its_limits_and_the_settings_have_the_last_
         ),
     )
     codec = WordCodec(words_of(TASKS))
-    asked: dict[str, int] = {}
+    counts: dict[str, int] = {}
 
     def babble(request: GenerationRequest) -> tuple[int, ...]:
-        asked[request.task] = request.sampling.tokens_max
+        counts[request.task] = request.sampling.tokens_max
         return tuple(codec.encode_action("start"))
 
     async def playing() -> CollectedBatch:
@@ -79,5 +79,5 @@ def test_the_options_of_a_task_change_its_limits_and_the_settings_have_the_last_
             return await rollout.collect(tickets(configured), 3)
 
     batch = run(playing())
-    assert asked["short"] == 4 and asked["shorter"] == 2
+    assert counts["short"] == 4 and counts["shorter"] == 2
     assert {group.task: len(group.members[0].turns) for group in batch.groups}["long"] == 12

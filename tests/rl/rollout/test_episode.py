@@ -88,13 +88,13 @@ def test_a_finished_episode_has_the_whole_conversation_and_the_reward_of_the_env
 
 
 def test_each_request_continues_the_session_with_all_tokens_so_far() -> None:
-    asked = play(Plan(turns=2)).talker.asked
-    assert [request.tokens for request in asked] == [LOOK, (*LOOK, *GO, *LOOK)]
-    assert {request.session for request in asked} == {"scripted/0/0.0"}
-    assert {request.task for request in asked} == {"scripted"}
-    assert {request.noise for request in asked} == {SamplingSeed(seed=0, member=0, attempt=0)}
-    assert len({request.id for request in asked}) == 2
-    assert all(request.sampling.stop == CODEC.stop and request.sampling.tokens_max == 4 for request in asked)
+    requests = play(Plan(turns=2)).talker.asked
+    assert [request.tokens for request in requests] == [LOOK, (*LOOK, *GO, *LOOK)]
+    assert {request.session for request in requests} == {"scripted/0/0.0"}
+    assert {request.task for request in requests} == {"scripted"}
+    assert {request.noise for request in requests} == {SamplingSeed(seed=0, member=0, attempt=0)}
+    assert len({request.id for request in requests}) == 2
+    assert all(request.sampling.stop == CODEC.stop and request.sampling.tokens_max == 4 for request in requests)
 
 
 def test_truncated_after_its_turns_and_rewarded_all_the_same() -> None:

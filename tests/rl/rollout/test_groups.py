@@ -194,14 +194,14 @@ def test_a_hung_environment_delays_only_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "context_max", "said"),
+    ("plan", "context_max", "expected"),
     [
         (Plan(says="look " * 300), 256, "the first observation, of 301 tokens, leaves no room.*raise context_max"),
         (Plan(says="mumble"), 256, "the policy cannot read its observation: 'mumble'"),
     ],
 )
 def test_what_fails_before_the_first_turn_for_a_reason_that_stays_is_given_up_early(
-    plan: Plan, context_max: int, said: str
+    plan: Plan, context_max: int, expected: str
 ) -> None:
     """No other attempt takes its place, and a few such groups in a row end the rollout."""
 
@@ -211,7 +211,7 @@ def test_what_fails_before_the_first_turn_for_a_reason_that_stays_is_given_up_ea
         world = World(lambda trajectory, number: plan)
         configured = settings(groups=GroupSettings(size=2), context_max=context_max)
         async with Rollout(configured, Talker(), CODEC, clock=loop.clock) as rollout:
-            with pytest.raises(ManagerError, match=rf"{PERMANENT_FAILURES_MAX + 1} groups in a row ended .*{said}"):
+            with pytest.raises(ManagerError, match=rf"{PERMANENT_FAILURES_MAX + 1} groups in a row ended .*{expected}"):
                 await rollout.collect(tickets(configured), 8, in_flight=1)
         return world
 

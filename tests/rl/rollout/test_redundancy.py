@@ -58,13 +58,13 @@ def test_the_time_that_aborted_requests_waited_is_no_engine_time() -> None:
         queued, turns=(), spans=(Span(stage=Stage.GENERATE, began_s=0.0, ended_s=100.0, failed="aborted"),)
     )
     kept = (record(0, Ending.FINISHED, 3, reward=1.0), record(1, Ending.FINISHED, 3, reward=1.0))
-    found = report([group(*kept, left_out=(queued,))])
-    assert (found.all.kept.engine_s, found.all.waste.engine_s) == (2.0, 0.0)
-    assert "at least 0.0% of engine time" in found.lines()[0]
+    summary = report([group(*kept, left_out=(queued,))])
+    assert (summary.all.kept.engine_s, summary.all.waste.engine_s) == (2.0, 0.0)
+    assert "at least 0.0% of engine time" in summary.lines()[0]
 
 
 def test_kept_stands_beside_cancelled_for_each_task_and_for_all() -> None:
-    found = report(
+    summary = report(
         [
             group(
                 record(0, Ending.FINISHED, 2, reward=1.0),
@@ -74,20 +74,20 @@ def test_kept_stands_beside_cancelled_for_each_task_and_for_all() -> None:
             group(record(0, Ending.FINISHED, 10, reward=1.0, task="u"), task="u"),
         ]
     )
-    assert found.selection == "first"
-    t, u = found.tasks["t"], found.tasks["u"]
+    assert summary.selection == "first"
+    t, u = summary.tasks["t"], summary.tasks["u"]
     assert (t.kept.tokens_mean, t.cancelled.tokens_mean) == (3.0, 9.0)
     assert (t.kept.reward_mean, t.cancelled.reward_mean) == (0.5, None)
     assert u.waste.tokens == 0.0 and u.cancelled.tokens_mean is None
-    assert found.all.kept.trajectories == 3
-    lines = "\n".join(found.lines())
+    assert summary.all.kept.trajectories == 3
+    lines = "\n".join(summary.lines())
     assert "t: wasted 60.0% of tokens" in lines and "cancelled      1 trajectories" in lines and "all:" in lines
 
 
 def test_a_whole_group_that_came_too_late_is_surplus() -> None:
     late = group(record(0, Ending.FINISHED, 3, reward=1.0))
-    found = report([group(record(0, Ending.FINISHED, 1, reward=1.0))], [late]).all
-    assert (found.kept.tokens, found.surplus.tokens, found.waste.tokens) == (1, 3, 0.75)
+    summary = report([group(record(0, Ending.FINISHED, 1, reward=1.0))], [late]).all
+    assert (summary.kept.tokens, summary.surplus.tokens, summary.waste.tokens) == (1, 3, 0.75)
 
 
 def test_nothing_played_is_nothing_wasted() -> None:
@@ -107,8 +107,8 @@ def test_the_first_to_end_are_the_short_ones_and_the_report_shows_it() -> None:
             return await rollout.collect(tickets(configured), 2)
 
     batch = run(playing())
-    found = report(batch.groups, batch.left_out).all
-    assert found.kept.trajectories == 4
-    assert found.kept.turns_mean == 2.5
-    assert found.cancelled.turns_mean is not None and found.cancelled.turns_mean > 2.5
-    assert 0.0 < found.waste.engine_s < 1.0
+    summary = report(batch.groups, batch.left_out).all
+    assert summary.kept.trajectories == 4
+    assert summary.kept.turns_mean == 2.5
+    assert summary.cancelled.turns_mean is not None and summary.cancelled.turns_mean > 2.5
+    assert 0.0 < summary.waste.engine_s < 1.0

@@ -84,9 +84,9 @@ TURN = recordings.played("chain", "random", 1).turns[0]
 def test_what_the_built_in_tasks_played_is_played_the_same_again(task: str, agent: str) -> None:
     for seed in range(5):
         trajectory = recordings.played(task, agent, seed)
-        found = replayed(trajectory)
-        assert found.is_same, found
-        assert found.turns == len(trajectory.turns) > 0
+        result = replayed(trajectory)
+        assert result.is_same, result
+        assert result.turns == len(trajectory.turns) > 0
 
 
 def test_what_was_truncated_or_had_no_reward_is_the_same_too() -> None:
@@ -118,16 +118,16 @@ def test_options_and_environment_are_those_of_the_settings() -> None:
 def test_a_different_observation_is_reported_with_its_turn() -> None:
     trajectory = counted(3)
     turns = (*trajectory.turns[:1], msgspec.structs.replace(trajectory.turns[1], observation="b"), trajectory.turns[2])
-    found = replayed(msgspec.structs.replace(trajectory, turns=turns, observation="c"), Counting)
-    assert found.differences == (
+    result = replayed(msgspec.structs.replace(trajectory, turns=turns, observation="c"), Counting)
+    assert result.differences == (
         ReplayDifference(turn=1, what="observation", recorded="b", replayed="a 1"),
         ReplayDifference(turn=3, what="observation", recorded="c", replayed="a 3"),
     )
 
 
 def test_a_different_reward_is_reported() -> None:
-    found = replayed(counted(3, reward=1.0), Counting)
-    assert [(each.turn, each.what, each.recorded) for each in found.differences] == [(3, "reward", "1.0")]
+    result = replayed(counted(3, reward=1.0), Counting)
+    assert [(each.turn, each.what, each.recorded) for each in result.differences] == [(3, "reward", "1.0")]
     assert replayed(counted(3, reward=0.1 * 3), Counting).is_same  # the last bit is the order of a sum
 
 
@@ -139,15 +139,15 @@ def test_a_different_ending_is_reported() -> None:
 
 
 def test_an_external_reward_is_not_compared_and_the_report_notes_it() -> None:
-    found = replayed(counted(3, reward=5.0), Counting, reward=RewardSettings(kind="command"))
-    assert found.is_same and found.not_compared == "the reward, which a command gave"
+    result = replayed(counted(3, reward=5.0), Counting, reward=RewardSettings(kind="command"))
+    assert result.is_same and result.not_compared == "the reward, which a command gave"
 
 
 @given(trajectory=recordings.trajectories())
 def test_any_record_is_replayed_without_harm(trajectory: Trajectory) -> None:
     before = Counting.closed
-    found = asyncio.run(replay(trajectory, TaskSettings(name="counting"), task=Counting))
-    assert found.failed == "" and found.id == trajectory.id
+    result = asyncio.run(replay(trajectory, TaskSettings(name="counting"), task=Counting))
+    assert result.failed == "" and result.id == trajectory.id
     assert Counting.closed == before + 1
 
 
@@ -157,9 +157,9 @@ def test_any_record_is_replayed_without_harm(trajectory: Trajectory) -> None:
 def test_an_environment_that_raises_or_hangs_fails_the_replay_and_is_closed(monkeypatch) -> None:
     monkeypatch.setattr(Counting, "fails_at", 1)
     before = Counting.closed
-    found = replayed(counted(3), Counting)
-    assert not found.is_same and found.differences == () and found.turns == 1
-    assert found.failed == "RuntimeError: broken at \x1b[2J a"
+    result = replayed(counted(3), Counting)
+    assert not result.is_same and result.differences == () and result.turns == 1
+    assert result.failed == "RuntimeError: broken at \x1b[2J a"
     monkeypatch.setattr(Counting, "fails_at", None)
     monkeypatch.setattr(Counting, "hangs_at", 2)
     hung = replayed(counted(3), Counting, step_timeout_s=0.05)
@@ -220,9 +220,13 @@ def test_the_record_answers_each_turn_by_session_or_by_noise() -> None:
     for turn in trajectory.turns:
         before += turn.observation_tokens
         for session in (trajectory.id, ""):
-            found = asyncio.run(generator.generate(request(trajectory, before, session=session)))
-            assert (found.tokens, found.logprobs, found.versions) == (turn.tokens, turn.logprobs, turn.versions)
-            assert found.finish == ("length" if turn.cut else "stop")
+            generation = asyncio.run(generator.generate(request(trajectory, before, session=session)))
+            assert (generation.tokens, generation.logprobs, generation.versions) == (
+                turn.tokens,
+                turn.logprobs,
+                turn.versions,
+            )
+            assert generation.finish == ("length" if turn.cut else "stop")
         rest = asyncio.run(generator.generate(request(trajectory, before + turn.tokens[:1])))
         assert rest.tokens == turn.tokens[1:] and rest.logprobs == turn.logprobs[1:]
         before += turn.tokens

@@ -64,10 +64,10 @@ class Deciding(Plain):
 
     async def verdict(self, timeout_s: float) -> Any:
         self.asked.append(timeout_s)
-        found = self._left.pop(0) if len(self._left) > 1 else self._left[0]
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        answer = self._left.pop(0) if len(self._left) > 1 else self._left[0]
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
 
 
 class Showing(Plain):
@@ -79,9 +79,9 @@ class Showing(Plain):
 
 
 def played(environment: Any = None, client: Client | None = None, **options: Any) -> PlayedTrajectory:
-    said: dict[str, Any] = dict(id="t/0/0.0", task="t", seed=0, turns=(TURN,), total=0.25)
+    fields: dict[str, Any] = dict(id="t/0/0.0", task="t", seed=0, turns=(TURN,), total=0.25)
     outside = ExternalResources(client=client, run="rl", trajectory="t/0/0.0")
-    return PlayedTrajectory(**said | options, environment=environment or Plain(), outside=outside)
+    return PlayedTrajectory(**fields | options, environment=environment or Plain(), outside=outside)
 
 
 def connected(folder: Path, test: Callable[[Client], Awaitable[None]], **options: Any) -> None:
@@ -108,18 +108,18 @@ class Answers:
 
     async def infer(self, service: str, payload: Any, **_: Any) -> Inference:
         self.calls += 1
-        found = self._left.pop(0) if len(self._left) > 1 else self._left[0]
-        if isinstance(found, BaseException):
-            raise found
-        if isinstance(found, bytes):
-            return Inference(service=service, status=Status.SUCCEEDED, answer=found)
-        return Inference(service=service, status=found, reason="because")
+        answer = self._left.pop(0) if len(self._left) > 1 else self._left[0]
+        if isinstance(answer, BaseException):
+            raise answer
+        if isinstance(answer, bytes):
+            return Inference(service=service, status=Status.SUCCEEDED, answer=answer)
+        return Inference(service=service, status=answer, reason="because")
 
 
 def score(reward: Any, ended: PlayedTrajectory) -> Score:
     async def main() -> Score:
-        found: Score = await reward.score(ended)
-        return found
+        score: Score = await reward.score(ended)
+        return score
 
     return asyncio.run(main())
 
@@ -185,8 +185,8 @@ def test_a_task_may_have_a_usual_reward_and_the_settings_have_the_last_word() ->
         usual_reward = RewardSettings(kind="command")
 
     assert effective_settings(Task, RewardSettings()).kind == "command"
-    said = RewardSettings(kind="model", service="judge")
-    assert effective_settings(Task, said) is said
+    settings = RewardSettings(kind="model", service="judge")
+    assert effective_settings(Task, settings) is settings
     assert effective_settings(Plain, RewardSettings()).kind == "environment"
 
 
@@ -214,8 +214,8 @@ def test_what_the_steps_paid_is_the_reward_of_the_environment() -> None:
 def test_functions_plain_or_declared_get_the_transcript(tmp_path: Path) -> None:
     async def test(client: Client) -> None:
         plain = make_reward(RewardSettings(kind="function", function="tests.rl.scorers:length"), client)
-        found = await plain.score(played(client=client))
-        assert found.value == 2.0 and found.waited_for == "function tests.rl.scorers:length"
+        score = await plain.score(played(client=client))
+        assert score.value == 2.0 and score.waited_for == "function tests.rl.scorers:length"
         declared = make_reward(RewardSettings(kind="function", function="tests.rl.scorers:told"), client)
         for said, value in (("number 0.75", 0.75), ("number -2", -2.0), ("true", 1.0)):
             assert (await declared.score(played(client=client, observation=said))).value == value
@@ -248,8 +248,8 @@ def test_a_function_that_raises_dies_or_hangs_is_no_reward_of_zero(tmp_path: Pat
 def test_a_function_that_fails_once_is_called_again(tmp_path: Path) -> None:
     async def test(client: Client) -> None:
         settings = RewardSettings(kind="function", function="tests.rl.scorers:told", retries=1)
-        said = f"second {tmp_path / 'was-here'}"
-        assert (await make_reward(settings, client).score(played(client=client, observation=said))).value == 0.5
+        action = f"second {tmp_path / 'was-here'}"
+        assert (await make_reward(settings, client).score(played(client=client, observation=action))).value == 0.5
 
     connected(tmp_path, test)
 
@@ -318,8 +318,8 @@ def test_the_result_of_a_command_is_a_verdict_and_a_function_may_read_it(tmp_pat
         ended = played(Running(), client)
         assert (await make_reward(RewardSettings(kind="command"), client).score(ended)).value == 0.0
         read = make_reward(RewardSettings(kind="command", function="tests.rl.scorers:answered"), client)
-        found = await read.score(ended)
-        assert (found.value, found.waited_for) == (0.125, "cpu")
+        score = await read.score(ended)
+        assert (score.value, score.waited_for) == (0.125, "cpu")
 
     connected(tmp_path, test)
 
@@ -333,8 +333,8 @@ def model(answers: Answers, **options: Any) -> ModelReward:
 
 @pytest.mark.parametrize(("answer", "value"), [(b"0.5", 0.5), (b'{"score": 1}', 1.0), (b'{"score": 0.0, "p": 9}', 0.0)])
 def test_the_score_of_a_model_is_a_reward(answer: bytes, value: float) -> None:
-    found = score(model(Answers(answer)), played(Showing("x")))
-    assert (found.value, found.waited_for) == (value, "service judge")
+    scored = score(model(Answers(answer)), played(Showing("x")))
+    assert (scored.value, scored.waited_for) == (value, "service judge")
 
 
 def test_an_empty_transcript_scores_zero_without_a_call() -> None:

@@ -45,10 +45,10 @@ def in_rollout(
             world, talker = World(plan), Talker()
             rollout = made(world, configured, talker, **options)
             async with rollout:
-                found = await doing(rollout, world, talker)
+                result = await doing(rollout, world, talker)
             world.check(rollout)
             assert talker.inside == {}
-            return found
+            return result
 
         return run(playing())
 
@@ -312,26 +312,26 @@ def test_a_barrier_waits_for_restarted_episodes_and_not_for_ended_ones() -> None
 
 
 def test_an_observer_is_notified_of_every_stage() -> None:
-    told: list[str] = []
+    lines: list[str] = []
 
     class Watcher:
         def on_begin(self, trajectory: str, task: str) -> None:
-            told.append(f"began {trajectory} of {task}")
+            lines.append(f"began {trajectory} of {task}")
 
         def on_stage(self, trajectory: str, stage: Stage) -> None:
-            told.append(str(stage))
+            lines.append(str(stage))
 
         def on_end(self, trajectory: Trajectory) -> None:
-            told.append(f"{trajectory.ending}")
+            lines.append(f"{trajectory.ending}")
 
         def on_group(self, group: Group) -> None:
-            told.append(f"group of {len(group.members)}")
+            lines.append(f"group of {len(group.members)}")
 
     @in_rollout(Plan(turns=1), settings(), observer=Watcher())
     async def played(rollout: Rollout, world: World, talker: Talker) -> None:
         await rollout.play(ticket())
 
-    began, *stages = told
+    began, *stages = lines
     assert began == "began scripted/0/0.0 of scripted"
     assert [stage for stage, _ in itertools.groupby(stages)] == [
         "reset", "generate", "step", "reward", "finished", "group of 1",
@@ -375,8 +375,8 @@ def _prepared() -> list[str]:
     """Of the module as the rollout imports it."""
     import importlib
 
-    found: list[str] = importlib.import_module("tests.rl.rollout.test_rollout").Prepared.entered
-    return found
+    entered: list[str] = importlib.import_module("tests.rl.rollout.test_rollout").Prepared.entered
+    return entered
 
 
 def test_a_task_that_is_not_there_is_named_before_anything_is_played() -> None:
@@ -431,8 +431,12 @@ class Sized(Scripted):
         super().__init__(outside)
 
 
-@pytest.mark.parametrize(("options", "said"), [({"nonsense": 1}, "'nonsense'"), ({"size": 0}, "size 0 is too small")])
-def test_a_wrong_option_is_named_with_its_task_before_anything_is_played(options: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "expected"), [({"nonsense": 1}, "'nonsense'"), ({"size": 0}, "size 0 is too small")]
+)
+def test_a_wrong_option_is_named_with_its_task_before_anything_is_played(
+    options: dict[str, Any], expected: str
+) -> None:
     path = f"{__name__}:Sized"
 
     async def entering() -> None:
@@ -441,7 +445,7 @@ def test_a_wrong_option_is_named_with_its_task_before_anything_is_played(options
             TaskSettings(name="right", environment=path, options={"size": 3}),
             TaskSettings(name="wrong", environment=path, options=options),
         )
-        with pytest.raises(InvalidConfig, match=f"options of task wrong.*{said}"):
+        with pytest.raises(InvalidConfig, match=f"options of task wrong.*{expected}"):
             async with Rollout(RolloutSettings(tasks=tasks), Talker(), CODEC):
                 raise AssertionError("it is not entered")
         assert world.made == {}
@@ -473,7 +477,7 @@ def test_failed_groups_are_left_out_with_their_cause_and_replaced() -> None:
         groups=GroupSettings(size=1, size_min=1, on_loss="drop"),
         tasks=tuple(TaskSettings(name=name, environment=PATH, retries=0) for name in ("bad", "good")),
     )
-    told: list[Group] = []
+    groups: list[Group] = []
 
     class Watcher:
         def on_begin(self, trajectory: str, task: str) -> None: ...
@@ -483,7 +487,7 @@ def test_failed_groups_are_left_out_with_their_cause_and_replaced() -> None:
         def on_end(self, trajectory: Trajectory) -> None: ...
 
         def on_group(self, group: Group) -> None:
-            told.append(group)
+            groups.append(group)
 
     @in_rollout(
         lambda trajectory, number: Plan(fail="step" if trajectory.startswith("bad") else ""),
@@ -496,7 +500,7 @@ def test_failed_groups_are_left_out_with_their_cause_and_replaced() -> None:
         lost = [group for group in batch.left_out if "connection lost" in group.cause]
         assert lost and {group.task for group in lost} == {"bad"}
         assert all(each.ending is Ending.ENV_FAILED for group in lost for each in group.all_trajectories())
-        assert {group.id for group in told} == {group.id for group in (*batch.groups, *batch.left_out)}
+        assert {group.id for group in groups} == {group.id for group in (*batch.groups, *batch.left_out)}
 
 
 # ---- generators that answer what cannot be ----
@@ -514,7 +518,7 @@ class Wrong(Talker):
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "expected"),
     [
         ({"logprobs": (-1.0,)}, "expected logprobs for each of its 2 tokens, got 1"),
         ({"versions": (0, 0, 0)}, "expected versions for each of its 2 tokens, got 3"),
@@ -524,13 +528,13 @@ class Wrong(Talker):
     ],
 )
 def test_what_a_generator_gives_that_is_no_turn_stops_the_rollout_as_its_fault(
-    fields: dict[str, Any], said: str
+    fields: dict[str, Any], expected: str
 ) -> None:
     async def playing() -> None:
         world, talker = World(), Wrong(**fields)
         rollout = made(world, settings(groups=PAIR), talker)
         async with rollout:
-            with pytest.raises(ManagerError, match=rf"scripted/0/\d\.0/1: .*{said}"):
+            with pytest.raises(ManagerError, match=rf"scripted/0/\d\.0/1: .*{expected}"):
                 await rollout.play(ticket())
         world.check(rollout)
         assert {each.ending for each in world.ended} == {Ending.CANCELLED}

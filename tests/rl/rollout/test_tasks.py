@@ -112,16 +112,16 @@ def test_a_stale_request_before_a_turn_generates_no_more_tokens() -> None:
 
 def test_freshness_is_counted_from_the_first_token() -> None:
     async def playing() -> None:
-        seen = []
+        entries = []
 
         def stop_if_stale(episode: Episode) -> bool:
-            seen.append(episode.version_first)
+            entries.append(episode.version_first)
             return False
 
         stage = Stage(Plan(turns=2), stop_if_stale)
         stage.talker.version = 3
         await stage.episode().play()
-        assert seen[:2] == [None, None] and set(seen[2:]) == {3}
+        assert entries[:2] == [None, None] and set(entries[2:]) == {3}
         await stage.over()
 
     on_stage(playing)

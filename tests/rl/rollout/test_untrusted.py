@@ -131,11 +131,11 @@ def test_a_call_that_was_left_behind_does_not_keep_the_loop_from_ending() -> Non
 
 @pytest.mark.parametrize("what", ["make", "reset", "step"])
 @pytest.mark.parametrize(
-    ("leaves", "said"), [(SystemExit(3), "SystemExit: 3"), (KeyboardInterrupt(), "KeyboardInterrupt")]
+    ("leaves", "expected"), [(SystemExit(3), "SystemExit: 3"), (KeyboardInterrupt(), "KeyboardInterrupt")]
 )
-def test_an_environment_that_exits_failed(what: str, leaves: BaseException, said: str) -> None:
+def test_an_environment_that_exits_failed(what: str, leaves: BaseException, expected: str) -> None:
     outcome = play(Plan(exits=what, leaves=leaves), retries=0)
-    assert outcome.bad.ending is Ending.ENV_FAILED and said in outcome.bad.cause
+    assert outcome.bad.ending is Ending.ENV_FAILED and expected in outcome.bad.cause
     assert {each.ending for each in outcome.others} == {Ending.FINISHED}
 
 
@@ -166,7 +166,7 @@ def test_metrics_may_be_infinite() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "expected"),
     [
         ({"metrics": {"a": "text"}}, "expected a number as metrics['a'], got str"),
         ({"metrics": {"a": "3"}}, "expected a number as metrics['a'], got str"),
@@ -180,9 +180,9 @@ def test_metrics_may_be_infinite() -> None:
         ({"done": numpy.zeros(2)}, "expected a number as done, got ndarray"),
     ],
 )
-def test_what_is_no_number_is_a_failure_that_names_it(fields: dict[str, Any], said: str) -> None:
+def test_what_is_no_number_is_a_failure_that_names_it(fields: dict[str, Any], expected: str) -> None:
     outcome = play(answered(**fields))
-    assert outcome.bad.ending is Ending.ENV_FAILED and said in outcome.bad.cause
+    assert outcome.bad.ending is Ending.ENV_FAILED and expected in outcome.bad.cause
     assert {each.ending for each in outcome.others} == {Ending.FINISHED}
 
 
@@ -208,7 +208,7 @@ def test_numbers_of_a_score_are_taken_as_floats() -> None:
 
 
 @pytest.mark.parametrize(
-    ("score", "said"),
+    ("score", "expected"),
     [
         (Score(value=1.0, metrics={"a": "text"}), "expected a number as metrics['a'], got str"),  # type: ignore[dict-item]
         (Score(value="1"), "expected a number as value, got str"),  # type: ignore[arg-type]
@@ -219,7 +219,7 @@ def test_numbers_of_a_score_are_taken_as_floats() -> None:
         (asyncio.CancelledError(), "the reward cancelled itself"),
     ],
 )
-def test_an_invalid_score_is_a_failed_reward(score: Any, said: str) -> None:
+def test_an_invalid_score_is_a_failed_reward(score: Any, expected: str) -> None:
     outcome = play(Plan(turns=2), rewards=Scores(score))
-    assert outcome.bad.ending is Ending.REWARD_FAILED and said in outcome.bad.cause
+    assert outcome.bad.ending is Ending.REWARD_FAILED and expected in outcome.bad.cause
     assert {each.ending for each in outcome.others} == {Ending.FINISHED}

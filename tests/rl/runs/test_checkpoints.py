@@ -55,12 +55,12 @@ def test_what_is_saved_is_read_again(tmp_path: Path) -> None:
         assert folder.latest_checkpoint() is None
         save(folder, state)
         assert folder.has_checkpoint(40) and not folder.has_checkpoint(20)
-        found = folder.latest_checkpoint()
-    assert found is not None and found.warnings == () and found.step == 40
-    assert (found.path / "optimiser" / "00.bucket").read_bytes() == b"weights"
+        checkpoint = folder.latest_checkpoint()
+    assert checkpoint is not None and checkpoint.warnings == () and checkpoint.step == 40
+    assert (checkpoint.path / "optimiser" / "00.bucket").read_bytes() == b"weights"
     kept = msgspec.structs.replace(state.buffer.waiting[0], group=strip_for_training(state.buffer.waiting[0].group))
     buffer = msgspec.structs.replace(state.buffer, waiting=(kept,))
-    assert found.state == msgspec.structs.replace(state, buffer=buffer)
+    assert checkpoint.state == msgspec.structs.replace(state, buffer=buffer)
 
 
 def test_old_checkpoints_go_with_their_logs_once_a_newer_one_is_there(tmp_path: Path) -> None:
@@ -88,8 +88,8 @@ def test_a_checkpoint_that_fails_leaves_nothing_and_takes_nothing_away(tmp_path:
             save(folder, run_state(20))
         assert files(folder) == ["00000000", "00000020"]
         assert [step for step, _ in log_files(folder.samples)] == [0, 20, 40]
-        found = folder.latest_checkpoint()
-    assert found is not None and found.step == 20
+        checkpoint = folder.latest_checkpoint()
+    assert checkpoint is not None and checkpoint.step == 20
 
 
 async def half_saved(folder: RunFolder, step: int, error: Exception | None = None) -> None:
@@ -183,9 +183,9 @@ def damaged(tmp_path: Path, name: str, at: int | None) -> str:
             content = bytearray(file.read_bytes())
             content[at] ^= 1
             file.write_bytes(content[: at + 1])
-        found = folder.latest_checkpoint()
-    assert found is not None and found.step == 20
-    (warning,) = found.warnings
+        checkpoint = folder.latest_checkpoint()
+    assert checkpoint is not None and checkpoint.step == 20
+    (warning,) = checkpoint.warnings
     return warning
 
 
@@ -197,18 +197,18 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_word(tmp_path: Path, name: s
 
 
 def test_damage_is_described(tmp_path: Path) -> None:
-    said = damaged(tmp_path / "cut", "optimiser/00.bucket", 3)
-    assert said.endswith("optimiser/00.bucket is not what was written: it has 4 bytes instead of 7")
-    said = damaged(tmp_path / "flipped", "optimiser/00.bucket", 6)
-    assert re.search(r"its 7 bytes differ \(CRC-32 [0-9a-f]{8} instead of [0-9a-f]{8}\)$", said)
+    warning = damaged(tmp_path / "cut", "optimiser/00.bucket", 3)
+    assert warning.endswith("optimiser/00.bucket is not what was written: it has 4 bytes instead of 7")
+    warning = damaged(tmp_path / "flipped", "optimiser/00.bucket", 6)
+    assert re.search(r"its 7 bytes differ \(CRC-32 [0-9a-f]{8} instead of [0-9a-f]{8}\)$", warning)
 
 
 def test_a_run_that_went_back_writes_the_checkpoint_again(tmp_path: Path) -> None:
     damaged(tmp_path, STATE, None)
     with open_run(tmp_path / "run", SETTINGS, resume=True) as folder:
-        found = folder.latest_checkpoint()
-        assert found is not None
-        with folder.open_sample_log(found) as log:
+        checkpoint = folder.latest_checkpoint()
+        assert checkpoint is not None
+        with folder.open_sample_log(checkpoint) as log:
             assert files(folder) == ["00000020", "00000040.damaged"] and log.step == 20
             log.rotate(40)
             save(folder, run_state(40))
@@ -232,7 +232,7 @@ def test_the_newest_before_a_step_can_be_had_for_a_trainer_that_cannot_read_the_
     with open_run(tmp_path / "run", SETTINGS, resume=False) as folder:
         save(folder, run_state(20))
         save(folder, run_state(40))
-        assert (found := folder.latest_checkpoint(before=40)) is not None and found.step == 20
+        assert (checkpoint := folder.latest_checkpoint(before=40)) is not None and checkpoint.step == 20
         assert folder.latest_checkpoint(before=20) is None
 
 
@@ -289,25 +289,25 @@ def test_a_run_that_is_killed_at_any_time_has_a_whole_checkpoint_and_a_readable_
             print("resume" if kill else "new", file=parent.stdin, flush=True)
             pid = int(parent.stdout.readline())
             for _ in range(chance.randrange(1, 4)):
-                told = int(parent.stdout.readline())
+                step = int(parent.stdout.readline())
             for _ in range(chance.randrange(200_000)):  # somewhere within the next one
                 pass
             os.kill(pid, signal.SIGKILL)
             while not (line := parent.stdout.readline()).startswith("ended"):
-                told = int(line)
+                step = int(line)
             assert line == f"ended {-signal.SIGKILL}\n"
-            require_whole(path, told)
+            require_whole(path, step)
 
 
-def require_whole(path: Path, told: int) -> None:
+def require_whole(path: Path, step: int) -> None:
     with open_run(path, SETTINGS, resume=True) as folder:
-        found = folder.latest_checkpoint()
-        assert found is not None and found.warnings == () and found.step in (told, told + 1)
-        assert (found.path / "weights").read_bytes() == bytes([found.step % 256]) * 100_000
+        checkpoint = folder.latest_checkpoint()
+        assert checkpoint is not None and checkpoint.warnings == () and checkpoint.step in (step, step + 1)
+        assert (checkpoint.path / "weights").read_bytes() == bytes([checkpoint.step % 256]) * 100_000
         assert all(name.isdecimal() for name in files(folder)), "what was unfinished is swept"
         assert len(steps_in(folder.checkpoints)) <= 3
-        logs = folder.samples_after(found.step)
-        assert all(number > found.state.ticket_next - 3 for number in put_numbers(list(logs)))
+        logs = folder.samples_after(checkpoint.step)
+        assert all(number > checkpoint.state.ticket_next - 3 for number in put_numbers(list(logs)))
 
 
 def put_numbers(entries: list[object]) -> list[int]:

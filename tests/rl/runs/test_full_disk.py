@@ -49,8 +49,8 @@ def resize(disk: Path, pages: int) -> None:
 
 
 def used(disk: Path) -> int:
-    found = os.statvfs(disk)
-    return (found.f_blocks - found.f_bfree) * found.f_frsize // PAGE
+    status = os.statvfs(disk)
+    return (status.f_blocks - status.f_bfree) * status.f_frsize // PAGE
 
 
 def learner() -> Learner:
@@ -82,18 +82,21 @@ def test_a_file_of_a_checkpoint_without_room_is_reported_and_the_one_before_stay
     else:
         codec = WordCodec(("go", "look"))
     made = learner()
-    told: list[str] = []
+    warnings: list[str] = []
     with open_run(disk, settings({"kl": 0.1}), resume=False) as folder:
         asyncio.run(saved(folder, 0, made, codec))
         files = [path for path in (folder.checkpoints / "00000000").rglob("*") if path.is_file()]
         taken = used(disk)
         while not folder.has_checkpoint(1):
-            resize(disk, taken + len(told))
+            resize(disk, taken + len(warnings))
             try:
                 asyncio.run(saved(folder, 1, made, codec))
             except ManagerError as error:
-                told.append(str(error))
+                warnings.append(str(error))
                 assert [path.name for path in folder.checkpoints.iterdir()] == ["00000000"]
-                assert (found := folder.latest_checkpoint()) is not None and (found.step, found.warnings) == (0, ())
-    assert len(told) >= len(files) > 5, "there was a size at which each of them found no room"
-    assert all("cannot be written" in text and "No space left on device" in text for text in told)
+                assert (checkpoint := folder.latest_checkpoint()) is not None and (
+                    checkpoint.step,
+                    checkpoint.warnings,
+                ) == (0, ())
+    assert len(warnings) >= len(files) > 5, "there was a size at which each of them found no room"
+    assert all("cannot be written" in text and "No space left on device" in text for text in warnings)

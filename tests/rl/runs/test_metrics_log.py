@@ -236,7 +236,7 @@ def events(folder: Path) -> Iterator[tuple[int, dict[str, float]]]:
     """As TensorBoard reads them: what comes after a start forgets what it has of that step and later ones."""
     from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-    found: list[tuple[int, dict[str, float]]] = []
+    rows: list[tuple[int, dict[str, float]]] = []
     for path in sorted((folder / TENSORBOARD).iterdir()):
         content, at = path.read_bytes(), 0
         while at < len(content):
@@ -244,10 +244,10 @@ def events(folder: Path) -> Iterator[tuple[int, dict[str, float]]]:
             event = Event.FromString(content[at + 12 : at + 12 + length])
             at += 12 + length + 4
             if event.session_log.status == SessionLog.START:
-                found = [(step, values) for step, values in found if step < event.step]
+                rows = [(step, values) for step, values in rows if step < event.step]
             if event.summary.value:
-                found.append((event.step, {value.tag: value.simple_value for value in event.summary.value}))
-    yield from found
+                rows.append((event.step, {value.tag: value.simple_value for value in event.summary.value}))
+    yield from rows
 
 
 def test_tensorboard_shows_the_scalars_of_every_step(tmp_path: Path) -> None:
@@ -327,5 +327,5 @@ def test_a_folder_that_tensorboard_cannot_have_does_not_stop_a_run(tmp_path: Pat
 
 
 def test_a_step_of_nothing_has_no_rates() -> None:
-    found = scalars(trained(1, step_s=0.0, staleness=(), tasks={}, metrics={}))
-    assert not any(tag.startswith(("throughput/", "staleness/")) for tag in found)
+    values = scalars(trained(1, step_s=0.0, staleness=(), tasks={}, metrics={}))
+    assert not any(tag.startswith(("throughput/", "staleness/")) for tag in values)

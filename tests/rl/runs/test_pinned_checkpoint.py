@@ -71,12 +71,12 @@ def test_it_stays_whole_when_its_run_deletes_it(
             raise OSError(18, "Invalid cross-device link")
 
         monkeypatch.setattr(Path, "hardlink_to", another_disk)
-    with pin_newest_checkpoint(checkpoints, no_warning) as found:
-        assert found.path == checkpoints / folder_name(20)
-        remove_atomically(found.path)
-        assert read_checkpoint(found.folder).step == 20
-        assert (found.folder / "model.safetensors").read_text() == "weights of 20"
-        assert (found.folder / "reference" / "model.safetensors").is_file()
+    with pin_newest_checkpoint(checkpoints, no_warning) as pinned:
+        assert pinned.path == checkpoints / folder_name(20)
+        remove_atomically(pinned.path)
+        assert read_checkpoint(pinned.folder).step == 20
+        assert (pinned.folder / "model.safetensors").read_text() == "weights of 20"
+        assert (pinned.folder / "reference" / "model.safetensors").is_file()
     assert [each.name for each in checkpoints.parent.iterdir()] == ["checkpoints"]
 
 
@@ -90,8 +90,8 @@ def test_a_checkpoint_that_is_deleted_before_it_is_pinned_is_replaced_by_the_new
         monkeypatch.setattr(Path, "hardlink_to", link)
 
     monkeypatch.setattr(Path, "hardlink_to", deleted_first(checkpoints, saved_meanwhile))
-    with pin_newest_checkpoint(checkpoints, no_warning) as found:
-        assert found.path.name == folder_name(30)
+    with pin_newest_checkpoint(checkpoints, no_warning) as pinned:
+        assert pinned.path.name == folder_name(30)
 
 
 def test_there_is_an_end_to_checkpoints_that_vanish(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +121,8 @@ def test_a_named_checkpoint_that_is_gone_is_reported(checkpoints: Path, monkeypa
 def test_damage_is_reported_for_the_original_and_the_checkpoint_skipped(checkpoints: Path) -> None:
     (checkpoints / folder_name(20) / "model.safetensors").write_text("weights of 21")
     warnings: list[str] = []
-    with pin_newest_checkpoint(checkpoints, warnings.append) as found:
-        assert found.path.name == folder_name(10)
+    with pin_newest_checkpoint(checkpoints, warnings.append) as pinned:
+        assert pinned.path.name == folder_name(10)
     assert len(warnings) == 1 and f"checkpoint {checkpoints / folder_name(20)} is damaged" in warnings[0]
     with pytest.raises(DamagedCheckpoint, match="00000020 is damaged"), pin_checkpoint(checkpoints / folder_name(20)):
         pass

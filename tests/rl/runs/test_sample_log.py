@@ -137,8 +137,8 @@ def test_a_flipped_bit_costs_what_follows_and_nothing_else(
     content[at] ^= 1 << bit
     log.path.write_bytes(content)
     logs = read_after(folder, 0)
-    found = [each.group.id for each in logs if isinstance(each, GroupPut)]
-    assert found == [f"lake/{number}" for number in range(4)][: sum(end <= at for end in ends[1:])]
+    group_ids = [each.group.id for each in logs if isinstance(each, GroupPut)]
+    assert group_ids == [f"lake/{number}" for number in range(4)][: sum(end <= at for end in ends[1:])]
     assert len(logs.torn) == 1
 
 
@@ -216,12 +216,12 @@ def test_a_killed_process_leaves_the_appended_records(tmp_path: Path) -> None:
         folder = tmp_path / str(killed_after)
         child = subprocess.Popen([sys.executable, "-c", PROGRAM, str(folder)], stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
-        told = 0
+        last = 0
         with child:
-            while told < killed_after:
-                told = int(child.stdout.readline())
+            while last < killed_after:
+                last = int(child.stdout.readline())
             os.kill(child.pid, signal.SIGKILL)
-            told = max([told, *map(int, child.stdout.read().split())])
+            last = max([last, *map(int, child.stdout.read().split())])
         assert child.returncode == -signal.SIGKILL
-        found = ids(folder)
-        assert found == [f"lake/{number}" for number in range(len(found))] and len(found) >= told
+        group_ids = ids(folder)
+        assert group_ids == [f"lake/{number}" for number in range(len(group_ids))] and len(group_ids) >= last

@@ -122,9 +122,9 @@ def test_a_compressed_log_is_what_gzip_reads_and_the_other_way_round(tmp_path: P
 def test_a_router_event_is_kept_with_all_fields(tmp_path: Path) -> None:
     lost = EngineLost(at_s=105.0, engine="engine-0", reason="killed by signal 9", requests=3, deaths=1)
     path = written(tmp_path / "run.jsonl", engine_event(lost, since=100.0))
-    (found,) = read(path)
-    assert isinstance(found, EngineEvent) and (found.at_s, found.name) == (5.0, "EngineLost")
-    assert found.words == {"engine": "engine-0", "reason": "killed by signal 9", "requests": 3, "deaths": 1}
+    (records,) = read(path)
+    assert isinstance(records, EngineEvent) and (records.at_s, records.name) == (5.0, "EngineLost")
+    assert records.words == {"engine": "engine-0", "reason": "killed by signal 9", "requests": 3, "deaths": 1}
 
 
 def test_two_iterations_read_the_same(tmp_path: Path) -> None:
@@ -143,11 +143,11 @@ def test_a_truncated_log_returns_the_records_before_and_reports_it(tmp_path: Pat
     for size in range(first, len(whole) + 1):
         cut.write_bytes(whole[:size])
         reading = read(cut)
-        found = reading.trajectories()
-        assert found in ([trajectory(0)], [trajectory(0), trajectory(1)])
+        trajectories = reading.trajectories()
+        assert trajectories in ([trajectory(0)], [trajectory(0), trajectory(1)])
         assert (reading.torn == "") == (size in (first, len(whole)))
         if suffix == "jsonl":
-            assert len(found) == (2 if size == len(whole) else 1)
+            assert len(trajectories) == (2 if size == len(whole) else 1)
 
 
 def test_a_whole_record_without_its_line_end_is_left_out(tmp_path: Path) -> None:
@@ -302,9 +302,9 @@ def test_a_malformed_line_is_reported_with_its_number(tmp_path: Path, line: byte
 def test_a_contradictory_line_is_reported_without_control_characters(tmp_path: Path) -> None:
     path = written(tmp_path / "run.jsonl", trajectory(0, id="\x1b[2J"))
     path.write_bytes(path.read_bytes().replace(b'"ending":"finished"', b'"ending":"stale"'))
-    with pytest.raises(InvalidTrace, match=r"run\.jsonl:2.*reward 1\.0") as told:
+    with pytest.raises(InvalidTrace, match=r"run\.jsonl:2.*reward 1\.0") as caught:
         list(read(path))
-    assert str(told.value).isprintable()
+    assert str(caught.value).isprintable()
     path.write_bytes(path.read_bytes().replace(b'"stale"', b'"finished"').replace(b"[3,4]", b"[3]"))
     with pytest.raises(InvalidTrace, match="each token has"):
         list(read(path))

@@ -216,10 +216,10 @@ async def house(
     lines: list[AnyMetricsLine] = []
     engine = FakeEngine(answer, token_s=0.001)
     with open_run(folder, settings, resume=resume) as run:
-        found = run.latest_checkpoint() if resume else None
-        back = recover_buffer(found, run.samples_after(found.step)) if found is not None else None
-        weights = await trainer.start(found.path if found is not None else None)
-        reporter = RunReporter(lines.append, at_s=found.state.at_s if found is not None else 0.0)
+        checkpoint = run.latest_checkpoint() if resume else None
+        back = recover_buffer(checkpoint, run.samples_after(checkpoint.step)) if checkpoint is not None else None
+        weights = await trainer.start(checkpoint.path if checkpoint is not None else None)
+        reporter = RunReporter(lines.append, at_s=checkpoint.state.at_s if checkpoint is not None else 0.0)
         metrics, changed = StepMetrics(), ChangeCondition()
         background = BackgroundTasks(changed)
         gateway = Router([engine], on_event=EngineEventListener(reporter, metrics, background).on_event)
@@ -237,9 +237,9 @@ async def house(
                 )  # fmt: skip
                 reporter.start()
                 training = TrainingLoop(
-                    settings, run, run.open_sample_log(found), made, trainer, buffer,
+                    settings, run, run.open_sample_log(checkpoint), made, trainer, buffer,
                     remaining_tickets(settings, buffer), reporter, metrics, changed, background,
-                    state=found.state if found is not None else None, last_evaluated=looked,
+                    state=checkpoint.state if checkpoint is not None else None, last_evaluated=looked,
                     dropped=tuple(back.dropped.values()) if back is not None else (), progress=None,
                 )  # fmt: skip
                 try:

@@ -21,8 +21,8 @@ from tangram.rl.trajectories.trajectory import Group
 
 def lines_of(folder: Path, kind: type | None = None) -> list[Any]:
     """Those of the lineage that survived."""
-    found: list[AnyMetricsLine] = read_metrics(folder / "metrics.jsonl")
-    return [line for line in found if kind is None or isinstance(line, kind)]
+    metrics_lines: list[AnyMetricsLine] = read_metrics(folder / "metrics.jsonl")
+    return [line for line in metrics_lines if kind is None or isinstance(line, kind)]
 
 
 def samples_of(folder: Path) -> dict[int, Group]:

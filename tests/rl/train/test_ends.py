@@ -300,10 +300,10 @@ def test_weights_that_are_deleted_before_an_engine_has_read_them_are_skipped(
             fetch = made.engine.fetch
 
             async def slow(weights: PolicyWeights) -> None:
-                seen = len(trainer.batches)
+                before = len(trainer.batches)
                 for _ in range(50):
                     await asyncio.sleep(0.001)
-                    if len(trainer.batches) > seen:
+                    if len(trainer.batches) > before:
                         made.engine.refuse(fetches=1)
                         break
                 await fetch(weights)

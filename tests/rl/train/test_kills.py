@@ -70,10 +70,10 @@ keep = 100
 
 def until(condition: Callable[[], Any], what: str) -> Any:
     end = time.monotonic() + DEADLINE_S
-    while not (found := condition()):
+    while not (result := condition()):
         assert time.monotonic() < end, f"in vain: {what}"
         time.sleep(0.005)
-    return found
+    return result
 
 
 class Run:
@@ -95,10 +95,10 @@ class Run:
     def life(self) -> Iterator[None]:
         words = [sys.executable, "-m", "tangram", "train", str(self._config), "--out", str(self.run)]
         self.said = self.holds / f"said.{self._lives}"
-        with self.said.open("wb") as said:
+        with self.said.open("wb") as output:
             self.process = subprocess.Popen(
                 [*words, *(["--resume"] if self._lives else [])],
-                cwd=ROOT, env=os.environ | {HOLDS: str(self.holds)}, stdout=said, stderr=subprocess.STDOUT,
+                cwd=ROOT, env=os.environ | {HOLDS: str(self.holds)}, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
         self._lives += 1
@@ -125,16 +125,16 @@ class Run:
 
     def children(self, program: str = "") -> list[int]:
         """Of every generation; `program`: as `top` shows it."""
-        found, parents = [], [self.process.pid]
+        child_pids, parents = [], [self.process.pid]
         while parents:
             for listed in Path(f"/proc/{parents.pop()}/task").glob("*/children"):
                 try:
                     pids = [int(pid) for pid in listed.read_text().split()]
                     parents += pids
-                    found += [pid for pid in pids if program in Path(f"/proc/{pid}/comm").read_text()]
+                    child_pids += [pid for pid in pids if program in Path(f"/proc/{pid}/comm").read_text()]
                 except (FileNotFoundError, ProcessLookupError):
                     pass
-        return found
+        return child_pids
 
     def kill(self, *programs: str) -> None:
         for program in programs:

@@ -126,10 +126,10 @@ def test_a_trainer_that_dies_goes_on_from_the_last_checkpoint(mode: str, tmp_pat
     assert [batch.version for batch in trainer.batches] == list(range(12))
     assert len(trainer.trained) == len(set(trainer.trained)) == 36
     assert [line.kind for line in made.of(Noticed)] == ["rollback"] * 4
-    told = made.of(RunEnded)[0].dropped_so_far
-    assert told == made.training.buffer.dropped, "also of what was given up"
+    dropped = made.of(RunEnded)[0].dropped_so_far
+    assert dropped == made.training.buffer.dropped, "also of what was given up"
     counts = [sum(line.dropped_so_far.values()) for line in made.of(Trained)]
-    assert counts == sorted(counts) and counts[-1] <= sum(told.values()), "what was dropped stays dropped"
+    assert counts == sorted(counts) and counts[-1] <= sum(dropped.values()), "what was dropped stays dropped"
     if mode == "async":
         assert staleness_max(trainer.batches) <= 1
     assert_lineage(trainer.batches)

@@ -65,12 +65,12 @@ def test_modes_differ_in_when_things_happen_and_in_nothing_else(tmp_path: Path) 
     """Each mode trains really; the rate is so small that the policy stays what it was."""
     for mode, age_max in AGE_MAX.items():
         settings = settings_of(mode, steps=STEPS, learning_rate=1e-12, evaluations=2)
-        told: list[AnyMetricsLine] = []
-        over = trained(settings, tmp_path / mode, tell=told.append)
+        lines: list[AnyMetricsLine] = []
+        over = trained(settings, tmp_path / mode, tell=lines.append)
         assert over.cause == "steps" and over.step == STEPS
-        assert lines_of(tmp_path / mode)[1:] == told[1:], "the events are the written lines"
+        assert lines_of(tmp_path / mode)[1:] == lines[1:], "the events are the written lines"
         assert_sound(tmp_path / mode, steps=STEPS, batch=BATCH, age_max=age_max)
-        looked = [line.step for line in told if isinstance(line, Evaluated)]
+        looked = [line.step for line in lines if isinstance(line, Evaluated)]
         assert looked[0] == 0 and looked[-1] == STEPS, "looked at before and after"
         newest = weights(tmp_path / mode / "checkpoints" / f"{STEPS:08d}")
         assert all(tensor.isfinite().all() for tensor in newest.values())
@@ -79,12 +79,12 @@ def test_modes_differ_in_when_things_happen_and_in_nothing_else(tmp_path: Path) 
 
 
 def assert_same_samples(folders: dict[str, Path]) -> None:
-    found = {mode: samples_of(folder) for mode, folder in folders.items()}
-    for some, other in itertools.pairwise(found):
-        shared = found[some].keys() & found[other].keys()
+    samples_by_mode = {mode: samples_of(folder) for mode, folder in folders.items()}
+    for some, other in itertools.pairwise(samples_by_mode):
+        shared = samples_by_mode[some].keys() & samples_by_mode[other].keys()
         assert len(shared) >= STEPS * BATCH
         for number in shared:
-            for a, b in zip(found[some][number].members, found[other][number].members, strict=True):
+            for a, b in zip(samples_by_mode[some][number].members, samples_by_mode[other][number].members, strict=True):
                 assert (a.id, a.reward, a.ending) == (b.id, b.reward, b.ending), f"in {some} and {other}"
                 assert [turn.tokens for turn in a.turns] == [turn.tokens for turn in b.turns]
                 assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
@@ -95,10 +95,10 @@ def assert_readable(folder: Path) -> None:
     page = write_report(folder).read_text()
     assert "async" in page and "pick" in page
     assert list((folder / "tensorboard").glob("events.*"))
-    said = CliRunner().invoke(app, ["rl", "eval", str(folder), "--episodes", "2", "--json"], catch_exceptions=False)
-    assert said.exit_code == 0, said.output
-    found = msgspec.json.decode(said.stdout)
-    assert found["step"] == STEPS and found["tasks"]["pick"]["mean"] > 0.0
+    result = CliRunner().invoke(app, ["rl", "eval", str(folder), "--episodes", "2", "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    document = msgspec.json.decode(result.stdout)
+    assert document["step"] == STEPS and document["tasks"]["pick"]["mean"] > 0.0
 
 
 def test_the_same_batch_makes_the_same_weights_in_every_mode() -> None:
@@ -200,11 +200,11 @@ def test_a_run_whose_checkpoints_do_not_fit_on_the_disk_continues_and_reports_it
         if os.environ.get("CI") == "true":
             pytest.fail("needs root, to mount a small disk")
         pytest.skip("needs root, to mount a small disk")
-    told: list[AnyMetricsLine] = []
+    lines: list[AnyMetricsLine] = []
     disk = tmp_path / "run" / "checkpoints"
 
     def tell(line: AnyMetricsLine) -> None:
-        told.append(line)
+        lines.append(line)
         if isinstance(line, RunBegan):
             subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "tmpfs", str(disk)], check=True)
 
@@ -214,7 +214,7 @@ def test_a_run_whose_checkpoints_do_not_fit_on_the_disk_continues_and_reports_it
         subprocess.run(["umount", str(disk)], check=True)
     newest = "the newest checkpoint is of step 0" if kept else "there is no checkpoint"
     assert (over.cause, Path(over.checkpoint).name) == (f"reached step {STEPS}, but {newest}", kept)
-    notices = [line.text for line in told if isinstance(line, Noticed)]
+    notices = [line.text for line in lines if isinstance(line, Noticed)]
     assert all("No space left on device" in text for text in notices), notices
     told_of = [text.partition(":")[0] for text in notices]
     assert told_of == [f"no checkpoint of step {step}" for step in missed]

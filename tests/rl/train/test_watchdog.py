@@ -70,8 +70,8 @@ def test_progress_puts_a_stall_off_and_the_row_is_forgotten() -> None:
 def test_with_the_last_of_those_that_there_may_be_in_a_row_it_is_given_up() -> None:
     watch = Watchdog(STALL_S, 3, now=0.0)
     stuck = RunSnapshot(trajectories=(live(1, stage_s=1000.0),))
-    told = [watch.check(STALL_S * (number + 1), stuck) for number in range(3)]
-    assert [(each.number, each.give_up, each.abort) for each in told if each] == [
+    notices = [watch.check(STALL_S * (number + 1), stuck) for number in range(3)]
+    assert [(each.number, each.give_up, each.abort) for each in notices if each] == [
         (1, False, ("lake/1/0.0",)),
         (2, False, ("lake/1/0.0",)),
         (3, True, ()),
@@ -92,15 +92,15 @@ def test_any_progress_resets_the_watchdog_silently() -> None:
 def test_what_is_played_again_and_gets_stuck_again_does_not_begin_a_new_row() -> None:
     watch = Watchdog(STALL_S, 3, now=0.0)
     for number in range(1, 4):
-        told = watch.check(number * 130.0, RunSnapshot(trajectories=(live(number, stage_s=125.0),), tokens=0))
-        assert told is not None and told.number == number
+        notices = watch.check(number * 130.0, RunSnapshot(trajectories=(live(number, stage_s=125.0),), tokens=0))
+        assert notices is not None and notices.number == number
     stopped = replace(group(1, 0).members[0], ending=Ending.CANCELLED, reward=None)
     watch.on_trajectory_end(stopped, 400.0)
-    told = watch.check(520.0, RunSnapshot(trajectories=(live(5, stage_s=120.0),)))
-    assert told is not None and told.give_up, "what was stopped is no progress"
+    notices = watch.check(520.0, RunSnapshot(trajectories=(live(5, stage_s=120.0),)))
+    assert notices is not None and notices.give_up, "what was stopped is no progress"
     watch.on_trajectory_end(group(1, 0).members[0], 530.0)
-    told = watch.check(660.0, RunSnapshot())
-    assert told is not None and told.number == 1
+    notices = watch.check(660.0, RunSnapshot())
+    assert notices is not None and notices.number == 1
 
 
 # ---- words ----
@@ -348,16 +348,16 @@ def test_without_a_client_pools_are_unknown() -> None:
 def test_an_episode_shows_what_it_waits_for() -> None:
     async def test() -> None:
         world = World(Plan(reset_s=10.0, step_s=20.0, turns=1))
-        said = []
+        notices = []
         async with Rollout(settings(), Talker(30.0), CODEC, clock=clock()) as rollout:
             playing = asyncio.create_task(rollout.play(ticket()))
             for _ in range(3):
                 await asyncio.sleep(19.0)
                 (episode,) = rollout.in_flight()
-                said.append(episode.current_wait())
+                notices.append(episode.current_wait())
             await playing
             assert rollout.in_flight() == () and episode.current_wait().stage == ""
-        assert [(each.stage, each.since_s, each.waiting_for) for each in said] == [
+        assert [(each.stage, each.since_s, each.waiting_for) for each in notices] == [
             (Stage.GENERATE, 9.0, "an engine"),
             (Stage.GENERATE, 28.0, "an engine"),
             (Stage.STEP, 17.0, "the environment"),

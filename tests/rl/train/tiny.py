@@ -90,9 +90,9 @@ class PickInside(Pick):
         return await super().reset(seed)
 
     async def step(self, action: str) -> Step:
-        found = (await self._box.exec("sleep 0.02; echo >> turns; wc -l < turns", cpus=0.5)).check()
+        result = (await self._box.exec("sleep 0.02; echo >> turns; wc -l < turns", cpus=0.5)).check()
         step = await super().step(action)
-        assert int(found.stdout) == self.turns_max - self._left, "a turn was played twice, or none"
+        assert int(result.stdout) == self.turns_max - self._left, "a turn was played twice, or none"
         return step
 
     async def close(self) -> None:

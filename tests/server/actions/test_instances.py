@@ -59,10 +59,10 @@ def needy() -> int:
 
 
 class Bench:
-    def __init__(self, found: Tenants, a: Client, b: Client) -> None:
-        self.admin, self.asks_a, self.asks_b = found.admin, found.a, found.b
+    def __init__(self, tenants: Tenants, a: Client, b: Client) -> None:
+        self.admin, self.asks_a, self.asks_b = tenants.admin, tenants.a, tenants.b
         self.a, self.b = a, b
-        self.scheduler: Any = found.up.action_service.orchestrator.decider
+        self.scheduler: Any = tenants.up.action_service.orchestrator.decider
 
     async def functions(self, caller: Caller | None = None) -> list[str]:
         """Functions with instances, as a caller sees them, or the admin."""
@@ -91,13 +91,13 @@ class Bench:
 
 @asynccontextmanager
 async def benched(folder: Path, caps: Mapping[str, Any] | None = None, **options: Any) -> AsyncIterator[Bench]:
-    said: dict[str, Any] = dict(backend="sandbox", cores=2, memory=GIB) | options
+    settings: dict[str, Any] = dict(backend="sandbox", cores=2, memory=GIB) | options
     async with (
-        tenants(folder, caps, **said) as found,
-        connect(found.up.address, token=found.a.token) as a,
-        connect(found.up.address, token=found.b.token) as b,
+        tenants(folder, caps, **settings) as run_tenants,
+        connect(run_tenants.up.address, token=run_tenants.a.token) as a,
+        connect(run_tenants.up.address, token=run_tenants.b.token) as b,
     ):
-        bench = Bench(found, a, b)
+        bench = Bench(run_tenants, a, b)
         yield bench
         bench.scheduler.check()
 
@@ -197,8 +197,8 @@ def test_calls_wait_while_sandboxes_of_another_run_have_all_memory(tmp_path: Pat
             assert hasty.kind == "timed_out", hasty
             assert bench.scheduler.queue.waiting == 4
         assert await asyncio.gather(*calls) == [4] * 4
-        (seen,) = (await bench.admin.ask("GET", "/v1/view")).json["sandboxes"]
-        assert seen["function"] and seen["actions"] == 4 and seen["memory_mib"] == bench.held_mib
+        (sandboxes,) = (await bench.admin.ask("GET", "/v1/view")).json["sandboxes"]
+        assert sandboxes["function"] and sandboxes["actions"] == 4 and sandboxes["memory_mib"] == bench.held_mib
 
     play(tmp_path, test)
 
@@ -274,16 +274,16 @@ def test_revoking_a_run_ends_its_instances_and_frees_their_memory(tmp_path: Path
 @asynccontextmanager
 async def most_sandboxes(bench: Bench) -> AsyncIterator[list[int]]:
     """How many there were at once."""
-    seen = [0]
+    counts = [0]
 
     async def look() -> None:
         while True:
-            seen[0] = max(seen[0], len(bench.scheduler.places.by_sandbox))
+            counts[0] = max(counts[0], len(bench.scheduler.places.by_sandbox))
             await asyncio.sleep(0)
 
     looking = asyncio.create_task(look())
     try:
-        yield seen
+        yield counts
     finally:
         looking.cancel()
 
@@ -320,10 +320,10 @@ def test_a_call_under_way_counts_as_a_sandbox_of_its_run(tmp_path: Path) -> None
         nap = asyncio.create_task(bench.a.try_call(naps, 1000.0))
         await bench.until_called(1)
         async with bench.a.sandbox(memory="64MiB"):
-            found = await bench.asks_a.submit("late", {"type": "Open", "spec": {}}, sandbox="late")
-            assert found.error["limit"] == "sandboxes_max" and "1 for calls of functions" in found.error["message"], (
-                found
-            )
+            response = await bench.asks_a.submit("late", {"type": "Open", "spec": {}}, sandbox="late")
+            assert (
+                response.error["limit"] == "sandboxes_max" and "1 for calls of functions" in response.error["message"]
+            ), response
             nap.cancel()
             await asyncio.wait({nap})
             await bench.asks_a.open("late", memory_bytes=64 * MIB)
@@ -352,9 +352,9 @@ def test_instances_are_listed_to_their_run_and_the_admin_with_their_details(tmp_
         for caller in (bench.admin, bench.asks_a):
             (box,) = (await caller.ask("GET", "/v1/sandboxes")).json["sandboxes"]
             assert box["run"] == "alphaville" and box["spec"]["memory_bytes"] == EACH_MIB * MIB
-            (seen,) = (await caller.ask("GET", "/v1/view")).json["sandboxes"]
-            assert (seen["name"], seen["function"]) == (box["name"], box["function"])
-            assert (seen["active"], seen["actions"], seen["memory_mib"]) == (0, 3, EACH_MIB)
+            (sandboxes,) = (await caller.ask("GET", "/v1/view")).json["sandboxes"]
+            assert (sandboxes["name"], sandboxes["function"]) == (box["name"], box["function"])
+            assert (sandboxes["active"], sandboxes["actions"], sandboxes["memory_mib"]) == (0, 3, EACH_MIB)
         view = msgspec.json.decode((await bench.admin.ask("GET", "/v1/view")).content, type=View)
         console = Console(file=io.StringIO(), width=200, record=True)
         console.print(screen(view, bench.admin.address, console))

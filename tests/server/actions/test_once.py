@@ -48,9 +48,9 @@ def test_the_same_submission_fifty_times_at_once_is_one_action(tmp_path: Path) -
     async def main() -> None:
         async with serving(tmp_path) as up, asking(up.address) as caller:
             await caller.open()
-            found = await asyncio.gather(*[caller.run("it", "sleep 0.2; echo once") for _ in range(50)])
-            assert {answer.status for answer in found} == {200}
-            assert len({answer.content for answer in found}) == 1
+            results = await asyncio.gather(*[caller.run("it", "sleep 0.2; echo once") for _ in range(50)])
+            assert {answer.status for answer in results} == {200}
+            assert len({answer.content for answer in results}) == 1
             assert commands(up) == ["sleep 0.2; echo once"]
 
     asyncio.run(main())
@@ -95,8 +95,8 @@ def test_after_a_result_was_acknowledged_it_may_be_deleted_but_nothing_runs_agai
             for _ in range(2):
                 assert (await caller.ask("POST", "/v1/acknowledge", {"actions": ["it", "never"]})).status == 204
             await up.action_service.journal.compact()
-            gone = await caller.ask("GET", "/v1/actions/it", wait_s=0)
-            assert gone.status == 200 or gone.code == "not_found"
+            response = await caller.ask("GET", "/v1/actions/it", wait_s=0)
+            assert response.status == 200 or response.code == "not_found"
             assert len(commands(up)) == 1
 
     asyncio.run(main())
@@ -233,11 +233,11 @@ def test_a_connection_that_is_cut_in_any_phase_costs_nothing(
             way.target = up.address
             async with connect(way.address) as client, client.sandbox() as box:
                 way.cut_after = lambda sent: way.cuts < 3 and CUTS[what](sent)
-                heard: list[bytes] = []
-                result = await box.exec("sleep 0.6; echo once", on_output=lambda stream, data: heard.append(data)) \
+                received: list[bytes] = []
+                result = await box.exec("sleep 0.6; echo once", on_output=lambda stream, data: received.append(data)) \
                     if what == "when its output is followed" else await box.exec("sleep 0.6; echo once")  # fmt: skip
                 assert result.stdout == "once\n"
-                assert not heard or b"".join(heard) == b"once\n"
+                assert not received or b"".join(received) == b"once\n"
             assert way.cuts == 3 or what == "when it has been sent"
             assert commands(up) == ["sleep 0.6; echo once"]
 

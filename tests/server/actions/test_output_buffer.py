@@ -58,16 +58,16 @@ def test_every_byte_is_returned_once_or_counted_as_skipped(seed: int) -> None:
             output.close()
 
         async def follow() -> tuple[int, int]:
-            after, told, skipped = 0, 0, 0
+            after, position, skipped = 0, 0, 0
             while True:
                 async for chunk in output.follow(after):
                     assert chunk.offset == after + chunk.skipped, "a gap that was not counted, or bytes told twice"
                     skipped += chunk.skipped
                     if not chunk.stream:
-                        return told, skipped + chunk.offset - after
+                        return position, skipped + chunk.offset - after
                     assert chunk.data == written[chunk.offset : chunk.offset + len(chunk.data)]
                     after = chunk.offset + len(chunk.data)
-                    told += len(chunk.data)
+                    position += len(chunk.data)
                     for _ in range(chance.choice((0, 0, 1, 50))):
                         await asyncio.sleep(0)
                     if chance.random() < 0.1:
@@ -164,8 +164,8 @@ def test_output_is_followed_over_http_while_it_comes_and_after_its_end(tmp_path:
                 await caller.ask("POST", "/v1/actions/it/cancel")
                 last = [msgspec.json.decode(said, type=OutputChunk) async for said in response.content][-1]
                 assert last == OutputChunk(offset=4)
-            found = await caller.ask("GET", "/v1/actions/it/output", after=2)
-            lines = [msgspec.json.decode(said, type=OutputChunk) for said in found.content.splitlines()]
+            output = await caller.ask("GET", "/v1/actions/it/output", after=2)
+            lines = [msgspec.json.decode(said, type=OutputChunk) for said in output.content.splitlines()]
             assert lines[0].data == b"e\n" and lines[-1].stream == ""
 
     asyncio.run(main())
@@ -186,8 +186,8 @@ def test_a_follower_that_does_not_read_blocks_nothing_and_is_disconnected(
             idle.stop_reading()
             assert idle.port in ports
             await caller.run("go", "touch go")
-            found = await caller.ask("GET", "/v1/actions/it", wait_s=30)
-            assert found.json["settled"]["executed"]["stdout_bytes"] == 64 << 20
+            response = await caller.ask("GET", "/v1/actions/it", wait_s=30)
+            assert response.json["settled"]["executed"]["stdout_bytes"] == 64 << 20
             await until(lambda: idle.port not in ports)
 
     asyncio.run(main())

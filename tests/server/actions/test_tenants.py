@@ -69,7 +69,7 @@ def asks(action: str, box: str, image: str, key: str) -> list[tuple[str, str, An
     tar = io.BytesIO()
     with tarfile.open(fileobj=tar, mode="w") as writer:
         writer.addfile(tarfile.TarInfo("x"), io.BytesIO())
-    heard = {"status": 429, "headers": {"retry-after": "3600"}, "action": "x"}
+    content = {"status": 429, "headers": {"retry-after": "3600"}, "action": "x"}
     return [
         ("GET", f"/v1/actions/{action}?wait_s=0", None),
         ("GET", f"/v1/actions/{action}?wait_s=0&until=started", None),
@@ -90,7 +90,7 @@ def asks(action: str, box: str, image: str, key: str) -> list[tuple[str, str, An
         ("GET", f"/v1/image-keys/{key}", None),
         ("PUT", f"/v1/image-keys/{key}", {"name": image}),
         ("PUT", "/v1/image-keys/other", {"name": image}),
-        ("POST", "/v1/quotas/search/heard", heard | {"action": action}),
+        ("POST", "/v1/quotas/search/heard", content | {"action": action}),
     ]
 
 
@@ -134,14 +134,17 @@ def test_sandboxes_of_other_runs_and_missing_sandboxes_have_the_same_error(tmp_p
             real = [WAYS[way](name) for name in ("secretaction", "secretbox", "secretimage", "secretkey")]
             made_up = [WAYS[way](name) for name in ("nosuchaction", "nosuchbox", "nosuchimage", "nosuchkey")]
             for there, nowhere in zip(asks(*real), asks(*made_up), strict=True):
-                found, nothing = await said(b, there), await said(b, nowhere)
-                assert (found.status, neutral(found)) == (nothing.status, neutral(nothing)), there
-                assert found.status == 204 or found.status >= 400 or found.json == {"name": ""}, (there, found)
-                assert b"hidden content" not in found.content
+                responses, nothing = await said(b, there), await said(b, nowhere)
+                assert (responses.status, neutral(responses)) == (nothing.status, neutral(nothing)), there
+                assert responses.status == 204 or responses.status >= 400 or responses.json == {"name": ""}, (
+                    there,
+                    responses,
+                )
+                assert b"hidden content" not in responses.content
             for one, other in zip(submissions(*real[:3]), submissions(*made_up[:3]), strict=True):
-                found = await b.ask("POST", "/v1/actions", one, wait_s=30)
+                responses = await b.ask("POST", "/v1/actions", one, wait_s=30)
                 nothing = await b.ask("POST", "/v1/actions", other | {"id": f"{other['id']}-2"[-90:]}, wait_s=30)
-                assert (found.status, neutral(found)) == (nothing.status, neutral(nothing)), one
+                assert (responses.status, neutral(responses)) == (nothing.status, neutral(nothing)), one
             # And nothing has happened to it.
             after = (await a.ask("GET", "/v1/view")).json
             assert (after["running_total"], after["sandboxes_total"]) == (before["running_total"], 1)
@@ -163,10 +166,10 @@ def neutral(answer: Answer) -> bytes:
                        ("try-open-2", "try-open")):  # fmt: skip
         content = content.replace(one.encode(), other.encode())
     if answer.status == 200:  # times differ
-        found = answer.json
-        outcome = (found.get("settled") or {}).get("outcome")
+        document = answer.json
+        outcome = (document.get("settled") or {}).get("outcome")
         if outcome is not None:
-            content = f"{found['state']} {outcome['status']} {outcome['reason']}".encode()
+            content = f"{document['state']} {outcome['status']} {outcome['reason']}".encode()
             content = content.replace(b"secret", b"*").replace(b"nosuch", b"*")
     return content.replace(b"-2", b"")
 
@@ -176,8 +179,8 @@ def test_a_name_of_one_run_is_free_for_all_other_runs(tmp_path: Path) -> None:
         async with tenants(tmp_path, quotas=[Quota("search", 4)]) as (_, _, a, b):
             await furnish(a)
             await b.open("secretbox")
-            found = await b.run("secretaction", "echo mine", sandbox="secretbox")
-            assert found.json["settled"]["executed"]["stdout"] == "bWluZQo="
+            response = await b.run("secretaction", "echo mine", sandbox="secretbox")
+            assert response.json["settled"]["executed"]["stdout"] == "bWluZQo="
             assert (await b.ask("GET", "/v1/sandboxes/secretbox/list", path=".")).json == {"entries": []}
             assert (await b.ask("DELETE", "/v1/sandboxes/secretbox")).status == 204
             assert (
@@ -202,10 +205,10 @@ def test_a_run_sees_that_other_runs_hold_units_but_none_of_their_names(tmp_path:
             hold = {"pools": {"search": {"min": 1, "max": 1}}}
             await b.submit("mine-hold", {"type": "Hold"}, 0, demand=hold)
             for path in SEEN:
-                found = await b.ask("GET", path)
-                assert found.status == 200
+                response = await b.ask("GET", path)
+                assert response.status == 200
                 for secret in SECRETS:
-                    assert secret not in found.content.decode(), (path, secret)
+                    assert secret not in response.content.decode(), (path, secret)
             view = (await b.ask("GET", "/v1/view")).json
             holders = [holder for pool in view["pools"] for holder in pool["holders"]]
             assert {holder["run"] for holder in holders} == {HIDDEN_NAME, b.name}
@@ -236,11 +239,11 @@ def test_error_messages_name_nothing_of_other_runs(tmp_path: Path, backend: str)
             await b.submit("late", {"type": "Open", "spec": {"image": "mine"}}, 0, sandbox="late")
             assert (await b.ask("DELETE", "/v1/images/mine")).status == 204
             await b.ask("POST", "/v1/actions/first/cancel")
-            found = await b.ask("GET", "/v1/actions/late", wait_s=30)
-            ended = found.json["settled"]
-            assert ended["outcome"]["status"] != "succeeded" and "mine" in found.content.decode()
+            response = await b.ask("GET", "/v1/actions/late", wait_s=30)
+            ended = response.json["settled"]
+            assert ended["outcome"]["status"] != "succeeded" and "mine" in response.content.decode()
             for secret in SECRETS:
-                assert secret not in found.content.decode()
+                assert secret not in response.content.decode()
 
     asyncio.run(main())
 
@@ -258,8 +261,8 @@ def test_a_run_that_ends_takes_everything_along_and_leaves_other_runs_alone(tmp_
             again = (await admin.ask("POST", f"/v1/runs/{a.name}", {})).json["token"]
             other = Caller(a.session, a.address, again, a.name)
             for asked in asks("secretaction", "secretbox", "secretimage", "secretkey"):
-                found = await said(other, asked)
-                assert found.status == 204 or found.status >= 400 or found.json == {"name": ""}, asked
+                response = await said(other, asked)
+                assert response.status == 204 or response.status >= 400 or response.json == {"name": ""}, asked
             assert (await other.ask("GET", "/v1/actions/secretaction-done", wait_s=0)).code == "not_found"
             assert (await b.ask("GET", "/v1/actions/mine", wait_s=0)).json["state"] == "settled"
             assert (await b.ask("DELETE", "/v1/images/mine")).status == 204
@@ -399,8 +402,8 @@ def test_a_run_whose_name_is_a_prefix_of_another_is_separate(tmp_path: Path) -> 
                 caller = Caller(a.session, a.address, made["token"], name)
                 tails = [a.name.removeprefix(name), "ville/it", "-2/it", "it", "ville%2Fit"]
                 for action, path in itertools.product(tails, ("", "/story", "/output")):
-                    found = await caller.ask("GET", f"/v1/actions/{action or 'x'}{path}", wait_s=0)
-                    assert found.status in (404, 422) and b"hidden" not in found.content
+                    response = await caller.ask("GET", f"/v1/actions/{action or 'x'}{path}", wait_s=0)
+                    assert response.status in (404, 422) and b"hidden" not in response.content
                 assert (await caller.ask("GET", "/v1/sandboxes")).json == {"sandboxes": []}
                 assert (await caller.ask("GET", "/v1/timeline")).json["rows"] == []
 

@@ -37,8 +37,8 @@ runs = st.from_regex(RUN, fullmatch=True)
 
 def said(caller: Principal = A, rules: AdmissionPolicy = RULES, **fields: Any) -> Any:
     record = {"id": "it", "work": {"type": "Exec", "command": "true"}, "sandbox": "box"} | fields
-    asked = msgspec.json.decode(msgspec.json.encode(record), type=Submission)
-    return translate(asked, caller, TenantNamespace(caller.tenant, IMAGES), rules)
+    submission = msgspec.json.decode(msgspec.json.encode(record), type=Submission)
+    return translate(submission, caller, TenantNamespace(caller.tenant, IMAGES), rules)
 
 
 @given(runs, words, runs, words)

@@ -169,7 +169,7 @@ def test_actions_can_be_walked_through_with_the_keyboard(page: Screen) -> None:
     page.page.keyboard.press("n")
     page.until(f"document.querySelector('canvas.plot').dataset.hovered !== '{first}'")
     second = page.plot("hovered")
-    page.until(f"document.getElementById('said').textContent.startsWith('{second}')")
+    page.until(f"document.getElementById('announcement').textContent.startsWith('{second}')")
     page.page.keyboard.press("Enter")
     page.until(f"document.getElementById('story').dataset.of === '{second}'")
 

@@ -73,8 +73,8 @@ def test_a_token_is_looked_up_by_its_hash_only(monkeypatch: pytest.MonkeyPatch) 
         [(_, token_hash, record)] = facts.written
         assert token_hash == hashlib.sha256(token.encode()).digest()
         runs = RunRegistry(facts, (JournaledRun(name="a", token_hash=token_hash, record=record),), ADMIN_TOKEN)
-        found = runs.authenticate(token)
-        assert found is not None and (found.run, found.is_admin) == ("a", False)
+        caller = runs.authenticate(token)
+        assert caller is not None and (caller.run, caller.is_admin) == ("a", False)
         for wrong in (
             token[:-1],
             token + "x",
@@ -309,9 +309,9 @@ def test_no_token_and_no_right_one_are_refused_everywhere(tmp_path: Path, monkey
                 path = route.path.replace("{id:path}", "x").replace("{id}", "x").replace("{name}", "x")
                 path = path.replace("{key}", "x").replace("{run}", "x")
                 for sent in headers if route.path == "/v1/about" else headers[:1]:
-                    found = await anonymous.ask(route.method, path, headers=sent, path="x", token=a.token)
-                    assert (found.status, found.code) == (401, "unauthorized"), (route, sent)
-                    assert found.headers["www-authenticate"] == "Bearer"
+                    response = await anonymous.ask(route.method, path, headers=sent, path="x", token=a.token)
+                    assert (response.status, response.code) == (401, "unauthorized"), (route, sent)
+                    assert response.headers["www-authenticate"] == "Bearer"
             assert (
                 await anonymous.ask("GET", "/v1/about", headers={"authorization": f"bearer  {a.token} "})
             ).status == 200
@@ -418,8 +418,8 @@ def test_what_only_the_admin_may_do_no_run_does(tmp_path: Path) -> None:
             ]
             before = (await admin.ask("GET", "/v1/runs")).json
             for method, path, record in asks:
-                found = await a.ask(method, path, record)
-                assert (found.status, found.code) == (403, "forbidden"), path
+                response = await a.ask(method, path, record)
+                assert (response.status, response.code) == (403, "forbidden"), path
             assert (await admin.ask("GET", "/v1/runs")).json == before
             assert (await admin.ask("GET", "/v1/quotas")).json == {"quotas": []}
             # What is for the admin is refused before it is looked at.
@@ -452,8 +452,8 @@ def test_no_page_of_another_origin_acts_on_an_open_service(tmp_path: Path) -> No
         async with asked(tmp_path) as caller:
             record = {"id": "it", "sandbox": "box", "work": {"type": "Open", "spec": {}}}
             for headers in ELSEWHERE:
-                found = await caller.ask("POST", "/v1/actions", record, headers=headers)
-                assert (headers, found.status, found.code) == (headers, 403, "forbidden")
+                response = await caller.ask("POST", "/v1/actions", record, headers=headers)
+                assert (headers, response.status, response.code) == (headers, 403, "forbidden")
                 assert (await caller.ask("GET", "/v1/sandboxes", headers=headers)).code == "forbidden"
             assert (await caller.ask("GET", "/v1/sandboxes")).json == {"sandboxes": []}
             for host in ("localhost:1", "127.0.0.1", "[::1]:1", "127.0.0.2:1", "LOCALHOST"):

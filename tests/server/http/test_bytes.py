@@ -76,8 +76,8 @@ def test_unacknowledged_results_are_limited_in_bytes(tmp_path: Path) -> None:
         gate = "until [ -e go ]; do sleep 0.01; done"
         assert (await a.run("late", f"{gate}; {command}", wait_s=0)).status == 202
         for id in ("one", "two"):
-            found = (await a.run(id, command)).json["settled"]
-            assert found["outcome"]["status"] == "succeeded"
+            settled = (await a.run(id, command)).json["settled"]
+            assert settled["outcome"]["status"] == "succeeded"
         refused = await a.run("three", command)
         assert (refused.status, refused.code, refused.error["limit"]) == (429, "refused", "results_bytes_max")
         again = await a.run("two", command)

@@ -373,8 +373,8 @@ def test_no_archive_writes_outside_of_its_sandbox(tmp_path: Path, backend: str) 
             await caller.open()
             for place in (victim, outside / "fresh"):
                 for what, tar in out_of(place).items():
-                    found = await caller.ask("PUT", "/v1/sandboxes/box/tree", body=tar, path=".")
-                    assert found.status == 204 or found.code == "file_failed", (what, found)
+                    response = await caller.ask("PUT", "/v1/sandboxes/box/tree", body=tar, path=".")
+                    assert response.status == 204 or response.code == "file_failed", (what, response)
                     assert victim.read_bytes() == b"untouched" and list(outside.iterdir()) == [victim], what
             await is_well(caller)
 
@@ -390,13 +390,13 @@ def test_no_device_comes_of_an_archive(tmp_path: Path, backend: str) -> None:
             await caller.open()
             for number, kind in enumerate((tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE)):
                 tar = tar_of(member(f"special{number}", kind))
-                found = await caller.ask("PUT", "/v1/sandboxes/box/tree", body=tar, path=".")
-                assert found.status == 204 or found.code == "file_failed"
+                response = await caller.ask("PUT", "/v1/sandboxes/box/tree", body=tar, path=".")
+                assert response.status == 204 or response.code == "file_failed"
             ended = (await caller.run("look", "find . -type b -o -type c")).json["settled"]["executed"]
             assert (ended["exit_code"], ended["stdout"]) == (0, "")
             for place in ("files", "tree"):  # a pipe without a writer blocks no request
-                found = await caller.ask("GET", f"/v1/sandboxes/box/{place}", path="special2")
-                assert found.status == 200 or found.code == "file_failed"
+                response = await caller.ask("GET", f"/v1/sandboxes/box/{place}", path="special2")
+                assert response.status == 200 or response.code == "file_failed"
 
     asyncio.run(main())
 
@@ -409,8 +409,8 @@ def test_an_invalid_archive_is_reported_as_such(tmp_path: Path, backend: str, ju
     async def main() -> None:
         async with asked(tmp_path, backend=backend) as caller:
             await caller.open()
-            found = await caller.ask("PUT", "/v1/sandboxes/box/tree", body=junk, path=".")
-            assert found.status == 204 or found.code == "file_failed", found
+            response = await caller.ask("PUT", "/v1/sandboxes/box/tree", body=junk, path=".")
+            assert response.status == 204 or response.code == "file_failed", response
             assert (await caller.ask("GET", "/v1/sandboxes/box/list", path=".")).json == {"entries": []}
 
     asyncio.run(main())
@@ -423,9 +423,11 @@ def test_an_invalid_image_error_names_the_upload_and_not_a_file_of_the_service(t
     async def main() -> None:
         async with asked(tmp_path, backend=backend) as caller:
             for body in (b"no image", tar_of(member("x", content=b"no image either"))):
-                found = await caller.ask("POST", "/v1/images", body=body)
-                assert found.code == ("invalid_config" if backend == "sandbox" else "manager_failed")
-                assert "the upload" in found.error["message"] and tempfile.gettempdir() not in found.content.decode()
+                response = await caller.ask("POST", "/v1/images", body=body)
+                assert response.code == ("invalid_config" if backend == "sandbox" else "manager_failed")
+                assert (
+                    "the upload" in response.error["message"] and tempfile.gettempdir() not in response.content.decode()
+                )
 
     asyncio.run(main())
 
@@ -440,10 +442,10 @@ def test_an_archive_larger_than_the_disk_of_its_sandbox_is_refused_there(tmp_pat
                 ("bytes", tar_of(member("large", content=b"x" * (16 << 20)))),
                 ("entries", tar_of(*(member(f"d{number}", tarfile.DIRTYPE) for number in range(30_000)))),
             ):
-                found = await caller.ask("PUT", "/v1/sandboxes/box/tree", body=io.BytesIO(tar), path=".")
-                assert found.status == 204 or found.code == "file_failed", (what, found)
+                response = await caller.ask("PUT", "/v1/sandboxes/box/tree", body=io.BytesIO(tar), path=".")
+                assert response.status == 204 or response.code == "file_failed", (what, response)
                 if what == "bytes":
-                    assert found.code == "file_failed"
+                    assert response.code == "file_failed"
             whole = await caller.ask("PUT", "/v1/sandboxes/box/files", body=io.BytesIO(b"x" * (16 << 20)), path="f")
             assert whole.code == "file_failed"
             assert (await caller.run("it", "rm -rf d*; echo hello")).json["settled"]["executed"]["exit_code"] == 0
@@ -485,9 +487,9 @@ def test_no_path_leads_out_of_a_sandbox(tmp_path: Path, what: str) -> None:
                 ("PUT", "tree", tar_of(member("x", content=b"evil"))),
                 ("DELETE", "files", None),
             ):
-                found = await caller.ask(method, f"/v1/sandboxes/box/{place}", body=body, path=path)
-                assert b"hidden content" not in found.content
-                assert found.status < 500, found
+                response = await caller.ask(method, f"/v1/sandboxes/box/{place}", body=body, path=path)
+                assert b"hidden content" not in response.content
+                assert response.status < 500, response
             assert secret.read_bytes() == b"hidden content"
             assert sorted(os.listdir(tmp_path)) == ["secret", "service"]
 
@@ -500,9 +502,9 @@ def test_paths_that_are_none_are_refused_in_words(tmp_path: Path) -> None:
             await caller.open()
             for path in ("", "a%00b", "a%0d%0ab", "%ff%fe", "x" * 5000, "/".join(["d"] * 3000), "\\..\\x"):
                 for method, place in (("GET", "files"), ("GET", "list"), ("GET", "tree"), ("DELETE", "files")):
-                    found = await caller.ask(method, f"/v1/sandboxes/box/{place}?path={path}")
-                    assert found.code in ("invalid_action", "file_failed"), (path[:20], found)
-                    assert set(found.headers) == {"content-type", "content-length"}
+                    response = await caller.ask(method, f"/v1/sandboxes/box/{place}?path={path}")
+                    assert response.code in ("invalid_action", "file_failed"), (path[:20], response)
+                    assert set(response.headers) == {"content-type", "content-length"}
             for query in ("", "?path=a&path=b"):
                 assert (await caller.ask("GET", f"/v1/sandboxes/box/files{query}")).code == "invalid_action"
 
@@ -520,8 +522,8 @@ def test_a_call_of_nonsense_is_the_fault_of_its_caller_alone(tmp_path: Path) -> 
             ):
                 function = {"name": f"f{number}", "pickled": "AAAA", "paths": paths}
                 work = {"type": "Call", "function": function, "arguments": "AAAA"}
-                found = await caller.submit(f"call-{number}", work)
-                assert found.status in (200, 422), found
+                response = await caller.submit(f"call-{number}", work)
+                assert response.status in (200, 422), response
             assert (await caller.run("it", "echo hello")).json["settled"]["outcome"]["status"] == "succeeded"
 
     asyncio.run(main())

@@ -92,9 +92,9 @@ def test_a_body_that_is_wrong_is_refused_and_changes_nothing(tmp_path: Path) -> 
     async def main() -> None:
         async with asked(tmp_path) as caller:
             for what, (body, code) in BODIES.items():
-                found = await caller.ask("POST", "/v1/actions", body=io.BytesIO(body), headers=JSON)
-                assert (what, found.code) == (what, code)
-                assert found.status == STATUS_BY_CODE[found.code] and len(found.content) < 4000
+                response = await caller.ask("POST", "/v1/actions", body=io.BytesIO(body), headers=JSON)
+                assert (what, response.code) == (what, code)
+                assert response.status == STATUS_BY_CODE[response.code] and len(response.content) < 4000
             await unchanged(caller)
 
     asyncio.run(main())
@@ -162,10 +162,10 @@ def test_so_is_it_at_every_other_address(tmp_path: Path) -> None:
             (b"[" * 100_000, "invalid_action"),
             (b'{"total":%s,"weight":1e999}' % (b"9" * 100), "invalid_action"),
         ):
-            found = await caller.ask(method, path, body=body, headers=JSON)
-            assert found.code == code, (body[:20], found)
-        found = await caller.ask(method, path, body=b"{}", headers={"content-type": "text/plain"})
-        assert found.code == "wrong_content_type"
+            response = await caller.ask(method, path, body=body, headers=JSON)
+            assert response.code == code, (body[:20], response)
+        response = await caller.ask(method, path, body=b"{}", headers={"content-type": "text/plain"})
+        assert response.code == "wrong_content_type"
 
     asyncio.run(main())
 
@@ -187,8 +187,8 @@ def test_of_a_key_that_is_there_twice_the_last_one_counts(tmp_path: Path) -> Non
 
     async def main() -> None:
         async with asked(tmp_path) as caller:
-            found = await caller.ask("POST", "/v1/actions", body=b'{"id":"one","id":"two",%s}' % WORK, headers=JSON)
-            assert found.json["id"] == "two"
+            response = await caller.ask("POST", "/v1/actions", body=b'{"id":"one","id":"two",%s}' % WORK, headers=JSON)
+            assert response.json["id"] == "two"
             assert (await caller.ask("GET", "/v1/actions/one", wait_s=0)).code == "not_found"
 
     asyncio.run(main())
@@ -201,8 +201,8 @@ def test_a_body_without_the_json_content_type_is_refused(tmp_path: Path, kind: s
     async def main() -> None:
         async with asked(tmp_path) as caller:
             body = b'{"id":"x",%s}' % WORK
-            found = await caller.ask("POST", "/v1/actions", body=body, headers={"content-type": kind})
-            assert (found.status, found.code) == (415, "wrong_content_type")
+            response = await caller.ask("POST", "/v1/actions", body=body, headers={"content-type": kind})
+            assert (response.status, response.code) == (415, "wrong_content_type")
             await unchanged(caller)
 
     asyncio.run(main())
@@ -222,8 +222,8 @@ def test_an_error_is_never_as_large_as_what_was_wrong(tmp_path: Path) -> None:
                 {"id": "x", "sandbox": "b", "work": work, "demand": {"pools": {long: {"min": 1, "max": 1}}}},
                 {"id": "x", "sandbox": "b", "work": {"type": "Open", "spec": {"image": long}}},
             ):
-                found = await caller.ask("POST", "/v1/actions", record)
-                assert found.status == 422 and len(found.content) < 10_000, found.content[:200]
+                response = await caller.ask("POST", "/v1/actions", record)
+                assert response.status == 422 and len(response.content) < 10_000, response.content[:200]
 
     asyncio.run(main())
 
@@ -241,9 +241,9 @@ def test_an_unknown_path_is_not_found_without_a_redirect(tmp_path: Path) -> None
     async def main() -> None:
         async with asked(tmp_path) as caller:
             for path in NOWHERE:
-                found = await caller.ask("GET", path, headers={"x-forwarded-host": "evil.example"})
-                assert (path, found.status, found.code) == (path, 404, "not_found")
-                assert "location" not in found.headers and "set-cookie" not in found.headers
+                response = await caller.ask("GET", path, headers={"x-forwarded-host": "evil.example"})
+                assert (path, response.status, response.code) == (path, 404, "not_found")
+                assert "location" not in response.headers and "set-cookie" not in response.headers
 
     asyncio.run(main())
 
@@ -260,8 +260,12 @@ def test_a_wrong_method_gets_the_allowed_ones(tmp_path: Path) -> None:
                 ("TRACE", "/healthz", "GET, HEAD"),
                 ("POST", "/openapi.json", "GET, HEAD"),
             ):
-                found = await caller.ask(method, path)
-                assert (found.status, found.code, found.headers["allow"]) == (405, "no_such_method", allowed), path
+                response = await caller.ask(method, path)
+                assert (response.status, response.code, response.headers["allow"]) == (
+                    405,
+                    "no_such_method",
+                    allowed,
+                ), path
             await unchanged(caller)
 
     asyncio.run(main())
@@ -299,9 +303,14 @@ def test_names_in_paths_reach_only_the_named_object(tmp_path: Path) -> None:
                 ("PATCH", "/v1/nodes/{}", {"state": "up"}),
             ]
             for name, (method, path, record) in itertools.product(BAD_NAMES, asks):
-                found = await caller.ask(method, path.format(name), record, path="x", wait_s=0)
-                assert found.code in ("invalid_action", "not_found", "no_such_method"), (method, path, name, found)
-                assert len(found.headers) == len({*found.headers} & {"content-type", "content-length", "allow"})
+                response = await caller.ask(method, path.format(name), record, path="x", wait_s=0)
+                assert response.code in ("invalid_action", "not_found", "no_such_method"), (
+                    method,
+                    path,
+                    name,
+                    response,
+                )
+                assert len(response.headers) == len({*response.headers} & {"content-type", "content-length", "allow"})
             await unchanged(caller)
 
     asyncio.run(main())
@@ -317,8 +326,8 @@ def test_words_of_a_query_that_are_wrong_are_refused(tmp_path: Path) -> None:
     async def main() -> None:
         async with asked(tmp_path) as caller:
             for query in QUERIES:
-                found = await caller.ask("GET", f"/v1/actions/x?{query}")
-                assert found.code == "invalid_action" and found.error["field"] in ("wait_s", "until"), query
+                response = await caller.ask("GET", f"/v1/actions/x?{query}")
+                assert response.code == "invalid_action" and response.error["field"] in ("wait_s", "until"), query
             for number in NUMBERS:
                 assert (await caller.ask("GET", "/v1/timeline", after=number)).code == "invalid_action", number
                 assert (await caller.ask("GET", "/v1/timeline", limit=number)).code == "invalid_action", number
@@ -363,8 +372,8 @@ def test_what_is_no_http_is_logged_once_with_its_address(tmp_path: Path, caplog:
             await raw.ended()
 
     asyncio.run(main())
-    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert said == ["malformed request address='127.0.0.1'"]
+    messages = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert messages == ["malformed request address='127.0.0.1'"]
 
 
 def test_pipelined_requests_are_answered_in_their_order(tmp_path: Path) -> None:
@@ -372,8 +381,8 @@ def test_pipelined_requests_are_answered_in_their_order(tmp_path: Path) -> None:
         async with asked(tmp_path) as caller, line(caller.address) as raw:
             paths = [b"/healthz", b"/nowhere", b"/readyz", b"/healthz"] * 50
             await raw.send(b"".join(b"GET %s HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n" % path for path in paths))
-            found = [(await raw.answer())[0] for _ in paths]
-            assert found == [200, 404, 200, 200] * 50
+            statuses = [(await raw.answer())[0] for _ in paths]
+            assert statuses == [200, 404, 200, 200] * 50
 
     asyncio.run(main())
 
@@ -553,12 +562,12 @@ def test_connections_have_a_limit_that_is_named(tmp_path: Path) -> None:
             async with asking(up.address) as caller:
                 for _ in range(100):  # as soon as those have gone
                     try:
-                        found = await caller.ask("GET", "/healthz")
+                        response = await caller.ask("GET", "/healthz")
                     except OSError:
                         continue
-                    if found.status == 200:
+                    if response.status == 200:
                         break
-                assert found.status == 200
+                assert response.status == 200
 
     asyncio.run(main())
 

@@ -67,9 +67,9 @@ def test_every_reference_leads_somewhere() -> None:
             for each in node:
                 yield from references(each)
 
-    found = set(references(DOCUMENT))
-    assert len(found) > 30
-    for reference in found:
+    referenced = set(references(DOCUMENT))
+    assert len(referenced) > 30
+    for reference in referenced:
         assert reference.startswith("#/"), reference
         node = DOCUMENT
         for part in reference[2:].split("/"):
@@ -104,9 +104,9 @@ def test_only_what_is_public_needs_no_token() -> None:
 def test_the_document_is_public_at_a_service(tmp_path: Path) -> None:
     async def main() -> None:
         async with asked(tmp_path, admin_token_file=str(token_file(tmp_path))) as anonymous:
-            found = await anonymous.ask("GET", "/openapi.json")
-            assert (found.status, found.headers["content-type"]) == (200, "application/json")
-            assert found.json == DOCUMENT
+            response = await anonymous.ask("GET", "/openapi.json")
+            assert (response.status, response.headers["content-type"]) == (200, "application/json")
+            assert response.json == DOCUMENT
 
     asyncio.run(main())
 

@@ -104,16 +104,16 @@ def test_every_attempt_is_written_down() -> None:
 
 
 def test_a_memory_that_fails_at_a_start_ends_everything_and_starts_nothing() -> None:
-    seen: list[Rig] = []
+    rigs: list[Rig] = []
 
     async def test(rig: Rig) -> None:
-        seen.append(rig)
+        rigs.append(rig)
         rig.memory.failure = ManagerError("the disk is full")
         await rig.run("a", TRUE)
 
     with pytest.raises(ManagerError, match="disk is full"):
         play(test)
-    assert not any(call.method == "start" and call.subject == "a" for call in seen[0].manager.calls)
+    assert not any(call.method == "start" and call.subject == "a" for call in rigs[0].manager.calls)
 
 
 def test_a_journal_that_fails_at_an_end_fails_the_waiters() -> None:
@@ -159,11 +159,11 @@ def test_a_pause_lets_what_runs_end_and_leaves_what_waits_to_the_memory() -> Non
             rig.submit("late", TRUE)
 
     rig = play(test, {"short": FakeScript(duration_s=0.02)})
-    told = {id for id, what in rig.memory.told if what == "succeeded"} - {"open"}
+    succeeded = {id for id, what in rig.memory.told if what == "succeeded"} - {"open"}
     begun = {id for id, what in rig.memory.told if what == "starting"} - {"open"}
-    assert told == begun and 0 < len(told) < 6, "what was begun was not let end, or everything was begun"
+    assert succeeded == begun and 0 < len(succeeded) < 6, "what was begun was not let end, or everything was begun"
     for ticket in tickets:
-        if ticket.action.id not in told:
+        if ticket.action.id not in succeeded:
             with pytest.raises(ManagerError, match="continues when it is back"):
                 ticket.settled.result()
 

@@ -407,11 +407,11 @@ def acknowledged_until_killed(path: Path, durability: str, first: int, lines: in
     child = subprocess.Popen([sys.executable, "-c", WRITER, str(path), durability, str(first)], stdout=subprocess.PIPE)
     with child:
         assert child.stdout is not None
-        said = b"".join(child.stdout.readline() for _ in range(lines))
+        printed = b"".join(child.stdout.readline() for _ in range(lines))
         child.send_signal(signal.SIGKILL)
-        said += child.stdout.read()
+        printed += child.stdout.read()
     assert child.returncode == -signal.SIGKILL
-    whole = said[: said.rfind(b"\n") + 1]
+    whole = printed[: printed.rfind(b"\n") + 1]
     return [tuple(line.split()) for line in whole.decode().splitlines()]  # type: ignore[misc]
 
 
@@ -547,8 +547,8 @@ def test_a_log_cut_at_headers_and_a_stride_is_read_up_to_the_last_whole_commit(m
         end, state = max((one for one in states if one[0] <= size), key=lambda one: one[0])
         assert facts(store.recovered) == state, f"cut at {size}"
         rest = f"the last {size - end} bytes of {wal_of(cut)}"
-        told = [rest in line and f"commit {store.commits}" in line for line in store.recovered.report]
-        assert told == ([True] if size > end else []), f"cut at {size}"
+        mentions = [rest in line and f"commit {store.commits}" in line for line in store.recovered.report]
+        assert mentions == ([True] if size > end else []), f"cut at {size}"
 
 
 def test_the_owner_of_a_truncated_journal_gets_a_warning_and_continues(path: Path) -> None:

@@ -134,8 +134,8 @@ def test_actions_lost_by_a_restart_appear_wherever_ends_do_and_are_counted_once(
             metrics = (await wire.call("GET", "/metrics")).decode()
             assert 'tangram_actions_total{run="default",status="lost"} 2' in metrics
             await asyncio.to_thread(process.stop)
-            seen = summarize(process.folder / "events.jsonl")
-            assert [run.statuses for run in seen.runs] == [{"lost": 2}] and seen.unsettled == 0
+            summary = summarize(process.folder / "events.jsonl")
+            assert [run.statuses for run in summary.runs] == [{"lost": 2}] and summary.unsettled == 0
             await asyncio.to_thread(process.start)
             assert 'status="lost"' not in (await wire.call("GET", "/metrics")).decode(), "it was counted before"
 
@@ -391,10 +391,10 @@ def test_a_journal_that_other_users_could_write_is_refused(tmp_path: Path) -> No
 def test_the_service_manager_is_notified_when_it_serves_and_when_it_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
-        told.bind(str(tmp_path / "notify"))
-        told.settimeout(60.0)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications:
+        notifications.bind(str(tmp_path / "notify"))
+        notifications.settimeout(60.0)
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
         with Process(tmp_path / "service", backend="fake"):
-            assert told.recv(100) == b"READY=1"
-        assert told.recv(100) == b"STOPPING=1"
+            assert notifications.recv(100) == b"READY=1"
+        assert notifications.recv(100) == b"STOPPING=1"

@@ -247,9 +247,11 @@ def test_series_are_bounded_and_none_is_lost(monkeypatch: pytest.MonkeyPatch) ->
     world = World()
     for number in range(50):
         world.metrics.on_response(f"/guess/{number}", 404, 0.0)
-    found = {where: value for (name, where), value in world.read().items() if name == "tangram_http_requests_total"}
-    assert len(found) == 4 and sum(found.values()) == 50
-    assert found[labels(route=OTHER, status=OTHER)] == 47
+    value_by_label = {
+        where: value for (name, where), value in world.read().items() if name == "tangram_http_requests_total"
+    }
+    assert len(value_by_label) == 4 and sum(value_by_label.values()) == 50
+    assert value_by_label[labels(route=OTHER, status=OTHER)] == 47
 
 
 def test_an_undeclared_name_or_label_is_a_bug() -> None:
@@ -283,14 +285,14 @@ def expressions() -> list[str]:
 
 
 def test_the_metrics_of_the_dashboard_exist() -> None:
-    asked = {name for expression in expressions() for name in re.findall(r"\btangram_\w+", expression)}
+    names = {name for expression in expressions() for name in re.findall(r"\btangram_\w+", expression)}
     known = set()
     for family in FAMILIES:
         known |= {
             family.name + suffix for suffix in (("_bucket", "_sum", "_count") if family.kind == HISTOGRAM else ("",))
         }
-    assert asked and asked <= known
-    assert len(asked) >= 10
+    assert names and names <= known
+    assert len(names) >= 10
 
 
 def test_the_dashboard_groups_by_labels_that_exist() -> None:

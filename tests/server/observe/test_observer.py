@@ -89,9 +89,9 @@ class World:
         return next(one for one in self.picture.view(run).runs if one.name == name)
 
     def story(self, id: str, run: str | None = None) -> Story:
-        found = self.picture.story(id, run)
-        assert found is not None
-        return found
+        lines = self.picture.story(id, run)
+        assert lines is not None
+        return lines
 
 
 def texts(story: Story) -> list[str]:
@@ -399,10 +399,10 @@ def test_percentiles_lie_within_a_cell_of_the_true_ones(seconds: list[float]) ->
     tally = Tally()
     for each in seconds:
         tally.add(0.0, each, 0.0)
-    found = tally.percentiles()
-    assert found.count == len(seconds) and found.mean_s == pytest.approx(sum(seconds) / len(seconds))
+    percentiles = tally.percentiles()
+    assert percentiles.count == len(seconds) and percentiles.mean_s == pytest.approx(sum(seconds) / len(seconds))
     ordered = sorted(seconds)
-    for part, value in ((0.5, found.p50_s), (0.95, found.p95_s), (0.99, found.p99_s)):
+    for part, value in ((0.5, percentiles.p50_s), (0.95, percentiles.p95_s), (0.99, percentiles.p99_s)):
         # The smallest that at least this part did not exceed.
         true = ordered[max(0, -(-round(part * 100) * len(seconds) // 100) - 1)]
         upper = next(bound for bound in CELL_BOUNDS_S if bound >= true)

@@ -185,7 +185,7 @@ def publish_checkpoint(policy: Policy, folder: Path | str, version: int, *, repl
 
 def load(folder: Path | str, *, dtype: torch.dtype = torch.float32, for_external_servers: bool = False) -> Policy:
     """Loads our transformer if it fits the checkpoint, because our engines serve only that; else a model of
-    transformers. `for_external_servers`: whether external servers serve it. Raises ManagerError, with the reasons of both."""
+    transformers. `for_external_servers`: see TransformerPolicy. Raises ManagerError, with the reasons of both."""
     try:
         return TransformerPolicy(model_folder.load(folder, dtype=dtype), for_external_servers=for_external_servers)
     except (InvalidConfig, ManagerError) as refused:

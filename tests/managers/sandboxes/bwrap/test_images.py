@@ -313,9 +313,9 @@ def test_a_gzipped_archive_is_read_like_a_plain_one(store: ImageStore, tmp_path:
 def test_whiteouts_are_those_of_overlays(store: ImageStore, tmp_path: Path) -> None:
     image = run(store.add_tar(archive(tmp_path / "image", saved([LOWER, UPPER]))))
     upper = Path(image.layers[1])
-    found = (upper / "app/removed").stat()
-    assert stat.S_ISCHR(found.st_mode) and found.st_rdev == 0
-    assert found.st_uid == SANDBOX_UID
+    status = (upper / "app/removed").stat()
+    assert stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
+    assert status.st_uid == SANDBOX_UID
     assert os.getxattr(upper / "hidden", OPAQUE_XATTR) == b"y"
     assert not list(upper.rglob(".wh.*"))
 
@@ -750,9 +750,10 @@ async def _lock_is_free(store: ImageStore, key: str) -> bool:
 
 
 def look(root: Path) -> list[tuple[object, ...]]:
-    found = [(path, path.lstat()) for path in [root, *sorted(root.rglob("*"))]]
+    statuses = [(path, path.lstat()) for path in [root, *sorted(root.rglob("*"))]]
     return [
-        (str(path), it.st_uid, it.st_gid, it.st_mode, it.st_ino, it.st_mtime_ns, it.st_ctime_ns) for path, it in found
+        (str(path), it.st_uid, it.st_gid, it.st_mode, it.st_ino, it.st_mtime_ns, it.st_ctime_ns)
+        for path, it in statuses
     ]
 
 
@@ -1031,22 +1032,22 @@ def test_a_lock_is_held_by_one_process_and_waiting_for_it_does_not_block_the_eve
     assert first_line(holder) == "held"
 
     async def wait() -> list[str]:
-        seen: list[str] = []
+        lines: list[str] = []
 
         async def take() -> None:
             async with store.lock("key"):
-                seen.append("key")
+                lines.append("key")
 
         waiting = asyncio.create_task(take())
         async with store.lock("another key"):
-            seen.append("another")
+            lines.append("another")
         for _ in range(20):
             await asyncio.sleep(0)
         assert not waiting.done()
         assert holder.stdin is not None
         holder.stdin.close()
         await waiting
-        return seen
+        return lines
 
     assert run(wait()) == ["another", "key"]
 

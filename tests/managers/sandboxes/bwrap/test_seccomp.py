@@ -97,8 +97,8 @@ def errnos(calls: list[list[int]], *, way: str = "native", code: bytes | None = 
     code = filter_program() if code is None else code
     done = run(code.hex(), way, stdin=json.dumps(calls))
     assert done.returncode == 0, done.stderr
-    found: list[int] = json.loads(done.stdout)
-    return found
+    codes: list[int] = json.loads(done.stdout)
+    return codes
 
 
 def numbers(names: dict[str, tuple[int, int, int]], column: int = NATIVE) -> dict[str, int]:
@@ -110,8 +110,8 @@ def numbers(names: dict[str, tuple[int, int, int]], column: int = NATIVE) -> dic
 
 def test_refused_calls_are_not_permitted() -> None:
     calls = numbers(REFUSED)
-    said = errnos([[number, *ALL_ONES] for number in calls.values()])
-    assert dict(zip(calls, said, strict=True)) == dict.fromkeys(calls, errno.EPERM)
+    codes = errnos([[number, *ALL_ONES] for number in calls.values()])
+    assert dict(zip(calls, codes, strict=True)) == dict.fromkeys(calls, errno.EPERM)
 
 
 POWERS = {
@@ -137,8 +137,8 @@ def all_powerful() -> bool:
 @pytest.mark.skipif(not all_powerful(), reason="without all privileges the kernel itself says EPERM")
 def test_without_the_filter_the_same_calls_fail_for_other_reasons() -> None:
     calls = numbers(REFUSED)
-    said = dict(zip(calls, errnos([[number, *ALL_ONES] for number in calls.values()], code=b""), strict=True))
-    assert [name for name, code in said.items() if code == errno.EPERM] == []
+    codes = dict(zip(calls, errnos([[number, *ALL_ONES] for number in calls.values()], code=b""), strict=True))
+    assert [name for name, code in codes.items() if code == errno.EPERM] == []
 
 
 def test_calls_that_programs_can_do_without_are_unknown() -> None:
@@ -200,8 +200,8 @@ def test_a_64_bit_program_gains_nothing_by_32_bit_calls() -> None:
     if MACHINE != "x86_64" or run("", "i386", stdin=json.dumps([[getpid]])).stdout.strip() != "[0]":
         pytest.skip("this kernel has no 32-bit calls")
     refused, unknown = numbers(REFUSED, 1), numbers(UNKNOWN, 1)
-    said = errnos([[number, -1, -1, -1] for number in refused.values()], way="i386")
-    assert dict(zip(refused, said, strict=True)) == dict.fromkeys(refused, errno.EPERM)
+    codes = errnos([[number, -1, -1, -1] for number in refused.values()], way="i386")
+    assert dict(zip(refused, codes, strict=True)) == dict.fromkeys(refused, errno.EPERM)
     assert errnos([[number, -1, -1, -1] for number in unknown.values()], way="i386") == [errno.ENOSYS] * len(unknown)
     checked = numbers(CHECKED, 1)
     assert errnos(

@@ -169,12 +169,12 @@ class PrivateEngine:
             connection.close()
 
     def containers(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = json.loads(self.ask("GET", "/containers/json?all=1")[1])
-        return found
+        listed: list[dict[str, Any]] = json.loads(self.ask("GET", "/containers/json?all=1")[1])
+        return listed
 
     def images(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = json.loads(self.ask("GET", "/images/json?all=1")[1])
-        return found
+        listed: list[dict[str, Any]] = json.loads(self.ask("GET", "/images/json?all=1")[1])
+        return listed
 
     def load(self, name: str, programs: tuple[str, ...]) -> None:
         """An image of these programs of this machine and the libraries that they need."""
@@ -249,17 +249,17 @@ def remove_cgroup(cgroup: str) -> None:
 
 def children(pid: int) -> list[int]:
     """Of all its threads: the kernel lists a child below the thread that forked it."""
-    found = b" ".join(read_proc(pid, f"task/{thread.name}/children") for thread in Path(f"/proc/{pid}/task").glob("*"))
-    return [int(child) for child in found.split()]
+    pids = b" ".join(read_proc(pid, f"task/{thread.name}/children") for thread in Path(f"/proc/{pid}/task").glob("*"))
+    return [int(child) for child in pids.split()]
 
 
 def packed(programs: tuple[str, ...]) -> bytes:
     """A tar of a root file system with these programs. Those that the machine lacks are left out."""
     paths: dict[str, str] = {}
     for name in programs:
-        found = shutil.which(name, path="/usr/bin:/bin:/usr/sbin:/sbin")
-        if found:
-            paths[f"bin/{name}"] = found
+        path = shutil.which(name, path="/usr/bin:/bin:/usr/sbin:/sbin")
+        if path:
+            paths[f"bin/{name}"] = path
     for library in libraries(list(paths.values())):
         paths[library.lstrip("/")] = library
     content = io.BytesIO()

@@ -160,8 +160,8 @@ def test_a_program_gets_its_directory_its_user_and_its_width(engine: PrivateEngi
         )
         assert await desk.text("mkdir -p /work/d; touch ~/f") == ""
         assert await desk.text("pwd", cwd="d") == "/work/d\n"
-        told = await desk.do(Exec(command="echo {cpus} $TANGRAM_CPUS $OMP_NUM_THREADS $(nproc)"), units=1000)
-        assert told.executed is not None and told.executed.stdout == b"1 1 1 1\n"
+        result = await desk.do(Exec(command="echo {cpus} $TANGRAM_CPUS $OMP_NUM_THREADS $(nproc)"), units=1000)
+        assert result.executed is not None and result.executed.stdout == b"1 1 1 1\n"
         wide = await desk.do(Exec(command="echo {cpus} $(nproc)"), units=2000)
         assert wide.executed is not None and wide.executed.stdout.split()[0] == b"2"
 
@@ -170,15 +170,15 @@ def test_a_program_gets_its_directory_its_user_and_its_width(engine: PrivateEngi
 
 def test_output_is_streamed_and_kept_within_bounds(engine: PrivateEngine) -> None:
     async def scene(desk: Desk) -> None:
-        seen: list[tuple[int, bytes]] = []
+        output: list[tuple[int, bytes]] = []
         work = Exec(command="echo first; while [ ! -e go ]; do sleep 0.01; done; seq 100000", capture_bytes_max=1000)
-        lease = await desk.start(work, output=lambda *piece: seen.append(piece))
-        await until(lambda: (STDOUT, b"first\n") in seen)
+        lease = await desk.start(work, output=lambda *piece: output.append(piece))
+        await until(lambda: (STDOUT, b"first\n") in output)
         await desk.manager.write("box", "go", b"", mode=0o644)
         executed = (await lease.wait()).executed
         assert executed is not None and executed.stdout_bytes == len("first\n") + 588_895
         assert b"not shown" in executed.stdout and len(executed.stdout) < 1200
-        assert b"".join(data for _, data in seen).endswith(b"\n100000\n")
+        assert b"".join(data for _, data in output).endswith(b"\n100000\n")
 
     play(engine, scene)
 

@@ -122,11 +122,11 @@ async def test_programs_are_spread_over_the_cores(bench: Bench, tmp_path: Path) 
     cpus = len(os.sched_getaffinity(0))
     box = await bench.open()
     before = os.sched_getaffinity(0)
-    said: list[bytes] = []
+    output: list[bytes] = []
     ask = "exec python3 -c 'import os; print(*os.sched_getaffinity(0), flush=True); import time; time.sleep(1000)'"
-    leases = [await box.start(ask, width=CORE, output=lambda stream, data: said.append(data)) for _ in range(cpus)]
-    await until(lambda: len(said) == cpus)
-    assert {int(text) for text in said} == before
+    leases = [await box.start(ask, width=CORE, output=lambda stream, data: output.append(data)) for _ in range(cpus)]
+    await until(lambda: len(output) == cpus)
+    assert {int(text) for text in output} == before
     assert os.sched_getaffinity(0) == before
     for lease in leases:
         await lease.stop()
@@ -186,9 +186,9 @@ async def test_cancelling_a_waiter_does_not_end_the_action(bench: Bench, tmp_pat
 @scenario
 async def test_a_stop_that_is_interrupted_still_ends_the_action(bench: Bench, tmp_path: Path) -> None:
     box = await bench.open()
-    heard = asyncio.Event()
-    lease = await box.start("trap '' TERM; echo deaf; while :; do sleep 0.05; done", output=lambda *_: heard.set())
-    await heard.wait()
+    received = asyncio.Event()
+    lease = await box.start("trap '' TERM; echo deaf; while :; do sleep 0.05; done", output=lambda *_: received.set())
+    await received.wait()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(lease.stop(), 0.05)
     ended = await lease.wait()
@@ -207,14 +207,14 @@ async def test_a_process_whose_first_thread_has_ended_is_ended_too(bench: Bench,
         b"print('ready', flush=True)\n"
         b"ctypes.CDLL(None).syscall(60 if platform.machine() == 'x86_64' else 93, 0)\n",
     )
-    said: list[bytes] = []
-    lease = await box.start(("python3", "threads.py", marker), output=lambda stream, data: said.append(data))
+    output: list[bytes] = []
+    lease = await box.start(("python3", "threads.py", marker), output=lambda stream, data: output.append(data))
     pid = lease.child.pid  # type: ignore[attr-defined]
-    await until(lambda: (found := read_process(pid)) is not None and found.state == b"Z")
-    await until(lambda: said == [b"ready\n"])
-    found = read_process(pid)
-    assert found is not None
-    assert found.is_alive
+    await until(lambda: (process := read_process(pid)) is not None and process.state == b"Z")
+    await until(lambda: output == [b"ready\n"])
+    process = read_process(pid)
+    assert process is not None
+    assert process.is_alive
     await lease.stop()
     assert (await lease.wait()).lost == ""
     assert read_process(pid) is None
@@ -227,11 +227,11 @@ async def test_what_a_program_itself_stopped_stays_stopped(bench: Bench, tmp_pat
     pid = int(await box.says(f"sleep 1000 > /dev/null 2>&1 & kill -STOP $!; {stopped}; echo $!"))
     await box.says("echo next")
     async with box.awake():
-        found = read_process(pid)
-        assert found is not None
-        assert found.state == b"T"
+        process = read_process(pid)
+        assert process is not None
+        assert process.state == b"T"
     await box.close()
-    assert (found := read_process(pid)) is None or not found.is_alive
+    assert (process := read_process(pid)) is None or not process.is_alive
 
 
 @scenario
@@ -506,24 +506,24 @@ def test_a_process_is_read_whatever_its_name_is(tmp_path: Path) -> None:
     program = tmp_path / ") Z 1 (x"
     program.symlink_to("/bin/sleep")
     with subprocess.Popen([str(program), "60"]) as started:
-        wait_for(lambda: (found := read_process(started.pid)) is not None and found.state == b"S")
-        found = read_process(started.pid)
-        assert found is not None
-        assert (found.parent, found.is_alive, found.threads) == (os.getpid(), True, 1)
+        wait_for(lambda: (process := read_process(started.pid)) is not None and process.state == b"S")
+        process = read_process(started.pid)
+        assert process is not None
+        assert (process.parent, process.is_alive, process.threads) == (os.getpid(), True, 1)
         started.kill()
     assert read_process(started.pid) is None
 
 
 def test_a_signal_does_not_reach_another_process_that_got_the_number() -> None:
     with subprocess.Popen(["sleep", "60"]) as newcomer:
-        found = read_process(newcomer.pid)
-        assert found is not None
-        send_signal(found._replace(started=found.started - 1), signal.SIGKILL)
-        send_signal(found, signal.SIGSTOP)
+        process = read_process(newcomer.pid)
+        assert process is not None
+        send_signal(process._replace(started=process.started - 1), signal.SIGKILL)
+        send_signal(process, signal.SIGSTOP)
         wait_for(lambda: (now := read_process(newcomer.pid)) is not None and now.state == b"T")
-        send_signal(found, signal.SIGKILL)
+        send_signal(process, signal.SIGKILL)
         assert newcomer.wait() == -signal.SIGKILL
-    send_signal(found, signal.SIGKILL)
+    send_signal(process, signal.SIGKILL)
 
 
 def test_only_processes_with_the_mark_and_their_descendants_belong() -> None:
