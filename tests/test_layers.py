@@ -19,6 +19,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -250,16 +251,29 @@ def set_iterations(tree: ast.Module, module: str, *, is_package: bool = False) -
 # The project itself.
 
 
-def findings(check, folder: Path) -> list[str]:
-    """What `check` finds in the files of a folder, each as `path:line: text`."""
-    violations = []
-    for path in sorted(folder.rglob("*.py")):
+@cache
+def _findings_by_check() -> dict[str, list[str]]:
+    """All checks in one pass, because parsing the sources takes longer than a check."""
+    violations_by_check = {check.__name__: [] for check in (*CHECKS_OF_ALL, *CHECKS_OF_CORE)}
+    for path in sorted(SOURCE.rglob("*.py")):
         names = path.relative_to(SOURCE.parent).with_suffix("").parts
         is_package = names[-1] == "__init__"
         module = ".".join(names[:-1] if is_package else names)
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-        violations += [f"{path.relative_to(ROOT)}:{line}" for line in check(tree, module, is_package=is_package)]
-    return violations
+        checks = (*CHECKS_OF_ALL, *CHECKS_OF_CORE) if path.is_relative_to(SOURCE / "core") else CHECKS_OF_ALL
+        for check in checks:
+            lines = check(tree, module, is_package=is_package)
+            violations_by_check[check.__name__] += [f"{path.relative_to(ROOT)}:{line}" for line in lines]
+    return violations_by_check
+
+
+CHECKS_OF_ALL = (wrong_imports, wrong_inner_imports, heavy_imports)
+CHECKS_OF_CORE = (impure_imports, set_iterations)
+
+
+def findings(check) -> list[str]:
+    """What `check` finds in the sources, each as `path:line: text`."""
+    return _findings_by_check()[check.__name__]
 
 
 def test_the_checks_see_the_sources() -> None:
@@ -268,11 +282,11 @@ def test_the_checks_see_the_sources() -> None:
 
 
 def test_imports_point_one_way() -> None:
-    assert findings(wrong_imports, SOURCE) == []
+    assert findings(wrong_imports) == []
 
 
 def test_imports_inside_a_layer_point_one_way() -> None:
-    assert findings(wrong_inner_imports, SOURCE) == []
+    assert findings(wrong_inner_imports) == []
 
 
 def test_the_inner_order_names_existing_modules() -> None:
@@ -285,7 +299,7 @@ def test_the_inner_order_names_existing_modules() -> None:
 
 
 def test_core_imports_neither_time_nor_the_outside_world() -> None:
-    assert findings(impure_imports, SOURCE / "core") == []
+    assert findings(impure_imports) == []
 
 
 def test_no_part_of_the_core_reaches_into_the_privates_of_another() -> None:
@@ -293,11 +307,11 @@ def test_no_part_of_the_core_reaches_into_the_privates_of_another() -> None:
 
 
 def test_core_iterates_no_set() -> None:
-    assert findings(set_iterations, SOURCE / "core") == []
+    assert findings(set_iterations) == []
 
 
 def test_heavy_packages_are_imported_where_they_are_used() -> None:
-    assert findings(heavy_imports, SOURCE) == []
+    assert findings(heavy_imports) == []
 
 
 # The checks on small sources, so that each of them is known to be able to fail.
