@@ -247,10 +247,10 @@ def test_an_api_that_cuts_its_quota_refuses_what_it_allowed_before() -> None:
 
 
 @pytest.mark.parametrize("counting", Counting)
-@pytest.mark.parametrize("options", [{}, {"search_tokens_per_minute": 60_000}], ids=["plain", "tokens"])
+@pytest.mark.parametrize("options", [{}, {"search_tokens_per_minute": 30_000}], ids=["plain", "tokens"])
 def test_the_search_workload_is_refused_under_no_policy_and_without_control(counting: Counting, options: dict) -> None:
     for seed in range(2):
-        work = build("search", batch=24, seed=seed, search_per_minute=90, **options)
+        work = build("search", batch=12, seed=seed, search_per_minute=45, **options)
         apis = tuple(_counted(api, counting) for api in work.apis)
         work = msgspec.structs.replace(work, apis=apis)
         refused = defaultdict(int)

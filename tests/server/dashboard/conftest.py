@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -119,6 +120,38 @@ def screen(browser: SharedBrowser) -> Iterator[Opener]:
     assert faults == []
 
 
+@contextmanager
+def without_faults(screen: Screen) -> Iterator[Screen]:
+    """A screen that several tests share: what it complains about fails the test that it happens in."""
+    yield screen
+    faults, screen.faults[:] = list(screen.faults), []
+    assert faults == []
+
+
+@pytest.fixture(scope="module")
+def loaded_still(browser: SharedBrowser) -> Iterator[Screen]:
+    with FakeService(model_with_waiting_and_running(), step_s=0.0) as service:
+        context = browser.new_context(viewport=LAPTOP)
+        yield Screen(context, service).go()
+        context.close()
+
+
+@pytest.fixture
+def still_screen(loaded_still: Screen) -> Iterator[Screen]:
+    """One page, for tests that read it and change nothing but which part is shown and the size of the window."""
+    loaded_still.page.set_viewport_size(LAPTOP)
+    with without_faults(loaded_still):
+        yield loaded_still
+
+
+def model_with_waiting_and_running() -> Model:
+    model = Model()
+    model.settle(400)
+    while not (model.waiting and model.running):
+        model.step()
+    return model
+
+
 @pytest.fixture
 def busy() -> Iterator[FakeService]:
     """A service that goes on by a second with each view."""
@@ -131,11 +164,7 @@ def busy() -> Iterator[FakeService]:
 @pytest.fixture
 def still() -> Iterator[FakeService]:
     """A service that stands still, so that what is shown can be compared with what it says."""
-    model = Model()
-    model.settle(400)
-    while not (model.waiting and model.running):
-        model.step()
-    with FakeService(model, step_s=0.0) as service:
+    with FakeService(model_with_waiting_and_running(), step_s=0.0) as service:
         yield service
 
 

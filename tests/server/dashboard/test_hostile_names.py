@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from tests.server.dashboard.conftest import Opener
+from tests.browser import SharedBrowser
+from tests.server.dashboard.conftest import LAPTOP, Opener, Screen, without_faults
 from tests.server.dashboard.fake_model import Kind, Model, Tenant
 from tests.server.dashboard.fake_service import FakeService
 
@@ -30,8 +31,22 @@ def hostile() -> Iterator[FakeService]:
         yield service
 
 
-def test_every_page_shows_them_as_text(screen: Opener, hostile: FakeService) -> None:
-    page = screen(hostile).go()
+@pytest.fixture(scope="module")
+def loaded_hostile(browser: SharedBrowser, hostile: FakeService) -> Iterator[Screen]:
+    context = browser.new_context(viewport=LAPTOP)
+    yield Screen(context, hostile).go()
+    context.close()
+
+
+@pytest.fixture
+def hostile_screen(loaded_hostile: Screen) -> Iterator[Screen]:
+    """One page, for tests that read it and change nothing but which part is shown."""
+    with without_faults(loaded_hostile):
+        yield loaded_hostile
+
+
+def test_every_page_shows_them_as_text(hostile_screen: Screen) -> None:
+    page = hostile_screen
     for name in ("overview", "actions", "timeline", "runs", "sandboxes"):
         page.turn_to(name)
         page.views()
@@ -42,8 +57,9 @@ def test_every_page_shows_them_as_text(screen: Opener, hostile: FakeService) -> 
     assert not any(address.endswith("/x") for address in page.addresses)
 
 
-def test_long_names_are_cut_and_whole_in_the_title(screen: Opener, hostile: FakeService) -> None:
-    page = screen(hostile).go("runs")
+def test_long_names_are_cut_and_whole_in_the_title(hostile_screen: Screen) -> None:
+    page = hostile_screen
+    page.turn_to("runs")
     shown = page.page.locator(".run-line .run[title^='long-']")
     assert shown.get_attribute("title") == LONG
     assert len(shown.inner_text()) < 130
@@ -54,8 +70,9 @@ def test_long_names_are_cut_and_whole_in_the_title(screen: Opener, hostile: Fake
     )
 
 
-def test_direction_marks_stay_inside_their_name(screen: Opener, hostile: FakeService) -> None:
-    page = screen(hostile).go("actions")
+def test_direction_marks_stay_inside_their_name(hostile_screen: Screen) -> None:
+    page = hostile_screen
+    page.turn_to("actions")
     isolated = page.js(
         "[...document.querySelectorAll('td .run, td .link, td .cell')]"
         ".every((one) => getComputedStyle(one).unicodeBidi === 'isolate')"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.server.dashboard.conftest import Opener
+from tests.server.dashboard.conftest import Opener, Screen
 from tests.server.dashboard.fake_service import FakeService
 
 PAGES = ("overview", "actions", "timeline", "runs", "sandboxes")
@@ -84,8 +84,9 @@ def test_the_theme_follows_the_system_until_it_is_switched(screen: Opener, still
 
 
 @pytest.mark.parametrize("size", [(1366, 768), (1920, 1080), (1024, 700)])
-def test_nothing_needs_to_be_scrolled_sideways(screen: Opener, still: FakeService, size: tuple[int, int]) -> None:
-    page = screen(still, viewport={"width": size[0], "height": size[1]}).go()
+def test_nothing_needs_to_be_scrolled_sideways(still_screen: Screen, size: tuple[int, int]) -> None:
+    page = still_screen
+    page.page.set_viewport_size({"width": size[0], "height": size[1]})
     for name in PAGES:
         page.turn_to(name)
         assert page.js("document.documentElement.scrollWidth") <= size[0], name
@@ -96,8 +97,9 @@ def test_nothing_needs_to_be_scrolled_sideways(screen: Opener, still: FakeServic
         assert beyond == [], name
 
 
-def test_no_heading_and_nothing_but_a_name_is_cut_in_a_small_window(screen: Opener, still: FakeService) -> None:
-    page = screen(still, viewport={"width": 1280, "height": 800}).go()
+def test_no_heading_and_nothing_but_a_name_is_cut_in_a_small_window(still_screen: Screen) -> None:
+    page = still_screen
+    page.page.set_viewport_size({"width": 1280, "height": 800})
     for name in PAGES:
         page.turn_to(name)
         cut = page.js(
@@ -107,13 +109,14 @@ def test_no_heading_and_nothing_but_a_name_is_cut_in_a_small_window(screen: Open
         assert cut == [], name
 
 
-def test_the_timeline_fits_into_the_window_of_a_laptop(screen: Opener, still: FakeService) -> None:
-    page = screen(still).go("timeline")
+def test_the_timeline_fits_into_the_window_of_a_laptop(still_screen: Screen) -> None:
+    page = still_screen
+    page.turn_to("timeline")
     assert page.js("document.documentElement.scrollHeight") <= 768
 
 
-def test_everything_that_can_be_used_has_a_name(screen: Opener, still: FakeService) -> None:
-    page = screen(still).go()
+def test_everything_that_can_be_used_has_a_name(still_screen: Screen) -> None:
+    page = still_screen
     for name in PAGES:
         page.turn_to(name)
         assert page.page.evaluate(NAMELESS) == [], name

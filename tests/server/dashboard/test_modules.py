@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.browser import SharedBrowser
-from tests.server.dashboard.conftest import Screen
+from tests.server.dashboard.conftest import Screen, without_faults
 from tests.server.dashboard.fake_model import Model
 from tests.server.dashboard.fake_service import FakeService
 
@@ -25,9 +25,8 @@ def blank(browser: SharedBrowser) -> Iterator[Screen]:
 
 @pytest.fixture
 def page(blank: Screen) -> Iterator[Screen]:
-    yield blank
-    faults, blank.faults[:] = list(blank.faults), []
-    assert faults == []
+    with without_faults(blank):
+        yield blank
 
 
 def call(page: Screen, module: str, expression: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from tests.server.dashboard.conftest import Opener
+from tests.server.dashboard.conftest import Opener, Screen
 from tests.server.dashboard.fake_service import FakeService
 
 from tangram.runtime.views import PoolHolder, PoolPart, View
@@ -32,9 +32,10 @@ def test_a_draining_service_shows_it(screen: Opener, still: FakeService) -> None
     assert page.text("[data-fact=service] b") == "draining"
 
 
-def test_pools_show_the_units_of_each_run_and_the_number_of_waiting_actions(screen: Opener, still: FakeService) -> None:
-    page = screen(still).go()
-    view = still.model.view()
+def test_pools_show_the_units_of_each_run_and_the_number_of_waiting_actions(still_screen: Screen) -> None:
+    page = still_screen
+    page.turn_to("overview")
+    view = page.service.model.view()
     assert page.texts(".pool-name strong") == [pool.name for pool in view.pools]
     cpu, memory, gpu, api = view.pools
     amounts = page.texts(".pool-held .amount")
@@ -68,9 +69,10 @@ OF_CALLS = ("instances/math", "function/math/grade", "endpoint/math/judge")
 """Pools that the service has during calls of functions."""
 
 
-def test_segments_of_a_numa_node_are_as_long_as_what_is_held(screen: Opener, still: FakeService) -> None:
-    page = screen(still).go()
-    cpu = still.model.view().pools[0]
+def test_segments_of_a_numa_node_are_as_long_as_what_is_held(still_screen: Screen) -> None:
+    page = still_screen
+    page.turn_to("overview")
+    cpu = page.service.model.view().pools[0]
     lengths = page.js(
         "[...document.querySelectorAll('[data-pool=cpu] .track')].map((track) =>"
         " [...track.children].reduce((sum, one) => sum + parseFloat(one.style.width), 0))"
@@ -105,28 +107,31 @@ def test_a_holder_on_two_numa_nodes_and_unlisted_ones_fill_exactly_what_is_held(
     assert widths == pytest.approx([33.75, 22.5, 37.5, 50.0], abs=0.1), "more than is held is scaled, less is of others"
 
 
-def test_devices_show_their_models_in_chunks(screen: Opener, still: FakeService) -> None:
-    page = screen(still).go()
-    gpu = still.model.view().pools[2]
+def test_devices_show_their_models_in_chunks(still_screen: Screen) -> None:
+    page = still_screen
+    page.turn_to("overview")
+    gpu = page.service.model.view().pools[2]
     chunks = page.texts("[data-pool=gpu] .chunk")
     assert {part.service or "no model" for part in gpu.parts} == {text.split("\n")[1] for text in chunks}
     held = {holder.run for holder in gpu.holders}
     assert held <= {text.split("\n")[2] for text in chunks}
 
 
-def test_the_holders_of_a_pool_are_listed_on_request(screen: Opener, still: FakeService) -> None:
-    page = screen(still).go()
+def test_the_holders_of_a_pool_are_listed_on_request(still_screen: Screen) -> None:
+    page = still_screen
+    page.turn_to("overview")
     page.page.click("[data-pool=cpu] .pool-held .link")
-    holders = still.model.view().pools[0].holders
+    holders = page.service.model.view().pools[0].holders
     page.until(f"document.querySelectorAll('[data-pool=cpu] .holder .link').length === {len(holders)}")
     assert page.texts("[data-pool=cpu] .holder .link") == [holder.id for holder in holders]
     page.page.click("[data-pool=cpu] .pool-held .link")
     page.until("document.querySelectorAll('[data-pool=cpu] .holder').length === 0")
 
 
-def test_queue_shows_each_action_with_its_reason(screen: Opener, still: FakeService) -> None:
-    page = screen(still).go("actions")
-    view = still.model.view()
+def test_queue_shows_each_action_with_its_reason(still_screen: Screen) -> None:
+    page = still_screen
+    page.turn_to("actions")
+    view = page.service.model.view()
     table = "table[aria-label='Waiting actions'] tbody tr"
     assert page.texts(f"{table} td:nth-child(1)") == [action.id for action in view.waiting]
     reasons = [action.reason.removeprefix(f"{action.id} ") for action in view.waiting]
@@ -134,9 +139,10 @@ def test_queue_shows_each_action_with_its_reason(screen: Opener, still: FakeServ
     assert page.text(".panel-head .note") == str(view.waiting_total)
 
 
-def test_running_actions_show_what_they_hold(screen: Opener, still: FakeService) -> None:
-    page = screen(still).go("actions")
-    view = still.model.view()
+def test_running_actions_show_what_they_hold(still_screen: Screen) -> None:
+    page = still_screen
+    page.turn_to("actions")
+    view = page.service.model.view()
     table = "table[aria-label='Running actions'] tbody tr"
     assert page.texts(f"{table} td:nth-child(1)") == [action.id for action in view.running]
     cpu = next(k for k, action in enumerate(view.running) if "cpu" in action.units)
@@ -144,9 +150,10 @@ def test_running_actions_show_what_they_hold(screen: Opener, still: FakeService)
     assert page.texts(f"{table} td:nth-child(9)")[cpu] == f"{cores:g} core{'' if cores == 1 else 's'} of cpu"
 
 
-def test_numbers_at_the_top_are_those_of_the_view(screen: Opener, still: FakeService) -> None:
-    page = screen(still).go()
-    model = still.model
+def test_numbers_at_the_top_are_those_of_the_view(still_screen: Screen) -> None:
+    page = still_screen
+    page.turn_to("overview")
+    model = page.service.model
     assert page.text("[data-tile=running] b") == str(len(model.running))
     assert page.text("[data-tile=waiting] b") == str(len(model.waiting))
     minute = [row for row in model.rows if row.ended_s >= model.now - 60]
@@ -155,8 +162,9 @@ def test_numbers_at_the_top_are_those_of_the_view(screen: Opener, still: FakeSer
     assert page.text("[data-tile=failed] b") == str(others)
 
 
-def test_charts_have_a_line_for_each_percentile_part_and_pool(screen: Opener, still: FakeService) -> None:
-    page = screen(still).go()
+def test_charts_have_a_line_for_each_percentile_part_and_pool(still_screen: Screen) -> None:
+    page = still_screen
+    page.turn_to("overview")
     assert page.texts(".chart h2") == ["Action completion time", "Where it goes", "Use of pools"]
     drawn = page.js(
         "[...document.querySelectorAll('.chart')].map((chart) =>"
@@ -165,12 +173,13 @@ def test_charts_have_a_line_for_each_percentile_part_and_pool(screen: Opener, st
     assert drawn == [[True] * 3, [True] * 3, [True] * 4]
     assert page.texts(".chart:nth-child(1) .series") == ["p50", "p95", "p99"]
     assert page.texts(".chart:nth-child(2) .series") == ["waiting", "overhead", "execution"]
-    last = still.model.history[-1]
+    last = page.service.model.history[-1]
     assert page.texts(".chart:nth-child(3) .legend b")[0] == f"{round(last.busy['cpu'] * 100)} %"
 
 
-def test_a_chart_shows_its_values_to_pointer_and_keyboard(screen: Opener, still: FakeService) -> None:
-    page = screen(still).go()
+def test_a_chart_shows_its_values_to_pointer_and_keyboard(still_screen: Screen) -> None:
+    page = still_screen
+    page.turn_to("overview")
     chart = page.page.locator(".chart svg").first
     chart.hover(position={"x": 300, "y": 60})
     page.until("!document.getElementById('tooltip').hidden")
@@ -185,9 +194,10 @@ def test_a_chart_shows_its_values_to_pointer_and_keyboard(screen: Opener, still:
     page.until(f"document.querySelector('#tooltip strong').textContent !== '{before}'")
 
 
-def test_runs_show_share_weight_and_where_the_time_goes(screen: Opener, still: FakeService) -> None:
-    page = screen(still).go("runs")
-    for run in still.model.view().runs:
+def test_runs_show_share_weight_and_where_the_time_goes(still_screen: Screen) -> None:
+    page = still_screen
+    page.turn_to("runs")
+    for run in page.service.model.view().runs:
         line = f".run-line[data-name='{run.name}']"
         assert page.text(f"{line} .run") == run.name
         assert f"weight {run.weight:g}" in page.text(f"{line} small")
@@ -201,17 +211,19 @@ def test_runs_show_share_weight_and_where_the_time_goes(screen: Opener, still: F
         assert sum(float(part.strip("< %")) for part in parts.values()) == pytest.approx(100, abs=len(parts))
 
 
-def test_classes_show_counts_and_times(screen: Opener, still: FakeService) -> None:
-    page = screen(still).go("runs")
-    classes = still.model.view().classes
+def test_classes_show_counts_and_times(still_screen: Screen) -> None:
+    page = still_screen
+    page.turn_to("runs")
+    classes = page.service.model.view().classes
     table = "table[aria-label=Classes] tbody tr"
     assert page.texts(f"{table} td:nth-child(1)") == [one.name for one in classes]
     assert page.texts(f"{table} td:nth-child(2)") == [f"{one.act.count:,}" for one in classes]
 
 
-def test_sandboxes_are_frozen_or_active_with_memory(screen: Opener, still: FakeService) -> None:
-    page = screen(still).go("sandboxes")
-    boxes = still.model.view().sandboxes
+def test_sandboxes_are_frozen_or_active_with_memory(still_screen: Screen) -> None:
+    page = still_screen
+    page.turn_to("sandboxes")
+    boxes = page.service.model.view().sandboxes
     page.page.mouse.wheel(0, 20_000)  # rows far below are made when they are near
     page.until(f"document.querySelectorAll('tbody tr').length === {len(boxes)}")
     states = ["active, 1 action" if box.active else "frozen" if box.node else "being opened" for box in boxes]
