@@ -268,7 +268,7 @@ def _findings_by_check() -> dict[str, list[str]]:
 
 
 CHECKS_OF_ALL = (wrong_imports, wrong_inner_imports, heavy_imports)
-CHECKS_OF_CORE = (impure_imports, set_iterations)
+CHECKS_OF_CORE = (impure_imports, set_iterations, private_accesses)
 
 
 def findings(check) -> list[str]:
@@ -303,7 +303,7 @@ def test_core_imports_neither_time_nor_the_outside_world() -> None:
 
 
 def test_no_part_of_the_core_reaches_into_the_privates_of_another() -> None:
-    assert findings(private_accesses, SOURCE / "core") == []
+    assert findings(private_accesses) == []
 
 
 def test_core_iterates_no_set() -> None:
