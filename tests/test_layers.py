@@ -57,7 +57,7 @@ INNER_ORDER_BY_LAYER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("base", "quotas"),
         ("http",),
         ("sandboxes", "models", "functions", "fake"),
-        ("doctor",),
+        ("backends", "doctor"),
     ),
     "server": (
         ("tenants",),

@@ -5,10 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import os
-import signal
-import subprocess
-import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -227,17 +223,6 @@ def test_whatever_is_more_than_before_is_a_leak_and_less_does_not_make_up_for_it
     )
     assert run.metrics["leaks"] == 3.0
     assert run.metrics["left_descriptors"] == -3.0
-
-
-def test_processes_below_are_those_of_all_generations() -> None:
-    with subprocess.Popen(["sh", "-c", "sh -c 'sleep 1000; :' & wait"], start_new_session=True) as first:
-        try:
-            deadline = time.monotonic() + 20.0
-            while len(below := soak.processes_below(first.pid)) < 2:
-                assert time.monotonic() < deadline, "expected a shell and its program below the first one"
-            assert set(below) < set(soak.processes_below(os.getpid()))
-        finally:
-            os.killpg(first.pid, signal.SIGKILL)
 
 
 def test_an_orphaned_spawner_is_found_by_its_lock(tmp_path: Path) -> None:

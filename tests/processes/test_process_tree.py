@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import time
 
 import pytest
 
-from tangram.processes.process_tree import SpawnedChild
+from tangram.processes.process_tree import SpawnedChild, processes_below, read_environment, resident_bytes
 
 
 def test_an_abandoned_child_is_reaped_when_it_ends() -> None:
@@ -26,3 +28,27 @@ def test_an_abandoned_child_is_reaped_when_it_ends() -> None:
     pid = asyncio.run(main())
     with pytest.raises(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
+
+
+def test_processes_below_are_those_of_all_generations() -> None:
+    with subprocess.Popen(["sh", "-c", "sh -c 'sleep 1000; :' & wait"], start_new_session=True) as first:
+        try:
+            deadline = time.monotonic() + 20.0
+            while len(below := pids_below(first.pid)) < 2:
+                assert time.monotonic() < deadline, "expected a shell and its program below the first one"
+            assert below < pids_below(os.getpid())
+        finally:
+            os.killpg(first.pid, signal.SIGKILL)
+
+
+def pids_below(pid: int) -> set[int]:
+    return {process.pid for process in processes_below(pid)}
+
+
+def test_the_environment_is_that_of_the_start_of_a_program() -> None:
+    with subprocess.Popen(["sleep", "1000"], env={"PATH": os.defpath, "NAME": "a=b"}) as child:
+        assert b"NAME=a=b" in read_environment(child.pid)
+        assert 0 < resident_bytes(child.pid) < resident_bytes(os.getpid())
+        child.kill()
+    with pytest.raises(FileNotFoundError):
+        read_environment(child.pid)

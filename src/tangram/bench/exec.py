@@ -20,7 +20,6 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
@@ -29,6 +28,7 @@ from tangram.client.client import Client, connect
 from tangram.client.sandbox import Sandbox
 from tangram.managers.sandboxes.machine import available_memory_bytes
 from tangram.managers.work import MIB
+from tangram.processes.process_tree import processes_below
 
 PROGRAM = "/bin/true"
 IDLE_DIGITS = 5
@@ -148,22 +148,7 @@ def _own_cpu_s() -> float:
 
 def _descendants_cpu_s() -> float:
     """CPU seconds of all live child processes."""
-    parents: dict[int, int] = {}
-    ticks: dict[int, int] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                fields = Path(f"/proc/{entry}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2]
-                words = fields.split()
-                parents[int(entry)] = int(words[1])
-                ticks[int(entry)] = int(words[11]) + int(words[12])
-    below = {os.getpid()}
-    grown = True
-    while grown:
-        more = {pid for pid, parent in parents.items() if parent in below} - below
-        below |= more
-        grown = bool(more)
-    return sum(ticks[pid] for pid in below if pid != os.getpid()) / os.sysconf("SC_CLK_TCK")
+    return sum(process.cpu_s for process in processes_below(os.getpid()))
 
 
 # ---- others -------------------------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ import resource
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -96,10 +95,10 @@ async def _measure_service(sizes: HttpSizes, run: BenchRun, progress: Progress) 
         await ask(_run_clients, sizes.clients, min(1.0, sizes.round_s))  # warm-up
         rates, medians, tails, costs = [], [], [], []
         for number in range(sizes.rounds):
-            before = _cpu_s(service.pid)
+            before = service.cpu_s()
             done, elapsed_s = await ask(_run_clients, sizes.clients, sizes.round_s)
             rates.append(done / elapsed_s)
-            costs.append((_cpu_s(service.pid) - before) / done * 1e6)
+            costs.append((service.cpu_s() - before) / done * 1e6)
             times = await ask(_sequential_latencies, sizes.singles)
             medians.append(statistics.median(times) * 1e3)
             tails.append(sorted(times)[int(0.99 * len(times))] * 1e3)
@@ -117,11 +116,6 @@ async def _measure_service(sizes: HttpSizes, run: BenchRun, progress: Progress) 
         f"The service and its clients shared {os.cpu_count()} cores; the CPU time of the service alone would allow"
         f" {1e6 / statistics.fmean(costs):.0f} actions per second of one core."
     )
-
-
-def _cpu_s(pid: int) -> float:
-    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def allow_descriptors(connections: int) -> None:

@@ -19,6 +19,7 @@ from tangram.core.messages import Grant, Pool, cpu_node
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.managers.base import Lease
+from tangram.managers.sandboxes.leases import CompletedLease
 from tangram.managers.work import LeaseResult, Work
 from tangram.processes.streams import Output
 from tangram.runtime.orchestrator import Orchestrator
@@ -33,22 +34,6 @@ CPUS = 2
 
 class NoOpWork(Work, frozen=True, tag="Nothing"):
     """Work that does nothing."""
-
-
-class EndedLease:
-    """A lease that has ended."""
-
-    async def wait(self) -> LeaseResult:
-        return LeaseResult()
-
-    def resize(self, *, reserved: int, limit: int) -> None:
-        pass
-
-    def cpu_seconds(self) -> float | None:
-        return None
-
-    async def stop(self) -> None:
-        pass
 
 
 class NoOpManager:
@@ -66,7 +51,7 @@ class NoOpManager:
         return ()
 
     async def start(self, action: Action, grant: Grant, work: Work, output: Output | None = None) -> Lease:
-        return EndedLease()
+        return CompletedLease(LeaseResult())
 
 
 def embedded_rate(count: int, clients: int) -> float:

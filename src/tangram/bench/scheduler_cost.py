@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import gc
 import heapq
+import os
 import random
-import resource
 import time
 from collections import deque
 
@@ -41,6 +41,7 @@ from tangram.core.messages import (
 )
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
+from tangram.processes.process_tree import resident_bytes
 from tangram.sim.episode import SimStep
 from tangram.sim.simulate import simulate
 from tangram.sim.workloads import build
@@ -185,8 +186,7 @@ def sim_speed(sizes: SchedulerCostSizes) -> float:
 
 def _resident_bytes() -> int:
     gc.collect()
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
+    return resident_bytes(os.getpid())
 
 
 # ---- the bed ----------------------------------------------------------------------------------------------------

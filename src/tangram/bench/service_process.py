@@ -27,6 +27,7 @@ import msgspec
 from tangram.errors import ManagerError
 from tangram.files.atomic_file import write_file
 from tangram.managers.http import BlockingHttpClient
+from tangram.processes.process_tree import read_process, resident_bytes
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 30.0
@@ -171,7 +172,13 @@ class ServiceProcess:
     # ---- what it uses ----
 
     def rss_bytes(self) -> int:
-        return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return resident_bytes(self.pid)
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds that it has used."""
+        process = read_process(self.pid)
+        assert process is not None, "the service runs"
+        return process.cpu_s
 
     def descriptors(self) -> list[str]:
         """Return the targets of all open descriptors."""

@@ -38,6 +38,7 @@ from tangram.errors import ManagerError, TangramError
 from tangram.managers.http import HttpClient, HttpError
 from tangram.managers.sandboxes.cgroups.hierarchies import find_hierarchies
 from tangram.managers.work import MIB, Exec
+from tangram.processes.process_tree import processes_below
 from tangram.runtime.views import TIMELINE_ROWS_MAX
 from tangram.runtime.wire import Submission
 
@@ -206,19 +207,6 @@ class Footprint:
         """Mounts in the service's mount namespace."""
         text = Path(f"/proc/{self._service.pid}/mountinfo").read_text()
         return sum(f" {self._folder}/" in line for line in text.splitlines())
-
-
-def processes_below(pid: int) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                stat = Path(f"/proc/{entry}/stat").read_text(encoding="ascii", errors="replace")
-                children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry))
-    processes = list(children.get(pid, ()))
-    for each in processes:  # grows during the loop
-        processes += children.get(each, ())
-    return processes
 
 
 # ---- the load -------------------------------------------------------------------------------------------------------

@@ -54,7 +54,8 @@ from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.core.sizes import parse_size
 from tangram.errors import AdmissionRefused, InvalidAction, InvalidConfig
-from tangram.managers.base import Executor, Manager
+from tangram.managers.backends import create_manager
+from tangram.managers.base import Executor
 from tangram.managers.functions.endpoint import EndpointManager
 from tangram.managers.functions.manager import FunctionManager
 from tangram.managers.functions.work import Call, EndpointSpec, Post
@@ -470,7 +471,9 @@ def connect(
     require_limits(limits)
     memory_bytes = None if memory is None else _memory_bytes(memory)
     folder = path_of("state", state, InvalidConfig)
-    manager = _create_manager(backend, cores, memory_bytes, Path(folder) if folder else None, warm)
+    _require_backend(backend, warm)
+    state_directory = Path(folder) if folder else None
+    manager = create_manager(backend, cores=cores, memory_bytes=memory_bytes, state=state_directory, warm=warm)
     inbox = EventInbox()
     held = QuotaManager(_require_quotas(quotas), inbox.send)
     models = _create_model_manager(services, devices, manager.pools()[0].node, inbox.send)
@@ -538,21 +541,8 @@ def _node_of(pools: tuple[Pool, ...]) -> str:
     return pools[0].node
 
 
-def _create_manager(
-    backend: str, cores: float | None, memory_bytes: int | None, state: Path | None, warm: int
-) -> Manager:
+def _require_backend(backend: str, warm: int) -> None:
     if type(warm) is not int or warm < 0 or (warm and backend != "sandbox"):
         raise InvalidConfig("warm", warm, "a number of sandboxes, at least 0; only the sandbox backend has warm ones")
-    if backend == "sandbox":
-        from tangram.managers.sandboxes.bwrap.manager import BwrapManager
-
-        return BwrapManager(state=state, cores=cores, memory_bytes=memory_bytes, warm=warm)
-    if backend == "process":
-        from tangram.managers.sandboxes.process import ProcessManager
-
-        return ProcessManager(root=state, cores=cores, memory_bytes=memory_bytes)
-    if backend == "docker":
-        from tangram.managers.sandboxes.docker import DockerManager
-
-        return DockerManager(cores=cores, memory_bytes=memory_bytes)
-    raise InvalidConfig("backend", backend, f"one of {', '.join(BACKENDS)}")
+    if backend not in BACKENDS:
+        raise InvalidConfig("backend", backend, f"one of {', '.join(BACKENDS)}")

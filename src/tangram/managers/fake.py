@@ -51,10 +51,10 @@ from tangram.managers.work import (
     sandbox_path,
 )
 from tangram.processes.capture import Capture
+from tangram.processes.exit_codes import NOT_FOUND
 from tangram.processes.streams import STDERR, STDOUT, Output
 from tangram.processes.width import substitute_width, whole_cores, with_width
 
-NOT_FOUND = 127
 CALLS_MAX = 10_000
 """More than a test needs; a service that runs on it for days must not record all."""
 DIRECTORY_MODE = 0o755

@@ -21,10 +21,11 @@ import msgspec
 from tangram.core.demand import CORE
 from tangram.errors import InvalidInput, ManagerError
 from tangram.processes.capture import Capture
+from tangram.processes.exit_codes import signal_of
 from tangram.processes.fork_server import ForkServer
 from tangram.processes.framing import FrameDecoder, FrameTooLong, encode_frame
 from tangram.processes.pending_replies import PendingReplies
-from tangram.processes.process_tree import SIGNAL_EXIT_BASE, WatchedProcess
+from tangram.processes.process_tree import WatchedProcess
 from tangram.processes.streams import STDERR, Stream
 from tangram.processes.width import with_width
 
@@ -304,4 +305,4 @@ def set_done(future: asyncio.Future[None]) -> None:
 def _describe_exit_code(code: int | None) -> str:
     if code is None:
         return "an unknown code"
-    return f"signal {code - SIGNAL_EXIT_BASE}" if code > SIGNAL_EXIT_BASE else f"code {code}"
+    return f"signal {number}" if (number := signal_of(code)) else f"code {code}"

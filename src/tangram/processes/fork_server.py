@@ -20,6 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from tangram.core.action import NO_USAGE, Usage
+from tangram.processes.exit_codes import shell_exit_code
 from tangram.processes.fork_server_program import REAP
 from tangram.processes.packets import (
     PACKET_BYTES_MAX,
@@ -29,7 +30,7 @@ from tangram.processes.packets import (
     packet_socketpair,
     send_packet,
 )
-from tangram.processes.process_tree import SpawnedChild, WatchedProcess, shell_exit_code
+from tangram.processes.process_tree import SpawnedChild, WatchedProcess
 
 SPAWN_S_MAX = 300.0
 """The time limit for forking a child. The import may still be in progress, possibly from a cold disk."""

@@ -19,11 +19,12 @@ import resource
 import signal
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tangram.core.action import NO_USAGE, Usage
 from tangram.errors import ManagerError
+from tangram.processes.exit_codes import shell_exit_code
 
 ACTION_MARK = "TANGRAM_ACTION"
 SANDBOX_MARK = "TANGRAM_SANDBOX"
@@ -43,7 +44,6 @@ KILL_WAIT_S = 10.0
 
 PEAK_MARGIN = 1.1
 """The kernel counts memory in batches per core, so two readings of one peak differ."""
-SIGNAL_EXIT_BASE = 128
 UMASK = 0o022
 KERNEL_THREAD = 0x00200000
 """In the flags of a process."""
@@ -119,6 +119,31 @@ def _read_file(path: str, bytes_max: int) -> bytes:
         os.close(fd)
 
 
+def read_processes() -> Iterator[Process]:
+    """All processes of the machine, without threads of the kernel."""
+    for name in os.listdir("/proc"):
+        if name.isdigit() and (process := read_process(int(name))) is not None and not process.flags & KERNEL_THREAD:
+            yield process
+
+
+def processes_below(pid: int) -> list[Process]:
+    """The descendants of a process, zombies included."""
+    table = {process.pid: process for process in read_processes()}
+    members = {pid}
+    _add_descendants(members, table)
+    return [table[each] for each in sorted(members - {pid})]
+
+
+def read_environment(pid: int) -> list[bytes]:
+    """The variables that a process was executed with, as `NAME=value`. Raises OSError."""
+    return _read_file(f"/proc/{pid}/environ", ENVIRONMENT_BYTES_MAX).split(b"\0")
+
+
+def resident_bytes(pid: int) -> int:
+    """The memory of a process, shared pages included. Raises OSError."""
+    return int(_read_file(f"/proc/{pid}/statm", 1 << 12).split()[1]) * resource.getpagesize()
+
+
 class ProcessTable:
     """Scans all processes. The environment of a process without a mark is not read again: a mark cannot be added
     later."""
@@ -129,13 +154,8 @@ class ProcessTable:
 
     def scan(self) -> dict[int, Process]:
         processes: dict[int, Process] = {}
-        for name in os.listdir("/proc"):
-            if (
-                name.isdigit()
-                and (process := read_process(int(name))) is not None
-                and not process.flags & KERNEL_THREAD
-            ):
-                processes[process.pid] = process._replace(marks=self._marks_of(process))
+        for process in read_processes():
+            processes[process.pid] = process._replace(marks=self._marks_of(process))
         self._marks = {pid: known for pid, known in self._marks.items() if pid in processes}
         return processes
 
@@ -146,12 +166,12 @@ class ProcessTable:
         elif not marks:
             return ()
         try:
-            environment = _read_file(f"/proc/{process.pid}/environ", ENVIRONMENT_BYTES_MAX)
+            environment = read_environment(process.pid)
         except OSError:
             return marks
-        if not environment:
+        if environment == [b""]:
             return marks  # a zombie, or within exec: its environment may still come
-        carried = [variable for variable in environment.split(b"\0") if variable.startswith(MARKS)]
+        carried = [variable for variable in environment if variable.startswith(MARKS)]
         marks = tuple(dict.fromkeys([*marks, *carried]))
         self._marks[process.pid] = (process.started, marks)
         return marks
@@ -390,8 +410,3 @@ class SpawnedChild(WatchedProcess):
     def _mark_reaped(self) -> None:
         """Keep the `Popen` object from reaping the child, or from warning that it runs."""
         self._process.returncode = -signal.SIGKILL
-
-
-def shell_exit_code(code: int) -> int:
-    """Convert an exit code of Python, where a signal is a negative number."""
-    return code if code >= 0 else SIGNAL_EXIT_BASE - code

@@ -6,7 +6,6 @@ keys of the config.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.core.trace import Header
 from tangram.errors import InvalidConfig
+from tangram.managers.backends import create_manager
 from tangram.managers.base import Executor, Manager
 from tangram.managers.functions.endpoint import EndpointManager
 from tangram.managers.functions.manager import FunctionManager
@@ -31,7 +31,7 @@ from tangram.managers.functions.work import Call, Post
 from tangram.managers.models import Cuda, Emulated, Infer, ModelManager, Service, discover
 from tangram.managers.models.devices import DeviceSpec
 from tangram.managers.quotas.manager import Quota, QuotaManager, Rate
-from tangram.managers.work import CAPTURE_BYTES_MAX, GIB, MEMORY_BYTES_MIN, MIB, HoldGrant, Work
+from tangram.managers.work import CAPTURE_BYTES_MAX, MEMORY_BYTES_MIN, MIB, HoldGrant, Work
 from tangram.runtime.event_inbox import EventInbox
 from tangram.runtime.orchestrator import Orchestrator
 from tangram.runtime.wire import ServerInfo
@@ -67,7 +67,7 @@ class Components:
         node, limits, recovered = config.node.name, config.limits, journal.recovered
         inbox = EventInbox()
 
-        self.manager = create_manager(config, [sandbox.name for sandbox in recovered.sandboxes])
+        self.manager = create_node_manager(config, [sandbox.name for sandbox in recovered.sandboxes])
         quotas = QuotaManager(map(to_quota, config.quotas), inbox.send)
         models = create_model_manager(config, inbox.send)
         machine = self.manager.pools()
@@ -158,35 +158,20 @@ def _open_event_log(config: Config, pools: tuple[Pool, ...]) -> EventLog | None:
     return EventLog(Path(config.service.event_log), header)
 
 
-def create_manager(config: Config, expected: Sequence[str]) -> Manager:
+def create_node_manager(config: Config, expected: Sequence[str]) -> Manager:
     """`expected`: sandboxes that were open when the previous server ended."""
     node = config.node
-    state = Path(node.state) if node.state else None
-    if node.backend == "sandbox":
-        from tangram.managers.sandboxes.bwrap.manager import BwrapManager
-
-        return BwrapManager(
-            state=state,
-            cores=node.cores,
-            memory_bytes=node.memory,
-            node=node.name,
-            warm=node.warm,
-            owner=OWNER,
-            keeps=config.service.sandboxes_on_stop == "keep",
-            expected=expected,
-        )
-    if node.backend == "process":
-        from tangram.managers.sandboxes.process import ProcessManager
-
-        return ProcessManager(root=state, cores=node.cores, memory_bytes=node.memory, node=node.name)
-    if node.backend == "docker":
-        from tangram.managers.sandboxes.docker import DockerManager
-
-        return DockerManager(cores=node.cores, memory_bytes=node.memory, node=node.name)
-    from tangram.managers.fake import FakeManager
-
-    cores, memory_bytes = node.cores or float(os.cpu_count() or 1), node.memory or 16 * GIB
-    return FakeManager(cores=cores, memory_bytes=memory_bytes, node=node.name)
+    return create_manager(
+        node.backend,
+        cores=node.cores,
+        memory_bytes=node.memory,
+        state=Path(node.state) if node.state else None,
+        node=node.name,
+        warm=node.warm,
+        owner=OWNER,
+        keeps=config.service.sandboxes_on_stop == "keep",
+        expected=expected,
+    )
 
 
 def to_quota(quota: QuotaConfig) -> Quota:

@@ -27,8 +27,8 @@ from tangram.runtime.orchestrator import Orchestrator
 from tangram.server.actions.service import SWEEP_INTERVAL_S, ActionService
 from tangram.server.components import (
     Components,
-    create_manager,
     create_model_manager,
+    create_node_manager,
     map_config_errors,
     require_capacity,
 )
@@ -174,7 +174,7 @@ def require_usable(config: Config) -> None:
     """Raises InvalidConfig for errors that can be detected without creating anything."""
     require_files(config)
     with map_config_errors(config):
-        require_capacity(create_manager(config, ()).pools())
+        require_capacity(create_node_manager(config, ()).pools())
         create_model_manager(config, lambda event: None)
         for service in config.services:
             require_importable(service.name, service.engine)

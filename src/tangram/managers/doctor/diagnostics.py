@@ -42,7 +42,7 @@ from tangram.managers.sandboxes.cgroups.hierarchies import (
     find_hierarchies,
     writable_directories,
 )
-from tangram.managers.sandboxes.machine import available_memory_bytes, numa_cells
+from tangram.managers.sandboxes.machine import available_memory_bytes, meminfo_bytes, numa_cells
 from tangram.managers.work import GIB, MIB
 
 OK, LIMITED, MISSING = "ok", "limited", "missing"
@@ -514,7 +514,7 @@ def _numa() -> Diagnostic:
 
 
 def _memory() -> Diagnostic:
-    total, free = _meminfo("MemTotal"), available_memory_bytes()
+    total, free = meminfo_bytes("MemTotal") or 0, available_memory_bytes()
     details = f"{_format_size(free)} of {_format_size(total)} available"
     limits = []
     for group in _ancestor_cgroups("memory"):
@@ -531,7 +531,7 @@ def _memory() -> Diagnostic:
 
 
 def _swap() -> Diagnostic:
-    total = _meminfo("SwapTotal")
+    total = meminfo_bytes("SwapTotal")
     if not total:
         return Diagnostic(component="swap", state=OK, found="none")
     hierarchies = find_hierarchies()
@@ -540,13 +540,6 @@ def _swap() -> Diagnostic:
         to_do = "memory limits of sandboxes do not count it: swapoff -a, or boot with swapaccount=1"
         return Diagnostic(component="swap", state=LIMITED, found=_format_size(total), to_do=to_do)
     return Diagnostic(component="swap", state=OK, found=f"{_format_size(total)}, of which sandboxes get none")
-
-
-def _meminfo(name: str) -> int:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def _format_size(count: int) -> str:

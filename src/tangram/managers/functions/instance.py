@@ -20,9 +20,6 @@ from tangram.managers.functions.work import Failure
 from tangram.managers.work import LeaseResult
 from tangram.processes.streams import Output
 
-NOT_FOUND, SIGNALLED = 127, 128
-"""Exit codes as a shell reports them: of a program that does not exist; and the base to which the number of the signal
-is added that ended a program."""
 SHOWN_CHARACTERS = 1000
 """How much of the output of an instance a reason quotes, from its end."""
 
@@ -105,11 +102,6 @@ def exit_message(code: int | None, number: int) -> str:
     if not number:
         return f"it ended its own process with exit code {code} instead of returning"
     return f"it crashed: its process was ended by {signal_name(number)}"
-
-
-def signal_of(code: int | None) -> int:
-    """The signal that probably ended a process with this exit code; 0 for other codes. A program may exit with it."""
-    return 0 if code is None or not SIGNALLED < code <= SIGNALLED + signal.NSIG else code - SIGNALLED
 
 
 def signal_name(number: int) -> str:

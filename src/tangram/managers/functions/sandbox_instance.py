@@ -27,19 +27,18 @@ from tangram.core.messages import Grant
 from tangram.errors import FileFailed, InvalidInput, ManagerError
 from tangram.managers.base import Lease, Manager
 from tangram.managers.functions.instance import (
-    NOT_FOUND,
     SHOWN_CHARACTERS,
     Command,
     FunctionLoadFailed,
     Instance,
     Run,
     exit_message,
-    signal_of,
 )
 from tangram.managers.functions.program import DIRECTORY, LIBRARY, PACKAGE, SPEC_FILE, STARTER
 from tangram.managers.functions.work import Failure, FunctionSpec, loaded_spec
 from tangram.managers.work import KIB, WORKSPACE, Close, Exec, LeaseResult, Open, SandboxSpec
 from tangram.processes import orphans, prctl
+from tangram.processes.exit_codes import NOT_FOUND, signal_of
 from tangram.processes.streams import COMMANDS_FD, STATUSES_FD
 
 SESSION = "function"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Self
@@ -22,9 +21,6 @@ from tangram.managers.work import Exec, ExecResult, LeaseResult
 from tangram.processes.capture import Capture
 from tangram.processes.streams import Output, ShellStreams, Stream
 from tangram.processes.width import substitute_width, whole_cores
-
-NOT_FOUND, NOT_EXECUTABLE, KILLED = 127, 126, 128 + signal.SIGKILL
-"""Exit codes, as a shell reports them."""
 
 
 class CompletedLease:

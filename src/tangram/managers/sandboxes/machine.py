@@ -46,10 +46,18 @@ class Machine:
 
 
 def available_memory_bytes() -> int:
+    available = meminfo_bytes("MemAvailable")
+    if available is None:
+        raise InvalidConfig("/proc/meminfo", "no MemAvailable", "a line MemAvailable; give the memory in the config")
+    return available
+
+
+def meminfo_bytes(name: str) -> int | None:
+    """A line of /proc/meminfo; None if the kernel has none of this name."""
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise InvalidConfig("/proc/meminfo", "no MemAvailable", "a line MemAvailable; give the memory in the config")
+    return None
 
 
 def numa_cells(cpus: tuple[int, ...]) -> dict[int, tuple[int, ...]]:

@@ -23,8 +23,9 @@ from tangram.managers.sandboxes.bwrap.images.store import SANDBOX_UID
 from tangram.managers.sandboxes.bwrap.sandbox import ActionSlot, BwrapSandbox, BwrapSession
 from tangram.managers.sandboxes.bwrap.spawner.client import ExecFailed, Program, SpawnerClient
 from tangram.managers.sandboxes.cpuset_allocator import CpusetAllocator, Moves
-from tangram.managers.sandboxes.leases import NOT_EXECUTABLE, NOT_FOUND, ExecLease, ProgramExit, session_command
+from tangram.managers.sandboxes.leases import ExecLease, ProgramExit, session_command
 from tangram.managers.work import WORKSPACE, Exec, sandbox_path
+from tangram.processes.exit_codes import NOT_EXECUTABLE, NOT_FOUND, shell_exit_code
 from tangram.processes.streams import STDERR, STDOUT, Output, Stream, standard_input
 from tangram.processes.width import substitute_width, with_width
 
@@ -220,7 +221,7 @@ class BwrapProgramLease(ExecLease):
         usage, out_of_memory = self._usage()
         await self._release(keep=not self.is_stopped and not lost)
         return ProgramExit(
-            code=code if code is None or code >= 0 else 128 - code,
+            code=None if code is None else shell_exit_code(code),
             lost=lost,
             usage=usage,
             out_of_memory=out_of_memory,

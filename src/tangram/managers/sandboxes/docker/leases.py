@@ -24,8 +24,9 @@ from tangram.managers.sandboxes.docker.output_framing import run_argv, session_a
 from tangram.managers.sandboxes.docker.processes import now_ticks, stop_processes
 from tangram.managers.sandboxes.docker.programs import Programs, wait_started
 from tangram.managers.sandboxes.docker.shells import CommandRun, DockerSession, Shell
-from tangram.managers.sandboxes.leases import KILLED, ExecLease, ProgramExit, export_lines
+from tangram.managers.sandboxes.leases import ExecLease, ProgramExit, export_lines
 from tangram.managers.work import WORKSPACE, Exec, sandbox_path
+from tangram.processes.exit_codes import KILLED
 from tangram.processes.streams import Output
 from tangram.processes.width import substitute_width, with_width
 

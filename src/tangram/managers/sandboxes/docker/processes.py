@@ -25,7 +25,7 @@ from tangram.managers.sandboxes.cgroups.groups import Cgroup
 from tangram.managers.sandboxes.docker.container import Claim, Container
 from tangram.managers.sandboxes.docker.output_framing import TOKEN_VARIABLE
 from tangram.managers.sandboxes.docker.programs import Programs
-from tangram.processes.process_tree import Process, read_process, send_signal
+from tangram.processes.process_tree import TICKS_PER_S, Process, read_environment, read_process, send_signal
 
 POLL_S, POLL_S_MAX = 0.002, 0.05
 """Between two looks at processes that should end: at first, and at most."""
@@ -34,8 +34,6 @@ KILL_WAIT_S = 10.0
 KILL_ROUNDS_UNPAUSED = 3
 """After this many rounds the container is paused while its processes are counted: some fork faster than they are
 found."""
-ENVIRONMENT_BYTES_MAX = 1 << 21
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 KILL_SCRIPT = r"""
 for d in /proc/[0-9]*; do
@@ -146,11 +144,10 @@ def _inherit_tokens(table: dict[int, Process], token_by_pid: dict[int, str]) -> 
 def _read_token(pid: int) -> str:
     start = f"{TOKEN_VARIABLE}=".encode()
     try:
-        with open(f"/proc/{pid}/environ", "rb", buffering=0) as file:
-            environment = file.read(ENVIRONMENT_BYTES_MAX)
+        environment = read_environment(pid)
     except OSError:
         return ""
-    for variable in environment.split(b"\0"):
+    for variable in environment:
         if variable.startswith(start):
             return variable[len(start) :].decode(errors="replace")
     return ""

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from tangram.core.action import Usage
 from tangram.managers.base import STOP_GRACE_S
-from tangram.managers.sandboxes.leases import KILLED, ExecLease, ProgramExit, ShellSession, session_command
+from tangram.managers.sandboxes.leases import ExecLease, ProgramExit, ShellSession, session_command
 from tangram.managers.sandboxes.process.files import Workspace
 from tangram.managers.work import WORKSPACE, Exec, SandboxSpec, sandbox_path
+from tangram.processes.exit_codes import KILLED
 from tangram.processes.process_tree import ACTION_MARK, SANDBOX_MARK, Process, ProcessTable, ProcessTree, SpawnedChild
 from tangram.processes.streams import STDERR, STDOUT, Output, Stream, standard_input
 from tangram.processes.width import substitute_width, whole_cores, with_width

@@ -26,7 +26,7 @@ from tangram.core.messages import Grant, Pool, cpu_node
 from tangram.errors import FileFailed, ManagerError
 from tangram.files.lock import lock_file
 from tangram.managers.base import Lease
-from tangram.managers.sandboxes.leases import NOT_EXECUTABLE, NOT_FOUND, CompletedLease
+from tangram.managers.sandboxes.leases import CompletedLease
 from tangram.managers.sandboxes.process.leases import (
     DEFAULT_PATH,
     AffinityAllocator,
@@ -49,6 +49,7 @@ from tangram.managers.work import (
     require_forgettable,
 )
 from tangram.processes.capture import Capture
+from tangram.processes.exit_codes import NOT_EXECUTABLE, NOT_FOUND
 from tangram.processes.process_tree import SANDBOX_MARK, ProcessTable, ProcessTree, SpawnedChild
 from tangram.processes.streams import STDERR, Output, Stream
 
