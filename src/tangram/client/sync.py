@@ -25,6 +25,7 @@ from tangram.errors import TangramError
 P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class _Portal:
@@ -100,21 +101,33 @@ class _Portal:
             )
 
 
-def _as_coroutine(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Callable[[], Coroutine[Any, Any, T]]:
-    """Call a plain function on the loop."""
-
-    async def on_the_loop() -> T:
-        return call(*args, **kwargs)
-
-    return on_the_loop
-
-
 def _blocking(method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
     """A method that runs the asynchronous method of the wrapped object and blocks until it has ended."""
 
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
         result: T = self._portal.wait(lambda: method(self._wrapped, *args, **kwargs))
         return result
+
+    functools.update_wrapper(call, method)
+    return call
+
+
+def _on_loop(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """`_blocking` for a plain method, which is called on the loop."""
+
+    async def call(wrapped: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return method(wrapped, *args, **kwargs)
+
+    return _blocking(functools.wraps(method)(call))
+
+
+def _returning(
+    kind: Callable[[_Portal, T], R], method: Callable[Concatenate[Any, P], T]
+) -> Callable[Concatenate[Any, P], R]:
+    """Wraps what a method of a wrapper returns."""
+
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return kind(self._portal, method(self, *args, **kwargs))
 
     functools.update_wrapper(call, method)
     return call
@@ -157,23 +170,15 @@ class SyncSandbox(_Wrapper):
     download = _blocking(Sandbox.download)
     commit = _blocking(Sandbox.commit)
     close = _blocking(Sandbox.close)
+    start = _returning(SyncServer, _blocking(Sandbox.start))
 
     def session(self) -> SyncSession:
         return SyncSession(self._portal, self._wrapped.session())
 
-    @functools.wraps(Sandbox.start)
-    def start(self, *args: Any, **kwargs: Any) -> SyncServer:
-        return SyncServer(self._portal, self._portal.wait(lambda: self._wrapped.start(*args, **kwargs)))
-
 
 class SyncQuotaUse(_Wrapper):
-    @functools.wraps(QuotaUse.spent)
-    def spent(self, **options: Any) -> None:
-        self._portal.wait(_as_coroutine(self._wrapped.spent, **options))
-
-    @functools.wraps(QuotaUse.report_response)
-    def report_response(self, *args: Any) -> None:
-        self._portal.wait(_as_coroutine(self._wrapped.report_response, *args))
+    spent = _on_loop(QuotaUse.spent)
+    report_response = _on_loop(QuotaUse.report_response)
 
 
 class SyncApi(_Wrapper):
@@ -202,14 +207,8 @@ class SyncClient:
     def sandbox(self, **options: Any) -> SyncSandbox:
         return SyncSandbox(self._portal, self._wrapped.sandbox(**options))
 
-    @functools.wraps(Client.quota)
-    def quota(self, *args: Any, **options: Any) -> SyncQuotaUse:
-        return SyncQuotaUse(self._portal, self._portal.wait(_as_coroutine(self._wrapped.quota, *args, **options)))
-
-    @functools.wraps(Client.api)
-    def api(self, *args: Any, **options: Any) -> SyncApi:
-        return SyncApi(self._portal, self._portal.wait(_as_coroutine(self._wrapped.api, *args, **options)))
-
+    quota = _returning(SyncQuotaUse, _on_loop(Client.quota))
+    api = _returning(SyncApi, _on_loop(Client.api))
     add_quota = _blocking(Client.add_quota)
     weigh = _blocking(Client.weigh)
     infer = _blocking(Client.infer)

@@ -71,15 +71,15 @@ class Pod:
         self.sandbox = sandbox
         self.memory = memory
         self.node = ""
-        self.waiting: list[_BaselineCall] = []
+        self.waiting: list[_PodCall] = []
         self.lost = ""
         """Why the pod is gone; empty while it exists."""
 
 
-class _BaselineCall:
-    __slots__ = (
-        "action", "attempts", "cancelled", "devices", "granted_at", "pod", "service", "started_at", "submitted_at",
-    )  # fmt: skip
+class BaselineCall:
+    """An action until it settles."""
+
+    __slots__ = ("action", "attempts", "cancelled", "granted_at", "started_at", "submitted_at")
 
     def __init__(self, action: Action, now: float) -> None:
         self.action = action
@@ -89,6 +89,30 @@ class _BaselineCall:
         self.attempts = 0
         self.cancelled = False
         """A stop was requested and has not completed."""
+
+    def settle(self, status: Status, reason: str, usage: Usage, now: float, *, ran: bool) -> Settle:
+        """Return the end of the action with its time divided: waiting, from grant to start, and running."""
+        ran_s, start_delay_s = (now - self.started_at, self.started_at - self.granted_at) if ran else (0.0, 0.0)
+        ours_s = min(usage.overhead_s, ran_s)
+        return Settle(
+            outcome=Outcome(
+                action=self.action.id,
+                status=status,
+                reason=reason,
+                waiting_s=now - self.submitted_at - ran_s - start_delay_s,
+                execution_s=ran_s - ours_s,
+                overhead_s=start_delay_s + ours_s,
+                usage=usage,
+                attempts=self.attempts,
+            )
+        )
+
+
+class _PodCall(BaselineCall):
+    __slots__ = ("devices", "pod", "service")
+
+    def __init__(self, action: Action, now: float) -> None:
+        super().__init__(action, now)
         self.pod: Pod | None = None
         self.service: _StaticService | None = None
         self.devices: Replica | None = None
@@ -111,7 +135,7 @@ class _StaticService:
         self.free: list[Replica] = []
         self.away: list[Replica] = []
         """Replicas on nodes that are down."""
-        self.queue: deque[_BaselineCall] = deque()
+        self.queue: deque[_PodCall] = deque()
 
 
 class PodsConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,9 +170,9 @@ class Baseline:
         """Nodes that currently accept no pods."""
         self._pods: dict[str, Pod] = {}
         self._admission: deque[Pod] = deque()
-        self._calls: dict[str, _BaselineCall] = {}
+        self._calls: dict[str, _PodCall] = {}
         self._services = _assign_devices(pools, services, config.devices_per_service)
-        self._retries: list[tuple[float, _BaselineCall]] = []
+        self._retries: list[tuple[float, _PodCall]] = []
         self._effects: list[Effect] = []
         self._now = 0.0
 
@@ -219,7 +243,7 @@ class Baseline:
             self._admission.remove(pod)
         self._admit()
 
-    def _start_in(self, pod: Pod, call: _BaselineCall) -> None:
+    def _start_in(self, pod: Pod, call: _PodCall) -> None:
         """Start a call in its pod. It may use up to the limit; elastic actions are launched that wide."""
         request, limit = round(self.config.request * CORE), round(self.config.limit * CORE)
         amounts = call.action.demand.pools[CPU]
@@ -230,7 +254,7 @@ class Baseline:
     # ---- all ----
 
     def _submit(self, action: Action) -> None:
-        call = self._calls[action.id] = _BaselineCall(action, self._now)
+        call = self._calls[action.id] = _PodCall(action, self._now)
         if CPU in action.demand.pools:
             pod = self._pods.get(action.sandbox)
             if pod is None:
@@ -251,7 +275,7 @@ class Baseline:
         else:
             self._start(call, "", (), 1)
 
-    def _start(self, call: _BaselineCall, node: str, shares: tuple[Share, ...], width: int) -> None:
+    def _start(self, call: _PodCall, node: str, shares: tuple[Share, ...], width: int) -> None:
         call.granted_at = call.started_at = self._now
         call.attempts += 1
         grant = Grant(call.action.id, node, shares, width, call.attempts)
@@ -276,7 +300,7 @@ class Baseline:
             call.cancelled = True
             self._effects.append(Stop(action=action, reason=CANCELLED))
 
-    def _dequeue(self, call: _BaselineCall) -> bool:
+    def _dequeue(self, call: _PodCall) -> bool:
         """Remove a waiting call from its queue. Return False if it is not waiting."""
         pod = self._pods.get(call.action.sandbox)
         if pod is not None and call in pod.waiting:
@@ -303,7 +327,7 @@ class Baseline:
         status = Status.LOST if event.lost else Status.SUCCEEDED
         self._settle(call, status, event.lost, event.usage)
 
-    def _release_devices(self, call: _BaselineCall) -> None:
+    def _release_devices(self, call: _PodCall) -> None:
         if call.service is not None and call.devices is not None:
             call.service.free.append(call.devices)
             call.devices = None
@@ -315,11 +339,9 @@ class Baseline:
         for call in due:
             self._start(call, "", (), 1)
 
-    def _settle(self, call: _BaselineCall, status: Status, reason: str, usage: Usage = NO_USAGE) -> None:
+    def _settle(self, call: _PodCall, status: Status, reason: str, usage: Usage = NO_USAGE) -> None:
         del self._calls[call.action.id]
-        ran_s = self._now - call.started_at if call.attempts else 0.0
-        act_s, held_up_s = self._now - call.submitted_at, call.started_at - call.granted_at
-        self._effects.append(make_settle(call.action, status, reason, usage, act_s, ran_s, held_up_s, call.attempts))
+        self._effects.append(call.settle(status, reason, usage, self._now, ran=call.attempts > 0))
 
     # ---- faults ----
 
@@ -405,32 +427,6 @@ def _assign_devices(
             f"at least {needed} for {len(services)} services",
         )
     return statics
-
-
-def make_settle(
-    action: Action,
-    status: Status,
-    reason: str,
-    usage: Usage,
-    act_s: float,
-    ran_s: float,
-    start_delay_s: float,
-    attempts: int,
-) -> Settle:
-    """Return the end of an action with its time divided. `held_up_s`: between its grant and its start."""
-    ours_s = min(usage.overhead_s, ran_s)
-    return Settle(
-        outcome=Outcome(
-            action=action.id,
-            status=status,
-            reason=reason,
-            waiting_s=act_s - ran_s - start_delay_s,
-            execution_s=ran_s - ours_s,
-            overhead_s=start_delay_s + ours_s,
-            usage=usage,
-            attempts=attempts,
-        )
-    )
 
 
 def nearest_degree(service: ServiceModel, each: int) -> int:

@@ -56,7 +56,7 @@ from tangram.core.messages import (
     WakeAt,
 )
 from tangram.errors import InvalidConfig
-from tangram.sim.baselines import ATTEMPTS_MAX, CANCELLED, make_settle, nearest_degree
+from tangram.sim.baselines import ATTEMPTS_MAX, CANCELLED, BaselineCall, nearest_degree
 from tangram.sim.episode import ServiceModel, Workload
 
 NAME = "on-demand"
@@ -103,18 +103,12 @@ def without_restores(workload: Workload, config: OnDemandConfig, device_gib: flo
     return msgspec.structs.replace(workload, services=tuple(services))
 
 
-class _OnDemandCall:
-    __slots__ = ("action", "attempts", "cancelled", "granted_at", "instance", "model", "started_at", "submitted_at")
+class _OnDemandCall(BaselineCall):
+    __slots__ = ("instance", "model")
 
     def __init__(self, action: Action, model: _Model, now: float) -> None:
-        self.action = action
+        super().__init__(action, now)
         self.model = model
-        self.submitted_at = now
-        self.granted_at = now
-        self.started_at = now
-        self.attempts = 0
-        self.cancelled = False
-        """A stop was requested and has not completed."""
         self.instance: _Instance | None = None
         """The instance that serves the call; None while the call waits."""
 
@@ -283,13 +277,9 @@ class OnDemand:
             call.model.queue.appendleft(call)
 
     def _settle(self, call: _OnDemandCall, status: Status, reason: str, usage: Usage = NO_USAGE) -> None:
-        ran_s = held_up_s = 0.0
-        if call.instance is not None:
-            ran_s, held_up_s = self._now - call.started_at, call.started_at - call.granted_at
+        self._effects.append(call.settle(status, reason, usage, self._now, ran=call.instance is not None))
         del self._calls[call.action.id]
         self._release(call)
-        act_s = self._now - call.submitted_at
-        self._effects.append(make_settle(call.action, status, reason, usage, act_s, ran_s, held_up_s, call.attempts))
 
     # ---- instances ----
 
