@@ -14,7 +14,8 @@ import pytest
 
 from tangram.bench import BENCHES, BenchResult, dashboard, durability, http, options_of, soak
 from tangram.bench.base import PRINTED, BenchRun, at_least, at_most, run_module
-from tangram.bench.noop import SystemUnavailable, embedded_rate
+from tangram.bench.http import embedded_rate
+from tangram.bench.other_systems import SystemUnavailable
 from tangram.bench.service_process import ServiceProcess, config_text
 from tangram.bench.shared_http_client import SharedHttpClient
 from tangram.config import Config, parse

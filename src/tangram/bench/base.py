@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import math
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ from tangram.errors import InvalidConfig
 from tangram.processes.process_pool import ProcessPool
 from tangram.reports.statistics import Interval, ratio_of
 
+S = TypeVar("S")
 T = TypeVar("T")
 Label = Literal["measured", "emulated", "simulated"]
 BACKENDS = ("sandbox", "process")
@@ -85,44 +87,34 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     """For comparisons: the numbers of each side, means over seeds."""
 
 
-class BenchRun:
-    """One run of a benchmark: its options, and the metrics, notes and sides so far."""
+def _ignore_progress(share: float, text: str = "", /) -> None:
+    pass
 
-    def __init__(
-        self,
-        name: str = "",
-        *,
-        label: Label = "measured",
-        settings: Any = None,
-        progress: Progress | None = None,
-        processes: int | None = None,
-        folder: Path = Path(),
-        trace: Path | None = None,
-        report: Path | None = None,
-        perfetto: Path | None = None,
-        backend: str = "",
-    ) -> None:
-        self.name = name
-        self.label = label
-        self.settings: dict[str, Any] = msgspec.to_builtins(settings or {})
-        self.progress = progress or _ignore_progress
-        self.processes = processes
-        """Maximum of concurrent processes; None: one per core."""
-        self.folder = folder
-        """An empty directory that is removed after the run."""
-        self.trace = trace
-        """A recorded trace, or the folder that holds it."""
-        self.report = report
-        """The page to write."""
-        self.perfetto = perfetto
-        """The Chrome trace to write."""
-        self.backend = backend
-        """The sandbox backend."""
-        self.metrics: dict[str, float] = {}
-        self.spread: dict[str, tuple[float, float]] = {}
-        self.goals: dict[str, Goal] = {}
-        self.notes: list[str] = []
-        self.sides: dict[str, dict[str, float]] = {}
+
+class BenchRun(msgspec.Struct):
+    """One run of a benchmark: its options, and the fields of its result so far."""
+
+    name: str = ""
+    label: Label = "measured"
+    settings: dict[str, Any] = {}
+    progress: Progress = _ignore_progress
+    processes: int | None = None
+    """Maximum of concurrent processes; None: one per core."""
+    folder: Path = Path()
+    """An empty directory that is removed after the run."""
+    trace: Path | None = None
+    """A recorded trace, or the folder that holds it."""
+    report: Path | None = None
+    """The page to write."""
+    perfetto: Path | None = None
+    """The Chrome trace to write."""
+    backend: str = ""
+    """The sandbox backend."""
+    metrics: dict[str, float] = {}
+    spread: dict[str, tuple[float, float]] = {}
+    goals: dict[str, Goal] = {}
+    notes: list[str] = []
+    sides: dict[str, dict[str, float]] = {}
 
     def add(self, name: str, measured: float | Interval, goal: Goal | None = None) -> None:
         value = measured.mean if isinstance(measured, Interval) else float(measured)
@@ -134,31 +126,16 @@ class BenchRun:
             self.goals[name] = goal
 
     def result(self) -> BenchResult:
-        return BenchResult(
-            name=self.name,
-            label=self.label,
-            settings=self.settings,
-            metrics=self.metrics,
-            spread=self.spread,
-            goals=self.goals,
-            notes=self.notes,
-            sides=self.sides,
-        )
+        return msgspec.convert(self, BenchResult, from_attributes=True)
 
 
 def run_module(
-    module: Any,
-    sizes: Any,
-    *,
-    trace: Path | None = None,
-    processes: int | None = None,
-    progress: Progress | None = None,
-    report: Path | None = None,
-    perfetto: Path | None = None,
-    backend: str = "",
+    module: Any, sizes: Any, *, progress: Progress | None = None, backend: str = "", **options: Any
 ) -> BenchResult:
-    """Run `module.measure(sizes, run)`, which may be async, in a temporary folder, and return its result."""
-    name = module.__name__.rpartition(".")[2].replace("_", "-")
+    """Run `module.measure(sizes, run)`, which may be async, in a temporary folder, and return its result.
+
+    `options` are fields of BenchRun.
+    """
     reason = ""
     if "backend" in options_of_module(module):
         usual, reason = default_backend()
@@ -168,16 +145,13 @@ def run_module(
     with tempfile.TemporaryDirectory(prefix="tangram-bench-") as folder:
         Path(folder).chmod(0o711)  # programs in sandboxes run as another user; secret files have modes of their own
         run = BenchRun(
-            name,
+            name=module.__name__.rpartition(".")[2].replace("_", "-"),
             label=module.LABEL,
-            settings=sizes,
-            progress=progress,
-            processes=processes,
+            settings=msgspec.to_builtins(sizes),
+            progress=progress or _ignore_progress,
             folder=Path(folder),
-            trace=trace,
-            report=report,
-            perfetto=perfetto,
             backend=backend,
+            **options,
         )
         if inspect.iscoroutinefunction(module.measure):
             asyncio.run(module.measure(sizes, run))
@@ -204,10 +178,6 @@ def default_backend() -> tuple[str, str]:
     if missing:
         return "process", f"sandboxes need {' and '.join(missing)} (apt-get install {' '.join(missing)})"
     return "sandbox", ""
-
-
-def _ignore_progress(share: float, text: str = "", /) -> None:
-    pass
 
 
 # ---- statistics and processes -----------------------------------------------------------------------------------
@@ -242,6 +212,15 @@ def _run_job(task: tuple[Callable[..., T], tuple[Any, ...]], report: object) -> 
     return job(*arguments)
 
 
+def run_sides(
+    job: Callable[[S, int], T], sides: Sequence[S], seeds: int, processes: int | None, progress: Progress
+) -> dict[S, list[T]]:
+    """Run `job(side, seed)` for each side and seed in worker processes, and return the results of each side, by
+    seed."""
+    results = run_jobs(job, [(side, seed) for side in sides for seed in range(seeds)], processes, progress)
+    return {side: results[number * seeds : (number + 1) * seeds] for number, side in enumerate(sides)}
+
+
 def run_in_fresh_process(job: Callable[..., T], arguments: tuple[Any, ...], processes: int | None) -> T:
     """Run `job(*arguments)` in a new process, or in this one if `processes` is 1."""
     if processes == 1:
@@ -258,3 +237,9 @@ def subprogress(progress: Progress, begin: float, end: float) -> Progress:
         progress(whole, words) if words else progress(whole)
 
     return tell
+
+
+def step_counter(progress: Progress, total: int) -> Callable[[str], None]:
+    """Return a function that reports one more of `total` steps as completed, and what was done."""
+    numbers = itertools.count(1)
+    return lambda words: progress(next(numbers) / total, words)

@@ -11,20 +11,13 @@ With a trace, the same comparison runs on trajectories drawn from it as well.
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from tangram.bench.base import (
-    PRINTED,
-    BenchRun,
-    Progress,
-    at_least,
-    paired_ratio,
-    run_jobs,
-    subprogress,
-)
+from tangram.bench.base import PRINTED, BenchRun, Progress, at_least, paired_ratio, run_sides, subprogress
 from tangram.core.messages import cpu_node
 from tangram.reports.statistics import mean_of
 from tangram.sim.episode import Workload
@@ -62,11 +55,11 @@ QUICK = CodingSizes(seeds=3, trace_cores=(32,))
 
 def measure(sizes: CodingSizes, run: BenchRun) -> None:
     if run.trace is None:
-        _compare(run, sizes, None, run.processes, run.progress)
+        _compare(run, sizes, None, run.progress)
     else:
         path = run.trace / TRACE_FILE if run.trace.is_dir() else run.trace
-        _compare(run, sizes, None, run.processes, subprogress(run.progress, 0.0, 0.5))
-        _compare(run, sizes, path, run.processes, subprogress(run.progress, 0.5, 1.0))
+        _compare(run, sizes, None, subprogress(run.progress, 0.0, 0.5))
+        _compare(run, sizes, path, subprogress(run.progress, 0.5, 1.0))
     run.notes.append(
         "load is the CPU time that all actions need, each on one core, over the cores times the mean length of a"
         " trajectory of which no action waits or shares: above 1 the cores cannot keep up with the whole batch at once."
@@ -78,14 +71,12 @@ def measure(sizes: CodingSizes, run: BenchRun) -> None:
     )
 
 
-def _compare(run: BenchRun, sizes: CodingSizes, path: Path | None, processes: int | None, progress: Progress) -> None:
+def _compare(run: BenchRun, sizes: CodingSizes, path: Path | None, progress: Progress) -> None:
     """Compare all sides on the same work; every side of a seed is a separate job."""
     suffix, all_cores = ("", sizes.cores) if path is None else ("_trace", sizes.trace_cores)
     sides: list[CodingSide] = [(ALONE, max(all_cores)), (OURS_PERFECT, sizes.learning_cores)]
     sides += [(name, cores) for name in (OURS, PODS, PODS_LARGE) for cores in all_cores]  # longest first
-    jobs = [(sizes, path, side, seed) for side in sides for seed in range(sizes.seeds)]
-    played = run_jobs(simulate_side, jobs, processes, progress)
-    rows = {side: played[i * sizes.seeds : (i + 1) * sizes.seeds] for i, side in enumerate(sides)}
+    rows = run_sides(partial(simulate_side, sizes, path), sides, sizes.seeds, run.processes, progress)
     alone = rows[ALONE, max(all_cores)]
     for cores in all_cores:
         _add_metrics_at(run, rows, alone, cores, f"{cores}{suffix}", goals=not suffix)

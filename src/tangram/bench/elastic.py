@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from itertools import product
 
 import msgspec
@@ -29,7 +30,7 @@ from tangram.bench.base import (
     geometric_mean,
     paired_ratio,
     paired_ratio_of_values,
-    run_jobs,
+    run_sides,
     subprogress,
 )
 from tangram.core.arrange import srpt_lower_bound
@@ -94,12 +95,11 @@ QUICK = ElasticSizes(
 
 def measure(sizes: ElasticSizes, run: BenchRun) -> None:
     points: list[LoadPoint] = list(product(sizes.sources, sizes.exponents, sizes.loads))
-    jobs = [(sizes, point, seed) for point in points for seed in range(sizes.seeds)]
-    played = run_jobs(simulate_point, jobs, run.processes, subprogress(run.progress, 0.0, 0.6))
-    by_point = {point: played[i * sizes.seeds : (i + 1) * sizes.seeds] for i, point in enumerate(points)}
+    job, progress = partial(simulate_point, sizes), subprogress(run.progress, 0.0, 0.6)
+    by_point = run_sides(job, points, sizes.seeds, run.processes, progress)
     _against_paper(run, by_point)
     _against_bound(run, by_point)
-    _ablation(run, sizes, run.processes, subprogress(run.progress, 0.6, 1.0))
+    _ablation(run, sizes, subprogress(run.progress, 0.6, 1.0))
 
 
 # ---- at stated loads --------------------------------------------------------------------------------------------
@@ -236,8 +236,9 @@ def _named(point: LoadPoint) -> str:
 # ---- the publication's ablation ---------------------------------------------------------------------------------
 
 
-def simulate_ablation(sizes: ElasticSizes, ablation: Ablation, name: str, seed: int) -> MetricRow:
+def simulate_ablation(sizes: ElasticSizes, side: tuple[Ablation, str], seed: int) -> MetricRow:
     """Simulate one policy on one batch: mean ACT of rewards and of all actions, and the width of rewards."""
+    ablation, name = side
     workload = build("coding", batch=ablation.batch, seed=seed, reward_cores_max=sizes.ablation_degree_max)
     nodes = [
         cpu_node(f"n{i}", ablation.node_cores, GIB_PER_CORE * ablation.node_cores) for i in range(sizes.ablation_nodes)
@@ -254,13 +255,11 @@ def simulate_ablation(sizes: ElasticSizes, ablation: Ablation, name: str, seed: 
     }
 
 
-def _ablation(run: BenchRun, sizes: ElasticSizes, processes: int | None, progress: Progress) -> None:
+def _ablation(run: BenchRun, sizes: ElasticSizes, progress: Progress) -> None:
     sides = [(ablation, name) for ablation in sizes.ablations for name in (ablation.fixed, "paper")]
-    jobs = [(sizes, ablation, name, seed) for ablation, name in sides for seed in range(sizes.seeds)]
-    played = run_jobs(simulate_ablation, jobs, processes, progress)
-    for i, ablation in enumerate(sizes.ablations):
-        begin = 2 * i * sizes.seeds
-        fixed, paper = played[begin : begin + sizes.seeds], played[begin + sizes.seeds : begin + 2 * sizes.seeds]
+    rows = run_sides(partial(simulate_ablation, sizes), sides, sizes.seeds, run.processes, progress)
+    for ablation in sizes.ablations:
+        fixed, paper = rows[ablation, ablation.fixed], rows[ablation, "paper"]
         rewards = paired_ratio(fixed, paper, "reward")
         everything = paired_ratio(fixed, paper, "all")
         run.add(ablation.metric, rewards, ablation.goal)

@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import os
 import resource
-import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
 
 import msgspec
 
 from tangram.bench.base import PRINTED, BenchRun, Progress, at_least, at_most, subprogress
+from tangram.bench.other_systems import add_if_available, docker_call_times, ray_call_times
 from tangram.client.client import Client, connect
 from tangram.client.sandbox import Sandbox
 from tangram.managers.sandboxes.machine import available_memory_bytes
@@ -151,55 +149,9 @@ def _descendants_cpu_s() -> float:
     return sum(process.cpu_s for process in processes_below(os.getpid()))
 
 
-# ---- others -------------------------------------------------------------------------------------------------------
-
-
 def _measure_other_systems(sizes: ExecSizes, run: BenchRun) -> None:
-    for name, call in (("docker_exec_ms_p50", _docker), ("ray_task_ms_p50", _ray)):
-        try:
-            run.add(name, call(sizes.others), PRINTED)
-        except _SystemUnavailable as reason:
-            run.notes.append(f"{name} is not measured: {reason}.")
-
-
-class _SystemUnavailable(Exception):
-    pass
-
-
-def _docker(count: int) -> float:
-    """`docker exec` in a running container, with the command line client."""
-    if shutil.which("docker") is None:
-        raise _SystemUnavailable("there is no docker command")
-    shown = subprocess.run(["docker", "ps", "--quiet"], capture_output=True, text=True, check=False)
-    if shown.returncode != 0 or not shown.stdout.split():
-        raise _SystemUnavailable("no Docker engine with a running container is reachable (DOCKER_HOST)")
-    container = shown.stdout.split()[0]
-    return _ms(_time_calls(count, lambda: subprocess.run(["docker", "exec", container, PROGRAM], check=True)))
-
-
-def _ray(count: int) -> float:
-    """A no-op task on a local Ray."""
-    if importlib.util.find_spec("ray") is None:
-        raise _SystemUnavailable("Ray is not installed (pip install ray)")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    import ray
-
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    try:
-        task = ray.remote(num_cpus=1)(lambda: None)
-        ray.get(task.remote())
-        return _ms(_time_calls(count, lambda: ray.get(task.remote())))
-    finally:
-        ray.shutdown()
-
-
-def _time_calls(count: int, call: Callable[[], object]) -> list[float]:
-    times = []
-    for _ in range(count):
-        before = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - before)
-    return times
+    add_if_available(run, "docker_exec_ms_p50", lambda: _ms(docker_call_times(sizes.others, PROGRAM)))
+    add_if_available(run, "ray_task_ms_p50", lambda: _ms(ray_call_times(sizes.others)))
 
 
 def _ms(times: list[float], share: float = 0.5) -> float:

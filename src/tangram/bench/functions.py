@@ -21,17 +21,18 @@ from typing import Any
 import msgspec
 
 from tangram.bench.base import PRINTED, BenchRun, at_most
-from tangram.client.functions import Function, FunctionCalls, function
-from tangram.client.transport import LocalPending, Pending
-from tangram.client.validation import Lifecycle
-from tangram.core.action import Action
-from tangram.core.messages import Pool, PoolChanged, cpu_node
+from tangram.client.client import Client
+from tangram.client.functions import Function, function
+from tangram.client.transport import LocalTransport
+from tangram.core.messages import cpu_node
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.managers.functions.host import FunctionStatistics
 from tangram.managers.functions.manager import FunctionManager
 from tangram.managers.functions.work import Call
-from tangram.managers.work import Work
+from tangram.managers.quotas.manager import QuotaManager
+from tangram.managers.work import HoldGrant
+from tangram.runtime.event_inbox import EventInbox
 from tangram.runtime.orchestrator import Orchestrator
 
 INSTANCES = 8
@@ -90,46 +91,41 @@ async def measure(sizes: FunctionsSizes, run: BenchRun) -> None:
     )
 
 
-class _FunctionClient:
-    """An orchestrator, as seen by calls."""
-
-    by_value = False
-
-    def __init__(self, orchestrator: Orchestrator) -> None:
-        self._orchestrator = orchestrator
-
-    def ensure_pool(self, pool: Pool) -> None:
-        self._orchestrator.send(PoolChanged(pool=pool))
-
-    def submit(self, action: Action, work: Work) -> Pending:
-        return LocalPending(self._orchestrator, self._orchestrator.submit(action, work))
-
-
 @contextlib.asynccontextmanager
-async def _functions() -> AsyncIterator[tuple[FunctionCalls, FunctionManager]]:
-    manager = FunctionManager()
+async def connect_functions() -> AsyncIterator[tuple[Client, FunctionManager]]:
+    """Return a client whose function manager is accessible."""
+    functions = FunctionManager()
+    inbox = EventInbox()
+    quotas = QuotaManager((), inbox.send)
     pools = cpu_node("local", len(os.sched_getaffinity(0)))
-    orchestrator = Orchestrator(Scheduler(policy("adaptive"), pools), {}, {Call: manager})
-    life = Lifecycle("the connection")
-    async with orchestrator:
-        life.begin(asyncio.get_running_loop())
-        life.mark_open()
-        yield FunctionCalls(_FunctionClient(orchestrator), life, "bench"), manager
+    scheduler = Scheduler(policy("adaptive"), pools)
+    orchestrator = Orchestrator(scheduler, {}, {HoldGrant: quotas, Call: functions}, inbox=inbox)
+    async with Client(LocalTransport(orchestrator, quotas)) as client:
+        yield client, functions
 
 
-def _declare(called: Any, idle_s: float) -> Function[..., Any]:
-    declared: Function[..., Any] = function(cpus=CORES, max_instances=INSTANCES, idle_s=idle_s)(called)
+def declare(called: Any, idle_s: float, instances: int = INSTANCES) -> Function[..., Any]:
+    declared: Function[..., Any] = function(cpus=CORES, max_instances=instances, idle_s=idle_s)(called)
     return declared
+
+
+def statistics_between(before: FunctionStatistics, after: FunctionStatistics) -> FunctionStatistics:
+    return FunctionStatistics(
+        calls=after.calls - before.calls,
+        busy_s=after.busy_s - before.busy_s,
+        instance_s=after.instance_s - before.instance_s,
+        started=after.started - before.started,
+    )
 
 
 async def _measure_warm(sizes: FunctionsSizes, run: BenchRun) -> None:
     ours, bare = [], []
-    declared = _declare(no_op, FOR_EVER_S)
-    async with _functions() as (calls, _):
-        await calls.call(declared)
+    declared = declare(no_op, FOR_EVER_S)
+    async with connect_functions() as (client, _):
+        await client.call(declared)
         for _ in range(sizes.calls):
             before = time.perf_counter()
-            await calls.call(declared)
+            await client.call(declared)
             between = time.perf_counter()
             declared()
             after = time.perf_counter()
@@ -143,11 +139,11 @@ async def _measure_scaling(sizes: FunctionsSizes, run: BenchRun) -> None:
     """Measure from zero processes: each time on a new connection."""
     times, firsts = [], []
     for number in range(sizes.scalings):
-        async with _functions() as (calls, manager):
+        async with connect_functions() as (client, manager):
             with tempfile.TemporaryDirectory() as folder:
-                declared = _declare(mark_and_wait, IDLE_S)
+                declared = declare(mark_and_wait, IDLE_S)
                 before = time.perf_counter()
-                tasks = [asyncio.create_task(calls.call(declared, folder)) for _ in range(INSTANCES)]
+                tasks = [asyncio.create_task(client.call(declared, folder)) for _ in range(INSTANCES)]
                 firsts.append(await _wait_for_marks(folder, 1) - before)
                 times.append(await _wait_for_marks(folder, INSTANCES) - before)
                 _release_all(folder)
@@ -170,17 +166,13 @@ async def _wait_for_marks(folder: str, count: int) -> float:
 
 
 async def _bursts(sizes: FunctionsSizes, idle_s: float) -> FunctionStatistics:
-    declared = _declare(sleep_for, idle_s)
-    async with _functions() as (calls, manager):
+    declared = declare(sleep_for, idle_s)
+    async with connect_functions() as (client, manager):
         if idle_s == FOR_EVER_S:  # all run from the beginning
-            await asyncio.gather(*(calls.call(declared, 0.2) for _ in range(INSTANCES)))
+            await asyncio.gather(*(client.call(declared, 0.2) for _ in range(INSTANCES)))
         before = manager.statistics()
         for _ in range(sizes.bursts):
-            await asyncio.gather(*(calls.call(declared, sizes.call_s) for _ in range(sizes.burst_calls)))
+            await asyncio.gather(*(client.call(declared, sizes.call_s) for _ in range(sizes.burst_calls)))
             await asyncio.sleep(sizes.pause_s)
         after = manager.statistics()
-    return FunctionStatistics(
-        calls=after.calls - before.calls,
-        busy_s=after.busy_s - before.busy_s,
-        instance_s=after.instance_s - before.instance_s,
-    )
+    return statistics_between(before, after)

@@ -21,7 +21,9 @@ import resource
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
 
 import msgspec
 
@@ -34,15 +36,25 @@ from tangram.bench.base import (
     run_in_fresh_process,
     subprogress,
 )
-from tangram.bench.noop import CORES, SystemUnavailable, dask_rate, embedded_rate, ray_rate
+from tangram.bench.other_systems import add_if_available, dask_rate, ray_rate
 from tangram.bench.service_process import ServiceProcess
 from tangram.bench.shared_http_client import MEMORY_MIB, WAIT_S, SharedHttpClient
+from tangram.core.action import Action, Status
 from tangram.core.demand import CPU, Demand, cores
+from tangram.core.messages import Grant, Pool, cpu_node
+from tangram.core.policies import policy
+from tangram.core.scheduler import Scheduler
 from tangram.errors import ManagerError
-from tangram.managers.work import Close, Exec
+from tangram.managers.base import Lease
+from tangram.managers.sandboxes.leases import CompletedLease
+from tangram.managers.work import Close, Exec, LeaseResult, Work
+from tangram.processes.streams import Output
 from tangram.reports.statistics import mean_of
+from tangram.runtime.orchestrator import Orchestrator
 from tangram.runtime.wire import ActionReply
 
+CORES = 64.0
+"""No action waits for a core."""
 SPARE_DESCRIPTORS = 200
 """File descriptors of a process in addition to its connections."""
 GATE_S = 600.0
@@ -130,12 +142,9 @@ def allow_descriptors(connections: int) -> None:
 
 
 def add_other_systems(sizes: HttpSizes, run: BenchRun) -> None:
-    """Add the rates of Ray and Dask, or why they are not measured."""
     for name, job in (("ray_tasks_per_s", ray_rate), ("dask_tasks_per_s", dask_rate)):
-        try:
-            run.add(name, run_in_fresh_process(job, (sizes.others, sizes.clients), run.processes), PRINTED)
-        except SystemUnavailable as reason:
-            run.notes.append(f"{name} is not measured: {reason}.")
+        rate = partial(run_in_fresh_process, job, (sizes.others, sizes.clients), run.processes)
+        add_if_available(run, name, rate)
 
 
 # ---- clients -----------------------------------------------------------------------------------------------------
@@ -215,3 +224,50 @@ async def _wait_for_metric(
         if any(failed) or time.monotonic() > deadline:
             raise ManagerError(f"expected {metric} to become {value}: {next(filter(None, failed), 'it did not')}")
         await asyncio.sleep(0.05)
+
+
+# ---- inside one process -------------------------------------------------------------------------------------------
+
+
+class NoOpWork(Work, frozen=True, tag="Nothing"):
+    """Work that does nothing."""
+
+
+class NoOpManager:
+    """Executes nothing."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def pools(self) -> tuple[Pool, ...]:
+        return ()
+
+    async def start(self, action: Action, grant: Grant, work: Work, output: Output | None = None) -> Lease:
+        return CompletedLease(LeaseResult())
+
+
+def embedded_rate(count: int, clients: int) -> float:
+    return asyncio.run(_embedded_rate(count, clients))
+
+
+async def _embedded_rate(count: int, clients: int) -> float:
+    """Return the actions per second of orchestrator and scheduler alone."""
+    scheduler = Scheduler(policy("adaptive"), cpu_node("local", CORES))
+    left = iter(range(count))
+    demand = Demand({CPU: cores(1.0)})
+
+    async def client(orchestrator: Orchestrator) -> None:
+        for number in left:  # shared by all clients
+            ticket = orchestrator.submit(Action(id=f"a{number}", demand=demand, kind="exec"), NoOpWork())
+            settled = await ticket.settled
+            assert settled.outcome.status is Status.SUCCEEDED, settled
+
+    async with Orchestrator(scheduler, {}, {NoOpWork: NoOpManager()}) as orchestrator:
+        began = time.perf_counter()
+        await asyncio.gather(*(client(orchestrator) for _ in range(clients)))
+        return count / (time.perf_counter() - began)

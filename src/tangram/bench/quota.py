@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from tangram.bench.base import PRINTED, BenchRun, at_least, at_most
+from tangram.bench.base import PRINTED, BenchRun, at_least, at_most, step_counter
 from tangram.bench.quota_server import QuotaServerProcess, QuotaServerStats
 from tangram.client.api import BYTES_MAX
 from tangram.client.client import Client, connect
@@ -47,17 +47,13 @@ BACKOFF_S, BACKOFF_S_MAX = 0.5, 30.0
 
 
 async def measure(sizes: QuotaSizes, run: BenchRun) -> None:
-    parts = iter(range(1, 4))
-
-    def next_part() -> None:
-        run.progress(next(parts) / 3, "")
-
+    advance = step_counter(run.progress, 3)
     fixed, waits = await _run_controlled(sizes, bucket=False)
-    next_part()
+    advance("")
     bucket, _ = await _run_controlled(sizes, bucket=True)
-    next_part()
+    advance("")
     uncontrolled, failed, uncontrolled_s = await _run_uncontrolled(sizes)
-    next_part()
+    advance("")
     run.add("rejected", float(fixed.rejected + bucket.rejected), at_most(0.0))
     run.add("quota_used", _quota_used(fixed.arrivals, sizes), at_least(0.95))
     run.add("quota_used_bucket", _quota_used(bucket.arrivals, sizes), PRINTED)

@@ -25,13 +25,13 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import ClassVar
 
 import msgspec
 
-from tangram.bench.base import PRINTED, BenchRun, Progress, at_least, paired_ratio_of_values
+from tangram.bench.base import PRINTED, BenchRun, at_least, paired_ratio_of_values, step_counter
 from tangram.reports.statistics import Interval, mean_of
 from tangram.rl.config.rollout_settings import (
     EngineSettings,
@@ -255,20 +255,8 @@ def ideal(waits: LatencyModel, seed: int, environments: int, *, together_s: floa
 # ---- the benchmark ------------------------------------------------------------------------------------------------
 
 
-class _RoundProgress:
-    """Progress by rounds of both sides."""
-
-    def __init__(self, sizes: RolloutSizes, progress: Progress) -> None:
-        self._remaining = self._total = len(sizes.spreads) * sizes.seeds + sizes.heavy_seeds
-        self._progress = progress
-
-    def advance(self, text: str) -> None:
-        self._remaining -= 1
-        self._progress(1.0 - self._remaining / self._total, text)
-
-
 async def measure(sizes: RolloutSizes, run: BenchRun) -> None:
-    rounds = _RoundProgress(sizes, run.progress)
+    advance = step_counter(run.progress, len(sizes.spreads) * sizes.seeds + sizes.heavy_seeds)
     cpu_ms, engine_s, read, shares = [], [], [], {}
     async with running_router(
         engine_settings(sizes), PolicySettings(layers=sizes.layers, width=sizes.width)
@@ -286,9 +274,9 @@ async def measure(sizes: RolloutSizes, run: BenchRun) -> None:
                 ideals.append(ideal(waits, seed, sizes.environments, together_s=together_s, single_s=single_s))
                 cpu_ms.append(1e3 * alone.cpu_s / (sizes.environments * sizes.turns))
                 read += [turn.prefilled for each in alone.group.members for turn in each.turns]
-                rounds.advance(f"σ/μ {spread}")
+                advance(f"σ/μ {spread}")
             shares[spread] = _add(run, f"s{round(spread * 10):02d}", ratios, ideals)
-        heavy = await _play_heavy(gateway, sizes, tokens, rounds)
+        heavy = await _play_heavy(gateway, sizes, tokens, advance)
     run.add("share_of_ideal_min", min(shares.values()), at_least(0.9))
     run.add("speedup_heavy", mean_of(heavy), PRINTED)
     run.add("tokens_per_turn", tokens, PRINTED)
@@ -324,7 +312,7 @@ async def _play_both(
     return batched, alone
 
 
-async def _play_heavy(gateway: Router, sizes: RolloutSizes, tokens: int, rounds: _RoundProgress) -> list[float]:
+async def _play_heavy(gateway: Router, sizes: RolloutSizes, tokens: int, advance: Callable[[str], None]) -> list[float]:
     waits = LatencyModel(
         latency_s=sizes.latency_s, spread=sizes.heavy_spread, turns=sizes.turns, heavy=True, failures=sizes.failures
     )
@@ -332,7 +320,7 @@ async def _play_heavy(gateway: Router, sizes: RolloutSizes, tokens: int, rounds:
     for seed in range(sizes.heavy_seeds):
         batched, alone = await _play_both(gateway, sizes, waits, seed, tokens)
         ratios.append(batched.seconds / alone.seconds)
-        rounds.advance("heavy")
+        advance("heavy")
     return ratios
 
 

@@ -12,27 +12,16 @@ rollout with functions that scale from zero, including the starts of their proce
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 
 from tangram.bench.base import PRINTED, BenchRun
+from tangram.bench.functions import FOR_EVER_S, connect_functions, declare, statistics_between
 from tangram.bench.rollout import WORDS, FixedLengthCodec, LatencyModel
 from tangram.client.client import Client
-from tangram.client.functions import Function, function
-from tangram.client.transport import LocalTransport
-from tangram.core.messages import cpu_node
-from tangram.core.policies import policy
-from tangram.core.scheduler import Scheduler
 from tangram.managers.functions.host import FunctionStatistics
-from tangram.managers.functions.manager import FunctionManager
-from tangram.managers.functions.work import Call
-from tangram.managers.quotas.manager import QuotaManager
-from tangram.managers.work import HoldGrant
 from tangram.reports.statistics import ratio_of
 from tangram.rl.config.rollout_settings import (
     EngineSettings,
@@ -44,16 +33,11 @@ from tangram.rl.config.rollout_settings import (
 from tangram.rl.inference.engines.fake import FakeEngine
 from tangram.rl.inference.engines.protocol import GenerationRequest, PolicyWeights
 from tangram.rl.rollout.rollout import Rollout, tickets
-from tangram.runtime.event_inbox import EventInbox
-from tangram.runtime.orchestrator import Orchestrator
 
 SECONDS = {"code": 0.12, "judge": 0.06, "math": 0.03}
 """Reward durations by task: running tests, calling a small model, comparing an answer."""
 INSTANCES = 4
 """Per function: at most, or on the reserved side always."""
-CORES = 0.1
-"""Per call: they sleep, and all of them fit."""
-FOR_EVER_S = 3600.0
 IDLE_S = 0.25
 """Elastic: short compared with the pause between rollouts, as half a minute is compared with a training step."""
 TOKENS = 4
@@ -95,13 +79,8 @@ def _reward(task: str, played: dict[str, Any]) -> float:
     return float(len(played["turns"]) > 0)
 
 
-def _declare(called: Any, idle_s: float) -> Function[..., Any]:
-    made: Function[..., Any] = function(cpus=CORES, max_instances=INSTANCES, idle_s=idle_s)(called)
-    return made
-
-
-code_elastic, judge_elastic, math_elastic = (_declare(each, IDLE_S) for each in (code, judge, math))
-code_reserved, judge_reserved, math_reserved = (_declare(each, FOR_EVER_S) for each in (code, judge, math))
+code_elastic, judge_elastic, math_elastic = (declare(each, IDLE_S, INSTANCES) for each in (code, judge, math))
+code_reserved, judge_reserved, math_reserved = (declare(each, FOR_EVER_S, INSTANCES) for each in (code, judge, math))
 
 
 # ---- the benchmark ------------------------------------------------------------------------------------------------
@@ -122,25 +101,12 @@ async def measure(sizes: ServerlessSizes, run: BenchRun) -> None:
     )
 
 
-@contextlib.asynccontextmanager
-async def _connect() -> AsyncIterator[tuple[Client, FunctionManager]]:
-    """A client whose function manager is accessible."""
-    functions = FunctionManager()
-    inbox = EventInbox()
-    quotas = QuotaManager((), inbox.send)
-    pools = cpu_node("local", len(os.sched_getaffinity(0)))
-    scheduler = Scheduler(policy("adaptive"), pools)
-    orchestrator = Orchestrator(scheduler, {}, {HoldGrant: quotas, Call: functions}, inbox=inbox)
-    async with Client(LocalTransport(orchestrator, quotas)) as client:
-        yield client, functions
-
-
 async def _run_side(name: str, sizes: ServerlessSizes) -> tuple[FunctionStatistics, list[float]]:
     """Return the use of the instances, and the seconds of each rollout."""
     seconds = []
     engine = FakeEngine(_generated_tokens, token_s=0.002)
     await engine.start(PolicyWeights(version=0, folder=""))
-    async with _connect() as (client, functions):
+    async with connect_functions() as (client, functions):
         if name == "reserved":
             await _start_all_instances(client)
         settings = _settings(name, sizes)
@@ -153,22 +119,13 @@ async def _run_side(name: str, sizes: ServerlessSizes) -> tuple[FunctionStatisti
                 await asyncio.sleep(sizes.pause_s)
         after = functions.statistics()
     await engine.close()
-    return _statistics_between(before, after), seconds
+    return statistics_between(before, after), seconds
 
 
 async def _start_all_instances(client: Client) -> None:
     """Start all instances before the measurement."""
     for each in (code_reserved, judge_reserved, math_reserved):
         await asyncio.gather(*(client.call(each, {"turns": [], "instance": number}) for number in range(INSTANCES)))
-
-
-def _statistics_between(before: FunctionStatistics, after: FunctionStatistics) -> FunctionStatistics:
-    return FunctionStatistics(
-        calls=after.calls - before.calls,
-        busy_s=after.busy_s - before.busy_s,
-        instance_s=after.instance_s - before.instance_s,
-        started=after.started - before.started,
-    )
 
 
 def _settings(side: str, sizes: ServerlessSizes) -> RolloutSettings:

@@ -22,7 +22,7 @@ import zlib
 
 import msgspec
 
-from tangram.bench.base import PRINTED, BenchRun, at_least, at_most, paired_ratio_of_values
+from tangram.bench.base import PRINTED, BenchRun, at_least, at_most, paired_ratio_of_values, step_counter
 from tangram.bench.services_engine import content
 from tangram.client.client import Client, connect
 from tangram.client.transport import LocalTransport
@@ -54,23 +54,16 @@ SPARE_BYTES = 1 * MIB
 
 
 async def measure(sizes: ServicesSizes, run: BenchRun) -> None:
-    steps = 2 * sizes.seeds + 2
-    done = 0
-
-    def step() -> None:
-        nonlocal done
-        done += 1
-        run.progress(done / steps, "")
-
+    advance = step_counter(run.progress, 2 * sizes.seeds + 2)
     static, shared, restores = [], [], []
     for seed in range(sizes.seeds):
         act_s, _ = await _run_calls(sizes, sizes.services, seed)
         static.append(act_s)
-        step()
+        advance("")
         act_s, share = await _run_calls(sizes, sizes.devices, seed)
         shared.append(act_s)
         restores.append(share)
-        step()
+        advance("")
     run.add("act_ratio", paired_ratio_of_values(static, shared), at_least(0.9))
     run.add("devices_saved", 1.0 - sizes.devices / sizes.services, PRINTED)
     run.add("act_mean_s_static", statistics.fmean(static), PRINTED)
@@ -78,9 +71,9 @@ async def measure(sizes: ServicesSizes, run: BenchRun) -> None:
     run.add("restores_per_call", statistics.fmean(restores), PRINTED)
     run.add("load", sizes.load * sizes.services / sizes.devices, PRINTED)
     run.add("restore_bandwidth_share", await _measure_bandwidth(sizes), at_least(0.5))
-    step()
+    advance("")
     run.add("resident_overhead_ms_p50", await _measure_resident(sizes), at_most(2.0))
-    step()
+    advance("")
     run.notes.append("load: of the two devices, restores not counted.")
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import msgspec
 import numpy as np
 
-from tangram.bench.base import PRINTED, BenchRun, at_least, run_jobs
+from tangram.bench.base import PRINTED, BenchRun, at_least, run_sides
 from tangram.core.demand import GPU
 from tangram.core.messages import Pool, cpu_node
 from tangram.reports.statistics import mean_of
@@ -62,9 +62,9 @@ QUICK = SizingSizes(cores_step=8, seeds=3)
 
 
 def measure(sizes: SizingSizes, run: BenchRun) -> None:
-    jobs = [(search, sizes, seed) for search in (cores_needed, devices_needed) for seed in range(sizes.seeds)]
-    played = run_jobs(_search, jobs, run.processes, run.progress)
-    cores, devices = played[: sizes.seeds], played[sizes.seeds :]
+    searches = [cores_needed, devices_needed]
+    rows = run_sides(partial(_search, sizes), searches, sizes.seeds, run.processes, run.progress)
+    cores, devices = rows[cores_needed], rows[devices_needed]
     _report(run, "cores", cores, sizes.cores_reserved, CORES_GOAL)
     _report(run, "devices", devices, sizes.devices_reserved, DEVICES_GOAL)
     saved_p99 = mean_of([1.0 - row["needed p99"] / sizes.devices_reserved for row in devices])
@@ -94,7 +94,7 @@ def _report(run: BenchRun, what: str, rows: list[MetricRow], reserved: int, goal
         run.add(f"{what}_act_{name}_s_needed", mean_of([row[name] for row in rows]))
 
 
-def _search(search: Callable[[SizingSizes, int], MetricRow], sizes: SizingSizes, seed: int) -> MetricRow:
+def _search(sizes: SizingSizes, search: Callable[[SizingSizes, int], MetricRow], seed: int) -> MetricRow:
     return search(sizes, seed)
 
 

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from functools import partial
 
 import msgspec
 import numpy as np
 
 from tangram.bench import sizing
-from tangram.bench.base import PRINTED, BenchRun, at_least, paired_ratio, run_jobs, subprogress
+from tangram.bench.base import PRINTED, BenchRun, at_least, paired_ratio, run_jobs, run_sides, subprogress
 from tangram.core.messages import Effect, Event, Resident
 from tangram.reports.statistics import mean_of
 from tangram.sim.baselines import PodsConfig
@@ -98,18 +99,11 @@ class TeachersSide(msgspec.Struct, frozen=True):
 
 
 def measure(sizes: TeachersSizes, run: BenchRun) -> None:
-    seeds = range(sizes.seeds)
-    saved = run_jobs(
-        sizing.devices_needed,
-        [(sizes.sizing, seed) for seed in seeds],
-        run.processes,
-        subprogress(run.progress, 0.0, 0.4),
-    )
+    jobs = [(sizes.sizing, seed) for seed in range(sizes.seeds)]
+    saved = run_jobs(sizing.devices_needed, jobs, run.processes, subprogress(run.progress, 0.0, 0.4))
     sides = sides_of(sizes)
-    jobs = [(sizes, side, seed) for side in sides for seed in seeds]
-    played = run_jobs(simulate_side, jobs, run.processes, subprogress(run.progress, 0.4, 1.0))
-    rows = {side: played[i * sizes.seeds : (i + 1) * sizes.seeds] for i, side in enumerate(sides)}
-
+    job, progress = partial(simulate_side, sizes), subprogress(run.progress, 0.4, 1.0)
+    rows = run_sides(job, sides, sizes.seeds, run.processes, progress)
     reserved = sizes.sizing.devices_reserved
     share = mean_of([1.0 - row["needed"] / reserved for row in saved])
     run.add("devices_saved", share, at_least(sizing.DEVICES_GOAL))
