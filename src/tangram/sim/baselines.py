@@ -62,33 +62,28 @@ Replica = tuple[str, tuple[int, ...]]
 """The node and the devices of one copy of a service."""
 
 
-class Pod:
+class Pod(msgspec.Struct, eq=False):
     """One trajectory's reservation."""
 
-    __slots__ = ("lost", "memory", "node", "sandbox", "waiting")
-
-    def __init__(self, sandbox: str, memory: int) -> None:
-        self.sandbox = sandbox
-        self.memory = memory
-        self.node = ""
-        self.waiting: list[_PodCall] = []
-        self.lost = ""
-        """Why the pod is gone; empty while it exists."""
+    sandbox: str
+    memory: int
+    node: str = ""
+    waiting: list[_PodCall] = []
+    lost: str = ""
+    """Why the pod is gone; empty while it exists."""
 
 
-class BaselineCall:
+class BaselineCall(msgspec.Struct, eq=False):
     """An action until it settles."""
 
-    __slots__ = ("action", "attempts", "cancelled", "granted_at", "started_at", "submitted_at")
-
-    def __init__(self, action: Action, now: float) -> None:
-        self.action = action
-        self.submitted_at = now
-        self.granted_at = now
-        self.started_at = now
-        self.attempts = 0
-        self.cancelled = False
-        """A stop was requested and has not completed."""
+    action: Action
+    submitted_at: float
+    granted_at: float = 0.0
+    started_at: float = 0.0
+    """Both of the last attempt."""
+    attempts: int = 0
+    cancelled: bool = False
+    """A stop was requested and has not completed."""
 
     def settle(self, status: Status, reason: str, usage: Usage, now: float, *, ran: bool) -> Settle:
         """Return the end of the action with its time divided: waiting, from grant to start, and running."""
@@ -108,15 +103,11 @@ class BaselineCall:
         )
 
 
-class _PodCall(BaselineCall):
-    __slots__ = ("devices", "pod", "service")
-
-    def __init__(self, action: Action, now: float) -> None:
-        super().__init__(action, now)
-        self.pod: Pod | None = None
-        self.service: _StaticService | None = None
-        self.devices: Replica | None = None
-        """The replica of its service that it runs on."""
+class _PodCall(BaselineCall, eq=False):
+    pod: Pod | None = None
+    service: _StaticService | None = None
+    devices: Replica | None = None
+    """The replica of its service that it runs on."""
 
     @property
     def node(self) -> str:
@@ -126,16 +117,13 @@ class _PodCall(BaselineCall):
         return self.devices[0] if self.devices is not None else ""
 
 
-class _StaticService:
+class _StaticService(msgspec.Struct, eq=False):
     """The fixed devices of one service: as many replicas as it has chunks, and a queue."""
 
-    __slots__ = ("away", "free", "queue")
-
-    def __init__(self) -> None:
-        self.free: list[Replica] = []
-        self.away: list[Replica] = []
-        """Replicas on nodes that are down."""
-        self.queue: deque[_PodCall] = deque()
+    free: list[Replica] = []
+    away: list[Replica] = []
+    """Replicas on nodes that are down."""
+    queue: deque[_PodCall] = msgspec.field(default_factory=deque)
 
 
 class PodsConfig(msgspec.Struct, frozen=True, kw_only=True):

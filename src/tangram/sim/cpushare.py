@@ -33,6 +33,8 @@ from bisect import bisect_left
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
+import msgspec
+
 from tangram.core.speedup import Speedup
 from tangram.errors import InvariantError
 
@@ -136,32 +138,27 @@ _Entry = tuple[float, int, _CpuAction]
 """(completion, insertion order, action): the order is unique, so a comparison never reaches the action."""
 
 
-class _Tier:
+class _Tier(msgspec.Struct, eq=False):
     """All actions with one tau. Full-speed time = time - lost."""
 
-    __slots__ = (
-        "count", "demand", "entry", "floating", "given", "heap", "lost", "short", "since", "starved", "tau", "weight",
-    )  # fmt: skip
-
-    def __init__(self, tau: float) -> None:
-        self.tau = tau
-        self.demand = 0.0
-        self.weight = 0.0
-        self.count = 0
-        self.heap: list[_Entry] = []
-        """By full-speed time; the first entry is always valid."""
-        self.entry: _Entry | None = None
-        """The valid entry, for the tier's first action, in a heap of the node."""
-        self.floating = False
-        self.lost = 0.0
-        """Up to now if capped, up to `since` if floating."""
-        self.since = 0.0
-        self.given = 0.0
-        """The node's clock of the same name at `since`."""
-        self.starved = 0.0
-        """Up to now if capped, up to `since` if floating."""
-        self.short = 0.0
-        """The node's clock of the same name at `since`."""
+    tau: float
+    demand: float = 0.0
+    weight: float = 0.0
+    count: int = 0
+    heap: list[_Entry] = []
+    """By full-speed time; the first entry is always valid."""
+    entry: _Entry | None = None
+    """The valid entry, for the tier's first action, in a heap of the node."""
+    floating: bool = False
+    lost: float = 0.0
+    """Up to now if capped, up to `since` if floating."""
+    since: float = 0.0
+    given: float = 0.0
+    """The node's clock of the same name at `since`."""
+    starved: float = 0.0
+    """Up to now if capped, up to `since` if floating."""
+    short: float = 0.0
+    """The node's clock of the same name at `since`."""
 
     def start_floating(self, now: float, given: float, short: float) -> None:
         self.floating, self.since, self.given, self.short = True, now, given, short

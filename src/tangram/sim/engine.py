@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import msgspec
+
 from tangram.core.action import Action, Outcome, Status, Usage
 from tangram.core.demand import CORE, CPU, GPU
 from tangram.core.messages import (
@@ -59,52 +61,33 @@ class EventHandler(Protocol):
     def handle(self, event: Event, now: float) -> list[Effect]: ...
 
 
-class _SimAction:
+class _SimAction(msgspec.Struct, eq=False):
     """One submitted action and its ground truth."""
 
-    __slots__ = (
-        "action",
-        "attempt",
-        "batch",
-        "episode",
-        "grant",
-        "limit",
-        "node",
-        "refused",
-        "started_at",
-        "step",
-        "submitted_at",
-        "width",
-    )
-
-    def __init__(self, action: Action, step: SimStep, episode: _EpisodeState, now: float) -> None:
-        self.action = action
-        self.step = step
-        self.episode = episode
-        self.submitted_at = now
-        self.grant: Grant | None = None
-        self.attempt = 0
-        self.batch = ""
-        """The batch of its last grant."""
-        self.started_at = -1.0
-        self.refused = False
-        """Rejected by an API: the action does nothing until it ends."""
-        self.node = ""
-        self.width = 1.0
-        self.limit = 1.0
+    action: Action
+    step: SimStep
+    episode: _EpisodeState
+    submitted_at: float
+    grant: Grant | None = None
+    attempt: int = 0
+    batch: str = ""
+    """The batch of its last grant."""
+    started_at: float = -1.0
+    refused: bool = False
+    """Rejected by an API: the action does nothing until it ends."""
+    node: str = ""
+    width: float = 1.0
+    limit: float = 1.0
 
 
-class _EpisodeState:
+class _EpisodeState(msgspec.Struct, eq=False):
     """One episode in progress."""
 
-    __slots__ = ("episode", "failed", "outstanding", "sandbox", "turn")
-
-    def __init__(self, episode: SimEpisode) -> None:
-        self.episode = episode
-        self.turn = 0
-        self.outstanding = 0
-        self.failed = False
-        self.sandbox = f"box-{episode.id}" if episode.memory else ""
+    episode: SimEpisode
+    sandbox: str
+    turn: int = 0
+    outstanding: int = 0
+    failed: bool = False
 
 
 class Simulator:
@@ -145,7 +128,9 @@ class Simulator:
         self._batches: dict[str, int] = {}
         """Number of calls in each batch."""
         self._apis = SimulatedApis(workload.apis)
-        self._episodes = [_EpisodeState(episode) for episode in workload.episodes]
+        self._episodes = [
+            _EpisodeState(episode, f"box-{episode.id}" if episode.memory else "") for episode in workload.episodes
+        ]
         self._finished_episodes = 0
         self._failed_episodes = 0
         self._total = sum(len(turn.steps) for episode in workload.episodes for turn in episode.turns)

@@ -103,58 +103,46 @@ def without_restores(workload: Workload, config: OnDemandConfig, device_gib: flo
     return msgspec.structs.replace(workload, services=tuple(services))
 
 
-class _OnDemandCall(BaselineCall):
-    __slots__ = ("instance", "model")
-
-    def __init__(self, action: Action, model: _Model, now: float) -> None:
-        super().__init__(action, now)
-        self.model = model
-        self.instance: _Instance | None = None
-        """The instance that serves the call; None while the call waits."""
+class _OnDemandCall(BaselineCall, eq=False, kw_only=True):
+    model: _Model
+    instance: _Instance | None = None
+    """The instance that serves the call; None while the call waits."""
 
 
-class _Instance:
+class _Instance(msgspec.Struct, eq=False, kw_only=True):
     """One copy of a model on its own devices."""
 
-    __slots__ = ("call", "devices", "fresh", "loading_from", "model", "node", "ready_at", "used_at")
-
-    def __init__(self, model: _Model, node: str, devices: tuple[int, ...], now: float, load_s: float) -> None:
-        self.model = model
-        self.node = node
-        self.devices = devices
-        self.loading_from = now
-        self.ready_at = self.used_at = now + load_s
-        self.fresh = True
-        """The instance has not served a call yet."""
-        self.call: _OnDemandCall | None = None
+    model: _Model
+    node: str
+    devices: tuple[int, ...]
+    loading_from: float
+    ready_at: float
+    used_at: float
+    fresh: bool = True
+    """The instance has not served a call yet."""
+    call: _OnDemandCall | None = None
 
 
-class _Model:
+class _Model(msgspec.Struct, eq=False):
     """One service: its waiting calls and its instances."""
 
-    __slots__ = ("instances", "memory_gib", "name", "next_turn_at", "queue", "size")
-
-    def __init__(self, service: ServiceModel, size: int) -> None:
-        self.name = service.name
-        self.memory_gib = service.memory_gib
-        self.size = size
-        """Devices of an instance."""
-        self.queue: deque[_OnDemandCall] = deque()
-        self.instances: list[_Instance] = []
-        self.next_turn_at = 0.0
+    name: str
+    memory_gib: float
+    size: int
+    """Devices of an instance."""
+    queue: deque[_OnDemandCall] = msgspec.field(default_factory=deque)
+    instances: list[_Instance] = []
+    next_turn_at: float = 0.0
 
 
-class _Node:
-    __slots__ = ("closed", "in_host_at", "instances", "name", "total")
-
-    def __init__(self, name: str, total: int) -> None:
-        self.name = name
-        self.total = total
-        self.closed = False
-        """The service currently accepts neither calls nor instances."""
-        self.instances: list[_Instance] = []
-        self.in_host_at: dict[str, float] = {}
-        """When each model's checkpoint is, or will be, in host memory."""
+class _Node(msgspec.Struct, eq=False):
+    name: str
+    total: int
+    closed: bool = False
+    """The service currently accepts neither calls nor instances."""
+    instances: list[_Instance] = []
+    in_host_at: dict[str, float] = {}
+    """When each model's checkpoint is, or will be, in host memory."""
 
 
 class OnDemand:
@@ -165,7 +153,8 @@ class OnDemand:
         self.name = NAME
         self._nodes = {pool.node: _Node(pool.node, pool.total) for pool in pools if pool.kind == GPU}
         self._models = {
-            service.name: _Model(service, nearest_degree(service, config.devices_per_instance)) for service in services
+            service.name: _Model(service.name, service.memory_gib, nearest_degree(service, config.devices_per_instance))
+            for service in services
         }
         self._calls: dict[str, _OnDemandCall] = {}
         self._effects: list[Effect] = []
@@ -207,7 +196,7 @@ class OnDemand:
             reason = "models on demand serve calls to a known service on devices, nothing else"
             self._effects.append(Refuse(action=action.id, limit="service", reason=reason))
             return
-        call = self._calls[action.id] = _OnDemandCall(action, model, self._now)
+        call = self._calls[action.id] = _OnDemandCall(action, self._now, model=model)
         model.queue.append(call)
 
     def _serve(self) -> None:
@@ -333,7 +322,10 @@ class OnDemand:
     def _load_instance(self, model: _Model, node: _Node, devices: tuple[int, ...]) -> None:
         for instance in [each for each in node.instances if _overlaps(each, devices)]:
             self._evict(instance)
-        instance = _Instance(model, node.name, devices, self._now, self._load_s(model, node))
+        ready_at = self._now + self._load_s(model, node)
+        instance = _Instance(
+            model=model, node=node.name, devices=devices, loading_from=self._now, ready_at=ready_at, used_at=ready_at
+        )
         node.in_host_at.setdefault(model.name, instance.ready_at - self.config.start_s)
         node.instances.append(instance)
         model.instances.append(instance)

@@ -28,6 +28,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
+
 from tangram.core.action import Action, Outcome
 from tangram.core.demand import CORE, CPU, GPU, MEMORY, Demand
 from tangram.core.messages import (
@@ -115,36 +117,22 @@ def load_recording(path: str | Path) -> Workload:
     return Workload(name=Path(path).stem, seed=0, episodes=episodes, services=reading.services(), apis=reading.apis())
 
 
-class _RecordedAction:
+class _RecordedAction(msgspec.Struct, eq=False):
     """One action of the trace."""
 
-    __slots__ = (
-        "action",
-        "batch",
-        "cores_max",
-        "devices",
-        "ended_at",
-        "granted_at",
-        "outcome",
-        "stretches",
-        "submitted_at",
-        "width",
-    )
-
-    def __init__(self, action: Action, now: float) -> None:
-        self.action = action
-        self.submitted_at = now
-        self.granted_at = now
-        self.ended_at = now
-        self.cores_max = math.inf
-        """Assumed maximum of cores in use; for an elastic action its width decides."""
-        self.devices = 0
-        self.batch = ""
-        """From its last grant."""
-        self.outcome: Outcome | None = None
-        self.width = 1.0
-        self.stretches: list[tuple[float, float]] = []
-        """(since, units at work), in order."""
+    action: Action
+    submitted_at: float
+    granted_at: float
+    ended_at: float
+    cores_max: float = math.inf
+    """Assumed maximum of cores in use; for an elastic action its width decides."""
+    devices: int = 0
+    batch: str = ""
+    """From its last grant."""
+    outcome: Outcome | None = None
+    width: float = 1.0
+    stretches: list[tuple[float, float]] = []
+    """(since, units at work), in order."""
 
     @property
     def unit(self) -> int:
@@ -209,7 +197,7 @@ class _TraceReader:
     def add_line(self, line: Line) -> None:
         message, now = line.message, line.t
         if isinstance(message, Submit):
-            self.actions[message.action.id] = _RecordedAction(message.action, now)
+            self.actions[message.action.id] = _RecordedAction(message.action, now, now, now)
         elif isinstance(message, Reserve):
             self.sandboxes[message.sandbox] = (now, message.memory)
         elif isinstance(message, PoolChanged):

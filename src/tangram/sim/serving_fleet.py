@@ -112,16 +112,15 @@ def _engine_load(engine: ServingEngine) -> int:
     return engine.load
 
 
-class _Session:
+class _Session(msgspec.Struct, eq=False):
     """One active trajectory."""
 
-    __slots__ = ("context", "homes", "index", "trajectory", "turn")
-
-    def __init__(self, index: int, trajectory: ServingTrajectory) -> None:
-        self.index, self.trajectory = index, trajectory
-        self.turn = self.context = 0
-        self.homes: list[ServingEngine | None] = [None, None]
-        """The engine of the last turn, and with `split` that of the last decoding."""
+    index: int
+    trajectory: ServingTrajectory
+    turn: int = 0
+    context: int = 0
+    homes: list[ServingEngine | None] = msgspec.field(default_factory=lambda: [None, None])
+    """The engine of the last turn, and with `split` that of the last decoding."""
 
 
 class _Fleet:

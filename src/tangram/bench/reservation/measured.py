@@ -48,21 +48,18 @@ class SideMeasurement(msgspec.Struct, frozen=True, kw_only=True):
     core_time: CoreTime
 
 
-class _TracedAction:
+class _TracedAction(msgspec.Struct, eq=False):
     """One action in the trace."""
 
-    __slots__ = ("action", "ended_at", "granted_at", "node", "outcome", "reserves", "submitted_at", "width")
-
-    def __init__(self, action: Action, now: float) -> None:
-        self.action = action
-        self.submitted_at = now
-        self.granted_at: float | None = None
-        self.ended_at = now
-        self.outcome: Outcome | None = None
-        self.node = ""
-        self.width = 0.0
-        self.reserves: list[tuple[float, float]] = []
-        """(since, cores), in order."""
+    action: Action
+    submitted_at: float
+    ended_at: float
+    granted_at: float | None = None
+    outcome: Outcome | None = None
+    node: str = ""
+    width: float = 0.0
+    reserves: list[tuple[float, float]] = []
+    """(since, cores), in order."""
 
 
 def read_recording(path: Path, trajectories: Iterable[str], *, name: str, keeps_cores: float = 0.0) -> SideMeasurement:
@@ -105,7 +102,7 @@ def _apply_message(
     message: Message, now: float, acts: dict[str, _TracedAction], boxes: dict[str, tuple[float, float]]
 ) -> None:
     if isinstance(message, Submit):
-        acts[message.action.id] = _TracedAction(message.action, now)
+        acts[message.action.id] = _TracedAction(message.action, now, now)
     elif isinstance(message, Reserve):
         boxes[message.sandbox] = (now, now)
     elif isinstance(message, Release):
