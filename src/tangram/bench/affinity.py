@@ -193,8 +193,8 @@ def engine_settings(sizes: AffinitySizes, hardware: str, count: int) -> EngineSe
         slots=sizes.slots,
         chunk=sizes.chunk,
         context_max=max(round(longest), sizes.question + round(sizes.answer * (1.0 + sizes.varied)) + 2),
-        prefill_s_per_token=sizes.prefill_s_per_token * base.tflops / own.tflops,
-        decode_s_per_step=sizes.decode_s_per_step * base.bandwidth_tb_s / own.bandwidth_tb_s,
+        prefill_s_per_token=sizes.prefill_s_per_token * base.flops / own.flops,
+        decode_s_per_step=sizes.decode_s_per_step * base.bandwidth / own.bandwidth,
     )
 
 

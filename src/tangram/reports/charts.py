@@ -19,6 +19,8 @@ from tangram.reports.svg import Drawing, LinearScale, LogScale, Scale
 Floats = npt.NDArray[np.float64]
 
 WIDTH = 1040.0
+LABEL_DISTANCE = 16.0
+"""Pixels between the labels of neighbouring lines."""
 """Pixels of a chart as wide as the page."""
 CURVE_POINTS = 200
 HOVER_COLUMNS = 60
@@ -300,16 +302,10 @@ class LineSeries(msgspec.Struct, frozen=True, kw_only=True):
     """Half the width of the band around each point; empty: no band."""
 
 
-def line_chart(
-    lines: Sequence[LineSeries],
-    label: str,
-    x_text: Callable[[float], str] = tick_number,
-    *,
-    x_ticks: Sequence[float] = (),
-) -> str:
+def line_chart(lines: Sequence[LineSeries], label: str) -> str:
     """Values from 0 to 1 over x, such as rewards; the name of each line is at its end."""
     drawing = Drawing(520, 268, label)
-    draw_lines(drawing, lines, (44.0, 400.0, 14.0, 232.0), x_text, x_ticks=x_ticks)
+    draw_lines(drawing, lines, (44.0, 400.0, 14.0, 232.0))
     return drawing.render()
 
 
@@ -341,11 +337,11 @@ def draw_lines(
         drawing.text(right + 8.0, end + 4.0, f"{line.name} {line.points[-1][1]:.2f}", f"name {line.css}")
 
 
-def spread_apart(places: Sequence[float], least: float = 16.0) -> list[float]:
-    """Move ascending positions down until each is at least this far from the one before."""
+def spread_apart(places: Sequence[float]) -> list[float]:
+    """Move ascending positions down until each is at least LABEL_DISTANCE from the one before."""
     result: list[float] = []
     for place in places:
-        result.append(max(place, result[-1] + least) if result else place)
+        result.append(max(place, result[-1] + LABEL_DISTANCE) if result else place)
     return result
 
 

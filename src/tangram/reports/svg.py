@@ -45,9 +45,9 @@ class LinearScale:
         last = math.floor(self.high / step + 1e-9)
         return [round(k * step, 10) for k in range(first, last + 1)]
 
-    def number_ticks(self, about: int = 5) -> list[float]:
-        """Round numbers, about this many: steps of 1, 2 or 5 times a power of ten."""
-        step = nice_step((self.high - self.low) / max(1, about))
+    def number_ticks(self) -> list[float]:
+        """Round numbers, about five: steps of 1, 2 or 5 times a power of ten."""
+        step = nice_step((self.high - self.low) / 5)
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [round(k * step, 10) for k in range(first, last + 1)]
 

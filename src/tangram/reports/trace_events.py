@@ -93,10 +93,10 @@ class TraceEvents:
         event = {"name": name, "ph": "C", "ts": _nanoseconds(at_s), "pid": self._process(process), "tid": 0}
         self._points.append({**event, "args": finite})
 
-    def instant(self, process: str, name: str, *, at_s: float, args: Mapping[str, Any] | None = None) -> None:
+    def instant(self, process: str, name: str, *, at_s: float) -> None:
         """Add a mark in all lanes of a process."""
         event = {"name": name, "ph": "i", "s": "p", "ts": _nanoseconds(at_s), "pid": self._process(process), "tid": 0}
-        self._points.append({**event, "args": dict(args or {})})
+        self._points.append({**event, "args": {}})
 
     def events(self) -> list[dict[str, Any]]:
         """All events as the format has them: metadata first, then by time, containing events before contained ones."""

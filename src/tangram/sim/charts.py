@@ -19,6 +19,8 @@ from tangram.sim.result import ActionRow, SimulationResult
 
 ACT_AXIS = "action completion time (ACT)"
 TIMELINE_ROWS = 22
+KINDS_SHOWN = 6
+"""Kinds of actions whose time is split."""
 WINDOW_ACTS = 20.0
 """Length of a timeline in mean ACTs: a bar is then neither too narrow to see nor as long as the row."""
 WINDOWS_S = (2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 3600.0, 14_400.0, 86_400.0)
@@ -62,13 +64,13 @@ class TimeSplit(msgspec.Struct, frozen=True, kw_only=True):
     execution_s: float
 
 
-def time_splits(lines: Sequence[ChartSeries], kinds_max: int = 6) -> dict[str, list[TimeSplit]]:
+def time_splits(lines: Sequence[ChartSeries]) -> dict[str, list[TimeSplit]]:
     """Splits by kind, one for each line; the kinds with the most time first."""
     kinds: dict[str, float] = {}
     for line in lines:
         for row in line.result.completed:
             kinds[row.kind] = kinds.get(row.kind, 0.0) + row.act_s
-    chosen = sorted(kinds, key=lambda kind: -kinds[kind])[:kinds_max]
+    chosen = sorted(kinds, key=lambda kind: -kinds[kind])[:KINDS_SHOWN]
     return {kind: [_time_split(line.result, kind) for line in lines] for kind in chosen}
 
 

@@ -24,8 +24,8 @@ def settings(*classes: str, tasks: dict[str, str] | None = None) -> RolloutSetti
 
 
 def test_the_published_classes_are_as_published() -> None:
-    assert (H800.tflops, H800.memory_gb, H800.bandwidth_tb_s, H800.cost) == (989.5, 80.0, 3.35, 2.85)
-    assert (H20.tflops, H20.memory_gb, H20.bandwidth_tb_s, H20.cost) == (148.0, 96.0, 4.0, 1.0)
+    assert (H800.flops, H800.memory_bytes, H800.bandwidth, H800.cost) == (989.5e12, 80e9, 3.35e12, 2.85)
+    assert (H20.flops, H20.memory_bytes, H20.bandwidth, H20.cost) == (148e12, 96e9, 4e12, 1.0)
     assert set(HARDWARE_BY_CLASS) == {"compute", "bandwidth"}
     assert (CLASS_BY_ROLE["training"], CLASS_BY_ROLE["generation"]) == ("compute", "bandwidth")
 

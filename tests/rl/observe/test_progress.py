@@ -113,8 +113,6 @@ def test_engines_are_up_suspended_or_dead() -> None:
     assert progress.engine_states() == {"up": 1, "suspended": 0, "dead": 1}
     progress.set_engines([engine("a", suspended_s=1.0), engine("b")])
     assert progress.engine_states()["dead"] == 0
-    progress.set_engines([engine("a", suspended_s=1.0), engine("b")], dead={"b"})
-    assert progress.engine_states() == {"up": 1, "suspended": 0, "dead": 1}
 
 
 def test_tokens_per_second_are_those_of_the_last_seconds() -> None:

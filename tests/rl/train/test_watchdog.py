@@ -10,7 +10,6 @@ import pytest
 from msgspec.structs import replace
 from tests.rl.observe.test_pool_usage import on_virtual_time
 from tests.rl.rollout.world import CODEC, Plan, Talker, World, run, settings, ticket
-from tests.rl.samples import group
 
 from tangram.client.client import Client
 from tangram.clock import Clock, VirtualLoop
@@ -32,7 +31,7 @@ from tangram.rl.train.watchdog import (
     snapshot_run,
     waiting_pools,
 )
-from tangram.rl.trajectories.trajectory import Ending, Group, Stage
+from tangram.rl.trajectories.trajectory import Group, Stage
 
 STALL_S = 120.0
 
@@ -94,11 +93,9 @@ def test_what_is_played_again_and_gets_stuck_again_does_not_begin_a_new_row() ->
     for number in range(1, 4):
         notices = watch.check(number * 130.0, RunSnapshot(trajectories=(live(number, stage_s=125.0),), tokens=0))
         assert notices is not None and notices.number == number
-    stopped = replace(group(1, 0).members[0], ending=Ending.CANCELLED, reward=None)
-    watch.on_trajectory_end(stopped, 400.0)
     notices = watch.check(520.0, RunSnapshot(trajectories=(live(5, stage_s=120.0),)))
     assert notices is not None and notices.give_up, "what was stopped is no progress"
-    watch.on_trajectory_end(group(1, 0).members[0], 530.0)
+    watch.on_progress(530.0)
     notices = watch.check(660.0, RunSnapshot())
     assert notices is not None and notices.number == 1
 

@@ -18,8 +18,7 @@ import msgspec
 
 from tangram.errors import InvalidConfig
 from tangram.rl.config.rollout_settings import EngineSettings, RolloutSettings
-from tangram.sim import serving_model
-from tangram.sim.serving_model import Gpu
+from tangram.sim.serving_model import H20, H800, Gpu
 
 COMPUTE, BANDWIDTH = "compute", "bandwidth"
 DEFAULT = "default"
@@ -28,36 +27,9 @@ ANY = ""
 """No preferred class: the least loaded engine is chosen."""
 
 
-class Hardware(msgspec.Struct, frozen=True, kw_only=True):
-    """One device of a class, with published numbers and price."""
-
-    name: str
-    hardware: str
-    """The class that it represents."""
-    tflops: float
-    """Dense, 16 bits."""
-    memory_gb: float
-    bandwidth_tb_s: float
-    cost: float
-    """Per hour, relative to the cheapest."""
-
-
-def _hardware_of(device: Gpu, hardware: str) -> Hardware:
-    return Hardware(
-        name=device.name,
-        hardware=hardware,
-        tflops=device.flops / 1e12,
-        memory_gb=device.memory_bytes / 1e9,
-        bandwidth_tb_s=device.bandwidth / 1e12,
-        cost=device.cost,
-    )
-
-
-H800 = _hardware_of(serving_model.H800, COMPUTE)
-H20 = _hardware_of(serving_model.H20, BANDWIDTH)
-HARDWARE_BY_CLASS: Mapping[str, Hardware] = {each.hardware: each for each in (H800, H20)}
-"""By class."""
-CLASS_BY_DEVICE: Mapping[str, str] = {each.name: each.hardware for each in HARDWARE_BY_CLASS.values()}
+HARDWARE_BY_CLASS: Mapping[str, Gpu] = {COMPUTE: H800, BANDWIDTH: H20}
+"""The device that represents a class, with published numbers and price."""
+CLASS_BY_DEVICE: Mapping[str, str] = {gpu.name: hardware for hardware, gpu in HARDWARE_BY_CLASS.items()}
 
 CLASS_BY_ROLE: Mapping[str, str] = {
     "training": COMPUTE,

@@ -17,10 +17,10 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from tangram.rl.inference.affinity import HARDWARE_BY_CLASS, Hardware
+from tangram.rl.inference.affinity import HARDWARE_BY_CLASS
 from tangram.rl.inference.engines.protocol import Generation
 from tangram.rl.trajectories.trajectory import Trajectory
-from tangram.sim.serving_model import CALIBRATED, Efficiency
+from tangram.sim.serving_model import CALIBRATED, Efficiency, Gpu
 
 TRAJECTORIES_MIN = 16
 """With fewer, a recommendation is a guess: lengths of trajectories vary by several times."""
@@ -30,7 +30,6 @@ AGREEMENT_CLEAR = 0.8
 """Required share of trajectories that agree on the class."""
 REREAD_SHARE_REPORTED = 0.1
 """A smaller share is the usual cost of weight updates and deaths."""
-TERA = 1e12
 
 
 class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +105,7 @@ class Profiler:
     """Collects trajectories or generations, and recommends classes."""
 
     def __init__(
-        self, classes: Mapping[str, Hardware] = HARDWARE_BY_CLASS, *, assumptions: Assumptions | None = None
+        self, classes: Mapping[str, Gpu] = HARDWARE_BY_CLASS, *, assumptions: Assumptions | None = None
     ) -> None:
         assert len(classes) >= 2, "a recommendation needs at least two classes"
         self._classes = classes
@@ -154,10 +153,7 @@ class Profiler:
 
     def _costs(self, work: InferenceWork) -> dict[str, float]:
         """Seconds times cost, by class."""
-        return {
-            name: predicted_s(work, hardware, self._assumptions) * hardware.cost
-            for name, hardware in self._classes.items()
-        }
+        return {name: predicted_s(work, gpu, self._assumptions) * gpu.cost for name, gpu in self._classes.items()}
 
     def _recommend(self, task: str) -> Recommendation:
         work = self._work_by_task[task]
@@ -232,11 +228,11 @@ def work_of(trajectory: Trajectory) -> InferenceWork:
     )
 
 
-def predicted_s(work: InferenceWork, hardware: Hardware, assumptions: Assumptions) -> float:
+def predicted_s(work: InferenceWork, gpu: Gpu, assumptions: Assumptions) -> float:
     """On one device: prefill by compute; decoding by bandwidth, or by compute if that is the tighter bound."""
-    reached = assumptions.reached.get(hardware.name, Efficiency())
-    flops = hardware.tflops * TERA * reached.prefill
-    bandwidth = hardware.bandwidth_tb_s * TERA * reached.decode
+    reached = assumptions.reached.get(gpu.name, Efficiency())
+    flops = gpu.flops * reached.prefill
+    bandwidth = gpu.bandwidth * reached.decode
     token_s = 2.0 * assumptions.parameters / flops
     weights_s = assumptions.parameters * assumptions.bytes_per_parameter / assumptions.batch / bandwidth
     context_s = work.context * assumptions.context_bytes_per_token / bandwidth

@@ -19,8 +19,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.rl.inference.affinity import (
@@ -43,7 +45,6 @@ from tangram.rl.inference.engines.protocol import (
     PolicyWeights,
     RequestRefused,
 )
-from tangram.rl.inference.resumed_generation import is_complete, join_generations, remaining_request, valid_prefix
 from tangram.rl.inference.router_records import (
     AnyRouterEvent,
     FallbackBegan,
@@ -221,8 +222,8 @@ class Router:
         waited_s = 0.0
         while True:
             began_s = loop.time()
-            rest = remaining_request(request, pieces)
-            async with self._isolate_suspect(suspected=len(deaths) >= SUSPECT_DEATHS):
+            rest = _remaining_request(request, pieces)
+            async with self._suspect_lock if len(deaths) >= SUSPECT_DEATHS else contextlib.nullcontext():
                 supervisor = await self._choose_engine(rest)
                 incarnation = supervisor.incarnation
                 waited_s += loop.time() - began_s
@@ -232,12 +233,12 @@ class Router:
                     supervisor.on_refused(incarnation, str(refusal))
                     raise
                 if isinstance(generation, Generation):
-                    return join_generations([*pieces, generation], waited_s)
+                    return _join_generations([*pieces, generation], waited_s)
                 self._on_engine_death(request, supervisor, incarnation, deaths, generation)
                 if generation.error.written is not None:
-                    pieces.append(valid_prefix(generation.error.written, rest))
-            if is_complete(request, pieces):
-                return join_generations(pieces, waited_s)
+                    pieces.append(_valid_prefix(generation.error.written, rest))
+            if _is_complete(request, pieces):
+                return _join_generations(pieces, waited_s)
             self._counts["resumed"] += 1
             self._emit(
                 RequestResumed(
@@ -249,14 +250,6 @@ class Router:
                     written=sum(len(piece.tokens) for piece in pieces),
                 )
             )
-
-    @contextlib.asynccontextmanager
-    async def _isolate_suspect(self, *, suspected: bool) -> AsyncIterator[None]:
-        if not suspected:
-            yield
-            return
-        async with self._suspect_lock:
-            yield
 
     async def _generate_once(
         self, supervisor: EngineSupervisor, request: GenerationRequest
@@ -451,3 +444,61 @@ class Router:
         except Exception as error:
             context = {"message": "a listener of the router failed", "exception": error}
             asyncio.get_running_loop().call_exception_handler(context)
+
+
+# ---- requests that continue after the death of an engine ------------------------------------------------------------
+
+
+def _remaining_request(request: GenerationRequest, pieces: Sequence[Generation]) -> GenerationRequest:
+    """The request for the remaining tokens; positions follow from the number of tokens."""
+    written = tuple(token for piece in pieces for token in piece.tokens)
+    if not written:
+        return request
+    sampling = msgspec.structs.replace(request.sampling, tokens_max=request.sampling.tokens_max - len(written))
+    return msgspec.structs.replace(request, tokens=(*request.tokens, *written), sampling=sampling)
+
+
+def _valid_prefix(written: Generation, request: GenerationRequest) -> Generation:
+    """The prefix in which each token has a log-probability and a version, up to the end of the request."""
+    count = min(len(written.tokens), len(written.logprobs), len(written.versions), request.sampling.tokens_max)
+    if request.sampling.keep_ids and request.sampling.is_truncated:
+        count = min(count, len(written.kept or ()))
+    ends = [number for number in range(count) if written.tokens[number] in request.sampling.stop]
+    if ends:
+        count = ends[0] + 1
+    return msgspec.structs.replace(
+        written,
+        tokens=written.tokens[:count],
+        logprobs=written.logprobs[:count],
+        versions=written.versions[:count],
+        kept=written.kept[:count] if written.kept is not None else None,
+        finish="stop" if ends else "length",
+    )
+
+
+def _is_complete(request: GenerationRequest, pieces: Sequence[Generation]) -> bool:
+    """Whether the engine died after the last token."""
+    if not pieces:
+        return False
+    return pieces[-1].finish == "stop" or sum(len(piece.tokens) for piece in pieces) >= request.sampling.tokens_max
+
+
+def _join_generations(pieces: Sequence[Generation], waited_s: float) -> Generation:
+    last = pieces[-1]
+    with_tokens = [piece for piece in pieces if piece.tokens]
+    kept: tuple[tuple[int, ...], ...] | None = None
+    if with_tokens and all(piece.kept is not None for piece in with_tokens):
+        kept = tuple(ids for piece in with_tokens for ids in piece.kept or ())
+    return Generation(
+        tokens=tuple(token for piece in pieces for token in piece.tokens),
+        logprobs=tuple(value for piece in pieces for value in piece.logprobs),
+        versions=tuple(version for piece in pieces for version in piece.versions),
+        kept=kept,
+        finish=last.finish,
+        engine=last.engine,
+        prefilled=sum(piece.prefilled for piece in pieces),
+        reused=sum(piece.reused for piece in pieces),
+        waiting_s=waited_s + sum(piece.waiting_s for piece in pieces),
+        prefill_s=sum(piece.prefill_s for piece in pieces),
+        decode_s=sum(piece.decode_s for piece in pieces),
+    )

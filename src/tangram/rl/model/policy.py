@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tangram.errors import InvalidConfig, InvalidInput, ManagerError
+from tangram.errors import InvalidConfig, ManagerError
 from tangram.files.atomic_directory import atomic_directory, remove_unfinished
 from tangram.rl.inference.engines.protocol import PolicyWeights
 from tangram.rl.model import model_folder
@@ -84,20 +84,7 @@ class TransformerPolicy:
         return self.module.parameters()
 
     def logits(self, tokens: Tensor, at: Tensor) -> Tensor:
-        # Like Transformer.forward, but computes the output layer, large for a large vocabulary, only at these
-        # positions.
-        model = self.module
-        length = tokens.shape[1]
-        if length > model.config.context_max:
-            raise InvalidInput("tokens", length, f"at most {model.config.context_max}, the context of the model")
-        cos, sin = model._rotary_table()[:length].unsqueeze(1).chunk(2, dim=-1)
-        grouped = model.config.heads != model.config.kv_heads
-        x = F.embedding(tokens, model.embedding)
-        for layer in model.layers:
-            queries, keys, values = (each.transpose(1, 2) for each in layer.project_qkv(x, cos, sin))
-            attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=grouped)
-            x = layer.apply_output_and_mlp(x, attended.transpose(1, 2).flatten(2))
-        return model._logits(x.flatten(0, 1)[at])
+        return self.module.logits_at(tokens, at)
 
     def frozen(self) -> Self:
         return type(self)(

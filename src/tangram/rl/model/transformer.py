@@ -212,11 +212,18 @@ class Transformer(nn.Module):
 
         Sequences start at the left. `valid` [B, T] masks their tokens; padding may be any id, and its logits are
         undefined. No sequence depends on the padding behind it or on its neighbours."""
+        return self._logits(self._hidden(tokens if valid is None else tokens.masked_fill(~valid, 0)))
+
+    def logits_at(self, tokens: Tensor, at: Tensor) -> Tensor:
+        """Returns the logits [N, V] after the positions `at` [N], which index the flattened tokens [B, T]. Computes the
+        output layer, large for a large vocabulary, only there."""
+        return self._logits(self._hidden(tokens).flatten(0, 1)[at])
+
+    def _hidden(self, tokens: Tensor) -> Tensor:
+        """Returns the output [B, T, W] of the last layer."""
         length = tokens.shape[1]
         if length > self.config.context_max:
             raise InvalidInput("tokens", length, f"at most {self.config.context_max}, the context of the model")
-        if valid is not None:
-            tokens = tokens.masked_fill(~valid, 0)
         cos, sin = self._rotary_table()[:length].unsqueeze(1).chunk(2, dim=-1)
         x = F.embedding(tokens, self.embedding)
         for layer in self.layers:
@@ -224,7 +231,7 @@ class Transformer(nn.Module):
             grouped = self.config.heads != self.config.kv_heads
             attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=grouped)
             x = layer.apply_output_and_mlp(x, attended.transpose(1, 2).flatten(2))
-        return self._logits(x)
+        return x
 
     def forward_cached(
         self,

@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -123,8 +123,8 @@ class RolloutProgress(LiveView):
                 self.groups_short += not group.is_complete
         self.print_if_due()
 
-    def set_engines(self, engines: Iterable[EngineStatistics], dead: Collection[str] = ()) -> None:
-        """Update the engines. `dead` names engines that do not serve; so do those without statistics."""
+    def set_engines(self, engines: Iterable[EngineStatistics]) -> None:
+        """Update the engines. Those without statistics are dead."""
         with self._lock:
             by_name = {each.name: each for each in engines}
             if by_name and not self._engines:
@@ -137,7 +137,7 @@ class RolloutProgress(LiveView):
                 suspended = not restarted and known is not None and now.suspended_s > before.suspended_s
                 self._engines[name] = EngineProgress(last=now, state=SUSPENDED if suspended else UP)
             for name, engine in self._engines.items():
-                if name not in by_name or name in dead:
+                if name not in by_name:
                     engine.state = DEAD
         self.print_if_due()
 

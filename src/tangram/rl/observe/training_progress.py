@@ -68,7 +68,7 @@ class TrainingStatus:
         self.tasks = {task.name: TrainingTaskProgress() for task in settings.tasks}
         self.mode: str = settings.training.mode
         self.staleness_bound = settings.training.staleness_bound
-        self.step = self.step_first = 0
+        self.step = 0
         self.warm: WarmStartChecked | None = None
         self.steps: deque[Trained] = deque(maxlen=PACE_STEPS)
         self.trajectories = 0
@@ -89,7 +89,7 @@ class TrainingStatus:
             case RunBegan():
                 self.training_began_s = line.at_s
                 self.mode, self.staleness_bound = line.mode, line.alpha
-                self.step = self.step_first = line.step
+                self.step = line.step
                 self.steps.clear()
                 warms_up = not line.resumed_from and any(task.warm_until > 0.0 for task in self.settings.tasks)
                 self.phase, self.startup_text = WARMING if warms_up else TRAINING, ""

@@ -5,7 +5,7 @@ that changes its stage, or a generated token. Promises that a run with activity 
 run without any has one every `stall_s`, and that each stall names its cause.
 
     watchdog = Watchdog(settings.training.stall_s, settings.training.stalls_max, now)
-    watchdog.on_progress(now)  |  watchdog.on_trajectory_end(record, now)    # a step or a group with members
+    watchdog.on_progress(now)    # a step, or a group with members
     stall = watchdog.check(now, snapshot_run(rollout, router, client, training=(12, 300.0)))    # every few seconds
     if stall and not stall.give_up: abort_stuck(rollout, stall)
 """
@@ -25,7 +25,7 @@ from tangram.managers.quotas.manager import REQUESTS, TOKENS
 from tangram.rl.inference.router import Router
 from tangram.rl.rollout.episode import WAITED_FOR_BY_STAGE, WAITING
 from tangram.rl.rollout.rollout import Rollout
-from tangram.rl.trajectories.trajectory import Ending, Stage, Trajectory
+from tangram.rl.trajectories.trajectory import Ending, Stage
 from tangram.runtime.shortage import short_kind
 
 STALL_CAUSE = "nothing moved"
@@ -93,14 +93,10 @@ class Watchdog:
         self._tokens = 0
 
     def on_progress(self, now: float) -> None:
-        """Records a step that is done, or a trajectory or group that ended with a reward."""
+        """Records a step that is done, or a group that ended with members. A trajectory without a reward, such as a
+        stopped one, is no evidence that its next attempt will do better."""
         self._last_activity_s = max(self._last_activity_s, now)
         self._stalls_in_row = 0
-
-    def on_trajectory_end(self, record: Trajectory, now: float) -> None:
-        """A trajectory without a reward, such as a stopped one, is no evidence that its next attempt will do better."""
-        if record.ending.is_rewarded:
-            self.on_progress(now)
 
     def check(self, now: float, seen: RunSnapshot) -> Stall | None:
         """Returns a stall when one is due. Activity delays the next stall; only progress resets the count of stalls in

@@ -18,9 +18,9 @@ def check_integer(name: str, value: object, least: int = 1) -> None:
         raise InvalidConfig(name, value, f"a whole number, at least {least}")
 
 
-def check_number(name: str, value: object, least: float = 0.0, most: float = math.inf) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
-        upper = f"from {least:g} to {most:g}" if most < math.inf else f"at least {least:g}"
+def check_number(name: str, value: object, most: float = math.inf) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 <= value <= most:
+        upper = f"from 0 to {most:g}" if most < math.inf else "at least 0"
         raise InvalidConfig(name, value, f"a number {upper}")
     if math.isinf(value):
         raise InvalidConfig(name, value, "a finite number")
