@@ -6,11 +6,7 @@ reads a line and writes a long answer. The prefix of a session stays in the KV c
 tokens. Engines, router and routing are real; each engine is a process whose prefill and decoding take at least as long
 as on the emulated hardware. The classes differ as published: compute 989.5 : 148, bandwidth 3.35 : 4.0, cost 2.85 : 1.
 The ratio of prefill time to decode time is a choice of this benchmark, stated in its settings. Slots (concurrent
-requests per engine) are the same for both classes.
-
-Fleets cost about the same: `compute` alone, `bandwidth` alone, and a mix in which readers go to compute and writers to
-bandwidth. As many requests are in flight as a fleet has slots. `gain_vs_*` is the time of a fleet of one class over
-that of the mix, paired by seed; `emulated_gain_min` is the smaller of both.
+requests per engine) are the same for both classes, and as many requests are in flight as a fleet has slots.
 
 The result also contains the simulated gains on the published fleets, tasks and models; see sim/serving.py.
 """

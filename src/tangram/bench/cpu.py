@@ -1,9 +1,8 @@
 """Whether an action gets the CPU that it was granted: no less, and no more.
 
 A CPU-bound program runs with 0.25, 0.5, 1 and 1.5 cores granted, first alone and then next to other such programs with
-all cores of the machine granted. Its use is read from its control group. `error_max` is the largest |used / granted -
-1|. `oversold` counts the moments at which grants had reserved more than the pool has, computed from the trace, not from
-the scheduler's own ledger.
+all cores of the machine granted. Its use is read from its control group; the moments at which grants had reserved more
+than the pool has come from the trace, not from the scheduler's own ledger.
 """
 
 from __future__ import annotations

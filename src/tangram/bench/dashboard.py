@@ -2,8 +2,7 @@
 
 `tangram serve` runs in a separate process on the backend "fake". Clients fill it with settled actions of several runs
 and tasks; then Chromium opens the dashboard and shows all of them on the timeline. Every interaction is timed from the
-input to the frame that shows its effect, while further actions arrive and settle. `interaction_ms_max` is the slowest
-interaction, each of which is printed; `longest_task_ms` is the longest time for which the page was unresponsive.
+input to the frame that shows its effect, while further actions arrive and settle.
 """
 
 from __future__ import annotations

@@ -1,18 +1,12 @@
 """Durability of acknowledged actions when the service is killed with SIGKILL again and again.
 
-`tangram serve` runs in a separate process. Clients keep actions in flight over the SDK's connection, which waits for a
-service that is down and retries under the same id. Every action appends its id to a file when it runs; the file is read
-at the end, so executions are counted outside of the service. Some actions are declared idempotent. The service is
-killed at times drawn from the seed, sometimes during start-up, and is restarted on the same journal and port.
+Clients keep actions in flight over the SDK's connection, which waits for a service that is down and retries under the
+same id. Every action appends its id to a file when it runs; the file is read at the end, so executions are counted
+outside of the service. The service is killed at times drawn from the seed, sometimes during start-up, and is restarted
+on the same journal and port.
 
 On the backend "sandbox", sandboxes survive the service, and actions waiting in them continue. On "process" they do not:
 an action that waited for a lost sandbox settles with a result that reports it, and its client opens another sandbox.
-
-`lost` counts acknowledged actions without a result, and those whose result was missing or different when it was read
-again at the end. `run_twice` counts actions that were not declared idempotent and ran more than once; `false_success`
-those reported as succeeded that never ran. `lost_while_running` is not a failure: they were running when the service
-was killed, and their result reports it. `recovery_s_max` is the longest time from the start of a process to its
-readiness, with everything recovered.
 """
 
 from __future__ import annotations

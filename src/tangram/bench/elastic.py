@@ -2,12 +2,11 @@
 
 Independent actions arrive as a Poisson process on 32 cores; all are elastic from 1 to 16 with one speed-up exponent,
 and both policies know durations and speed-ups exactly. A point is one source of durations, one exponent and one load;
-its number is the mean over seeds. The goals apply to the durations of test suites, as minimum and mean over their
-points; those of model requests, which vary less, are printed as well. At a load of 1 the cores just suffice if no
-action is ever sped up.
+its number is the mean over seeds. At a load of 1 the cores just suffice if no action is ever sped up. The goals apply
+to the durations of test suites; those of model requests, which vary less, are printed as well.
 
 The second part repeats the ablation of the publication, the elastic algorithm against a fixed degree of parallelism,
-on the `coding` workload: 5 nodes of 256 cores, rewards elastic from 0.5 to 32 cores, batches of 256 and 1280.
+on the `coding` workload.
 """
 
 from __future__ import annotations

@@ -2,14 +2,8 @@
 
 The engine runs in its own process, as in a rollout, and records the end of each of its steps by its own clock; the gaps
 between these ends are the gaps between the tokens of every running request. The latency of a command is from sending it
-here to the end of the first step after it was taken; both processes share a clock.
-
-`control_cost_steps` is the gap of a step with a command minus the gap of one without, over the latter: medians, and the
-greater of ADD (a prompt of a few tokens, prefilled along with decoding) and ABORT. `chunk_cost_steps` is the same for a
-step that also prefills a chunk of a long prompt. `prefill_gap` is the 99th percentile of the gaps while prompts of 128
-tokens arrive one after the other, over that without any. `throughput_share` compares the engine, called over its
-socket, with a plain PyTorch loop: the same model, the same number of prompts prefilled at once and decoded together in
-a preallocated cache, sampled by torch.multinomial.
+here to the end of the first step after it was taken; both processes share a clock. Costs are medians of the gap of a
+step with a command, or with a chunk of a long prompt, minus that of a step without, over the latter.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """The overhead of an action on top of its program: opening a sandbox, executing in it, keeping it open.
 
-Everything goes through the SDK and the scheduler, on this machine. The program is `/bin/true`. It alternates with fork
-and exec of the same program by this process, so that both see the same state of the machine; the overhead is the
-difference of their medians. Idle sandboxes are all open at once: their memory is the decrease of free memory, their CPU
-that of their processes and of this one.
-
-For comparison, where available: a task of Ray and an exec of a Docker engine on this machine.
+Everything goes through the SDK and the scheduler, on this machine. `/bin/true` alternates with fork and exec of the
+same program by this process, so that both see the same state of the machine; the overhead is the difference of their
+medians. Idle sandboxes are all open at once: their memory is the decrease of free memory, their CPU that of their
+processes and of this one.
 """
 
 from __future__ import annotations

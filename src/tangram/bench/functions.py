@@ -1,9 +1,8 @@
 """The overhead of a function call, and the savings of scaling.
 
 Everything goes through the scheduler, on this machine. A warm call of a no-op function alternates with calling it
-directly. Scaling from zero processes: eight concurrent calls of a function that waits; the time is that until all eight
-run. Then they are idle until their idle timeout. Last, calls come in bursts, once with eight instances for the whole
-time, as with a reservation, and once with elastic instances; the result has the busy share of instance time of both.
+directly. Scaling from zero processes: eight concurrent calls of a function that waits, until all eight run. Last, calls
+come in bursts, once with eight instances for the whole time, as with a reservation, and once with elastic instances.
 """
 
 from __future__ import annotations

@@ -2,14 +2,8 @@
 
 `tangram serve` runs in a separate process on the backend "fake", which executes nothing, so that only the service is
 measured. Another process on the same machine makes the requests of the SDK: submit an exec in an open sandbox, wait for
-its end in the same request, acknowledge results in batches.
-
-`actions_per_s` is measured with many concurrent clients, `overhead_ms_p50` with one sequential client.
-`cpu_us_per_action` is the CPU time of the service under many clients, sandboxes and acknowledgements included.
-`waiting_clients` is the number of requests held open at once on waiting actions, each of which got the right answer
-when its action ended; one wrong answer, error or closed connection makes it 0. `embedded_actions_per_s` is the same job
-inside one process: orchestrator and scheduler, no HTTP, no journal. For comparison, where installed: no-op tasks of Ray
-and of Dask, with the same concurrency.
+its end in the same request, acknowledge results in batches. For comparison, the same job inside one process, and where
+installed no-op tasks of Ray and of Dask.
 """
 
 from __future__ import annotations

@@ -3,11 +3,6 @@
 A small policy plays frozen lakes with slow steps: log-normal delays, a few of them several times as long as most. One
 engine and one trainer have one thread each; training a batch takes about a fifth of its asynchronous rollout. The modes
 differ only in the key `training.mode`.
-
-`sync`, `sync_plus`, `one_off`, `start_bound`, `async`: trajectories trained on per second. For these the policy is
-constant (a learning rate of nearly zero), so that all modes do the same work; the first steps, in which pipelines fill,
-do not count. `time_to_score_*`: with learning, seconds until the mean reward of three consecutive batches reaches a
-score. `staleness_max_*`: the highest staleness of a trajectory that was trained on.
 """
 
 from __future__ import annotations

@@ -4,11 +4,6 @@ A policy of two layers, 64 wide, is trained by the real pipeline, with real sand
 and a real judge. It starts with a short warm start that imitates agents which know the format but not the goal; this
 counts in its time. A run ends when its last five evaluations on held-out seeds, sampled at temperature 1, are well
 above the goal, or when its time is over.
-
-`final_TASK`, `mix_TASK`: the mean of the last five evaluations, as a share of the highest reward. `random_TASK`: of an
-agent that plays random well-formed actions. `warm_TASK`: greedy, after the warm start and before any learning;
-`warm_sampled_TASK`: the same, sampled; `mix_warm_*`: of the mix. `seconds_TASK`, `seconds_mix`: the time of a run.
-`alpha_A`: the last evaluations of frozenlake with staleness A, after the same number of trajectories.
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 Two servers in separate processes count requests, one in fixed windows with an unknown start, one as a token bucket;
 excess requests get a 429. Fifty clients of four runs make all calls at once. Uncontrolled, each call is retried a few
 times with exponential backoff, as clients do.
-
-`rejected` counts the 429s of both servers. `quota_used` is the used share of what the fixed windows allow over the full
-windows of the burst. `uncontrolled_failed` is the share of calls that ran out of retries.
 """
 
 from __future__ import annotations

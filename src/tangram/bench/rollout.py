@@ -5,15 +5,12 @@ same on both sides; a turn is a fixed number of tokens from a transformer in a s
 environments. In turn-batched rollout, all turns are generated as one batch, and the next batch starts when the slowest
 environment has answered. In trajectory-level rollout no environment waits for another.
 
-`speedup_sNN` is the ratio of the times until the last trajectory has ended, for σ / μ of 0.1 to 1.0. `ideal_sNN` is the
-ratio in a barrier model with the same delays L, the engine time B of a turn of the whole batch, and the engine time A
-of a single turn, both measured:
+`ideal` is the ratio in a barrier model with the same delays L, the engine time B of a turn of the whole batch, and the
+engine time A of a single turn, both measured:
 
     ideal = sum over turns of (B + max over environments of L)  /  max over environments of sum over turns of (A + L)
 
 It is an upper bound, since in reality no turn has the engine to itself.
-
-`speedup_heavy`: delays are log-normal, and some environments crash once and restart.
 """
 
 from __future__ import annotations

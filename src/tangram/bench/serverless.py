@@ -4,9 +4,6 @@ Each task has its own reward function with its own duration. A few rollouts are 
 which a trainer would train. On the reserved side every function has all its instances for the whole time; on the
 elastic side instances start when a trajectory ends and stop when they are idle. The processes and calls are real;
 engine and environments are delays.
-
-`busy_share_*` is the share of instance time in which a reward was computed; `rollout_ratio` is the slowdown of a
-rollout with functions that scale from zero, including the starts of their processes.
 """
 
 from __future__ import annotations

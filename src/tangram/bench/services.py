@@ -4,11 +4,6 @@ The devices are emulated: their memory is real, and weights are really copied th
 their link and the duration of a call are settings. Both sides get the same calls at the same times: Poisson arrivals
 for each service, as for reward models, a few percent of a device each. Every answer is a checksum of all weights on the
 device.
-
-`act_ratio` is the mean ACT with a device for each service over that with two for all. `restore_bandwidth_share` is the
-bandwidth of restoring a service over that of copying the same memory in this process, measured alternately.
-`resident_overhead_ms_p50` is the time of a call to a loaded service, as an action, minus the duration of the call
-itself.
 """
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
 """Soak test of the shared service: memory and resources under constant load.
 
-The service runs in a separate process, as `tangram serve` does. Clients of all kinds use it without a pause: sandboxes
-that are opened, used and closed, files and trees, parts of a quota, actions that are cancelled, outputs that are
-followed, clients that disconnect in the middle of a request, and functions where the service has them. The service
-keeps the last settled actions for its dashboard; the warm-up fills that history. It also keeps the trajectories of the
-last hour, which no warm-up fills: every sandbox of the load is new, so their memory is part of the growth.
-
-`rss_growth` compares the median resident memory of the last quarter with that of the second one, as a share. `leaks`
-counts what exists when the service is idle at the end, beyond what existed after the warm-up: file descriptors of the
-service, tasks of its event loop, child processes, control groups, mounts, directories and files of sandboxes, temporary
-files. Each kind is printed as well.
+The service runs in a separate process, as `tangram serve` does, and clients of all kinds use it without a pause. The
+service keeps the last settled actions for its dashboard; the warm-up fills that history. It also keeps the trajectories
+of the last hour, which no warm-up fills: every sandbox of the load is new, so their memory is part of the growth.
 """
 
 from __future__ import annotations

@@ -5,16 +5,9 @@ engine decodes no faster than an emulated one: a policy that needs sandboxes is 
 trajectories think while it decodes. A reservation wastes its cores in that time.
 
 Both sides play the same groups with the same weights: the learning rate is too small to change a weight, and noise is a
-function of the group. They use the same client, scheduler and manager, and differ in one number, the concurrency of the
-task:
-
-    reserved    as many trajectories are open as there are cores: each has one from its reset to its last step, whether
-                an action of it runs or the engine generates its next turn. (A reward is computed after that,
-                while the next trajectory begins: that favours this side.)
-    by action   all trajectories of the batch are open: an action holds its cores while it runs
-
-`step_ratio` is the time of a step reserved over that by action, paired by seed. `acting_share` is the share of a
-reservation in which the environment of the trajectory was working.
+function of the group. They differ in one number, the concurrency of the task: as many open trajectories as there are
+cores, from reset to last step; or all of the batch. (A reward is computed after the last step, while the next
+trajectory begins: that favours the reserved side.)
 """
 
 from __future__ import annotations

@@ -5,12 +5,8 @@ publication. Restores take 0.2 to 0.5 s. *By action* is `adaptive` without prior
 four dedicated devices. *On demand*: models are loaded for calls, as described in `sim.on_demand`, with the number of
 calls per instance that is best at this batch.
 
-ACT counts from submission. The ratios of the mean ACT of a call equal those of the publication's total ACT of a
-trajectory: all sides play the same calls of the same trajectories.
-
-Possible explanations of differences to the publication are measured as well: how far a model exceeds the capacity of
-its devices at its peak; the same with equally popular models, and with ends of trajectories closer together or further
-apart; and the properties of the released on-demand system that the one here does not have.
+The ratios of the mean ACT of a call equal those of the publication's total ACT of a trajectory: all sides play the same
+calls of the same trajectories. Possible explanations of differences to the publication are measured as well.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
-"""The weight store: time to publish a version, time for engines to load it, and how long they are suspended.
+"""The weight store: time to publish a version, time for engines to load it, and how long they are suspended for it.
 
 Engines in separate processes decode all the time, as in a rollout, for more requests than they have slots. Versions are
 published one after the other to shared memory, from a thread here instead of a trainer; the router hands each one to
 the engines. All update times are those that the router reports to a run.
-
-`pull_s` is summed over the engines: loading a version next to their steps, and switching to it. `exposed_s` is the part
-of it in which an engine was suspended; `exposed_share` is the ratio of the two, by version. `step_gap_ratio` is the
-effect of loading on running requests: the median gap between two steps while weights are fetched, over that without. No
-engine is suspended for it, but cores and memory are shared. `reread_s` follows a switch, as the mean of an engine:
-steps that prefill tokens again whose KV cache had the old weights.
 """
 
 from __future__ import annotations
