@@ -132,9 +132,8 @@ def _print(result: BenchResult) -> None:
     console = terminal.stdout_console()
     if result.sides:
         console.print(_sides(result))
-    table = terminal.table(f"{result.name} ({result.label})")
-    for head, justify in (("metric", "left"), ("value", "right"), ("95 %", "right"), ("goal", "right"), ("", "left")):
-        table.add_column(head, justify=justify)  # type: ignore[arg-type]
+    numbers = ("value", "95 %", "goal")
+    table = terminal.table(f"{result.name} ({result.label})", "metric", *numbers, "", right=numbers)
     for name, value in result.metrics.items():
         low, high = result.spread.get(name, (None, None))
         spread = f"[{_number(low)}, {_number(high)}]" if low is not None and high is not None else ""
@@ -170,10 +169,7 @@ def _sides(result: BenchResult) -> Any:
     """A table with a column for each side."""
     from tangram.reports.formatting import percent, seconds
 
-    table = terminal.table(f"{result.name} ({result.label}), means over seeds")
-    table.add_column("")
-    for side in result.sides:
-        table.add_column(side, justify="right")
+    table = terminal.table(f"{result.name} ({result.label}), means over seeds", "", *result.sides, right=result.sides)
     for name in next(iter(result.sides.values())):
         format_value = seconds if name.endswith("_s") else percent if name.endswith(("_use", "_share")) else _number
         table.add_row(SIDE_LABELS.get(name, name), *(format_value(numbers[name]) for numbers in result.sides.values()))

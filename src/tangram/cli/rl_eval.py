@@ -286,9 +286,9 @@ def _print(result: dict[str, Any], out: Path | None) -> None:
     from tangram.reports.printable import escape_unprintable
 
     typer.echo(f"checkpoint {result['checkpoint']}")
-    table = terminal.table(f"temperature {result['temperature']:g}, {result['seconds']:.1f} s")
-    for column in ("task", "mean", "standard error", "episodes", "endings"):
-        table.add_column(column, justify="left" if column in ("task", "endings") else "right")
+    numbers = ("mean", "standard error", "episodes")
+    title = f"temperature {result['temperature']:g}, {result['seconds']:.1f} s"
+    table = terminal.table(title, "task", *numbers, "endings", right=numbers)
     for name, row in result["tasks"].items():
         endings = ", ".join(f"{count} {ending}" for ending, count in sorted(row["endings"].items()))
         mean, error = ("" if value is None else f"{value:.3f}" for value in (row["mean"], row["standard_error"]))

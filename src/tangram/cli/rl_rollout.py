@@ -293,9 +293,9 @@ def _print(collected: CollectedBatch, out: Path | None) -> None:
 
     summary = _summary(collected)
     console = terminal.stdout_console()
-    table = terminal.table(f"{pluralize(summary['groups'], 'group')} in {summary['seconds']:.1f} s")
-    for column in ("task", "trajectories", "turns", "tokens written", "reward", "endings"):
-        table.add_column(column, justify="left" if column in ("task", "endings") else "right")
+    title = f"{pluralize(summary['groups'], 'group')} in {summary['seconds']:.1f} s"
+    numbers = ("trajectories", "turns", "tokens written", "reward")
+    table = terminal.table(title, "task", *numbers, "endings", right=numbers)
     for name, row in sorted(summary["tasks"].items()):
         endings = ", ".join(f"{count} {ending}" for ending, count in sorted(row["endings"].items()))
         reward = "" if row["reward_mean"] is None else f"{row['reward_mean']:.3f}"

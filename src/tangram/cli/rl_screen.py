@@ -296,9 +296,8 @@ def _print_text(console: Console, text: str, mark: str) -> None:
 def _print_spans(console: Console, trajectory: Trajectory) -> None:
     if not trajectory.spans:
         return
-    table = terminal.table("spans")
-    for head in ("stage", "began", "took", "waiting", "waited for", "try", "failed"):
-        table.add_column(head, justify="right" if head in ("began", "took", "waiting", "try") else "left")
+    heads = ("stage", "began", "took", "waiting", "waited for", "try", "failed")
+    table = terminal.table("spans", *heads, right=("began", "took", "waiting", "try"))
     for span in trajectory.spans:
         times = (f"{span.began_s:.3f} s", elapsed(span.ended_s - span.began_s), elapsed(span.waiting_s))
         waited = truncate(span.waited_for, NAME_WIDTH) if span.waiting_s else ""
@@ -392,9 +391,8 @@ def _print_stages(console: Console, timeline: RolloutTimeline) -> None:
     terminal.print_plain(console, f"{'':10}{causes}")
     letters = "e environment, g engine, r reward, b buffer, w waiting, - between stages, . start or end"
     terminal.print_plain(console, f"the last row is why no engine was decoding: {letters}")
-    table = terminal.table("why each stage stood idle, in shares of the whole time")
-    for head in ("stage", "busy", "idle", "because of"):
-        table.add_column(head, justify="right" if head in ("busy", "idle") else "left")
+    title = "why each stage stood idle, in shares of the whole time"
+    table = terminal.table(title, "stage", "busy", "idle", "because of", right=("busy", "idle"))
     for stage, each in timeline.stages.items():
         idle = 1.0 - each.busy_share
         table.add_row(
@@ -407,9 +405,8 @@ def _print_gaps(console: Console, timeline: RolloutTimeline) -> None:
     gaps = timeline.stages[Stage.GENERATE].gaps
     if not gaps:
         return
-    table = terminal.table(f"the longest of {len(gaps):,} gaps in which no engine was decoding")
-    for head in ("since", "length", "because of", "longest under way"):
-        table.add_column(head, justify="right" if head in ("since", "length") else "left")
+    title = f"the longest of {len(gaps):,} gaps in which no engine was decoding"
+    table = terminal.table(title, "since", "length", "because of", "longest under way", right=("since", "length"))
     for gap in sorted(gaps, key=lambda gap: (-gap.length, gap.began))[:GAPS_MAX]:
         explainers = ", ".join(truncate(name, NAME_WIDTH) for name, _, _ in timeline.explainers(gap))
         times = (f"{seconds_of(gap.began):.3f} s", elapsed(seconds_of(gap.length)))

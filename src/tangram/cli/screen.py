@@ -82,9 +82,7 @@ def _since(service: ServiceView, now: float) -> str:
 def pools(
     pool_views: Iterable[PoolView], *, fancy: bool = True, width: int = BAR_WIDTH, most: int = POOLS_SHOWN
 ) -> Table:
-    table = terminal.table("pools")
-    for head, justify in (("pool", "left"), ("in use", "left"), ("", "right"), ("waiting", "right")):
-        table.add_column(head, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table = terminal.table("pools", "pool", "in use", "", "waiting", right=("", "waiting"), no_wrap=True)
     ordered = sorted(pool_views, key=_sort_key)
     for pool in ordered[:most]:
         table.add_row(*_pool(pool, fancy, width))
@@ -199,10 +197,9 @@ def _queue(view: View, rows: int, *, fold: bool) -> RenderableType:
     count = view.waiting_total
     if not view.waiting:
         return Text.assemble(("queue", "bold"), ": nothing waits\n")
-    table = terminal.table(f"queue: {count:,} {'action waits' if count == 1 else 'actions wait'}")
+    title = f"queue: {count:,} {'action waits' if count == 1 else 'actions wait'}"
+    table = terminal.table(title, "action", "run", "since", right=("since",), no_wrap=True)
     table.expand = True
-    for head, justify in (("action", "left"), ("run", "left"), ("since", "right")):
-        table.add_column(head, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     table.add_column("why", overflow="ellipsis", no_wrap=not fold, ratio=1)
     for waiting in view.waiting[:rows]:
         since = elapsed(max(0.0, view.now_s - waiting.since_s))

@@ -158,12 +158,10 @@ def _print(file: Path, summary: TraceSummary) -> None:
         f"actions  {sum(run.actions for run in summary.runs):,}, of which {summary.unsettled:,} never settled",
     ]
     console.print("\n".join(lines), highlight=False, markup=False)
-    table = terminal.table("where the time went, in seconds over all trajectories")
     kinds = list(dict.fromkeys(kind for run in summary.runs for kind in run.waiting_s))
-    table.add_column("run")
-    heads = ["trajectories", "actions", "thinking", *(f"waiting: {kind}" for kind in kinds), "executing", "overhead"]
-    for head in [*heads, "ended"]:
-        table.add_column(head, justify="right" if head != "ended" else "left")
+    numbers = ["trajectories", "actions", "thinking", *(f"waiting: {kind}" for kind in kinds), "executing", "overhead"]
+    title = "where the time went, in seconds over all trajectories"
+    table = terminal.table(title, "run", *numbers, "ended", right=numbers)
     for run in summary.runs:
         table.add_row(*_cells(run, kinds))
     console.print(table)

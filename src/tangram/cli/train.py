@@ -462,9 +462,8 @@ def _task(name: str, lines: Sequence[AnyMetricsLine]) -> dict[str, Any]:
 def print_summary(result: dict[str, Any]) -> None:
     steps = _count_text(result["steps"], "step")
     title = f"{result['mode']}, α {result['alpha']}: {steps} in {duration(result['seconds'])}"
-    table = terminal.table(title)
-    for column in ("task", "warm start", "first evaluation", "last evaluation", "last batch", "samples"):
-        table.add_column(column, justify="left" if column == "task" else "right", no_wrap=True)
+    numbers = ("warm start", "first evaluation", "last evaluation", "last batch", "samples")
+    table = terminal.table(title, "task", *numbers, right=numbers, no_wrap=True)
     for name, row in result["tasks"].items():
         scores = (row["warm"], row["first_evaluation"], row["last_evaluation"], row["reward"])
         table.add_row(escape_unprintable(name), *map(_score, scores), f"{row['samples']:,}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from tangram.reports.printable import escape_unprintable
@@ -39,12 +39,12 @@ def print_plain(console: Console, content: RenderableType) -> None:
     console.print(content, markup=False, highlight=False, emoji=False)
 
 
-def table(title: str) -> Table:
-    """An empty table."""
+def table(title: str, *heads: str, right: Collection[str] = (), no_wrap: bool = False) -> Table:
+    """A table without rows. `right`: the columns that are aligned to the right."""
     from rich import box
     from rich.table import Table
 
-    return Table(
+    table = Table(
         title=title,
         title_justify="left",
         title_style="bold",
@@ -52,6 +52,9 @@ def table(title: str) -> Table:
         pad_edge=False,
         collapse_padding=True,
     )
+    for head in heads:
+        table.add_column(head, justify="right" if head in right else "left", no_wrap=no_wrap)
+    return table
 
 
 def row(text: str, style: str = "") -> Text:
