@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.chaos.conftest import first_processes, is_exiting, seen
 from tests.managers.functions.conftest import DEADLINE_S, below, until
+from tests.passing_time import LONG_S, past_limit
 
 import tangram
 from tangram.client.functions import CallResult, FunctionCalls
@@ -90,7 +91,15 @@ class Memory:
 
 
 class Bench:
-    def __init__(self, functions: FunctionCalls, instances: FunctionManager, manager: Manager, memory: Memory) -> None:
+    def __init__(
+        self,
+        functions: FunctionCalls,
+        instances: FunctionManager,
+        manager: Manager,
+        memory: Memory,
+        orchestrator: Orchestrator,
+    ) -> None:
+        self.orchestrator = orchestrator
         self.instances = instances
         self.manager = manager
         self.memory = memory
@@ -117,7 +126,7 @@ async def benched(manager: Manager, *, memory_mib: int = 4096, image: str = "hos
     async with orchestrator:
         life.begin(asyncio.get_running_loop())
         life.mark_open()
-        yield Bench(FunctionCalls(Direct(orchestrator), life, "test"), instances, manager, memory)
+        yield Bench(FunctionCalls(Direct(orchestrator), life, "test"), instances, manager, memory, orchestrator)
         life.mark_closed()
     scheduler.check()
     assert memory.mib_by_sandbox == {}
@@ -172,6 +181,13 @@ def held_programs() -> list[int]:
 def is_called() -> bool:
     """Whether a function runs that has renamed its process to `called`."""
     return any(seen(pid, "comm") == "called\n" for pid in below(os.getpid()))
+
+
+async def timed_out(bench: Bench, target: Any, *args: Any, begun: Callable[[], bool] = is_called) -> CallResult:
+    """The result of a call that reaches its time limit LONG_S once it has begun."""
+    task = asyncio.create_task(bench.try_call(target, *args))
+    await until(lambda: task.done() or begun())
+    return await past_limit(bench.orchestrator, task)
 
 
 def failure(result: CallResult, kind: str) -> str:
@@ -410,19 +426,22 @@ def test_a_crash_names_its_signal(run: Run) -> None:
 
 
 def test_a_function_that_does_not_return_is_timed_out_and_the_next_call_works(run: Run) -> None:
-    @tangram.function(cpus=0.5, memory="64MiB", timeout_s=8.0)
+    @tangram.function(cpus=0.5, memory="64MiB", timeout_s=LONG_S)
     def loops(forever: bool) -> int:
         import signal
         import time
 
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print("looping")
+        if forever:
+            with open("/proc/self/comm", "w") as name:
+                name.write("called")
         while forever:
             time.sleep(1.0)  # what has no pauses may starve on a busy machine, and is lost then
         return 1
 
     async def test(bench: Bench) -> None:
-        result = await bench.try_call(loops, True)
+        result = await timed_out(bench, loops, True)
         assert (result.kind, result.stdout) == ("timed_out", "looping\n")
         assert bench.instances.instance_count == 0  # it settles when its sandbox is gone
         assert await bench.call(loops, False) == 1
@@ -681,14 +700,22 @@ def test_garbage_instead_of_an_answer_is_the_failure_of_the_function(run: Run, w
     run(test)
 
 
+FLOOD_BYTES = 16 * MIB
+"""More than the captured output and all pipes on the way hold."""
+
+
 def test_output_without_end_is_bounded_and_comes_to_its_time_limit(run: Run) -> None:
-    @tangram.function(cpus=1, memory="64MiB", timeout_s=5.0, retries=0)
+    @tangram.function(cpus=1, memory="64MiB", timeout_s=LONG_S, retries=0)
     def floods() -> None:
+        written = 0
         while True:
-            os.write(1, b"x" * 65536)
+            written += os.write(1, b"x" * 65536)
+            if written > FLOOD_BYTES:
+                with open("/proc/self/comm", "w") as name:
+                    name.write("called")
 
     async def test(bench: Bench) -> None:
-        result = await bench.try_call(floods)
+        result = await timed_out(bench, floods)
         assert result.kind in ("timed_out", "lost") and "are not shown" in result.stdout  # it may starve
         assert len(result.stdout) < 300_000
 
@@ -1037,24 +1064,29 @@ def test_without_held_programs_each_call_is_a_program_of_its_own(run: Run, monke
 
 
 def test_plain_processes_serve_calls_in_the_same_way(tmp_path: Path) -> None:
-    @tangram.function(cpus=0.5, memory="64MiB", timeout_s=8.0)
+    looping = tmp_path / "looping"
+    marker = str(looping)
+
+    @tangram.function(cpus=0.5, memory="64MiB", timeout_s=LONG_S)
     def returns(what: str) -> Any:
         import time
 
         print("here")
+        if what == "loop":
+            open(marker, "w").close()
         while what == "loop":
             time.sleep(0.01)
         return what * 10_000
 
     async def inside() -> None:
-        manager = ProcessManager(root=tmp_path, node=NODE)
+        manager = ProcessManager(root=tmp_path / "root", node=NODE)
         async with asyncio.timeout(DEADLINE_S), benched(manager) as bench:
             for _ in range(2):
                 result = await bench.try_call(returns, "x")
                 assert (result.value, result.stdout) == ("x" * 10_000, "here\n")
             assert await bench.call(returns, "y" * 30) == "y" * 300_000
             assert bench.opened == 1
-            assert (await bench.try_call(returns, "loop")).kind == "timed_out"
+            assert (await timed_out(bench, returns, "loop", begun=looping.exists)).kind == "timed_out"
             assert await bench.call(returns, "x") == "x" * 10_000
 
     before = below(os.getpid())
