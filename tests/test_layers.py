@@ -9,7 +9,7 @@ under TYPE_CHECKING it is the same dependency.
 
 The same holds between the packages inside a layer:
 
-    managers    work < base | quotas < http < sandboxes | models | functions | fake < doctor
+    managers    work < base | quotas < http < sandboxes | models | functions | fake < backends | doctor
     server      tenants < journal | observe < actions < http < components | recovery < serve
     rl          config | trajectories < environments | inference < model < rollout | buffer < runs < observe < train
 """

@@ -19,12 +19,14 @@ import resource
 import signal
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 from tangram.core.action import NO_USAGE, Usage
 from tangram.errors import ManagerError
 from tangram.processes.exit_codes import shell_exit_code
+
+T = TypeVar("T")
 
 ACTION_MARK = "TANGRAM_ACTION"
 SANDBOX_MARK = "TANGRAM_SANDBOX"
@@ -240,24 +242,34 @@ class ProcessTree:
 
     async def kill(self) -> None:
         """Kill until nothing is left, whatever forks meanwhile. Stopped processes die as well."""
-        loop = asyncio.get_running_loop()
-        deadline, pause_s = loop.time() + KILL_WAIT_S, POLL_S
-        while left := self.find():
-            for process in left:
+
+        async def find_and_kill() -> list[Process]:
+            processes = self.find()
+            for process in processes:
                 send_signal(process, signal.SIGKILL)
-            if loop.time() > deadline:
-                raise ManagerError(f"processes {[process.pid for process in left[:8]]} could not be killed")
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, POLL_S_MAX)
+            return processes
+
+        if left := await poll_until_none(find_and_kill, KILL_WAIT_S):
+            raise ManagerError(f"processes {[process.pid for process in left[:8]]} could not be killed")
         self._stopped = []
 
     async def wait_exited(self, seconds: float) -> None:
         """Blocks until nothing is left, or the time is over."""
-        loop = asyncio.get_running_loop()
-        deadline, pause_s = loop.time() + seconds, POLL_S
-        while loop.time() < deadline and self.find():
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, POLL_S_MAX)
+
+        async def find() -> list[Process]:
+            return self.find()
+
+        await poll_until_none(find, seconds)
+
+
+async def poll_until_none(find: Callable[[], Awaitable[T]], seconds: float) -> T:
+    """Calls `find` with growing pauses until it finds nothing or the time is over. Returns what it found last."""
+    loop = asyncio.get_running_loop()
+    deadline, pause_s = loop.time() + seconds, POLL_S
+    while (left := await find()) and loop.time() <= deadline:
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, POLL_S_MAX)
+    return left
 
 
 def _still_present(known: Mapping[int, int], table: Mapping[int, Process]) -> set[int]:

@@ -14,10 +14,11 @@ process of an earlier action that forks such an orphan loses it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection
 
 from tangram.errors import ManagerError
 from tangram.managers.base import STOP_GRACE_S
@@ -25,10 +26,15 @@ from tangram.managers.sandboxes.cgroups.groups import Cgroup
 from tangram.managers.sandboxes.docker.container import Claim, Container
 from tangram.managers.sandboxes.docker.output_framing import TOKEN_VARIABLE
 from tangram.managers.sandboxes.docker.programs import Programs
-from tangram.processes.process_tree import TICKS_PER_S, Process, read_environment, read_process, send_signal
+from tangram.processes.process_tree import (
+    TICKS_PER_S,
+    Process,
+    poll_until_none,
+    read_environment,
+    read_process,
+    send_signal,
+)
 
-POLL_S, POLL_S_MAX = 0.002, 0.05
-"""Between two looks at processes that should end: at first, and at most."""
 KILL_WAIT_S = 10.0
 """For killed processes to end. One in an uninterruptible system call may take longer."""
 KILL_ROUNDS_UNPAUSED = 3
@@ -72,44 +78,31 @@ async def _stop_from_outside(
     tokens = {claim.token, session_token} - {""}
 
     signalled: set[tuple[int, int]] = set()
+    rounds = 0
 
-    def find_and_ask() -> list[Process]:
-        """Each is signalled once: some programs abort their clean-up on a second SIGTERM."""
+    def find_and_signal(number: int) -> list[Process]:
+        """SIGTERM once each: some programs abort their clean-up on a second one."""
         processes = find_processes(group, container.tokens, tokens, began_ticks if claim.is_alone else None)
         for process in processes:
-            if (process.pid, process.started) not in signalled:
+            if number == signal.SIGKILL or (process.pid, process.started) not in signalled:
                 signalled.add((process.pid, process.started))
-                send_signal(process, signal.SIGTERM)
+                send_signal(process, number)
         return processes
 
-    def find_and_kill() -> list[Process]:
-        processes = find_processes(group, container.tokens, tokens, began_ticks if claim.is_alone else None)
-        for process in processes:
-            send_signal(process, signal.SIGKILL)
-        return processes
+    async def ask() -> list[Process]:
+        return [] if container.gone.done() else await asyncio.to_thread(find_and_signal, signal.SIGTERM)
 
-    await _poll_until_none(lambda: asyncio.to_thread(find_and_ask), STOP_GRACE_S, container)
-    give_up, rounds, pause_s = time.monotonic() + KILL_WAIT_S, 0, POLL_S
-    while not container.gone.done():
+    async def kill() -> list[Process]:
+        nonlocal rounds
         rounds += 1
-        if rounds <= KILL_ROUNDS_UNPAUSED:
-            left = await asyncio.to_thread(find_and_kill)
-        else:
-            async with container.paused():
-                left = await asyncio.to_thread(find_and_kill)
-        if not left:
-            return
-        if time.monotonic() > give_up:
-            raise ManagerError(f"processes {[process.pid for process in left[:8]]} of a container could not be killed")
-        await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, POLL_S_MAX)
+        if container.gone.done():
+            return []
+        async with container.paused() if rounds > KILL_ROUNDS_UNPAUSED else contextlib.nullcontext():
+            return await asyncio.to_thread(find_and_signal, signal.SIGKILL)
 
-
-async def _poll_until_none(look: Callable[[], Awaitable[object]], seconds: float, container: Container) -> None:
-    give_up, pause_s = time.monotonic() + seconds, POLL_S
-    while time.monotonic() < give_up and not container.gone.done() and await look():
-        await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, POLL_S_MAX)
+    await poll_until_none(ask, STOP_GRACE_S)
+    if left := await poll_until_none(kill, KILL_WAIT_S):
+        raise ManagerError(f"processes {[process.pid for process in left[:8]]} of a container could not be killed")
 
 
 def find_processes(
@@ -166,9 +159,6 @@ async def _stop_from_inside(container: Container, programs: Programs, token: str
         return answer.stdout
 
     if await ask("TERM"):
-        await _poll_until_none(lambda: ask("0"), STOP_GRACE_S, container)
-    give_up = time.monotonic() + KILL_WAIT_S
-    while left := await ask("KILL"):
-        if time.monotonic() > give_up:
-            raise ManagerError(f"processes {left.split()[:8]!r} of a container could not be killed")
-        await asyncio.sleep(POLL_S)
+        await poll_until_none(lambda: ask("0"), STOP_GRACE_S)
+    if left := await poll_until_none(lambda: ask("KILL"), KILL_WAIT_S):
+        raise ManagerError(f"processes {left.split()[:8]!r} of a container could not be killed")
