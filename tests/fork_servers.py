@@ -19,7 +19,7 @@ from tangram.rl.train import pipeline
 
 
 class Lasting(ForkServer):
-    """A run closes its nursery. This one outlives it."""
+    """A run closes its fork server. This one outlives it."""
 
     async def aclose(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""One name, one thing: a reader who greps for a class finds one definition."""
+"""One name, one thing: a grep for a class returns one definition."""
 
 from __future__ import annotations
 

@@ -31,16 +31,16 @@ FLEETS = {COMPUTE: {COMPUTE: 1}, BANDWIDTH: {BANDWIDTH: 2}, affinity.MIX: {COMPU
 
 def measured(module: Any, sizes: Any) -> BenchResult:
     """A complete result: every metric is a number, every goal has a metric, and its end was reported."""
-    told: list[float] = []
+    reported: list[float] = []
 
     def progress(share: float, words: str = "", /) -> None:
-        told.append(share)
+        reported.append(share)
 
     result: BenchResult = run_module(module, sizes, processes=1, progress=progress)
     assert result.settings == msgspec.to_builtins(sizes) and result.metrics
     assert [name for name, number in result.metrics.items() if not math.isfinite(number)] == []
     assert set(result.goals) <= set(result.metrics) and set(result.spread) <= set(result.metrics)
-    assert told == sorted(told) and told[-1] == pytest.approx(1.0)
+    assert reported == sorted(reported) and reported[-1] == pytest.approx(1.0)
     return result
 
 

@@ -84,7 +84,7 @@ def pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def seen(pid: int, file: str) -> str:
+def read_proc_file(pid: int, file: str) -> str:
     """A file of /proc/PID; empty when the process is gone."""
     try:
         return Path(f"/proc/{pid}/{file}").read_text(errors="replace")
@@ -93,12 +93,12 @@ def seen(pid: int, file: str) -> str:
 
 
 def is_zombie(pid: int) -> bool:
-    return seen(pid, "stat").rpartition(")")[2].split()[:1] == ["Z"]
+    return read_proc_file(pid, "stat").rpartition(")")[2].split()[:1] == ["Z"]
 
 
 def is_exiting(pid: int) -> bool:
     """Whether it has begun to exit, or has ended."""
-    fields = seen(pid, "stat").rpartition(")")[2].split()
+    fields = read_proc_file(pid, "stat").rpartition(")")[2].split()
     return not fields or fields[0] in "ZX" or bool(int(fields[6]) & PF_EXITING)
 
 
@@ -115,9 +115,13 @@ def processes_of(state: Path, owning: set[int]) -> dict[int, str]:
     for pid in pids():
         if pid == os.getpid() or is_zombie(pid):
             continue
-        group, words, mounts = seen(pid, "cgroup"), seen(pid, "cmdline"), seen(pid, "mountinfo")
+        group, words, mounts = (
+            read_proc_file(pid, "cgroup"),
+            read_proc_file(pid, "cmdline"),
+            read_proc_file(pid, "mountinfo"),
+        )
         if any(place in group for place in places) or str(state) in words or f"{state}/" in mounts:
-            children_by_pid[pid] = words.replace("\0", " ")[:200] or seen(pid, "comm")
+            children_by_pid[pid] = words.replace("\0", " ")[:200] or read_proc_file(pid, "comm")
     return children_by_pid
 
 
@@ -281,19 +285,19 @@ def timed_out(result: tangram.Result) -> bool:
 
 def spawner() -> int:
     """The process that starts the programs of the one connection of this process."""
-    pids = [pid for pid in children() if "spawner.py" in seen(pid, "cmdline")]
+    pids = [pid for pid in children() if "spawner.py" in read_proc_file(pid, "cmdline")]
     assert len(pids) == 1, f"one spawner was expected, these are there: {pids}"
     return pids[0]
 
 
 def parent(pid: int) -> int:
     """0 when the process is gone."""
-    return int((seen(pid, "stat").rpartition(")")[2].split() or ["", "0"])[1])
+    return int((read_proc_file(pid, "stat").rpartition(")")[2].split() or ["", "0"])[1])
 
 
 def number_inside(pid: int) -> int:
     """The id that a process has in the innermost process namespace."""
-    for line in seen(pid, "status").splitlines():
+    for line in read_proc_file(pid, "status").splitlines():
         if line.startswith("NSpid:"):
             return int(line.split()[-1])
     return 0
@@ -347,16 +351,16 @@ async def stands_still(state: Path, box: int = 1) -> None:
         await asyncio.sleep(0.01)
 
 
-def found_by(word: str, state: Path | None = None) -> list[int]:
+def visible_pids(word: str, state: Path | None = None) -> list[int]:
     """Processes with this word in their command line inside sandboxes of one state directory, by default that of the
     present test, as this machine numbers them. Tests that run at the same time use the same words."""
     state = state or _present_state
     assert state is not None, "outside of a test with the fixture `owners`, name the state directory"
     matches = []
     for pid in pids():
-        numbers = [line.split()[1:] for line in seen(pid, "status").splitlines() if line.startswith("NSpid:")]
-        is_inside = numbers and len(numbers[0]) > 1 and word in seen(pid, "cmdline").split("\0")
-        if is_inside and f"{state}/" in seen(pid, "mountinfo"):
+        numbers = [line.split()[1:] for line in read_proc_file(pid, "status").splitlines() if line.startswith("NSpid:")]
+        is_inside = numbers and len(numbers[0]) > 1 and word in read_proc_file(pid, "cmdline").split("\0")
+        if is_inside and f"{state}/" in read_proc_file(pid, "mountinfo"):
             matches.append(pid)
     return matches
 
@@ -369,9 +373,9 @@ def until_runs(word: str) -> str:
 
 def cgroup_names(state: Path) -> list[str]:
     """Groups of sandboxes below those of the owners that use the state directory."""
-    pids = []
+    names = []
     for owner in (state / "owners").iterdir():
         for place in dict.fromkeys(find_hierarchies().by_controller.values()):
             with contextlib.suppress(FileNotFoundError):
-                pids += [path.name for path in (place / "tangram" / owner.name).iterdir() if path.is_dir()]
-    return pids
+                names += [path.name for path in (place / "tangram" / owner.name).iterdir() if path.is_dir()]
+    return names

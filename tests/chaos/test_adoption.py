@@ -26,7 +26,6 @@ from tests.chaos.conftest import (
     cgroup_names,
     cpu_used,
     eventually,
-    found_by,
     group,
     inside,
     is_exiting,
@@ -35,11 +34,12 @@ from tests.chaos.conftest import (
     number_inside,
     owner_name,
     processes_of,
+    read_proc_file,
     run,
-    seen,
     stands_still,
     until,
     until_runs,
+    visible_pids,
 )
 
 import tangram
@@ -149,7 +149,7 @@ class Service:
     def killed(self, story: str, before: str = "", **options: Any) -> list[str]:
         """Run a story until it says `ready`, then kill its process at once. Returns the rest of its output."""
         process = self.start(story + "\nawait asyncio.sleep(1000)", before, **options)
-        output = heard(process)
+        output = read_output(process)
         process.kill()
         process.wait()
         return output
@@ -168,7 +168,7 @@ class Service:
         pids = [int(path.read_text()) for path in (self.state / "owners").glob("*/kept/spawner.lock")]
         if not pids or is_zombie(pids[0]) or not os.path.exists(f"/proc/{pids[0]}"):
             return 0
-        words = seen(pids[0], "cmdline")
+        words = read_proc_file(pids[0], "cmdline")
         return pids[0] if "spawner.py" in words or not words else 0
 
     def groups(self) -> list[str]:
@@ -194,7 +194,7 @@ class Service:
         shutil.rmtree(self.state / "owners", ignore_errors=True)
 
 
-def heard(process: subprocess.Popen[str]) -> list[str]:
+def read_output(process: subprocess.Popen[str]) -> list[str]:
     """Until it is ready."""
     assert process.stdout is not None
     with awake(STORY_S_MAX):
@@ -341,8 +341,8 @@ await k.open("one")
 await k.run("one", "x=1; (setsid sleep 9201 > /dev/null 2>&1 &); " + until_runs("9201"), session="held")
 ready()
 """)
-    eventually(lambda: not set(found_by("/bin/bash")) & inside(service.state), "the shell is killed")
-    assert len(set(found_by("9201")) & inside(service.state)) == 1, "what it left running is not"
+    eventually(lambda: not set(visible_pids("/bin/bash")) & inside(service.state), "the shell is killed")
+    assert len(set(visible_pids("9201")) & inside(service.state)) == 1, "what it left running is not"
 
     async def story() -> None:
         async with service.comes() as k:
@@ -367,9 +367,9 @@ await k.start("one", Exec(command="sleep 9204"))
 ready()
 await asyncio.sleep(1000)
 """)
-    heard(process)
+    read_output(process)
     os.kill(process.pid, signal.SIGSTOP)
-    (shell,) = set(found_by(SESSION_SHELL_SCRIPT)) & inside(service.state)
+    (shell,) = set(visible_pids(SESSION_SHELL_SCRIPT)) & inside(service.state)
     os.kill(shell, signal.SIGKILL)
     eventually(lambda: not os.path.exists(f"/proc/{shell}"), "the spawner has noticed its end")
     process.kill()
@@ -415,7 +415,7 @@ await k.open("two")
 await k.run("one", "(setsid sh -c 'while :; do :; done' 9202 > /dev/null 2>&1 &); " + until_runs("9202"))
 for name in ("one", "two"):
     await k.start(name, Exec(command="trap '' TERM INT HUP; (setsid sleep 9203 &); while :; do :; done"))
-await until(lambda: len(found_by("9203", STATE)) >= 2, "they run")
+await until(lambda: len(visible_pids("9203", STATE)) >= 2, "they run")
 await k.start("two", Exec(command="f() { f | f & }; while :; do f; sleep 0.01; done"))
 await until(lambda: len(inside(STATE, 2)) > 20, "it forks")
 ready()
@@ -425,7 +425,7 @@ ready()
         return set(inside(service.state, 1)) | set(inside(service.state, 2))
 
     eventually(lambda: len(left()) == 5, "two first processes, their holders, and one more")
-    assert len(set(found_by("9202")) & left()) == 1
+    assert len(set(visible_pids("9202")) & left()) == 1
 
     async def story() -> None:
         await stands_still(service.state, 1)
@@ -450,17 +450,17 @@ child = os.fork()
 if child == 0:
     os.close(1)
     signal.pause()
-while not found_by("9206", STATE):
+while not visible_pids("9206", STATE):
     await asyncio.sleep(0.01)
 ready(child)
 await asyncio.sleep(1000)
 """
     )
-    (child,) = map(int, heard(process))
+    (child,) = map(int, read_output(process))
     try:
         process.kill()
         process.wait()
-        eventually(lambda: not found_by("9206"), "its action is killed")
+        eventually(lambda: not visible_pids("9206"), "its action is killed")
         with pytest.raises(ManagerError, match=f"is process {process.pid}, or a fork that it left"):
             run(service.end())
     finally:
@@ -525,7 +525,7 @@ def test_an_owner_may_be_killed_at_any_moment(service: Service, seed: int) -> No
     for turn in range(8):
         process = service.start(ALL_AT_ONCE, before=f"IMAGE = {image!r}")
         for _ in range(1 + turn % 3):
-            heard(process)
+            read_output(process)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait((turn * 7 + seed * 3) % 40 / 1000)
         process.kill()
@@ -551,7 +551,7 @@ def die(self, it):
     os.kill(os.getpid(), signal.SIGKILL)
 """,
     )
-    heard(process)
+    read_output(process)
     assert process.wait() == -signal.SIGKILL
 
     async def story() -> None:
@@ -587,7 +587,7 @@ def test_an_owner_that_dies_while_it_starts_harms_nothing(service: Service) -> N
     service.killed('await k.open("one")\nready()')
     for delay_s in (0.0, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08):
         process = service.start("pass", before='print("ready", flush=True)')
-        heard(process)
+        read_output(process)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(delay_s)
         process.kill()
@@ -606,7 +606,7 @@ def test_an_owner_that_dies_while_it_starts_harms_nothing(service: Service) -> N
 
 def test_a_second_owner_of_the_name_is_refused_with_the_id_of_the_first(service: Service) -> None:
     process = service.start('await k.open("one")\nready()\nawait asyncio.sleep(1000)')
-    heard(process)
+    read_output(process)
     for _ in range(2):
         with pytest.raises(ManagerError, match=f"is process {process.pid}, ") as raised:
             run(service.end())
@@ -626,7 +626,7 @@ def test_the_sweep_of_another_owner_spares_live_owners_and_owners_with_live_spaw
             (await box.exec("true")).check()
 
     process = service.start('await k.open("one")\nready()\nawait asyncio.sleep(1000)')
-    heard(process)
+    read_output(process)
     run(come_and_go())
     process.kill()
     process.wait()
@@ -724,7 +724,7 @@ for name in ("one", "two"):
 ready()
 await asyncio.sleep(1000)
 """)
-    heard(process)
+    read_output(process)
     victims = [lambda: os.kill(service.spawner, signal.SIGKILL), process.kill]
     for kill in victims if first == "spawner" else reversed(victims):
         kill()
@@ -913,7 +913,7 @@ def test_a_spawner_of_another_version_is_ended_without_a_request(service: Servic
         async with service.comes() as k:
             reason = f"the spawner that held it is of another version of Tangram: protocol 0, not {protocol.PROTOCOL}"
             assert (k.manager.adopted, k.manager.missing) == ({}, {"one": reason})
-            assert service.spawner not in (0, old) and not seen(old, "cmdline")
+            assert service.spawner not in (0, old) and not read_proc_file(old, "cmdline")
             await k.open("one")
             assert await k.says("one", "ls") == ""
 
@@ -994,7 +994,7 @@ def test_owners_that_come_and_go_leave_nothing_open(service: Service) -> None:
     # A spare runner has two, its channel and its pidfd; the spawner may lose its owner before it forks one.
     limit = len(its) + 2
     eventually(lambda: len(descriptors(service.spawner)) <= limit, f"{descriptors(service.spawner)}, before {its}")
-    assert found_by("9209") == []
+    assert visible_pids("9209") == []
 
 
 def test_the_socket_of_the_spawner_is_out_of_reach(service: Service) -> None:

@@ -18,7 +18,6 @@ from tests.chaos.conftest import (
     Owners,
     eventually,
     first_processes,
-    found_by,
     holders,
     inside,
     is_exiting,
@@ -26,10 +25,11 @@ from tests.chaos.conftest import (
     owners_of,
     pids,
     processes_of,
+    read_proc_file,
     run,
-    seen,
     spawner,
     until,
+    visible_pids,
 )
 
 import tangram
@@ -45,7 +45,7 @@ Play = Callable[..., Any]
 async def running(box: tangram.Sandbox, word: str, **options: Any) -> asyncio.Task[tangram.Result]:
     """An action that runs until it is stopped; `word` is a number that nothing else has."""
     task = asyncio.create_task(box.exec(["sleep", word], cpus=0.1, **options))
-    await until(lambda: found_by(word), "the action runs")
+    await until(lambda: visible_pids(word), "the action runs")
     return task
 
 
@@ -79,7 +79,7 @@ def test_a_sandbox_whose_first_process_is_killed_is_lost_alone(
                 with pytest.raises(ActionFailed):
                     await box.commit("none")
                 assert not unharmed.done()
-                kill(found_by("9002")[0])
+                kill(visible_pids("9002")[0])
                 assert (await unharmed).exit_code == 137
         async with t.sandbox(memory="64MiB") as box:
             assert (await box.exec("echo next")).stdout == "next\n"
@@ -183,7 +183,7 @@ def test_the_spawner_takes_its_sandboxes_along_and_new_ones_get_a_new_one(play: 
             async with t.sandbox(memory="64MiB") as new:
                 assert (await new.exec("echo new")).stdout == "new\n"
                 assert spawner() != first
-        assert found_by("9003") == found_by("9004") == found_by("9005") == []
+        assert visible_pids("9003") == visible_pids("9004") == visible_pids("9005") == []
 
     play(story)
 
@@ -193,7 +193,7 @@ def test_the_main_process_of_an_action_may_be_killed_like_any_program(play: Play
         async with t.sandbox(memory="64MiB") as box:
             for signum, code in ((signal.SIGKILL, 137), (signal.SIGTERM, 143), (signal.SIGSEGV, 139)):
                 action = await running(box, "9006")
-                os.kill(found_by("9006")[0], signum)
+                os.kill(visible_pids("9006")[0], signum)
                 result = await action
                 assert (result.status, result.exit_code) == (Status.SUCCEEDED, code)
             assert (await box.exec("echo usable")).stdout == "usable\n"
@@ -204,7 +204,7 @@ def test_the_main_process_of_an_action_may_be_killed_like_any_program(play: Play
 def waiting_runners() -> list[int]:
     """Forks of the spawner inside sandboxes that have no order yet."""
     root = spawner()
-    return [pid for pid in found_by("-S") if f"\nPPid:\t{root}\n" in seen(pid, "status")]
+    return [pid for pid in visible_pids("-S") if f"\nPPid:\t{root}\n" in read_proc_file(pid, "status")]
 
 
 def test_a_waiting_runner_that_is_killed_is_replaced(play: Play) -> None:
@@ -291,13 +291,17 @@ def test_all_processes_of_an_owner_end_with_it_and_the_next_owner_sweeps_under_l
     dies.kill()
     dies.wait()
     eventually(
-        lambda: not any(f"/tangram/{dies.pid}-" in seen(pid, "cgroup") for pid in pids()),
+        lambda: not any(f"/tangram/{dies.pid}-" in read_proc_file(pid, "cgroup") for pid in pids()),
         "all processes of the dead owner end by themselves",
     )
     left = owners_of(dies.pid)
     assert len(left) == 1 and (owners.state / "owners" / left[0]).exists(), "until the next sweep"
     mine = owners_of(live.pid)
-    before = {pid for pid in processes_of(owners.state, {live.pid}) if f"/tangram/{live.pid}-" in seen(pid, "cgroup")}
+    before = {
+        pid
+        for pid in processes_of(owners.state, {live.pid})
+        if f"/tangram/{live.pid}-" in read_proc_file(pid, "cgroup")
+    }
 
     async def story(t: tangram.Client) -> None:
         assert owners_of(dies.pid) == [] and not (owners.state / "owners" / left[0]).exists()
@@ -366,10 +370,10 @@ async with t.sandbox(memory="64MiB") as box:
     child = int(lines(process, 1)[0])
 
     def sandboxed() -> list[int]:
-        return [pid for pid in pids() if f"/tangram/{process.pid}-" in seen(pid, "cgroup")]
+        return [pid for pid in pids() if f"/tangram/{process.pid}-" in read_proc_file(pid, "cgroup")]
 
     try:
-        eventually(lambda: set(found_by("9009")) & set(sandboxed()), "it runs")
+        eventually(lambda: set(visible_pids("9009")) & set(sandboxed()), "it runs")
         process.kill()
         process.wait()
         eventually(lambda: not sandboxed(), "all processes have ended")
@@ -407,7 +411,7 @@ def test_a_sandbox_is_closed_at_once_whatever_runs_rests_or_ends_in_it(
             await box.close()
             for server in servers:
                 assert (await server.wait()).status in (Status.SUCCEEDED, Status.LOST, Status.CANCELLED)
-        assert found_by("9030") == found_by("9031") == found_by("9032") == []
+        assert visible_pids("9030") == visible_pids("9031") == visible_pids("9032") == []
 
     play(story)
 
@@ -429,7 +433,7 @@ def test_an_action_can_be_given_up_at_every_stage(play: Play, state: Path) -> No
             queued = asyncio.create_task(box.exec("sleep 9011", cpus=1))
             await asyncio.sleep(0.05)
             await cancelled(queued)
-            assert found_by("9011") == []
+            assert visible_pids("9011") == []
             await cancelled(action)
             assert inside(state) == before
             for number in range(30):
@@ -498,7 +502,7 @@ def test_a_cancelled_close_still_closes(play: Play) -> None:
                 assert len(first_processes()) == 1
             box = await t.sandbox(memory="30MiB").__aenter__()
             busy = asyncio.create_task(other.exec("sleep 9013", cpus=1))
-            await until(lambda: found_by("9013"), "all cores are held, so closing must wait")
+            await until(lambda: visible_pids("9013"), "all cores are held, so closing must wait")
             closing = asyncio.create_task(box.close())
             await asyncio.sleep(0.05)
             closing.cancel()
@@ -538,7 +542,7 @@ def test_when_one_of_many_raises_the_rest_is_ended(play: Play, state: Path) -> N
             before = inside(state)
 
             async def fail() -> None:
-                await until(lambda: len(found_by("9014")) == 3, "the others run")
+                await until(lambda: len(visible_pids("9014")) == 3, "the others run")
                 raise KeyError("mine")
 
             with pytest.raises(KeyError, match="mine"):
@@ -546,7 +550,7 @@ def test_when_one_of_many_raises_the_rest_is_ended(play: Play, state: Path) -> N
             assert inside(state) == before
             gathered = t.gather(*(box.exec(["sleep", "9015"], cpus=0.1) for _ in range(3)))
             many = asyncio.create_task(gathered)
-            await until(lambda: len(found_by("9015")) == 3, "they run")
+            await until(lambda: len(visible_pids("9015")) == 3, "they run")
             await cancelled(many)
             assert inside(state) == before
 
@@ -607,7 +611,7 @@ def test_a_caller_that_is_cancelled_again_and_again_still_leaves_nothing(play: P
                 await box.exec(["sh", "-c", "trap '' TERM; sleep 9020; sleep 9021"], cpus=0.5)
 
         visiting = asyncio.create_task(visit())
-        await until(lambda: found_by("9020"), "it runs")
+        await until(lambda: visible_pids("9020"), "it runs")
         while not visiting.done():
             visiting.cancel()
             await asyncio.sleep(0.02)

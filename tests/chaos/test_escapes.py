@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chaos.conftest import found_by, owner_name, seen, spawner, until
+from tests.chaos.conftest import owner_name, read_proc_file, spawner, until, visible_pids
 
 import tangram
 from tangram.client.tree_archive import unpack_tree
@@ -32,7 +32,7 @@ MIB = 1 << 20
 USERS = pytest.mark.parametrize("user", ["agent", "root"])
 
 
-async def told(box: tangram.Sandbox, code: str, *words: str) -> Any:
+async def run_probe(box: tangram.Sandbox, code: str, *words: str) -> Any:
     """What a Python program inside says, as JSON: `say(value)`."""
     head = "import ctypes, errno, json, os, socket, stat, sys\ndef say(value): print(json.dumps(value))\n"
     result = await box.exec(["python3", "-c", head + code, *words], timeout_s=50)
@@ -55,7 +55,7 @@ def test_files_of_the_machine_are_out_of_reach(play: Play, state: Path, tmp_path
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="64MiB", user=user) as box:
             names = [way + path for way in ways for path in paths]
-            visible = await told(box, "say([name for name in sys.argv[1:] if os.path.exists(name)])", *names)
+            visible = await run_probe(box, "say([name for name in sys.argv[1:] if os.path.exists(name)])", *names)
             assert visible == []
             for name in names:
                 with pytest.raises(FileFailed):
@@ -80,12 +80,12 @@ def test_what_one_sandbox_changes_no_other_sees(play: Play, user: str) -> None:
             assert usr.exit_code == 1 and "Read-only file system" in usr.stderr
             (await box.exec("echo evil > /etc/hostname; rm /etc/passwd; mv /etc/ssl /etc/lss; echo x > /evil")).check()
             (await box.exec("echo x > /dev/shm/evil")).check()
-            assert await told(box, SHARED_MEMORY, "0o1666") == "got"
+            assert await run_probe(box, SHARED_MEMORY, "0o1666") == "got"
             async with t.sandbox(memory="64MiB", user=user) as opened_later:
                 for other in (open_before, opened_later):
                     result = await other.exec("cat /etc/hostname; ls /evil /etc/lss /dev/shm/evil; ls -d /etc/passwd")
                     assert result.stdout == "sandbox\n/etc/passwd\n"
-                    assert await told(other, SHARED_MEMORY, "0") == "ENOENT"
+                    assert await run_probe(other, SHARED_MEMORY, "0") == "ENOENT"
 
     play(story)
     assert not os.path.exists("/usr/evil") and not os.path.exists("/evil")
@@ -148,7 +148,7 @@ def test_programs_that_change_the_user_do_not(play: Play) -> None:
             for command in ("su -c id", "mount -t tmpfs none /work", "passwd -d root", "chsh -s /bin/sh root"):
                 result = await box.exec(command, timeout_s=30)
                 assert result.exit_code != 0 and "uid=0" not in result.stdout, command
-            uids = await told(box, "say([os.getresuid(), os.getresgid(), os.getgroups()])")
+            uids = await run_probe(box, "say([os.getresuid(), os.getresgid(), os.getgroups()])")
             assert uids == [[SANDBOX_UID] * 3, [SANDBOX_UID] * 3, []]
             for call in ("os.setuid(0)", "os.setgid(0)", "os.setgroups([0])", "os.chown('/etc', 0, 0)"):
                 result = await box.exec(["python3", "-c", f"import os; {call}"])
@@ -225,7 +225,7 @@ def test_calls_that_lead_out_of_a_sandbox_are_refused(play: Play, user: str) -> 
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="64MiB", user=user) as box:
             lines = [f"{name!r}: attempt({number(call)}, {words})" for name, (call, words) in attempts.items()]
-            result = await told(box, CALLS + "say({" + ", ".join(lines) + "})")
+            result = await run_probe(box, CALLS + "say({" + ", ".join(lines) + "})")
             assert {name: code for name, code in result.items() if code not in REFUSED} == {}
 
     play(story)
@@ -245,7 +245,7 @@ say([str(key) for key in found])
 
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="64MiB", user=user) as box:
-            assert await told(box, code) == []
+            assert await run_probe(box, code) == []
             assert (await box.exec("ls /dev/mem /dev/kmsg /dev/kvm /dev/fuse /dev/vda /dev/net")).stdout == ""
 
     play(story)
@@ -267,9 +267,9 @@ def test_root_inside_has_only_what_reaches_its_own_files_and_processes(play: Pla
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="64MiB", user="root") as box:
             server = await box.start("sleep 4711", cpus=0.1)
-            await until(lambda: found_by("4711"), "it runs")
-            (outside,) = found_by("4711")
-            uids = next(line for line in seen(outside, "status").splitlines() if line.startswith("Uid:"))
+            await until(lambda: visible_pids("4711"), "it runs")
+            (outside,) = visible_pids("4711")
+            uids = next(line for line in read_proc_file(outside, "status").splitlines() if line.startswith("Uid:"))
             assert uids.split()[1:] == [str(SANDBOX_UID)] * 4, "no user outside"
             await server.stop()
             status = (await box.exec("id -u; cat /proc/self/uid_map; grep CapEff /proc/self/status")).stdout.split()
@@ -305,7 +305,7 @@ for name in sys.argv[1:]:
         pass
 say([opened, os.listdir("/sys")])
 """
-            assert await told(box, code, *files) == [[], []]
+            assert await run_probe(box, code, *files) == [[], []]
             result = await box.exec("cat /proc/kcore /proc/kmsg /proc/1/stack /proc/keys | head -c 10")
             assert result.stdout == ""
 
@@ -325,7 +325,7 @@ except OSError as error:
 
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="64MiB") as box:
-            assert await told(box, code) == "EPERM"
+            assert await run_probe(box, code) == "EPERM"
             assert (await box.exec("cat < /dev/tty")).exit_code != 0
 
     play(story)
@@ -341,7 +341,7 @@ def test_a_program_is_given_its_three_streams_and_nothing_else(play: Play, user:
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="64MiB", user=user) as box:
             for _ in range(3):
-                assert await told(box, code) == [0, 1, 2]
+                assert await run_probe(box, code) == [0, 1, 2]
             assert (await box.exec("ls /proc/self/fd", stdin="x")).stdout.split() == ["0", "1", "2", "3"]
             async with box.session() as session:
                 for _ in range(2):
@@ -364,7 +364,9 @@ def test_nothing_of_the_owners_environment_comes_in(play: Play, monkeypatch: pyt
             for path in ("/proc/self/environ", "innocent.txt"):
                 with contextlib.suppress(FileFailed):
                     assert b"hunter2" not in await box.read(path)
-        assert "hunter2" not in seen(spawner(), "environ"), "the process that forks into sandboxes does not need it"
+        assert "hunter2" not in read_proc_file(spawner(), "environ"), (
+            "the process that forks into sandboxes does not need it"
+        )
 
     play(story)
 
@@ -400,10 +402,10 @@ say([sorted(own), hit])
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="64MiB", user=user) as box, t.sandbox(memory="64MiB") as neighbour:
             server = await neighbour.start("sleep 4712", cpus=0.1)
-            await until(lambda: found_by("4712"), "it runs")
-            own, hit = await told(box, code, *map(str, [os.getpid(), spawner(), *found_by("4712")]))
+            await until(lambda: visible_pids("4712"), "it runs")
+            own, hit = await run_probe(box, code, *map(str, [os.getpid(), spawner(), *visible_pids("4712")]))
             assert hit == [] and len(own) <= 5
-            assert found_by("4712"), "the neighbour's program lives"
+            assert visible_pids("4712"), "the neighbour's program lives"
             assert (await server.stop()).status is tangram.Status.CANCELLED
 
     play(story)
@@ -437,7 +439,7 @@ say([len(others), reached])
 
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="64MiB") as box:
-            others, reached = await told(box, CALLS + code, str(number("ptrace")))
+            others, reached = await run_probe(box, CALLS + code, str(number("ptrace")))
             assert others == 2, "the first process, and the runner that waits for the next order"
             assert reached == []
 
@@ -498,11 +500,11 @@ def test_no_network_is_reached_without_being_allowed(play: Play) -> None:
         with listening(tcp, abstract) as reached:
             for user in ("agent", "root"):
                 async with t.sandbox(memory="64MiB", user=user) as box:
-                    result, interfaces = await told(box, CONNECT, *words)
+                    result, interfaces = await run_probe(box, CONNECT, *words)
                     assert result == ["ECONNREFUSED", "ECONNREFUSED", "ENETUNREACH", "ENETUNREACH"]
                     assert interfaces == ["lo"] and reached == []
             async with t.sandbox(memory="64MiB", network=True) as box:
-                result, _ = await told(box, CONNECT, *words)
+                result, _ = await run_probe(box, CONNECT, *words)
                 assert result[0] == "connected", "with a network it is the machine's"
 
     play(story)
@@ -523,9 +525,14 @@ say(sorted({family for family, _, _ in made})); say
 
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="64MiB") as box:
-            assert set(await told(box, code)) <= {socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK}
+            assert set(await run_probe(box, code)) <= {
+                socket.AF_UNIX,
+                socket.AF_INET,
+                socket.AF_INET6,
+                socket.AF_NETLINK,
+            }
             raw = "import socket\ntry: socket.socket(2, 3, 1); say('made')\nexcept PermissionError: say('refused')"
-            assert await told(box, raw) == "refused"
+            assert await run_probe(box, raw) == "refused"
 
     play(story)
 

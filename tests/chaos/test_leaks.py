@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chaos.conftest import cgroup_names, children, first_processes, mounts_below, run, seen, spawner, until
+from tests.chaos.conftest import (
+    cgroup_names,
+    children,
+    first_processes,
+    mounts_below,
+    read_proc_file,
+    run,
+    spawner,
+    until,
+)
 
 import tangram
 from tangram import Status
@@ -44,7 +53,10 @@ def is_group(pid: int, descriptor: str) -> bool:
 
 
 def resident_bytes(pid: int) -> int:
-    return next(int(line.split()[1]) for line in seen(pid, "status").splitlines() if line.startswith("VmRSS:")) * 1024
+    return (
+        next(int(line.split()[1]) for line in read_proc_file(pid, "status").splitlines() if line.startswith("VmRSS:"))
+        * 1024
+    )
 
 
 async def side_by_side(count: int, one: Callable[[int], Any]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.chaos.conftest import Owners, inside, is_zombie, parent, pids, run, spawner, until
 from tests.chaos.test_leaks import is_group
-from tests.contracts.conftest import Bench, sandbox
+from tests.contracts.conftest import Harness, sandbox
 
 import tangram
 from tangram import Status
@@ -112,7 +112,7 @@ def test_a_write_that_is_cancelled_leaves_no_part_of_a_file(play: Play) -> None:
 
 def test_a_runner_that_cannot_enter_its_sandbox_is_our_failure(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     too_many = resource.getrlimit(resource.RLIMIT_NOFILE)[1] + 1
-    # As if the limit had been lowered after the sandbox was asked for.
+    # As if the limit had been lowered after the sandbox was requested.
     monkeypatch.setattr(resource, "getrlimit", lambda which: (too_many, too_many))
 
     async def story(t: tangram.Client) -> None:
@@ -214,11 +214,11 @@ def runners(spawner: int) -> list[int]:
 
 def test_an_error_of_the_disk_while_a_sandbox_opens_is_a_lost_lease(state: Path) -> None:
     async def main() -> None:
-        bench = Bench(sandbox, state)
-        async with bench:
+        harness = Harness(sandbox, state)
+        async with harness:
             boxes = next((state / "owners").glob("*/boxes"))
             boxes.rmdir()
-            lost = (await (await bench.start("box", Open(spec=SandboxSpec(image="host")))).wait()).lost
+            lost = (await (await harness.start("box", Open(spec=SandboxSpec(image="host")))).wait()).lost
             assert "sandbox box could not be made" in lost and "No such file" in lost
             boxes.mkdir(mode=0o711)
 
@@ -700,8 +700,8 @@ def test_a_place_that_cannot_hold_state_is_named(tmp_path: Path, where: str) -> 
 
 def test_a_sandbox_that_cannot_be_removed_can_be_closed_again(tmp_path: Path) -> None:
     async def main() -> None:
-        async with Bench(sandbox, tmp_path / "state") as bench:
-            box = await bench.open()
+        async with Harness(sandbox, tmp_path / "state") as harness:
+            box = await harness.open()
             (directory,) = glob.glob(f"{tmp_path}/state/owners/*/boxes/*")
             os.mkdir(f"{directory}/in-the-way")
             for _ in range(2):

@@ -15,7 +15,7 @@ SIDE = {"act_mean_s": 1.24, "core_use": 0.116, "reward_mean": 0.9841}
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
-    """What the verb asked of the benchmarks."""
+    """The arguments that the verb passed to the benchmarks."""
     calls: list[dict] = []
 
     def run(name: str, **options) -> BenchResult:

@@ -100,9 +100,9 @@ def test_one_checkpoint_one_task_and_the_most_likely_tokens(cli: Cli, trained: P
     done = cli(*command)
     assert done.code == 0, done.err
     assert f"checkpoint {first}\ntemperature 0, " in done.out and "frozenlake" not in done.out
-    told = cli(*command, "--json").json
-    assert told["step"] == 0 and told["tasks"]["chain"]["episodes"] == 4
-    assert f"{told['tasks']['chain']['mean']:.3f}" in done.out, "the same weights do the same"
+    document = cli(*command, "--json").json
+    assert document["step"] == 0 and document["tasks"]["chain"]["episodes"] == 4
+    assert f"{document['tasks']['chain']['mean']:.3f}" in done.out, "the same weights do the same"
 
 
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(cli: Cli, trained: Path) -> None:

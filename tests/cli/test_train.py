@@ -1,4 +1,4 @@
-"""`tangram train`: its command line, what it says at the end, and how it ends, with a pipeline that tells a script."""
+"""`tangram train`: its command line, its summary, and how it ends, with a scripted pipeline."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def step(number: int, reward: float) -> Trained:
 
 
 def checkpoint_of(folder: Path) -> str:
-    """From the root, as a pipeline tells it."""
+    """Relative to the root, as a pipeline reports it."""
     return str(folder.absolute() / "checkpoints" / "00000004")
 
 

@@ -207,7 +207,7 @@ def test_a_connection_that_fails_to_open_leaves_no_recording(tmp_path: Path) -> 
     assert list((tmp_path / "new").iterdir()) == []
 
 
-# ---- what sessions can be told --------------------------------------------------------------------------------------
+# ---- options of sessions --------------------------------------------------------------------------------------------
 
 
 def test_a_session_command_takes_the_same_options_as_a_command(

@@ -1,7 +1,7 @@
 """What the contract suite runs on: every manager of the registry, one after the other.
 
 A manager joins with one line in MANAGERS. One that says on entering that it will never run on this machine is skipped,
-except under CI=true. Tests are coroutines that take a `bench`: they run inside the manager, under a deadline, and what
+except under CI=true. Tests are coroutines with a `harness`: they run inside the manager, under a deadline, and what
 they leave open is closed behind them. Tests marked `needs_programs` are not for a manager that runs none.
 """
 
@@ -96,7 +96,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
 
     async def run() -> None:
-        async with asyncio.timeout(DEADLINE_S), arguments["bench"]:
+        async with asyncio.timeout(DEADLINE_S), arguments["harness"]:
             await pyfuncitem.obj(**arguments)
 
     asyncio.run(run())
@@ -104,26 +104,26 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "bench" in metafunc.fixturenames:
+    if "harness" in metafunc.fixturenames:
         real = any(metafunc.definition.iter_markers("needs_programs"))
         names = [
             pytest.param(name, marks=kind.marks) for name, kind in MANAGERS.items() if kind.runs_programs or not real
         ]
-        metafunc.parametrize("bench", names, indirect=True)
+        metafunc.parametrize("harness", names, indirect=True)
 
 
 @pytest.fixture
-def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(MANAGERS[request.param].factory, tmp_path / "root")
-    yield bench
-    left = [marker for marker in bench.markers if alive(marker)]
+def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
+    harness = Harness(MANAGERS[request.param].factory, tmp_path / "root")
+    yield harness
+    left = [marker for marker in harness.markers if alive(marker)]
     assert not left, f"processes are left after the end of the manager: {left}"
 
 
 # ---- short words for what tests ask -------------------------------------------------------------------------------
 
 
-class Bench:
+class Harness:
     """A manager under test."""
 
     manager: Manager
@@ -135,7 +135,7 @@ class Bench:
         self._entered = False
         self.markers: list[str] = []
 
-    async def __aenter__(self) -> Bench:
+    async def __aenter__(self) -> Harness:
         manager = await self._factory(self.root)
         try:
             self.manager = await manager.__aenter__()
@@ -187,8 +187,8 @@ class Bench:
 class Box:
     """An open sandbox."""
 
-    def __init__(self, bench: Bench, name: str) -> None:
-        self._bench = bench
+    def __init__(self, harness: Harness, name: str) -> None:
+        self._bench = harness
         self.name = name
 
     async def start(
@@ -252,6 +252,6 @@ def alive(marker: str) -> bool:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Looks at what no event tells; the deadline of the test is the deadline."""
+    """Polls a condition without an event; the deadline of the test is the deadline."""
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(LOOK_S)

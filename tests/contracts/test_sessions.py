@@ -7,13 +7,13 @@ import os
 import time
 
 import pytest
-from tests.contracts.conftest import TICK, Bench, alive, until
+from tests.contracts.conftest import TICK, Harness, alive, until
 
 needs_programs = pytest.mark.needs_programs
 
 
-async def test_the_directory_of_a_session_stays(bench: Bench) -> None:
-    box = await bench.open()
+async def test_the_directory_of_a_session_stays(harness: Harness) -> None:
+    box = await harness.open()
     await box.write("sub/note", b"below")
     assert not (await box.run("cd sub", session="s")).session_ended
     assert await box.says("cat note", session="s") == "below"
@@ -23,8 +23,8 @@ async def test_the_directory_of_a_session_stays(bench: Bench) -> None:
 
 
 @needs_programs
-async def test_variables_and_functions_of_a_session_stay(bench: Bench) -> None:
-    box = await bench.open()
+async def test_variables_and_functions_of_a_session_stay(harness: Harness) -> None:
+    box = await harness.open()
     await box.run("x='a  b'; declare -A map; map[k]=v; twice() { echo $1 $1; return 3; }", session="s")
     done = await box.run('echo "$x ${map[k]}"; twice z', session="s")
     assert (done.exit_code, done.stdout, done.session_ended) == (3, b"a  b v\nz z\n", False)
@@ -33,26 +33,26 @@ async def test_variables_and_functions_of_a_session_stay(bench: Bench) -> None:
 
 @needs_programs
 @pytest.mark.parametrize("command", ["continue", "break", "break 1", "return 2", "if then", "exec 3>file", "8<&-"])
-async def test_no_odd_command_makes_a_session_hang(bench: Bench, command: str) -> None:
-    box = await bench.open()
+async def test_no_odd_command_makes_a_session_hang(harness: Harness, command: str) -> None:
+    box = await harness.open()
     await box.run("x=kept", session="s")
     assert not (await box.run(command, session="s")).session_ended
     assert await box.says("echo $x", session="s") == "kept"
 
 
 @needs_programs
-async def test_a_session_gets_a_new_width(bench: Bench) -> None:
+async def test_a_session_gets_a_new_width(harness: Harness) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs 2 cores")
-    box = await bench.open()
+    box = await harness.open()
     ask = "echo $TANGRAM_CPUS $OMP_NUM_THREADS {cpus}; (unset OMP_NUM_THREADS OMP_THREAD_LIMIT; nproc)"
     assert await box.says(ask, session="s", width=1000) == "1 1 1\n1"
     assert await box.says(ask, session="s", width=2000) == "2 2 2\n2"
 
 
 @needs_programs
-async def test_the_output_of_commands_of_a_session_is_kept_apart(bench: Bench) -> None:
-    box = await bench.open()
+async def test_the_output_of_commands_of_a_session_is_kept_apart(harness: Harness) -> None:
+    box = await harness.open()
     long = "head -c 300000 /dev/zero | tr '\\0' x"
     first = await box.run(f"{long}; echo err >&2", session="s")
     second = await box.run("echo second", session="s")
@@ -61,14 +61,14 @@ async def test_the_output_of_commands_of_a_session_is_kept_apart(bench: Bench) -
 
 
 @needs_programs
-async def test_a_command_as_long_as_allowed_reaches_its_session(bench: Bench) -> None:
-    box = await bench.open()
+async def test_a_command_as_long_as_allowed_reaches_its_session(harness: Harness) -> None:
+    box = await harness.open()
     text = "'" * 100 + "y" * 120_000
     assert await box.says(f"cat <<'END'\n{text}\nEND\n", session="s") == text
 
 
-async def test_a_session_ends_with_its_shell_and_reports_it(bench: Bench) -> None:
-    box = await bench.open()
+async def test_a_session_ends_with_its_shell_and_reports_it(harness: Harness) -> None:
+    box = await harness.open()
     await box.write("sub/note", b"below")
     await box.run("cd sub", session="s")
     done = await box.run("echo last; exit 3", session="s")
@@ -76,8 +76,8 @@ async def test_a_session_ends_with_its_shell_and_reports_it(bench: Bench) -> Non
     assert not (await box.says("pwd", session="s")).endswith("/sub")
 
 
-async def test_stopping_a_command_ends_its_session_and_reports_it(bench: Bench) -> None:
-    box = await bench.open()
+async def test_stopping_a_command_ends_its_session_and_reports_it(harness: Harness) -> None:
+    box = await harness.open()
     await box.write("sub/note", b"below")
     await box.run("cd sub", session="s")
     lease = await box.start("sleep 1000", session="s")
@@ -89,9 +89,9 @@ async def test_stopping_a_command_ends_its_session_and_reports_it(bench: Bench) 
 
 
 @needs_programs
-async def test_stopping_a_command_of_a_session_ends_what_it_started_and_nothing_else(bench: Bench) -> None:
-    box = await bench.open()
-    before, child, daemon, own = (bench.marker() for _ in range(4))
+async def test_stopping_a_command_of_a_session_ends_what_it_started_and_nothing_else(harness: Harness) -> None:
+    box = await harness.open()
+    before, child, daemon, own = (harness.marker() for _ in range(4))
     await box.run(f"sleep {before} > /dev/null 2>&1 &", session="s")
     lease = await box.start(
         f"sleep {child} & (setsid sh -c 'sleep {daemon}' > /dev/null 2>&1 &); sleep {own}", session="s"
@@ -104,8 +104,8 @@ async def test_stopping_a_command_of_a_session_ends_what_it_started_and_nothing_
 
 
 @needs_programs
-async def test_a_session_stands_still_between_its_commands_and_goes_on(bench: Bench) -> None:
-    box = await bench.open()
+async def test_a_session_stands_still_between_its_commands_and_goes_on(harness: Harness) -> None:
+    box = await harness.open()
     await box.run(f"x=kept; ({TICK}) > /dev/null 2>&1 & while [ ! -s ticks ]; do sleep 0.01; done", session="s")
     stopped_at = time.time()
     await asyncio.sleep(0.3)  # in which it would tick many times
@@ -116,9 +116,9 @@ async def test_a_session_stands_still_between_its_commands_and_goes_on(bench: Be
 
 
 @needs_programs
-async def test_concurrent_first_commands_of_a_session_start_one_shell(bench: Bench) -> None:
-    box = await bench.open()
-    marker = bench.marker()
+async def test_concurrent_first_commands_of_a_session_start_one_shell(harness: Harness) -> None:
+    box = await harness.open()
+    marker = harness.marker()
     command = f"shell=$$; sleep {marker}"
     started = await asyncio.gather(*[box.start(command, session="s") for _ in range(3)], return_exceptions=True)
     (lease,) = [each for each in started if not isinstance(each, BaseException)]

@@ -48,7 +48,7 @@ class Cluster:
         return self.effects
 
     def pass_time(self, seconds: float) -> list[Effect]:
-        """Let time pass and tell the scheduler."""
+        """Let time pass and notify the scheduler."""
         self.now += seconds
         return self.send(Tick())
 

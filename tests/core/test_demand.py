@@ -1,4 +1,4 @@
-"""Demands: which amounts are admissible, said in three ways that must agree."""
+"""Demands: which amounts are admissible, in three forms that must agree."""
 
 from __future__ import annotations
 

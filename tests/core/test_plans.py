@@ -20,10 +20,10 @@ NODE = cpu_node("n0", 4)
 ONE = {"cpu": cores(1)}
 
 
-class Told(ArrivalOrder):
-    """Plans and orders as the test says."""
+class ScriptedPolicy(ArrivalOrder):
+    """Returns the plan and the order of the test."""
 
-    name = "told"
+    name = "scripted"
 
     def __init__(self, plan: Callable[[Snapshot], Any] | None = None, key: Any = 0.0) -> None:
         self.decide = plan
@@ -42,13 +42,15 @@ class Told(ArrivalOrder):
 
 @pytest.mark.parametrize("plan", [None, 42])
 def test_a_plan_that_is_no_iterator_is_named(cluster: Make, plan: Any) -> None:
-    c = cluster(*NODE, policy=Told(lambda snapshot: plan))
-    with pytest.raises(InvariantError, match=f"policy told planned {plan}, expected an iterator of decisions"):
+    c = cluster(*NODE, policy=ScriptedPolicy(lambda snapshot: plan))
+    with pytest.raises(InvariantError, match=f"policy scripted planned {plan}, expected an iterator of decisions"):
         c.submit("a", ONE)
 
 
 def test_a_plan_may_be_any_iterable(cluster: Make) -> None:
-    c = cluster(*NODE, policy=Told(lambda snapshot: [Begin(c.entry, c.node) for c in [next(snapshot.candidates())]]))
+    c = cluster(
+        *NODE, policy=ScriptedPolicy(lambda snapshot: [Begin(c.entry, c.node) for c in [next(snapshot.candidates())]])
+    )
     c.submit("a", ONE)
     assert c.starts() == ["a"]
 
@@ -58,33 +60,35 @@ def test_an_error_of_the_policy_itself_stays_what_it_is(cluster: Make) -> None:
         raise TypeError("a bug of the policy")
 
     with pytest.raises(TypeError, match="a bug of the policy"):
-        cluster(*NODE, policy=Told(wrong)).submit("a", ONE)
+        cluster(*NODE, policy=ScriptedPolicy(wrong)).submit("a", ONE)
 
 
 def test_what_is_no_decision_is_named(cluster: Make) -> None:
-    c = cluster(*NODE, policy=Told(lambda snapshot: [42]))
-    with pytest.raises(InvariantError, match="policy told decided 42, expected Begin, Hold, Adjust, Preload or Retry"):
+    c = cluster(*NODE, policy=ScriptedPolicy(lambda snapshot: [42]))
+    with pytest.raises(
+        InvariantError, match="policy scripted decided 42, expected Begin, Hold, Adjust, Preload or Retry"
+    ):
         c.submit("a", ONE)
 
 
 def test_a_candidate_is_not_a_decision_and_the_error_has_the_story_of_its_action(cluster: Make) -> None:
-    c = cluster(*NODE, policy=Told(lambda snapshot: snapshot.candidates()))
-    with pytest.raises(InvariantError, match=r"policy told decided Candidate\(.*, expected Begin") as caught:
+    c = cluster(*NODE, policy=ScriptedPolicy(lambda snapshot: snapshot.candidates()))
+    with pytest.raises(InvariantError, match=r"policy scripted decided Candidate\(.*, expected Begin") as caught:
         c.submit("a", ONE)
     assert "Submit" in caught.value.story[0]
 
 
 @pytest.mark.parametrize("key", [math.nan, None, "soon", [1.0]])
 def test_an_order_that_is_no_number_is_named_with_the_story(cluster: Make, key: Any) -> None:
-    c = cluster(*NODE, policy=Told(key=key))
-    with pytest.raises(InvariantError, match=r"policy told orders a by .*, not by a number") as caught:
+    c = cluster(*NODE, policy=ScriptedPolicy(key=key))
+    with pytest.raises(InvariantError, match=r"policy scripted orders a by .*, not by a number") as caught:
         c.submit("a", ONE)
     assert repr(key) in caught.value.what
     assert "Submit" in caught.value.story[0]
 
 
 def test_an_action_that_the_policy_could_not_order_never_came_in(cluster: Make) -> None:
-    policy = Told(key=math.nan)
+    policy = ScriptedPolicy(key=math.nan)
     c = cluster(*NODE, policy=policy)
     c.send(Reserve(sandbox="box", memory=0))
     with pytest.raises(InvariantError, match="not by a number"):
@@ -99,13 +103,13 @@ def test_an_action_that_the_policy_could_not_order_never_came_in(cluster: Make) 
 
 @pytest.mark.parametrize("key", [-math.inf, math.inf, 3, True])
 def test_an_order_may_be_any_number(cluster: Make, key: Any) -> None:
-    c = cluster(*NODE, policy=Told(key=key))
+    c = cluster(*NODE, policy=ScriptedPolicy(key=key))
     c.submit("a", ONE)
     assert c.starts() == ["a"]
 
 
 def test_a_plan_that_starts_an_action_away_from_its_sandbox_stops(cluster: Make) -> None:
-    class Elsewhere(Told):
+    class Elsewhere(ScriptedPolicy):
         def plan(self, snapshot: Snapshot) -> Iterator[Begin]:
             for candidate in snapshot.candidates():
                 yield Begin(candidate.entry, "n1")
@@ -136,7 +140,7 @@ def test_a_plan_that_starts_an_action_away_from_its_sandbox_stops(cluster: Make)
 def test_a_plan_for_a_node_that_cannot_run_the_action_stops(
     cluster: Make, decide: Callable[..., Any], node: Any, message: str
 ) -> None:
-    policy = Told(lambda snapshot: (decide(c.entry, node) for c in snapshot.candidates()))
+    policy = ScriptedPolicy(lambda snapshot: (decide(c.entry, node) for c in snapshot.candidates()))
     others = [pool for name in ("draining", "down") for pool in cpu_node(name, 4, 1.0)]
     c = cluster(
         *cpu_node("n0", 4, 1.0), *others, *cpu_node("bare", 4), Pool(kind="memory", node="g0", total=512), policy=policy
@@ -144,14 +148,14 @@ def test_a_plan_for_a_node_that_cannot_run_the_action_stops(
     c.send(NodeChanged(node="draining", state=NodeState.DRAINING))
     c.send(NodeChanged(node="down", state=NodeState.DOWN))
     c.send(Reserve(sandbox="box", memory=512))
-    with pytest.raises(InvariantError, match=f"policy told: {message}") as caught:
+    with pytest.raises(InvariantError, match=f"policy scripted: {message}") as caught:
         c.submit("a", ONE, sandbox="box")
     assert "Submit" in caught.value.story[0]
     assert all(pool.held == 0 for pool in c.scheduler.ledger.pools.values())
 
 
 def test_what_has_its_sandbox_on_a_node_that_drains_goes_on(cluster: Make) -> None:
-    c = cluster(*NODE, policy=Told())
+    c = cluster(*NODE, policy=ScriptedPolicy())
     c.send(Reserve(sandbox="box", memory=0, node="n0"))
     c.send(NodeChanged(node="n0", state=NodeState.DRAINING))
     c.submit("a", ONE, sandbox="box")
@@ -162,10 +166,13 @@ def test_what_has_its_sandbox_on_a_node_that_drains_goes_on(cluster: Make) -> No
 @pytest.mark.parametrize("value", [1000.0, True, -1000, None, "1000", math.nan])
 def test_an_amount_that_is_no_whole_number_is_not_begun(cluster: Make, field: str, value: Any) -> None:
     c = cluster(
-        *NODE, policy=Told(lambda snapshot: (Begin(c.entry, c.node, **{field: value}) for c in snapshot.candidates()))
+        *NODE,
+        policy=ScriptedPolicy(
+            lambda snapshot: (Begin(c.entry, c.node, **{field: value}) for c in snapshot.candidates())
+        ),
     )
     with pytest.raises(
-        InvariantError, match=f"policy told: plan begins a with .*{field} {value!r}.* whole numbers"
+        InvariantError, match=f"policy scripted: plan begins a with .*{field} {value!r}.* whole numbers"
     ) as caught:
         c.submit("a", {"cpu": learned(4)})
     assert "Submit" in caught.value.story[0]
@@ -184,27 +191,33 @@ def test_an_amount_that_is_no_whole_number_is_not_begun(cluster: Make, field: st
 def test_a_review_without_a_time_and_riders_that_are_none_are_named(
     cluster: Make, fields: dict[str, Any], message: str
 ) -> None:
-    c = cluster(*NODE, policy=Told(lambda snapshot: (Begin(c.entry, c.node, **fields) for c in snapshot.candidates())))
-    with pytest.raises(InvariantError, match=f"policy told: {message}"):
+    c = cluster(
+        *NODE, policy=ScriptedPolicy(lambda snapshot: (Begin(c.entry, c.node, **fields) for c in snapshot.candidates()))
+    )
+    with pytest.raises(InvariantError, match=f"policy scripted: {message}"):
         c.submit("a", ONE)
     assert c.free("cpu@n0") == 4000
 
 
 @pytest.mark.parametrize("decision", [Begin("a", "n0"), Hold("a", "n0"), Adjust("a", 1, 1)])  # type: ignore[arg-type]
 def test_a_decision_about_no_entry_is_named(cluster: Make, decision: Any) -> None:
-    c = cluster(*NODE, policy=Told(lambda snapshot: [decision]))
-    with pytest.raises(InvariantError, match=r"policy told: plan names 'a' in a .*, expected an entry of the snapshot"):
+    c = cluster(*NODE, policy=ScriptedPolicy(lambda snapshot: [decision]))
+    with pytest.raises(
+        InvariantError, match=r"policy scripted: plan names 'a' in a .*, expected an entry of the snapshot"
+    ):
         c.submit("a", ONE)
 
 
 @pytest.mark.parametrize(("reserved", "limit"), [(2000.0, 4000), (2000, 4000.0), (True, True), (2000, None)])
 def test_a_size_that_is_no_whole_number_is_not_given(cluster: Make, reserved: Any, limit: Any) -> None:
-    policy = Told()
+    policy = ScriptedPolicy()
     c = cluster(*NODE, policy=policy)
     c.submit("a", {"cpu": cores(1, 4)})
     entry = c.scheduler.entries["a"]
     policy.decide = lambda snapshot: [Adjust(entry, reserved, limit)]
-    with pytest.raises(InvariantError, match=r"policy told: plan resizes a to .*, expected whole numbers") as caught:
+    with pytest.raises(
+        InvariantError, match=r"policy scripted: plan resizes a to .*, expected whole numbers"
+    ) as caught:
         c.submit("b", ONE)
     assert "Submit" in caught.value.story[0]
     assert c.free("cpu@n0") == 3000
@@ -224,20 +237,20 @@ def test_a_size_that_is_no_whole_number_is_not_given(cluster: Make, reserved: An
 )
 def test_a_preload_where_it_cannot_be_is_named(cluster: Make, node: str, devices: Any, message: str) -> None:
     gpu = Pool(kind="gpu", node="g0", total=2)
-    c = cluster(*NODE, gpu, policy=Told(lambda snapshot: [Preload("judge", node, devices)]))
-    with pytest.raises(InvariantError, match=f"policy told: {message}"):
+    c = cluster(*NODE, gpu, policy=ScriptedPolicy(lambda snapshot: [Preload("judge", node, devices)]))
+    with pytest.raises(InvariantError, match=f"policy scripted: {message}"):
         c.submit("a", ONE)
 
 
 @pytest.mark.parametrize("reserve", [None, "1000", 500.0, True, 0, -250])
 def test_a_reserve_that_is_no_whole_number_of_milli_cores_is_named(cluster: Make, reserve: Any) -> None:
-    class Odd(Told):
+    class Odd(ScriptedPolicy):
         def reserve(self, entry: object, snapshot: object) -> Any:
             return reserve
 
     c = cluster(*NODE, policy=Odd())
     with pytest.raises(
-        InvariantError, match=f"policy told reserves {reserve!r} for a, expected .* whole number"
+        InvariantError, match=f"policy scripted reserves {reserve!r} for a, expected .* whole number"
     ) as caught:
         c.submit("a", {"cpu": learned(4)})
     assert "Submit" in caught.value.story[0]
@@ -245,20 +258,22 @@ def test_a_reserve_that_is_no_whole_number_of_milli_cores_is_named(cluster: Make
 
 
 def test_when_a_start_oversells_one_pool_the_units_of_its_other_pools_are_returned(cluster: Make) -> None:
-    policy = Told()
+    policy = ScriptedPolicy()
     c = cluster(*NODE, Pool(kind="api", total=1), policy=policy)
     c.submit("all", {"cpu": cores(4)})
     c.submit("a", {"cpu": cores(1, 4), "api": fixed(1)})
     c.submit("b", {"cpu": cores(1, 4), "api": fixed(1)})
     policy.decide = lambda snapshot: [Begin(c.scheduler.entries[name], "n0") for name in "ab"]
-    with pytest.raises(InvariantError, match="policy told: plan oversells api"):
+    with pytest.raises(InvariantError, match="policy scripted: plan oversells api"):
         c.run("all")
     assert (c.free("cpu@n0"), c.free("api")) == (3000, 0)
     c.scheduler.grants.check()
 
 
 def test_the_story_of_a_wrong_plan_appears_once(cluster: Make) -> None:
-    c = cluster(*NODE, policy=Told(lambda snapshot: [Begin(c.entry, c.node) for c in snapshot.candidates()] * 2))
+    c = cluster(
+        *NODE, policy=ScriptedPolicy(lambda snapshot: [Begin(c.entry, c.node) for c in snapshot.candidates()] * 2)
+    )
     with pytest.raises(InvariantError) as caught:
         c.submit("a", ONE)
     assert str(caught.value).count("Submit") == 1

@@ -649,7 +649,7 @@ STEPS = st.lists(
 
 
 def play(rig: Rig, steps: list[tuple[str, object, float]], look: Callable[[dict[str, int]], None]) -> None:
-    """Submit and finish as told. `look` gets the least that each submitted action may have."""
+    """Submit and finish as given. `look` gets the least that each submitted action may have."""
     minima: dict[str, int] = {}
     for number, (step, what, seconds) in enumerate(steps):
         if step == "submit":

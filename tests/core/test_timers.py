@@ -135,7 +135,7 @@ def test_nothing_is_announced_for_a_settled_action() -> None:
     )
 )
 def test_answering_every_announcement_misses_no_timer(steps: list[tuple[str, int, int]]) -> None:
-    """A caller that sends a Tick exactly when it was asked to: every live timer runs at its time."""
+    """A caller that sends a Tick exactly when requested: every live timer runs at its time."""
     timers, now = Timers(), 0.0
     entries = [an_entry(number) for number in range(6)]
     live = dict.fromkeys(range(6), True)

@@ -1,4 +1,4 @@
-"""The fake manager: what becomes of actions is scripted, and all that was asked is remembered."""
+"""The fake manager: the outcomes of actions are scripted, and all calls are recorded."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ PROGRAM = "tests.processes.fork_server_children"
 THREADS = "tests.processes.fork_server_threads"
 
 
-class Told:
+class Child:
     """A child, and the line on which it gets its commands."""
 
     def __init__(self) -> None:
@@ -33,10 +33,10 @@ class Told:
         self.out, self.writer = os.pipe()
         self.process: WatchedProcess | None = None
 
-    async def born(self, nursery: ForkServer, program: str = PROGRAM, **env: str) -> WatchedProcess:
+    async def start(self, fork_server: ForkServer, program: str = PROGRAM, **env: str) -> WatchedProcess:
         null = os.open(os.devnull, os.O_RDONLY)
         try:
-            self.process = await nursery.spawn(
+            self.process = await fork_server.spawn(
                 program, [self.its.fileno()], name="a child", env={"PATH": os.environ["PATH"]} | env,
                 streams=(null, self.writer, self.writer),
             )  # fmt: skip
@@ -50,7 +50,7 @@ class Told:
         self.line.send(word.encode())
         return json.loads(self.line.recv(1 << 20))
 
-    def said(self) -> str:
+    def output(self) -> str:
         """To its end."""
         with os.fdopen(self.out) as file:
             self.out = -1
@@ -79,32 +79,32 @@ def children_of(pid: int) -> list[str]:
 
 
 def play(
-    test: Callable[[ForkServer, Callable[[], Told]], Awaitable[None]], *programs: str, supervise: bool = False
+    test: Callable[[ForkServer, Callable[[], Child]], Awaitable[None]], *programs: str, supervise: bool = False
 ) -> None:
-    """Nothing is left behind. The test is given a nursery, and what makes children-to-be."""
-    nursery, made = ForkServer(*(programs or (PROGRAM,)), supervise=supervise), list[Told]()
+    """Nothing is left behind. The test is given a fork_server, and what makes children-to-be."""
+    fork_server, made = ForkServer(*(programs or (PROGRAM,)), supervise=supervise), list[Child]()
 
-    def told() -> Told:
-        made.append(Told())
+    def new_child() -> Child:
+        made.append(Child())
         return made[-1]
 
     async def close() -> None:
-        await nursery.aclose()
+        await fork_server.aclose()
         for each in made:
             each.close()
 
-    leaving_nothing(lambda: test(nursery, told), close)
+    leaving_nothing(lambda: test(fork_server, new_child), close)
 
 
 def test_children_share_imported_modules_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(nursery: ForkServer, told: Callable[[], Told]) -> None:
+    async def test(fork_server: ForkServer, new_child: Callable[[], Child]) -> None:
         monkeypatch.chdir(tmp_path)
         monkeypatch.syspath_prepend(tmp_path / "mine")
-        first, second = told(), told()
-        born = [await first.born(nursery, MINE="1"), await second.born(nursery, MINE="2")]
+        first, second = new_child(), new_child()
+        born = [await first.start(fork_server, MINE="1"), await second.start(fork_server, MINE="2")]
         assert all(isinstance(each, ForkedChild) for each in born)
         one, two = first.ask("who"), second.ask("who")
-        assert one["by"] == two["by"] == nursery.pid == one["parent"]
+        assert one["by"] == two["by"] == fork_server.pid == one["parent"]
         assert [one["pid"], two["pid"]] == [each.pid for each in born] == [one["session"], two["session"]]
         assert (one["env"].pop("MINE"), two["env"].pop("MINE")) == ("1", "2")
         assert one["env"] == two["env"] == {"PATH": os.environ["PATH"]}
@@ -116,16 +116,16 @@ def test_children_share_imported_modules_and_nothing_else(tmp_path: Path, monkey
         for each in (first, second):
             each.line.close()
             assert await each.ended() == 0
-        assert sorted(first.said().split("\n")) == ["", "on stderr", "on stdout"] and second.said() == ""
+        assert sorted(first.output().split("\n")) == ["", "on stderr", "on stdout"] and second.output() == ""
 
     play(test)
 
 
 @pytest.mark.parametrize(("word", "code"), [("exit", 7), ("exit like killed", 137), ("raise", 1), ("die", 137)])
 def test_the_exit_status_and_the_output_of_a_child_are_returned(word: str, code: int) -> None:
-    async def test(nursery: ForkServer, told: Callable[[], Told]) -> None:
-        child = told()
-        process = await child.born(nursery)
+    async def test(fork_server: ForkServer, new_child: Callable[[], Child]) -> None:
+        child = new_child()
+        process = await child.start(fork_server)
         assert not process.has_ended
         child.line.send(word.encode())
         async with asyncio.timeout(DEADLINE_S):
@@ -135,45 +135,45 @@ def test_the_exit_status_and_the_output_of_a_child_are_returned(word: str, code:
         assert shown(process.pid), "its number is its own until it is reaped"
         assert (await process.collect_exit())[0] == code and not shown(process.pid)
         assert process.exit_signal == (signal.SIGKILL if word == "die" else 0)
-        assert ("it went wrong" in child.said()) == (word == "raise")
+        assert ("it went wrong" in child.output()) == (word == "raise")
 
     play(test)
 
 
 def test_children_die_with_the_fork_server_and_the_next_one_starts() -> None:
-    async def test(nursery: ForkServer, told: Callable[[], Told]) -> None:
-        before = told()
-        await before.born(nursery)
-        os.kill(nursery.pid, signal.SIGKILL)
+    async def test(fork_server: ForkServer, new_child: Callable[[], Child]) -> None:
+        before = new_child()
+        await before.start(fork_server)
+        os.kill(fork_server.pid, signal.SIGKILL)
         assert await before.ended() is None, "its exit status is unknown"
-        await until(lambda: gone(nursery.pid))
-        meanwhile, after = told(), told()
-        assert await meanwhile.born(nursery)
-        assert isinstance(await after.born(nursery), ForkedChild)
-        assert after.ask("who")["by"] == nursery.pid
+        await until(lambda: gone(fork_server.pid))
+        meanwhile, after = new_child(), new_child()
+        assert await meanwhile.start(fork_server)
+        assert isinstance(await after.start(fork_server), ForkedChild)
+        assert after.ask("who")["by"] == fork_server.pid
         meanwhile.line.close()
         assert await meanwhile.ended() == 0
-        await nursery.aclose()
+        await fork_server.aclose()
         assert await after.ended() is None
 
     play(test)
 
 
 def test_a_child_without_a_waiter_is_ended() -> None:
-    async def test(nursery: ForkServer, told: Callable[[], Told]) -> None:
-        nursery.warm()
-        os.kill(nursery.pid, signal.SIGSTOP)
-        child = told()
-        asking = asyncio.create_task(child.born(nursery))
+    async def test(fork_server: ForkServer, new_child: Callable[[], Child]) -> None:
+        fork_server.warm()
+        os.kill(fork_server.pid, signal.SIGSTOP)
+        child = new_child()
+        asking = asyncio.create_task(child.start(fork_server))
         await asyncio.sleep(0)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        os.kill(nursery.pid, signal.SIGCONT)
+        os.kill(fork_server.pid, signal.SIGCONT)
         assert child.line.recv(1) == b"", "its end of the line is closed"
-        next_one = told()
-        assert isinstance(await next_one.born(nursery), ForkedChild)
-        await until(lambda: len(children_of(nursery.pid)) == 1)
+        next_one = new_child()
+        assert isinstance(await next_one.start(fork_server), ForkedChild)
+        await until(lambda: len(children_of(fork_server.pid)) == 1)
         next_one.line.close()
         assert await next_one.ended() == 0
 
@@ -182,10 +182,10 @@ def test_a_child_without_a_waiter_is_ended() -> None:
 
 @pytest.mark.parametrize("end", ["child", "server"])
 def test_what_a_supervised_child_leaves_running_ends_with_it_and_with_the_server(end: str) -> None:
-    async def test(fork_server: ForkServer, told: Callable[[], Told]) -> None:
-        child, other = told(), told()
-        await child.born(fork_server)
-        await other.born(fork_server)
+    async def test(fork_server: ForkServer, new_child: Callable[[], Child]) -> None:
+        child, other = new_child(), new_child()
+        await child.start(fork_server)
+        await other.start(fork_server)
         daemon: Any = child.ask("leave a daemon")
         assert not gone(daemon)
         if end == "server":
@@ -203,32 +203,34 @@ def test_what_a_supervised_child_leaves_running_ends_with_it_and_with_the_server
 
 @pytest.mark.parametrize("program", [THREADS, "tests.managers.there_is_none"])
 def test_where_forking_is_impossible_children_are_spawned(program: str) -> None:
-    async def test(nursery: ForkServer, told: Callable[[], Told]) -> None:
+    async def test(fork_server: ForkServer, new_child: Callable[[], Child]) -> None:
         for _ in range(2):
-            child = told()
-            assert isinstance(await child.born(nursery, THREADS), SpawnedChild)
+            child = new_child()
+            assert isinstance(await child.start(fork_server, THREADS), SpawnedChild)
             who = child.ask("who")
             assert who["by"] == who["pid"] and who["parent"] == os.getpid()
             child.line.close()
             assert await child.ended() == 0
-        assert nursery.pid == 0, "it is of no use"
+        assert fork_server.pid == 0, "it is of no use"
 
     play(test, program)
 
 
 def test_a_request_that_exceeds_a_packet_is_spawned_without_forking() -> None:
-    async def test(nursery: ForkServer, told: Callable[[], Told]) -> None:
-        child = told()
+    async def test(fork_server: ForkServer, new_child: Callable[[], Child]) -> None:
+        child = new_child()
         long = {f"LONG{number}": "x" * 100_000 for number in range(4)}
-        assert isinstance(await child.born(nursery, THREADS, **long), SpawnedChild)
+        assert isinstance(await child.start(fork_server, THREADS, **long), SpawnedChild)
         child.line.close()
         assert await child.ended() == 0
         # Above the send buffer of a socket (208 KiB by default), below the limit of a packet.
         long = {f"LONG{number}": "x" * 58_000 for number in range(4)}
-        next_one = told()
-        await next_one.born(nursery, **long)
-        forked = told()
-        assert isinstance(await forked.born(nursery), ForkedChild), "only the request that is too long is not forked"
+        next_one = new_child()
+        await next_one.start(fork_server, **long)
+        forked = new_child()
+        assert isinstance(await forked.start(fork_server), ForkedChild), (
+            "only the request that is too long is not forked"
+        )
         for each in (next_one, forked):
             each.line.close()
             assert await each.ended() == 0
@@ -237,13 +239,13 @@ def test_a_request_that_exceeds_a_packet_is_spawned_without_forking() -> None:
 
 
 def test_requests_that_do_not_fit_into_the_socket_at_once_are_all_forked() -> None:
-    async def test(nursery: ForkServer, told: Callable[[], Told]) -> None:
-        nursery.warm()
-        os.kill(nursery.pid, signal.SIGSTOP)
-        children = [told() for _ in range(8)]
-        asking = [asyncio.create_task(child.born(nursery, LONG="x" * 60_000)) for child in children]
+    async def test(fork_server: ForkServer, new_child: Callable[[], Child]) -> None:
+        fork_server.warm()
+        os.kill(fork_server.pid, signal.SIGSTOP)
+        children = [new_child() for _ in range(8)]
+        asking = [asyncio.create_task(child.start(fork_server, LONG="x" * 60_000)) for child in children]
         await asyncio.sleep(0.05)
-        os.kill(nursery.pid, signal.SIGCONT)
+        os.kill(fork_server.pid, signal.SIGCONT)
         assert all(isinstance(child, ForkedChild) for child in await asyncio.gather(*asking))
         for each in children:
             each.line.close()
@@ -253,24 +255,24 @@ def test_requests_that_do_not_fit_into_the_socket_at_once_are_all_forked() -> No
 
 
 def test_the_event_loop_runs_on_while_a_server_is_closed_or_reports_an_exit_code() -> None:
-    async def test(nursery: ForkServer, told: Callable[[], Told]) -> None:
-        child, other = told(), told()
-        process = await child.born(nursery)
-        await other.born(nursery)
+    async def test(fork_server: ForkServer, new_child: Callable[[], Child]) -> None:
+        child, other = new_child(), new_child()
+        process = await child.start(fork_server)
+        await other.start(fork_server)
         child.line.send(b"exit")
         async with asyncio.timeout(DEADLINE_S):
             await process.exited
-        os.kill(nursery.pid, signal.SIGSTOP)
+        os.kill(fork_server.pid, signal.SIGSTOP)
         exit_code = asyncio.create_task(process.collect_exit())
         await asyncio.sleep(0.05)
         assert not exit_code.done(), "the server is stopped"
-        os.kill(nursery.pid, signal.SIGCONT)
+        os.kill(fork_server.pid, signal.SIGCONT)
         assert (await exit_code)[0] == 7
-        os.kill(nursery.pid, signal.SIGSTOP)
-        pid = nursery.pid
-        closing = asyncio.create_task(nursery.aclose())
+        os.kill(fork_server.pid, signal.SIGSTOP)
+        pid = fork_server.pid
+        closing = asyncio.create_task(fork_server.aclose())
         await asyncio.sleep(0.05)
-        assert not closing.done() and nursery.pid == 0
+        assert not closing.done() and fork_server.pid == 0
         os.kill(pid, signal.SIGCONT)
         await closing
         assert gone(pid) and await other.ended() is None
@@ -282,8 +284,8 @@ OWNER = """
 import asyncio, os, sys
 from tests.processes.test_fork_server import *
 async def main():
-    fork_server, child = ForkServer(PROGRAM, supervise=True), Told()
-    await child.born(fork_server)
+    fork_server, child = ForkServer(PROGRAM, supervise=True), Child()
+    await child.start(fork_server)
     print(fork_server.pid, child.ask("who")["pid"], child.ask("leave a daemon"), flush=True)
     await asyncio.sleep(1000)
 asyncio.run(main())

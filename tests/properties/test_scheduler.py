@@ -494,7 +494,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.late)
     @rule(pick=st.integers(0, 99), kind=st.integers(0, 3))
     def last_words(self, pick: int, kind: int) -> None:
-        """An attempt that is over is heard of once more."""
+        """A late message of an attempt that is over."""
         action, attempt = self.late[pick % len(self.late)]
         before = self.scheduler.statistics().late_events
         event = [

@@ -47,7 +47,7 @@ def told(played: dict[str, Any]) -> Any:
 
 
 def answered(played: dict[str, Any]) -> float:
-    """Of what a command or a model said."""
+    """Parses the output of a command or a model."""
     answer = played["answer"]
     return float(answer["stdout"]) if "stdout" in answer else float(answer["share"]) * 10.0
 

@@ -1,4 +1,4 @@
-"""The orchestrator on a fake manager: every way that an action can go, and what its caller hears."""
+"""The orchestrator on a fake manager: every way that an action can end, and what its caller gets."""
 
 from __future__ import annotations
 

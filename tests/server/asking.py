@@ -103,16 +103,16 @@ class Caller:
 
 
 @asynccontextmanager
-async def asking(address: str, token: str = "") -> AsyncIterator[Caller]:
+async def open_caller(address: str, token: str = "") -> AsyncIterator[Caller]:
     connector = aiohttp.TCPConnector(limit=0)
     async with asyncio.timeout(DEADLINE_S), aiohttp.ClientSession(connector=connector) as session:
         yield Caller(session, address, token)
 
 
 @asynccontextmanager
-async def asked(folder: Path, **options: Any) -> AsyncIterator[Caller]:
+async def local_service(folder: Path, **options: Any) -> AsyncIterator[Caller]:
     """A client on the machine of a service without tokens."""
-    async with serving(folder, **options) as up, asking(up.address) as caller:
+    async with serving(folder, **options) as up, open_caller(up.address) as caller:
         yield caller
 
 
@@ -128,7 +128,7 @@ async def tenants(folder: Path, caps: Mapping[str, Any] | None = None, **options
     """A service with an admin and two runs with distinctive names."""
     async with (
         serving(folder, admin_token_file=str(token_file(folder)), **options) as up,
-        asking(up.address, ADMIN_TOKEN) as admin,
+        open_caller(up.address, ADMIN_TOKEN) as admin,
     ):
         callers = [await make_run(admin, name, caps) for name in ("alphaville", "bogota")]
         yield Tenants(up, admin, *callers)
@@ -218,5 +218,5 @@ def open_ports(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
 async def until(is_so: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while not is_so():  # noqa: ASYNC110 - many things are waited for, and none tells
+        while not is_so():  # noqa: ASYNC110 - the conditions have no events
             await asyncio.sleep(0.01)

@@ -19,7 +19,7 @@ ENGINE = "tests.managers.models.bytes_engine:BytesEngine"
 
 
 def check(folder: Path, text: str) -> tuple[int, str]:
-    """The exit code, and what was said with `t.toml` for the whole path of the config."""
+    """The exit code and the output, with `t.toml` for the whole path of the config."""
     path = folder / "t.toml"
     path.write_text(text)
     done = CliRunner().invoke(app, ["serve", "--check", "--config", str(path)], catch_exceptions=False)

@@ -34,8 +34,8 @@ WAYS = [(counting, counting) for counting in Counting] + [(Counting.FIXED, Count
 # ---- how an API counts ------------------------------------------------------------------------------------------
 
 
-class Desk:
-    """One API, asked by hand."""
+class Harness:
+    """One API, called by hand."""
 
     def __init__(self, quota: Quota, **ways: object) -> None:
         self.apis = SimulatedApis((api_model(quota, **ways),))  # type: ignore[arg-type]
@@ -54,67 +54,67 @@ class Desk:
 
 
 def test_requests_in_flight_count_until_they_leave() -> None:
-    desk = Desk(Quota("search", concurrent=2))
-    assert desk.ask(0.0, 3) == 2
-    assert desk.ask(1e6) == 0
-    desk.apis.release("a1")
-    desk.apis.release("a3")
-    assert desk.ask(1e6, 2) == 1, "the third never got in"
+    harness = Harness(Quota("search", concurrent=2))
+    assert harness.ask(0.0, 3) == 2
+    assert harness.ask(1e6) == 0
+    harness.apis.release("a1")
+    harness.apis.release("a3")
+    assert harness.ask(1e6, 2) == 1, "the third never got in"
 
 
 def test_fixed_windows_begin_at_an_offset_of_their_own() -> None:
-    desk = Desk(Quota("search", requests=Rate(4, 10.0)), phase_s=3.0)
-    assert desk.ask(2.9, 5) == 4
-    assert desk.ask(3.0, 5) == 4, "a new window"
-    assert desk.ask(12.9) == 0
-    assert desk.ask(13.0, 5) == 4
-    assert desk.ask(1003.0, 5) == 4
+    harness = Harness(Quota("search", requests=Rate(4, 10.0)), phase_s=3.0)
+    assert harness.ask(2.9, 5) == 4
+    assert harness.ask(3.0, 5) == 4, "a new window"
+    assert harness.ask(12.9) == 0
+    assert harness.ask(13.0, 5) == 4
+    assert harness.ask(1003.0, 5) == 4
 
 
 def test_a_sliding_window_looks_back_from_every_request() -> None:
-    desk = Desk(Quota("search", requests=Rate(4, 10.0)), requests=Counting.SLIDING)
-    assert desk.ask(0.0, 3) == 3
-    assert desk.ask(6.0, 3) == 1
-    assert desk.ask(9.9) == 0
-    assert desk.ask(10.0, 5) == 3
-    assert desk.ask(16.0, 5) == 1
+    harness = Harness(Quota("search", requests=Rate(4, 10.0)), requests=Counting.SLIDING)
+    assert harness.ask(0.0, 3) == 3
+    assert harness.ask(6.0, 3) == 1
+    assert harness.ask(9.9) == 0
+    assert harness.ask(10.0, 5) == 3
+    assert harness.ask(16.0, 5) == 1
 
 
 def test_a_bucket_fills_steadily_up_to_its_size() -> None:
-    desk = Desk(Quota("search", requests=Rate(4, 10.0)), requests=Counting.BUCKET)
-    assert desk.ask(0.0, 5) == 4
-    assert desk.ask(2.4) == 0
-    assert desk.ask(2.5, 2) == 1
-    assert desk.ask(100.0, 9) == 4
+    harness = Harness(Quota("search", requests=Rate(4, 10.0)), requests=Counting.BUCKET)
+    assert harness.ask(0.0, 5) == 4
+    assert harness.ask(2.4) == 0
+    assert harness.ask(2.5, 2) == 1
+    assert harness.ask(100.0, 9) == 4
 
 
 def test_tokens_count_as_many_as_a_request_really_uses() -> None:
-    desk = Desk(Quota("judge", tokens=Rate(1000, 60.0)))
-    assert desk.ask(0.0, 9, tokens=300, really=100) == 9
-    assert desk.ask(1.0, 9, tokens=100) == 1
-    assert desk.ask(61.0, 9, tokens=300) == 3
+    harness = Harness(Quota("judge", tokens=Rate(1000, 60.0)))
+    assert harness.ask(0.0, 9, tokens=300, really=100) == 9
+    assert harness.ask(1.0, 9, tokens=100) == 1
+    assert harness.ask(61.0, 9, tokens=300) == 3
 
 
 def test_what_one_limit_refuses_counts_in_no_other() -> None:
-    desk = Desk(Quota("judge", concurrent=5, requests=Rate(9, 60.0), tokens=Rate(1000, 60.0)))
-    assert desk.ask(0.0, 4, tokens=600) == 1
-    assert desk.ask(0.0, 9, tokens=10) == 4, "five under way"
+    harness = Harness(Quota("judge", concurrent=5, requests=Rate(9, 60.0), tokens=Rate(1000, 60.0)))
+    assert harness.ask(0.0, 4, tokens=600) == 1
+    assert harness.ask(0.0, 9, tokens=10) == 4, "five under way"
     for number in range(1, 14):
-        desk.apis.release(f"a{number}")
-    assert desk.ask(0.0, 9, tokens=10) == 4, "nine in all"
+        harness.apis.release(f"a{number}")
+    assert harness.ask(0.0, 9, tokens=10) == 4, "nine in all"
 
 
 @pytest.mark.parametrize("counting", Counting)
 def test_a_quota_that_is_cut_allows_less_at_once_and_more_when_it_is_whole_again(counting: Counting) -> None:
     quota = Quota("search", requests=Rate(10, 10.0))
-    desk = Desk(quota, requests=counting)
-    assert desk.ask(0.0, 6) == 6
-    desk.apis.set_quota(quota.pools(0.5)[0], 0.0)
-    assert desk.ask(0.0, 9) == (2 if counting is Counting.BUCKET else 0)
-    assert desk.ask(50.0, 9) == 5
-    desk.apis.set_quota(quota.pools()[0], 50.0)
-    assert desk.ask(50.0, 9) == 5
-    desk.apis.set_quota(Pool(kind="other", total=1), 50.0)
+    harness = Harness(quota, requests=counting)
+    assert harness.ask(0.0, 6) == 6
+    harness.apis.set_quota(quota.pools(0.5)[0], 0.0)
+    assert harness.ask(0.0, 9) == (2 if counting is Counting.BUCKET else 0)
+    assert harness.ask(50.0, 9) == 5
+    harness.apis.set_quota(quota.pools()[0], 50.0)
+    assert harness.ask(50.0, 9) == 5
+    harness.apis.set_quota(Pool(kind="other", total=1), 50.0)
 
 
 # ---- what a scheduler makes of it -------------------------------------------------------------------------------
@@ -351,5 +351,5 @@ def test_a_simulated_and_a_live_scheduler_start_the_same_calls_at_the_same_times
     simulated, live = simulated_starts(work, name, quota), live_starts(work, name, quota)
     assert len(simulated) == 60
     assert [action for action, _ in live] == [action for action, _ in simulated]
-    # The virtual loop waits a microsecond longer than it is asked to, for each of the waits that led to a start.
+    # The virtual loop waits a microsecond longer than requested, for each of the waits that led to a start.
     assert [at for _, at in live] == pytest.approx([at for _, at in simulated], abs=1e-3)

@@ -70,7 +70,7 @@ def test_a_node_that_is_gone_has_nothing_loaded_and_one_that_grew_keeps_it() -> 
 # ---- in a simulation --------------------------------------------------------------------------------------------
 
 
-class Seen(list[Event | Effect]):
+class Recorder(list[Event | Effect]):
     def __call__(self, now: float, event: Event, effects: list[Effect]) -> None:
         self.extend((event, *effects))
 
@@ -87,7 +87,7 @@ def calls(*names: str, think_s: float = 5.0, work_s: float = 1.0) -> SimEpisode:
 
 
 def test_an_idle_device_gets_back_what_is_called_most_before_it_is_called() -> None:
-    recorder = Seen()
+    recorder = Recorder()
     work = Workload(
         name="test", seed=0, episodes=(calls(*"a" * 16, "b", "a", think_s=1.0),), services=(service("a"), service("b"))
     )

@@ -60,7 +60,7 @@ def times(result: SimulationResult) -> dict[str, tuple[float, float]]:
     return {row.id: (row.submitted_at, row.ended_at) for row in result.rows}
 
 
-class Seen:
+class Recorder:
     def __init__(self) -> None:
         self.messages: list[tuple[float, Event | Effect]] = []
 
@@ -92,7 +92,7 @@ def test_actions_wait_for_each_other_where_cores_are_short() -> None:
 
 
 def test_a_sandbox_lives_as_long_as_its_episode() -> None:
-    recorder = Seen()
+    recorder = Recorder()
     work = workload(episode("a", turn(call()), turn(call()), memory=600), episode("b", turn(call()), memory=600))
     result = simulate(work, "fcfs", cpu_node("n0", 4, 1.0), observer=recorder)
     assert times(result)["b.0.0"] == (0.0, 30.0), "the memory is free when the first episode has ended"
@@ -146,7 +146,7 @@ def test_only_a_timeout_without_its_reserved_cpu_is_our_fault(cores_later: float
 
 def test_hints_give_the_scheduler_the_duration_and_learning_does_not() -> None:
     for knowledge, hint in (("hints", 10.0), ("learned", None)):
-        recorder = Seen()
+        recorder = Recorder()
         simulate(
             workload(episode("a", turn(call()))), "fcfs", cpu_node("n0", 4), knowledge=knowledge, observer=recorder
         )
@@ -193,7 +193,7 @@ def test_a_wider_launch_is_faster_by_its_speedup() -> None:
 
 
 def test_a_resize_changes_the_speed_of_what_is_left() -> None:
-    recorder = Seen()
+    recorder = Recorder()
     elastic = Demand({CPU: cores(1, 4)}, LINEAR)
     work = workload(
         episode("a", turn(call(40.0, elastic, speedup=LINEAR))),
@@ -211,7 +211,7 @@ def test_a_resize_changes_the_speed_of_what_is_left() -> None:
 
 
 def test_a_service_is_loaded_once_and_stays_until_its_memory_is_needed() -> None:
-    recorder = Seen()
+    recorder = Recorder()
     judge = ServiceModel(name="judge", memory_gib=60.0, restore_s=3.0)
     other = ServiceModel(name="other", memory_gib=60.0, restore_s=5.0)
     ask = {name: call(1.0, Demand({GPU: fixed(1)}), service=name) for name in ("judge", "other")}
@@ -365,7 +365,7 @@ def test_actions_that_run_alone_never_wait_or_share() -> None:
 
 
 def test_the_engine_carries_out_what_an_observer_may_see() -> None:
-    recorder = Seen()
+    recorder = Recorder()
     scheduler = Scheduler(policy("fcfs"), cpu_node("n0", 2), limits=Limits())
     Simulator(three(), scheduler, cpu_node("n0", 2), observer=recorder).run()
     starts = [message.action for message in recorder.of(Start)]

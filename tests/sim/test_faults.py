@@ -44,7 +44,7 @@ CHECK_EVERY = 7
 
 
 class Judge:
-    """Stands between the engine and the scheduler: asks more of actions than a workload does, and sees everything.
+    """Between the engine and the scheduler: demands more of actions than a workload does, and records everything.
 
     Knows which actions must still settle, and how often each one ran.
     """

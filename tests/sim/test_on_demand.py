@@ -50,7 +50,7 @@ def nodes(*totals: int) -> tuple[Pool, ...]:
 
 
 class Bed:
-    """The baseline alone: tells it what happens and keeps what it does."""
+    """The baseline alone: passes it events and records its effects."""
 
     def __init__(self, *totals: int, config: OnDemandConfig = CONFIG, names: str = "xyz") -> None:
         self.baseline = OnDemand(nodes(*totals), services(names), config)

@@ -27,9 +27,9 @@ def fenced(language: str, *lines: str, mark: str = "") -> str:
 
 def test_below_each_command_stands_what_it_prints(outputs: ModuleType, tmp_path: Path) -> None:
     page = fenced("console", "$ echo one; echo", "old", "$ echo two", "older", mark="output")
-    told = fenced("console", "$ echo one; echo", "one", "$ echo two", "two", mark="output")
-    assert outputs.renewed(page, outputs.Shell(tmp_path)) == told
-    assert outputs.renewed(told, outputs.Shell(tmp_path)) == told
+    document = fenced("console", "$ echo one; echo", "one", "$ echo two", "two", mark="output")
+    assert outputs.renewed(page, outputs.Shell(tmp_path)) == document
+    assert outputs.renewed(document, outputs.Shell(tmp_path)) == document
 
 
 def test_a_command_may_stand_for_another_one(outputs: ModuleType, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.chaos.conftest import first_processes, is_exiting, seen
+from tests.chaos.conftest import first_processes, is_exiting, read_proc_file
 from tests.managers.functions.conftest import DEADLINE_S, below, until
 from tests.passing_time import LONG_S, past_limit
 
@@ -180,7 +180,7 @@ def held_programs() -> list[int]:
 
 def is_called() -> bool:
     """Whether a function runs that has renamed its process to `called`."""
-    return any(seen(pid, "comm") == "called\n" for pid in below(os.getpid()))
+    return any(read_proc_file(pid, "comm") == "called\n" for pid in below(os.getpid()))
 
 
 async def timed_out(bench: Bench, target: Any, *args: Any, begun: Callable[[], bool] = is_called) -> CallResult:

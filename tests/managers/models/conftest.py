@@ -39,7 +39,7 @@ def devices(number: int, memory_bytes: int = 10 * MIB, bandwidth: float = 1e12) 
 
 
 class Rig:
-    """A manager, and all that it told."""
+    """A manager, and all its messages."""
 
     def __init__(self, services: Sequence[Service], specs: Sequence[Emulated], **options: Any) -> None:
         self.events: list[Event] = []

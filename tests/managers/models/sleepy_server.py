@@ -1,4 +1,4 @@
-"""A server that keeps the contract of sleep mode: `python sleepy_server.py PORT LOG`. It writes down what it is asked.
+"""A server that keeps the contract of sleep mode: `python sleepy_server.py PORT LOG`. It logs its requests.
 
 Prompts: `crash` ends it, `wait` is never answered, `wrong` is the fault of the caller, `broken` that of the server, a
 number is the status of the answer, `lazy` makes it refuse to sleep from then on. Called while it sleeps, it fails.

@@ -6,8 +6,8 @@ import random
 
 import pytest
 from tests.managers.models.conftest import SIZE, devices, service, until
-from tests.managers.models.test_scheduled import Desk, run
-from tests.sim.test_devices import Seen, calls
+from tests.managers.models.test_scheduled import Harness, run
+from tests.sim.test_devices import Recorder, calls
 
 from tangram.core.action import Status
 from tangram.core.demand import GPU
@@ -32,28 +32,28 @@ def sequence(seed: int) -> list[str]:
 @pytest.mark.parametrize("name", ["fcfs", "paper", "adaptive"])
 @pytest.mark.parametrize("seed", [0, 2, 3])
 def test_a_sequence_of_calls_loads_and_evicts_the_same(name: str, seed: int) -> None:
-    simulated = Seen()
+    simulated = Recorder()
     models = tuple(ServiceModel(name=each, memory_gib=DEVICE_MEMORY_GIB / 2, restore_s=RESTORE_S) for each in NAMES)
     episode = calls(*sequence(seed), think_s=0.1, work_s=0.001)
     work = Workload(name="test", seed=0, episodes=(episode,), services=models)
     simulate(work, name, (Pool(kind=GPU, node="local", total=1),), observer=simulated)
 
-    async def test(desk: Desk) -> None:
+    async def test(harness: Harness) -> None:
         for each in sequence(seed):
-            assert (await desk.call(each)).outcome.status is Status.SUCCEEDED
-            await until(lambda: restored(desk))
+            assert (await harness.call(each)).outcome.status is Status.SUCCEEDED
+            await until(lambda: restored(harness))
 
     services = [service(each, number) for number, each in enumerate(NAMES)]
     specs = devices(1, memory_bytes=2 * SIZE, bandwidth=SIZE / RESTORE_S)
-    desk = run(lambda: Desk(services, specs, policy(name)), test)
-    assert Seen(desk.events).places() == simulated.places()
+    harness = run(lambda: Harness(services, specs, policy(name)), test)
+    assert Recorder(harness.events).places() == simulated.places()
     assert any(isinstance(message, Restore) for message in simulated) == (name == "adaptive")
 
 
-def restored(desk: Desk) -> bool:
-    """Is the last restore ahead that was asked for done?"""
+def restored(harness: Harness) -> bool:
+    """Whether the last requested restore ahead is done."""
     answered = set()
-    for message in reversed(desk.messages):
+    for message in reversed(harness.messages):
         if isinstance(message, Resident | Evicted):
             answered.add(message.service)
         elif isinstance(message, Restore):

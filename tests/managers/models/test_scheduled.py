@@ -26,7 +26,7 @@ from tangram.runtime.event_inbox import EventInbox
 from tangram.runtime.orchestrator import ActionTicket, Orchestrator, SettledAction
 
 
-class Desk:
+class Harness:
     """An orchestrator with nothing but model services."""
 
     def __init__(self, services: Sequence[Service], specs: Sequence[Emulated], decides: Any = None) -> None:
@@ -54,9 +54,9 @@ class Desk:
         return await self.orchestrator.wait_settled(self.submit(name, payload, demand, **fields))
 
 
-def run(desk: Callable[[], Desk], test: Callable[[Desk], Awaitable[None]]) -> Desk:
-    async def main() -> Desk:
-        made = desk()
+def run(harness: Callable[[], Harness], test: Callable[[Harness], Awaitable[None]]) -> Harness:
+    async def main() -> Harness:
+        made = harness()
         async with asyncio.timeout(DEADLINE_S):
             async with made.orchestrator:
                 await test(made)
@@ -69,138 +69,138 @@ def run(desk: Callable[[], Desk], test: Callable[[Desk], Awaitable[None]]) -> De
 
 
 def test_services_share_few_devices_and_every_answer_is_right() -> None:
-    async def test(desk: Desk) -> None:
+    async def test(harness: Harness) -> None:
         names = [number % 5 for number in range(40)]
-        ends = await asyncio.gather(*(desk.call(f"s{seed}", demand=one_of(1, 2)) for seed in names))
+        ends = await asyncio.gather(*(harness.call(f"s{seed}", demand=one_of(1, 2)) for seed in names))
         for seed, settled in zip(names, ends, strict=True):
             assert settled.outcome.status is Status.SUCCEEDED
             assert settled.answer == expected(seed, SIZE, b"x")
         places = {
             (place.service, place.devices)
-            for place in desk.manager.statistics().residents
-            if place.devices in desk.scheduler.residents.devices(place.service, "local")
+            for place in harness.manager.statistics().residents
+            if place.devices in harness.scheduler.residents.devices(place.service, "local")
         }
-        assert places == {(place.service, place.devices) for place in desk.manager.statistics().residents}
+        assert places == {(place.service, place.devices) for place in harness.manager.statistics().residents}
 
     services = [service(f"s{seed}", seed, degrees=(1, 2)) for seed in range(5)]
-    run(lambda: Desk(services, devices(2, memory_bytes=2 * SIZE)), test)
+    run(lambda: Harness(services, devices(2, memory_bytes=2 * SIZE)), test)
 
 
 def test_what_a_restore_took_is_learned_from_loads_alone() -> None:
-    async def test(desk: Desk) -> None:
-        assert desk.scheduler.residents.restore_s("a") == RESTORE_PRIOR_S
-        first = await desk.call("a")
-        learned_s = desk.scheduler.residents.restore_s("a")
+    async def test(harness: Harness) -> None:
+        assert harness.scheduler.residents.restore_s("a") == RESTORE_PRIOR_S
+        first = await harness.call("a")
+        learned_s = harness.scheduler.residents.restore_s("a")
         assert first.outcome.overhead_s >= learned_s != RESTORE_PRIOR_S
-        await desk.call("a")
-        assert desk.scheduler.residents.restore_s("a") == learned_s
+        await harness.call("a")
+        assert harness.scheduler.residents.restore_s("a") == learned_s
 
-    run(lambda: Desk([service("a")], devices(1)), test)
+    run(lambda: Harness([service("a")], devices(1)), test)
 
 
 def test_calls_that_wait_together_are_called_together_across_runs() -> None:
-    async def test(desk: Desk) -> None:
-        calls = (desk.call("a", str(number).encode(), run=f"run-{number % 2}") for number in range(9))
+    async def test(harness: Harness) -> None:
+        calls = (harness.call("a", str(number).encode(), run=f"run-{number % 2}") for number in range(9))
         ends = await asyncio.gather(*calls)
         assert [json.loads(s.answer)["payload"] for s in ends] == [str(n).encode().hex() for n in range(9)]
         assert [json.loads(s.answer)["batch"] for s in ends] == [1] + [8] * 8, "how many ride is known once it is there"
 
-    run(lambda: Desk([service("a", batch_max=8)], devices(1)), test)
+    run(lambda: Harness([service("a", batch_max=8)], devices(1)), test)
 
 
 def test_what_is_called_most_is_back_before_its_next_call() -> None:
-    async def test(desk: Desk) -> None:
+    async def test(harness: Harness) -> None:
         for name in [*"a" * 40, "b"]:  # so often that it is worth more, however long each load happens to take
-            await desk.call(name)
-        await until(lambda: [place.service for place in desk.manager.statistics().residents] == ["a"])
-        assert desk.manager.statistics().loads == 3
-        assert (await desk.call("a")).answer == expected(0, SIZE, b"x")
-        assert desk.manager.statistics().loads == 3
+            await harness.call(name)
+        await until(lambda: [place.service for place in harness.manager.statistics().residents] == ["a"])
+        assert harness.manager.statistics().loads == 3
+        assert (await harness.call("a")).answer == expected(0, SIZE, b"x")
+        assert harness.manager.statistics().loads == 3
 
     services = [service(name, seed) for seed, name in enumerate("ab")]
-    run(lambda: Desk(services, devices(1, memory_bytes=SIZE)), test)
+    run(lambda: Harness(services, devices(1, memory_bytes=SIZE)), test)
 
 
 def test_a_service_that_cannot_be_restored_ahead_is_not_tried_without_end(flag: Flag) -> None:
-    async def test(desk: Desk) -> None:
+    async def test(harness: Harness) -> None:
         for name in ("a", "a", "a", "a"):
-            await desk.call(name)
+            await harness.call(name)
         flag.raise_it()  # from now on it cannot be loaded
         for _ in range(8):
-            assert (await desk.call("b")).outcome.status is Status.SUCCEEDED
-        before = len(desk.events)
+            assert (await harness.call("b")).outcome.status is Status.SUCCEEDED
+        before = len(harness.events)
         await asyncio.sleep(0.2)
-        assert len(desk.events) <= before + 1
-        assert [place.service for place in desk.manager.statistics().residents] == ["b"]
+        assert len(harness.events) <= before + 1
+        assert [place.service for place in harness.manager.statistics().residents] == ["b"]
 
     services = [service("a", 0, load=f"fail:{flag}"), service("b")]
-    run(lambda: Desk(services, devices(1, memory_bytes=SIZE)), test)
+    run(lambda: Harness(services, devices(1, memory_bytes=SIZE)), test)
 
 
 def test_a_call_that_lacks_something_else_finds_its_service_restored(flag: Flag) -> None:
-    def both(desk: Desk, name: str, payload: str) -> ActionTicket:
+    def both(harness: Harness, name: str, payload: str) -> ActionTicket:
         action = Action(id=name, demand=Demand({GPU: fixed(1), "api": fixed(1)}), service=name, kind="infer")
-        return desk.orchestrator.submit(action, Infer(payload=payload.encode()))
+        return harness.orchestrator.submit(action, Infer(payload=payload.encode()))
 
-    async def test(desk: Desk) -> None:
-        desk.orchestrator.send(PoolChanged(pool=Pool(kind="api", total=1)))
-        holds = both(desk, "b", f"slow:{flag}")
+    async def test(harness: Harness) -> None:
+        harness.orchestrator.send(PoolChanged(pool=Pool(kind="api", total=1)))
+        holds = both(harness, "b", f"slow:{flag}")
         await until(flag.is_up)
-        await desk.call("c")
-        waits = both(desk, "a", "x")
-        await until(lambda: [p.service for p in desk.manager.statistics().residents] == ["b", "a"])
-        assert "waits for 1 unit of api" in desk.scheduler.explain("a")
+        await harness.call("c")
+        waits = both(harness, "a", "x")
+        await until(lambda: [p.service for p in harness.manager.statistics().residents] == ["b", "a"])
+        assert "waits for 1 unit of api" in harness.scheduler.explain("a")
         flag.lower()
         for ticket in (holds, waits):
-            assert (await desk.orchestrator.wait_settled(ticket)).outcome.status is Status.SUCCEEDED
-        loaded = [event.service for event in desk.events if isinstance(event, Resident)]
+            assert (await harness.orchestrator.wait_settled(ticket)).outcome.status is Status.SUCCEEDED
+        loaded = [event.service for event in harness.events if isinstance(event, Resident)]
         assert loaded.count("a") == 1
 
     services = [service(name, seed) for seed, name in enumerate("abc")]
-    run(lambda: Desk(services, devices(2, memory_bytes=SIZE)), test)
+    run(lambda: Harness(services, devices(2, memory_bytes=SIZE)), test)
 
 
 def test_a_call_that_was_lost_is_repeated_if_it_may_be(flag: Flag) -> None:
-    async def test(desk: Desk) -> None:
-        lost = desk.submit("a", f"slow:{flag}".encode())
+    async def test(harness: Harness) -> None:
+        lost = harness.submit("a", f"slow:{flag}".encode())
         await until(flag.is_up)
-        os.kill(desk.manager.process_ids()[0], signal.SIGKILL)
-        settled = await desk.orchestrator.wait_settled(lost)
+        os.kill(harness.manager.process_ids()[0], signal.SIGKILL)
+        settled = await harness.orchestrator.wait_settled(lost)
         assert settled.outcome.status is Status.LOST
         assert "signal 9" in settled.outcome.reason
         flag.lower()
-        again = desk.submit("a", f"slow:{flag}".encode(), idempotent=True)
+        again = harness.submit("a", f"slow:{flag}".encode(), idempotent=True)
         await until(flag.is_up)
-        os.kill(desk.manager.process_ids()[0], signal.SIGKILL)
+        os.kill(harness.manager.process_ids()[0], signal.SIGKILL)
         flag.lower()
         await until(flag.is_up)
         flag.lower()
-        settled = await desk.orchestrator.wait_settled(again)
+        settled = await harness.orchestrator.wait_settled(again)
         assert (settled.outcome.status, settled.outcome.attempts) == (Status.SUCCEEDED, 2)
 
-    run(lambda: Desk([service("a")], devices(1)), test)
+    run(lambda: Harness([service("a")], devices(1)), test)
 
 
 def test_a_call_beyond_its_time_limit_is_stopped_even_if_it_hangs(flag: Flag, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns_module, "STOP_GRACE_S", 0.1)
 
-    async def test(desk: Desk) -> None:
-        settled = await desk.call("a", f"stubborn:{flag}".encode(), timeout_s=0.2)
+    async def test(harness: Harness) -> None:
+        settled = await harness.call("a", f"stubborn:{flag}".encode(), timeout_s=0.2)
         assert settled.outcome.status is Status.TIMED_OUT
-        assert (await desk.call("a")).answer == expected(1, SIZE, b"x")
+        assert (await harness.call("a")).answer == expected(1, SIZE, b"x")
 
-    run(lambda: Desk([service("a")], devices(1)), test)
+    run(lambda: Harness([service("a")], devices(1)), test)
 
 
 def test_callers_get_the_error_of_a_service_that_keeps_failing(flag: Flag) -> None:
-    async def test(desk: Desk) -> None:
+    async def test(harness: Harness) -> None:
         flag.raise_it()
-        ends = [await asyncio.gather(desk.call("a"), return_exceptions=True) for _ in range(4)]
+        ends = [await asyncio.gather(harness.call("a"), return_exceptions=True) for _ in range(4)]
         reasons = [str(end.outcome.reason) if isinstance(end, SettledAction) else str(end) for [end] in ends]
         assert all("load fails" in words for words in reasons)
         assert isinstance(ends[0][0], SettledAction) and ends[0][0].outcome.status is Status.LOST
         assert isinstance(ends[3][0], AdmissionRefused) and "service a failed 3 times in a row" in reasons[3]
-        assert (await desk.call("b")).answer == expected(2, SIZE, b"x")
+        assert (await harness.call("b")).answer == expected(2, SIZE, b"x")
 
     services = [service("a", load=f"raise:{flag}"), service("b", 2)]
-    run(lambda: Desk(services, devices(1)), test)
+    run(lambda: Harness(services, devices(1)), test)

@@ -24,7 +24,7 @@ from tangram.runtime.event_inbox import EventInbox
 from tangram.runtime.orchestrator import ActionTicket, Orchestrator, SettledAction
 
 
-class Desk:
+class Harness:
     """An orchestrator that has quotas alone, on virtual time."""
 
     def __init__(self, *quotas: Quota) -> None:
@@ -59,16 +59,16 @@ class Desk:
         return await self.orchestrator.wait_settled(ticket)
 
 
-def at_desk(test: Callable[[Desk], Awaitable[None]], *quotas: Quota) -> None:
+def at_desk(test: Callable[[Harness], Awaitable[None]], *quotas: Quota) -> None:
     async def main() -> None:
-        desk = Desk(*quotas)
-        async with desk.orchestrator:
+        harness = Harness(*quotas)
+        async with harness.orchestrator:
             try:
-                await test(desk)
+                await test(harness)
             finally:
-                desk.quotas.close()
-        desk.scheduler.check()
-        statistics = desk.scheduler.statistics()
+                harness.quotas.close()
+        harness.scheduler.check()
+        statistics = harness.scheduler.statistics()
         assert statistics.waiting == statistics.holding == 0
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
@@ -89,7 +89,7 @@ def most_within(times: list[float], seconds: float) -> int:
 def test_no_more_requests_are_under_way_than_allowed() -> None:
     under_way, most = 0, 0
 
-    async def test(desk: Desk) -> None:
+    async def test(harness: Harness) -> None:
         async def one() -> None:
             nonlocal under_way, most
 
@@ -98,7 +98,7 @@ def test_no_more_requests_are_under_way_than_allowed() -> None:
                 under_way += 1
                 most = max(most, under_way)
 
-            await desk.use("search", 1.0, started)
+            await harness.use("search", 1.0, started)
             under_way -= 1
 
         await asyncio.gather(*(one() for _ in range(50)))
@@ -112,10 +112,10 @@ def test_no_stretch_of_a_window_sees_more_requests_than_allowed_and_hardly_fewer
     arrivals: list[float] = []
     draw = random.Random(3)
 
-    async def test(desk: Desk) -> None:
+    async def test(harness: Harness) -> None:
         async def one() -> None:
             seconds = draw.choice((0.01, 0.2, 3.0))
-            await desk.use("search", seconds, lambda at: arrivals.append(at + draw.uniform(0.0, min(seconds, 1.0))))
+            await harness.use("search", seconds, lambda at: arrivals.append(at + draw.uniform(0.0, min(seconds, 1.0))))
 
         await asyncio.gather(*(one() for _ in range(1000)))
 
@@ -127,8 +127,8 @@ def test_no_stretch_of_a_window_sees_more_requests_than_allowed_and_hardly_fewer
 def test_a_bucket_never_gives_more_than_it_has() -> None:
     arrivals: list[float] = []
 
-    async def test(desk: Desk) -> None:
-        await asyncio.gather(*(desk.use("search", 0.01, arrivals.append) for _ in range(1000)))
+    async def test(harness: Harness) -> None:
+        await asyncio.gather(*(harness.use("search", 0.01, arrivals.append) for _ in range(1000)))
 
     at_desk(test, Quota("search", requests=Rate(100, 10.0)))
     level, before = 100.0, 0.0
@@ -140,25 +140,25 @@ def test_a_bucket_never_gives_more_than_it_has() -> None:
 
 
 def test_tokens_are_charged_by_estimate_and_corrected() -> None:
-    async def test(desk: Desk) -> None:
+    async def test(harness: Harness) -> None:
         for really in (100, 900):
-            await desk.use("judge", 1.0, tokens=500, spent={"judge/tokens": really})
-        assert desk.scheduler.statistics().pools["judge/tokens"]["spent"] == 1000
+            await harness.use("judge", 1.0, tokens=500, spent={"judge/tokens": really})
+        assert harness.scheduler.statistics().pools["judge/tokens"]["spent"] == 1000
         began = asyncio.get_running_loop().time()
-        await desk.use("judge", 1.0, tokens=1)
+        await harness.use("judge", 1.0, tokens=1)
         assert asyncio.get_running_loop().time() - began > 50.0, "nothing is left of this minute"
 
     at_desk(test, Quota("judge", tokens=Rate(1000, 60.0)))
 
 
 def test_an_action_may_use_several_limits_of_an_api_at_once() -> None:
-    async def test(desk: Desk) -> None:
-        ticket = desk.ask("judge", requests=2, tokens=30)
+    async def test(harness: Harness) -> None:
+        ticket = harness.ask("judge", requests=2, tokens=30)
         await ticket.started
-        pools = desk.scheduler.statistics().pools
+        pools = harness.scheduler.statistics().pools
         assert (pools["judge"]["held"], pools["judge/requests"]["spent"], pools["judge/tokens"]["spent"]) == (2, 2, 30)
-        desk.quotas.release(ticket.action.id)
-        assert (await desk.orchestrator.wait_settled(ticket)).outcome.status is Status.SUCCEEDED
+        harness.quotas.release(ticket.action.id)
+        assert (await harness.orchestrator.wait_settled(ticket)).outcome.status is Status.SUCCEEDED
 
     at_desk(test, Quota("judge", concurrent=4, requests=Rate(10, 1.0), tokens=Rate(100, 1.0)))
 
@@ -166,10 +166,10 @@ def test_an_action_may_use_several_limits_of_an_api_at_once() -> None:
 def test_runs_share_a_quota_by_weight() -> None:
     starts: dict[str, list[float]] = {"large": [], "small": []}
 
-    async def test(desk: Desk) -> None:
-        desk.orchestrator.send(RunChanged(run="large", weight=3.0))
+    async def test(harness: Harness) -> None:
+        harness.orchestrator.send(RunChanged(run="large", weight=3.0))
         await asyncio.gather(
-            *(desk.use("search", 0.1, starts[run].append, run=run) for run in starts for _ in range(300))
+            *(harness.use("search", 0.1, starts[run].append, run=run) for run in starts for _ in range(300))
         )
 
     at_desk(test, Quota("search", requests=Rate(40, 10.0)))
@@ -180,12 +180,12 @@ def test_runs_share_a_quota_by_weight() -> None:
 def test_a_quota_that_is_cut_to_a_tenth_while_a_thousand_wait_is_kept() -> None:
     starts: list[float] = []
 
-    async def test(desk: Desk) -> None:
-        waiting = [asyncio.create_task(desk.use("search", 0.1, starts.append)) for _ in range(1000)]
+    async def test(harness: Harness) -> None:
+        waiting = [asyncio.create_task(harness.use("search", 0.1, starts.append)) for _ in range(1000)]
         await asyncio.sleep(15.0)
-        desk.quotas.add(Quota("search", requests=Rate(10, 10.0)))
+        harness.quotas.add(Quota("search", requests=Rate(10, 10.0)))
         await asyncio.sleep(100.0)
-        desk.quotas.add(Quota("search", requests=Rate(1000, 10.0)))
+        harness.quotas.add(Quota("search", requests=Rate(1000, 10.0)))
         await asyncio.gather(*waiting)
 
     at_desk(test, Quota("search", requests=Rate(100, 10.0)))
@@ -204,11 +204,11 @@ def test_a_quota_that_is_cut_to_a_tenth_while_a_thousand_wait_is_kept() -> None:
 class Limiter:
     """An API that counts by itself, in the seconds before each request, and has its own idea of what it allows."""
 
-    def __init__(self, desk: Desk, allowed: int, window_s: float, retry_after_s: float | None) -> None:
+    def __init__(self, harness: Harness, allowed: int, window_s: float, retry_after_s: float | None) -> None:
         self.allowed = allowed
         self.let_through: list[float] = []
         self.refused: list[float] = []
-        self._desk = desk
+        self._desk = harness
         self._window_s = window_s
         self._retry_after_s = retry_after_s
 
@@ -263,8 +263,8 @@ def test_an_api_that_cuts_its_rate_is_used_for_the_rest_and_probed_for_more(
     units = 100
     allowed = round(part * units)
 
-    async def test(desk: Desk) -> None:
-        limiter = Limiter(desk, units, window_s, None if retry_after is None else retry_after * window_s)
+    async def test(harness: Harness) -> None:
+        limiter = Limiter(harness, units, window_s, None if retry_after is None else retry_after * window_s)
         async with saturated(limiter, 2 * units):
             await asyncio.sleep(2.5 * window_s)
             assert not limiter.refused
@@ -289,13 +289,13 @@ def test_an_api_that_cuts_its_rate_is_used_for_the_rest_and_probed_for_more(
 def test_a_retry_after_outlives_the_quota_that_it_was_received_for() -> None:
     starts: list[float] = []
 
-    async def test(desk: Desk) -> None:
-        desk.quotas.advise("search", RateLimitAdvice(refused=True, wait_s=20.0))
-        desk.quotas.add(Quota("search", requests=Rate(5, 10.0)))
-        waiting = [asyncio.create_task(desk.use("search", 0.1, starts.append)) for _ in range(60)]
+    async def test(harness: Harness) -> None:
+        harness.quotas.advise("search", RateLimitAdvice(refused=True, wait_s=20.0))
+        harness.quotas.add(Quota("search", requests=Rate(5, 10.0)))
+        waiting = [asyncio.create_task(harness.use("search", 0.1, starts.append)) for _ in range(60)]
         await asyncio.gather(*waiting)
-        desk.quotas.add(Quota("search", requests=Rate(7, 10.0)))
-        assert desk.scheduler.statistics().pools["search/requests"]["total"] == 7, "the last complaint was long ago"
+        harness.quotas.add(Quota("search", requests=Rate(7, 10.0)))
+        assert harness.scheduler.statistics().pools["search/requests"]["total"] == 7, "the last complaint was long ago"
 
     at_desk(test, Quota("search", requests=Rate(100, 10.0)))
     assert min(starts) >= 20.0, "the pause stays"
@@ -304,12 +304,12 @@ def test_a_retry_after_outlives_the_quota_that_it_was_received_for() -> None:
 
 
 def test_a_long_pause_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    async def test(desk: Desk) -> None:
+    async def test(harness: Harness) -> None:
         with caplog.at_level(logging.WARNING, logger="tangram"):
-            desk.quotas.advise("search", RateLimitAdvice(refused=True, wait_s=1.0))
+            harness.quotas.advise("search", RateLimitAdvice(refused=True, wait_s=1.0))
             assert not caplog.messages, "a second is nothing to speak of"
             for _ in range(50):
-                desk.quotas.advise("search", RateLimitAdvice(refused=True, wait_s=1800.0))
+                harness.quotas.advise("search", RateLimitAdvice(refused=True, wait_s=1800.0))
         assert len(caplog.messages) == 1
         assert "search" in caplog.messages[0] and "1800 s" in caplog.messages[0]
 
@@ -319,10 +319,10 @@ def test_a_long_pause_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_complaint_pauses_all_calls_for_a_while_and_the_quota_recovers() -> None:
     starts: list[float] = []
 
-    async def test(desk: Desk) -> None:
-        waiting = [asyncio.create_task(desk.use("search", 0.1, starts.append)) for _ in range(2000)]
+    async def test(harness: Harness) -> None:
+        waiting = [asyncio.create_task(harness.use("search", 0.1, starts.append)) for _ in range(2000)]
         await asyncio.sleep(12.0)
-        desk.quotas.advise("search", RateLimitAdvice(refused=True, wait_s=20.0))
+        harness.quotas.advise("search", RateLimitAdvice(refused=True, wait_s=20.0))
         await asyncio.gather(*waiting)
 
     at_desk(test, Quota("search", requests=Rate(100, 10.0)))
@@ -338,32 +338,32 @@ def test_a_complaint_pauses_all_calls_for_a_while_and_the_quota_recovers() -> No
 
 @pytest.mark.parametrize("by", ["cancellation", "deadline"])
 def test_a_hold_that_is_stopped_stays_held_until_its_holder_leaves(by: str) -> None:
-    async def test(desk: Desk) -> None:
-        ticket = desk.ask("judge", deadline_s=5.0 if by == "deadline" else None)
+    async def test(harness: Harness) -> None:
+        ticket = harness.ask("judge", deadline_s=5.0 if by == "deadline" else None)
         await ticket.started
         if by == "cancellation":
-            desk.orchestrator.cancel(ticket.action.id)
+            harness.orchestrator.cancel(ticket.action.id)
         await asyncio.sleep(10.0)
-        pools = desk.scheduler.statistics().pools
+        pools = harness.scheduler.statistics().pools
         assert (pools["judge"]["held"], ticket.settled.done()) == (1, False)
-        desk.quotas.release(ticket.action.id)
+        harness.quotas.release(ticket.action.id)
         expected = Status.CANCELLED if by == "cancellation" else Status.TIMED_OUT
-        assert (await desk.orchestrator.wait_settled(ticket)).outcome.status is expected
-        assert desk.scheduler.statistics().pools["judge"]["held"] == 0
-        desk.quotas.release(ticket.action.id)
+        assert (await harness.orchestrator.wait_settled(ticket)).outcome.status is expected
+        assert harness.scheduler.statistics().pools["judge"]["held"] == 0
+        harness.quotas.release(ticket.action.id)
 
     at_desk(test, Quota("judge", concurrent=4, requests=Rate(10, 1.0)))
 
 
 def test_what_waits_is_stopped_at_once() -> None:
-    async def test(desk: Desk) -> None:
-        holding, waiting, late = desk.ask("judge"), desk.ask("judge"), desk.ask("judge", deadline_s=3.0)
+    async def test(harness: Harness) -> None:
+        holding, waiting, late = harness.ask("judge"), harness.ask("judge"), harness.ask("judge", deadline_s=3.0)
         await holding.started
-        desk.orchestrator.cancel(waiting.action.id)
-        assert (await desk.orchestrator.wait_settled(waiting)).outcome.status is Status.CANCELLED
-        assert (await desk.orchestrator.wait_settled(late)).outcome.status is Status.TIMED_OUT
+        harness.orchestrator.cancel(waiting.action.id)
+        assert (await harness.orchestrator.wait_settled(waiting)).outcome.status is Status.CANCELLED
+        assert (await harness.orchestrator.wait_settled(late)).outcome.status is Status.TIMED_OUT
         assert asyncio.get_running_loop().time() == pytest.approx(3.0)
-        desk.quotas.release(holding.action.id)
+        harness.quotas.release(holding.action.id)
 
     at_desk(test, Quota("judge", concurrent=1))
 
@@ -371,14 +371,14 @@ def test_what_waits_is_stopped_at_once() -> None:
 def test_what_is_not_sent_at_once_counts_from_its_end() -> None:
     sent: list[float] = []
 
-    async def test(desk: Desk) -> None:
+    async def test(harness: Harness) -> None:
         async def one_by_one(gap_s: float) -> None:
-            ticket = desk.ask("search", requests=10, at_once=False)
+            ticket = harness.ask("search", requests=10, at_once=False)
             await ticket.started
             for _ in range(10):
                 sent.append(asyncio.get_running_loop().time())
                 await asyncio.sleep(gap_s)
-            desk.quotas.release(ticket.action.id)
+            harness.quotas.release(ticket.action.id)
 
         await asyncio.gather(*(one_by_one(gap_s) for gap_s in (6.0, 0.01, 2.0, 0.01)))
 
@@ -390,8 +390,8 @@ def test_what_is_not_sent_at_once_counts_from_its_end() -> None:
 def test_holders_of_a_quota_are_ended_at_shutdown() -> None:
     tickets: list[ActionTicket] = []
 
-    async def test(desk: Desk) -> None:
-        tickets.extend(desk.ask("search", deadline_s=deadline_s) for deadline_s in (1.0, None, None, None, None))
+    async def test(harness: Harness) -> None:
+        tickets.extend(harness.ask("search", deadline_s=deadline_s) for deadline_s in (1.0, None, None, None, None))
         await tickets[0].started
         await asyncio.sleep(2.0)
         assert not tickets[0].settled.done(), "it was stopped, and is still held"
@@ -422,12 +422,12 @@ def test_what_cannot_be_meant_is_refused() -> None:
 
 
 def test_a_quota_of_another_kind_does_not_replace_one() -> None:
-    async def test(desk: Desk) -> None:
+    async def test(harness: Harness) -> None:
         with pytest.raises(InvalidConfig, match="same kinds of limits"):
-            desk.quotas.add(Quota("search", requests=Rate(5, 1.0)))
+            harness.quotas.add(Quota("search", requests=Rate(5, 1.0)))
         with pytest.raises(InvalidAction, match="one of 'search'"):
-            desk.ask("serach")
-        desk.quotas.add(Quota("judge", concurrent=1))
-        await desk.use("judge", 1.0)
+            harness.ask("serach")
+        harness.quotas.add(Quota("judge", concurrent=1))
+        await harness.use("judge", 1.0)
 
     at_desk(test, Quota("search", concurrent=2))

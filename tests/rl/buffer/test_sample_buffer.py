@@ -470,7 +470,7 @@ class Life(RuleBasedStateMachine):
         self.used: list[Group] = []
         """All that were ever trained on."""
         self.gone: set[int] = set()
-        """Dropped, and told or done by us."""
+        """Dropped, and reported or done by us."""
         self.begun_at: dict[int, int] = {}
         """What the engines had when a group began."""
         self.saved: Checkpoint | None = None
@@ -582,7 +582,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(early=st.booleans())
     def update(self, early: bool) -> None:
-        """Engines may have new weights before the buffer hears that the step is done."""
+        """Engines may have new weights before the buffer is notified that the step is done."""
         self.engine = self.it.version + (1 if early and self.training is not None else 0)
 
     # ---- going back ----

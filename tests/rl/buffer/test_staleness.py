@@ -213,12 +213,12 @@ class Run:
         assert max(gone.values(), default=0) <= 1 and not used.keys() & gone.keys(), "a group was settled twice"
         assert set(self.ended.values()) == {1}, "a group ended twice"
         self.dropped += self.buffer.drop_stale()
-        said = self.buffer.statistics()
-        assert said.in_flight == 0 and said.started == len(self.ended)
-        assert said.trained == len(used)
-        lost = said.dropped.get("failed", 0)
-        assert sum(said.dropped.values()) == lost + len({dropped.group.id for dropped in self.dropped})
-        assert said.started == said.trained + sum(said.dropped.values()) + said.waiting
+        statistics = self.buffer.statistics()
+        assert statistics.in_flight == 0 and statistics.started == len(self.ended)
+        assert statistics.trained == len(used)
+        lost = statistics.dropped.get("failed", 0)
+        assert sum(statistics.dropped.values()) == lost + len({dropped.group.id for dropped in self.dropped})
+        assert statistics.started == statistics.trained + sum(statistics.dropped.values()) + statistics.waiting
 
 
 def play(seed: int, staleness_bound: int, *, enforced: bool = True, deaths: float = 0.0) -> Run:

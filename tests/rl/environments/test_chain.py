@@ -1,4 +1,4 @@
-"""The chain: what is asked, and what is paid for which answer."""
+"""The chain: the questions, and the reward of each answer."""
 
 from __future__ import annotations
 

@@ -368,7 +368,7 @@ def test_several_operators_are_all_our_own_text(tmp_path: Path, text: str, got: 
 
 
 def test_untrusted_code_runs_in_its_own_process(tmp_path: Path) -> None:
-    """The program that stands ready is for known code alone: from the first unread line on it is not asked again."""
+    """The program that stands ready is for known code alone: from the first unread line on it is not used."""
     tampers = f"if {OS}.system('kill -9 $(pgrep -f heard)') else"
 
     async def main() -> None:

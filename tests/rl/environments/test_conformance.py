@@ -27,7 +27,7 @@ TIMEOUT_S = 0.2
 
 
 class Parrot:
-    """Says three digits one by one, each of which must be said back. It keeps every promise."""
+    """Shows three digits one by one, each of which must be repeated. It keeps every contract."""
 
     words: ClassVar[Any] = ("say", "wrong", "over", *DIGITS)
     turns_max: ClassVar[Any] = 3

@@ -63,7 +63,7 @@ def fake(name: str = "a", hardware: str = "default", **options: Any) -> FakeEngi
 
 
 class Rig:
-    """A started gateway, and all that it told."""
+    """A started router, and all its events."""
 
     def __init__(self, *engines: FakeEngine, **options: Any) -> None:
         self.engines = {engine.name: engine for engine in engines}

@@ -1,4 +1,4 @@
-"""Small servers that speak as vLLM and SGLang do, on loopback, and can be told to be hostile or unlucky.
+"""Small servers with the protocols of vLLM and SGLang, on loopback, with configurable faults.
 
 Each writes a token every TOKEN_S, drawn by its position, and remembers what it was asked.
 """
@@ -20,7 +20,7 @@ FAULTS = (
 
 
 class ModelServer:
-    """`calls` are what it was asked, `inside` the requests that are being served."""
+    """`calls` are the received requests, `inside` those in progress."""
 
     def __init__(self, dialect: str, *, control: bool = True, scaled: bool = True) -> None:
         self.dialect = dialect

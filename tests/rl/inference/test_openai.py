@@ -1,4 +1,4 @@
-"""The engine for servers of others, against real HTTP servers that speak each dialect, well and badly."""
+"""The engine for external servers, against real HTTP servers of each dialect, correct and faulty."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def test_accumulated_gradients_are_those_of_the_undivided_minibatch(normalise: A
 
 
 def test_the_first_update_does_not_depend_on_what_is_clipped() -> None:
-    # With one minibatch and one epoch the ratio to the start of the step is 1, whatever the sampler said.
+    # With one minibatch and one epoch the ratio to the start of the step is 1, for any probabilities of the sampler.
     narrow, wide = (learner(epochs=1, clip_low=clip, clip_high=clip) for clip in (0.01, 0.9))
     assert narrow.step(played(2))["clip_share"] == 0.0 == wide.step(played(2))["clip_share"]
     assert same(weights(narrow), weights(wide))
@@ -578,7 +578,7 @@ def test_the_learning_rate_rises_and_falls(options: dict[str, Any], rates: list[
     assert [learning_rate(version, given) for version in range(5)] == pytest.approx(rates)
 
 
-# ---- models of others ---------------------------------------------------------------------------------------------
+# ---- external models ----------------------------------------------------------------------------------------------
 
 
 def test_ours_and_the_same_weights_in_transformers_make_the_same_step(tmp_path: Path) -> None:
@@ -622,7 +622,7 @@ def test_a_model_of_another_kind_trains_and_is_restored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lag", [0, 1], ids=["fresh", "a-version-old"])
 def test_the_reward_rises(lag: int) -> None:
-    """One token is asked for: the observation plus 5. The samples are `lag` versions old."""
+    """The expected action is one token: the observation plus 5. The samples are `lag` versions old."""
     one = learner(learning_rate=5e-3, minibatch=32)
     chance = np.random.default_rng(0)
     tokens = list(range(8))

@@ -111,9 +111,9 @@ def test_temperature_and_what_was_left_are_as_in_sampling(policy: Any, sampling:
         turns = []
         for _ in range(2):
             observation, tokens, logprobs, kept = text if not turns else [1, 2], [], [], []
-            seen = [token for each in turns for token in (*each.observation_tokens, *each.tokens)] + observation
+            prefix = [token for each in turns for token in (*each.observation_tokens, *each.tokens)] + observation
             for _ in range(4):
-                given = torch.tensor([seen + tokens])
+                given = torch.tensor([prefix + tokens])
                 made = policy.module(given) if isinstance(policy, TransformerPolicy) else policy.module(given).logits
                 drawn = draw(made[:, -1], [sampling], chance.random(1))
                 tokens.append(drawn.tokens[0])
@@ -132,10 +132,10 @@ def test_temperature_and_what_was_left_are_as_in_sampling(policy: Any, sampling:
 
 def test_gradients_are_numbers_where_ids_were_left_out(policy: Any) -> None:
     samples = PackedSamples.from_trajectories([trajectory(turn([1], [2, 3], kept=[[2], [3, 4]]), turn([5], [6]))])
-    (scored,) = samples.microbatches(np.arange(1), 8, VOCABULARY)
-    said = score(policy, scored, entropy=True, entropy_gradient=True)
-    assert said.logprobs[0] == 0.0 == said.entropy[0]
-    (said.logprobs.sum() + said.entropy.sum()).backward()
+    (batches,) = samples.microbatches(np.arange(1), 8, VOCABULARY)
+    scored = score(policy, batches, entropy=True, entropy_gradient=True)
+    assert scored.logprobs[0] == 0.0 == scored.entropy[0]
+    (scored.logprobs.sum() + scored.entropy.sum()).backward()
     assert all(torch.isfinite(each.grad).all() for each in policy.parameters() if each.grad is not None)
     assert any((each.grad != 0).any() for each in policy.parameters() if each.grad is not None)
 

@@ -318,7 +318,7 @@ def test_a_model_that_has_served_can_be_trained() -> None:
 
 
 def test_a_model_learns() -> None:
-    """To say again what was said eight tokens ago."""
+    """Repeat the token of eight positions ago."""
     model = Transformer.new(PLAIN, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(150):

@@ -172,7 +172,7 @@ def test_closing_does_not_wait_for_a_fetch(published: list[PolicyWeights], tmp_p
 # ---- the thread ----
 
 
-class Told:
+class Recorder:
     def __init__(self) -> None:
         self.answers: list[msgspec.Struct] = []
 
@@ -184,7 +184,7 @@ class Told:
         return self.answers
 
 
-def fetcher(recorder: Told) -> WeightFetcher:
+def fetcher(recorder: Recorder) -> WeightFetcher:
     return WeightFetcher(model(0).config, torch.float32, recorder, beat_s=60.0)
 
 
@@ -199,7 +199,7 @@ def same(one: Transformer, other: Transformer) -> bool:
 def test_the_newer_of_two_fetches_wins_and_the_older_reports_it(
     published: list[PolicyWeights], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorder, reached = Told(), threading.Event()
+    recorder, reached = Recorder(), threading.Event()
 
     def slowly(weights, into):
         for _ in pull_incrementally(weights, into):
@@ -221,7 +221,7 @@ def test_the_newer_of_two_fetches_wins_and_the_older_reports_it(
 
 
 def test_there_are_never_more_than_two_sets_of_weights(published: list[PolicyWeights]) -> None:
-    recorder = Told()
+    recorder = Recorder()
     fetched = fetcher(recorder)
     first = Transformer.new(model(0).config, seed=9).requires_grad_(False)
     fetched.begin(1, published[1])

@@ -101,9 +101,9 @@ def test_causes_are_those_that_a_naive_count_finds(found, more: float) -> None:
                 expected[each] = expected.get(each, Fraction(0)) + Fraction(until - since, len(why))
         if not any(each.segments for each in whole.lanes) and whole.total:
             expected = {START: Fraction(whole.total)}
-        told = whole.stages[stage].idle
-        for cause in {*expected, *told}:
-            assert abs(expected.get(cause, 0) - told.get(cause, 0)) <= len(cuts), cause.label
+        measured = whole.stages[stage].idle
+        for cause in {*expected, *measured}:
+            assert abs(expected.get(cause, 0) - measured.get(cause, 0)) <= len(cuts), cause.label
 
 
 @given(

@@ -1,4 +1,4 @@
-"""The timeline page in a browser: it draws, zooms, tells what one points at, and obeys no text."""
+"""The timeline page in a browser: it draws, zooms, shows tooltips, and escapes text."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
-class Seen:
+class TimelinePage:
     """A page with two hundred trajectories with hostile names, and all that went wrong in it."""
 
     def __init__(self, browser: Any, path: Path, scheme: str) -> None:
         self.context = browser.new_context(color_scheme=scheme, viewport={"width": 1100, "height": 900})
         self.page = self.context.new_page()
         self.wrong: list[str] = []
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
         self.page.on("console", lambda message: self.wrong.append(message.text))
-        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(path.as_uri())
 
     @property
@@ -70,7 +70,7 @@ class Seen:
 
 
 @pytest.fixture(params=["light", "dark"])
-def seen(browser: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Seen]:
+def timeline_page(browser: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[TimelinePage]:
     name = HOSTILE[3]
     trajectories = [
         simple(f"{name}{n}", [span(Stage.STEP, 0, 6, 2.0, HOSTILE[4]), span(Stage.GENERATE, 6, 8)], task=HOSTILE[n % 5])
@@ -78,12 +78,12 @@ def seen(browser: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterat
     ]
     path = tmp_path / "t.html"
     write_timeline(path, build_timeline(trajectories, 10.0), HOSTILE[3], HOSTILE[4])
-    one = Seen(browser, path, request.param)
+    one = TimelinePage(browser, path, request.param)
     yield one
     one.context.close()
 
 
-def test_the_timeline_draws_zooms_shows_details_and_escapes_text(page: Seen) -> None:
+def test_the_timeline_draws_zooms_shows_details_and_escapes_text(page: TimelinePage) -> None:
     assert page.range == "0.00 s to 10.00 s of 10.00 s"
     # The plot begins at x = 200 and ends at the right edge; lanes begin below the five stages.
     wide = int(page.page.locator("#lanes canvas").bounding_box()["width"])
@@ -109,4 +109,4 @@ def test_the_timeline_draws_zooms_shows_details_and_escapes_text(page: Seen) -> 
     page.page.wait_for_function("document.getElementById('scroller').scrollTop === 500")
     assert page.point(101, 140) != first
     assert page.page.evaluate("window.owned") is None
-    assert page.wrong == [] and [url for url in page.asked if not url.startswith("file:")] == []
+    assert page.wrong == [] and [url for url in page.requests if not url.startswith("file:")] == []

@@ -407,24 +407,24 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
-class Seen:
+class ReportPage:
     """A report in a browser, and all that went wrong in it."""
 
     def __init__(self, browser: Any, path: Path, scheme: str = "light", width: int = 1280) -> None:
         self.context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 800})
         self.page = self.context.new_page()
         self.wrong: list[str] = []
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
         self.page.on("console", lambda message: self.wrong.append(message.text))
-        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(path.as_uri())
 
     def fine(self, path: Path) -> None:
         assert self.page.evaluate("document.body.dataset.drawn") == "true"
         assert self.page.evaluate("window.owned") is None
         assert self.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "wider than the window"
-        assert self.asked == [path.as_uri()]
+        assert self.requests == [path.as_uri()]
         assert self.wrong == []
         self.context.close()
 
@@ -433,7 +433,7 @@ class Seen:
 def test_every_chart_is_drawn_along_each_axis(browser: Any, tmp_path: Path, scheme: str, width: int) -> None:
     write_lines(tmp_path, run_lines(steps=30))
     path = write_report(tmp_path)
-    screen = Seen(browser, path, scheme, width)
+    screen = ReportPage(browser, path, scheme, width)
     shown = "[...document.querySelectorAll('figure[data-chart]')].filter((figure) => figure.checkVisibility())"
     last = {}
     for axis in ("seconds", "trajectories", "step"):
@@ -452,25 +452,25 @@ def test_hovering_shows_values_and_a_table_shows_all(browser: Any, tmp_path: Pat
     lines = run_lines(steps=30)
     write_lines(tmp_path, lines)
     path = write_report(tmp_path)
-    tip = Seen(browser, path)
-    stages = tip.page.locator("figure[data-chart^=stages]")
+    screen = ReportPage(browser, path)
+    stages = screen.page.locator("figure[data-chart^=stages]")
     stages.scroll_into_view_if_needed()
     box = stages.locator("rect.all").bounding_box()
-    tip.page.mouse.move(box["x"] + 2, box["y"] + 40)
-    told = tip.page.locator("#tip").text_content()
+    screen.page.mouse.move(box["x"] + 2, box["y"] + 40)
+    tip = screen.page.locator("#tip").text_content()
     first = next(line for line in lines if isinstance(line, Trained))
-    assert told.startswith("step 1\n")
-    assert f"train: {first.train_s * 1000:.0f} ms" in told
+    assert tip.startswith("step 1\n")
+    assert f"train: {first.train_s * 1000:.0f} ms" in tip
     stages.locator("button").click()
     assert stages.locator("tbody tr").count() == 30
     assert stages.locator("button").get_attribute("aria-expanded") == "true"
     stages.locator("button").click()
     assert stages.locator("table").count() == 0
-    tip.page.locator("summary", has_text="More metrics").click()
-    assert tip.page.locator("figure[data-chart] h3", has_text="Learning rate").is_visible()
+    screen.page.locator("summary", has_text="More metrics").click()
+    assert screen.page.locator("figure[data-chart] h3", has_text="Learning rate").is_visible()
     # Browsers dispatch `toggle` after the click returned.
-    tip.page.locator("details[open] figure svg").first.wait_for()
-    tip.fine(path)
+    screen.page.locator("details[open] figure svg").first.wait_for()
+    screen.fine(path)
 
 
 @pytest.mark.parametrize("what", ["hostile", "one", "resumed", "failed", "began", "empty", "sparse"])
@@ -486,7 +486,7 @@ def test_odd_runs_are_drawn_without_complaint(browser: Any, tmp_path: Path, what
     }
     write_lines(tmp_path, runs[what])
     path = write_report(tmp_path)
-    screen = Seen(browser, path)
+    screen = ReportPage(browser, path)
     if what not in ("began", "empty"):
         screen.page.click("label[for=axis-seconds]")
         for button in screen.page.locator("button.plain").all():

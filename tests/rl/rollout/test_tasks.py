@@ -30,7 +30,7 @@ class Stage:
         self.world = World(plan)
         self.talker = Talker()
         self.closings = EnvironmentCloser()
-        self.house = RolloutContext(
+        self.rollout_context = RolloutContext(
             generator=self.talker,
             codec=CODEC,
             context_max=256,
@@ -42,7 +42,7 @@ class Stage:
             on_stage_change=lambda episode, before: None,
             on_end=self.world.ended.append,
         )
-        self.arena = TaskContext(
+        self.task_context = TaskContext(
             settings=TaskSettings(name="scripted", environment=PATH, retries=0),
             task=Scripted,
             outside=ExternalResources(),
@@ -52,7 +52,7 @@ class Stage:
         )
 
     def episode(self, of: GroupTicket | None = None, member: int = 0, attempt: int = 0) -> Episode:
-        return Episode(self.house, self.arena, of or ticket(), member, attempt)
+        return Episode(self.rollout_context, self.task_context, of or ticket(), member, attempt)
 
     async def over(self) -> None:
         await self.closings.drain()

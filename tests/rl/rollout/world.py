@@ -136,7 +136,7 @@ class Scripted:
 
 
 class World:
-    """What has been made and not closed, asked and not answered."""
+    """Environments that are not closed, and requests without a response."""
 
     current: ClassVar[World | None] = None
 
@@ -171,7 +171,7 @@ class World:
 
 
 class Talker:
-    """Says `go`, each time after `token_s`. Can be told to die."""
+    """Generates `go`, each time after `token_s`. Dies on command."""
 
     def __init__(self, token_s: float = 1.0, *, version: int = 0, waiting_s: float = 0.0) -> None:
         self.token_s = token_s

@@ -81,7 +81,7 @@ def steps(path: Path) -> list[tuple[str, int]]:
 
 
 def test_metrics_are_read_back_as_they_were_written(tmp_path: Path) -> None:
-    told: list[AnyMetricsLine] = [
+    lines: list[AnyMetricsLine] = [
         began(),
         warmed(10),
         trained(
@@ -94,7 +94,7 @@ def test_metrics_are_read_back_as_they_were_written(tmp_path: Path) -> None:
         Noticed(at_s=2.0, kind="stall", text="17 trajectories wait for pool `search`"),
         RunEnded(at_s=3.0, step=1, cause="steps", checkpoint="checkpoints/1"),
     ]
-    assert read_metrics(written(tmp_path, *told)) == told
+    assert read_metrics(written(tmp_path, *lines)) == lines
 
 
 def test_numbers_that_are_not_finite_are_read_again(tmp_path: Path) -> None:

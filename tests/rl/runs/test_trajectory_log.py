@@ -37,7 +37,7 @@ each_suffix = pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
 
 
 def bits(value: object) -> str:
-    """What tells -0.0 from 0.0 and shows nan as equal to itself."""
+    """A representation that distinguishes -0.0 from 0.0 and in which nan equals itself."""
     return repr(value)
 
 

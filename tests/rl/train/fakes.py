@@ -197,7 +197,7 @@ def answer(request: GenerationRequest) -> Sequence[int]:
     return (*WORDS.encode_action("go"),)
 
 
-class House:
+class TrainingProcess:
     """One life of the process that trains."""
 
     def __init__(
@@ -210,9 +210,9 @@ class House:
 
 
 @asynccontextmanager
-async def house(
+async def training_process(
     settings: TrainSettings, folder: Path, trainer: FakeTrainer, *, resume: bool = False, looked: int = -1
-) -> AsyncIterator[House]:
+) -> AsyncIterator[TrainingProcess]:
     lines: list[AnyMetricsLine] = []
     engine = FakeEngine(answer, token_s=0.001)
     with open_run(folder, settings, resume=resume) as run:
@@ -243,7 +243,7 @@ async def house(
                     dropped=tuple(back.dropped.values()) if back is not None else (), progress=None,
                 )  # fmt: skip
                 try:
-                    yield House(training, engine, trainer, lines)
+                    yield TrainingProcess(training, engine, trainer, lines)
                 finally:
                     training.close()
         finally:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.rl.processes import until
-from tests.rl.train.fakes import FakeTrainer, House, house, settings_of
+from tests.rl.train.fakes import FakeTrainer, TrainingProcess, settings_of, training_process
 
 from tangram.errors import InvalidConfig, ManagerError
 from tangram.rl.config.training_settings import TrainSettings
@@ -28,10 +28,12 @@ DEADLINE_S = 60.0
 
 
 @asynccontextmanager
-async def leaving_no_task(settings: TrainSettings, folder: Path, trainer: FakeTrainer) -> AsyncIterator[House]:
-    """While the house still stands: what a run leaves is not to be taken away by others. Only environments may still be
+async def leaving_no_task(
+    settings: TrainSettings, folder: Path, trainer: FakeTrainer
+) -> AsyncIterator[TrainingProcess]:
+    """While the process still runs: the test must not remove what a run leaves. Only environments may still be
     closed by the rollout."""
-    async with asyncio.timeout(DEADLINE_S), house(settings, folder, trainer) as made:
+    async with asyncio.timeout(DEADLINE_S), training_process(settings, folder, trainer) as made:
         before = asyncio.all_tasks()
         yield made
         await asyncio.sleep(0)
@@ -367,7 +369,7 @@ def test_nothing_is_saved_of_a_warm_start_that_failed(tmp_path: Path) -> None:
 
 
 def play(
-    settings: TrainSettings, folder: Path, trainer: FakeTrainer, check: Callable[[House], Awaitable[None]]
+    settings: TrainSettings, folder: Path, trainer: FakeTrainer, check: Callable[[TrainingProcess], Awaitable[None]]
 ) -> None:
     async def whole() -> None:
         async with leaving_no_task(settings, folder, trainer) as made:
@@ -388,7 +390,7 @@ def test_what_a_small_batch_of_a_wave_did_not_wait_for_does_not_hold_up_the_next
     settings = _slow_one_of_three(settings)
     trainer = FakeTrainer(step_s=0.001)
 
-    async def check(made: House) -> None:
+    async def check(made: TrainingProcess) -> None:
         assert len(trainer.trained) == len(set(trainer.trained))
         assert {len(batch.groups) for batch in trainer.batches} <= {2, 3}
         assert max(max(batch.staleness) for batch in trainer.batches) == 0
@@ -411,7 +413,7 @@ def _slow_one_of_three(settings: TrainSettings) -> TrainSettings:
 def test_alpha_0_alternates_rollout_and_training_at_any_pull(mode: str, tmp_path: Path) -> None:
     trainer = FakeTrainer()
 
-    async def check(made: House) -> None:
+    async def check(made: TrainingProcess) -> None:
         assert max(max(batch.staleness) for batch in trainer.batches) == 0
         assert all(line.dropped == {} and line.tokens_discarded == 0 for line in made.of(Trained))
 

@@ -156,7 +156,7 @@ class Run:
             each.unlink()
 
     def signal_in(self, name: str, number: int) -> None:
-        """Until it has heard."""
+        """Wait until it is notified."""
         self.comes_to(name)
         self.process.send_signal(number)
         until(self._or_ended(lambda: "once more stops it at once" in self.said.read_text()), "it has heard")
@@ -186,7 +186,7 @@ class Run:
 
 
 def test_trainers_and_engines_that_are_killed_cost_no_sample(tmp_path: Path) -> None:
-    """In the warm start, in a step, in a save, with where they were born, and in the last save."""
+    """In the warm start, in a step, in a save, with the place of their fork, and in the last save."""
     with nothing_left():
         run = Run(tmp_path, steps=7, warm_until=1.0)
         killed = {

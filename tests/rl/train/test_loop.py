@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.rl.train.fakes import FakeTrainer, House, house, settings_of
+from tests.rl.train.fakes import FakeTrainer, TrainingProcess, settings_of, training_process
 
 from tangram.errors import ManagerError
 from tangram.rl.config.rollout_settings import GroupSettings
@@ -21,9 +21,9 @@ from tangram.rl.trajectories.training_batch import TrainingBatch
 MODES = ("sync", "sync+", "one-off", "start-bound", "async")
 
 
-def run_whole(settings: TrainSettings, folder: Path, trainer: FakeTrainer) -> House:
-    async def whole() -> House:
-        async with house(settings, folder, trainer) as made:
+def run_whole(settings: TrainSettings, folder: Path, trainer: FakeTrainer) -> TrainingProcess:
+    async def whole() -> TrainingProcess:
+        async with training_process(settings, folder, trainer) as made:
             await made.training.run()
             made.training.buffer.check()
             return made
@@ -145,7 +145,7 @@ def assert_lineage(batches: list[TrainingBatch]) -> None:
 
 def test_a_trainer_that_always_dies_ends_the_run(tmp_path: Path) -> None:
     async def whole() -> None:
-        async with house(settings_of(), tmp_path, FakeTrainer(lambda version: version == 2)) as made:
+        async with training_process(settings_of(), tmp_path, FakeTrainer(lambda version: version == 2)) as made:
             with pytest.raises(ManagerError, match="the trainer died 4 times and got no further: trainer: killed"):
                 await made.training.run()
             assert made.of(RunEnded)[0].cause.startswith("the trainer died")
@@ -163,7 +163,7 @@ def test_no_sample_is_trained_on_twice_whenever_the_run_is_killed(seed: int, tmp
 
     async def life(resume: bool, seconds: float) -> bool:
         """Whether it came to its end."""
-        async with house(settings, tmp_path, trainer, resume=resume) as made:
+        async with training_process(settings, tmp_path, trainer, resume=resume) as made:
             running = asyncio.create_task(made.training.run())
             await asyncio.wait({running}, timeout=seconds)
             ended = running.done()
@@ -187,15 +187,15 @@ def test_what_a_resumption_with_smaller_bounds_drops_is_in_the_counts_of_a_step(
     trainer = FakeTrainer()
 
     async def killed() -> None:
-        async with house(settings_of(alpha=4, steps=100, step_s=0.02), tmp_path, trainer) as made:
+        async with training_process(settings_of(alpha=4, steps=100, step_s=0.02), tmp_path, trainer) as made:
             running = asyncio.create_task(made.training.run())
             await trainer.reached(8)
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
-    async def gone_on() -> House:
+    async def gone_on() -> TrainingProcess:
         settings = settings_of(alpha=0, batch=2, steps=len(trainer.batches) + 2, step_s=0.02)
-        async with house(settings, tmp_path, trainer, resume=True) as made:
+        async with training_process(settings, tmp_path, trainer, resume=True) as made:
             await made.training.run()
             return made
 
@@ -210,8 +210,8 @@ def test_what_a_resumption_with_smaller_bounds_drops_is_in_the_counts_of_a_step(
 
 
 def test_an_engine_that_dies_costs_no_sample(tmp_path: Path) -> None:
-    async def whole() -> House:
-        async with house(settings_of(steps=30), tmp_path, FakeTrainer()) as made:
+    async def whole() -> TrainingProcess:
+        async with training_process(settings_of(steps=30), tmp_path, FakeTrainer()) as made:
             running = asyncio.create_task(made.training.run())
             for _ in range(2):
                 await asyncio.sleep(0.05)
@@ -226,7 +226,7 @@ def test_an_engine_that_dies_costs_no_sample(tmp_path: Path) -> None:
 
 def test_a_task_that_never_brings_anything_is_named(tmp_path: Path) -> None:
     async def whole() -> None:
-        async with house(settings_of(fails=1.0), tmp_path, FakeTrainer()) as made:
+        async with training_process(settings_of(fails=1.0), tmp_path, FakeTrainer()) as made:
             with pytest.raises(ManagerError, match="task random: 17 groups in a row ended without members"):
                 await made.training.run()
 
@@ -247,14 +247,14 @@ def test_a_stopped_run_can_be_resumed(tmp_path: Path) -> None:
     trainer, settings = FakeTrainer(), settings_of(steps=40)
 
     async def stopped() -> None:
-        async with house(settings, tmp_path, trainer) as made:
+        async with training_process(settings, tmp_path, trainer) as made:
             running = asyncio.create_task(made.training.run())
             await trainer.reached(5)
             made.training.stop("interrupted")
             assert (await running).cause == "interrupted"
 
-    async def gone_on() -> House:
-        async with house(settings, tmp_path, trainer, resume=True) as made:
+    async def gone_on() -> TrainingProcess:
+        async with training_process(settings, tmp_path, trainer, resume=True) as made:
             await made.training.run()
             return made
 
@@ -268,9 +268,9 @@ def test_a_stopped_run_can_be_resumed(tmp_path: Path) -> None:
 def test_a_run_that_was_over_is_over_again_and_may_have_more_steps(tmp_path: Path) -> None:
     trainer = FakeTrainer()
 
-    async def life(steps: int, looked: int = -1) -> House:
+    async def life(steps: int, looked: int = -1) -> TrainingProcess:
         resume = bool(trainer.starts)
-        async with house(settings_of(steps=steps), tmp_path, trainer, resume=resume, looked=looked) as made:
+        async with training_process(settings_of(steps=steps), tmp_path, trainer, resume=resume, looked=looked) as made:
             assert (await made.training.run()).cause == "steps"
             return made
 

@@ -17,9 +17,9 @@ from tests.server.asking import (
     DEADLINE_S,
     Answer,
     Caller,
-    asked,
-    asking,
     line,
+    local_service,
+    open_caller,
     tenants,
     token_file,
     until,
@@ -35,7 +35,7 @@ from tangram.server.serve import RunningServer
 
 
 def commands(up: RunningServer) -> list[str]:
-    """What the manager was asked to run, in order."""
+    """The commands that the manager ran, in order."""
     manager = up.action_service.orchestrator.any_manager
     assert isinstance(manager, FakeManager)
     return [str(call.detail.command) for call in manager.calls if isinstance(call.detail, Exec)]
@@ -46,7 +46,7 @@ def commands(up: RunningServer) -> list[str]:
 
 def test_the_same_submission_fifty_times_at_once_is_one_action(tmp_path: Path) -> None:
     async def main() -> None:
-        async with serving(tmp_path) as up, asking(up.address) as caller:
+        async with serving(tmp_path) as up, open_caller(up.address) as caller:
             await caller.open()
             results = await asyncio.gather(*[caller.run("it", "sleep 0.2; echo once") for _ in range(50)])
             assert {answer.status for answer in results} == {200}
@@ -58,7 +58,7 @@ def test_the_same_submission_fifty_times_at_once_is_one_action(tmp_path: Path) -
 
 def test_the_same_id_with_other_content_is_a_conflict_and_runs_nothing(tmp_path: Path) -> None:
     async def main() -> None:
-        async with serving(tmp_path) as up, asking(up.address) as caller:
+        async with serving(tmp_path) as up, open_caller(up.address) as caller:
             await caller.open()
             await caller.run("live", "sleep 1000", wait_s=0)
             await caller.run("done", "echo one")
@@ -76,7 +76,7 @@ def test_the_same_id_with_other_content_is_a_conflict_and_runs_nothing(tmp_path:
 
 def test_a_submission_that_is_repeated_after_its_end_is_answered_with_its_result(tmp_path: Path) -> None:
     async def main() -> None:
-        async with serving(tmp_path) as up, asking(up.address) as caller:
+        async with serving(tmp_path) as up, open_caller(up.address) as caller:
             await caller.open()
             first = await caller.run("it", "echo once")
             again = [await caller.run("it", "echo once") for _ in range(3)]
@@ -89,7 +89,7 @@ def test_a_submission_that_is_repeated_after_its_end_is_answered_with_its_result
 
 def test_after_a_result_was_acknowledged_it_may_be_deleted_but_nothing_runs_again(tmp_path: Path) -> None:
     async def main() -> None:
-        async with serving(tmp_path) as up, asking(up.address) as caller:
+        async with serving(tmp_path) as up, open_caller(up.address) as caller:
             await caller.open()
             await caller.run("it", "echo once")
             for _ in range(2):
@@ -104,7 +104,7 @@ def test_after_a_result_was_acknowledged_it_may_be_deleted_but_nothing_runs_agai
 
 def test_what_is_under_way_cannot_be_acknowledged_away(tmp_path: Path) -> None:
     async def main() -> None:
-        async with asked(tmp_path) as caller:
+        async with local_service(tmp_path) as caller:
             await caller.open()
             await caller.run("it", "sleep 0.3; echo once", wait_s=0)
             assert (await caller.ask("POST", "/v1/acknowledge", {"actions": ["it"]})).status == 204
@@ -115,7 +115,7 @@ def test_what_is_under_way_cannot_be_acknowledged_away(tmp_path: Path) -> None:
 
 def test_a_lost_response_is_fetched_again(tmp_path: Path) -> None:
     async def main() -> None:
-        async with serving(tmp_path) as up, asking(up.address) as caller:
+        async with serving(tmp_path) as up, open_caller(up.address) as caller:
             await caller.open()
             for number in range(10):
                 record = {
@@ -141,7 +141,10 @@ def test_results_outlive_the_service_and_belong_to_their_run(tmp_path: Path) -> 
             return await a.run("it", "echo once"), [a, b]
 
     async def later(first: Answer, callers: list[Caller]) -> None:
-        async with serving(tmp_path, admin_token_file=str(token_file(tmp_path))) as up, asking(up.address) as caller:
+        async with (
+            serving(tmp_path, admin_token_file=str(token_file(tmp_path))) as up,
+            open_caller(up.address) as caller,
+        ):
             a, b = (Caller(caller.session, up.address, each.token) for each in callers)
             assert (await a.ask("GET", "/v1/actions/it")).content == first.content
             assert (await a.run("it", "echo once")).content == first.content
@@ -226,7 +229,7 @@ CUTS: dict[str, Callable[[bytes], bool]] = {
 def test_a_connection_that_is_cut_in_any_phase_costs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    monkeypatch.setattr(remote_transport, "LONG_POLL_S", 0.2)  # so that it is asked for several times
+    monkeypatch.setattr(remote_transport, "LONG_POLL_S", 0.2)  # so that there are several requests
 
     async def main() -> None:
         async with serving(tmp_path) as up, between() as way:
@@ -264,7 +267,7 @@ def test_a_service_that_is_restarted_between_brings_what_was_submitted_before(tm
     async def main() -> None:
         async with between() as way:
             client = connect(way.address)
-            async with serving(tmp_path, drain_s=0.0) as up, asking(up.address) as admin:
+            async with serving(tmp_path, drain_s=0.0) as up, open_caller(up.address) as admin:
                 way.target = up.address
                 await client.__aenter__()
                 await admin.ask("PATCH", "/v1/pools/cpu@local", {"total": 0})  # so that it waits
@@ -287,7 +290,7 @@ def test_a_service_that_is_restarted_between_brings_what_was_submitted_before(tm
 
 @asynccontextmanager
 async def impostor(answer: bytes) -> AsyncIterator[str]:
-    """Whatever is asked, it says that."""
+    """Returns this for every request."""
 
     async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):

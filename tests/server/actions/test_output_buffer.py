@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.server.asking import DEADLINE_S, asked, line, open_ports, until
+from tests.server.asking import DEADLINE_S, line, local_service, open_ports, until
 
 from tangram.processes.streams import STDERR, STDOUT
 from tangram.runtime.wire import OutputChunk
@@ -153,7 +153,7 @@ def test_a_place_beyond_the_end_is_waited_at_and_ends() -> None:
 
 def test_output_is_followed_over_http_while_it_comes_and_after_its_end(tmp_path: Path) -> None:
     async def main() -> None:
-        async with asked(tmp_path, backend="process") as caller:
+        async with local_service(tmp_path, backend="process") as caller:
             await caller.open()
             await caller.run("it", "echo one; sleep 1000", wait_s=0, follow=True)
             url = f"{caller.address}/v1/actions/it/output"
@@ -179,7 +179,7 @@ def test_a_follower_that_does_not_read_blocks_nothing_and_is_disconnected(
     ports = open_ports(monkeypatch)
 
     async def main() -> None:
-        async with asked(tmp_path, backend="process") as caller, line(caller.address) as idle:
+        async with local_service(tmp_path, backend="process") as caller, line(caller.address) as idle:
             await caller.open()
             await caller.run("it", "until [ -e go ]; do sleep 0.01; done; yes | head -c 64M", wait_s=0, follow=True)
             await idle.send(b"GET /v1/actions/it/output HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")

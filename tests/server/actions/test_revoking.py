@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.server.asking import ADMIN_TOKEN, asking, make_run, tenants, token_file
+from tests.server.asking import ADMIN_TOKEN, make_run, open_caller, tenants, token_file
 from tests.server.shared import config_of, keeping, note_box, note_exec, serving
 
 from tangram.core.action import Action, Outcome, Status
@@ -87,7 +87,7 @@ def test_an_interrupted_revocation_is_completed_before_the_service_answers(
             await journal.record_settled("code/done", encode(SettledAction(outcome=outcome)))
         async with (
             serving(tmp_path, admin_token_file=str(token_file(tmp_path))) as up,
-            asking(up.address, ADMIN_TOKEN) as admin,
+            open_caller(up.address, ADMIN_TOKEN) as admin,
         ):
             assert closed == ["code/box"]
             assert up.recovery_report.queued == up.recovery_report.rerun == 0

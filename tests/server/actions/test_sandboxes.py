@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from tests.server.asking import DEADLINE_S, Caller, asked, asking, until
+from tests.server.asking import DEADLINE_S, Caller, local_service, open_caller, until
 from tests.server.shared import serving
 
 from tangram.clock import SimClock
@@ -54,7 +54,7 @@ def test_a_sandbox_that_is_ended_while_it_is_opened_leaves_nothing_and_its_name_
 ) -> None:
     async def main() -> None:
         slow = SlowOpenings(monkeypatch)
-        async with asked(tmp_path) as caller:
+        async with local_service(tmp_path) as caller:
             opening = asyncio.create_task(caller.submit("o", OPEN, sandbox="box"))
             await until(lambda: slow.begun == 1)
             if how == "deleted":
@@ -81,7 +81,7 @@ def test_a_sandbox_that_is_deleted_before_its_opening_has_begun_is_not_opened(
     async def main() -> None:
         slow = SlowOpenings(monkeypatch)
         slow.go_on.set()
-        async with asked(tmp_path, cores=1.0) as caller:
+        async with local_service(tmp_path, cores=1.0) as caller:
             await caller.open()
             await caller.run("held", "sleep 1000", wait_s=0, demand={"pools": {"cpu": {"min": 1000, "max": 1000}}})
             await caller.until("held", "running")
@@ -145,7 +145,7 @@ def test_a_service_that_goes_down_waits_for_work_on_files_and_has_all_else_tried
         slow = SlowWrites(monkeypatch)
         async with asyncio.timeout(DEADLINE_S), AsyncExitStack() as service:
             up = await service.enter_async_context(serving(tmp_path))
-            async with asking(up.address) as caller:
+            async with open_caller(up.address) as caller:
                 assert (await caller.ask("POST", "/v1/runs/math", {})).status == 201
                 await caller.open()
                 writing = asyncio.create_task(caller.ask("PUT", "/v1/sandboxes/box/files", body=b"x", path="x"))
@@ -174,7 +174,7 @@ def test_work_on_files_that_outlasts_the_service_is_to_be_tried_again(
         slow.failure = ManagerError("the spawner cannot be reached: Broken pipe")
         async with asyncio.timeout(DEADLINE_S), AsyncExitStack() as service:
             up = await service.enter_async_context(serving(tmp_path))
-            async with asking(up.address) as caller:
+            async with open_caller(up.address) as caller:
                 await caller.open()
                 writing = asyncio.create_task(caller.ask("PUT", "/v1/sandboxes/box/files", body=b"x", path="x"))
                 await slow.begun.wait()
@@ -190,7 +190,7 @@ def test_work_on_files_that_outlasts_the_service_is_to_be_tried_again(
 def test_a_sandbox_is_in_use_during_file_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         slow, clock = SlowWrites(monkeypatch), SimClock()
-        async with serving(tmp_path, clock=clock) as up, asking(up.address) as caller:
+        async with serving(tmp_path, clock=clock) as up, open_caller(up.address) as caller:
             await caller.open()
             writing = asyncio.create_task(caller.ask("PUT", "/v1/sandboxes/box/files", body=b"x", path="x"))
             await slow.begun.wait()
@@ -212,7 +212,7 @@ def test_messages_of_a_manager_name_a_sandbox_as_its_caller_does(
         slow = SlowWrites(monkeypatch)
         slow.failure = ManagerError("sandbox admin/box is gone: its first process ended with 9", retry=False)
         slow.go_on.set()
-        async with asked(tmp_path) as caller:
+        async with local_service(tmp_path) as caller:
             await caller.open()
             failed = await caller.ask("PUT", "/v1/sandboxes/box/files", body=b"x", path="x")
             assert failed.error["message"] == "sandbox box is gone: its first process ended with 9"

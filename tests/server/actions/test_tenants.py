@@ -30,7 +30,7 @@ SECRETS = (
     "secretaction",
     "secretfile",
 )
-"""All that run A has a word for. Run B must never hear one that it did not say itself."""
+"""Every name of run A. Run B must never receive one that it did not send itself."""
 
 
 SEEN = [
@@ -291,7 +291,7 @@ async def begin(raw: Line, token: str, method: str, path: str, body: bytes) -> N
     assert (await raw.answer())[0] == 200
     length = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nexpect: 100-continue\r\n\r\n"
     await raw.send(f"{method} {path} HTTP/1.1\r\n{head}{length}".encode())
-    assert b" 100 " in await raw.reader.readuntil(b"\r\n\r\n")  # said when its body is asked for
+    assert b" 100 " in await raw.reader.readuntil(b"\r\n\r\n")  # sent when the body is read
     await raw.send(body[:5])
 
 
@@ -310,9 +310,9 @@ def test_what_is_under_way_when_its_run_is_revoked_comes_to_nothing(tmp_path: Pa
             if other is not None:
                 await other.open()
             await raw.send(body[5:])
-            status, said = await raw.answer()
+            status, response = await raw.answer()
             unknown = await Caller(a.session, a.address, "tgr_unknown").ask("GET", "/v1/about")
-            assert (status, said) == (401, unknown.content)
+            assert (status, response) == (401, unknown.content)
             other = other or await make_run(admin, a.name)
             shown = (await other.ask("GET", "/v1/sandboxes")).json["sandboxes"]
             assert [box["name"] for box in shown] == (["box"] if again else [])

@@ -139,7 +139,7 @@ def test_the_demand_of_each_operation_matches_its_work() -> None:
     assert action.demand.pools == {"search": fixed(1)}
     for pool in ("function/b/x", "endpoint/b/x"):
         action, _ = said(demand={"pools": {"cpu": {"min": 1, "max": 1}, pool: {"min": 1, "max": 1}}})
-        assert list(action.demand.pools) == ["cpu"]  # what a client calls the pool of its function is not asked
+        assert list(action.demand.pools) == ["cpu"]  # the name that a client gives the pool of its function is ignored
 
 
 @pytest.mark.parametrize(

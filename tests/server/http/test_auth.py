@@ -10,7 +10,17 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from tests.server.asking import ADMIN_TOKEN, Answer, Caller, asked, asking, line, make_run, tenants, token_file
+from tests.server.asking import (
+    ADMIN_TOKEN,
+    Answer,
+    Caller,
+    line,
+    local_service,
+    make_run,
+    open_caller,
+    tenants,
+    token_file,
+)
 from tests.server.shared import config_of
 
 from tangram.clock import SimClock
@@ -334,7 +344,7 @@ def test_a_revoked_token_is_refused_at_once_and_after_a_restart(tmp_path: Path) 
             assert (await admin.ask("DELETE", f"/v1/runs/{a.name}")).status == 204
             assert (await a.ask("GET", "/v1/about")).code == "unauthorized"
             assert (await b.ask("GET", "/v1/about")).json["run"] == b.name
-        async with asked(tmp_path, admin_token_file=str(token_file(tmp_path))) as again:
+        async with local_service(tmp_path, admin_token_file=str(token_file(tmp_path))) as again:
             assert (await Caller(again.session, again.address, a.token).ask("GET", "/v1/about")).code == "unauthorized"
             assert (await Caller(again.session, again.address, b.token).ask("GET", "/v1/about")).status == 200
 
@@ -449,7 +459,7 @@ def test_no_page_of_another_origin_acts_on_an_open_service(tmp_path: Path) -> No
     """A browser sends requests of a page to any local listener, and there no token is needed."""
 
     async def main() -> None:
-        async with asked(tmp_path) as caller:
+        async with local_service(tmp_path) as caller:
             record = {"id": "it", "sandbox": "box", "work": {"type": "Open", "spec": {}}}
             for headers in ELSEWHERE:
                 response = await caller.ask("POST", "/v1/actions", record, headers=headers)
@@ -476,7 +486,7 @@ def test_a_rate_limit_is_reported_in_numbers(tmp_path: Path) -> None:
     async def main() -> None:
         async with tenants(tmp_path, limits=RunLimits(requests_per_s=10.0, requests_burst=100)) as (up, admin, *_):
             slow = await make_run(admin, "slow", {"requests_per_s": 1e-320})
-            async with asking(up.address, slow.token) as caller:
+            async with open_caller(up.address, slow.token) as caller:
                 assert (await caller.ask("GET", "/v1/about")).status == 200
                 refused = await caller.ask("GET", "/v1/about")
                 assert refused.error["limit"] == "requests_per_s" and int(refused.headers["retry-after"]) >= 1

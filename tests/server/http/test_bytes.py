@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.server.asking import ADMIN_TOKEN, Caller, Line, asked, asking, line, make_run, tenants, until
+from tests.server.asking import ADMIN_TOKEN, Caller, Line, line, local_service, make_run, open_caller, tenants, until
 from tests.server.shared import serving
 
 from tangram.config import RunLimits
@@ -95,7 +95,7 @@ def test_unacknowledged_results_are_limited_in_bytes(tmp_path: Path) -> None:
         token = {"admin_token_file": str(tmp_path / "token")}
         async with (
             serving(tmp_path, backend="process", limits=limits, **token) as up,
-            asking(up.address, ADMIN_TOKEN) as admin,
+            open_caller(up.address, ADMIN_TOKEN) as admin,
         ):
             a = Caller(admin.session, up.address, a.token, a.name)
             work = {"type": "Open", "spec": {}}
@@ -224,7 +224,7 @@ def test_a_result_that_the_journal_cannot_store_is_lost_at_no_cost_to_other_runs
         monkeypatch.setattr(f"tangram.server.journal.{module}.RECORD_BYTES_MAX", 20_000)
 
     async def main() -> None:
-        async with asked(tmp_path) as caller:
+        async with local_service(tmp_path) as caller:
             await caller.open()
             work = {"type": "Exec", "command": "cat; cat >&2", "stdin": base64.b64encode(b"x" * 15_000).decode()}
             outcome = (await caller.submit("large", work, sandbox="box")).json["settled"]["outcome"]
@@ -236,7 +236,7 @@ def test_a_result_that_the_journal_cannot_store_is_lost_at_no_cost_to_other_runs
 
 def test_the_kept_output_of_a_program_fits_into_the_journal_under_any_config(tmp_path: Path) -> None:
     async def main() -> None:
-        async with asked(tmp_path, limits=RunLimits(body_bytes_max=1 << 30)) as caller:
+        async with local_service(tmp_path, limits=RunLimits(body_bytes_max=1 << 30)) as caller:
             await caller.open()
             work = {"type": "Exec", "command": "true", "capture_bytes_max": RECORD_BYTES_MAX // 2}
             assert (await caller.submit("too-much", work, sandbox="box")).error["limit"] == "capture_bytes_max"
@@ -271,7 +271,7 @@ def test_a_full_temporary_disk_is_reported_and_not_a_bug(
     content = b"x" * 300_000  # large enough to be answered through a file
 
     async def main() -> None:
-        async with asked(tmp_path) as caller:
+        async with local_service(tmp_path) as caller:
             await caller.open()
             work = {"type": "Exec", "command": "cat > large", "stdin": base64.b64encode(content).decode()}
             await caller.submit("make", work, sandbox="box")

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.client.conftest import why_not
-from tests.server.asking import Caller, Line, asked, line, open_ports, tenants, until
+from tests.server.asking import Caller, Line, line, local_service, open_ports, tenants, until
 
 from tangram.config import RunLimits
 from tangram.managers.fake import FakeManager
@@ -34,7 +34,7 @@ async def is_well(caller: Caller) -> None:
 
 def test_a_length_beyond_the_limit_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     async def main() -> None:
-        async with asked(tmp_path, limits=SMALL) as caller:
+        async with local_service(tmp_path, limits=SMALL) as caller:
             await caller.open()
             for head, limit in (
                 (b"POST /v1/actions", b"body_bytes_max"),
@@ -54,7 +54,7 @@ def test_a_length_beyond_the_limit_is_refused_before_anything_is_read(tmp_path: 
 
 def test_a_body_without_a_length_is_cut_off_at_the_limit(tmp_path: Path) -> None:
     async def main() -> None:
-        async with asked(tmp_path, limits=SMALL) as caller:
+        async with local_service(tmp_path, limits=SMALL) as caller:
             await caller.open()
             for head, limit in (
                 (b"POST /v1/actions", b"body_bytes_max"),
@@ -95,7 +95,7 @@ def test_headers_without_end_are_cut_off(tmp_path: Path, monkeypatch: pytest.Mon
     ports = open_ports(monkeypatch)
 
     async def main() -> None:
-        async with asked(tmp_path) as caller, line(caller.address) as raw:
+        async with local_service(tmp_path) as caller, line(caller.address) as raw:
             begin, piece = b"GET /healthz HTTP/1.1\r\n" + HOST, HEADS[what]
             if what == "the address":
                 begin, piece = b"GET /", b"x" * 10_000
@@ -121,7 +121,7 @@ def test_a_client_that_sends_its_headers_too_slowly_is_disconnected(
     monkeypatch.setattr(listener, "HEADER_TIMEOUT_S", 0.3)
 
     async def main() -> None:
-        async with asked(tmp_path) as caller, line(caller.address) as silent, line(caller.address) as slow:
+        async with local_service(tmp_path) as caller, line(caller.address) as silent, line(caller.address) as slow:
 
             async def drip() -> None:
                 with contextlib.suppress(ConnectionError):
@@ -144,7 +144,7 @@ def test_blank_lines_do_not_keep_a_connection_open(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(listener, "HEADER_TIMEOUT_S", 1.0)
 
     async def main() -> None:
-        async with asked(tmp_path) as caller, line(caller.address) as first, line(caller.address) as later:
+        async with local_service(tmp_path) as caller, line(caller.address) as first, line(caller.address) as later:
             await first.send(b"\r\n\r\n")
             await later.send(b"GET /healthz HTTP/1.1\r\n" + HOST + b"\r\n")
             assert (await later.answer())[0] == 200
@@ -160,7 +160,7 @@ def test_a_connection_that_is_used_again_and_again_is_not_cut_off(
     monkeypatch.setattr(listener, "HEADER_TIMEOUT_S", 2.0)
 
     async def main() -> None:
-        async with asked(tmp_path) as caller:
+        async with local_service(tmp_path) as caller:
             await caller.open()
             await caller.run("it", "sleep 1000", wait_s=0)
             async with line(caller.address) as raw:
@@ -182,7 +182,7 @@ def test_a_body_that_comes_slowly_is_refused(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(middleware, "SPOOL_BYTES", 1)  # each piece goes to the disk, where time passes as well
 
     async def main() -> None:
-        async with asked(tmp_path) as caller, line(caller.address) as raw:
+        async with local_service(tmp_path) as caller, line(caller.address) as raw:
             await caller.open()
             await raw.send(head + b" HTTP/1.1\r\n" + HOST + b"content-length: 100000\r\n\r\n")
 
@@ -210,7 +210,7 @@ def test_a_client_that_sends_on_after_its_response_is_disconnected(
     ports = open_ports(monkeypatch)
 
     async def main() -> None:
-        async with asked(tmp_path) as caller, line(caller.address) as raw, line(caller.address) as silent:
+        async with local_service(tmp_path) as caller, line(caller.address) as raw, line(caller.address) as silent:
             for each in (raw, silent):
                 await each.send(b"POST /nowhere HTTP/1.1\r\n" + HOST + b"content-length: 999999999\r\n\r\nx")
                 assert (await each.answer())[0] == 404
@@ -225,7 +225,7 @@ def test_a_client_that_sends_on_after_its_response_is_disconnected(
 
 def test_a_client_that_sends_the_rest_of_its_body_in_time_keeps_its_connection(tmp_path: Path) -> None:
     async def main() -> None:
-        async with asked(tmp_path) as caller, line(caller.address) as raw:
+        async with local_service(tmp_path) as caller, line(caller.address) as raw:
             for _ in range(3):
                 await raw.send(b"POST /nowhere HTTP/1.1\r\n" + HOST + b"content-length: 200000\r\n\r\n")
                 assert (await raw.answer())[0] == 404
@@ -242,7 +242,7 @@ def test_a_client_that_does_not_read_is_disconnected(
     ports = open_ports(monkeypatch)
 
     async def main() -> None:
-        async with asked(tmp_path) as caller, line(caller.address) as raw, line(caller.address) as closing:
+        async with local_service(tmp_path) as caller, line(caller.address) as raw, line(caller.address) as closing:
             await caller.open()
             content = io.BytesIO(b"x" * (32 << 20))
             assert (await caller.ask("PUT", "/v1/sandboxes/box/files", body=content, path="large")).status == 204
@@ -262,7 +262,7 @@ def test_many_idle_connections_delay_no_request(tmp_path: Path, monkeypatch: pyt
     ports = open_ports(monkeypatch)
 
     async def main() -> None:
-        async with asked(tmp_path) as caller, contextlib.AsyncExitStack() as stack:
+        async with local_service(tmp_path) as caller, contextlib.AsyncExitStack() as stack:
             lines = [await stack.enter_async_context(line(caller.address)) for _ in range(200)]
             for each in lines:
                 await each.send(b"GET /healthz HTTP/1.1\r\n" + HOST + b"\r\n")
@@ -369,7 +369,7 @@ def test_no_archive_writes_outside_of_its_sandbox(tmp_path: Path, backend: str) 
     victim.chmod(0o666)
 
     async def main() -> None:
-        async with asked(tmp_path / "service", backend=backend) as caller:
+        async with local_service(tmp_path / "service", backend=backend) as caller:
             await caller.open()
             for place in (victim, outside / "fresh"):
                 for what, tar in out_of(place).items():
@@ -386,7 +386,7 @@ def test_no_device_comes_of_an_archive(tmp_path: Path, backend: str) -> None:
     require(backend)
 
     async def main() -> None:
-        async with asked(tmp_path, backend=backend) as caller:
+        async with local_service(tmp_path, backend=backend) as caller:
             await caller.open()
             for number, kind in enumerate((tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE)):
                 tar = tar_of(member(f"special{number}", kind))
@@ -407,7 +407,7 @@ def test_an_invalid_archive_is_reported_as_such(tmp_path: Path, backend: str, ju
     require(backend)
 
     async def main() -> None:
-        async with asked(tmp_path, backend=backend) as caller:
+        async with local_service(tmp_path, backend=backend) as caller:
             await caller.open()
             response = await caller.ask("PUT", "/v1/sandboxes/box/tree", body=junk, path=".")
             assert response.status == 204 or response.code == "file_failed", response
@@ -421,7 +421,7 @@ def test_an_invalid_image_error_names_the_upload_and_not_a_file_of_the_service(t
     require(backend)
 
     async def main() -> None:
-        async with asked(tmp_path, backend=backend) as caller:
+        async with local_service(tmp_path, backend=backend) as caller:
             for body in (b"no image", tar_of(member("x", content=b"no image either"))):
                 response = await caller.ask("POST", "/v1/images", body=body)
                 assert response.code == ("invalid_config" if backend == "sandbox" else "manager_failed")
@@ -436,7 +436,7 @@ def test_an_archive_larger_than_the_disk_of_its_sandbox_is_refused_there(tmp_pat
     require("sandbox")
 
     async def main() -> None:
-        async with asked(tmp_path, backend="sandbox") as caller:
+        async with local_service(tmp_path, backend="sandbox") as caller:
             await caller.open(disk_bytes=4 << 20)
             for what, tar in (
                 ("bytes", tar_of(member("large", content=b"x" * (16 << 20)))),
@@ -475,7 +475,7 @@ def test_no_path_leads_out_of_a_sandbox(tmp_path: Path, what: str) -> None:
     tmp_path.chmod(0o777)
 
     async def main() -> None:
-        async with asked(tmp_path / "service", backend="sandbox") as caller:
+        async with local_service(tmp_path / "service", backend="sandbox") as caller:
             await caller.open()
             await caller.run("links", f"mkdir d; ln -s {secret} link; ln -s {tmp_path} dir")
             path = PATHS[what](secret)
@@ -498,7 +498,7 @@ def test_no_path_leads_out_of_a_sandbox(tmp_path: Path, what: str) -> None:
 
 def test_paths_that_are_none_are_refused_in_words(tmp_path: Path) -> None:
     async def main() -> None:
-        async with asked(tmp_path, backend="process") as caller:
+        async with local_service(tmp_path, backend="process") as caller:
             await caller.open()
             for path in ("", "a%00b", "a%0d%0ab", "%ff%fe", "x" * 5000, "/".join(["d"] * 3000), "\\..\\x"):
                 for method, place in (("GET", "files"), ("GET", "list"), ("GET", "tree"), ("DELETE", "files")):
@@ -515,7 +515,7 @@ def test_a_call_of_nonsense_is_the_fault_of_its_caller_alone(tmp_path: Path) -> 
     require("sandbox")
 
     async def main() -> None:
-        async with asked(tmp_path, backend="sandbox") as caller:
+        async with local_service(tmp_path, backend="sandbox") as caller:
             await caller.open()
             for number, paths in enumerate(
                 (["/python3" + "9" * 5000 + ".zip"], ["/python3" + "9" * 4000 + ".zip"], [])
@@ -538,7 +538,7 @@ def test_disconnecting_at_any_moment_does_no_harm(
     ports = open_ports(monkeypatch)
 
     async def main() -> None:
-        async with asked(tmp_path) as caller:
+        async with local_service(tmp_path) as caller:
             await caller.open()
             await caller.run("long", "sleep 1000", wait_s=0, follow=True)
             body = b'{"id":"lost","sandbox":"box","work":{"type":"Exec","command":"echo hello"}}'
@@ -571,7 +571,7 @@ def test_a_service_that_stops_disconnects_clients_that_do_not_read(
     ports = open_ports(monkeypatch)
 
     async def main() -> None:
-        async with asked(tmp_path, drain_s=0.0) as caller, line(caller.address) as raw:
+        async with local_service(tmp_path, drain_s=0.0) as caller, line(caller.address) as raw:
             await caller.open()
             content = io.BytesIO(b"x" * (32 << 20))
             await caller.ask("PUT", "/v1/sandboxes/box/files", body=content, path="large")

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.server.asking import ADMIN_TOKEN, Caller, asked, asking, line, make_run, tenants, token_file
+from tests.server.asking import ADMIN_TOKEN, Caller, line, local_service, make_run, open_caller, tenants, token_file
 from tests.server.shared import config_of, serving
 
 from tangram.cli.serve import FORMAT, OneLineFormatter
@@ -90,7 +90,7 @@ BODIES = {
 
 def test_a_body_that_is_wrong_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     async def main() -> None:
-        async with asked(tmp_path) as caller:
+        async with local_service(tmp_path) as caller:
             for what, (body, code) in BODIES.items():
                 response = await caller.ask("POST", "/v1/actions", body=io.BytesIO(body), headers=JSON)
                 assert (what, response.code) == (what, code)
@@ -120,7 +120,7 @@ FIELDS = {
 
 def test_an_error_names_the_field_of_the_body_and_what_it_takes(tmp_path: Path) -> None:
     async def main() -> None:
-        async with asked(tmp_path) as caller:
+        async with local_service(tmp_path) as caller:
             for body, says in FIELDS.items():
                 error = (await caller.ask("POST", "/v1/actions", body=body, headers=JSON)).error
                 assert error["message"].startswith(says) and error["field"] == says.partition(":")[0]
@@ -147,7 +147,7 @@ RECORDS = [
 
 def test_so_is_it_at_every_other_address(tmp_path: Path) -> None:
     async def main() -> None:
-        async with asked(tmp_path) as caller:
+        async with local_service(tmp_path) as caller:
             for method, path in RECORDS:
                 await refuses(caller, method, path)
             await unchanged(caller)
@@ -173,7 +173,7 @@ def test_so_is_it_at_every_other_address(tmp_path: Path) -> None:
 @pytest.mark.parametrize("caps", ['{"sandboxes_max":%d}', '{"waiting_max":%d}', '{"running_max":%d}'])
 def test_caps_that_cannot_be_kept_are_refused(tmp_path: Path, caps: str) -> None:
     async def main() -> None:
-        async with asked(tmp_path) as caller:
+        async with local_service(tmp_path) as caller:
             for number in (10**30, 1 << 53, 0, -1):
                 body = b'{"caps":%s}' % (caps % number).encode()
                 assert (await caller.ask("POST", "/v1/runs/x", body=body, headers=JSON)).code == "invalid_action"
@@ -186,7 +186,7 @@ def test_of_a_key_that_is_there_twice_the_last_one_counts(tmp_path: Path) -> Non
     """One parser reads all of it, so no check of the first one was bypassed."""
 
     async def main() -> None:
-        async with asked(tmp_path) as caller:
+        async with local_service(tmp_path) as caller:
             response = await caller.ask("POST", "/v1/actions", body=b'{"id":"one","id":"two",%s}' % WORK, headers=JSON)
             assert response.json["id"] == "two"
             assert (await caller.ask("GET", "/v1/actions/one", wait_s=0)).code == "not_found"
@@ -199,7 +199,7 @@ def test_of_a_key_that_is_there_twice_the_last_one_counts(tmp_path: Path) -> Non
 )
 def test_a_body_without_the_json_content_type_is_refused(tmp_path: Path, kind: str) -> None:
     async def main() -> None:
-        async with asked(tmp_path) as caller:
+        async with local_service(tmp_path) as caller:
             body = b'{"id":"x",%s}' % WORK
             response = await caller.ask("POST", "/v1/actions", body=body, headers={"content-type": kind})
             assert (response.status, response.code) == (415, "wrong_content_type")
@@ -210,7 +210,7 @@ def test_a_body_without_the_json_content_type_is_refused(tmp_path: Path, kind: s
 
 def test_an_error_is_never_as_large_as_what_was_wrong(tmp_path: Path) -> None:
     async def main() -> None:
-        async with asked(tmp_path) as caller:
+        async with local_service(tmp_path) as caller:
             long = "x" * 1_000_000
             work = {"type": "Exec", "command": "true"}
             for record in (
@@ -239,7 +239,7 @@ NOWHERE = ["/nowhere", "/v1", "/v1/", "/v1/about/", "/v1/actions/", "//v1/about"
 
 def test_an_unknown_path_is_not_found_without_a_redirect(tmp_path: Path) -> None:
     async def main() -> None:
-        async with asked(tmp_path) as caller:
+        async with local_service(tmp_path) as caller:
             for path in NOWHERE:
                 response = await caller.ask("GET", path, headers={"x-forwarded-host": "evil.example"})
                 assert (path, response.status, response.code) == (path, 404, "not_found")
@@ -250,7 +250,7 @@ def test_an_unknown_path_is_not_found_without_a_redirect(tmp_path: Path) -> None
 
 def test_a_wrong_method_gets_the_allowed_ones(tmp_path: Path) -> None:
     async def main() -> None:
-        async with asked(tmp_path) as caller:
+        async with local_service(tmp_path) as caller:
             for method, path, allowed in (
                 ("DELETE", "/v1/actions", "POST"),
                 ("GET", "/v1/acknowledge", "POST"),
@@ -277,7 +277,7 @@ BAD_NAMES = ["%2e%2e", ".", "..%2fx", "x%2fy", "%00", "x%00", "x%0a", "x%0d%0ay"
 
 def test_names_in_paths_reach_only_the_named_object(tmp_path: Path) -> None:
     async def main() -> None:
-        async with asked(tmp_path) as caller:
+        async with local_service(tmp_path) as caller:
             asks: list[tuple[str, str, Any]] = [
                 ("GET", "/v1/actions/{}", None),
                 ("GET", "/v1/actions/{}/output", None),
@@ -324,7 +324,7 @@ NUMBERS = ["-1", "x", "1.5", "١", "0x10", "9" * 5000, "", "1e3", "+1", " 1", "9
 
 def test_words_of_a_query_that_are_wrong_are_refused(tmp_path: Path) -> None:
     async def main() -> None:
-        async with asked(tmp_path) as caller:
+        async with local_service(tmp_path) as caller:
             for query in QUERIES:
                 response = await caller.ask("GET", f"/v1/actions/x?{query}")
                 assert response.code == "invalid_action" and response.error["field"] in ("wait_s", "until"), query
@@ -353,7 +353,7 @@ NO_HTTP = [
 
 def test_what_is_no_http_is_refused_in_json_and_cut_off(tmp_path: Path) -> None:
     async def main() -> None:
-        async with asked(tmp_path) as caller:
+        async with local_service(tmp_path) as caller:
             for sent in NO_HTTP:
                 async with line(caller.address) as raw:
                     await raw.send(sent)
@@ -367,7 +367,7 @@ def test_what_is_no_http_is_refused_in_json_and_cut_off(tmp_path: Path) -> None:
 
 def test_what_is_no_http_is_logged_once_with_its_address(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        async with asked(tmp_path) as caller, line(caller.address) as raw:
+        async with local_service(tmp_path) as caller, line(caller.address) as raw:
             await raw.send(NO_HTTP[0])
             await raw.ended()
 
@@ -378,7 +378,7 @@ def test_what_is_no_http_is_logged_once_with_its_address(tmp_path: Path, caplog:
 
 def test_pipelined_requests_are_answered_in_their_order(tmp_path: Path) -> None:
     async def main() -> None:
-        async with asked(tmp_path) as caller, line(caller.address) as raw:
+        async with local_service(tmp_path) as caller, line(caller.address) as raw:
             paths = [b"/healthz", b"/nowhere", b"/readyz", b"/healthz"] * 50
             await raw.send(b"".join(b"GET %s HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n" % path for path in paths))
             statuses = [(await raw.answer())[0] for _ in paths]
@@ -389,7 +389,7 @@ def test_pipelined_requests_are_answered_in_their_order(tmp_path: Path) -> None:
 
 def test_a_request_to_upgrade_is_answered_in_this_protocol(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        async with asked(tmp_path) as caller, line(caller.address) as raw:
+        async with local_service(tmp_path) as caller, line(caller.address) as raw:
             upgrade = b"connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-key: eA==\r\n"
             await raw.send(b"GET /healthz HTTP/1.1\r\nhost: x\r\n%s\r\n" % upgrade)
             assert (await raw.answer())[0] == 200
@@ -407,7 +407,7 @@ def test_no_request_can_inject_a_line_into_the_log(tmp_path: Path, caplog: pytes
     caplog.set_level(logging.DEBUG)
 
     async def main() -> None:
-        async with asked(tmp_path) as caller:
+        async with local_service(tmp_path) as caller:
             await caller.open()
             await caller.ask("GET", f"/v1/actions/x%0a{FORGED.replace(' ', '%20')}")
             await caller.ask("GET", f"/v1/sandboxes/box/files?path=x%0a{FORGED.replace(' ', '%20')}")
@@ -559,7 +559,7 @@ def test_connections_have_a_limit_that_is_named(tmp_path: Path) -> None:
                     fault = msgspec.json.decode(body)["error"]
                     assert (status, fault["code"], fault["limit"]) == (429, "rate", "connections_max")
                     assert await fourth.ended() == b""
-            async with asking(up.address) as caller:
+            async with open_caller(up.address) as caller:
                 for _ in range(100):  # as soon as those have gone
                     try:
                         response = await caller.ask("GET", "/healthz")
@@ -586,10 +586,10 @@ def test_on_a_public_address_every_request_needs_the_token(tmp_path: Path) -> No
     async def main() -> None:
         async with serving(tmp_path, listen="0.0.0.0:0", admin_token_file=str(token_file(tmp_path))) as up:
             address = up.address.replace("0.0.0.0", "127.0.0.1")
-            async with asking(address) as anonymous:
+            async with open_caller(address) as anonymous:
                 assert (await anonymous.ask("GET", "/v1/about")).code == "unauthorized"
                 assert (await anonymous.ask("GET", "/healthz")).status == 200
-            async with asking(address, ADMIN_TOKEN) as admin:
+            async with open_caller(address, ADMIN_TOKEN) as admin:
                 assert (await admin.ask("GET", "/v1/about")).json["admin"] is True
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""The OpenAPI document: whole in itself, and true of the service, which is asked whatever the document allows."""
+"""The OpenAPI document: complete, and true of the service, which gets every request that the document allows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.server.asking import ADMIN_TOKEN, asked, token_file
+from tests.server.asking import ADMIN_TOKEN, local_service, token_file
 from tests.server.shared import serving
 from tools.reference.http_page import http_page
 
@@ -103,7 +103,7 @@ def test_only_what_is_public_needs_no_token() -> None:
 
 def test_the_document_is_public_at_a_service(tmp_path: Path) -> None:
     async def main() -> None:
-        async with asked(tmp_path, admin_token_file=str(token_file(tmp_path))) as anonymous:
+        async with local_service(tmp_path, admin_token_file=str(token_file(tmp_path))) as anonymous:
             response = await anonymous.ask("GET", "/openapi.json")
             assert (response.status, response.headers["content-type"]) == (200, "application/json")
             assert response.json == DOCUMENT

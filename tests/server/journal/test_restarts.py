@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.chaos.conftest import found_by, mounts_below, processes_of, until, until_runs
+from tests.chaos.conftest import mounts_below, processes_of, until, until_runs, visible_pids
 from tests.client.conftest import why_not
 from tests.server.process import Process
 from tests.server.shared import wire_of
@@ -227,7 +227,7 @@ def test_a_session_that_ended_with_the_service_reports_it_beside_running_program
             running = asyncio.create_task(box.exec("touch a; sleep 60", cpus=1))
             await until_running("a", box)
             os.kill(kept.pid, signal.SIGSTOP)
-            (shell,) = found_by(SESSION_SHELL_SCRIPT, kept.folder / "state")
+            (shell,) = visible_pids(SESSION_SHELL_SCRIPT, kept.folder / "state")
             os.kill(shell, signal.SIGKILL)
             await until(lambda: not os.path.exists(f"/proc/{shell}"), "its spawner has noticed its end")
             await restarted(kept)
@@ -252,10 +252,10 @@ def test_a_service_that_closes_sandboxes_takes_over_what_was_kept_and_its_stop_l
         kept.configure(service='sandboxes_on_stop = "close"')
         await restarted(kept, kill=False)
         assert await box.read_text("file") == "kept", "it was not taken over"
-        assert owner in groups.owner_names() and found_by("9301", state)
+        assert owner in groups.owner_names() and visible_pids("9301", state)
         await asyncio.to_thread(kept.stop)
         assert list((state / "owners").iterdir()) == [] and owner not in groups.owner_names()
-        assert processes_of(state, set()) == {} and not found_by("9301", state) and mounts_below(state) == []
+        assert processes_of(state, set()) == {} and not visible_pids("9301", state) and mounts_below(state) == []
         await asyncio.to_thread(kept.start)
         assert (await box.exec("true")).status is Status.LOST
 
@@ -285,7 +285,7 @@ async def noted(wire: RemoteConnection, count: int, text: str) -> list[str]:
 
 
 @asynccontextmanager
-async def asking(url: str, reconnect_s: float = 60.0) -> AsyncIterator[RemoteConnection]:
+async def open_wire(url: str, reconnect_s: float = 60.0) -> AsyncIterator[RemoteConnection]:
     wire = RemoteConnection(url, "", "", reconnect_s)
     await wire.open()
     try:
@@ -316,7 +316,7 @@ def test_a_disk_that_is_full_stops_the_service_and_nothing_acknowledged_is_lost(
 
     async def fill() -> list[str]:
         acknowledged = []
-        async with asking(process.url, reconnect_s=0.0) as wire:
+        async with open_wire(process.url, reconnect_s=0.0) as wire:
             await wire.call("POST", "/v1/actions", OPEN, wait_s=30.0)
             for n in range(10_000):
                 body = {"id": f"a{n}", "sandbox": "box", "work": {"type": "Exec", "command": f"echo {'x' * 50_000}"}}
@@ -334,7 +334,7 @@ def test_a_disk_that_is_full_stops_the_service_and_nothing_acknowledged_is_lost(
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
 
     async def look() -> None:
-        async with asking(process.url) as wire:
+        async with open_wire(process.url) as wire:
             for id in acknowledged:
                 assert b"succeeded" in await wire.call("GET", f"/v1/actions/{id}", wait_s=0.0)
 
@@ -346,7 +346,7 @@ def test_a_truncated_log_is_reported_and_earlier_commits_are_kept(tmp_path: Path
     process = Process(tmp_path / "service", backend="fake")
 
     async def fill() -> list[str]:
-        async with asking(process.url) as wire:
+        async with open_wire(process.url) as wire:
             await wire.call("POST", "/v1/actions", OPEN, wait_s=30.0)
             return await noted(wire, 20, "kept")
 
@@ -357,7 +357,7 @@ def test_a_truncated_log_is_reported_and_earlier_commits_are_kept(tmp_path: Path
     os.truncate(wal, wal.stat().st_size - 100)
 
     async def look() -> None:
-        async with asking(process.url) as wire:
+        async with open_wire(process.url) as wire:
             for id in ids[:-1]:
                 assert b"succeeded" in await wire.call("GET", f"/v1/actions/{id}", wait_s=0.0)
 

@@ -1,4 +1,4 @@
-"""What the service shows of itself: true to the scheduler, bounded, and no names of others to a run."""
+"""What the service shows: true to the scheduler, bounded, and to a run no names of other runs."""
 
 from __future__ import annotations
 

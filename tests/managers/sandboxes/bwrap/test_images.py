@@ -379,8 +379,8 @@ def test_the_shell_is_looked_up_inside_the_image(store: ImageStore, tmp_path: Pa
     links = tar_of(symlink("bin", "usr/bin"))
     shell = tar_of(file("usr/bin/bash", b"#!", mode=0o755))
     assert run(store.add_tar(archive(tmp_path / "a", saved([links, shell])), name="a")).shell == "/bin/bash"
-    gone = tar_of(file("usr/bin/.wh.bash"))
-    assert run(store.add_tar(archive(tmp_path / "b", saved([links, shell, gone])), name="b")).shell == "/bin/sh"
+    without_bash = tar_of(file("usr/bin/.wh.bash"))
+    assert run(store.add_tar(archive(tmp_path / "b", saved([links, shell, without_bash])), name="b")).shell == "/bin/sh"
     outside = tar_of(symlink("bin/bash", "/usr/bin/bash"))
     assert run(store.add_tar(archive(tmp_path / "c", saved([outside])), name="c")).shell == "/bin/sh"
 

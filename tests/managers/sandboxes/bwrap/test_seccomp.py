@@ -124,7 +124,7 @@ POWERS = {
     "boot": 22,
     "time": 25,
 }
-"""The capabilities that the kernel asks for in refused calls, by their bits."""
+"""The capabilities that the kernel checks in refused calls, by their bits."""
 
 
 def all_powerful() -> bool:

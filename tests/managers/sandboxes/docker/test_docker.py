@@ -62,11 +62,11 @@ def hiding_engine() -> Iterator[PrivateEngine]:
 
 @pytest.fixture(autouse=True)
 def _quick_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs here that do not end when they are asked to never will."""
+    """Programs here that ignore a stop request never end."""
     monkeypatch.setattr("tangram.managers.sandboxes.docker.processes.STOP_GRACE_S", 0.3)
 
 
-class Desk:
+class Harness:
     """Starts work with a manager the way a service does."""
 
     def __init__(self, manager: DockerManager, engine: PrivateEngine) -> None:
@@ -103,22 +103,22 @@ class Desk:
 
 
 @contextlib.asynccontextmanager
-async def opened(engine: PrivateEngine, spec: SandboxSpec | None = SMALL) -> AsyncIterator[Desk]:
+async def opened(engine: PrivateEngine, spec: SandboxSpec | None = SMALL) -> AsyncIterator[Harness]:
     async with DockerManager(socket=engine.socket, image=IMAGE) as manager:
-        desk = Desk(manager, engine)
+        harness = Harness(manager, engine)
         if spec is not None:
-            await desk.do(Open(spec=spec))
-        yield desk
+            await harness.do(Open(spec=spec))
+        yield harness
 
 
 def play(
-    engine: PrivateEngine, scene: Callable[[Desk], Coroutine[Any, Any, None]], spec: SandboxSpec | None = SMALL
+    engine: PrivateEngine, scene: Callable[[Harness], Coroutine[Any, Any, None]], spec: SandboxSpec | None = SMALL
 ) -> None:
     """Run a scene with one open sandbox; afterwards nothing may be left at the engine."""
 
     async def whole() -> None:
-        async with opened(engine, spec) as desk:
-            await asyncio.wait_for(scene(desk), 3 * WAIT_S)
+        async with opened(engine, spec) as harness:
+            await asyncio.wait_for(scene(harness), 3 * WAIT_S)
 
     asyncio.run(whole())
     assert engine.containers() == []
@@ -140,41 +140,41 @@ async def until(condition: Callable[[], Any]) -> None:
 
 
 def test_a_program_has_its_streams_apart_and_its_exit_code(engine: PrivateEngine) -> None:
-    async def scene(desk: Desk) -> None:
-        executed = await desk.run("echo out; echo err >&2; exit 3")
+    async def scene(harness: Harness) -> None:
+        executed = await harness.run("echo out; echo err >&2; exit 3")
         assert (executed.stdout, executed.stderr, executed.exit_code) == (b"out\n", b"err\n", 3)
-        executed = await desk.run(("printf", "%s|", "a b", "$HOME", ""))
+        executed = await harness.run(("printf", "%s|", "a b", "$HOME", ""))
         assert executed.stdout == b"a b|$HOME||"
-        assert (await desk.run(("no-such-program",))).exit_code == 127
-        assert (await desk.run("kill -9 $$")).exit_code == 137
-        assert (await desk.run(("cat",), stdin=b"x" * 300_000)).stdout == b"x" * 300_000
+        assert (await harness.run(("no-such-program",))).exit_code == 127
+        assert (await harness.run("kill -9 $$")).exit_code == 137
+        assert (await harness.run(("cat",), stdin=b"x" * 300_000)).stdout == b"x" * 300_000
 
     play(engine, scene)
 
 
 def test_a_program_gets_its_directory_its_user_and_its_width(engine: PrivateEngine) -> None:
-    async def scene(desk: Desk) -> None:
+    async def scene(harness: Harness) -> None:
         assert (
-            await desk.text("pwd; id -u; echo $HOME $MINE $OURS", env={"MINE": "1"})
+            await harness.text("pwd; id -u; echo $HOME $MINE $OURS", env={"MINE": "1"})
             == "/work\n61999\n/home/agent 1 2\n"
         )
-        assert await desk.text("mkdir -p /work/d; touch ~/f") == ""
-        assert await desk.text("pwd", cwd="d") == "/work/d\n"
-        result = await desk.do(Exec(command="echo {cpus} $TANGRAM_CPUS $OMP_NUM_THREADS $(nproc)"), units=1000)
+        assert await harness.text("mkdir -p /work/d; touch ~/f") == ""
+        assert await harness.text("pwd", cwd="d") == "/work/d\n"
+        result = await harness.do(Exec(command="echo {cpus} $TANGRAM_CPUS $OMP_NUM_THREADS $(nproc)"), units=1000)
         assert result.executed is not None and result.executed.stdout == b"1 1 1 1\n"
-        wide = await desk.do(Exec(command="echo {cpus} $(nproc)"), units=2000)
+        wide = await harness.do(Exec(command="echo {cpus} $(nproc)"), units=2000)
         assert wide.executed is not None and wide.executed.stdout.split()[0] == b"2"
 
     play(engine, scene, SandboxSpec(memory_bytes=64 * MIB, env={"OURS": "2"}))
 
 
 def test_output_is_streamed_and_kept_within_bounds(engine: PrivateEngine) -> None:
-    async def scene(desk: Desk) -> None:
+    async def scene(harness: Harness) -> None:
         output: list[tuple[int, bytes]] = []
         work = Exec(command="echo first; while [ ! -e go ]; do sleep 0.01; done; seq 100000", capture_bytes_max=1000)
-        lease = await desk.start(work, output=lambda *piece: output.append(piece))
+        lease = await harness.start(work, output=lambda *piece: output.append(piece))
         await until(lambda: (STDOUT, b"first\n") in output)
-        await desk.manager.write("box", "go", b"", mode=0o644)
+        await harness.manager.write("box", "go", b"", mode=0o644)
         executed = (await lease.wait()).executed
         assert executed is not None and executed.stdout_bytes == len("first\n") + 588_895
         assert b"not shown" in executed.stdout and len(executed.stdout) < 1200
@@ -184,10 +184,10 @@ def test_output_is_streamed_and_kept_within_bounds(engine: PrivateEngine) -> Non
 
 
 def test_several_programs_run_in_one_sandbox_at_once(engine: PrivateEngine) -> None:
-    async def scene(desk: Desk) -> None:
+    async def scene(harness: Harness) -> None:
         wait = "touch {0}; while [ ! -e {1} ]; do sleep 0.01; done; echo {0}"
-        first = await desk.start(Exec(command=wait.format("a", "b")))
-        second = await desk.start(Exec(command=wait.format("b", "a")))
+        first = await harness.start(Exec(command=wait.format("a", "b")))
+        second = await harness.start(Exec(command=wait.format("b", "a")))
         for lease, word in ((first, b"a\n"), (second, b"b\n")):
             executed = (await asyncio.wait_for(lease.wait(), WAIT_S)).executed
             assert executed is not None and executed.stdout == word
@@ -196,18 +196,18 @@ def test_several_programs_run_in_one_sandbox_at_once(engine: PrivateEngine) -> N
 
 
 def test_a_program_that_uses_up_its_memory_is_killed_and_reported_as_out_of_memory(engine: PrivateEngine) -> None:
-    async def scene(desk: Desk) -> None:
-        ended = await desk.do(Exec(command="head -c 200m /dev/zero | tail | wc -c"))
+    async def scene(harness: Harness) -> None:
+        ended = await harness.do(Exec(command="head -c 200m /dev/zero | tail | wc -c"))
         assert ended.executed is not None and ended.executed.out_of_memory
         assert ended.usage.memory_peak_bytes >= 60 * MIB
-        assert not (await desk.run("true")).out_of_memory, "of the action during which it happened only"
+        assert not (await harness.run("true")).out_of_memory, "of the action during which it happened only"
 
     play(engine, scene)
 
 
-async def burn(desk: Desk) -> None:
-    burnt = await desk.do(Exec(command="timeout 0.5 sh -c 'while :; do :; done'"))
-    slept = await desk.do(Exec(command="sleep 0.1"))
+async def burn(harness: Harness) -> None:
+    burnt = await harness.do(Exec(command="timeout 0.5 sh -c 'while :; do :; done'"))
+    slept = await harness.do(Exec(command="sleep 0.1"))
     assert 0.0 < slept.usage.cpu_s < burnt.usage.cpu_s < 5.0
     assert burnt.usage.memory_peak_bytes > 100 * KIB
 
@@ -224,14 +224,14 @@ def test_usage_is_measured_from_inside_where_processes_are_not_visible(hiding_en
 
 
 def test_a_container_has_the_cpu_of_its_running_actions_together(engine: PrivateEngine) -> None:
-    async def scene(desk: Desk) -> None:
+    async def scene(harness: Harness) -> None:
         def cpu() -> tuple[int, float]:
-            host = desk.inspect()["HostConfig"]
+            host = harness.inspect()["HostConfig"]
             return host["CpuShares"], host["CpuQuota"] / host["CpuPeriod"]
 
-        first = await desk.start(Exec(command="sleep 1000"), units=500, limit=1000)
+        first = await harness.start(Exec(command="sleep 1000"), units=500, limit=1000)
         assert cpu() == (512, 1.0)
-        second = await desk.start(Exec(command="sleep 1000"), units=1000, limit=2000)
+        second = await harness.start(Exec(command="sleep 1000"), units=1000, limit=2000)
         assert cpu() == (1536, 3.0)
         second.resize(reserved=250, limit=500)
         await until(lambda: cpu() == (768, 1.5))
@@ -243,7 +243,7 @@ def test_a_container_has_the_cpu_of_its_running_actions_together(engine: Private
 
 
 def test_the_engine_gets_no_redundant_requests(engine: PrivateEngine) -> None:
-    async def scene(desk: Desk) -> None:
+    async def scene(harness: Harness) -> None:
         async def updates() -> int:
             filters = '{"event":["update"]}'
             _, answer = engine.ask("GET", f"/events?since={began}&until={time.time():.3f}&filters={filters}")
@@ -251,37 +251,37 @@ def test_the_engine_gets_no_redundant_requests(engine: PrivateEngine) -> None:
 
         began = f"{time.time():.3f}"
         for _ in range(3):
-            await desk.do(Exec(command="true"), units=500)
+            await harness.do(Exec(command="true"), units=500)
         assert await updates() == 1
-        await desk.do(Exec(command="true"), units=700)
+        await harness.do(Exec(command="true"), units=700)
         assert await updates() == 2
 
     play(engine, scene)
 
 
 def test_nothing_in_a_sandbox_runs_while_no_action_does(engine: PrivateEngine) -> None:
-    async def scene(desk: Desk) -> None:
-        assert desk.inspect()["State"]["Paused"]
-        await desk.run("while :; do echo >>ticks; sleep 0.01; done >/dev/null 2>&1 &")
-        assert desk.inspect()["State"]["Paused"]
-        ticks = len(await desk.manager.read("box", "ticks", bytes_max=MIB))
-        assert len(await desk.manager.read("box", "ticks", bytes_max=MIB)) == ticks
-        await desk.text("n=$(wc -l <ticks); while [ $(wc -l <ticks) -lt $((n + 5)) ]; do sleep 0.01; done")
-        assert desk.inspect()["State"]["Paused"]
-        assert len(await desk.manager.read("box", "ticks", bytes_max=MIB)) > ticks, "it ran on beside an action"
+    async def scene(harness: Harness) -> None:
+        assert harness.inspect()["State"]["Paused"]
+        await harness.run("while :; do echo >>ticks; sleep 0.01; done >/dev/null 2>&1 &")
+        assert harness.inspect()["State"]["Paused"]
+        ticks = len(await harness.manager.read("box", "ticks", bytes_max=MIB))
+        assert len(await harness.manager.read("box", "ticks", bytes_max=MIB)) == ticks
+        await harness.text("n=$(wc -l <ticks); while [ $(wc -l <ticks) -lt $((n + 5)) ]; do sleep 0.01; done")
+        assert harness.inspect()["State"]["Paused"]
+        assert len(await harness.manager.read("box", "ticks", bytes_max=MIB)) > ticks, "it ran on beside an action"
 
     play(engine, scene)
 
 
 def test_what_is_left_running_with_the_streams_does_not_delay_the_end(engine: PrivateEngine) -> None:
-    async def scene(desk: Desk) -> None:
+    async def scene(harness: Harness) -> None:
         for number in range(3):
-            assert await desk.text(f"sleep 100{number} & echo left") == "left\n"
-        assert await desk.text("exit 0", session="s") == ""
-        await desk.run("sleep 1003 &", session="t")
-        ended = await desk.run("exit 4", session="t")
+            assert await harness.text(f"sleep 100{number} & echo left") == "left\n"
+        assert await harness.text("exit 0", session="s") == ""
+        await harness.run("sleep 1003 &", session="t")
+        ended = await harness.run("exit 4", session="t")
         assert (ended.exit_code, ended.session_ended) == (4, True)
-        assert sorted((await desk.text("ps -eo args | grep ^sleep.100")).split("\n"))[1:] == [
+        assert sorted((await harness.text("ps -eo args | grep ^sleep.100")).split("\n"))[1:] == [
             f"sleep 100{number}" for number in range(4)
         ]
 
@@ -289,15 +289,15 @@ def test_what_is_left_running_with_the_streams_does_not_delay_the_end(engine: Pr
 
 
 def test_without_taskset_the_container_has_the_cpus_of_its_only_action(engine: PrivateEngine) -> None:
-    async def scene(desk: Desk) -> None:
-        await desk.do(Open(spec=SandboxSpec(image=BARE_IMAGE)), "bare")
+    async def scene(harness: Harness) -> None:
+        await harness.do(Open(spec=SandboxSpec(image=BARE_IMAGE)), "bare")
         show = (
             "while read -r key value; do case $key in Cpus_allowed_list:) echo $value;; esac; done </proc/self/status"
         )
-        ended = await desk.do(Exec(command=show), "bare", units=1000)
+        ended = await harness.do(Exec(command=show), "bare", units=1000)
         assert ended.executed is not None and ended.executed.stdout.strip().isdigit(), "one CPU, not a range"
         with pytest.raises(ManagerError, match="bash"):
-            await desk.run("true", "bare", session="s")
+            await harness.run("true", "bare", session="s")
 
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("this machine has one CPU")
@@ -310,65 +310,65 @@ TREE = "trap '' TERM; (setsid sleep 2001 &); env -i sleep 2002 & (env -i setsid 
 
 
 def test_stop_ends_all_that_the_action_started_and_nothing_else(engine: PrivateEngine) -> None:
-    async def scene(desk: Desk) -> None:
-        await desk.run("sleep 2000 & env -i setsid sleep 2006 &")
-        lease = await desk.start(Exec(command=TREE))
+    async def scene(harness: Harness) -> None:
+        await harness.run("sleep 2000 & env -i setsid sleep 2006 &")
+        lease = await harness.start(Exec(command=TREE))
         await asyncio.wait_for(lease.stop(), WAIT_S)
         executed = (await lease.wait()).executed
         assert executed is not None and executed.exit_code is None
-        left = (await desk.text("ps -eo args | grep ^sleep.2 | sort")).splitlines()
+        left = (await harness.text("ps -eo args | grep ^sleep.2 | sort")).splitlines()
         assert left == ["sleep 2000", "sleep 2006"]
 
     play(engine, scene)
 
 
 def test_stop_does_not_touch_an_action_that_runs_beside(engine: PrivateEngine) -> None:
-    async def scene(desk: Desk) -> None:
-        beside = await desk.start(Exec(command="sleep 2100 & while [ ! -e go ]; do sleep 0.01; done; jobs"))
-        lease = await desk.start(Exec(command="sleep 2101 & setsid sleep 2102"))
+    async def scene(harness: Harness) -> None:
+        beside = await harness.start(Exec(command="sleep 2100 & while [ ! -e go ]; do sleep 0.01; done; jobs"))
+        lease = await harness.start(Exec(command="sleep 2101 & setsid sleep 2102"))
         await asyncio.wait_for(lease.stop(), WAIT_S)
-        await desk.manager.write("box", "go", b"", mode=0o644)
+        await harness.manager.write("box", "go", b"", mode=0o644)
         executed = (await asyncio.wait_for(beside.wait(), WAIT_S)).executed
         assert executed is not None and executed.exit_code == 0 and b"sleep 2100" in executed.stdout
-        assert await desk.text("ps -eo args | grep ^sleep.2") == "sleep 2100\n"
+        assert await harness.text("ps -eo args | grep ^sleep.2") == "sleep 2100\n"
 
     play(engine, scene)
 
 
 def test_stop_outruns_a_program_that_forks_all_the_time(engine: PrivateEngine) -> None:
-    async def scene(desk: Desk) -> None:
-        lease = await desk.start(Exec(command="trap '' TERM; f() { sleep 0.01; f & f & wait; }; f"))
+    async def scene(harness: Harness) -> None:
+        lease = await harness.start(Exec(command="trap '' TERM; f() { sleep 0.01; f & f & wait; }; f"))
         await asyncio.wait_for(lease.stop(), WAIT_S)
-        assert (await desk.text("ps -e | wc -l")).strip() == "7", "head line, init, holder, and this command's four"
+        assert (await harness.text("ps -e | wc -l")).strip() == "7", "head line, init, holder, and this command's four"
 
     play(engine, scene, SandboxSpec(memory_bytes=64 * MIB, processes_max=60))
 
 
 def test_stop_works_from_inside_where_processes_are_not_visible(hiding_engine: PrivateEngine) -> None:
-    async def scene(desk: Desk) -> None:
-        await desk.run("sleep 2200 &")
-        lease = await desk.start(Exec(command="trap '' TERM; (setsid sleep 2201 &); sleep 2202 & sleep 2203"))
+    async def scene(harness: Harness) -> None:
+        await harness.run("sleep 2200 &")
+        lease = await harness.start(Exec(command="trap '' TERM; (setsid sleep 2201 &); sleep 2202 & sleep 2203"))
         await asyncio.wait_for(lease.stop(), WAIT_S)
-        assert await desk.text("ps -eo args | grep ^sleep.2") == "sleep 2200\n"
-        held = await desk.start(Exec(command="sleep 2204", session="s"))
+        assert await harness.text("ps -eo args | grep ^sleep.2") == "sleep 2200\n"
+        held = await harness.start(Exec(command="sleep 2204", session="s"))
         await asyncio.wait_for(held.stop(), WAIT_S)
         executed = (await held.wait()).executed
         assert executed is not None and executed.session_ended
-        assert await desk.text("ps -eo args | grep -e ^sleep.2 -e ^bash.--no") == "sleep 2200\n"
+        assert await harness.text("ps -eo args | grep -e ^sleep.2 -e ^bash.--no") == "sleep 2200\n"
 
     play(hiding_engine, scene)
 
 
 def test_a_start_that_is_cancelled_leaves_nothing_running(engine: PrivateEngine) -> None:
-    async def scene(desk: Desk) -> None:
+    async def scene(harness: Harness) -> None:
         for delay_s in (0.0, 0.01, 0.03, 0.05):
-            starting = asyncio.create_task(desk.start(Exec(command="sleep 2300")))
+            starting = asyncio.create_task(harness.start(Exec(command="sleep 2300")))
             await asyncio.sleep(delay_s)
             starting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await (await starting).stop()
-        assert desk.inspect()["State"]["Paused"]
-        assert (await desk.run("ps -eo args | grep ^sleep.2")).stdout == b""
+        assert harness.inspect()["State"]["Paused"]
+        assert (await harness.run("ps -eo args | grep ^sleep.2")).stdout == b""
 
     play(engine, scene)
 
@@ -377,49 +377,49 @@ def test_a_start_that_is_cancelled_leaves_nothing_running(engine: PrivateEngine)
 
 
 def test_a_session_keeps_directory_variables_and_functions(engine: PrivateEngine) -> None:
-    async def scene(desk: Desk) -> None:
-        assert await desk.text("pwd; cd /tmp; x=1; f() { echo f$x; }", session="s") == "/work\n"
-        assert await desk.text("pwd; f; echo $MINE", session="s", env={"MINE": "2"}) == "/tmp\nf1\n2\n"
-        assert (await desk.run("echo err >&2; false", session="s")).exit_code == 1
-        assert await desk.text("break; echo never", session="s") == ""
-        assert await desk.text("exec >/work/log; echo hidden", session="s") == ""
-        assert await desk.text("cat /work/log >/dev/stderr; cd -- /; f", session="s") == ""
-        assert await desk.text("cat log") == "hidden\nf1\n"
-        assert await desk.text("echo ${x:-unset}", session="other") == "unset\n"
-        wide = await desk.do(Exec(command="echo $TANGRAM_CPUS; cat", session="other"), units=2000)
+    async def scene(harness: Harness) -> None:
+        assert await harness.text("pwd; cd /tmp; x=1; f() { echo f$x; }", session="s") == "/work\n"
+        assert await harness.text("pwd; f; echo $MINE", session="s", env={"MINE": "2"}) == "/tmp\nf1\n2\n"
+        assert (await harness.run("echo err >&2; false", session="s")).exit_code == 1
+        assert await harness.text("break; echo never", session="s") == ""
+        assert await harness.text("exec >/work/log; echo hidden", session="s") == ""
+        assert await harness.text("cat /work/log >/dev/stderr; cd -- /; f", session="s") == ""
+        assert await harness.text("cat log") == "hidden\nf1\n"
+        assert await harness.text("echo ${x:-unset}", session="other") == "unset\n"
+        wide = await harness.do(Exec(command="echo $TANGRAM_CPUS; cat", session="other"), units=2000)
         assert wide.executed is not None and wide.executed.stdout == b"2\n", "and its input is empty"
 
     play(engine, scene)
 
 
 def test_the_end_of_a_session_is_reported(engine: PrivateEngine) -> None:
-    async def scene(desk: Desk) -> None:
+    async def scene(harness: Harness) -> None:
         for command, code in (("exit 5", 5), ("exec true", 0), ("kill -9 $$", 137), ("set -e; false", 1)):
-            await desk.run("x=1", session="s")
-            executed = await desk.run(command, session="s")
+            await harness.run("x=1", session="s")
+            executed = await harness.run(command, session="s")
             assert (executed.exit_code, executed.session_ended) == (code, True), command
-        assert await desk.text("echo ${x:-fresh}", session="s") == "fresh\n"
-        await desk.run("pkill -9 -f '[_]_tangram_exit'")
-        assert await desk.text("echo ${x:-again}", session="s") == "again\n", "another action has killed it"
-        await desk.run("sleep 2400 &", session="s")
-        lease = await desk.start(Exec(command="sleep 2401", session="s"))
+        assert await harness.text("echo ${x:-fresh}", session="s") == "fresh\n"
+        await harness.run("pkill -9 -f '[_]_tangram_exit'")
+        assert await harness.text("echo ${x:-again}", session="s") == "again\n", "another action has killed it"
+        await harness.run("sleep 2400 &", session="s")
+        lease = await harness.start(Exec(command="sleep 2401", session="s"))
         with pytest.raises(ManagerError, match="runs a command already"):
-            await desk.start(Exec(command="true", session="s"))
+            await harness.start(Exec(command="true", session="s"))
         await asyncio.wait_for(lease.stop(), WAIT_S)
         executed_last = (await lease.wait()).executed
         assert executed_last is not None and executed_last.session_ended
-        assert await desk.text("ps -eo args | grep ^sleep.2") == "sleep 2400\n", "what an earlier command left stays"
+        assert await harness.text("ps -eo args | grep ^sleep.2") == "sleep 2400\n", "what an earlier command left stays"
 
     play(engine, scene)
 
 
 def test_a_program_that_prints_a_mark_ends_only_its_own_action(engine: PrivateEngine) -> None:
-    async def scene(desk: Desk) -> None:
+    async def scene(harness: Harness) -> None:
         forged = r"printf '\000end %s 0 1 1\n' $TANGRAM_ACTION"
-        executed = await desk.run(f"{forged}; {forged} >&2; sleep 2500; exit 9")
+        executed = await harness.run(f"{forged}; {forged} >&2; sleep 2500; exit 9")
         assert executed.exit_code == 0
-        assert desk.inspect()["State"]["Paused"]
-        assert (await desk.run("echo whole; exit 3")).stdout == b"whole\n"
+        assert harness.inspect()["State"]["Paused"]
+        assert (await harness.run("echo whole; exit 3")).stdout == b"whole\n"
 
     play(engine, scene)
 
@@ -428,14 +428,18 @@ def test_a_program_that_prints_a_mark_ends_only_its_own_action(engine: PrivateEn
 
 
 def test_files_are_read_written_listed_and_deleted(engine: PrivateEngine) -> None:
-    async def scene(desk: Desk) -> None:
-        manager = desk.manager
+    async def scene(harness: Harness) -> None:
+        manager = harness.manager
         await manager.write("box", "a/b/file", b"content", mode=0o750)
-        assert await desk.text("stat -c '%a %u %s' a a/b a/b/file") == "755 61999 4096\n755 61999 4096\n750 61999 7\n"
-        await desk.text("ln -s b/file a/link; ln -s /nowhere a/dangling; ln -s b a/to-b; touch 'a/new\nline' a/.hidden")
+        assert (
+            await harness.text("stat -c '%a %u %s' a a/b a/b/file") == "755 61999 4096\n755 61999 4096\n750 61999 7\n"
+        )
+        await harness.text(
+            "ln -s b/file a/link; ln -s /nowhere a/dangling; ln -s b a/to-b; touch 'a/new\nline' a/.hidden"
+        )
         assert await manager.read("box", "a/link", bytes_max=7) == b"content"
         await manager.write("box", "a/to-b/second", b"2", mode=0o644)
-        assert await desk.text("cat a/b/second; echo more >>a/b/file") == "2"
+        assert await harness.text("cat a/b/second; echo more >>a/b/file") == "2"
         listing = [(entry.name, entry.kind, entry.mode) for entry in await manager.list("box", "a")]
         assert (
             listing
@@ -453,16 +457,16 @@ def test_files_are_read_written_listed_and_deleted(engine: PrivateEngine) -> Non
         assert [entry.name for entry in await manager.list("box", "a/b")] == ["file", "second"]
         await manager.delete("box", "a")
         assert await manager.list("box", ".") == []
-        assert desk.inspect()["State"]["Paused"]
+        assert harness.inspect()["State"]["Paused"]
 
     play(engine, scene)
 
 
 def test_a_failed_file_operation_is_reported(engine: PrivateEngine) -> None:
-    async def scene(desk: Desk) -> None:
-        manager = desk.manager
+    async def scene(harness: Harness) -> None:
+        manager = harness.manager
         await manager.write("box", "file", b"12345", mode=0o644)
-        await desk.text("mkdir d; mkfifo pipe; ln -s loop loop")
+        await harness.text("mkdir d; mkfifo pipe; ln -s loop loop")
         for reason, work in (
             ("no such file", manager.read("box", "absent", bytes_max=9)),
             ("not a directory", manager.read("box", "file/below", bytes_max=9)),
@@ -488,21 +492,21 @@ def test_a_failed_file_operation_is_reported(engine: PrivateEngine) -> None:
 
 
 def test_a_tree_goes_out_and_in_again_as_a_tar(engine: PrivateEngine) -> None:
-    async def scene(desk: Desk) -> None:
-        await desk.text("mkdir -p tree/sub; echo 1 >tree/one; ln -s one tree/link; chmod 4755 tree/one")
+    async def scene(harness: Harness) -> None:
+        await harness.text("mkdir -p tree/sub; echo 1 >tree/one; ln -s one tree/link; chmod 4755 tree/one")
         packed = io.BytesIO()
-        await desk.manager.pack("box", "tree", packed, bytes_max=MIB)
+        await harness.manager.pack("box", "tree", packed, bytes_max=MIB)
         with tarfile.open(fileobj=io.BytesIO(packed.getvalue())) as tar:
             assert sorted(tar.getnames()) == ["tree", "tree/link", "tree/one", "tree/sub"]
-        await desk.manager.unpack("box", "some/place", io.BytesIO(packed.getvalue()))
-        shown = await desk.text("cd some/place/tree; cat link; stat -c '%a %u' one; touch sub/mine")
+        await harness.manager.unpack("box", "some/place", io.BytesIO(packed.getvalue()))
+        shown = await harness.text("cd some/place/tree; cat link; stat -c '%a %u' one; touch sub/mine")
         assert shown == "1\n755 61999\n", "without privileges, and its user's"
 
     play(engine, scene)
 
 
 def test_devices_and_foreign_owners_in_a_tar_do_not_get_in(engine: PrivateEngine) -> None:
-    async def scene(desk: Desk) -> None:
+    async def scene(harness: Harness) -> None:
         content = io.BytesIO()
         with tarfile.open(fileobj=content, mode="w") as tar:
             device = tarfile.TarInfo("disk")
@@ -511,12 +515,12 @@ def test_devices_and_foreign_owners_in_a_tar_do_not_get_in(engine: PrivateEngine
             file = tarfile.TarInfo("mine")
             file.uid = file.gid = 0
             tar.addfile(file)
-        await desk.manager.unpack("box", "in", io.BytesIO(content.getvalue()))
-        assert await desk.text("ls in; stat -c %u in/mine") == "mine\n61999\n"
+        await harness.manager.unpack("box", "in", io.BytesIO(content.getvalue()))
+        assert await harness.text("ls in; stat -c %u in/mine") == "mine\n61999\n"
         with tarfile.open(fileobj=(escaping := io.BytesIO()), mode="w") as tar:
             tar.addfile(tarfile.TarInfo("../../../escaped"))
         with contextlib.suppress(FileFailed):
-            await desk.manager.unpack("box", "in", io.BytesIO(escaping.getvalue()))
+            await harness.manager.unpack("box", "in", io.BytesIO(escaping.getvalue()))
 
     play(engine, scene)
     assert not Path("/escaped").exists()
@@ -526,18 +530,18 @@ def test_devices_and_foreign_owners_in_a_tar_do_not_get_in(engine: PrivateEngine
 
 
 def test_a_sandbox_is_kept_from_the_machine(engine: PrivateEngine) -> None:
-    async def scene(desk: Desk) -> None:
-        assert await desk.text("ls /sys/class/net") == "lo\n"
-        status = await desk.text("grep -e NoNewPrivs -e CapEff -e CapBnd -e Seccomp: /proc/self/status")
+    async def scene(harness: Harness) -> None:
+        assert await harness.text("ls /sys/class/net") == "lo\n"
+        status = await harness.text("grep -e NoNewPrivs -e CapEff -e CapBnd -e Seccomp: /proc/self/status")
         assert dict(line.split() for line in status.splitlines()) == {
             "CapEff:": "0" * 16,
             "CapBnd:": "0" * 16,
             "NoNewPrivs:": "1",
             "Seccomp:": "2",
         }
-        assert await desk.text("ulimit -n") == "100\n"
-        assert (await desk.run("touch /bin/mine")).exit_code == 1
-        assert (await desk.run(("sh", "-c", "for i in $(seq 40); do sleep 5 & done"))).exit_code != 0, (
+        assert await harness.text("ulimit -n") == "100\n"
+        assert (await harness.run("touch /bin/mine")).exit_code == 1
+        assert (await harness.run(("sh", "-c", "for i in $(seq 40); do sleep 5 & done"))).exit_code != 0, (
             "more processes than it may"
         )
 
@@ -545,38 +549,38 @@ def test_a_sandbox_is_kept_from_the_machine(engine: PrivateEngine) -> None:
 
 
 def test_a_program_cannot_end_its_own_sandbox(engine: PrivateEngine) -> None:
-    async def scene(desk: Desk) -> None:
-        await desk.run("kill -9 -1; kill -9 1; pkill -9 sleep")
-        assert await desk.text("echo still here") == "still here\n"
+    async def scene(harness: Harness) -> None:
+        await harness.run("kill -9 -1; kill -9 1; pkill -9 sleep")
+        assert await harness.text("echo still here") == "still here\n"
 
     play(engine, scene)
 
 
 def test_root_is_refused_where_it_would_be_root_of_the_machine(engine: PrivateEngine) -> None:
-    async def scene(desk: Desk) -> None:
+    async def scene(harness: Harness) -> None:
         with pytest.raises(ManagerError, match="userns-remap") as caught:
-            await desk.do(Open(spec=SandboxSpec(user="root")))
+            await harness.do(Open(spec=SandboxSpec(user="root")))
         assert not caught.value.retry
 
     play(engine, scene, None)
 
 
 def test_root_of_an_engine_that_maps_users_has_no_rights_outside() -> None:
-    async def scene(desk: Desk) -> None:
-        shown = await desk.text("id -u; echo $HOME; touch /bin/mine ~/mine; cat /proc/self/uid_map")
+    async def scene(harness: Harness) -> None:
+        shown = await harness.text("id -u; echo $HOME; touch /bin/mine ~/mine; cat /proc/self/uid_map")
         assert shown.split() == ["0", "/root", "0", "200000", "65536"]
-        assert (await desk.run("grep CapEff /proc/self/status")).stdout != b"CapEff:\t0000000000000000\n"
-        await desk.manager.write("box", "d/file", b"1", mode=0o600)
-        assert await desk.text("stat -c %u d d/file") == "0\n0\n"
+        assert (await harness.run("grep CapEff /proc/self/status")).stdout != b"CapEff:\t0000000000000000\n"
+        await harness.manager.write("box", "d/file", b"1", mode=0o600)
+        assert await harness.text("stat -c %u d d/file") == "0\n0\n"
 
     with private_engine(maps_users=True) as engine:
         play(engine, scene, SandboxSpec(memory_bytes=64 * MIB, user="root"))
 
 
 def test_where_the_disk_cannot_be_limited_a_single_file_is(engine: PrivateEngine) -> None:
-    async def scene(desk: Desk) -> None:
-        assert (await desk.run("head -c 2m /dev/zero >file")).exit_code != 0
-        assert await desk.text("stat -c %s file") == f"{MIB}\n"
+    async def scene(harness: Harness) -> None:
+        assert (await harness.run("head -c 2m /dev/zero >file")).exit_code != 0
+        assert await harness.text("stat -c %s file") == f"{MIB}\n"
 
     play(engine, scene, SandboxSpec(memory_bytes=64 * MIB, disk_bytes=MIB))
 
@@ -584,68 +588,68 @@ def test_where_the_disk_cannot_be_limited_a_single_file_is(engine: PrivateEngine
 def test_a_container_that_cannot_be_opened_is_reported_and_leaves_nothing(engine: PrivateEngine) -> None:
     engine.load("tangram-test:empty", ())
 
-    async def scene(desk: Desk) -> None:
+    async def scene(harness: Harness) -> None:
         for image, reason in (
             ("absent:image", "docker pull absent:image"),
             ("tangram-test:empty", "sleep"),
             ("a b", "name"),
         ):
             with pytest.raises(ManagerError, match=reason):
-                await desk.do(Open(spec=SandboxSpec(image=image)))
+                await harness.do(Open(spec=SandboxSpec(image=image)))
             assert engine.containers() == []
         with pytest.raises(ManagerError, match="no sandbox"):
-            await desk.run("true")
-        await desk.do(Open(spec=SMALL))
+            await harness.run("true")
+        await harness.do(Open(spec=SMALL))
         with pytest.raises(ManagerError, match="open already"):
-            await desk.do(Open(spec=SMALL))
-        await desk.do(Close())
+            await harness.do(Open(spec=SMALL))
+        await harness.do(Close())
         assert engine.containers() == []
-        await desk.do(Close())
+        await harness.do(Close())
         with pytest.raises(ManagerError, match="no sandbox"):
-            await desk.manager.read("box", "file", bytes_max=1)
+            await harness.manager.read("box", "file", bytes_max=1)
 
     play(engine, scene, None)
 
 
 def test_an_open_that_is_cancelled_leaves_no_container(engine: PrivateEngine) -> None:
-    async def scene(desk: Desk) -> None:
+    async def scene(harness: Harness) -> None:
         for delay_s in (0.0, 0.005, 0.02, 0.05, 0.1, 0.2):
-            opening = asyncio.create_task(desk.do(Open(spec=SMALL), f"box-{delay_s}"))
+            opening = asyncio.create_task(harness.do(Open(spec=SMALL), f"box-{delay_s}"))
             await asyncio.sleep(delay_s)
             opening.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await opening
-                await desk.do(Close(), f"box-{delay_s}")
+                await harness.do(Close(), f"box-{delay_s}")
             assert engine.containers() == []
 
     play(engine, scene, None)
 
 
 def test_a_container_that_is_killed_from_outside_is_lost(engine: PrivateEngine) -> None:
-    async def scene(desk: Desk) -> None:
-        lease = await desk.start(Exec(command="sleep 3000"))
-        held = await desk.start(Exec(command="sleep 3001", session="s"))
-        engine.ask("POST", f"/containers/{desk.inspect()['Id']}/kill")
+    async def scene(harness: Harness) -> None:
+        lease = await harness.start(Exec(command="sleep 3000"))
+        held = await harness.start(Exec(command="sleep 3001", session="s"))
+        engine.ask("POST", f"/containers/{harness.inspect()['Id']}/kill")
         for each in (lease, held):
             ended = await asyncio.wait_for(each.wait(), WAIT_S)
             assert "ended while the action ran" in ended.lost
             assert ended.executed is not None and ended.executed.exit_code is None
         with pytest.raises(ManagerError, match="is gone") as caught:
-            await desk.run("true")
+            await harness.run("true")
         assert not caught.value.retry
         with pytest.raises(ManagerError, match="is gone"):
-            await desk.manager.read("box", "file", bytes_max=1)
-        await desk.do(Close())
-        await desk.do(Open(spec=SMALL))
-        assert await desk.text("echo again") == "again\n"
+            await harness.manager.read("box", "file", bytes_max=1)
+        await harness.do(Close())
+        await harness.do(Open(spec=SMALL))
+        assert await harness.text("echo again") == "again\n"
 
     play(engine, scene)
 
 
 def test_closing_ends_what_runs_in_it(engine: PrivateEngine) -> None:
-    async def scene(desk: Desk) -> None:
-        lease = await desk.start(Exec(command="sleep 3100"))
-        await desk.do(Close())
+    async def scene(harness: Harness) -> None:
+        lease = await harness.start(Exec(command="sleep 3100"))
+        await harness.do(Close())
         assert "closed" in (await asyncio.wait_for(lease.wait(), WAIT_S)).lost
         assert engine.containers() == []
 
@@ -654,13 +658,13 @@ def test_closing_ends_what_runs_in_it(engine: PrivateEngine) -> None:
 
 def test_leaving_ends_everything_also_what_runs(engine: PrivateEngine) -> None:
     async def whole() -> None:
-        async with opened(engine) as desk:
-            lease = await desk.start(Exec(command="sleep 3200"))
-            await desk.run("x=1", session="s")
-            await desk.do(Commit(image="left"))
+        async with opened(engine) as harness:
+            lease = await harness.start(Exec(command="sleep 3200"))
+            await harness.run("x=1", session="s")
+            await harness.do(Commit(image="left"))
         assert "closed" in (await asyncio.wait_for(lease.wait(), WAIT_S)).lost
         with pytest.raises(ManagerError):
-            await desk.run("true")
+            await harness.run("true")
 
     asyncio.run(whole())
     assert engine.containers() == []
@@ -671,20 +675,20 @@ def test_leaving_ends_everything_also_what_runs(engine: PrivateEngine) -> None:
 
 
 def test_a_commit_can_be_opened_and_goes_with_its_owner(engine: PrivateEngine) -> None:
-    async def scene(desk: Desk) -> None:
-        await desk.text("echo kept >file; echo $OURS")
-        await desk.run("while :; do sleep 0.01; done &")
-        beside = await desk.start(Exec(command="while [ ! -e go ]; do sleep 0.01; done; echo went on"))
-        await desk.do(Commit(image="first"))
-        await desk.manager.write("box", "go", b"", mode=0o644)
+    async def scene(harness: Harness) -> None:
+        await harness.text("echo kept >file; echo $OURS")
+        await harness.run("while :; do sleep 0.01; done &")
+        beside = await harness.start(Exec(command="while [ ! -e go ]; do sleep 0.01; done; echo went on"))
+        await harness.do(Commit(image="first"))
+        await harness.manager.write("box", "go", b"", mode=0o644)
         executed = (await asyncio.wait_for(beside.wait(), WAIT_S)).executed
         assert executed is not None and executed.stdout == b"went on\n"
-        await desk.do(Open(spec=SandboxSpec(image="first")), "second")
-        assert await desk.text("cat file; echo ${OURS:-not here}; ls", "second") == "kept\nnot here\nfile\n"
-        await desk.text("echo more >>file", "second")
-        await desk.do(Commit(image="A name of any kind"), "second")
-        await desk.do(Open(spec=SandboxSpec(image="A name of any kind")), "third")
-        assert await desk.text("cat file", "third") == "kept\nmore\n"
+        await harness.do(Open(spec=SandboxSpec(image="first")), "second")
+        assert await harness.text("cat file; echo ${OURS:-not here}; ls", "second") == "kept\nnot here\nfile\n"
+        await harness.text("echo more >>file", "second")
+        await harness.do(Commit(image="A name of any kind"), "second")
+        await harness.do(Open(spec=SandboxSpec(image="A name of any kind")), "third")
+        assert await harness.text("cat file", "third") == "kept\nmore\n"
 
     play(engine, scene, SandboxSpec(memory_bytes=64 * MIB, env={"OURS": "secret"}))
 
@@ -701,19 +705,19 @@ def delayed_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DockerManager, "_on_event", without_end)
 
 
-async def kill(desk: Desk) -> None:
+async def kill(harness: Harness) -> None:
     """Returns when the engine knows that the container has ended."""
-    await asyncio.to_thread(desk.engine.ask, "POST", f"/containers/{desk.inspect()['Id']}/kill")
-    await until(lambda: not desk.inspect()["State"]["Running"])
+    await asyncio.to_thread(harness.engine.ask, "POST", f"/containers/{harness.inspect()['Id']}/kill")
+    await until(lambda: not harness.inspect()["State"]["Running"])
 
 
-async def require_no_commit(desk: Desk) -> None:
+async def require_no_commit(harness: Harness) -> None:
     with pytest.raises(ManagerError, match="is gone") as caught:
-        await desk.do(Commit(image="none"))
+        await harness.do(Commit(image="none"))
     assert not caught.value.retry
-    assert owned_images(desk.engine) == []
+    assert owned_images(harness.engine) == []
     with pytest.raises(ManagerError, match="no image"):
-        await desk.do(Open(spec=SandboxSpec(image="none")), "second")
+        await harness.do(Open(spec=SandboxSpec(image="none")), "second")
 
 
 @pytest.mark.parametrize("visible", [True, False])
@@ -724,12 +728,12 @@ def test_a_commit_fails_once_the_container_has_ended(
 ) -> None:
     """Before the manager gets the event of its end. An engine commits containers that have ended."""
 
-    async def scene(desk: Desk) -> None:
+    async def scene(harness: Harness) -> None:
         if busy:
-            await desk.start(Exec(command="sleep 3400"))
-        await kill(desk)
-        await require_no_commit(desk)
-        desk.manager._containers["box"].mark_lost("the event arrives")  # noqa: SLF001, see delayed_end
+            await harness.start(Exec(command="sleep 3400"))
+        await kill(harness)
+        await require_no_commit(harness)
+        harness.manager._containers["box"].mark_lost("the event arrives")  # noqa: SLF001, see delayed_end
 
     play(engine if visible else hiding_engine, scene)
 
@@ -741,18 +745,18 @@ def test_a_commit_fails_if_the_container_ends_while_it_is_copied(
 ) -> None:
     request = DockerEngine.json
 
-    async def scene(desk: Desk) -> None:
+    async def scene(harness: Harness) -> None:
         async def request_and_kill(self: DockerEngine, method: str, path: str, **options: Any) -> Any:
             reply = await request(self, method, path, **options)
             if path == "/commit":
-                await kill(desk)
+                await kill(harness)
             return reply
 
         monkeypatch.setattr(DockerEngine, "json", request_and_kill)
         if busy:
-            await desk.start(Exec(command="sleep 3401"))
-        await require_no_commit(desk)
-        desk.manager._containers["box"].mark_lost("the event arrives")  # noqa: SLF001, see delayed_end
+            await harness.start(Exec(command="sleep 3401"))
+        await require_no_commit(harness)
+        harness.manager._containers["box"].mark_lost("the event arrives")  # noqa: SLF001, see delayed_end
 
     play(engine, scene)
 
@@ -760,17 +764,17 @@ def test_a_commit_fails_if_the_container_ends_while_it_is_copied(
 def test_every_operation_fails_once_the_first_process_exits(engine: PrivateEngine) -> None:
     """Before the engine notices: containerd, which reports the end to it, is stopped."""
 
-    async def scene(desk: Desk) -> None:
-        manager, first = desk.manager, desk.inspect()["State"]["Pid"]
-        lease = await desk.start(Exec(command="sleep 3402"))
+    async def scene(harness: Harness) -> None:
+        manager, first = harness.manager, harness.inspect()["State"]["Pid"]
+        lease = await harness.start(Exec(command="sleep 3402"))
         (containerd,) = [pid for pid in children(engine.pid) if b"containerd" in read_proc(pid, "cmdline")]
         os.kill(containerd, signal.SIGSTOP)
         try:
             os.kill(first, signal.SIGKILL)
             await until(lambda: not read_proc(first, "cmdline"))
             for operation in (
-                desk.do(Commit(image="none")),
-                desk.do(Exec(command="true")),
+                harness.do(Commit(image="none")),
+                harness.do(Exec(command="true")),
                 manager.read("box", "/bin/sh", bytes_max=MIB),
                 manager.write("box", "file", b"content", mode=0o644),
                 manager.list("box", "/"),
@@ -787,26 +791,26 @@ def test_every_operation_fails_once_the_first_process_exits(engine: PrivateEngin
 
 def test_a_remembered_image_outlives_its_owner_until_it_is_forgotten(engine: PrivateEngine) -> None:
     async def make() -> None:
-        async with opened(engine) as desk:
-            await desk.text("echo built >file")
-            await desk.do(Commit(image="built"))
-            assert await desk.manager.recall_image("the key") == ""
-            await desk.manager.remember_image("the key", "built")
+        async with opened(engine) as harness:
+            await harness.text("echo built >file")
+            await harness.do(Commit(image="built"))
+            assert await harness.manager.recall_image("the key") == ""
+            await harness.manager.remember_image("the key", "built")
 
-    async def use(desk: Desk) -> None:
-        name = await desk.manager.recall_image("the key")
-        await desk.do(Open(spec=SandboxSpec(image=name)), "again")
-        assert await desk.text("cat file", "again") == "built\n"
-        await desk.manager.forget_image(name)
-        assert await desk.manager.recall_image("the key") == ""
-        assert await desk.text("cat file", "again") == "built\n", "what was opened from it lives on"
-        await desk.do(Close(), "again")
+    async def use(harness: Harness) -> None:
+        name = await harness.manager.recall_image("the key")
+        await harness.do(Open(spec=SandboxSpec(image=name)), "again")
+        assert await harness.text("cat file", "again") == "built\n"
+        await harness.manager.forget_image(name)
+        assert await harness.manager.recall_image("the key") == ""
+        assert await harness.text("cat file", "again") == "built\n", "what was opened from it lives on"
+        await harness.do(Close(), "again")
 
     asyncio.run(make())
 
     async def whole() -> None:
-        async with opened(engine, None) as desk:
-            await use(desk)
+        async with opened(engine, None) as harness:
+            await use(harness)
 
     asyncio.run(whole())
     assert engine.containers() == []
@@ -816,20 +820,20 @@ def test_a_root_directory_and_a_saved_tar_become_images(engine: PrivateEngine, t
     from tests.managers.sandboxes.docker.docker_engine import BARE_PROGRAMS, packed
 
     with tarfile.open(fileobj=io.BytesIO(packed(BARE_PROGRAMS))) as tar:
-        tar.extraction_filter = lambda member, path: member  # Python 3.12 wants to be told
+        tar.extraction_filter = lambda member, path: member  # Python 3.12 requires a filter
         tar.extractall(tmp_path / "root")
     (tmp_path / "root" / "mark").write_text("from a directory\n")
     (tmp_path / "saved.tar").write_bytes(engine.ask("GET", f"/images/{BARE_IMAGE}/get")[1])
     (tmp_path / "noise.tar").write_bytes(b"noise" * 1000)
 
-    async def scene(desk: Desk) -> None:
-        name = await desk.manager.add_image(str(tmp_path / "root"))
-        await desk.do(Open(spec=SandboxSpec(image=name)))
-        assert await desk.text("cat /mark") == "from a directory\n"
-        assert await desk.manager.add_image(str(tmp_path / "saved.tar")) == BARE_IMAGE
+    async def scene(harness: Harness) -> None:
+        name = await harness.manager.add_image(str(tmp_path / "root"))
+        await harness.do(Open(spec=SandboxSpec(image=name)))
+        assert await harness.text("cat /mark") == "from a directory\n"
+        assert await harness.manager.add_image(str(tmp_path / "saved.tar")) == BARE_IMAGE
         for path in ("noise.tar", "absent.tar"):
             with pytest.raises((ManagerError, InvalidConfig)):
-                await desk.manager.add_image(str(tmp_path / path))
+                await harness.manager.add_image(str(tmp_path / path))
 
     play(engine, scene, None)
 
@@ -840,13 +844,13 @@ ORPHAN = """
 import asyncio, sys
 from tangram.managers.sandboxes.docker import DockerManager
 from tangram.managers.work import Commit, Open, SandboxSpec
-from tests.managers.sandboxes.docker.test_docker import Desk
+from tests.managers.sandboxes.docker.test_docker import Harness
 
 async def main():
     async with DockerManager(socket=sys.argv[1], image=sys.argv[2]) as manager:
-        desk = Desk(manager, None)
-        await desk.do(Open(spec=SandboxSpec()))
-        await desk.do(Commit(image="orphan"))
+        harness = Harness(manager, None)
+        await harness.do(Open(spec=SandboxSpec()))
+        await harness.do(Commit(image="orphan"))
         print("open", flush=True)
         await asyncio.sleep(1000)
 
@@ -877,12 +881,12 @@ def test_what_a_dead_owner_left_is_swept_and_what_a_living_one_has_is_not(engine
 # ---- the engine -----------------------------------------------------------------------------------------------------
 
 
-async def until_closed(desk: Desk) -> None:
+async def until_closed(harness: Harness) -> None:
     """The manager refuses all work until it is connected to the engine again."""
     async with asyncio.timeout(WAIT_S):
         while True:
             with contextlib.suppress(ManagerError):
-                await desk.do(Close())
+                await harness.do(Close())
                 return
             await asyncio.sleep(0.01)
 
@@ -890,17 +894,17 @@ async def until_closed(desk: Desk) -> None:
 def test_an_engine_that_ends_loses_what_ran_and_no_more() -> None:
     async def whole(mortal: PrivateEngine) -> None:
         async with DockerManager(socket=mortal.socket, image=IMAGE) as manager:
-            desk = Desk(manager, mortal)
-            await desk.do(Open(spec=SMALL))
-            lease = await desk.start(Exec(command="sleep 3300"))
+            harness = Harness(manager, mortal)
+            await harness.do(Open(spec=SMALL))
+            lease = await harness.start(Exec(command="sleep 3300"))
             await asyncio.to_thread(mortal.end)
             assert (await asyncio.wait_for(lease.wait(), WAIT_S)).lost
             with pytest.raises(ManagerError):
-                await desk.run("true")
+                await harness.run("true")
             await asyncio.to_thread(mortal.start)
-            await until_closed(desk)
-            await desk.do(Open(spec=SMALL))
-            assert await desk.text("echo again") == "again\n"
+            await until_closed(harness)
+            await harness.do(Open(spec=SMALL))
+            assert await harness.text("echo again") == "again\n"
 
     with private_engine() as mortal:
         asyncio.run(whole(mortal))

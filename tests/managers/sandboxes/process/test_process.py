@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from tests.contracts.conftest import DEADLINE_S, Bench, alive, process, until
+from tests.contracts.conftest import DEADLINE_S, Harness, alive, process, until
 
 from tangram.core.demand import CORE
 from tangram.errors import FileFailed, ManagerError
@@ -24,21 +24,21 @@ from tangram.managers.sandboxes.process.files import DEPTH_MAX
 from tangram.managers.work import MIB, Open, Prepare, SandboxSpec
 from tangram.processes.process_tree import SANDBOX_MARK, ProcessTable, ProcessTree, read_process, send_signal
 
-Scenario = Callable[[Bench, Path], Awaitable[None]]
+Scenario = Callable[[Harness, Path], Awaitable[None]]
 
 
 def scenario(test: Scenario) -> Callable[[Path], None]:
     """A coroutine as a test, inside a process manager of its own."""
 
     def run(tmp_path: Path) -> None:
-        bench = Bench(process, tmp_path / "root")
+        harness = Harness(process, tmp_path / "root")
 
         async def main() -> None:
-            async with asyncio.timeout(DEADLINE_S), bench:
-                await test(bench, tmp_path)
+            async with asyncio.timeout(DEADLINE_S), harness:
+                await test(harness, tmp_path)
 
         asyncio.run(main())
-        assert [marker for marker in bench.markers if alive(marker)] == []
+        assert [marker for marker in harness.markers if alive(marker)] == []
 
     run.__name__, run.__doc__ = test.__name__, test.__doc__
     return run
@@ -73,8 +73,10 @@ def test_the_pools_are_what_it_was_given_or_what_this_process_may_use() -> None:
 
 
 @scenario
-async def test_limits_of_each_process_are_set_but_not_that_of_the_address_space(bench: Bench, tmp_path: Path) -> None:
-    box = await bench.open(memory_bytes=256 * MIB, disk_bytes=8 * MIB, open_files_max=64)
+async def test_limits_of_each_process_are_set_but_not_that_of_the_address_space(
+    harness: Harness, tmp_path: Path
+) -> None:
+    box = await harness.open(memory_bytes=256 * MIB, disk_bytes=8 * MIB, open_files_max=64)
     assert await box.says("ulimit -n; ulimit -c; ulimit -d; ulimit -f; ulimit -v") == (
         f"64\n0\n{256 * 1024}\n{8 * 1024}\nunlimited"
     )
@@ -83,19 +85,19 @@ async def test_limits_of_each_process_are_set_but_not_that_of_the_address_space(
 
 
 @scenario
-async def test_variables_with_names_that_no_shell_takes_reach_a_program(bench: Bench, tmp_path: Path) -> None:
-    box = await bench.open(env={"a.b": "1"})
+async def test_variables_with_names_that_no_shell_takes_reach_a_program(harness: Harness, tmp_path: Path) -> None:
+    box = await harness.open(env={"a.b": "1"})
     assert await box.says(("printenv", "a.b", "c-d"), env={"c-d": "2"}) == "1\n2"
 
 
 @scenario
-async def test_home_and_temporary_files_are_in_the_sandbox_and_vanish_with_it(bench: Bench, tmp_path: Path) -> None:
-    box = await bench.open()
+async def test_home_and_temporary_files_are_in_the_sandbox_and_vanish_with_it(harness: Harness, tmp_path: Path) -> None:
+    box = await harness.open()
     home, temporary, here = (await box.says('echo "$HOME"; dirname $(mktemp); pwd')).split("\n")
     assert home == here
     assert present(temporary)
-    assert home.startswith(f"{bench.root}/")
-    assert temporary.startswith(f"{bench.root}/")
+    assert home.startswith(f"{harness.root}/")
+    assert temporary.startswith(f"{harness.root}/")
     assert await box.names() == []
     await box.close()
     assert not present(home)
@@ -103,24 +105,24 @@ async def test_home_and_temporary_files_are_in_the_sandbox_and_vanish_with_it(be
 
 
 @scenario
-async def test_a_command_that_is_too_long_for_the_kernel_is_a_result(bench: Bench, tmp_path: Path) -> None:
-    box = await bench.open()
+async def test_a_command_that_is_too_long_for_the_kernel_is_a_result(harness: Harness, tmp_path: Path) -> None:
+    box = await harness.open()
     done = await box.run(("true", *["x" * 100_000] * 100))
     assert (done.exit_code, done.stdout) == (126, b"")
     assert b"too long" in done.stderr
 
 
 @scenario
-async def test_a_word_that_looks_like_an_option_is_still_a_program(bench: Bench, tmp_path: Path) -> None:
-    box = await bench.open()
+async def test_a_word_that_looks_like_an_option_is_still_a_program(harness: Harness, tmp_path: Path) -> None:
+    box = await harness.open()
     done = await box.run(("--version",))
     assert (done.exit_code, done.stdout) == (127, b"")
 
 
 @scenario
-async def test_programs_are_spread_over_the_cores(bench: Bench, tmp_path: Path) -> None:
+async def test_programs_are_spread_over_the_cores(harness: Harness, tmp_path: Path) -> None:
     cpus = len(os.sched_getaffinity(0))
-    box = await bench.open()
+    box = await harness.open()
     before = os.sched_getaffinity(0)
     output: list[bytes] = []
     ask = "exec python3 -c 'import os; print(*os.sched_getaffinity(0), flush=True); import time; time.sleep(1000)'"
@@ -133,33 +135,33 @@ async def test_programs_are_spread_over_the_cores(bench: Bench, tmp_path: Path) 
 
 
 @scenario
-async def test_no_program_gets_a_width_above_the_number_of_cores(bench: Bench, tmp_path: Path) -> None:
-    box = await bench.open()
+async def test_no_program_gets_a_width_above_the_number_of_cores(harness: Harness, tmp_path: Path) -> None:
+    box = await harness.open()
     available = len(os.sched_getaffinity(0))
     assert await box.says("echo $TANGRAM_CPUS {cpus}", width=1000 * CORE) == f"{available} {available}"
 
 
 @scenario
-async def test_the_use_of_cpu_and_memory_is_reported(bench: Bench, tmp_path: Path) -> None:
+async def test_the_use_of_cpu_and_memory_is_reported(harness: Harness, tmp_path: Path) -> None:
     # Well above the peak of this process, with which the other one starts.
     size = 2 * max(200 << 20, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
-    box = await bench.open(memory_bytes=2 * size)
+    box = await harness.open(memory_bytes=2 * size)
     usage = (await box.end(f"python3 -c 'x = bytearray({size}); sum(range(3000000))'; true")).usage
     assert usage.cpu_s > 0.02
     assert usage.memory_peak_bytes > size
 
 
 @scenario
-async def test_a_memory_peak_of_this_process_is_not_reported(bench: Bench, tmp_path: Path) -> None:
-    box = await bench.open()
+async def test_a_memory_peak_of_this_process_is_not_reported(harness: Harness, tmp_path: Path) -> None:
+    box = await harness.open()
     ballast = b"x" * (200 << 20)
     assert (await box.end(("true",))).usage.memory_peak_bytes == 0
     del ballast
 
 
 @scenario
-async def test_an_exit_code_that_other_code_took_is_our_loss(bench: Bench, tmp_path: Path) -> None:
-    box = await bench.open()
+async def test_an_exit_code_that_other_code_took_is_our_loss(harness: Harness, tmp_path: Path) -> None:
+    box = await harness.open()
     lease = await box.start("exit 3")
     os.waitpid(lease.child.pid, 0)  # type: ignore[attr-defined]  # noqa: ASYNC222
     ended = await lease.wait()
@@ -172,8 +174,8 @@ async def test_an_exit_code_that_other_code_took_is_our_loss(bench: Bench, tmp_p
 
 
 @scenario
-async def test_cancelling_a_waiter_does_not_end_the_action(bench: Bench, tmp_path: Path) -> None:
-    box = await bench.open()
+async def test_cancelling_a_waiter_does_not_end_the_action(harness: Harness, tmp_path: Path) -> None:
+    box = await harness.open()
     lease = await box.start("while [ ! -e go ]; do sleep 0.01; done; exit 6")
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(lease.wait(), 0.01)
@@ -184,8 +186,8 @@ async def test_cancelling_a_waiter_does_not_end_the_action(bench: Bench, tmp_pat
 
 
 @scenario
-async def test_a_stop_that_is_interrupted_still_ends_the_action(bench: Bench, tmp_path: Path) -> None:
-    box = await bench.open()
+async def test_a_stop_that_is_interrupted_still_ends_the_action(harness: Harness, tmp_path: Path) -> None:
+    box = await harness.open()
     received = asyncio.Event()
     lease = await box.start("trap '' TERM; echo deaf; while :; do sleep 0.05; done", output=lambda *_: received.set())
     await received.wait()
@@ -197,9 +199,9 @@ async def test_a_stop_that_is_interrupted_still_ends_the_action(bench: Bench, tm
 
 
 @scenario
-async def test_a_process_whose_first_thread_has_ended_is_ended_too(bench: Bench, tmp_path: Path) -> None:
-    box = await bench.open()
-    marker = bench.marker()
+async def test_a_process_whose_first_thread_has_ended_is_ended_too(harness: Harness, tmp_path: Path) -> None:
+    box = await harness.open()
+    marker = harness.marker()
     await box.write(
         "threads.py",
         b"import ctypes, platform, sys, threading, time\n"
@@ -221,8 +223,8 @@ async def test_a_process_whose_first_thread_has_ended_is_ended_too(bench: Bench,
 
 
 @scenario
-async def test_what_a_program_itself_stopped_stays_stopped(bench: Bench, tmp_path: Path) -> None:
-    box = await bench.open()
+async def test_what_a_program_itself_stopped_stays_stopped(harness: Harness, tmp_path: Path) -> None:
+    box = await harness.open()
     stopped = "until grep -q 'State:.T' /proc/$!/status; do :; done"
     pid = int(await box.says(f"sleep 1000 > /dev/null 2>&1 & kill -STOP $!; {stopped}; echo $!"))
     await box.says("echo next")
@@ -235,8 +237,8 @@ async def test_what_a_program_itself_stopped_stays_stopped(bench: Bench, tmp_pat
 
 
 @scenario
-async def test_all_processes_are_frozen_although_they_fork_all_the_time(bench: Bench, tmp_path: Path) -> None:
-    box = await bench.open()
+async def test_all_processes_are_frozen_although_they_fork_all_the_time(harness: Harness, tmp_path: Path) -> None:
+    box = await harness.open()
     fork = "/bin/true; : > forks-$i; while :; do /bin/true; done"
     all_fork = "until [ -e forks-1 -a -e forks-2 -a -e forks-3 -a -e forks-4 ]; do sleep 0.01; done"
     mark = await box.says(f"echo ${SANDBOX_MARK}")
@@ -254,16 +256,16 @@ async def test_all_processes_are_frozen_although_they_fork_all_the_time(bench: B
 
 
 @scenario
-async def test_no_descriptor_is_left_when_sandboxes_are_closed(bench: Bench, tmp_path: Path) -> None:
+async def test_no_descriptor_is_left_when_sandboxes_are_closed(harness: Harness, tmp_path: Path) -> None:
     async def work() -> None:
-        box = await bench.open()
+        box = await harness.open()
         await box.run("sleep 1000 & echo x", stdin=b"in")
         await box.run("sleep 1000 & x=1", session="s")
         lease = await box.start("sleep 1000", session="t")
         await lease.stop()
         await box.run("exit 1", session="s")
         await box.write("a/b", b"")
-        await bench.manager.pack(box.name, "a", io.BytesIO(), bytes_max=MIB)
+        await harness.manager.pack(box.name, "a", io.BytesIO(), bytes_max=MIB)
         await box.close()
 
     await work()
@@ -276,29 +278,29 @@ async def test_no_descriptor_is_left_when_sandboxes_are_closed(bench: Bench, tmp
 
 
 @scenario
-async def test_a_shell_that_died_between_commands_is_replaced(bench: Bench, tmp_path: Path) -> None:
-    box = await bench.open()
+async def test_a_shell_that_died_between_commands_is_replaced(harness: Harness, tmp_path: Path) -> None:
+    box = await harness.open()
     pid = int(await box.says("x=1; echo $$", session="s"))
     os.kill(pid, signal.SIGKILL)
     wait_for(
         lambda: (found := read_process(pid)) is not None and not found.is_alive
-    )  # the loop has not heard of it yet
+    )  # the loop has not been notified yet
     assert await box.says('echo "[$x]"', session="s") == "[]"
 
 
 @scenario
-async def test_a_new_width_does_not_override_the_variables_of_the_sandbox(bench: Bench, tmp_path: Path) -> None:
+async def test_a_new_width_does_not_override_the_variables_of_the_sandbox(harness: Harness, tmp_path: Path) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs 2 cores")
-    box = await bench.open(env={"MAKEFLAGS": "-k"})
+    box = await harness.open(env={"MAKEFLAGS": "-k"})
     ask = "echo $MAKEFLAGS $TANGRAM_CPUS $GOMAXPROCS"
     assert await box.says(ask, session="s", width=CORE) == "-k 1 1"
     assert await box.says(ask, session="s", width=2 * CORE) == "-k 2 2"
 
 
 @scenario
-async def test_a_session_runs_one_command_at_a_time(bench: Bench, tmp_path: Path) -> None:
-    box = await bench.open()
+async def test_a_session_runs_one_command_at_a_time(harness: Harness, tmp_path: Path) -> None:
+    box = await harness.open()
     lease = await box.start("sleep 1000", session="s")
     with pytest.raises(ManagerError, match="runs a command already") as caught:
         await box.start("echo", session="s")
@@ -307,8 +309,8 @@ async def test_a_session_runs_one_command_at_a_time(bench: Bench, tmp_path: Path
 
 
 @scenario
-async def test_a_command_that_replaces_its_shell_ends_the_session(bench: Bench, tmp_path: Path) -> None:
-    box = await bench.open()
+async def test_a_command_that_replaces_its_shell_ends_the_session(harness: Harness, tmp_path: Path) -> None:
+    box = await harness.open()
     done = await box.run("exec sh -c 'echo replaced; exit 9'", session="s")
     assert (done.exit_code, done.stdout, done.session_ended) == (9, b"replaced\n", True)
 
@@ -317,23 +319,23 @@ async def test_a_command_that_replaces_its_shell_ends_the_session(bench: Bench, 
 
 
 @scenario
-async def test_what_needs_a_file_system_or_a_user_of_its_own_is_refused(bench: Bench, tmp_path: Path) -> None:
+async def test_what_needs_a_file_system_or_a_user_of_its_own_is_refused(harness: Harness, tmp_path: Path) -> None:
     with pytest.raises(ManagerError, match="user namespace"):
-        await bench.open(user="root")
+        await harness.open(user="root")
     with pytest.raises(ManagerError, match="has host;"):
-        await bench.open(image="debian")
+        await harness.open(image="debian")
     with pytest.raises(ManagerError, match="sandbox or docker"):
-        await bench.manager.add_image("/some/root")
+        await harness.manager.add_image("/some/root")
     with pytest.raises(ManagerError, match="not Prepare"):
-        await bench.do("", Prepare(spec=SandboxSpec()))
-    box = await bench.open(network=True)
+        await harness.do("", Prepare(spec=SandboxSpec()))
+    box = await harness.open(network=True)
     with pytest.raises(ManagerError, match="open already"):
-        await bench.do(box.name, Open(spec=SandboxSpec()))
+        await harness.do(box.name, Open(spec=SandboxSpec()))
 
 
 @scenario
-async def test_paths_outside_the_workspace_are_refused_with_the_reason(bench: Bench, tmp_path: Path) -> None:
-    box = await bench.open()
+async def test_paths_outside_the_workspace_are_refused_with_the_reason(harness: Harness, tmp_path: Path) -> None:
+    box = await harness.open()
     for path in ("/etc/hostname", "/workshop/file", "../file", "/work/../file"):
         with pytest.raises(FileFailed, match="process backend has no file"):
             await box.read(path)
@@ -341,19 +343,19 @@ async def test_paths_outside_the_workspace_are_refused_with_the_reason(bench: Be
     with pytest.raises(FileFailed, match="leads out of /work"):
         await box.read("etc/hostname")
     with pytest.raises(FileFailed, match="cannot be deleted"):
-        await bench.manager.delete(box.name, ".")
+        await harness.manager.delete(box.name, ".")
 
 
 # ---- files --------------------------------------------------------------------------------------------------------
 
 
 @scenario
-async def test_no_race_with_a_program_leads_out_of_the_workspace(bench: Bench, tmp_path: Path) -> None:
+async def test_no_race_with_a_program_leads_out_of_the_workspace(harness: Harness, tmp_path: Path) -> None:
     """A program swaps a directory for a link to the outside as fast as it can, while files below it are worked on."""
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "file").write_text("secret")
-    box = await bench.open()
+    box = await harness.open()
     await box.write(
         "swap.py",
         b"import os, sys\n"
@@ -377,7 +379,7 @@ async def test_no_race_with_a_program_leads_out_of_the_workspace(bench: Bench, t
                 case 2:
                     assert set(await box.names("d")) <= {"file"}
                 case 3:
-                    await bench.manager.pack(box.name, "d", into := io.BytesIO(), bytes_max=MIB)
+                    await harness.manager.pack(box.name, "d", into := io.BytesIO(), bytes_max=MIB)
                     assert b"secret" not in into.getvalue()
             succeeded += 1
         except FileFailed:
@@ -389,38 +391,38 @@ async def test_no_race_with_a_program_leads_out_of_the_workspace(bench: Bench, t
 
 
 @scenario
-async def test_a_tree_of_any_depth_is_deleted_and_one_too_deep_is_not_packed(bench: Bench, tmp_path: Path) -> None:
-    box = await bench.open()
+async def test_a_tree_of_any_depth_is_deleted_and_one_too_deep_is_not_packed(harness: Harness, tmp_path: Path) -> None:
+    box = await harness.open()
     for name in ("one", "two"):
         deep = f"import os\nfor name in ['{name}'] + ['d'] * 1200:\n    os.mkdir(name)\n    os.chdir(name)"
         await box.says(("python3", "-c", deep))
     with pytest.raises(FileFailed, match=f"deeper than {DEPTH_MAX}"):
-        await bench.manager.pack(box.name, "one", io.BytesIO(), bytes_max=MIB)
-    await bench.manager.delete(box.name, "one")
+        await harness.manager.pack(box.name, "one", io.BytesIO(), bytes_max=MIB)
+    await harness.manager.delete(box.name, "one")
     assert await box.names() == ["two"]
     await box.close()
 
 
 @scenario
-async def test_links_and_modes_survive_packing_and_a_commit(bench: Bench, tmp_path: Path) -> None:
-    box, other = await bench.open(), await bench.open()
+async def test_links_and_modes_survive_packing_and_a_commit(harness: Harness, tmp_path: Path) -> None:
+    box, other = await harness.open(), await harness.open()
     await box.run("mkdir -m 750 t; echo x > t/f; ln -s f t/soft; ln -s /etc t/out; ln t/f t/hard; mkfifo t/pipe")
     packed = io.BytesIO()
-    await bench.manager.pack(box.name, "t", packed, bytes_max=MIB)
+    await harness.manager.pack(box.name, "t", packed, bytes_max=MIB)
     packed.seek(0)
-    await bench.manager.unpack(other.name, ".", packed)
+    await harness.manager.unpack(other.name, ".", packed)
     ask = "stat -c '%n %a %F' t t/*; readlink t/soft t/out; cat t/soft"
     expected = "t 750 directory\nt/f 644 regular file\nt/hard 644 regular file\nt/out 777 symbolic link\n"
     assert await other.says(ask) == f"{expected}t/soft 777 symbolic link\nf\n/etc\nx"
     await box.commit("made")
-    assert await (await bench.open(image="made")).says("stat -c '%n %h %F' t/hard t/pipe") == (
+    assert await (await harness.open(image="made")).says("stat -c '%n %h %F' t/hard t/pipe") == (
         "t/hard 2 regular file\nt/pipe 1 fifo"
     )
 
 
 @scenario
-async def test_more_than_the_disk_of_a_sandbox_is_not_written(bench: Bench, tmp_path: Path) -> None:
-    box = await bench.open(disk_bytes=MIB)
+async def test_more_than_the_disk_of_a_sandbox_is_not_written(harness: Harness, tmp_path: Path) -> None:
+    box = await harness.open(disk_bytes=MIB)
     with pytest.raises(FileFailed, match="disk"):
         await box.write("large", b"x" * (MIB + 1))
     assert await box.names() == []
@@ -431,12 +433,12 @@ async def test_more_than_the_disk_of_a_sandbox_is_not_written(bench: Bench, tmp_
 OWNER = """
 import asyncio, sys
 from pathlib import Path
-from tests.contracts.conftest import Bench, process
+from tests.contracts.conftest import Harness, process
 
 async def main():
-    bench = Bench(process, Path(sys.argv[1]))
-    async with bench:
-        box = await bench.open()
+    harness = Harness(process, Path(sys.argv[1]))
+    async with harness:
+        box = await harness.open()
         await box.run(f"setsid sleep {sys.argv[2]} > /dev/null 2>&1 &")
         await box.start(f"sleep {sys.argv[3]}")
         print("ready", flush=True)
@@ -456,9 +458,9 @@ def test_what_a_killed_owner_left_is_ended_by_the_next_one_in_its_place(tmp_path
     stranger.mkdir(parents=True)
 
     async def main() -> None:
-        bench = Bench(process, root)
-        markers = [bench.marker(), bench.marker()]
-        living = Bench(process, root)
+        harness = Harness(process, root)
+        markers = [harness.marker(), harness.marker()]
+        living = Harness(process, root)
         async with asyncio.timeout(DEADLINE_S), living:
             box = await living.open()
             with owner_of(root, *markers) as owner:
@@ -467,7 +469,7 @@ def test_what_a_killed_owner_left_is_ended_by_the_next_one_in_its_place(tmp_path
                 await until(lambda: all(map(alive, markers)))
                 owner.send_signal(signal.SIGKILL)
             assert all(map(alive, markers))
-            async with bench:
+            async with harness:
                 assert not any(map(alive, markers))
                 assert len(list(root.glob("tangram-process-*"))) == 2
             assert await box.says("echo alive") == "alive"
@@ -479,9 +481,9 @@ def test_what_a_killed_owner_left_is_ended_by_the_next_one_in_its_place(tmp_path
 
 def test_nothing_is_left_of_a_directory_that_it_made(tmp_path: Path) -> None:
     async def main() -> None:
-        bench = Bench(process, tmp_path / "new" / "root")
-        async with bench:
-            box = await bench.open()
+        harness = Harness(process, tmp_path / "new" / "root")
+        async with harness:
+            box = await harness.open()
             await box.commit("made")
             await box.run("mkdir -p shut/deep; chmod 000 shut; sleep 1000 > /dev/null 2>&1 &")
 
