@@ -107,8 +107,8 @@ def main() -> None:
         shell = Shell(Path(directory))
         (shell.directory / "build").mkdir()
         (shell.directory / "examples").symlink_to(ROOT / "examples")
-        asked = [Path(name).resolve() for name in sys.argv[1:]]
-        for path in asked or [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        names = [Path(name).resolve() for name in sys.argv[1:]]
+        for path in names or [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
             before = path.read_text(encoding="utf-8")
             after = renewed(before, shell)
             if after != before:

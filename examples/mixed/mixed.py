@@ -33,7 +33,7 @@ from devices import Timeline, read
 from report import write
 from server import library
 from sides import SHARED, TODAY, Setting, Side, as_today, shared
-from teachers import DOMAINS, TOLERANCE, Asked, Reference, make
+from teachers import DOMAINS, TOLERANCE, Reference, TeacherCall, make
 
 from tangram.bench.base import default_backend
 from tangram.cli import show
@@ -148,7 +148,7 @@ class Raw(msgspec.Struct, frozen=True, kw_only=True):
     """Data of a side, collected before it was closed."""
 
     acts: list[Act]
-    asked: list[Asked]
+    teacher_calls: list[TeacherCall]
     runs: dict[str, RunNumbers]
     step_s: float
     served: int
@@ -166,7 +166,7 @@ async def play(side: Side, scripts: Scripts) -> Raw:
     served = await side.server.served()
     return Raw(
         acts=side.acts.rows,
-        asked=side.asked,
+        teacher_calls=side.teacher_calls,
         runs={run: side.acts.numbers(run, [next(rewards) for _ in each]) for run, each in by_run.items()},
         step_s=step_s,
         served=len(served.arrivals),
@@ -244,7 +244,7 @@ def measure(sizes: Sizes, seed: int, tell: live.ProgressCallback | None) -> dict
 
 
 def _played(raw: Raw, recording: Path, reference: Reference) -> Played:
-    errors = [reference.error(asked) for asked in raw.asked]
+    errors = [reference.error(call) for call in raw.teacher_calls]
     timeline = read(recording, raw.acts, devices=raw.devices, step_s=raw.step_s)
     numbers = SideNumbers(
         runs=raw.runs,

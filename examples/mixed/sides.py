@@ -26,7 +26,7 @@ import aiohttp
 import msgspec
 from acts import Acts
 from server import SearchServer
-from teachers import Asked, Checkpoint
+from teachers import Checkpoint, TeacherCall
 
 import tangram
 from tangram import Client, Emulated, Pool, Quota, Rate, Sandbox, Service, Status
@@ -110,7 +110,7 @@ class Side:
         self.quotas = quotas
         """Quota units of a searching command, in addition to its cores."""
         self.acts = Acts()
-        self.asked: list[Asked] = []
+        self.teacher_calls: list[TeacherCall] = []
         self._teachers = teachers
         self._http = http
         self._on_action = on_action
@@ -157,7 +157,7 @@ class Side:
         )
         self._add(run, "teacher", trajectory, began, answer.timing, lost=not answer.ok)
         logprobs: list[float] = answer.json()["logprobs"]
-        self.asked.append(Asked(teacher, tokens, tuple(logprobs)))
+        self.teacher_calls.append(TeacherCall(teacher, tokens, tuple(logprobs)))
         return logprobs
 
     async def execute(

@@ -50,7 +50,7 @@ CONFIG = {
 }
 
 
-class Asked(NamedTuple):
+class TeacherCall(NamedTuple):
     """A request to a teacher, and its answer."""
 
     teacher: str
@@ -167,12 +167,12 @@ class Reference:
         self._weights = {checkpoint.name: checkpoint.weights for checkpoint in checkpoints}
         self._known: dict[tuple[str, tuple[int, ...]], Array] = {}
 
-    def error(self, asked: Asked) -> float:
+    def error(self, call: TeacherCall) -> float:
         """Return the largest deviation of the answer from the reference; infinite if the length differs."""
-        key = asked.teacher, asked.tokens
+        key = call.teacher, call.tokens
         if key not in self._known:
-            self._known[key] = logprobs(self._weights[asked.teacher], asked.tokens)
+            self._known[key] = logprobs(self._weights[call.teacher], call.tokens)
         expected: Any = self._known[key]
-        if len(expected) != len(asked.logprobs):
+        if len(expected) != len(call.logprobs):
             return float("inf")
-        return float(np.abs(expected - np.array(asked.logprobs)).max())
+        return float(np.abs(expected - np.array(call.logprobs)).max())

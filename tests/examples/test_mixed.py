@@ -159,9 +159,9 @@ def test_the_reference_accepts_only_the_answer_of_its_own_teacher(teachers: Modu
     reference = teachers.Reference(made)
     tokens = (5, 900, 23, 7, 411)
     own, other = (tuple(teachers.logprobs(each.weights, tokens).tolist()) for each in made)
-    assert reference.error(teachers.Asked("algebra", tokens, own)) <= teachers.TOLERANCE
-    assert reference.error(teachers.Asked("algebra", tokens, other)) > teachers.TOLERANCE
-    assert reference.error(teachers.Asked("algebra", tokens, own[:-1])) == float("inf")
+    assert reference.error(teachers.TeacherCall("algebra", tokens, own)) <= teachers.TOLERANCE
+    assert reference.error(teachers.TeacherCall("algebra", tokens, other)) > teachers.TOLERANCE
+    assert reference.error(teachers.TeacherCall("algebra", tokens, own[:-1])) == float("inf")
 
 
 # ---- how it ends otherwise --------------------------------------------------------------------------------------
