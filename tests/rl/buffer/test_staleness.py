@@ -208,9 +208,9 @@ class Run:
 
     def check_at_the_end(self) -> None:
         used = Counter(group.id for batch in self.batches for group in batch.groups)
-        gone = Counter(dropped.group.id for dropped in self.dropped)
+        lost_ids = Counter(dropped.group.id for dropped in self.dropped)
         assert max(used.values(), default=0) <= 1, "a group was trained on twice"
-        assert max(gone.values(), default=0) <= 1 and not used.keys() & gone.keys(), "a group was settled twice"
+        assert max(lost_ids.values(), default=0) <= 1 and not used.keys() & lost_ids.keys(), "a group was settled twice"
         assert set(self.ended.values()) == {1}, "a group ended twice"
         self.dropped += self.buffer.drop_stale()
         statistics = self.buffer.statistics()

@@ -494,7 +494,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("status", "error"), [(400, RequestRefused), (422, RequestRefused), (404, EngineDied), (500, EngineDied)]
 )
-def test_the_status_of_a_response_decides_who_failed(status: int, error: type[Exception]) -> None:
+def test_the_status_of_a_response_decides_which_side_failed(status: int, error: type[Exception]) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         server.status = status
         with pytest.raises(error, match=f"{status}: as you like"):

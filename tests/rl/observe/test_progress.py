@@ -207,7 +207,7 @@ def test_it_ends_also_when_the_rollout_breaks() -> None:
     assert "\x1b[?25h" in text(console)
 
 
-@given(found=st.lists(recordings.trajectories(), max_size=4), name=recordings.texts)
+@given(trajectories=st.lists(recordings.trajectories(), max_size=4), name=recordings.texts)
 def test_no_name_steers_a_terminal(trajectories: list[Trajectory], name: str) -> None:
     progress = RolloutProgress(1)
     progress.on_begin(name, name)
