@@ -33,8 +33,9 @@ def chromium() -> str:
 
 
 @pytest.fixture(scope="session")
-def browser(chromium: str) -> SharedBrowser:
-    return SHARED_BROWSER
+def browser(chromium: str) -> Iterator[SharedBrowser]:
+    yield SHARED_BROWSER
+    SHARED_BROWSER.close()  # of a run that was stopped before the last test of this folder
 
 
 class Screen:
