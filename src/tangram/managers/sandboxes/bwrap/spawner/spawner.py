@@ -46,6 +46,16 @@ if __name__ == "__main__":  # run by its path, without site-packages: find the p
 
 from tangram.managers.sandboxes.bwrap.spawner import child, file_worker, orphan_cleanup
 from tangram.managers.sandboxes.bwrap.spawner.protocol import FDS_MAX, PROTOCOL, SOCKET_NAME
+from tangram.managers.sandboxes.bwrap.spawner.spawned_sandbox import (
+    REPLY_BYTES_MAX,
+    RUNNER_GONE_ERRORS,
+    Runner,
+    SpawnedSandbox,
+    discard_runner,
+    parse_reply,
+    read_reply,
+    send_command,
+)
 from tangram.processes.packets import (
     PACKET_BYTES_MAX,
     Message,
@@ -59,8 +69,6 @@ from tangram.processes.packets import (
 )
 from tangram.processes.prctl import libc
 
-REPLY_BYTES_MAX = 1 << 17
-"""For the reply of a runner, such as a listing."""
 SPARES_MAX = 64
 """Spare runners. Each costs about half a megabyte; those of the sandboxes used last are kept."""
 POLL_S = 0.0003
@@ -75,87 +83,6 @@ EXECUTE_S_MAX = 120.0
 DRAINED_MAX = 64
 """Drained streams of one sandbox. The oldest are closed."""
 DRAIN_BYTES = 1 << 16
-
-
-class Runner:
-    """A process inside a sandbox that waits for its command."""
-
-    def __init__(self, pid: int, channel: socket.socket) -> None:
-        self.pid = pid
-        self.channel = channel
-        self.sandbox: SpawnedSandbox | None = None
-        """The sandbox in which it carries out a command."""
-        self.number = 0
-        """The number of the request that it carries out; 0 for a spare."""
-        self.executes = False
-        """Whether its command is to execute a program."""
-        self.commanded_s = 0.0
-        """When it got its command."""
-        self.reply: bytes | None = None
-        """All its output on the channel, once that has ended."""
-        self.code: int | None = None
-
-
-class SpawnedSandbox:
-    """One sandbox: its first process, whose namespaces the others join, and the process that holds it."""
-
-    def __init__(self, name: str, holder: int, init: int, request: Message) -> None:
-        self.name = name
-        self.holder = holder
-        self.init = init
-        self.has_user_namespace = _namespace(init, "user") != _namespace(os.getpid(), "user")
-        self.init_fd = os.pidfd_open(init)
-        try:
-            self.holder_fd = os.pidfd_open(holder)
-        except OSError:
-            os.close(self.init_fd)
-            raise
-        self.uid: int = request["uid"]
-        self.rlimits: dict[str, int] = request["rlimits"]
-        self.spare: Runner | None = None
-        self.closing = False
-        """It is being ended. Then nothing in it may be frozen, because a frozen process cannot die."""
-        self.sessions: dict[str, list[int]] = {}
-        """Sessions, by the caller's name, whose shell was started and whose end the owner has not confirmed: so the end
-        of a shell that coincides with that of its owner is reported by the next one. With each, the other ends of the
-        shell's streams: what it leaves running can write there after the owner has ended."""
-        self.drained: OrderedDict[int, None] = OrderedDict()
-        self._join_fds: dict[str, int] = {}
-
-    def kill(self) -> None:
-        """The kernel kills everything in a process namespace whose first process ends."""
-        self.closing = True
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.init_fd, signal.SIGKILL)
-
-    def join(self, pid: int, groups: list[str]) -> None:
-        """Move a process into control groups, through files that stay open because a sandbox uses the same few
-        again."""
-        for path in groups:
-            fd = self._join_fds.get(path)
-            if fd is None:
-                fd = self._join_fds[path] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-            os.write(fd, b"%d" % pid)
-
-    def close_join_files(self) -> None:
-        for fd in self._join_fds.values():
-            os.close(fd)
-        self._join_fds = {}
-
-    def end_session(self, name: str) -> None:
-        for fd in self.sessions.pop(name, ()):
-            os.close(fd)
-
-    def close(self) -> None:
-        self.close_join_files()
-        for name in list(self.sessions):
-            self.end_session(name)
-        os.close(self.init_fd)
-        os.close(self.holder_fd)
-
-
-def _namespace(pid: int, kind: str) -> str:
-    return os.readlink(f"/proc/{pid}/ns/{kind}")
 
 
 class Spawner:
@@ -558,24 +485,24 @@ class Spawner:
         """Returns the runner that got the command."""
         runner = self._take_runner(box)
         try:
-            _send_command(runner, box, groups, command, fds)
+            send_command(runner, box, groups, command, fds)
             return runner
         except RUNNER_GONE_ERRORS:
             # The spare was killed, as any process in the sandbox may be. Try once with another.
-            _discard_runner(runner)
+            discard_runner(runner)
         except OSError:
-            _discard_runner(runner)
+            discard_runner(runner)
             raise
         runner = self._fork_runner(box)
         try:
-            _send_command(runner, box, groups, command, fds)
+            send_command(runner, box, groups, command, fds)
             return runner
         except RUNNER_GONE_ERRORS:
-            reason = _parse_reply(_read_reply(runner.channel))["error"]
-            _discard_runner(runner)
+            reason = parse_reply(read_reply(runner.channel))["error"]
+            discard_runner(runner)
             raise ChildProcessError(reason) from None
         except OSError:
-            _discard_runner(runner)
+            discard_runner(runner)
             raise
 
     def _resume_runners(self) -> None:
@@ -617,7 +544,7 @@ class Spawner:
         if runner.executes and not runner.reply:
             self._send({"exit": runner.number, "code": runner.code})
         else:
-            self._send({"exit": runner.number, **_parse_reply(runner.reply)})
+            self._send({"exit": runner.number, **parse_reply(runner.reply)})
 
     def _want_spare(self, name: str) -> None:
         self._spares_wanted[name] = None
@@ -674,22 +601,6 @@ class Spawner:
         return runner
 
 
-RUNNER_GONE_ERRORS = (ProcessLookupError, BrokenPipeError, ConnectionResetError)
-"""Errors that mean that a runner has ended before it could get its command."""
-
-
-def _send_command(runner: Runner, box: SpawnedSandbox, groups: list[str], command: bytes, fds: list[int]) -> None:
-    box.join(runner.pid, groups)
-    send_packet(runner.channel, command, fds)
-
-
-def _discard_runner(runner: Runner) -> None:
-    """Kill a runner that has no command. Its exit is watched, so its process id is not reused before."""
-    runner.channel.close()
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(runner.pid, signal.SIGKILL)
-
-
 def _pipe(readers: contextlib.ExitStack, writers: contextlib.ExitStack) -> tuple[int, int]:
     """A pipe whose ends these stacks close."""
     reader, writer = os.pipe()
@@ -723,28 +634,6 @@ def _duplicate(fds: list[int]) -> list[int]:
 def _close_all(fds: list[int]) -> None:
     for fd in fds:
         os.close(fd)
-
-
-def _read_reply(channel: socket.socket) -> bytes:
-    channel.setblocking(False)
-    try:
-        return channel.recv(REPLY_BYTES_MAX)
-    except OSError:
-        return b""
-
-
-def _parse_reply(text: bytes) -> Message:
-    """The reply of a runner. It ran inside a sandbox, so only the expected fields are taken from it."""
-    if not text:
-        return {"error": "it was killed"}
-    try:
-        reply = decode_packet(text)
-        if "ok" in reply:
-            return {"ok": reply["ok"]}
-        number = {"errno": int(reply["errno"])} if "errno" in reply else {}
-        return {"error": str(reply["error"]), **number}
-    except (ValueError, TypeError, LookupError, RecursionError):
-        return {"error": "its reply is malformed"}
 
 
 COMMANDS: child.Commands = {"exec": child.execute, "file": file_worker.carry_out}
