@@ -9,11 +9,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
-from tests.server.shared import shared
+from tests.server.shared import serving
 
 from tangram.client.client import Client, connect
+from tangram.client.transport import LocalTransport
+from tangram.runtime.orchestrator import Orchestrator
 
 Connected = Callable[[Callable[[Client], Awaitable[None]]], None]
 
@@ -42,8 +45,23 @@ async def connection(transport: str, folder: Path, **options: Any) -> AsyncItera
             yield client
     else:
         record = options.pop("record", None)
-        async with shared(folder, event_log=str(record or ""), **options) as client:
+        async with (
+            serving(folder, event_log=str(record or ""), **options) as up,
+            connect(up.address) as client,
+        ):
+            _orchestrators[client] = up.action_service.orchestrator
             yield client
+
+
+_orchestrators: WeakKeyDictionary[Client, Orchestrator] = WeakKeyDictionary()
+"""Those of the services that clients are connected to."""
+
+
+def orchestrator_of(client: Client) -> Orchestrator:
+    """The one that executes its actions, in this process either way."""
+    if isinstance(client.transport, LocalTransport):
+        return client.transport.orchestrator
+    return _orchestrators[client]
 
 
 @pytest.fixture

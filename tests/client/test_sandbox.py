@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from tests.chaos.conftest import first_processes
+from tests.client.conftest import orchestrator_of
+from tests.passing_time import LONG_S, past_limit
 
 from tangram.client.client import Client
 from tangram.client.sync import connect_sync
@@ -46,7 +48,12 @@ def test_every_kind_of_end_is_distinguished(connected: Connected) -> None:
     async def test(t: Client) -> None:
         async with t.sandbox(memory="128MiB") as box:
             assert (await box.exec("exit 3")).exit_code == 3
-            timed_out = await box.exec("echo begun; sleep 60", timeout_s=3.0)
+            begun = asyncio.Event()
+            task = asyncio.create_task(
+                box.exec("echo begun; sleep 3600", timeout_s=LONG_S, on_output=lambda *_: begun.set())
+            )
+            await asyncio.wait_for(begun.wait(), 60)
+            timed_out = await past_limit(orchestrator_of(t), task)
             assert (timed_out.status, timed_out.exit_code, timed_out.stdout) == (Status.TIMED_OUT, None, "begun\n")
             refused = await box.exec("true", cpus=1000)
             assert refused.status is Status.REFUSED and "1000 cores" in refused.reason
@@ -144,7 +151,7 @@ def test_a_session_keeps_its_shell_until_a_timeout_ends_it(connected: Connected)
                 await shell.exec("cd /tmp; answer=42; double() { echo $(($1 * 2)); }")
                 assert (await shell.exec("pwd; double $answer")).stdout == "/tmp\n84\n"
                 assert (await shell.exec("false")).exit_code == 1
-                ended = await shell.exec("sleep 60", timeout_s=3.0)
+                ended = await shell.exec("sleep 60", timeout_s=0.3)
                 assert ended.status is Status.TIMED_OUT and ended.session_ended
                 with pytest.raises(SessionEnded, match="sleep 60"):
                     await shell.exec("true")

@@ -16,7 +16,7 @@ import sys
 from aiohttp import web
 
 PORT, LOG, FAULT = int(sys.argv[1]), sys.argv[2], "".join(sys.argv[3:])
-state = {"sleeping": FAULT == "drowsy", "lazy": False, "together": 0, "most": 0}
+state = {"sleeping": FAULT == "drowsy", "lazy": False, "waking": False, "together": 0, "most": 0}
 
 
 def note(word: str) -> None:
@@ -25,12 +25,17 @@ def note(word: str) -> None:
 
 
 async def health(request: web.Request) -> web.Response:
-    return web.Response(status=500 if FAULT == "unhealthy" else 200)
+    if FAULT == "unhealthy":
+        note("asked")
+        return web.Response(status=500)
+    return web.Response()
 
 
 async def is_sleeping(request: web.Request) -> web.Response:
     if FAULT == "garbled":
         return web.Response(text="<html>")
+    if FAULT == "drowsy" and state["waking"]:
+        note("asked")
     return web.json_response({"is_sleeping": state["sleeping"]})
 
 
@@ -44,6 +49,7 @@ async def sleep(request: web.Request) -> web.Response:
 
 async def wake_up(request: web.Request) -> web.Response:
     note("wake_up")
+    state["waking"] = True
     state["sleeping"] = FAULT == "drowsy"
     return web.Response()
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from tests.managers.models.bytes_engine import expected
 from tests.managers.models.conftest import SIZE, Rig, devices, run, service, until
+from tests.managers.models.late_clock import LateClock
 
 from tangram.errors import InvalidAction, InvalidConfig, ManagerError
 from tangram.managers.models import Service
@@ -118,8 +119,9 @@ def test_a_server_whose_load_fails_is_killed_and_the_next_service_has_the_device
         assert 0 in rig.manager.process_ids(), "and the process of the device lives on"
         assert (await rig.call("other", payload=b"x")).answer == expected(2, SIZE, b"x")
 
-    services = [server(log, fault=fault, start_s_max=8.0), service("other", 2)]
-    run(Rig(services, devices(1, memory_bytes=MEMORY)), test)
+    judge = server(log, fault=fault)
+    judge.engine._clock = LateClock(log.path, "asked")  # type: ignore[attr-defined]  # noqa: SLF001 - users need no other clock
+    run(Rig([judge, service("other", 2)], devices(1, memory_bytes=MEMORY)), test)
 
 
 def test_the_memory_of_a_server_has_to_be_declared() -> None:

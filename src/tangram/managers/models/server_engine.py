@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from tangram.clock import Clock, WallClock
 from tangram.errors import InvalidAction, InvalidConfig
 from tangram.managers.http import BlockingHttpClient
 from tangram.managers.models.devices import Device
@@ -78,6 +79,8 @@ class ServerEngine(Engine):
         self._path = path
         self._start_s_max = start_s_max
         self._call_s_max = call_s_max
+        self._clock: Clock = WallClock()
+        """Measures the wait for a server. Pickled with the engine."""
         self._servers: dict[tuple[int, ...], ServerHandle] = {}
 
     def prepare(self) -> Weights:
@@ -89,7 +92,9 @@ class ServerEngine(Engine):
         key = tuple(device.index for device in devices)
         server = self._servers.get(key)
         if server is None:
-            server = self._servers[key] = ServerHandle(self._command, self._url, self._start_s_max, devices)
+            server = self._servers[key] = ServerHandle(
+                self._command, self._url, self._start_s_max, devices, self._clock
+            )
         server.wake()
         return server
 
@@ -115,10 +120,13 @@ class ServerEngine(Engine):
 class ServerHandle:
     """One server on one chunk."""
 
-    def __init__(self, command: Sequence[str], url: str, start_s_max: float, devices: Sequence[Device]) -> None:
+    def __init__(
+        self, command: Sequence[str], url: str, start_s_max: float, devices: Sequence[Device], clock: Clock
+    ) -> None:
         self._command = command
         self._start_s_max = start_s_max
         self._devices = devices
+        self._clock = clock
         self._url = url and self._substitute(url)
         self._process: subprocess.Popen[bytes] | None = None
         self._http = BlockingHttpClient(self._url)
@@ -187,11 +195,11 @@ class ServerHandle:
         self._process.wait()
 
     def _wait(self, condition: Callable[[], bool], complaint: str) -> None:
-        deadline = time.monotonic() + self._start_s_max
+        deadline = self._clock.now() + self._start_s_max
         while not condition():
             if self._process is not None and self._process.poll() is not None:
                 raise RuntimeError(f"the server ended with code {self._process.returncode}")
-            if time.monotonic() > deadline:
+            if self._clock.now() > deadline:
                 raise RuntimeError(f"the server at {self._url} {complaint} within {self._start_s_max:.0f} s")
             time.sleep(POLL_S)
 
