@@ -137,14 +137,13 @@ def add_metrics(run: BenchRun, clients: Clients, forgotten: int, recoveries: lis
     )
 
 
-class _ClientSandbox:
+class _ClientSandbox(msgspec.Struct, eq=False):
     """A sandbox of a client; it may be lost in any restart."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.is_gone = False
-        self.action_ids: list[str] = []
-        """Actions submitted in it."""
+    name: str
+    is_gone: bool = False
+    action_ids: list[str] = []
+    """Actions submitted in it."""
 
 
 class Clients:

@@ -137,7 +137,6 @@ def test_what_is_played_again_and_gets_stuck_again_does_not_begin_a_new_row() ->
             "the trainer has worked on step 12 for 300 s (raise training.stall_s if it should); "
             "the only trajectory waits for the reward of task lake in reward since 130 s",
         ),
-        (RunSnapshot(idle="the buffer is full"), "no trajectory is in flight: the buffer is full"),
         (RunSnapshot(), "no trajectory is in flight"),
     ],
 )

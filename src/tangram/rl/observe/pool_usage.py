@@ -101,19 +101,16 @@ class TrajectoryReservation:
         return self.peak * (self.until_s - self.since_s) - before
 
 
-class _Trajectory:
-    __slots__ = ("idle_s", "key", "live_actions", "reservations", "sandboxes")
-
-    def __init__(self, key: tuple[str, str] | None) -> None:
-        self.key = key
-        """Run and name; None for a single action without either."""
-        self.reservations: dict[str, TrajectoryReservation] = {}
-        """By pool."""
-        self.live_actions = 0
-        self.sandboxes = 0
-        """Opened and not closed."""
-        self.idle_s = 0.0
-        """When its last action settled."""
+class _Trajectory(msgspec.Struct, eq=False):
+    key: tuple[str, str] | None
+    """Run and name; None for a single action without either."""
+    reservations: dict[str, TrajectoryReservation] = {}
+    """By pool."""
+    live_actions: int = 0
+    sandboxes: int = 0
+    """Opened and not closed."""
+    idle_s: float = 0.0
+    """When its last action settled."""
 
 
 class LocalPoolUsage:

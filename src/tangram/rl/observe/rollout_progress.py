@@ -38,12 +38,12 @@ BAR_WIDTH = 32
 UP, SUSPENDED, DEAD = "up", "suspended", "dead"
 
 
-class RolloutTaskProgress:
+class RolloutTaskProgress(msgspec.Struct):
     """The progress of one task."""
 
-    def __init__(self) -> None:
-        self.ended = self.rewarded = 0
-        self.reward_sum = 0.0
+    ended: int = 0
+    rewarded: int = 0
+    reward_sum: float = 0.0
 
     @property
     def reward(self) -> float | None:

@@ -16,6 +16,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from tangram.reports.live import LINE_EVERY_S, LiveView
 from tangram.reports.terminal import is_unicode
 from tangram.rl.config.training_settings import TrainSettings
@@ -42,19 +44,18 @@ NOTICED_KEPT = 8
 STARTING, WARMING, TRAINING, ENDED = "starting", "warm start", "training", "over"
 
 
-class TrainingTaskProgress:
+class TrainingTaskProgress(msgspec.Struct):
     """The progress of one task."""
 
-    def __init__(self) -> None:
-        self.rewards: deque[float] = deque(maxlen=STEPS_KEPT)
-        """Mean rewards of the last batches with a group of the task."""
-        self.warm: float | None = None
-        """The score at the last check of the warm start."""
-        self.held_out_first: float | None = None
-        self.held_out: float | None = None
-        """The last evaluation."""
-        self.spread = math.nan
-        """Its standard error."""
+    rewards: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
+    """Mean rewards of the last batches with a group of the task."""
+    warm: float | None = None
+    """The score at the last check of the warm start."""
+    held_out_first: float | None = None
+    held_out: float | None = None
+    """The last evaluation."""
+    spread: float = math.nan
+    """Its standard error."""
 
 
 class TrainingStatus:

@@ -62,8 +62,6 @@ class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Prefilled and decoded by all engines so far."""
     training: tuple[int, float] | None = None
     """The step that the trainer works on, and for how many seconds."""
-    idle: str = ""
-    """Why no trajectory is in flight, if none is."""
 
 
 class Stall(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,7 +147,7 @@ def describe_waits(seen: RunSnapshot) -> str:
     causes = sorted(_wait_causes(seen), key=lambda each: -each.trajectories)
     parts += [_cause_text(cause, alone=len(causes) == 1) for cause in causes]
     if not seen.trajectories and seen.training is None:
-        parts.append("no trajectory is in flight" + (f": {seen.idle}" if seen.idle else ""))
+        parts.append("no trajectory is in flight")
     return "; ".join(parts)
 
 
@@ -201,7 +199,6 @@ def snapshot_run(
     client: Client | None = None,
     *,
     training: tuple[int, float] | None = None,
-    idle: str = "",
 ) -> RunSnapshot:
     """Returns the current state of a run."""
     pools = waiting_pools(client)
@@ -217,7 +214,7 @@ def snapshot_run(
     if router is not None:
         engines = {each.name: each.requests for each in router.statistics().engines if each.requests}
         tokens = sum(each.prefill_tokens + each.decode_tokens for each in router.engine_statistics())
-    return RunSnapshot(trajectories=tuple(live), engines=engines, tokens=tokens, training=training, idle=idle)
+    return RunSnapshot(trajectories=tuple(live), engines=engines, tokens=tokens, training=training)
 
 
 def waiting_pools(client: Client | None) -> dict[str, str]:
