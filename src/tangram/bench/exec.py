@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import resource
 import statistics
 import subprocess
 import time
@@ -124,9 +123,9 @@ async def _measure_idle(t: Client, sizes: ExecSizes, run: BenchRun, progress: Pr
         await asyncio.sleep(1.0)  # for work that follows the last exec
         used = free_before - available_memory_bytes()
         # Reading /proc for thousands of processes takes CPU itself, so it is outside of the measured interval.
-        below_before, own_before = _descendants_cpu_s(), _own_cpu_s()
+        below_before, own_before = _descendants_cpu_s(), time.process_time()
         await asyncio.sleep(sizes.idle_s)
-        own, below = _own_cpu_s(), _descendants_cpu_s()
+        own, below = time.process_time(), _descendants_cpu_s()
         cpu_s = own - own_before + below - below_before
     run.add("idle_mib", used / MIB / sizes.idle, at_most(2.0))
     run.add("idle_cpu", round(cpu_s / sizes.idle_s / sizes.idle, IDLE_DIGITS), at_most(0.0))
@@ -134,12 +133,6 @@ async def _measure_idle(t: Client, sizes: ExecSizes, run: BenchRun, progress: Pr
         f"{sizes.idle} open sandboxes and everything that serves them used {cpu_s * 1e3:.1f} ms of CPU in"
         f" {sizes.idle_s:g} s."
     )
-
-
-def _own_cpu_s() -> float:
-    """CPU seconds of this process."""
-    own = resource.getrusage(resource.RUSAGE_SELF)
-    return own.ru_utime + own.ru_stime
 
 
 def _descendants_cpu_s() -> float:

@@ -1,6 +1,7 @@
 """prctl: what a process asks of the kernel about itself after a fork, before it becomes something else.
 
-Standard library only: the spawner runs without site-packages and loads this file by its path.
+Standard library only: the spawner runs without site-packages and loads this file by its path. As a program,
+`prctl.py PARENT COMMAND...`, it runs a command that the kernel kills when the process PARENT ends.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
@@ -36,3 +38,8 @@ def set_process_name(name: bytes) -> None:
     """The name that `top` shows: its first 15 bytes."""
     buffer = ctypes.create_string_buffer(name)
     prctl(PR_SET_NAME, ctypes.addressof(buffer), 0, 0, 0)
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[1]))
+    os.execvp(sys.argv[2], sys.argv[2:])

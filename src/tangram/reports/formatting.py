@@ -104,3 +104,8 @@ def out_of(done: float, total: float) -> str:
 def pluralize(count: int, singular: str, plural: str = "") -> str:
     """`1 seed`, `3 seeds`."""
     return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
+
+
+def sooner_text(ratio: float) -> str:
+    """How a time compares with one that is `ratio` times as long: `2.3 times sooner`."""
+    return f"{ratio:.1f} times sooner" if ratio >= 1.0 else f"{1.0 / ratio:.1f} times later"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tangram.core.demand import CORE, CPU, GPU
 from tangram.reports.charts import SizePoint, size_curve
-from tangram.reports.formatting import percent, pluralize, ratio_text, seconds
+from tangram.reports.formatting import percent, pluralize, ratio_text, seconds, sooner_text
 from tangram.reports.page import (
     Markup,
     card,
@@ -34,6 +34,7 @@ from tangram.sim.compare import METRICS, Comparison, build_workload
 from tangram.sim.plan import TARGETS, Plan, Point
 
 COLOURS_OTHERS = ("p2", "p3", "p4", "p5", "p6")
+ACT_ENTRY = ("ACT", "action completion time: waiting, overhead and execution, from submission to the end")
 KIND_COLOURS = ("k0", "k1", "k2", "k3", "k4", "k5", "k6")
 
 
@@ -88,9 +89,8 @@ def headline(comparison: Comparison) -> str:
     unclear = ratio.low is not None and ratio.high is not None and ratio.low <= 1.0 <= ratio.high
     if unclear and 0.9 <= ratio.mean <= 1.1:
         return f"Actions complete about as soon with {name} as with {base}."
-    how = f"{ratio.mean:.1f} times sooner" if ratio.mean >= 1.0 else f"{1.0 / ratio.mean:.1f} times later"
     doubt = ", but these few seeds leave it open" if unclear else ""
-    return f"Actions complete {how} with {name} than with {base}{doubt}."
+    return f"Actions complete {sooner_text(ratio.mean)} with {name} than with {base}{doubt}."
 
 
 def _lead(comparison: Comparison) -> str:
@@ -183,14 +183,8 @@ def _chart_sections(comparison: Comparison) -> list[str]:
     ]
     if not lines:
         return []
-    keys = legend([(line.css, line.name) for line in lines])
     parts = [
-        section(
-            "How long actions take",
-            "Left: the share of all actions done within a time. Right: the slow ones, as the share that takes longer"
-            " than a time. A curve further left is better.",
-            keys + figures([figure(charts.distribution(lines)), figure(charts.slow_tail(lines))], "pair"),
-        ),
+        duration_section(lines),
         _split_section(lines),
     ]
     for pool in _pools(comparison):
@@ -203,6 +197,16 @@ def _chart_sections(comparison: Comparison) -> list[str]:
         )
     parts.append(_timeline_section(comparison, lines))
     return parts
+
+
+def duration_section(lines: Sequence[charts.ChartSeries]) -> str:
+    return section(
+        "How long actions take",
+        "Left: the share of all actions done within a time. Right: the slow ones, as the share that takes longer"
+        " than a time. A curve further left is better.",
+        legend([(line.css, line.name) for line in lines])
+        + figures([figure(charts.distribution(lines)), figure(charts.slow_tail(lines))], "pair"),
+    )
 
 
 def _split_section(lines: list[charts.ChartSeries]) -> str:
@@ -329,7 +333,7 @@ def _comparison_facts(comparison: Comparison) -> list[tuple[str, str]]:
 
 def _footer(command: str, facts: list[tuple[str, str]]) -> str:
     entries = [
-        ("ACT", "action completion time: waiting, overhead and execution, from submission to the end"),
+        ACT_ENTRY,
         ("time-weighted ACT", "its mean with every action counted by its seconds of execution"),
         *facts,
         ("label", "simulated: virtual time; nothing here was executed on real machines"),

@@ -14,7 +14,7 @@ from tangram.bench.base import BenchResult
 from tangram.bench.reservation.neighbours import disturbance_warning
 from tangram.bench.reservation.sides import BY_ACTION, REQUEST, RESERVED, SIDES
 from tangram.reports.charts import Bar, BarPart, GanttBar, GanttRow, bar_chart, gantt
-from tangram.reports.formatting import percent, pluralize, seconds, spread_text
+from tangram.reports.formatting import percent, pluralize, seconds, sooner_text, spread_text
 from tangram.reports.page import (
     Markup,
     card,
@@ -33,6 +33,7 @@ from tangram.reports.page import (
     write_page,
 )
 from tangram.sim import charts
+from tangram.sim.report import ACT_ENTRY, duration_section
 from tangram.sim.result import ActionRow, SimulationResult
 
 if TYPE_CHECKING:
@@ -73,7 +74,6 @@ def write(path: Path, result: BenchResult, seeds: Sequence[SeedResult]) -> None:
 def _page(result: BenchResult, seeds: Sequence[SeedResult], path: Path) -> str:
     first = seeds[0]
     lines = [charts.ChartSeries(name=side, css=COLOURS[side], result=first.measured[side].result) for side in SIDES]
-    keys = legend([(COLOURS[side], side) for side in SIDES])
     cores = result.settings["cores"]
     pool = charts.PoolChart(title="Cores", unit="cores", total=float(cores))
     labels = ("measured", "coding agents", pluralize(cores, "core"), pluralize(len(seeds), "seed"))
@@ -89,12 +89,7 @@ def _page(result: BenchResult, seeds: Sequence[SeedResult], path: Path) -> str:
             f"Of {pluralize(cores, 'core')}, averaged over short times. Dashed: all of them; the end of the step.",
             figure(charts.utilisation(lines, pool)),
         ),
-        section(
-            "How long actions take",
-            "Left: the share of all actions done within a time. Right: the slow ones, as the share that takes longer"
-            " than a time. A curve further left is better.",
-            keys + figures([figure(charts.distribution(lines)), figure(charts.slow_tail(lines))], "pair"),
-        ),
+        duration_section(lines),
         _simulator(result, seeds),
         _next(path, cores),
         _footer(result, path),
@@ -107,9 +102,9 @@ def _page(result: BenchResult, seeds: Sequence[SeedResult], path: Path) -> str:
 
 def _headline(result: BenchResult) -> str:
     ratio = result.metrics["act_ratio"]
-    how = f"{ratio:.1f} times sooner" if ratio >= 1.0 else f"{1.0 / ratio:.1f} times later"
     low, high = result.spread.get("act_ratio", (ratio, ratio))
     doubt = ", but these few seeds leave it open" if low <= 1.0 <= high else ""
+    how = sooner_text(ratio)
     return f"The same agents on the same cores: actions complete {how} when cores are shared by action{doubt}."
 
 
@@ -293,7 +288,7 @@ async with tangram.connect(record="mine.jsonl") as t:
 def _footer(result: BenchResult, path: Path) -> str:
     settings = ", ".join(f"{name} {value}" for name, value in result.settings.items())
     entries = [
-        ("ACT", "action completion time: waiting, overhead and execution, from submission to the end"),
+        ACT_ENTRY,
         ("step", "from the first trajectory's request to the end of the last"),
         ("settings", settings),
         *((f"note {number}", note) for number, note in enumerate(result.notes, start=1)),

@@ -28,6 +28,7 @@ from tangram.errors import InvalidAction, InvalidConfig
 from tangram.managers.http import BlockingHttpClient
 from tangram.managers.models.devices import Device
 from tangram.managers.models.engine import Engine, Weights
+from tangram.processes import prctl
 
 SLEEP_MODE = (
     "expected GET /is_sleeping, POST /sleep and POST /wake_up; "
@@ -46,11 +47,6 @@ BUSY_STATUSES = (408, 425, 429)
 MISCONFIGURED_STATUSES = (401, 403, 404, 405, 407)
 """Faults of the configuration of the service: the path, the name of the model, a key."""
 SHOWN_CHARACTERS_MAX = 500
-DIE_WITH_PARENT = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); "
-    "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
-)
-"""Runs a command that the kernel kills when the process that started it ends (PR_SET_PDEATHSIG)."""
 
 
 class ServerEngine(Engine):
@@ -180,7 +176,7 @@ class ServerHandle:
         self._http = BlockingHttpClient(self._url)
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(_visible_devices(self._devices))}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", DIE_WITH_PARENT, str(os.getpid()), *command],
+            [sys.executable, "-I", "-S", prctl.__file__, str(os.getpid()), *command],
             stdin=subprocess.DEVNULL,
             env=os.environ | visible,
             start_new_session=True,
