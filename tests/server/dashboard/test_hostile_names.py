@@ -93,17 +93,17 @@ def test_a_sentence_is_not_turned_round_by_a_name_in_it(screen: Opener, hostile:
     hostile.changed = reason
     try:
         page.go("actions")
+        cell = page.page.locator("table[aria-label='Waiting actions'] td.wide .cell").first
+        order = cell.evaluate(
+            """(node) => { const range = document.createRange();
+            return ['waits', 'for'].map((word) => { const text = [...node.childNodes].find((one) => one.data === word);
+              range.selectNode(text); return range.getBoundingClientRect().left; }); }"""
+        )
+        assert order == sorted(order)
+        assert len(cell.inner_text()) < 250, "a long word is cut"
+        assert cell.locator("[title^='long-']").get_attribute("title") == LONG
     finally:
         hostile.changed = lambda view: view
-    cell = page.page.locator("table[aria-label='Waiting actions'] td.wide .cell").first
-    order = cell.evaluate(
-        """(node) => { const range = document.createRange();
-        return ['waits', 'for'].map((word) => { const text = [...node.childNodes].find((one) => one.data === word);
-          range.selectNode(text); return range.getBoundingClientRect().left; }); }"""
-    )
-    assert order == sorted(order)
-    assert len(cell.inner_text()) < 250, "a long word is cut"
-    assert cell.locator("[title^='long-']").get_attribute("title") == LONG
 
 
 def test_their_stories_and_filters_work(screen: Opener, hostile: FakeService) -> None:
