@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,17 @@ settings.register_profile("dev", UNTIMED, derandomize=False, max_examples=300, p
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-def pytest_collection_finish() -> None:
-    """Exempts the test modules and their imports from garbage collection: a full collection would visit all of them."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collects without garbage collections, which take half of the time: nearly everything is kept. Then exempts the
+    test modules and their imports from them: a full collection would visit all of them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")
