@@ -20,9 +20,10 @@ from types import TracebackType
 from typing import BinaryIO, Protocol, Self, runtime_checkable
 
 from tangram.core.action import Action
+from tangram.core.demand import CPU, Demand, fixed
 from tangram.core.messages import Grant, Pool
 from tangram.errors import ManagerError
-from tangram.managers.work import FileEntry, LeaseResult, Work
+from tangram.managers.work import Close, FileEntry, LeaseResult, Work
 from tangram.processes.streams import Output
 
 STOP_GRACE_S = 2.0
@@ -168,3 +169,16 @@ class Manager(Executor, Files, Images, Protocol):
     def sandboxes(self) -> tuple[str, ...]:
         """Names of its sandboxes, oldest first."""
         ...
+
+
+CLOSE_DEMAND = Demand({CPU: fixed(1)})
+"""Never granted; a demand cannot be empty."""
+
+
+async def close_sandbox(manager: Manager, sandbox: str) -> None:
+    """Ends a sandbox without a grant. Raises ManagerError."""
+    action = Action(id=sandbox, demand=CLOSE_DEMAND, sandbox=sandbox, kind="close")
+    lease = await manager.start(action, Grant(action.id, "", (), 0), Close())
+    ended = await lease.wait()
+    if ended.lost:
+        raise ManagerError(ended.lost)

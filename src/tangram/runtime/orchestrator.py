@@ -25,8 +25,8 @@ from typing import Any, Protocol, Self
 import msgspec
 
 from tangram.clock import Clock, WallClock
-from tangram.core.action import ID_LENGTH_MAX, NO_USAGE, Action, Outcome, Status
-from tangram.core.demand import CPU, Demand, fixed
+from tangram.core.action import NO_USAGE, Action, Outcome, Status
+from tangram.core.demand import CPU
 from tangram.core.messages import (
     Cancel,
     Effect,
@@ -48,7 +48,7 @@ from tangram.core.messages import (
     WakeAt,
 )
 from tangram.errors import AdmissionRefused, InvalidInput, InvariantError, ManagerError
-from tangram.managers.base import Executor, InsufficientMemory, Lease, Manager, ServiceRestorer
+from tangram.managers.base import Executor, InsufficientMemory, Lease, Manager, ServiceRestorer, close_sandbox
 from tangram.managers.work import MIB, Close, ExecResult, LeaseResult, Open, Work
 from tangram.processes.streams import Output
 from tangram.runtime.error_records import ErrorRecord, error_record_of
@@ -61,9 +61,6 @@ MEASURE_S_MAX = 8.0
 MEASURE_S_MAX."""
 
 log = logging.getLogger("tangram.runtime")
-
-PLACEHOLDER_DEMAND = Demand({CPU: fixed(1)})
-"""For an action that is never granted anything; a demand cannot be empty."""
 
 Observer = Callable[[float, Event, list[Effect]], None]
 """Receives every event with its effects, in order: trace recorders, metrics."""
@@ -158,7 +155,7 @@ class Orchestrator:
         self._clock = clock or WallClock()
         self._observers: list[Observer] = list(observers)
         self._inbox = inbox or EventInbox()
-        self._inbox.connect(self._send)
+        self._inbox.connect(self.send)
         self._journal = journal
         self._start_s = self._clock.now()
         self._tickets: dict[str, ActionTicket] = {}
@@ -206,7 +203,7 @@ class Orchestrator:
                 await shielded(self._cancel_all())
             elif self._tickets and self._failure is None:
                 self._stop_error = ManagerError("the service has stopped; the action continues when it is back")
-                self._fail_all(self._stop_error)
+                self.fail(self._stop_error)
         finally:
             try:
                 for timer in self._timers:
@@ -282,7 +279,7 @@ class Orchestrator:
                 ticket, SettledAction(outcome=Outcome(action=action.id, status=Status.SUCCEEDED))
             )  # there is no such sandbox
         else:
-            self._send(Submit(action=action))
+            self.send(Submit(action=action))
 
     async def _close_after(self, opening: ActionTicket, ticket: ActionTicket) -> None:
         """Delays a close until the opening of its sandbox has settled. Cancelling it meanwhile has no effect: a close
@@ -295,7 +292,7 @@ class Orchestrator:
         """Requests cancellation: the action settles when nothing of it is left. `reason` is empty if its caller
         cancelled."""
         if action in self._tickets:
-            self._send(Cancel(action=action, reason=reason) if reason else Cancel(action=action))
+            self.send(Cancel(action=action, reason=reason) if reason else Cancel(action=action))
 
     async def wait_settled(self, ticket: ActionTicket) -> SettledAction:
         """Waits for the end of an action. If the waiting task is cancelled, cancels the action and raises once it has
@@ -304,7 +301,7 @@ class Orchestrator:
             return await asyncio.shield(ticket.settled)
         except asyncio.CancelledError:
             self.cancel(ticket.action.id)
-            await shielded(_wait_done(ticket.settled))
+            await shielded(asyncio.wait({ticket.settled}))
             raise
 
     def adopt(self, sandbox: str, memory_mib: int, run: str, node: str) -> None:
@@ -323,10 +320,6 @@ class Orchestrator:
 
         return remove
 
-    def send(self, event: Event) -> None:
-        """Passes an event to the scheduler: a pool changed, a run has another weight."""
-        self._send(event)
-
     async def remove_sandbox(self, sandbox: str) -> None:
         """Ends a sandbox at once and frees its memory, without an action or a grant."""
         node = self._node_by_sandbox.get(sandbox)
@@ -336,13 +329,7 @@ class Orchestrator:
 
     async def close_on_node(self, sandbox: str, node: str) -> None:
         """Ends a sandbox of a manager, even if it is unknown here. Raises ManagerError."""
-        action = Action(
-            id=f"discard-{sandbox}"[:ID_LENGTH_MAX], demand=PLACEHOLDER_DEMAND, sandbox=sandbox, kind="close"
-        )
-        lease = await self._managers[node].start(action, Grant(action.id, node, (), 0), Close())
-        ended = await lease.wait()
-        if ended.lost:
-            raise ManagerError(ended.lost)
+        await close_sandbox(self._managers[node], sandbox)
 
     def release_memory(self, sandbox: str) -> None:
         """Frees the memory of a sandbox that is gone."""
@@ -363,7 +350,8 @@ class Orchestrator:
 
     # ---- events and effects ----
 
-    def _send(self, event: Event) -> list[Effect]:
+    def send(self, event: Event) -> list[Effect]:
+        """Passes an event to the scheduler, executes its effects and returns them."""
         if self._failure is not None:
             raise self._failure
         now = self.now()
@@ -374,15 +362,11 @@ class Orchestrator:
             for effect in effects:
                 _EFFECT_HANDLERS[type(effect)](self, effect)
         except Exception as error:
-            self._fail_all(error)
+            self.fail(error)
             raise
         return effects
 
     def fail(self, error: Exception) -> None:
-        """Ends the orchestrator after an error outside of an action, such as a failed journal."""
-        self._fail_all(error)
-
-    def _fail_all(self, error: Exception) -> None:
         """After a bug or a failed journal: makes no further decision and raises `error` in every waiting caller."""
         if self._failure is None:
             self._failure = error
@@ -422,7 +406,7 @@ class Orchestrator:
                 ticket.lease.resize(reserved=effect.reserved, limit=effect.limit)
             except OSError:
                 return  # it is ending; Finished follows
-            self._send(Resized(action=effect.action, limit=effect.limit, attempt=ticket.attempt))
+            self.send(Resized(action=effect.action, limit=effect.limit, attempt=ticket.attempt))
 
     def _on_wake_at(self, effect: WakeAt) -> None:
         def fire() -> None:
@@ -510,7 +494,7 @@ class Orchestrator:
             except BaseException as error:
                 # Cancelled from outside, as by a second Ctrl-C, or a bug: the action could not settle any more.
                 failure = error if isinstance(error, Exception) else ManagerError("the orchestrator was interrupted")
-                self._fail_all(failure)
+                self.fail(failure)
                 raise
             finally:
                 self._tracked_count -= 1
@@ -533,10 +517,10 @@ class Orchestrator:
             else:
                 lease = await self._start_cancellable(executor, ticket, grant)
         except Exception as error:
-            self._send(_start_failure(ticket, grant, error))
+            self.send(_start_failure(ticket, grant, error))
             return
         ticket.lease = lease
-        self._send(Started(action=action, attempt=grant.attempt))
+        self.send(Started(action=action, attempt=grant.attempt))
         if not ticket.started.done():
             ticket.started.set_result(None)
         if ticket.stop_requested:
@@ -550,7 +534,7 @@ class Orchestrator:
             ticket.measure_timer.cancel()
             ticket.measure_timer = None
         ticket.ended = ended
-        self._send(Finished(action=action, usage=ended.usage or NO_USAGE, lost=ended.lost, attempt=grant.attempt))
+        self.send(Finished(action=action, usage=ended.usage or NO_USAGE, lost=ended.lost, attempt=grant.attempt))
 
     async def _start_cancellable(self, executor: Executor, ticket: ActionTicket, grant: Grant) -> Lease:
         """Starts work that may take long, such as an import or a model load, so that `_on_stop` can cancel it. A
@@ -583,7 +567,7 @@ class Orchestrator:
                 )
 
     async def _send_async(self, event: Event) -> None:
-        self._send(event)
+        self.send(event)
 
     async def _stop(self, lease: Lease) -> None:
         """Errors show in the end of the lease."""
@@ -644,7 +628,3 @@ def _log_bug(action: str, error: Exception) -> str:
 
 async def _raise(error: Exception) -> None:
     raise error
-
-
-async def _wait_done(future: asyncio.Future[Any]) -> None:
-    await asyncio.wait({future})

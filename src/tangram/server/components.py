@@ -26,6 +26,7 @@ from tangram.errors import InvalidConfig
 from tangram.managers.backends import create_manager
 from tangram.managers.base import Executor, Manager
 from tangram.managers.functions.endpoint import EndpointManager
+from tangram.managers.functions.host import MemoryQueue
 from tangram.managers.functions.manager import FunctionManager
 from tangram.managers.functions.work import Call, Post
 from tangram.managers.models import Cuda, Emulated, Infer, ModelManager, Service, discover
@@ -35,7 +36,7 @@ from tangram.managers.work import CAPTURE_BYTES_MAX, MEMORY_BYTES_MIN, MIB, Hold
 from tangram.runtime.event_inbox import EventInbox
 from tangram.runtime.orchestrator import Orchestrator
 from tangram.runtime.wire import ServerInfo
-from tangram.server.actions.instance_limits import InstanceLimits, MemoryWaiters
+from tangram.server.actions.instance_limits import InstanceLimits
 from tangram.server.actions.registry import ActionRegistry
 from tangram.server.actions.service import ActionService, quota_pools
 from tangram.server.actions.tenant_images import TenantImages
@@ -84,7 +85,7 @@ class Components:
             idle_s_max=limits.sandbox_idle_s,
             owner_of=lambda action: tenant_of(action.id),
             instances_max=instance_limits.remaining,
-            queue=MemoryWaiters(scheduler),
+            queue=MemoryQueue(scheduler),
         )
         executors: dict[type[Work], Executor] = {HoldGrant: quotas, Post: EndpointManager()}
         if self.manager.isolates and self.manager.backend != "fake":

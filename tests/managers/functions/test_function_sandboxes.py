@@ -130,7 +130,7 @@ async def benched(manager: Manager, *, memory_mib: int = 4096, image: str = "hos
         life.mark_closed()
     scheduler.check()
     assert memory.mib_by_sandbox == {}
-    assert instances.instance_count == 0 and instances.pools() == ()
+    assert len(instances.instance_views()) == 0 and instances.pools() == ()
 
 
 def why_not() -> str:
@@ -443,7 +443,7 @@ def test_a_function_that_does_not_return_is_timed_out_and_the_next_call_works(ru
     async def test(bench: Bench) -> None:
         result = await timed_out(bench, loops, True)
         assert (result.kind, result.stdout) == ("timed_out", "looping\n")
-        assert bench.instances.instance_count == 0  # it settles when its sandbox is gone
+        assert len(bench.instances.instance_views()) == 0  # it settles when its sandbox is gone
         assert await bench.call(loops, False) == 1
 
     run(test)
@@ -475,7 +475,7 @@ def test_a_call_can_be_cancelled_while_it_runs_and_while_it_is_imported(run: Run
             await until(held_programs if target is slow else is_called)
             task.cancel()
             await asyncio.wait({task})
-            assert task.cancelled() and bench.instances.instance_count == 0
+            assert task.cancelled() and len(bench.instances.instance_views()) == 0
         assert await bench.call(sleeps, 0.0) == 0.0
 
     run(test)
@@ -492,7 +492,7 @@ def test_a_call_can_be_cancelled_at_any_moment(run: Run) -> None:
             await asyncio.sleep(0.02 * step)
             task.cancel()
             await asyncio.wait({task})
-            assert bench.instances.instance_count <= 1
+            assert len(bench.instances.instance_views()) <= 1
         assert await bench.call(answers) == 1
 
     run(test)
@@ -771,7 +771,7 @@ def test_a_time_limit_counts_an_import_that_takes_long(run: Run, monkeypatch: py
     async def test(bench: Bench) -> None:
         slow = tangram.function(cpus=0.5, memory="64MiB", timeout_s=0.5)(Slow())
         assert (await bench.try_call(slow)).kind == "timed_out"
-        assert bench.instances.instance_count == 0
+        assert len(bench.instances.instance_views()) == 0
 
     run(test)
 
@@ -931,7 +931,7 @@ def test_instances_end_when_they_have_been_idle(run: Run) -> None:
     async def test(bench: Bench) -> None:
         for _ in range(2):
             assert await bench.call(one) == 1
-            await until(lambda: bench.instances.instance_count == 0)
+            await until(lambda: len(bench.instances.instance_views()) == 0)
             assert bench.memory.mib_by_sandbox == {} and bench.instances.pools() == ()
         assert bench.opened == 2
 
@@ -961,7 +961,7 @@ def test_a_call_without_memory_to_reserve_is_refused_with_that_reason(run: Run) 
     async def test(bench: Bench) -> None:
         result = await bench.try_call(one)
         assert (result.kind, result.reason) == ("refused", "192 MiB are asked for, and 100 is all there is")
-        assert bench.opened == 0 and bench.instances.instance_count == 0
+        assert bench.opened == 0 and len(bench.instances.instance_views()) == 0
 
     run(test, memory_mib=100)
 
@@ -996,7 +996,7 @@ def test_a_missing_image_refuses_every_call(run: Run) -> None:
     async def test(bench: Bench) -> None:
         with pytest.raises(InvalidAction):
             await bench.try_call(one)
-        await until(lambda: bench.instances.instance_count == 0)
+        await until(lambda: len(bench.instances.instance_views()) == 0)
 
     run(test, image="no-such-image")
 

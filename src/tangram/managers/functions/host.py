@@ -17,12 +17,13 @@ import secrets
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
-from tangram.core.action import Action
+from tangram.core.action import Action, State
 from tangram.core.messages import Grant
+from tangram.core.scheduler import Scheduler
 from tangram.errors import AdmissionRefused, ManagerError
 from tangram.managers.base import InsufficientMemory, Manager
 from tangram.managers.functions.forked_instance import ForkedInstance, FunctionForkServer
@@ -60,31 +61,28 @@ class MemoryWaiter(msgspec.Struct, frozen=True):
     """The sandbox whose memory it waits for; for a call, its future instance."""
 
 
-class MemoryQueue(Protocol):
-    """The part of the scheduler that instances depend on."""
+class MemoryQueue:
+    """The actions of a scheduler that wait for memory; none without a scheduler."""
+
+    def __init__(self, scheduler: Scheduler | None) -> None:
+        self._scheduler = scheduler
 
     def first_waiter(self) -> MemoryWaiter | None:
-        """The first action that waits for memory which instances have."""
-        ...
+        """The first action that waits for memory which idle instances hold."""
+        entry = self._scheduler.awaits_yielding() if self._scheduler is not None else None
+        if entry is None:
+            return None
+        assert entry.place is not None, entry.id
+        return MemoryWaiter(entry.id, entry.place.id)
 
-    def is_waiting(self, action: str) -> bool: ...
+    def is_waiting(self, action: str) -> bool:
+        entry = self._scheduler.entries.get(action) if self._scheduler is not None else None
+        return entry is not None and entry.state is State.QUEUED
 
     def has_memory(self, sandbox: str) -> bool:
         """Whether memory is reserved under this name."""
-        ...
-
-
-class EmptyMemoryQueue:
-    """No action waits for memory."""
-
-    def first_waiter(self) -> MemoryWaiter | None:
-        return None
-
-    def is_waiting(self, action: str) -> bool:
-        return False
-
-    def has_memory(self, sandbox: str) -> bool:
-        return False
+        place = self._scheduler.places.by_sandbox.get(sandbox) if self._scheduler is not None else None
+        return place is not None and place.node != ""
 
 
 class FunctionStatistics(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,10 +27,9 @@ import msgspec
 from tangram.core.action import Action
 from tangram.core.messages import Grant, Pool
 from tangram.errors import ManagerError
-from tangram.managers.base import Lease, Manager
+from tangram.managers.base import Lease, Manager, close_sandbox
 from tangram.managers.functions.host import (
     PREFIX,
-    EmptyMemoryQueue,
     FunctionHost,
     FunctionStatistics,
     HostContext,
@@ -41,7 +40,6 @@ from tangram.managers.functions.host import (
 )
 from tangram.managers.functions.instance import Instance
 from tangram.managers.functions.lease import CallLease
-from tangram.managers.functions.sandbox_instance import close_sandbox
 from tangram.managers.functions.work import Call
 from tangram.managers.work import HOST_IMAGE, SandboxSpec, Work
 from tangram.processes.streams import Output
@@ -89,7 +87,7 @@ class FunctionManager:
         self._manager = manager
         self._owner_of = owner_of
         self._instances_max = instances_max
-        self._queue = queue or EmptyMemoryQueue()
+        self._queue = queue or MemoryQueue(None)
         self._idle: dict[Instance, FunctionHost] = {}
         self._context = HostContext(
             manager=manager, reserve=reserve, release=release, queue=self._queue, image=image, idle_s_max=idle_s_max,
@@ -248,13 +246,8 @@ class FunctionManager:
 
     # ---- reports ----
 
-    @property
-    def instance_count(self) -> int:
-        """Those included that are being opened or removed."""
-        return sum(len(host.instances) for host in self._hosts.values())
-
     def instance_views(self) -> list[FunctionInstanceView]:
-        """All instances, as they are now."""
+        """All instances, those included that are being opened or removed."""
         now = asyncio.get_running_loop().time()
         return [
             FunctionInstanceView(

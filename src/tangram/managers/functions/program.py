@@ -119,7 +119,7 @@ def load(spec: Message) -> Callable[..., Any]:
         if not callable(function):
             raise TypeError(f"{spec['name']} is {function!r}, which cannot be called")
     except BaseException as error:
-        failure = FunctionFailure("import", f"{what} cannot be imported: {one_line(error)}", format_traceback(error, 1))
+        failure = FunctionFailure("import", f"{what} cannot be imported: {one_line(error)}", format_traceback(error))
         raise with_hint(failure, error, spec) from None
     used = memory()["VmData"]
     if used + START_BYTES > spec["memory_bytes"]:
@@ -148,11 +148,9 @@ def one_line(error: BaseException) -> str:
     return type(error).__name__  # its __str__ fails
 
 
-def format_traceback(error: BaseException, skip: int) -> str:
-    """Format a traceback like Python, without its first `skip` frames, which belong to this program."""
-    trace = error.__traceback__
-    for _ in range(skip):
-        trace = trace.tb_next if trace is not None else None
+def format_traceback(error: BaseException) -> str:
+    """Format a traceback like Python, without its first frame, which belongs to this program."""
+    trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
     try:
         text = "".join(traceback.format_exception(type(error), error, trace))
     except Exception:
@@ -279,9 +277,7 @@ class Caller:
             raise self._out_of_memory("") from None
         except BaseException as error:
             message = f"its arguments cannot be read: {one_line(error)}"
-            raise with_hint(
-                FunctionFailure("arguments", message, format_traceback(error, 1)), error, self._spec
-            ) from None
+            raise with_hint(FunctionFailure("arguments", message, format_traceback(error)), error, self._spec) from None
         process = os.getpid()
         try:
             value = self._function(*args, **kwargs)
@@ -289,9 +285,9 @@ class Caller:
                 value = asyncio.run(value)
         except MemoryError as error:
             self._raise_limit()
-            raise self._out_of_memory(format_traceback(error, 1)) from None
+            raise self._out_of_memory(format_traceback(error)) from None
         except BaseException as error:
-            raise FunctionFailure("raised", one_line(error), format_traceback(error, 1)) from None
+            raise FunctionFailure("raised", one_line(error), format_traceback(error)) from None
         finally:
             if os.getpid() != process:  # the function forked, and this is the child
                 os._exit(PROGRAM_FAILED)
@@ -302,7 +298,7 @@ class Caller:
             data = encode_value(value)
         except MemoryError as error:
             self._raise_limit()
-            raise self._out_of_memory(format_traceback(error, 1)) from None
+            raise self._out_of_memory(format_traceback(error)) from None
         except UnserialisableValue as error:
             message = f"it returned what would not come back as it is: {error}"
             raise FunctionFailure("unserialisable", f"{message}; return numbers, text, bytes, lists or dicts") from None

@@ -14,6 +14,7 @@ import io
 import pickle
 import py_compile
 import re
+import shlex
 import sys
 import tarfile
 import tempfile
@@ -22,10 +23,9 @@ from pathlib import Path
 import msgspec
 
 from tangram.core.action import Action
-from tangram.core.demand import CPU, Demand, fixed
 from tangram.core.messages import Grant
 from tangram.errors import FileFailed, InvalidInput, ManagerError
-from tangram.managers.base import Lease, Manager
+from tangram.managers.base import Lease, Manager, close_sandbox
 from tangram.managers.functions.instance import (
     SHOWN_CHARACTERS,
     Command,
@@ -36,7 +36,7 @@ from tangram.managers.functions.instance import (
 )
 from tangram.managers.functions.program import DIRECTORY, LIBRARY, PACKAGE, SPEC_FILE, STARTER
 from tangram.managers.functions.work import Failure, FunctionSpec, loaded_spec
-from tangram.managers.work import KIB, WORKSPACE, Close, Exec, LeaseResult, Open, SandboxSpec
+from tangram.managers.work import KIB, WORKSPACE, Exec, LeaseResult, Open, SandboxSpec
 from tangram.processes import orphans, prctl
 from tangram.processes.exit_codes import NOT_FOUND, signal_of
 from tangram.processes.streams import COMMANDS_FD, STATUSES_FD
@@ -49,9 +49,6 @@ program."""
 INLINE_BYTES_MAX = 64 * KIB
 """The largest arguments that are sent with the command; longer ones are passed as a file. The kernel limits one word of
 a command line to 128 KiB."""
-NOTHING = Demand({CPU: fixed(1)})
-"""The demand of an action that is never granted anything; a demand cannot be empty."""
-
 MODULES = ("program", "plain_values", "msgpack_encoder")
 """Modules of this package that run inside the sandbox."""
 LIBRARIES = ("cloudpickle",)
@@ -94,7 +91,7 @@ class SandboxInstance(Instance):
         if self._manager.backend not in HOLDING_BACKENDS:
             return
         # The shell asks for its next command by `read`, where its descriptors are those that it is held by.
-        program = f"exec python3 -c {_quoted(STARTER)} serve {COMMANDS_FD} {STATUSES_FD}"
+        program = f"exec python3 -c {shlex.quote(STARTER)} serve {COMMANDS_FD} {STATUSES_FD}"
         # Looked for first: a shell that cannot become its program ends, sooner or later than the next command comes.
         shell_command = f"type -P python3 >/dev/null && read() {{ {program}; }}"
         work = Exec(command=shell_command, cwd=DIRECTORY, session=SESSION, capture_bytes_max=0)
@@ -143,19 +140,6 @@ class SandboxInstance(Instance):
     def exit_failure(self, ended: LeaseResult, stderr: str) -> Failure:
         code = ended.executed.exit_code if ended.executed is not None else None
         return Failure(kind="exited", message=exit_message(code, signal_of(code)))
-
-
-async def close_sandbox(manager: Manager, name: str) -> None:
-    """Raises ManagerError."""
-    action = Action(id=name, demand=NOTHING, sandbox=name, kind="close")
-    lease = await manager.start(action, Grant(action.id, "", (), 0), Close())
-    ended = await lease.wait()
-    if ended.lost:
-        raise ManagerError(ended.lost)
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "'\\''") + "'"
 
 
 def _encoded(data: bytes) -> str:

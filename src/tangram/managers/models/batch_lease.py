@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from tangram.clock import Clock
 from tangram.core.action import Action, Usage
@@ -22,27 +22,8 @@ from tangram.managers.models.messages import CallService, RequestFailed
 from tangram.managers.models.placement import ServicePlacement
 from tangram.managers.work import LeaseResult
 
-
-class ModelHost(Protocol):
-    """What a batch lease needs of its manager."""
-
-    async def acquire(self, devices: tuple[int, ...]) -> None: ...
-
-    def release(self, devices: tuple[int, ...]) -> None: ...
-
-    async def ensure_loaded(self, place: ServicePlacement) -> DeviceProcess:
-        """Load the service unless it is loaded, and mark it in use. Raises ManagerError."""
-        ...
-
-    def end_use(self, place: ServicePlacement, calls: int, seconds: float) -> None:
-        """Mark it no longer in use."""
-        ...
-
-    async def unload(self, place: ServicePlacement) -> None:
-        """Evict it from its devices, which are locked."""
-        ...
-
-    async def kill(self, process: DeviceProcess, why: str) -> None: ...
+if TYPE_CHECKING:
+    from tangram.managers.models.manager import ModelManager
 
 
 class InferLease:
@@ -86,7 +67,7 @@ class InferLease:
 
 class BatchLease:
     def __init__(
-        self, host: ModelHost, place: ServicePlacement, batch_max: int, circuit: CircuitBreaker, clock: Clock
+        self, host: ModelManager, place: ServicePlacement, batch_max: int, circuit: CircuitBreaker, clock: Clock
     ) -> None:
         self._host = host
         self._placement = place
@@ -184,7 +165,7 @@ class BatchLease:
             self._host.end_use(self._placement, calls, self._loop.time() - begun_s)
         if self._needs_reload:
             self._needs_reload = False
-            await self._host.unload(self._placement)
+            await self._host.evict(self._placement)
 
     def _next_batch(self) -> list[InferLease]:
         """In order of arrival. A call whose batch failed goes alone."""

@@ -293,12 +293,10 @@ class ModelManager:
         return self._processes[place.devices[0]]
 
     def end_use(self, place: ServicePlacement, calls: int, seconds: float) -> None:
+        """Counts the calls that were made since `ensure_loaded`."""
         self._placements.end_use(place)
         self._calls += calls
         self._call_s += seconds
-
-    async def unload(self, place: ServicePlacement) -> None:
-        await self._evict(place)
 
     async def kill(self, process: DeviceProcess, why: str) -> None:
         await process.end(why)
@@ -351,7 +349,7 @@ class ModelManager:
         it succeeds is known only when its memory is free. It is restored at its next call."""
         service, need = self._services[place.service], self._need[place.service, len(place.devices)]
         for victim in self._placements.victims(place.devices, need):
-            await self._evict(victim)
+            await self.evict(victim)
         process = await self._ensure_process(place.devices[0])  # now, because a failed eviction kills the process
         self._failed_loads.add(place.service)
         loop = asyncio.get_running_loop()
@@ -386,7 +384,7 @@ class ModelManager:
             )
         )
 
-    async def _evict(self, place: ServicePlacement) -> None:
+    async def evict(self, place: ServicePlacement) -> None:
         """Two loads may evict the same placement, if it spans the devices of both."""
         if place in self._placements and place not in self._evicting:
             task = self._evicting[place] = self._create_task(self._unload(place))

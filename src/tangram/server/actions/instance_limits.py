@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tangram.core.action import State
 from tangram.core.ledger import Ledger
 from tangram.core.messages import Pool, PoolChanged
-from tangram.core.scheduler import Scheduler
 from tangram.errors import AdmissionRefused
-from tangram.managers.functions.host import MemoryWaiter
 from tangram.server.actions.registry import ActionRegistry
 from tangram.server.actions.translate import instances_pool
 
@@ -86,24 +83,3 @@ class InstanceLimits:
         self._max_by_tenant.pop(tenant, None)
         if self._published_by_tenant.pop(tenant, None) is not None:
             self._notify(PoolChanged(pool=Pool(kind=instances_pool(tenant), total=0, private=True)))
-
-
-class MemoryWaiters:
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-
-    def first_waiter(self) -> MemoryWaiter | None:
-        """The first action that waits for memory which idle instances hold."""
-        entry = self._scheduler.awaits_yielding()
-        if entry is None:
-            return None
-        assert entry.place is not None, entry.id
-        return MemoryWaiter(entry.id, entry.place.id)
-
-    def is_waiting(self, action: str) -> bool:
-        entry = self._scheduler.entries.get(action)
-        return entry is not None and entry.state is State.QUEUED
-
-    def has_memory(self, sandbox: str) -> bool:
-        place = self._scheduler.places.by_sandbox.get(sandbox)
-        return place is not None and place.node != ""
