@@ -23,11 +23,8 @@ from tangram.client.functions import CallResult, Function, FunctionCalls
 from tangram.client.models import (
     Inference,
     demand_of,
-    devices_of,
     inference_of,
     payload_of,
-    refused_inference,
-    services_of,
 )
 from tangram.client.quota_use import QuotaUse
 from tangram.client.sandbox import OPEN_CORES, Image, Sandbox
@@ -45,11 +42,11 @@ from tangram.client.validation import (
     seconds_of,
     variables_of,
 )
-from tangram.core.action import Action
+from tangram.core.action import Action, Status
 from tangram.core.demand import CPU, Demand
 from tangram.core.demand import cores as cores_of
 from tangram.core.limits import Limits
-from tangram.core.messages import Event, Pool
+from tangram.core.messages import Event
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.core.sizes import parse_size
@@ -61,7 +58,8 @@ from tangram.managers.functions.manager import FunctionManager
 from tangram.managers.functions.work import Call, EndpointSpec, Post
 from tangram.managers.http import HttpClient
 from tangram.managers.models import Infer, ModelManager, Service, discover
-from tangram.managers.models.devices import DeviceSpec
+from tangram.managers.models.devices import Cuda, DeviceSpec, Emulated
+from tangram.managers.models.service import require_all
 from tangram.managers.quotas.manager import REQUESTS, TOKENS, Quota, QuotaManager
 from tangram.managers.work import KIB, MEMORY_BYTES_MIN, HoldGrant, Prepare, SandboxSpec, Work
 from tangram.runtime.event_inbox import EventInbox
@@ -150,7 +148,7 @@ class Client:
             open_files_max=open_files,
             network=network,
             user=user,
-            env=variables_of("env", env),
+            env=variables_of(env),
         )
         name = f"{self._prefix}-{next(self._action_numbers)}"
         again = self._prepare if self._warm else None
@@ -184,7 +182,7 @@ class Client:
         existing image, "host" by default. The set-up commands run on it once; the result is cached under a hash of all
         this, also for other processes."""
         self._lifecycle.require_open()
-        commands, variables = commands_of("setup", setup), variables_of("env", env)
+        commands, variables = commands_of(setup), variables_of(env)
         if source and base:
             raise InvalidAction("base", base, "none beside a source: the set-up commands are run on that")
         if source:
@@ -255,7 +253,7 @@ class Client:
         info = self._transport.service(service)
         action = Action(
             id=f"{self._prefix}-{next(self._action_numbers)}",
-            demand=demand_of(info, devices, quota_demand("quotas", quotas, self._transport.quota)),
+            demand=demand_of(info, devices, quota_demand(quotas, self._transport.quota)),
             run=run, trajectory=trajectory, task=task, kind="infer", key=key, service=service,
             timeout_s=info.call_s_max if timeout_s is None else timeout_s, deadline_s=deadline_s, priority=priority,
             idempotent=idempotent, at_once=not quotas,
@@ -263,7 +261,7 @@ class Client:
         try:
             settled = await self._transport.submit(action, Infer(payload=payload_of(payload))).settled()
         except AdmissionRefused as refusal:
-            return refused_inference(service, refusal.reason)
+            return Inference(service=service, status=Status.REFUSED, reason=refusal.reason)
         return inference_of(service, settled)
 
     # ---- functions ----
@@ -318,7 +316,7 @@ class Client:
         if isinstance(quotas, str):
             counts = {quotas: {REQUESTS: requests, TOKENS: tokens}}
         elif (requests, tokens) == (1, 0) and quotas:
-            counts = quota_counts("quotas", quotas)
+            counts = quota_counts(quotas)
         else:
             raise InvalidAction("quotas", quotas, "a name; or numbers by name, without `requests` and `tokens` beside")
         quota_by_name = {name: self._transport.quota(name) for name in counts}
@@ -476,8 +474,10 @@ def connect(
     manager = create_manager(backend, cores=cores, memory_bytes=memory_bytes, state=state_directory, warm=warm)
     inbox = EventInbox()
     held = QuotaManager(_require_quotas(quotas), inbox.send)
-    models = _create_model_manager(services, devices, manager.pools()[0].node, inbox.send)
-    pools = (*manager.pools(), *held.pools(), *(models.pools() if models is not None else ()))
+    machine = manager.pools()
+    node = machine[0].node
+    models = _create_model_manager(services, devices, node, inbox.send)
+    pools = (*machine, *held.pools(), *(models.pools() if models is not None else ()))
     limits = limits or Limits()
     chosen = decider or Scheduler(policy(policy_name), pools, limits=limits)
     stack = ExitStack()
@@ -494,7 +494,7 @@ def connect(
     executors: dict[type[Work], Executor] = {HoldGrant: held, Call: FunctionManager(), Post: EndpointManager()}
     if models is not None:
         executors[Infer] = models
-    orchestrator = Orchestrator(chosen, {_node_of(pools): manager}, executors, observers=observers, inbox=inbox)
+    orchestrator = Orchestrator(chosen, {node: manager}, executors, observers=observers, inbox=inbox)
     client = Client(LocalTransport(orchestrator, held, models))
     client._stack = stack
     client._warm = warm
@@ -514,8 +514,9 @@ def _remote_client(url: str, token: str, ca: str, reconnect_s: float) -> Client:
 def _create_model_manager(
     services: Iterable[Service], devices: Iterable[DeviceSpec], node: str, notify: Callable[[Event], None]
 ) -> ModelManager | None:
-    service_names, chosen = services_of(services), devices_of(devices)
-    if not service_names and not chosen:
+    found = require_all("services", services, Service, "tangram.Service, such as [Service(name='judge', engine=...)]")
+    chosen = require_all("devices", devices, Emulated | Cuda, "devices, such as [Emulated(memory_bytes=1 << 30)]")
+    if not found and not chosen:
         return None
     chosen = chosen or list(discover())
     if not chosen:
@@ -535,10 +536,6 @@ def _memory_bytes(memory: int | str) -> int:
     """Memory of all sandboxes together: enough for one, and no more than the machine has."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return parse_size("memory", memory, least=MEMORY_BYTES_MIN, most=machine, error=InvalidConfig)
-
-
-def _node_of(pools: tuple[Pool, ...]) -> str:
-    return pools[0].node
 
 
 def _require_backend(backend: str, warm: int) -> None:

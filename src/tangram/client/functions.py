@@ -352,7 +352,7 @@ class FunctionCalls:
     ) -> None:
         self._transport = transport
         self._find_quota = find_quota
-        """Looks up a function by name. Raises InvalidAction."""
+        """Returns the quota of a name. Raises InvalidAction."""
         self._lifecycle = lifecycle
         self._prefix = prefix
         self._numbers = count(1)
@@ -391,7 +391,7 @@ class FunctionCalls:
         if not isinstance(idempotency_key, str):
             raise InvalidAction("idempotency_key", idempotency_key, "text")
         number = f"{self._prefix}-call-{next(self._numbers)}"
-        demand = quota_demand("quotas", quotas, self._find_quota)
+        demand = quota_demand(quotas, self._find_quota)
         about: dict[str, Any] = dict(
             run=run, trajectory=trajectory, task=task, priority=priority, deadline_s=deadline_s, at_once=not demand
         )  # a function calls an API at any time

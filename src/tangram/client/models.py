@@ -7,7 +7,7 @@ that of Python: NaN and infinities are kept.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -16,8 +16,7 @@ from tangram.client.result import Timing, raise_for
 from tangram.core.action import NO_USAGE, Status, Usage
 from tangram.core.demand import GPU, Amounts, Demand, fixed, one_of
 from tangram.errors import InvalidAction, ManagerError
-from tangram.managers.models.devices import Cuda, DeviceSpec, Emulated
-from tangram.managers.models.service import Service, require_all
+from tangram.managers.models.service import Service
 from tangram.runtime.orchestrator import SettledAction
 
 
@@ -53,10 +52,6 @@ class Inference(msgspec.Struct, frozen=True, kw_only=True):
             raise ManagerError(f"the answer of {self.service} is no JSON: {error}", retry=False) from None
 
 
-def refused_inference(service: str, reason: str) -> Inference:
-    return Inference(service=service, status=Status.REFUSED, reason=reason)
-
-
 def inference_of(service: str, settled: SettledAction) -> Inference:
     outcome = settled.outcome
     return Inference(
@@ -78,14 +73,6 @@ def demand_of(service: Service, devices: int | None, others: Mapping[str, Amount
         degrees = ", ".join(map(str, service.degrees))
         raise InvalidAction("devices", devices, f"one of {degrees}, which service {service.name} runs on")
     return Demand({GPU: fixed(devices), **others})
-
-
-def services_of(services: Iterable[Service]) -> list[Service]:
-    return require_all("services", services, Service, "tangram.Service, such as [Service(name='judge', engine=...)]")
-
-
-def devices_of(devices: Iterable[DeviceSpec]) -> list[DeviceSpec]:
-    return require_all("devices", devices, Emulated | Cuda, "devices, such as [Emulated(memory_bytes=1 << 30)]")
 
 
 def payload_of(payload: Any) -> bytes:

@@ -79,9 +79,7 @@ class QuotaUse:
         several."""
         self._lifecycle.require_open()
         quota = _require_quota_name(name, self._quotas)
-        self._transport.report_upstream_response(
-            quota, status_of(status), headers_of("headers", headers), self._action.id
-        )
+        self._transport.report_upstream_response(quota, status_of(status), headers_of(headers), self._action.id)
 
 
 def _require_quota_name(name: str, names: Collection[str]) -> str:

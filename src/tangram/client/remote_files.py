@@ -38,7 +38,7 @@ class RemoteFiles:
         return await self._connection.call("GET", _sandbox_path(sandbox, "files"), path=path, bytes_max=str(bytes_max))
 
     async def write(self, sandbox: str, path: str, content: bytes, *, mode: int) -> None:
-        await self._send("PUT", _sandbox_path(sandbox, "files"), content, path=path, mode=f"{mode:04o}")
+        await _upload(self._connection, "PUT", _sandbox_path(sandbox, "files"), content, path=path, mode=f"{mode:04o}")
 
     async def list(self, sandbox: str, path: str) -> list[FileEntry]:
         content = await self._connection.call("GET", _sandbox_path(sandbox, "list"), path=path)
@@ -69,10 +69,7 @@ class RemoteFiles:
         await self._connection.retry_until_answered(once)
 
     async def unpack(self, sandbox: str, path: str, tar: BinaryIO) -> None:
-        await self._send("PUT", _sandbox_path(sandbox, "tree"), tar, path=path)
-
-    async def _send(self, method: str, path: str, content: bytes | BinaryIO, /, **query: Any) -> bytes:
-        return await send(self._connection, method, path, content, **query)
+        await _upload(self._connection, "PUT", _sandbox_path(sandbox, "tree"), tar, path=path)
 
 
 class RemoteImages:
@@ -88,10 +85,7 @@ class RemoteImages:
         with tempfile.TemporaryFile() as packed:
             file = await asyncio.to_thread(_open_archive, Path(path), cast(BinaryIO, packed))
             with file:
-                return await self._add(file)
-
-    async def _add(self, file: BinaryIO) -> str:
-        return _decode_image_name(await send(self._connection, "POST", "/v1/images", file))
+                return _decode_image_name(await _upload(self._connection, "POST", "/v1/images", file))
 
     async def recall_image(self, key: str) -> str:
         return _decode_image_name(await self._connection.call("GET", f"/v1/image-keys/{quote(key, safe='')}"))
@@ -105,7 +99,7 @@ class RemoteImages:
         self.committed.pop(name, None)
 
 
-async def send(
+async def _upload(
     connection: RemoteConnection, method: str, path: str, content: bytes | BinaryIO, /, **query: Any
 ) -> bytes:
     """Sends a streamed body, from its beginning again if it did not arrive."""

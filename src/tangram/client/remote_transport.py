@@ -224,7 +224,7 @@ class RemotePending:
         self._action = action
         self._work = work
         self._output = output
-        self._path = f"/v1/actions/{quote(action.id, safe='')}"
+        self._path = f"/v1/actions/{_quoted(action.id)}"
         loop = asyncio.get_running_loop()
         self._accepted: asyncio.Future[None] = loop.create_future()
         """Done when the service has accepted the action, or never will."""
@@ -240,7 +240,8 @@ class RemotePending:
             self._settled.cancel()
             raise
         except ReconnectTimeout as error:
-            self._settled.set_result(_lost_settlement(self._action.id, str(error)))
+            outcome = Outcome(action=self._action.id, status=Status.LOST, reason=str(error))
+            self._settled.set_result(SettledAction(outcome=outcome))
         except Exception as error:
             self._settled.set_exception(error)
         else:
@@ -323,9 +324,6 @@ class RemotePending:
             await shielded(asyncio.wait({self._settled}, timeout=SHUTDOWN_TIMEOUT_S))
             raise
 
-    async def _wait_settled(self) -> None:
-        await asyncio.wait({self._settled})
-
     async def settled_shielded(self) -> SettledAction:
         return await asyncio.shield(self._settled)
 
@@ -347,7 +345,7 @@ class RemotePending:
     async def stop(self) -> None:
         """Cancel it, and wait until it has settled."""
         self.cancel()
-        await self._wait_settled()
+        await asyncio.wait({self._settled})
 
     def add_done_callback(self, callback: Callable[[], object]) -> None:
         self._settled.add_done_callback(lambda _: callback())
@@ -436,7 +434,7 @@ class RemoteTransport:
         )
         images = [name for name in self._images.committed if name not in self._images.remembered]
         await asyncio.gather(*(self._call_best_effort("DELETE", f"/v1/images/{_quoted(name)}") for name in images))
-        await self._acknowledge_best_effort()
+        await self._acknowledge()
 
     def start_task(self, doing: Coroutine[Any, Any, Any]) -> None:
         self.track_task(asyncio.ensure_future(doing))
@@ -477,16 +475,12 @@ class RemoteTransport:
         if self._acknowledge_timer is not None:
             self._acknowledge_timer.cancel()
             self._acknowledge_timer = None
-        self.start_task(self._acknowledge_best_effort())
+        self.start_task(self._acknowledge())
 
-    async def _acknowledge_best_effort(self) -> None:
-        with contextlib.suppress(ManagerError):  # the service keeps them longer then
-            await self._send_acknowledged()
-
-    async def _send_acknowledged(self) -> None:
+    async def _acknowledge(self) -> None:
         ids, self._unacknowledged = self._unacknowledged, []
         if ids:
-            await self.connection.call("POST", "/v1/acknowledge", Acknowledgement(actions=ids), closing=True)
+            await self._call_best_effort("POST", "/v1/acknowledge", Acknowledgement(actions=ids))
 
     # ---- quotas, services, functions ----
 
@@ -494,7 +488,7 @@ class RemoteTransport:
         """Does nothing: the service creates pools of functions itself."""
 
     async def set_weight(self, run: str, weight: float) -> None:
-        await self.connection.call("PUT", f"/v1/weights/{quote(run, safe='')}", WeightRequest(weight=weight))
+        await self.connection.call("PUT", f"/v1/weights/{_quoted(run)}", WeightRequest(weight=weight))
 
     async def add_quota(self, quota: Quota) -> None:
         await self.connection.call("PUT", "/v1/quotas", quota)
@@ -518,7 +512,7 @@ class RemoteTransport:
 
     def release_quota(self, action: str, spent: dict[str, int] | None) -> None:
         self.start_task(
-            self._call_best_effort("POST", f"/v1/actions/{quote(action, safe='')}/release", QuotaRelease(spent=spent))
+            self._call_best_effort("POST", f"/v1/actions/{_quoted(action)}/release", QuotaRelease(spent=spent))
         )
 
     def report_upstream_response(self, quota: str, status: int, headers: Mapping[str, str], action: str) -> None:
@@ -539,10 +533,6 @@ class RemoteTransport:
     @property
     def images(self) -> Images:
         return self._images
-
-
-def _lost_settlement(action: str, reason: str) -> SettledAction:
-    return SettledAction(outcome=Outcome(action=action, status=Status.LOST, reason=reason))
 
 
 def _quoted(name: str) -> str:

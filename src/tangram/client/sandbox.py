@@ -228,7 +228,7 @@ class Sandbox:
 
     def _demand(self, cpus: Cpus, quotas: Quotas | None, speedup: Speedup | None) -> Demand:
         """Its requirements are granted together."""
-        return Demand({CPU: amounts(cpus), **quota_demand("quotas", quotas, self._transport.quota)}, speedup)
+        return Demand({CPU: amounts(cpus), **quota_demand(quotas, self._transport.quota)}, speedup)
 
     async def start(
         self,
@@ -450,7 +450,7 @@ _STREAMS = {1: "stdout", 2: "stderr"}
 
 
 _NO_PROGRAM = ExecResult(exit_code=0)
-"""Demand of work that runs no program."""
+"""The result of work that runs no program."""
 
 
 def _exec_work(
@@ -465,7 +465,7 @@ def _exec_work(
     return Exec(
         command=words_of(command),
         cwd=path_of("cwd", cwd),
-        env=variables_of("env", env),
+        env=variables_of(env),
         stdin=bytes_of("stdin", stdin),
         capture_bytes_max=parse_size("capture", capture, least=0, most=CAPTURE_BYTES_CEILING),
         session=session,

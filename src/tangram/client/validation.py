@@ -12,14 +12,11 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from tangram.core.demand import Amounts
 from tangram.core.limits import Limits
 from tangram.errors import InvalidAction, InvalidConfig, InvalidInput, TangramError
-
-if TYPE_CHECKING:
-    from tangram.managers.quotas.manager import Quota
+from tangram.managers.quotas.manager import REQUESTS, TOKENS, Quota
 
 Command = str | Sequence[str]
 Content = str | bytes | bytearray | memoryview
@@ -38,7 +35,6 @@ MODE_MAX = 0o7777
 STATUS_MIN, STATUS_MAX = 100, 999
 _NOT_IN_HEADERS = frozenset("\r\n\0")
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-REQUESTS, TOKENS = "requests", "tokens"
 _QUOTAS = "a name such as 'search', or numbers by name such as {'search': 1, 'judge': {'requests': 1, 'tokens': 500}}"
 
 
@@ -94,57 +90,57 @@ def words_of(command: Command) -> str | tuple[str, ...]:
     return tuple(command)
 
 
-def commands_of(field: str, commands: Sequence[str]) -> tuple[str, ...]:
+def commands_of(commands: Sequence[str]) -> tuple[str, ...]:
     """A string is a sequence too, but of characters."""
     if not isinstance(commands, list | tuple) or not all(isinstance(command, str) for command in commands):
-        raise InvalidAction(field, commands, "a list of commands, such as ['make']")
+        raise InvalidAction("setup", commands, "a list of commands, such as ['make']")
     return tuple(commands)
 
 
-def variables_of(field: str, env: Mapping[str, str] | None) -> dict[str, str]:
+def variables_of(env: Mapping[str, str] | None) -> dict[str, str]:
     if env is not None and not isinstance(env, Mapping):
-        raise InvalidAction(field, env, "variables by name, such as {'COLOUR': 'blue'}")
+        raise InvalidAction("env", env, "variables by name, such as {'COLOUR': 'blue'}")
     return dict(env or {})
 
 
-def quota_counts(field: str, quotas: Quotas | None) -> dict[str, dict[str, int]]:
+def quota_counts(quotas: Quotas | None) -> dict[str, dict[str, int]]:
     """Requests and tokens by name. The quota validates the amounts."""
     if isinstance(quotas, str):
         quotas = {quotas: 1}
     if quotas is not None and not isinstance(quotas, Mapping):
-        raise InvalidAction(field, quotas, _QUOTAS)
+        raise InvalidAction("quotas", quotas, _QUOTAS)
     result = {}
     for name, amount in (quotas or {}).items():
         counts = {REQUESTS: 1, TOKENS: 0, **amount} if isinstance(amount, Mapping) else {REQUESTS: amount, TOKENS: 0}
         if not isinstance(name, str) or len(counts) > 2 or any(type(count) is not int for count in counts.values()):
-            raise InvalidAction(field, {name: amount}, _QUOTAS)
+            raise InvalidAction("quotas", {name: amount}, _QUOTAS)
         result[name] = counts
     return result
 
 
-def quota_demand(field: str, quotas: Quotas | None, find: Callable[[str], Quota]) -> dict[str, Amounts]:
+def quota_demand(quotas: Quotas | None, find: Callable[[str], Quota]) -> dict[str, Amounts]:
     """The demand of an action for the pools of all its quotas, to be granted together. `find` returns the quota of a
     name, or raises."""
     demand: dict[str, Amounts] = {}
-    for name, counts in quota_counts(field, quotas).items():
+    for name, counts in quota_counts(quotas).items():
         demand |= find(name).demand(**counts)
     return demand
 
 
-def headers_of(field: str, headers: Mapping[str, str]) -> dict[str, str]:
+def headers_of(headers: Mapping[str, str]) -> dict[str, str]:
     """Accepts headers that are no Mapping but have `items()`."""
     items = getattr(headers, "items", None)
     if not callable(items) or isinstance(headers, type):
-        raise InvalidAction(field, headers, "texts by name, such as {'Accept': 'text/plain'}")
+        raise InvalidAction("headers", headers, "texts by name, such as {'Accept': 'text/plain'}")
     result = dict(items())
     for name, value in result.items():
         if not isinstance(name, str) or not isinstance(value, str):
-            raise InvalidAction(field, {name: value}, "texts by name, such as {'Accept': 'text/plain'}")
+            raise InvalidAction("headers", {name: value}, "texts by name, such as {'Accept': 'text/plain'}")
     return result
 
 
 def sendable_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
-    result = {} if headers is None else headers_of("headers", headers)
+    result = {} if headers is None else headers_of(headers)
     for name, value in result.items():
         if not _TOKEN.fullmatch(name):
             raise InvalidAction("headers", name, "the name of a header, such as 'Accept'")

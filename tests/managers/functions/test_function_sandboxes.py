@@ -30,7 +30,7 @@ from tangram.core.messages import Grant, Pool, PoolChanged
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.errors import AdmissionRefused, InvalidAction
-from tangram.managers.base import Manager
+from tangram.managers.base import CLOSE_DEMAND, Manager
 from tangram.managers.functions import lease as lease_module
 from tangram.managers.functions import sandbox_instance
 from tangram.managers.functions.host import ALLOWANCE_BYTES, PREFIX
@@ -38,7 +38,7 @@ from tangram.managers.functions.manager import FunctionManager
 from tangram.managers.functions.msgpack_encoder import encode
 from tangram.managers.functions.program import ANSWER, BEGIN, FRAME, REPLY
 from tangram.managers.functions.reply import REPLY_BYTES_MAX, MalformedReply, ReplyParser, decode_reply
-from tangram.managers.functions.sandbox_instance import NOTHING, pickled_by
+from tangram.managers.functions.sandbox_instance import pickled_by
 from tangram.managers.functions.work import Call, FunctionSpec
 from tangram.managers.sandboxes.bwrap.manager import BwrapManager
 from tangram.managers.sandboxes.process.manager import ProcessManager
@@ -847,7 +847,7 @@ def test_instances_that_a_dead_service_left_are_removed(tmp_path: Path, run: Run
         memory = Memory(4096)
         async with BwrapManager(state=state, node=NODE, owner="service") as manager:
             for name in (f"{PREFIX}left", "run/kept"):
-                action = Action(id=name, demand=NOTHING, sandbox=name)
+                action = Action(id=name, demand=CLOSE_DEMAND, sandbox=name)
                 lease = await manager.start(action, Grant(name, NODE, (), 0), Open(spec=SandboxSpec()))
                 assert not (await lease.wait()).lost
         async with (

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import logging
 import re
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
@@ -54,6 +55,8 @@ RETRY_AFTER_S_MAX = 3600.0
 SAFE_INTEGER_MAX = 1 << 53
 """Beyond 2^53 a float, as most clients use, cannot represent every integer."""
 
+R = TypeVar("R")
+
 log = logging.getLogger("tangram.http")
 
 encode = msgspec.json.Encoder().encode
@@ -87,12 +90,12 @@ STATUS_BY_CODE = {
 class ApiError(Exception):
     """An error response."""
 
-    def __init__(self, code: str, message: str, *, wait_s: float = 0.0, limit: str = "", status: int = 0) -> None:
+    def __init__(self, code: str, message: str, *, wait_s: float = 0.0, limit: str = "") -> None:
         super().__init__(message)
         retry = code in ("rate", "draining", "journal_failed", "too_slow")
         self.fault = ErrorRecord(code=code, message=message, limit=limit, retry=retry)
         self.wait_s = wait_s
-        self.status = status or STATUS_BY_CODE[code]
+        self.status = STATUS_BY_CODE[code]
 
 
 class ConcurrencyLimiter:
@@ -151,9 +154,9 @@ class RequestContext:
             raise InvalidAction(name, text, f"a whole number from 0 to {most}")
         return int(text)
 
-    def query_bound(self, name: str, most: int) -> int:
-        """A caller's limit, at most ours."""
-        return min(most, self.query_int(name, most, SAFE_INTEGER_MAX))
+    def bytes_max(self, most: int) -> int:
+        """The caller's limit, at most ours."""
+        return min(most, self.query_int("bytes_max", most, SAFE_INTEGER_MAX))
 
     def query_octal(self, name: str, default: int) -> int:
         text = self.query_text(name, f"{default:04o}")
@@ -315,20 +318,26 @@ ANONYMOUS = Principal("", "", False, Caps(), Revocation())
 # ---- bodies -----------------------------------------------------------------------------------------------------
 
 
-async def read_json(context: RequestContext, decoder: msgspec.json.Decoder[Any], bytes_max: int) -> Any:
+@functools.cache
+def _json_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+async def read_json(context: RequestContext, kind: type[R], bytes_max: int) -> R:
     """Raises InvalidAction for a malformed record, and Unauthorized if the run was revoked meanwhile."""
-    kind = context.request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
-    if kind not in (JSON, FORM):
-        raise ApiError("wrong_content_type", f"expected a body of {JSON}, got {kind[:100]!r}")
+    media_type = context.request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+    if media_type not in (JSON, FORM):
+        raise ApiError("wrong_content_type", f"expected a body of {JSON}, got {media_type[:100]!r}")
     body = await _read_body(context, bytes_max)
     context.caller.require_not_revoked()
     try:
-        return decoder.decode(body)
+        record: R = _json_decoder(cast(Any, kind)).decode(body)
+        return record
     except msgspec.ValidationError as error:
         inner = error.__cause__
         if isinstance(inner, TangramError):
             raise inner from None
-        raise to_invalid_action(error, body, decoder.type) from None
+        raise to_invalid_action(error, body, kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError("invalid_json", f"the body is not JSON: {error}") from None
 

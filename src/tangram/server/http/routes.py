@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, AsyncExitStack
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import msgspec
 from starlette.responses import Response, StreamingResponse
@@ -72,7 +72,8 @@ CONCURRENT_READS_MAX = 8
 """Files in memory at once."""
 TIMELINE_ROWS_PER_PAGE = 5000
 FILE_MODE_DEFAULT = 0o644
-LINE_ENCODER = msgspec.json.Encoder()
+
+R = TypeVar("R")
 
 log = logging.getLogger("tangram.server")
 
@@ -143,11 +144,13 @@ class RouteHandlers:
         self._encode_lock = asyncio.Lock()
         """Large results are read and encoded one by one: each is in memory twice, and encoding blocks the event
         loop."""
-        self._submission_decoder = msgspec.json.Decoder(Submission)
 
     async def about(self, context: RequestContext) -> Response:
         info = msgspec.structs.replace(self._about, run=context.caller.run, admin=context.caller.is_admin)
         return json_response(info)
+
+    async def _read_json(self, context: RequestContext, kind: type[R]) -> R:
+        return await read_json(context, kind, self._action_service.limits.body_bytes_max)
 
     # ---- actions ----
 
@@ -157,7 +160,7 @@ class RouteHandlers:
 
     async def _submit_and_wait(self, context: RequestContext, wait_s: float) -> ActionReply:
         """A function of its own, so that the request's memory is free while its result waits for a slot."""
-        request = await read_json(context, self._submission_decoder, self._action_service.limits.body_bytes_max)
+        request = await self._read_json(context, Submission)
         result = await self._action_service.submit(context.caller, request)
         if isinstance(result, SettledAction):
             return self._action_service.reply(context.caller, request.id, result)
@@ -194,7 +197,7 @@ class RouteHandlers:
 
         async def lines() -> AsyncIterator[bytes]:
             async for chunk in chunks:
-                yield LINE_ENCODER.encode(chunk) + b"\n"
+                yield encode(chunk) + b"\n"
 
         return StreamingResponse(lines(), media_type="application/x-ndjson")
 
@@ -203,16 +206,12 @@ class RouteHandlers:
         return no_content()
 
     async def release_quota(self, context: RequestContext) -> Response:
-        request: QuotaRelease = await read_json(
-            context, _QUOTA_RELEASE_DECODER, self._action_service.limits.body_bytes_max
-        )
+        request = await self._read_json(context, QuotaRelease)
         self._action_service.release_quota(context.caller, context.path_param("id"), request.spent)
         return no_content()
 
     async def acknowledge(self, context: RequestContext) -> Response:
-        request: Acknowledgement = await read_json(
-            context, _ACKNOWLEDGED_DECODER, self._action_service.limits.body_bytes_max
-        )
+        request = await self._read_json(context, Acknowledgement)
         self._action_service.acknowledge(context.caller, request.actions)
         return no_content()
 
@@ -241,7 +240,7 @@ class RouteHandlers:
 
     async def read_file(self, context: RequestContext) -> Response:
         with self._sandbox_in_use(context) as box:
-            path, most = context.query_text("path"), context.query_bound("bytes_max", FILE_BYTES_MAX)
+            path, most = context.query_text("path"), context.bytes_max(FILE_BYTES_MAX)
 
             async def write(file: BinaryIO) -> None:
                 async with self._read_semaphore:
@@ -278,10 +277,8 @@ class RouteHandlers:
 
     async def read_tree(self, context: RequestContext) -> Response:
         with self._sandbox_in_use(context) as box:
-            path, most = (
-                context.query_text("path"),
-                context.query_bound("bytes_max", self._action_service.limits.file_bytes_max),
-            )
+            path = context.query_text("path")
+            most = context.bytes_max(self._action_service.limits.file_bytes_max)
 
             async def write(file: BinaryIO) -> None:
                 async with self._read_semaphore:
@@ -334,9 +331,7 @@ class RouteHandlers:
         return json_response(ImageReply(name=name))
 
     async def remember_image(self, context: RequestContext) -> Response:
-        request: ImageKeyRequest = await read_json(
-            context, _IMAGE_KEY_DECODER, self._action_service.limits.body_bytes_max
-        )
+        request = await self._read_json(context, ImageKeyRequest)
         with self._drain_gate.admit():
             await self._images.remember(
                 self._action_service.namespace(context.caller), context.path_param("key"), request.name
@@ -353,15 +348,13 @@ class RouteHandlers:
 
     async def set_quota(self, context: RequestContext) -> Response:
         context.require_admin()
-        request: Quota = await read_json(context, _QUOTA_DECODER, self._action_service.limits.body_bytes_max)
+        request = await self._read_json(context, Quota)
         self._action_service.set_quota(request)
         log.info("quota set quota=%s", request.name)
         return no_content()
 
     async def report_upstream_response(self, context: RequestContext) -> Response:
-        request: UpstreamResponse = await read_json(
-            context, _UPSTREAM_RESPONSE_DECODER, self._action_service.limits.body_bytes_max
-        )
+        request = await self._read_json(context, UpstreamResponse)
         self._action_service.report_upstream_response(
             context.caller, context.path_param("name"), request.status, request.headers, request.action, time.time()
         )
@@ -375,7 +368,7 @@ class RouteHandlers:
 
     async def make_run(self, context: RequestContext) -> Response:
         context.require_admin()
-        request: RunRequest = await read_json(context, _RUN_DECODER, self._action_service.limits.body_bytes_max)
+        request = await self._read_json(context, RunRequest)
         with self._drain_gate.admit():
             created = await self._runs.create(context.path_param("name"), request)
             log.info("run made run=%s weight=%g", created.name, created.weight)
@@ -385,7 +378,7 @@ class RouteHandlers:
 
     async def change_run(self, context: RequestContext) -> Response:
         context.require_admin()
-        request: RunRequest = await read_json(context, _RUN_DECODER, self._action_service.limits.body_bytes_max)
+        request = await self._read_json(context, RunRequest)
         changed = await self._runs.change(context.path_param("name"), request)
         log.info("run changed run=%s weight=%g", changed.name, changed.weight)
         self._action_service.set_weight(changed.name, changed.weight)
@@ -410,13 +403,13 @@ class RouteHandlers:
 
     async def set_weight(self, context: RequestContext) -> Response:
         context.require_admin()
-        request: WeightRequest = await read_json(context, _WEIGHT_DECODER, self._action_service.limits.body_bytes_max)
+        request = await self._read_json(context, WeightRequest)
         self._action_service.set_weight(require_name("run", context.path_param("run")), request.weight)
         return no_content()
 
     async def resize_pool(self, context: RequestContext) -> Response:
         context.require_admin()
-        request: PoolRequest = await read_json(context, _POOL_DECODER, self._action_service.limits.body_bytes_max)
+        request = await self._read_json(context, PoolRequest)
         self._action_service.orchestrator.send(
             PoolChanged(pool=self._visibility.resized_pool(context.path_param("name"), request.total))
         )
@@ -425,7 +418,7 @@ class RouteHandlers:
 
     async def change_node(self, context: RequestContext) -> Response:
         context.require_admin()
-        request: NodeRequest = await read_json(context, _NODE_DECODER, self._action_service.limits.body_bytes_max)
+        request = await self._read_json(context, NodeRequest)
         if not self._visibility.has_node(context.path_param("name")):
             raise NotFound("node", context.path_param("name"))
         self._action_service.orchestrator.send(
@@ -440,10 +433,8 @@ class RouteHandlers:
         return json_response(self._visibility.view(context.caller))
 
     async def timeline(self, context: RequestContext) -> Response:
-        after, limit = (
-            context.query_int("after", 0, SAFE_INTEGER_MAX),
-            context.query_int("limit", TIMELINE_ROWS_PER_PAGE, 1 << 20),
-        )
+        after = context.query_int("after", 0, SAFE_INTEGER_MAX)
+        limit = context.query_int("limit", TIMELINE_ROWS_PER_PAGE, 1 << 20)
         return json_response(self._visibility.timeline(after, min(limit, TIMELINE_ROWS_PER_PAGE), context.caller))
 
     async def trace(self, context: RequestContext) -> Response:
@@ -479,16 +470,6 @@ def _copy(file: BinaryIO, named: Any) -> None:
     shutil.copyfileobj(file, named)
     named.flush()
 
-
-_QUOTA_RELEASE_DECODER = msgspec.json.Decoder(QuotaRelease)
-_ACKNOWLEDGED_DECODER = msgspec.json.Decoder(Acknowledgement)
-_UPSTREAM_RESPONSE_DECODER = msgspec.json.Decoder(UpstreamResponse)
-_IMAGE_KEY_DECODER = msgspec.json.Decoder(ImageKeyRequest)
-_QUOTA_DECODER = msgspec.json.Decoder(Quota)
-_RUN_DECODER = msgspec.json.Decoder(RunRequest)
-_WEIGHT_DECODER = msgspec.json.Decoder(WeightRequest)
-_POOL_DECODER = msgspec.json.Decoder(PoolRequest)
-_NODE_DECODER = msgspec.json.Decoder(NodeRequest)
 
 BYTES_MAX = QueryParam(
     "bytes_max",

@@ -6,7 +6,7 @@ Owns nothing; reads the observer, the metrics, the scheduler and the event log.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import msgspec
 
@@ -16,26 +16,15 @@ from tangram.managers.models import ModelManager
 from tangram.runtime.views import Story, TimelineView, View
 from tangram.runtime.wire import ServiceReply
 from tangram.server.observe.event_log import EventLog
+from tangram.server.observe.state_observer import StateObserver
 from tangram.server.tenants import Principal
-
-
-class ObservedState(Protocol):
-    """State as one run may see it; None is the admin."""
-
-    def view(self, run: str | None) -> View: ...
-
-    def timeline(self, after: int, limit: int, run: str | None) -> TimelineView: ...
-
-    def story(self, id: str, run: str | None) -> Story | None: ...
-
-    def hide_run(self, run: str) -> None: ...
 
 
 class VisibilityFilter:
     def __init__(
         self,
         pools: Iterable[Pool],
-        observer: ObservedState,
+        observer: StateObserver,
         metrics: Callable[[], str],
         models: ModelManager | None,
         event_log: EventLog | None,
