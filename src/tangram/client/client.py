@@ -514,14 +514,14 @@ def _remote_client(url: str, token: str, ca: str, reconnect_s: float) -> Client:
 def _create_model_manager(
     services: Iterable[Service], devices: Iterable[DeviceSpec], node: str, notify: Callable[[Event], None]
 ) -> ModelManager | None:
-    found = require_all("services", services, Service, "tangram.Service, such as [Service(name='judge', engine=...)]")
+    models = require_all("services", services, Service, "tangram.Service, such as [Service(name='judge', engine=...)]")
     chosen = require_all("devices", devices, Emulated | Cuda, "devices, such as [Emulated(memory_bytes=1 << 30)]")
-    if not found and not chosen:
+    if not models and not chosen:
         return None
     chosen = chosen or list(discover())
     if not chosen:
         raise InvalidConfig("devices", chosen, "devices such as tangram.Emulated(...): this machine has none of CUDA")
-    return ModelManager(service_names, chosen, notify, node=node)
+    return ModelManager(models, chosen, notify, node=node)
 
 
 def _require_quotas(quotas: Iterable[Quota]) -> list[Quota]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping
-from types import TracebackType
 from typing import Self
 
 from tangram.client.result import result_of
@@ -57,9 +56,7 @@ class QuotaUse:
             self._transport.release_quota(self._action.id, None)
         await pending.settled()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         assert self._pending is not None
         self._lifecycle.mark_closed()
         self._transport.release_quota(self._action.id, self._spent or None)

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
@@ -405,9 +404,7 @@ class RemoteTransport:
         except _RequestRetryable as error:
             raise ManagerError(no_service(url, str(error))) from None
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         """End everything that this connection has open at the service, like the end of an embedded one."""
         self._is_closing = True
         try:

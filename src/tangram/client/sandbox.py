@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, Self, cast
 
 import msgspec
@@ -124,9 +123,7 @@ class Sandbox:
             self._on_opened(self._spec)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -346,9 +343,7 @@ class Session:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def exec(
@@ -426,9 +421,7 @@ class Server:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.stop()
 
     async def stop(self) -> Result:

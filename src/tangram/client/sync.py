@@ -198,9 +198,7 @@ class SyncClient:
         self._portal.enter()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._portal.leave()
 
     @functools.wraps(Client.sandbox)

@@ -18,7 +18,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Self, cast
 
 from tangram.errors import InvalidInput, InvalidTrace, ManagerError
@@ -121,7 +120,7 @@ class AppendLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _truncate(self, size: int) -> None:

@@ -50,6 +50,15 @@ class Lease(Protocol):
         ...
 
 
+class UnmeteredLease:
+    """The part of a lease of work that uses no CPU of the node: it has no size and no usage."""
+
+    def resize(self, *, reserved: int, limit: int) -> None: ...
+
+    def cpu_seconds(self) -> float | None:
+        return None
+
+
 class Files(Protocol):
     """Files of sandboxes. All paths are resolved inside; a failure there raises FileFailed."""
 

@@ -23,7 +23,6 @@ import shlex
 import tarfile
 from collections.abc import Callable, Mapping
 from io import BytesIO
-from types import TracebackType
 from typing import BinaryIO, NamedTuple, Self
 
 import msgspec
@@ -52,7 +51,7 @@ from tangram.managers.work import (
 )
 from tangram.processes.capture import Capture
 from tangram.processes.exit_codes import NOT_FOUND
-from tangram.processes.streams import STDERR, STDOUT, Output
+from tangram.processes.streams import STDERR, STDOUT, GuardedOutput, Output
 from tangram.processes.width import substitute_width, whole_cores, with_width
 
 CALLS_MAX = 10_000
@@ -332,7 +331,7 @@ class FakeExecLease(FakeLease):
     ) -> None:  # fmt: skip
         self._sandbox = box
         self._work = work
-        self._output = output
+        self._output = GuardedOutput(output)
         self._cpus = whole_cores(grant.width)
         self._interpreter = Interpreter(box, work, grant.width)
         duration = script.duration_s
@@ -365,7 +364,7 @@ class FakeExecLease(FakeLease):
             captures[stream] = Capture(self._work.capture_bytes_max)
             captures[stream].feed(bytes(content))
             if content:
-                self._forward_output(stream, bytes(content))
+                self._output(stream, bytes(content))
         return ExecResult(
             exit_code=code,
             stdout=captures[STDOUT].content(),
@@ -375,16 +374,6 @@ class FakeExecLease(FakeLease):
             cpus=self._cpus,
             session_ended=bool(session) and interpreter.exited,
         )
-
-    def _forward_output(self, stream: int, content: bytes) -> None:
-        """A failing callback is not called again: the program and its result do not depend on it."""
-        try:
-            if self._output is not None:
-                self._output(stream, content)
-        except Exception as error:
-            self._output = None
-            context = {"message": "the output callback of an action failed", "exception": error}
-            self._loop.call_exception_handler(context)
 
     def _stop_result(self) -> LeaseResult:
         ended = self._sandbox.cwd_by_session.pop(self._work.session, None) is not None
@@ -432,9 +421,7 @@ class FakeManager:
         self.record_call("enter", "")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self.record_call("exit", "")
         for name in list(self._sandboxes):
             self._close(name, "the manager of its sandbox ended")

@@ -7,6 +7,7 @@ wire. Promises that an existing record is well formed; constructing an invalid o
 from __future__ import annotations
 
 import posixpath
+import stat
 
 import msgspec
 
@@ -254,3 +255,9 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     """`file`, `dir`, `link` or `other`."""
     bytes: int
     mode: int
+
+
+def file_entry(name: str, mode: int, size: int) -> FileEntry:
+    """`mode`: with the type of the file, as `stat` returns it."""
+    kind = {stat.S_IFREG: "file", stat.S_IFDIR: "dir", stat.S_IFLNK: "link"}.get(stat.S_IFMT(mode), "other")
+    return FileEntry(name=name, kind=kind, bytes=size, mode=stat.S_IMODE(mode))

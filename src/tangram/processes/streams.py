@@ -20,6 +20,33 @@ STDOUT, STDERR = 1, 2
 Output = Callable[[int, bytes], None]
 """Called with output as it comes: STDOUT or STDERR, and the bytes."""
 
+
+class GuardedOutput:
+    """An output callback that is not called again after it has failed: the program and its result do not depend on
+    it."""
+
+    def __init__(self, output: Output | None) -> None:
+        self._output = output
+
+    def __call__(self, stream: int, data: bytes) -> None:
+        if self._output is None:
+            return
+        try:
+            self._output(stream, data)
+        except Exception as error:
+            self._output = None
+            context = {"message": "the output callback of an action failed", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(context)
+
+
+def mark_overlap(data: bytes, mark: bytes) -> int:
+    """How many bytes at the end of the data may be the beginning of the mark."""
+    for size in range(min(len(mark) - 1, len(data)), 0, -1):
+        if mark.startswith(data[-size:]):
+            return size
+    return 0
+
+
 READ_BYTES = 1 << 16
 """Per read: the default capacity of a pipe."""
 LISTEN_DELAY_S = 0.002
@@ -34,7 +61,7 @@ class Stream:
         self._number = number
         self._loop = asyncio.get_running_loop()
         self._capture: Capture | None = None
-        self._output: Output | None = None
+        self._output = GuardedOutput(None)
         self._fd, self.writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._fd, False)
         self._listening = False
@@ -52,7 +79,7 @@ class Stream:
 
     def begin(self, capture: Capture, output: Output | None) -> None:
         """From now on output belongs to an action."""
-        self._capture, self._output = capture, output
+        self._capture, self._output = capture, GuardedOutput(output)
 
     def end(self) -> None:
         """Read the output so far; discard later output. Background processes may write without a pause, so exactly the
@@ -60,7 +87,7 @@ class Stream:
         left = self._readable_bytes()
         while self.is_open and left >= 0 and (count := self._read()):
             left -= count
-        self._capture = self._output = None
+        self._capture = None
 
     @property
     def is_open(self) -> bool:
@@ -95,19 +122,8 @@ class Stream:
             self.close()
         elif self._capture is not None:
             self._capture.feed(data)
-            self._forward(data)
-        return len(data)
-
-    def _forward(self, data: bytes) -> None:
-        """A failing callback is not called again: the program and its result do not depend on it."""
-        if self._output is None:
-            return
-        try:
             self._output(self._number, data)
-        except Exception as error:
-            self._output = None
-            context = {"message": "the output callback of an action failed", "exception": error}
-            self._loop.call_exception_handler(context)
+        return len(data)
 
 
 def standard_input(content: bytes) -> int:

@@ -40,6 +40,7 @@ from tangram.managers.sandboxes.cgroups.hierarchies import (
     REMEDY_V2,
     CgroupHierarchies,
     find_hierarchies,
+    read_cgroup_paths,
     writable_directories,
 )
 from tangram.managers.sandboxes.machine import available_memory_bytes, meminfo_bytes, numa_cells
@@ -217,16 +218,7 @@ def restoring_cgroups() -> Iterator[None]:
 
 
 def _own_cgroup(mount: Path) -> Path:
-    return mount / _own_cgroup_paths().get("", "/").lstrip("/")
-
-
-def _own_cgroup_paths() -> dict[str, str]:
-    """The group of this process by controller, as the kernel names it; version 2 under the empty name."""
-    states = {}
-    for line in Path(OWN_CGROUP_FILE).read_text(encoding="utf-8").splitlines():
-        _, names, path = line.split(":", 2)
-        states.update(dict.fromkeys(names.split(","), path))
-    return states
+    return mount / read_cgroup_paths(OWN_CGROUP_FILE).get("", "/").lstrip("/")
 
 
 def _enabled_controllers(group: Path) -> list[str]:
@@ -488,7 +480,7 @@ def _ancestor_cgroups(controller: str) -> list[Path]:
     mount = hierarchies.by_controller.get(controller)
     if mount is None:
         return []
-    path = _own_cgroup_paths().get("" if hierarchies.version == 2 else controller, "/")
+    path = read_cgroup_paths(OWN_CGROUP_FILE).get("" if hierarchies.version == 2 else controller, "/")
     parts = [part for part in path.split("/") if part]
     places = [mount.joinpath(*parts[:count]) for count in range(len(parts) + 1)]
     return [each for each in places if each.is_dir()]

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -26,7 +25,7 @@ import msgspec
 from tangram.core.action import Action
 from tangram.core.messages import Grant, Pool
 from tangram.errors import ManagerError
-from tangram.managers.base import Lease
+from tangram.managers.base import Lease, UnmeteredLease
 from tangram.managers.functions.work import ANSWER_BYTES_MAX, EndpointSpec, Post, encode_failure, encode_value
 from tangram.managers.http import RETRYABLE_STATUSES, HttpClient, HttpResponse, ResponseTooLarge, backoff_s
 from tangram.managers.quotas.adaptive_rate import parse_rate_limit
@@ -67,9 +66,7 @@ class EndpointManager:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         for lease in list(self._leases):
             await lease.stop()
         await self._http.close()
@@ -84,7 +81,7 @@ class EndpointManager:
         return lease
 
 
-class PostLease:
+class PostLease(UnmeteredLease):
     def __init__(self, http: HttpClient, work: Post) -> None:
         self._http = http
         self._work = work
@@ -94,12 +91,6 @@ class PostLease:
     async def wait(self) -> LeaseResult:
         await asyncio.wait({self.task})
         return LeaseResult() if self.task.cancelled() else self.task.result()
-
-    def resize(self, *, reserved: int, limit: int) -> None:
-        """It uses no CPU here."""
-
-    def cpu_seconds(self) -> float | None:
-        return None
 
     async def stop(self) -> None:
         """Closes the connection. The endpoint may go on."""

@@ -19,7 +19,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from operator import is_not
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -121,9 +120,7 @@ class FunctionManager:
             assert self._manager is not None
             await close_sandbox(self._manager, name)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self._open = False
         await asyncio.gather(*(lease.abort("functions are being closed") for lease in list(self._leases)))
         if self._reclaiming is not None:

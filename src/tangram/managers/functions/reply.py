@@ -12,7 +12,7 @@ from tangram.managers.functions.program import ANSWER, BEGIN, FRAME, REPLY, TOKE
 from tangram.managers.functions.work import ANSWER_BYTES_MAX, Failure, encode_failure, encode_value
 from tangram.managers.work import KIB, MIB, ExecResult
 from tangram.processes.capture import Capture
-from tangram.processes.streams import STDERR, STDOUT, Output
+from tangram.processes.streams import STDERR, STDOUT, Output, mark_overlap
 
 CAPTURE_BYTES_MAX = 256 * KIB
 """The captured output of each stream of a call, which explains failures."""
@@ -99,7 +99,7 @@ class ReplyParser:
     def _skip_to(self, mark: bytes, *, keep: bool) -> bool:
         """Whether the mark was found. What comes before it is output if `keep`, or else dropped."""
         at = self._buffer.find(mark)
-        end = at if at >= 0 else len(self._buffer) - _overlap(self._buffer, mark)
+        end = at if at >= 0 else len(self._buffer) - mark_overlap(self._buffer, mark)
         before, self._buffer = self._buffer[:end], self._buffer[end:]
         if keep and before:
             self._forward(STDOUT, before)
@@ -162,11 +162,3 @@ def decode_reply(content: bytes) -> InstanceReply:
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise MalformedReply(f"the answer cannot be read: {error}") from None
     return msgspec.structs.replace(reply, value=data)
-
-
-def _overlap(data: bytes, mark: bytes) -> int:
-    """How many bytes at the end of the data may be the start of the mark."""
-    for size in range(min(len(mark) - 1, len(data)), 0, -1):
-        if mark.startswith(data[-size:]):
-            return size
-    return 0

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from tangram.clock import Clock
 from tangram.core.action import Action, Usage
 from tangram.errors import InvalidAction, ManagerError
-from tangram.managers.base import STOP_GRACE_S
+from tangram.managers.base import STOP_GRACE_S, UnmeteredLease
 from tangram.managers.models.circuit_breaker import CircuitBreaker
 from tangram.managers.models.device_process import DeviceProcess, DeviceProcessNotReady, ProcessLost, ServiceFailed
 from tangram.managers.models.messages import CallService, RequestFailed
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tangram.managers.models.manager import ModelManager
 
 
-class InferLease:
+class InferLease(UnmeteredLease):
     """One call."""
 
     def __init__(self, batch: BatchLease, action: Action, payload: bytes, attempt: int) -> None:
@@ -43,12 +43,6 @@ class InferLease:
 
     async def wait(self) -> LeaseResult:
         return await asyncio.shield(self.ended)
-
-    def resize(self, *, reserved: int, limit: int) -> None:
-        """Devices are not resized."""
-
-    def cpu_seconds(self) -> float | None:
-        return None
 
     async def stop(self) -> None:
         await self._batch_lease.stop(self)

@@ -15,7 +15,6 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Coroutine, Iterable
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -174,9 +173,7 @@ class ModelManager:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         """Publishes no Evicted for what the end evicts: the scheduler ends too."""
         await asyncio.shield(asyncio.ensure_future(self._end_all("the manager of model services was closed")))
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -120,8 +119,6 @@ class Quota(msgspec.Struct, frozen=True):
 
 
 class QuotaLease:
-    """The lease of one user of a quota."""
-
     def __init__(self, on_end: Callable[[], object]) -> None:
         loop = asyncio.get_running_loop()
         self.granted_at = loop.time()
@@ -133,17 +130,16 @@ class QuotaLease:
         await asyncio.wait({self._ended})
         return self._ended.result()
 
+    def resize(self, *, reserved: int, limit: int) -> None: ...
+
+    def cpu_seconds(self) -> float | None:
+        return None
+
     def release(self, spent: dict[str, int] | None = None) -> None:
         """Release it. `spent`: what was really used of pools that were granted by estimate."""
         if not self._ended.done():
             self._ended.set_result(LeaseResult(usage=Usage(spent=spent)))
             self._on_end()
-
-    def resize(self, *, reserved: int, limit: int) -> None:
-        """It has no CPU."""
-
-    def cpu_seconds(self) -> float | None:
-        return None
 
     async def stop(self) -> None:
         """Only the holder can release it: its request is under way, whatever becomes of the action."""
@@ -257,9 +253,7 @@ class QuotaManager:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         for alarm in self._timers.values():
             alarm.cancel()
         for hold in list(self._leases.values()):

@@ -17,13 +17,14 @@ import msgspec
 
 from tangram.core.action import NO_USAGE, Usage
 from tangram.errors import ManagerError
+from tangram.managers.base import UnmeteredLease
 from tangram.managers.work import Exec, ExecResult, LeaseResult
 from tangram.processes.capture import Capture
 from tangram.processes.streams import Output, ShellStreams, Stream
 from tangram.processes.width import substitute_width, whole_cores
 
 
-class CompletedLease:
+class CompletedLease(UnmeteredLease):
     """A lease of work that had ended when `start` returned."""
 
     def __init__(self, result: LeaseResult) -> None:
@@ -31,12 +32,6 @@ class CompletedLease:
 
     async def wait(self) -> LeaseResult:
         return self._result
-
-    def resize(self, *, reserved: int, limit: int) -> None:
-        pass
-
-    def cpu_seconds(self) -> float | None:
-        return None
 
     async def stop(self) -> None:
         pass

@@ -8,7 +8,9 @@ import subprocess
 from pathlib import Path
 from typing import Self
 
+from tangram.core.messages import Pool, cpu_node
 from tangram.errors import InvalidConfig
+from tangram.managers.work import GIB
 
 MEMORY_SHARE = 0.9
 """Of the memory that is available at start; the rest is for this process and the system."""
@@ -43,6 +45,9 @@ class Machine:
         by_cell = numa_cells(cpus)
         even = len({len(cell) for cell in by_cell.values()}) == 1 and float(cores).is_integer()
         return cls(cores, memory_bytes, cpus, by_cell if len(by_cell) > 1 and even else {})
+
+    def pools(self, node: str) -> tuple[Pool, ...]:
+        return cpu_node(node, self.cores, self.memory_bytes / GIB, numa_nodes=len(self.cpus_by_cell) or 1)
 
 
 def available_memory_bytes() -> int:

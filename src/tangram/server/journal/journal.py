@@ -26,7 +26,6 @@ import stat
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from tangram.clock import Clock, WallClock
@@ -205,9 +204,7 @@ class Journal:
         self._is_accepting = True
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         """Commits pending operations."""
         self._is_accepting = False
         await shielded(self._close())

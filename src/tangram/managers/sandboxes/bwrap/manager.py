@@ -16,14 +16,13 @@ import shutil
 from collections.abc import Coroutine, Iterable
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from tangram.core.action import Action, Usage
 from tangram.core.demand import CORE
-from tangram.core.messages import Grant, Pool, cpu_node
+from tangram.core.messages import Grant, Pool
 from tangram.errors import AdmissionRefused, InvalidAction, InvalidConfig, ManagerError
-from tangram.managers.base import FilesMixin, Lease
+from tangram.managers.base import FilesMixin, Lease, UnmeteredLease
 from tangram.managers.sandboxes.bwrap.adoption import Adoption
 from tangram.managers.sandboxes.bwrap.files import BwrapFiles
 from tangram.managers.sandboxes.bwrap.images.store import SANDBOX_UID, ImageStore, StoredImage
@@ -36,7 +35,7 @@ from tangram.managers.sandboxes.bwrap.spawner.lock import SpawnerLock
 from tangram.managers.sandboxes.bwrap.spawner.mounts import bwrap_argv, mount_steps
 from tangram.managers.sandboxes.cpuset_allocator import CpusetAllocator
 from tangram.managers.sandboxes.machine import Machine, has_user_namespaces
-from tangram.managers.work import GIB, HOST_IMAGE, Close, Commit, Exec, LeaseResult, Open, Prepare, SandboxSpec, Work
+from tangram.managers.work import HOST_IMAGE, Close, Commit, Exec, LeaseResult, Open, Prepare, SandboxSpec, Work
 from tangram.processes.streams import Output
 
 CLOSE_S_MAX = 10.0
@@ -75,7 +74,7 @@ class WarmPool:
         return found
 
 
-class _ManagerTaskLease:
+class _ManagerTaskLease(UnmeteredLease):
     """The lease of work of the manager itself rather than of a program: stopping it waits for its end."""
 
     def __init__(self, work: Coroutine[Any, Any, LeaseResult], tasks: set[asyncio.Task[LeaseResult]]) -> None:
@@ -86,12 +85,6 @@ class _ManagerTaskLease:
 
     async def wait(self) -> LeaseResult:
         return await asyncio.shield(self._task)
-
-    def resize(self, *, reserved: int, limit: int) -> None:
-        """Its CPU is not limited."""
-
-    def cpu_seconds(self) -> float | None:
-        return None
 
     async def stop(self) -> None:
         await self.wait()
@@ -166,8 +159,7 @@ class BwrapManager(FilesMixin):
         return ImageStore(self._state / "images")
 
     def pools(self) -> tuple[Pool, ...]:
-        machine = self._machine
-        return cpu_node(self.node, machine.cores, machine.memory_bytes / GIB, numa_nodes=len(machine.cpus_by_cell) or 1)
+        return self._machine.pools(self.node)
 
     def sandboxes(self) -> tuple[str, ...]:
         return tuple(self._sandboxes)
@@ -229,9 +221,7 @@ class BwrapManager(FilesMixin):
             if name not in self.adopted:
                 self.missing.setdefault(name, NO_RECORD)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await asyncio.shield(asyncio.ensure_future(self._shut_down()))
 
     async def _shut_down(self) -> None:

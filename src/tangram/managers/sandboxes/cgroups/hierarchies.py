@@ -93,6 +93,16 @@ def _unescape(path: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), path)
 
 
+def read_cgroup_paths(file: str) -> dict[str, str]:
+    """The group of a process by controller, from its file `cgroup` in /proc; version 2 under the empty name. Raises
+    OSError."""
+    found: dict[str, str] = {}
+    for line in Path(file).read_text(encoding="utf-8").splitlines():
+        _, names, path = line.split(":", 2)
+        found.update(dict.fromkeys(names.split(","), path))
+    return found
+
+
 # ---- the place for our groups ---------------------------------------------------------------------------------------
 
 
@@ -134,11 +144,10 @@ def _writable_directories_v2(mount: Path) -> dict[str, Path]:
 
 def _own_group(mount: Path) -> Path | None:
     """The group of this process, unless it is outside of what the mount shows."""
-    with open(OWN_CGROUP_FILE, encoding="utf-8") as file:
-        paths = [line[3:].rstrip("\n") for line in file if line.startswith("0::")]
-    if not paths or "/.." in paths[0]:
+    path = read_cgroup_paths(OWN_CGROUP_FILE).get("")
+    if path is None or "/.." in path:
         return None
-    own = mount / paths[0].lstrip("/")
+    own = mount / path.lstrip("/")
     own = own.parent if own.name == OWNER_LEAF else own
     return own if own.is_dir() else None
 

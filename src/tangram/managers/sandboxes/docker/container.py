@@ -28,7 +28,12 @@ from tangram.managers.sandboxes.cgroups.groups import (
     WEIGHT_PER_CORE_V1,
     Cgroup,
 )
-from tangram.managers.sandboxes.cgroups.hierarchies import CONTROLLERS_V1, CONTROLLERS_V2, find_hierarchies
+from tangram.managers.sandboxes.cgroups.hierarchies import (
+    CONTROLLERS_V1,
+    CONTROLLERS_V2,
+    find_hierarchies,
+    read_cgroup_paths,
+)
 from tangram.managers.sandboxes.docker.engine import DockerEngine, EngineRefused, run_to_completion
 from tangram.managers.sandboxes.docker.shells import DockerSession
 from tangram.managers.work import SandboxSpec
@@ -83,7 +88,7 @@ class UsageMeter:
 def visible_cgroup(pid: int, container: str) -> Cgroup | None:
     """The control group of a process that the engine names, if it is a process of this machine and in the container."""
     try:
-        paths = _group_paths(Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8"))
+        paths = read_cgroup_paths(f"/proc/{pid}/cgroup")
         hierarchies = find_hierarchies()
     except OSError:
         return None
@@ -97,15 +102,6 @@ def visible_cgroup(pid: int, container: str) -> Cgroup | None:
         directories[name] = mount / path.lstrip("/")
     group = Cgroup(hierarchies.version, directories)
     return group if group.exists() else None
-
-
-def _group_paths(text: str) -> dict[str, str]:
-    """By controller; that of version 2 under the empty name."""
-    variables: dict[str, str] = {}
-    for line in text.splitlines():
-        _, names, path = line.split(":", 2)
-        variables.update(dict.fromkeys(names.split(","), path))
-    return variables
 
 
 NOT_FOUND, CONFLICT = 404, 409

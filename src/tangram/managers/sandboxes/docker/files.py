@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import io
 import posixpath
-import stat
 import tarfile
 import tempfile
 import time
@@ -32,7 +31,7 @@ from tangram.managers.sandboxes.docker.engine import (
     run_to_completion,
 )
 from tangram.managers.sandboxes.docker.programs import Programs, ScriptResult
-from tangram.managers.work import WORKSPACE, FileEntry, require_safe_member, sandbox_path
+from tangram.managers.work import WORKSPACE, FileEntry, file_entry, require_safe_member, sandbox_path
 
 LINKS_MAX = 40
 """Links followed on the way to one file: the limit of the kernel."""
@@ -291,13 +290,8 @@ def _entries(listing: bytes) -> list[FileEntry] | None:
     entries = []
     for name, fact in zip(parts, facts, strict=True):
         mode, size = fact.split()
-        entries.append(_entry(name.removeprefix(b"./").decode(errors="replace"), int(mode, 16), int(size)))
+        entries.append(file_entry(name.removeprefix(b"./").decode(errors="replace"), int(mode, 16), int(size)))
     return entries
-
-
-def _entry(name: str, mode: int, size: int) -> FileEntry:
-    kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "dir", stat.S_IFLNK: "link"}
-    return FileEntry(name=name, kind=kinds.get(stat.S_IFMT(mode), "other"), bytes=size, mode=stat.S_IMODE(mode))
 
 
 # ---- tars ---------------------------------------------------------------------------------------------------------

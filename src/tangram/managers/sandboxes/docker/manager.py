@@ -24,12 +24,11 @@ import contextlib
 import json
 import secrets
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from tangram.core.action import Action
 from tangram.core.demand import CORE
-from tangram.core.messages import Grant, Pool, cpu_node
+from tangram.core.messages import Grant, Pool
 from tangram.errors import FileFailed, ManagerError
 from tangram.managers.base import FilesMixin, Lease
 from tangram.managers.sandboxes.cpuset_allocator import CpusetAllocator
@@ -56,7 +55,7 @@ from tangram.managers.sandboxes.docker.owners import OWNER_LABEL, SANDBOX_LABEL,
 from tangram.managers.sandboxes.docker.programs import Programs
 from tangram.managers.sandboxes.leases import CompletedLease
 from tangram.managers.sandboxes.machine import Machine
-from tangram.managers.work import GIB, MIB, Close, Commit, Exec, LeaseResult, Open, Prepare, SandboxSpec, Work
+from tangram.managers.work import MIB, Close, Commit, Exec, LeaseResult, Open, Prepare, SandboxSpec, Work
 from tangram.processes.streams import Output
 
 DEFAULT_IMAGE = "debian:stable-slim"
@@ -112,8 +111,7 @@ class DockerManager(FilesMixin):
         self._closing = False
 
     def pools(self) -> tuple[Pool, ...]:
-        machine = self._machine
-        return cpu_node(self.node, machine.cores, machine.memory_bytes / GIB, numa_nodes=len(machine.cpus_by_cell) or 1)
+        return self._machine.pools(self.node)
 
     def sandboxes(self) -> tuple[str, ...]:
         return tuple(self._containers)
@@ -137,9 +135,7 @@ class DockerManager(FilesMixin):
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await run_to_completion(self._shut_down())
 
     async def _shut_down(self) -> None:

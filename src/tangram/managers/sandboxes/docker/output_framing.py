@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import re
 
+from tangram.processes.streams import mark_overlap
+
 BEGIN = b"\0begin "
 END = b"\0end "
 """Programs that print text print no NUL."""
@@ -169,7 +171,7 @@ class FrameParser:
                 self._pending = data[at:]
                 return None, data[:at], b""
             at = data.find(start, at + 1)
-        keep = _overlap(data, start)
+        keep = mark_overlap(data, start)
         self._pending = data[len(data) - keep :]
         return None, data[: len(data) - keep], b""
 
@@ -180,14 +182,6 @@ class FrameParser:
             return held
         self.preamble = (self.preamble + held)[:PREAMBLE_BYTES_MAX]
         return b""
-
-
-def _overlap(data: bytes, mark: bytes) -> int:
-    """How many bytes at the end of the data may be the beginning of the mark."""
-    for size in range(min(len(mark) - 1, len(data)), 0, -1):
-        if mark.startswith(data[-size:]):
-            return size
-    return 0
 
 
 def run_argv(token: str, mask: str, directory: str, words: tuple[str, ...]) -> list[str]:

@@ -13,7 +13,7 @@ from tangram.errors import ManagerError
 from tangram.managers.sandboxes.docker.engine import DockerEngine, ExecStreams
 from tangram.managers.sandboxes.docker.output_framing import FrameParser
 from tangram.processes.capture import Capture
-from tangram.processes.streams import STDERR, STDOUT, Output
+from tangram.processes.streams import STDERR, STDOUT, GuardedOutput, Output
 
 POLL_S, POLL_S_MAX = 0.002, 0.1
 """Between two requests whether a program has ended whose streams have: at first, and at most."""
@@ -29,7 +29,7 @@ class CommandRun:
 
     def __init__(self, token: str, captures: tuple[Capture, Capture], output: Output | None = None) -> None:
         loop = asyncio.get_running_loop()
-        self._output = output
+        self._output = GuardedOutput(output)
         self._parsers = {STDOUT: FrameParser(token), STDERR: FrameParser(token)}
         self._captures = {STDOUT: captures[0], STDERR: captures[1]}
         self.started: asyncio.Future[None] = loop.create_future()
@@ -69,19 +69,9 @@ class CommandRun:
         return b" ".join(marked.preamble for marked in self._parsers.values()).decode(errors="replace").strip(" \r\n\0")
 
     def _forward_output(self, stream: int, data: bytes) -> None:
-        """A failing callback is not called again: the program and its result do not depend on it."""
-        if not data:
-            return
-        self._captures[stream].feed(data)
-        if self._output is None:
-            return
-        try:
+        if data:
+            self._captures[stream].feed(data)
             self._output(stream, data)
-        except Exception as error:
-            self._output = None
-            asyncio.get_running_loop().call_exception_handler(
-                {"message": "the output callback of an action failed", "exception": error}
-            )
 
 
 class Shell:

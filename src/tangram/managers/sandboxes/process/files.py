@@ -22,6 +22,7 @@ from tangram.errors import FileFailed
 from tangram.managers.work import (
     WORKSPACE,
     FileEntry,
+    file_entry,
     require_safe_member,
     sandbox_path,
 )
@@ -87,7 +88,10 @@ class Workspace:
                 if len(entries) >= ENTRIES_MAX:
                     raise FileFailed(path, f"has more than {ENTRIES_MAX} entries; list it with a program")
                 with contextlib.suppress(FileNotFoundError):  # it was deleted meanwhile
-                    entries.append(_entry(entry.name, entry.stat(follow_symlinks=False)))
+                    status = entry.stat(follow_symlinks=False)
+                    # A name may hold any bytes; the record travels as text.
+                    name = entry.name.encode(errors="surrogateescape").decode(errors="replace")
+                    entries.append(file_entry(name, status.st_mode, status.st_size))
         return sorted(entries, key=lambda entry: entry.name)
 
     def move_aside(self, path: str) -> Path:
@@ -266,13 +270,6 @@ def _size_of_regular(fd: int) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "is not a regular file")
     return status.st_size
-
-
-def _entry(name: str, status: os.stat_result) -> FileEntry:
-    kind = {stat.S_IFREG: "file", stat.S_IFDIR: "dir", stat.S_IFLNK: "link"}.get(stat.S_IFMT(status.st_mode), "other")
-    # A name may hold any bytes; the record travels as text.
-    shown = name.encode(errors="surrogateescape").decode(errors="replace")
-    return FileEntry(name=shown, kind=kind, bytes=status.st_size, mode=stat.S_IMODE(status.st_mode))
 
 
 def _pack(tar: tarfile.TarFile, path: str, parent: int, name: str, shown: str, depth: int) -> None:

@@ -17,7 +17,6 @@ import signal
 import stat
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, Self
 
 from tangram.core.action import Action
@@ -145,9 +144,7 @@ class ProcessManager:
             finally:
                 os.close(lock)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         failures: list[ManagerError] = []
         for box in list(self._sandboxes.values()):
             try:
