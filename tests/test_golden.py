@@ -54,7 +54,8 @@ from tangram.server.http.auth import RunRecord as RunRecord
 from tangram.server.http.auth import RunRegistry
 from tangram.server.http.routes import ROUTES
 from tangram.server.journal.adapter import decode_action, decode_settled, decode_work
-from tangram.server.journal.journal import Journal, JournalPhase, RecoveredState
+from tangram.server.journal.journal import Journal
+from tangram.server.journal.store import JournalPhase, RecoveredState
 
 GOLDEN = Path(__file__).parent / "golden"
 PATHS = (

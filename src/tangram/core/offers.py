@@ -44,7 +44,6 @@ class Offers:
         self._retries = retries
         self._stories = stories
         self.last: Candidate | None = None
-        """The candidate that was offered last."""
         self._short: PoolState | None = None
         """A pool of held units that has too few for the action that `fit` checked last."""
         self._short_of = 0

@@ -26,8 +26,6 @@ Devices = tuple[int, ...]
 
 
 class _ServiceStatistics:
-    """The statistics of one service."""
-
     __slots__ = ("batch_max", "called_at", "calls", "restore_s", "units")
 
     def __init__(self) -> None:

@@ -243,7 +243,6 @@ def preview(content: bytes) -> str:
 
 
 def encode_frame(record: bytes) -> bytes:
-    """A record with its header."""
     return FRAME_HEADER.pack(len(record), zlib.crc32(record)) + record
 
 

@@ -132,10 +132,6 @@ class Images(Protocol):
 class Executor(Protocol):
     """Carries out one kind of work, and owns the resources for it."""
 
-    def pools(self) -> tuple[Pool, ...]:
-        """The resources that it offers."""
-        ...
-
     async def start(self, action: Action, grant: Grant, work: Work, output: Output | None = None) -> Lease: ...
 
     async def __aenter__(self) -> Self:
@@ -174,6 +170,10 @@ class Manager(Executor, Files, Images, Protocol):
     backend: str
     isolates: bool
     """Whether programs in a sandbox are isolated from the machine and from other sandboxes."""
+
+    def pools(self) -> tuple[Pool, ...]:
+        """The resources that it offers."""
+        ...
 
     def sandboxes(self) -> tuple[str, ...]:
         """Names of its sandboxes, oldest first."""

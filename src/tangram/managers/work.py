@@ -152,7 +152,6 @@ class Exec(Work, frozen=True, kw_only=True, tag="Exec"):
 
     @property
     def command_line(self) -> str:
-        """The command in one line."""
         return self.command if isinstance(self.command, str) else " ".join(self.command)
 
 

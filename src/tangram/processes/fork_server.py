@@ -216,8 +216,6 @@ class ForkServer:
 
 
 class ForkedChild(WatchedProcess):
-    """A child of a fork server."""
-
     def __init__(self, pid: int, child_socket: socket.socket) -> None:
         """`child_socket`: the connection to the server about this child; closing it kills the child."""
         super().__init__(pid)

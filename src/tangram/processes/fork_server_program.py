@@ -175,7 +175,6 @@ class ForkServerLoop:
 
 
 def run_child(request: Message, fds: list[int], parent: int, close: list[int], supervise: bool) -> NoReturn:
-    """Run the program of a request in a forked child."""
     code = 1
     try:
         die_with_parent(parent)

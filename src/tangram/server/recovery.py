@@ -20,7 +20,7 @@ from tangram.managers.work import Close, Open, SandboxSpec
 from tangram.runtime.wire import AnyWork
 from tangram.server.actions.service import ActionService
 from tangram.server.journal.adapter import decode_action, decode_work
-from tangram.server.journal.journal import JournalPhase, RecoveredState
+from tangram.server.journal.store import JournalPhase, RecoveredState
 from tangram.server.tenants import TENANT_SEPARATOR, tenant_of
 
 log = logging.getLogger("tangram.server")

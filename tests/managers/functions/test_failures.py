@@ -615,7 +615,7 @@ def test_a_lease_ends_once_also_when_its_manager_is_left(run: Run, tmp_path: Pat
                 await until(lambda: lines(tmp_path / "log"))
                 assert lease.cpu_seconds() is not None
                 lease.resize(reserved=1, limit=1)
-                assert [pool.name for pool in manager.pools()] == [work.function.pool]
+                assert [view.function for view in manager.instance_views()] == [work.function.name]
             ended = await lease.wait()
             await lease.stop()
             assert ended.lost and await lease.wait() == ended

@@ -23,10 +23,10 @@ from typing import Self
 import msgspec
 
 from tangram.core.action import Action
-from tangram.core.messages import Grant, Pool
+from tangram.core.messages import Grant
 from tangram.errors import ManagerError
 from tangram.managers.base import Lease, UnmeteredLease
-from tangram.managers.functions.work import ANSWER_BYTES_MAX, EndpointSpec, Post, encode_failure, encode_value
+from tangram.managers.functions.work import ANSWER_BYTES_MAX, Post, encode_failure, encode_value
 from tangram.managers.http import RETRYABLE_STATUSES, HttpClient, HttpResponse, ResponseTooLarge, backoff_s
 from tangram.managers.quotas.adaptive_rate import parse_rate_limit
 from tangram.managers.work import LeaseResult, Work
@@ -56,12 +56,7 @@ class _RetryableAttempt(Exception):
 class EndpointManager:
     def __init__(self) -> None:
         self._http = HttpClient()
-        self._endpoints: dict[str, EndpointSpec] = {}
         self._leases: set[PostLease] = set()
-
-    def pools(self) -> tuple[Pool, ...]:
-        """Of the endpoints called so far."""
-        return tuple(Pool(kind=spec.pool, total=spec.max_concurrency) for spec in self._endpoints.values())
 
     async def __aenter__(self) -> Self:
         return self
@@ -74,7 +69,6 @@ class EndpointManager:
     async def start(self, action: Action, grant: Grant, work: Work, output: Output | None = None) -> Lease:
         if not isinstance(work, Post):
             raise ManagerError(f"endpoints are called with Post, not {type(work).__name__}", retry=False)
-        self._endpoints[work.endpoint.name] = work.endpoint
         lease = PostLease(self._http, work)
         self._leases.add(lease)
         lease.task.add_done_callback(lambda _: self._leases.discard(lease))

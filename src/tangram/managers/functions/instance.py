@@ -39,8 +39,6 @@ class InstanceLost(Exception):
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
-    """A command to an instance."""
-
     token: str
     """Marks the reply; see `program`."""
     arguments: bytes | None

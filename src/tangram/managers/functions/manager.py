@@ -24,7 +24,7 @@ from typing import Self
 import msgspec
 
 from tangram.core.action import Action
-from tangram.core.messages import Grant, Pool
+from tangram.core.messages import Grant
 from tangram.errors import ManagerError
 from tangram.managers.base import Lease, Manager, close_sandbox
 from tangram.managers.functions.host import (
@@ -101,11 +101,6 @@ class FunctionManager:
         self._past = FunctionStatistics()
         """The statistics of hosts that have been closed."""
         self._open = False
-
-    def pools(self) -> tuple[Pool, ...]:
-        """The pools of the functions that have instances."""
-        specs = {host.spec.pool: host.spec for host in self._hosts.values()}
-        return tuple(Pool(kind=kind, total=spec.max_instances) for kind, spec in specs.items())
 
     async def __aenter__(self) -> Self:
         assert not self._open, "a manager is entered once at a time"
@@ -261,7 +256,6 @@ class FunctionManager:
         ]
 
     def statistics(self) -> FunctionStatistics:
-        """The sums for all functions."""
         return sum((host.statistics() for host in self._hosts.values()), self._past)
 
 

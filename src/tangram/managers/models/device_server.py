@@ -55,8 +55,6 @@ class CallInterrupted(BaseException):
 
 
 class LoadedService(NamedTuple):
-    """A loaded service."""
-
     loaded: Loaded
     blocks: dict[Block, Device]
 

@@ -240,7 +240,6 @@ def _restore_tensor(module: Any, meta: TensorMeta, flat: Any) -> None:
 
 
 def _set_tensor(module: Any, meta: TensorMeta, tensor: Any) -> None:
-    """Set a tensor under all of its names."""
     import torch
 
     if meta.parameter:

@@ -79,7 +79,6 @@ class CpusetAllocator:
         return self._repack() if hot - cold >= RELIEF_MIN else {}
 
     def weight(self, action: str) -> int:
-        """The weight of an action, in milli-cores."""
         placed = self._allocations[action]
         shared = placed.reserved - (placed.count - 1) * CORE
         return shared * placed.count if shared > 0 else placed.reserved

@@ -47,7 +47,8 @@ from tangram.server.actions.translate import (
     with_running_cap,
 )
 from tangram.server.journal.adapter import decode_settled, encode
-from tangram.server.journal.journal import Journal, JournalFailed, JournalPhase
+from tangram.server.journal.journal import Journal, JournalFailed
+from tangram.server.journal.store import JournalPhase
 from tangram.server.tenants import Principal, tenant_of
 
 SWEEP_INTERVAL_S = 5.0
@@ -563,5 +564,4 @@ def quota_pools(quotas: Iterable[Quota]) -> frozenset[str]:
 
 
 def _opens_or_closes_sandbox(live: RegisteredAction) -> bool:
-    """Whether it opens or closes a sandbox and has not settled."""
     return isinstance(live.work, Open | Close) and not live.settled.done()

@@ -77,7 +77,6 @@ async def _unknown_route_response(request: Request, error: Exception) -> Respons
 
 
 def _allowed_methods(request: Request) -> set[str]:
-    """Methods of the routes with the requested path."""
     routes = [route for route in request.app.routes if isinstance(route, StarletteRoute)]
     methods = [route.methods or set() for route in routes if route.matches(request.scope)[0] is not Match.NONE]
     return set[str]().union(*methods)

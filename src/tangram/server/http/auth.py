@@ -50,8 +50,6 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunStore(Protocol):
-    """Stores runs."""
-
     async def record_run(self, run: str, token_hash: bytes, record: bytes) -> None: ...
 
     async def record_run_ending(self, run: str, record: bytes) -> None: ...

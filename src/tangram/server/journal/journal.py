@@ -42,26 +42,11 @@ from tangram.server.journal.store import (
     JournaledRun,
     JournaledSandbox,
     JournalEntry,
-    JournalPhase,
     JournalStore,
     RecoveredState,
     digest_of,
 )
 from tangram.server.tenants import tenant_of
-
-__all__ = [
-    "Journal",
-    "JournalBusy",
-    "JournalConflict",
-    "JournalDamaged",
-    "JournalFailed",
-    "JournaledAction",
-    "JournaledNote",
-    "JournalPhase",
-    "RecoveredState",
-    "JournaledRun",
-    "JournaledSandbox",
-]
 
 DURABILITIES = ("process", "power")
 RETENTION_S = 86400.0

@@ -79,8 +79,6 @@ class JournalPhase(enum.Enum):
 
 
 class JournaledAction(msgspec.Struct, frozen=True, kw_only=True):
-    """A stored action."""
-
     id: str
     run: str
     phase: JournalPhase
@@ -452,7 +450,6 @@ _SELECT_ACTIONS = (
 
 
 def _verified_action(row: tuple[Any, ...]) -> JournaledAction:
-    """Verifies one row of _SELECT_ACTIONS."""
     (
         seq,
         id,

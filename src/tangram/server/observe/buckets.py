@@ -22,7 +22,6 @@ class Buckets:
         self._accounts = accounts
         self.utilization = PoolUtilization()
         self.end_s = BUCKET_S
-        """End of the present bucket."""
         self._number = 0
         self._tally = Tally()
         self._series = Series()

@@ -65,12 +65,12 @@ class StateObserver:
         calendar: Callable[[], float] = time.time,
         version: str = "",
         durability: str = "none",
-        recovered: str = "",
     ) -> None:
         self.scheduler = scheduler
         self.version = version
         self.durability = durability
-        self.recovered = recovered
+        self.recovered = ""
+        """What the last start recovered, in a sentence."""
         self.is_draining = False
         """Set when the server drains."""
         self.instance = secrets.token_hex(8)
@@ -284,7 +284,6 @@ class SettledActionLog:
         """Row n is at index n - 1, modulo the size."""
         self._by_id: dict[str, SettledActionRecord] = {}
         self.last_number = 0
-        """Number of the last row."""
         self._hidden_until_by_run: dict[str, int] = {}
         """By ended run: the number of the last row then. A later run of that name sees only later rows."""
 

@@ -159,7 +159,6 @@ class BwrapSandbox:
 
     @property
     def file_join_files(self) -> list[str]:
-        """The files that file work joins."""
         if self.group.version == 1:
             return self.group.subset(SANDBOX_CONTROLLERS).join_files
         if self._file_slot is None:

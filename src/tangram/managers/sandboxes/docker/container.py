@@ -117,13 +117,8 @@ PF_EXITING = 0x4
 """In the flags of a process that exits."""
 
 
-class CpuSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """In the units of the engine."""
-
-    shares: int
-    quota: int
-    cpuset: str
-    """The CPUs that all programs together may use."""
+CpuSettings = dict[str, int | str]
+"""In the terms of the engine."""
 
 
 class ImageInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,10 +193,9 @@ class Container:
         self._first_process = read_process(pid) if self.meter.group is not None else None
         self._cpu = cpu
         """The values that the engine has."""
-        self._all_cpus = cpu.cpuset
+        self._all_cpus = str(cpu["CpusetCpus"])
 
     async def close(self) -> None:
-        """Close the shells in it."""
         for session in self.sessions.values():
             if session.shell is not None:
                 await session.shell.close()
@@ -373,9 +367,7 @@ class Container:
         )
 
     async def _update(self, cpu: CpuSettings) -> None:
-        await self._engine.json(
-            "POST", f"/containers/{self.id}/update", what="change the CPU of a container", body=cpu_fields(cpu)
-        )
+        await self._engine.json("POST", f"/containers/{self.id}/update", what="change the CPU of a container", body=cpu)
         self._cpu = cpu
 
     async def _change_state(self, verb: str, what: str) -> None:
@@ -418,14 +410,10 @@ class Container:
 
 
 def cpu_settings(*, reserved: int, limit: int, cpuset: str) -> CpuSettings:
-    """Milli-cores as weight and quota."""
-    return CpuSettings(
-        shares=min(max(reserved * WEIGHT_PER_CORE_V1 // CORE, WEIGHT_MIN_V1), WEIGHT_MAX_V1),
-        quota=max(QUOTA_MIN_US, limit * PERIOD_US // CORE),
-        cpuset=cpuset,
-    )
-
-
-def cpu_fields(cpu: CpuSettings) -> dict[str, int | str]:
-    """In the terms of the engine."""
-    return {"CpuShares": cpu.shares, "CpuPeriod": PERIOD_US, "CpuQuota": cpu.quota, "CpusetCpus": cpu.cpuset}
+    """Milli-cores as weight and quota. `cpuset`: the CPUs that all programs together may use."""
+    return {
+        "CpuShares": min(max(reserved * WEIGHT_PER_CORE_V1 // CORE, WEIGHT_MIN_V1), WEIGHT_MAX_V1),
+        "CpuPeriod": PERIOD_US,
+        "CpuQuota": max(QUOTA_MIN_US, limit * PERIOD_US // CORE),
+        "CpusetCpus": cpuset,
+    }

@@ -37,7 +37,6 @@ from tangram.managers.sandboxes.docker.container import (
     NOT_FOUND,
     Container,
     CpuSettings,
-    cpu_fields,
     cpu_settings,
 )
 from tangram.managers.sandboxes.docker.engine import (
@@ -372,7 +371,6 @@ class DockerManager(FilesMixin):
 
 
 def create_body(container: Container, cpu: CpuSettings, owner: str, *, limits_disk: bool) -> Json:
-    """The body of the request that creates the container."""
     spec = container.spec
     user = 0 if spec.user == "root" else HOLDER_UID
     ulimits = {"nofile": spec.open_files_max, "core": 0}
@@ -387,7 +385,7 @@ def create_body(container: Container, cpu: CpuSettings, owner: str, *, limits_di
         "Labels": {OWNER_LABEL: owner, SANDBOX_LABEL: container.sandbox},
         "Healthcheck": {"Test": ["NONE"]},
         "HostConfig": {
-            **cpu_fields(cpu),
+            **cpu,
             "Memory": max(spec.memory_bytes, MEMORY_BYTES_MIN),
             "MemorySwap": max(spec.memory_bytes, MEMORY_BYTES_MIN),
             "PidsLimit": spec.processes_max + OWN_PROCESSES,

@@ -54,7 +54,6 @@ class CommandRun:
 
     @property
     def shell_ended(self) -> bool:
-        """Whether the shell ended with the command."""
         return self._parsers[STDOUT].shell_ended
 
     @property
@@ -137,7 +136,6 @@ class Shell:
         await asyncio.wait([self.exited], timeout=EXIT_WAIT_S)
 
     async def close(self) -> None:
-        """Close its streams, ended or not."""
         self._on_close(self.exec_id)
         if self._exit_timer is not None:
             self._exit_timer.cancel()

@@ -18,6 +18,7 @@ import msgspec
 from tangram.errors import ManagerError
 from tangram.managers.work import WORKSPACE
 
+ETC = Path("/etc")
 LINKS_INTO_USR = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 
 FROM_ETC = (
@@ -82,9 +83,9 @@ class ImageContents(msgspec.Struct, frozen=True):
 # ---- contents -------------------------------------------------------------------------------------------------------
 
 
-def host_base_layer(user: int, etc: Path = Path("/etc"), top: Path = Path("/")) -> list[Node]:
+def host_base_layer(user: int, etc: Path = ETC) -> list[Node]:
     """The layer around the machine's own /usr, which the sandbox binds."""
-    if not (top / "bin").is_symlink() or not (top / "usr/bin/sh").exists():
+    if not os.path.islink("/bin") or not os.path.exists("/usr/bin/sh"):
         raise ManagerError(
             "image 'host' needs a machine whose /bin is a link into /usr; add an image of a tar or a directory",
             retry=False,
@@ -92,7 +93,7 @@ def host_base_layer(user: int, etc: Path = Path("/etc"), top: Path = Path("/")) 
     links = [
         Node(name, 0o777, target=f"usr/{name}")
         for name in LINKS_INTO_USR
-        if (top / name).is_symlink() and os.readlink(top / name).lstrip("/") == f"usr/{name}"
+        if os.path.islink(f"/{name}") and os.readlink(f"/{name}").lstrip("/") == f"usr/{name}"
     ]
     nodes = [
         Node("usr"),
@@ -116,10 +117,10 @@ def path_prefixes(path: str) -> list[str]:
     return ["/".join(parts[:count]) for count in range(1, len(parts) + 1) if parts[0]]
 
 
-def image_base_layer(contents: ImageContents, user: int, cwd: str = WORKSPACE, etc: Path = Path("/etc")) -> list[Node]:
+def image_base_layer(contents: ImageContents, user: int, cwd: str) -> list[Node]:
     """The layer on top of an image: the places where a sandbox mounts and writes, where its commands start, its user,
     and network configuration. Nothing is put below a link, because the link would be hidden by it."""
-    nodes = [*_mount_points(), *_homes(contents), *_etc(contents, user, etc)]
+    nodes = [*_mount_points(), *_homes(contents), *_etc(contents, user)]
     way = path_prefixes(cwd)
     if way and not contents.kinds[way[-1]] and "other" not in map(contents.kinds.get, way):
         there = {node.path for node in nodes}
@@ -136,7 +137,7 @@ def _homes(contents: ImageContents) -> list[Node]:
     return nodes
 
 
-def _etc(contents: ImageContents, user: int, etc: Path) -> list[Node]:
+def _etc(contents: ImageContents, user: int) -> list[Node]:
     if contents.kinds["etc"] == "other":
         return []
     nodes = [Node("etc")]
@@ -150,7 +151,7 @@ def _etc(contents: ImageContents, user: int, etc: Path) -> list[Node]:
     if not contents.texts["etc/hosts"]:
         nodes.append(Node("etc/hosts", 0o644, HOSTS))
     if not contents.texts["etc/resolv.conf"]:
-        nodes += _resolver(etc)
+        nodes += _resolver(ETC)
     return nodes
 
 

@@ -361,7 +361,6 @@ class SpawnerClient:
         return waiting.result() if waiting.done() else ended.result()
 
     async def request(self, do: str, **fields: Any) -> Message:
-        """Send a request to the spawner itself."""
         number = self._next_number()
         waiting = self._replies.expect(number)
         try:
