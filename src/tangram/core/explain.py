@@ -101,7 +101,7 @@ class Explainer:
             return f"its turn: {where} would hold it, but policy {self._policy} has not started it yet"
         parts = []
         for pool, units in short:
-            free, total = _amount(pool.kind, max(0, pool.free)), _amount(pool.kind, pool.total)
+            free, total = amount_text(pool.kind, max(0, pool.free)), amount_text(pool.kind, pool.total)
             apart = ", but apart" if pool.free >= pool.counted(units) else ""
             parts.append(f"{_wanted(pool.kind, units)} of {pool.name}, where {free} of {total} are free{apart}")
         return " and ".join(parts) + self._shared_node_text(entry)
@@ -126,13 +126,13 @@ class Explainer:
                 most = max(pools, key=lambda pool: pool.total)
                 largest = f"{most.name}, where its sandbox is," if entry.node and most.node else "the largest such pool"
                 needed = f"at least {_wanted(kind, units)} of {kind}"
-                return f"{entry.id} asks for {needed}; {largest} has {_amount(kind, most.total)}"
+                return f"{entry.id} asks for {needed}; {largest} has {amount_text(kind, most.total)}"
         needed = ", ".join(f"{_wanted(kind, units)} of {kind}" for kind, units in _needs(entry))
         return f"{entry.id} asks for {needed} together; no node that is up has all of them"
 
 
 def _holdings_text(entry: Entry) -> str:
-    return ", ".join(f"{_amount(held.pool.kind, held.units)} of {held.pool.name}" for held in entry.holdings)
+    return ", ".join(f"{amount_text(held.pool.kind, held.units)} of {held.pool.name}" for held in entry.holdings)
 
 
 def _needs(entry: Entry) -> list[Need]:
@@ -151,10 +151,11 @@ def _short(entry: Entry, site: Site) -> Site:
 def _wanted(kind: str, units: int) -> str:
     if kind == GPU and chunk_size(units) != units:
         return f"{units} devices (a chunk of {chunk_size(units)})"
-    return _amount(kind, units)
+    return amount_text(kind, units)
 
 
-def _amount(kind: str, units: int) -> str:
+def amount_text(kind: str, units: int) -> str:
+    """`0.5 cores`, `512 MiB`, `1 device`, `3 units`."""
     if units == LEARNED:
         return "some"
     if kind == CPU:

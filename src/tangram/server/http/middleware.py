@@ -453,23 +453,18 @@ class ResponseSpool:
     ) -> Response:
         """Sends what `write` writes into its file."""
         with _map_disk_errors():
-            return await self._spool(context, write, media_type, status)
-
-    async def _spool(
-        self, context: RequestContext, write: Callable[[BinaryIO], Awaitable[None]], media_type: str, status: int
-    ) -> Response:
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self._limiter.acquire(context.caller))
-            if await context.request.is_disconnected():
-                raise ClientDisconnect  # the client may have gone while it waited
-            spool = tempfile.SpooledTemporaryFile(SPOOL_BYTES)  # noqa: SIM115 - until the answer is sent
-            file = cast(BinaryIO, stack.enter_context(spool))
-            await write(file)
-            size = file.seek(0, 2)
-            file.seek(0)
-            if size <= LARGE_BYTES:
-                return Response(file.read(), status, media_type=media_type)
-            return OpenFileResponse(file, size, stack.pop_all(), media_type, status)
+            async with AsyncExitStack() as stack:
+                await stack.enter_async_context(self._limiter.acquire(context.caller))
+                if await context.request.is_disconnected():
+                    raise ClientDisconnect  # the client may have gone while it waited
+                spool = tempfile.SpooledTemporaryFile(SPOOL_BYTES)  # noqa: SIM115 - until the answer is sent
+                file = cast(BinaryIO, stack.enter_context(spool))
+                await write(file)
+                size = file.seek(0, 2)
+                file.seek(0)
+                if size <= LARGE_BYTES:
+                    return Response(file.read(), status, media_type=media_type)
+                return OpenFileResponse(file, size, stack.pop_all(), media_type, status)
 
 
 class OpenFileResponse(StreamingResponse):

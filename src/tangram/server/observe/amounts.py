@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tangram.core.demand import CORE, CPU, GPU, MEMORY, Amounts, Demand
+from tangram.core.demand import CORE, CPU, Amounts, Demand
+from tangram.core.explain import amount_text
 
 
 def describe_demand(demand: Demand) -> str:
@@ -13,27 +14,19 @@ def describe_demand(demand: Demand) -> str:
 def describe_share(pool: str, reserved: int, limit: int) -> str:
     """Units of one pool as text: `0.5 cores (limit 4 cores) of cpu@n0`."""
     kind = pool.partition("@")[0]
-    more = f" (limit {_describe_amount(kind, limit)})" if limit != reserved else ""
-    return f"{_describe_amount(kind, reserved)}{more} of {pool}"
+    more = f" (limit {amount_text(kind, limit)})" if limit != reserved else ""
+    return f"{amount_text(kind, reserved)}{more} of {pool}"
 
 
 def _describe_amounts(kind: str, amounts: Amounts) -> str:
     if not amounts.declared:
-        return f"a learned amount, up to {_describe_amount(kind, amounts.max)}"
+        return f"a learned amount, up to {amount_text(kind, amounts.max)}"
     if amounts.max == amounts.min:
-        return _describe_amount(kind, amounts.min)
+        return amount_text(kind, amounts.min)
     if amounts.choices:
         choices = ", ".join(_format_number(kind, choice) for choice in amounts.choices[:-1])
-        return f"{choices} or {_describe_amount(kind, amounts.max)}"
-    return f"{_format_number(kind, amounts.min)} to {_describe_amount(kind, amounts.max)}"
-
-
-def _describe_amount(kind: str, units: int) -> str:
-    number = _format_number(kind, units)
-    if kind == MEMORY:
-        return f"{number} MiB"
-    noun = "core" if kind == CPU else "device" if kind == GPU else "unit"
-    return f"{number} {noun}" if number == "1" else f"{number} {noun}s"
+        return f"{choices} or {amount_text(kind, amounts.max)}"
+    return f"{_format_number(kind, amounts.min)} to {amount_text(kind, amounts.max)}"
 
 
 def _format_number(kind: str, units: int) -> str:

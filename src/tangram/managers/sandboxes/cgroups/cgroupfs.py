@@ -36,14 +36,7 @@ def read_short(path: Path | str) -> str:
 
 
 def read(path: Path | str) -> str:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        chunks = []
-        while chunk := os.read(fd, 1 << 16):
-            chunks.append(chunk)
-        return b"".join(chunks).decode("ascii")
-    finally:
-        os.close(fd)
+    return Path(path).read_text(encoding="ascii")
 
 
 def read_field(path: Path | str, name: str) -> int:
