@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import BinaryIO, Self, cast
+from typing import Any, BinaryIO, Self, cast
 
 import msgspec
 
@@ -159,18 +159,8 @@ class Sandbox:
         self._connection.require_open()
         self._lifecycle.require_open()
 
-    def _action(
-        self,
-        kind: str,
-        demand: Demand,
-        *,
-        key: str = "",
-        timeout_s: float | None = None,
-        deadline_s: float | None = None,
-        priority: int = 0,
-        idempotent: bool = False,
-        duration_s: float | None = None,
-    ) -> Action:
+    def _action(self, kind: str, demand: Demand, **options: Any) -> Action:
+        """`options`: further fields of the action."""
         return Action(
             id=f"{self.name}.{next(self._numbers)}",
             demand=demand,
@@ -179,13 +169,8 @@ class Sandbox:
             trajectory=self.trajectory,
             sandbox=self.name,
             kind=kind,
-            key=key,
-            timeout_s=timeout_s,
-            deadline_s=deadline_s,
-            priority=priority,
-            idempotent=idempotent,
-            duration_s=duration_s,
             at_once=demand.pools.keys() == {CPU},  # a program calls an API at any time
+            **options,
         )
 
     # ---- commands ----
