@@ -109,8 +109,6 @@ class Holding:
 
 
 class PoolState:
-    """The present state of a pool."""
-
     __slots__ = (
         "charges", "elastic_held", "elastic_min", "free", "gone", "held", "kind", "looked_at_free", "name", "node",
         "pending", "place", "spent", "total", "window", "window_at",
@@ -505,7 +503,6 @@ class Ledger:
         return units > 0
 
     def resize(self, holding: Holding, units: int) -> None:
-        """Sets the units of a holding."""
         state, difference = holding.pool, units - holding.units
         if difference > max(0, state.free):
             raise InvariantError(

@@ -147,8 +147,6 @@ def _invalid_url(url: object, error: Exception) -> InvalidUrl:
 
 
 class HttpResponse(msgspec.Struct, frozen=True):
-    """A complete response."""
-
     status: int
     headers: dict[str, str]
     """Names in lower case."""

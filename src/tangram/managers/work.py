@@ -217,8 +217,6 @@ def require_safe_member(path: str, member: str) -> None:
 
 
 class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a program."""
-
     exit_code: int | None = None
     """128 + the signal if one ended it, as in a shell. None: it did not run to its end."""
     stdout: bytes = b""

@@ -47,8 +47,6 @@ log = logging.getLogger("tangram.server")
 
 
 class RunningServer:
-    """A server that is up."""
-
     def __init__(self, action_service: ActionService, address: str, recovery_report: RecoveryReport) -> None:
         self.action_service = action_service
         self.address = address

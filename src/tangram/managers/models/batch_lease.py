@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 
 class InferLease(UnmeteredLease):
-    """One call."""
-
     def __init__(self, batch: BatchLease, action: Action, payload: bytes, attempt: int) -> None:
         self._batch_lease = batch
         self.action = action

@@ -43,8 +43,6 @@ class DeviceFull(ManagerError):
 
 
 class Emulated(msgspec.Struct, frozen=True, kw_only=True, tag="Emulated"):
-    """An emulated device."""
-
     memory_bytes: int
     bandwidth: float = 25e9
     """Bytes per second from host memory: the practical rate of PCIe 4.0 with 16 lanes (nominally 32e9)."""

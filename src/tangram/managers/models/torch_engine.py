@@ -41,8 +41,6 @@ Factory = str | Callable[..., Any]
 
 
 class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
-    """The metadata of a tensor."""
-
     dtype: str
     shape: tuple[int, ...]
     names: tuple[str, ...]
@@ -51,8 +49,6 @@ class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PlacedModule(NamedTuple):
-    """A module on devices."""
-
     module: list[Any]
     """A single module; empty after it was unloaded."""
     device: str

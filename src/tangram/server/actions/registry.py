@@ -60,8 +60,6 @@ def refused_action(action: str, error: AdmissionRefused | InvalidInput) -> Settl
 
 
 class RegisteredSandbox:
-    """A sandbox of a tenant."""
-
     __slots__ = ("active_actions", "run", "tenant", "spec", "last_used_s")
 
     def __init__(self, tenant: str, run: str, spec: SandboxSpec, now: float) -> None:

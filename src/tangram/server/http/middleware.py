@@ -88,8 +88,6 @@ STATUS_BY_CODE = {
 
 
 class ApiError(Exception):
-    """An error response."""
-
     def __init__(self, code: str, message: str, *, wait_s: float = 0.0, limit: str = "") -> None:
         super().__init__(message)
         retry = code in ("rate", "draining", "journal_failed", "too_slow")
@@ -128,11 +126,9 @@ class RequestContext:
         """Limits large bodies."""
 
     def path_param(self, name: str) -> str:
-        """A parameter of the path."""
         return cast(str, self.request.path_params[name])
 
     def query_text(self, name: str, default: str | None = None) -> str:
-        """A parameter of the query."""
         values = self.request.query_params.getlist(name)
         if len(values) > 1 or (not values and default is None):
             raise InvalidAction(name, values, "once in the query")

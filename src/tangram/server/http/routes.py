@@ -79,8 +79,6 @@ log = logging.getLogger("tangram.server")
 
 
 class QueryParam(NamedTuple):
-    """A query parameter."""
-
     name: str
     schema: dict[str, Any]
     """Its JSON schema."""

@@ -10,8 +10,6 @@ from tangram.server.observe.accounts import RunAccount
 
 
 class TrackedSandbox:
-    """Statistics of one sandbox."""
-
     __slots__ = ("account", "actions", "active_actions", "last_used_s", "name", "node", "opened_s", "run")
 
     def __init__(self, name: str, run: str, account: RunAccount, node: str, now: float) -> None:
@@ -34,7 +32,6 @@ class SandboxStats:
         account.sandboxes += 1
 
     def on_action_granted(self, sandbox: TrackedSandbox, node: str, now: float) -> None:
-        """Counts an action that is granted."""
         sandbox.node = node or sandbox.node
         sandbox.actions += 1
         sandbox.last_used_s = now
@@ -45,7 +42,6 @@ class SandboxStats:
                 sandbox.account.active += 1
 
     def on_action_ended(self, sandbox: TrackedSandbox, now: float) -> None:
-        """Counts the end of an action."""
         sandbox.active_actions -= 1
         sandbox.last_used_s = now
         if not sandbox.active_actions and sandbox.name in self.by_name:

@@ -35,8 +35,6 @@ WAITING, STARTING, EXECUTING = 0, 1, 2
 
 
 class TimeSums:
-    """The sums of one run."""
-
     __slots__ = ("execution_s", "overhead_s", "thinking_s", "waiting_s")
 
     def __init__(self) -> None:

@@ -335,7 +335,6 @@ def filter_program(machine: str = "") -> bytes:
 
 
 def _section(program: _BpfProgram, section: str, column: int) -> None:
-    """The section of one architecture."""
     labels = [(numbers[column], NOT_PERMITTED) for numbers in REFUSED.values()]
     labels += [(numbers[column], NO_SUCH_CALL) for numbers in UNKNOWN.values()]
     labels += [(numbers[column], _SAME_CHECK.get(name, name)) for name, numbers in CHECKED.items()]

@@ -241,7 +241,6 @@ class Container:
             self.gone.set_result(why)
 
     async def kill(self) -> None:
-        """Kill all processes in it."""
         with contextlib.suppress(ManagerError):
             await self._change_state("kill", "kill a container")
 

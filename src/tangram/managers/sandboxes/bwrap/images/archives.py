@@ -194,7 +194,6 @@ class Archive:
         return (images[0].repo_tags or []) if len(images) == 1 else []
 
     def _select_manifest(self, index: _Index, depth: int = 0) -> _Descriptor:
-        """The manifest for this machine."""
         target = (ARCHITECTURES.get(platform.machine(), platform.machine()), "linux")
         fitting = [
             each
