@@ -25,7 +25,7 @@ import pytest
 
 from tangram.errors import AdmissionRefused, InvalidAction, InvalidConfig, ManagerError
 from tangram.files.tree_removal import remove_tree
-from tangram.managers.sandboxes.bwrap.images import base_layers
+from tangram.managers.sandboxes.bwrap.images import base_layers, layer_worker
 from tangram.managers.sandboxes.bwrap.images.archives import ARCHITECTURES
 from tangram.managers.sandboxes.bwrap.images.layers import OPAQUE_XATTR
 from tangram.managers.sandboxes.bwrap.images.store import LAYERS_MAX, SANDBOX_UID, ImageStore, StoredImage
@@ -562,12 +562,12 @@ def sparse_giant() -> bytes:
 
 
 def header_bomb() -> bytes:
-    """A header of 2 GiB, gzipped. Members of a gzip file may follow one another, so it is quickly written."""
-    header = bytearray(raw_header("x", b"\x80" + (2 << 30).to_bytes(11, "big")))
+    """A header of 512 MiB, gzipped. Members of a gzip file may follow one another, so it is quickly written."""
+    header = bytearray(raw_header("x", b"\x80" + (1 << 29).to_bytes(11, "big")))
     header[156:157] = tarfile.XHDTYPE
     header[148:156] = b" " * 8
     header[148:156] = f"{sum(header):06o}\0 ".encode()
-    return gzip.compress(bytes(header)) + gzip.compress(bytes(16 << 20)) * 128
+    return gzip.compress(bytes(header)) + gzip.compress(bytes(16 << 20)) * 32
 
 
 REFUSED = {
@@ -623,7 +623,10 @@ def test_a_hostile_layer_is_refused_and_leaves_nothing(
     assert layers_of(store) == set()
 
 
-def test_a_header_that_would_take_all_memory_is_refused(store: ImageStore, tmp_path: Path) -> None:
+def test_a_header_that_would_take_all_memory_is_refused(
+    store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_worker, "MEMORY_BYTES_MAX", 1 << 28)
     with pytest.raises(InvalidConfig, match="reading it takes more than"):
         run(store.add_tar(archive(tmp_path / "image", layout([LOWER], pack=lambda layer: header_bomb()))))
     assert layers_of(store) == set()

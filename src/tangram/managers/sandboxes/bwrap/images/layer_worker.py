@@ -23,6 +23,8 @@ from tangram.managers.sandboxes.bwrap.images.base_layers import ImageContents
 
 UNPACK_S_MAX = 3600.0
 """For one request."""
+MEMORY_BYTES_MAX = 1 << 30
+"""Address space of the program: a header may claim any length, and is read as a whole."""
 
 
 class UnpackLimits(msgspec.Struct):
@@ -70,7 +72,7 @@ class LayerWorker:
     async def _request(self, image: str, request: dict[str, Any], folder: Path, fds: list[int]) -> dict[str, Any]:
         shut_in = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            request = {**request, "folder": shut_in, "user": self._uid}
+            request = {**request, "folder": shut_in, "user": self._uid, "memory_bytes_max": MEMORY_BYTES_MAX}
             answer = await _run(json.dumps(request).encode(), [*fds, shut_in])
         finally:
             os.close(shut_in)

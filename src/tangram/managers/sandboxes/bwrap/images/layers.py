@@ -27,8 +27,6 @@ import tarfile
 from collections.abc import Iterator
 from typing import Any
 
-MEMORY_BYTES_MAX = 1 << 30
-"""Address space of the program: a header may claim any length, and is read as a whole."""
 CPU_S_MAX = 3600
 """For the program: an archive that keeps it busy for longer is an attack."""
 INDEX_ENTRIES_MAX = 10_000
@@ -484,7 +482,7 @@ def handle_request(request: Request) -> Request:
     except UnpackError as error:
         return {"kind": error.kind, "error": str(error)}
     except MemoryError:
-        return {"kind": "invalid", "error": f"reading it takes more than {MEMORY_BYTES_MAX} bytes of memory"}
+        return {"kind": "invalid", "error": f"reading it takes more than {request['memory_bytes_max']} bytes of memory"}
     except OSError as error:
         kind = "world" if error.errno in _MACHINE_ERRNOS else "invalid"
         return {"kind": kind, "error": str(error)[:1000]}
@@ -496,7 +494,7 @@ def main() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     request: Request = json.load(sys.stdin)
     for limit, value in (
-        (resource.RLIMIT_AS, MEMORY_BYTES_MAX),
+        (resource.RLIMIT_AS, request["memory_bytes_max"]),
         (resource.RLIMIT_CPU, CPU_S_MAX),
         (resource.RLIMIT_CORE, 0),
     ):
