@@ -43,9 +43,16 @@ def orchestrator_of(t: tangram.Client) -> Orchestrator:
     return t.transport.orchestrator
 
 
+@pytest.fixture
+def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For programs that SIGTERM does not end anyway."""
+    monkeypatch.setattr("tangram.managers.sandboxes.bwrap.leases.STOP_GRACE_S", 0.1)
+
+
 # ---- processes -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("_short_grace")
 def test_a_fork_bomb_is_limited_and_a_timeout_ends_all_of_it(play: Play, state: Path) -> None:
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="256MiB", processes=50) as box, t.sandbox(memory="64MiB") as other:
@@ -98,6 +105,7 @@ REFUSE_TO_END = {
 }
 
 
+@pytest.mark.usefixtures("_short_grace")
 def test_a_timeout_ends_programs_that_do_not_want_to_end(play: Play, state: Path) -> None:
     async def story(t: tangram.Client) -> None:
         async def refuse(how: str) -> None:
@@ -436,6 +444,7 @@ def test_a_session_that_forges_its_results_deceives_itself_alone(play: Play) -> 
     play(story)
 
 
+@pytest.mark.usefixtures("_short_grace")
 def test_a_session_ends_with_a_timeout_however_it_fights_that(play: Play, state: Path) -> None:
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="64MiB") as box:

@@ -371,7 +371,11 @@ async def test_a_program_may_clean_up_after_a_stop_request(harness: Harness) -> 
 
 
 @needs_programs
-async def test_stopping_ends_all_that_the_action_started_and_nothing_else(harness: Harness) -> None:
+async def test_stopping_ends_all_that_the_action_started_and_nothing_else(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("bwrap.leases", "process.leases", "docker.processes"):  # one of the processes ignores SIGTERM
+        monkeypatch.setattr(f"tangram.managers.sandboxes.{module}.STOP_GRACE_S", 0.1)
     box = await harness.open()
     child, bare, session, daemon, deaf, own = mine = [harness.marker() for _ in range(6)]
     bystander, leftover = harness.marker(), harness.marker()

@@ -275,7 +275,11 @@ def test_a_timeout_ends_the_instance_and_returns_the_output(run: Run) -> None:
     run(test)
 
 
-def test_a_hang_in_c_with_signals_blocked_is_killed_with_its_children(run: Run, tmp_path: Path) -> None:
+def test_a_hang_in_c_with_signals_blocked_is_killed_with_its_children(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tangram.managers.functions.forked_instance.STOP_GRACE_S", 0.1)
+
     async def test(bench: Bench) -> None:
         before = below(os.getpid())
         result = await bench.try_call(rewards.hangs_in_c, str(tmp_path / "log"))

@@ -425,7 +425,11 @@ def test_a_crash_names_its_signal(run: Run) -> None:
     run(test)
 
 
-def test_a_function_that_does_not_return_is_timed_out_and_the_next_call_works(run: Run) -> None:
+def test_a_function_that_does_not_return_is_timed_out_and_the_next_call_works(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tangram.managers.sandboxes.bwrap.leases.STOP_GRACE_S", 0.1)
+
     @tangram.function(cpus=0.5, memory="64MiB", timeout_s=LONG_S)
     def loops(forever: bool) -> int:
         import signal
