@@ -45,9 +45,9 @@ def idle(timeline: RolloutTimeline, stage: Stage = Stage.GENERATE) -> dict[Activ
 # ---- sums -------------------------------------------------------------------------------------------------------
 
 
-@given(found=many, more=st.floats(0.0, 30.0))
-def test_gaps_and_busy_time_are_all_the_time_of_every_stage(found, more: float) -> None:
-    whole = build_timeline(found, more)
+@given(members=many, more=st.floats(0.0, 30.0))
+def test_gaps_and_busy_time_are_all_the_time_of_every_stage(members, more: float) -> None:
+    whole = build_timeline(members, more)
     for stage in whole.stages.values():
         assert stage.busy + sum(gap.length for gap in stage.gaps) == stage.total == whole.total
         assert sum(stage.idle.values()) == sum(gap.length for gap in stage.gaps)
@@ -58,33 +58,33 @@ def test_gaps_and_busy_time_are_all_the_time_of_every_stage(found, more: float) 
         assert stage.working + stage.waiting == sum(piece.length for piece in lanes)
 
 
-@given(found=many)
-def test_the_parts_of_a_task_are_the_time_of_its_trajectories(found) -> None:
-    whole = build_timeline(found)
-    assert sum(task.trajectories for task in whole.tasks) == len(found)
+@given(members=many)
+def test_the_parts_of_a_task_are_the_time_of_its_trajectories(members) -> None:
+    whole = build_timeline(members)
+    assert sum(task.trajectories for task in whole.tasks) == len(members)
     for task in whole.tasks:
         own = [each for each in whole.lanes if each.trajectory.task == task.task]
         assert task.total == sum(each.ended - each.began for each in own) == sum(task.parts.values())
         assert not task.total or sum(task.shares().values()) == pytest.approx(1.0)
 
 
-@given(found=recordings.trajectories(bare=True))
-def test_the_pieces_of_a_trajectory_follow_each_other_without_a_gap(found) -> None:
-    pieces = trajectory_lane(found).segments
+@given(played=recordings.trajectories(bare=True))
+def test_the_pieces_of_a_trajectory_follow_each_other_without_a_gap(played) -> None:
+    pieces = trajectory_lane(played).segments
     assert all(before.ended == after.began for before, after in pairwise(pieces))
     assert all(piece.length > 0 for piece in pieces)
     for piece in pieces:
         middle = (piece.began + piece.ended) // 2
-        covering = [each for each in found.spans if each.began_s * SECOND <= middle < each.ended_s * SECOND - 1]
+        covering = [each for each in played.spans if each.began_s * SECOND <= middle < each.ended_s * SECOND - 1]
         if covering:
             assert piece.activity.stage in {each.stage for each in covering} or piece.length <= 2
         assert covering or piece.activity == BETWEEN or piece.length <= 2
 
 
-@given(found=many, more=st.floats(0.0, 30.0))
-def test_causes_are_those_that_a_naive_count_finds(found, more: float) -> None:
+@given(members=many, more=st.floats(0.0, 30.0))
+def test_causes_are_those_that_a_naive_count_finds(members, more: float) -> None:
     """Each instant by itself, in fractions; whole nanoseconds differ by less than one per instant and cause."""
-    whole = build_timeline(found, more)
+    whole = build_timeline(members, more)
     cuts = sorted({0, whole.total, *(cut for each in whole.lanes for p in each.segments for cut in (p.began, p.ended))})
     for stage in Stage:
         expected: dict[Activity, Fraction] = {}
@@ -227,10 +227,10 @@ def test_times_that_cannot_be_are_refused(wrong: Span) -> None:
 # ---- the page ---------------------------------------------------------------------------------------------------
 
 
-@given(found=many)
-def test_any_text_of_a_rollout_is_escaped_in_the_page(found) -> None:
-    page = timeline_page(build_timeline(found), "run.jsonl", "tangram rl timeline run.jsonl")
-    assert page == timeline_page(build_timeline(found), "run.jsonl", "tangram rl timeline run.jsonl")
+@given(members=many)
+def test_any_text_of_a_rollout_is_escaped_in_the_page(members) -> None:
+    page = timeline_page(build_timeline(members), "run.jsonl", "tangram rl timeline run.jsonl")
+    assert page == timeline_page(build_timeline(members), "run.jsonl", "tangram rl timeline run.jsonl")
     assert page.count("<script") == page.count("</script>") == 2
     for bad in ("<img", "window.owned = 1</", "\x1b", "\x9b", "\x00", "\u202e"):
         assert bad not in page
