@@ -10,7 +10,17 @@ import time
 
 import pytest
 
-from tangram.processes.process_tree import SpawnedChild, processes_below, read_environment, resident_bytes
+from tangram.processes import process_tree
+from tangram.processes.process_tree import (
+    KERNEL_THREAD,
+    Process,
+    ProcessTable,
+    SpawnedChild,
+    processes_below,
+    read_environment,
+    read_process,
+    resident_bytes,
+)
 
 
 def test_an_abandoned_child_is_reaped_when_it_ends() -> None:
@@ -52,3 +62,19 @@ def test_the_environment_is_that_of_the_start_of_a_program() -> None:
         child.kill()
     with pytest.raises(FileNotFoundError):
         read_environment(child.pid)
+
+
+def test_a_process_with_the_id_of_an_ended_kernel_thread_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_as_kernel_thread(pid: int) -> Process | None:
+        process = read_process(pid)
+        return process._replace(flags=KERNEL_THREAD) if process is not None else None
+
+    table = ProcessTable()
+    with subprocess.Popen(["sleep", "1000"], start_new_session=True) as child:
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(process_tree, "read_process", read_as_kernel_thread)
+                assert table.scan() == {}
+            assert table.scan()[child.pid].session == child.pid
+        finally:
+            child.kill()

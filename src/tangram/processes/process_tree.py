@@ -121,11 +121,27 @@ def _read_file(path: str, bytes_max: int) -> bytes:
         os.close(fd)
 
 
-def read_processes() -> Iterator[Process]:
-    """All processes of the machine, without threads of the kernel."""
-    for name in os.listdir("/proc"):
-        if name.isdigit() and (process := read_process(int(name))) is not None and not process.flags & KERNEL_THREAD:
+def read_processes(kernel_threads: set[int] | None = None) -> Iterator[Process]:
+    """All processes of the machine, without threads of the kernel, whose ids are kept in `kernel_threads`: a kernel has
+    hundreds. Such an id is not read again while its session is 0; programs start in sessions of their own."""
+    pids = {int(name) for name in os.listdir("/proc") if name.isdigit()}
+    known = set() if kernel_threads is None else kernel_threads
+    known &= pids
+    for pid in sorted(pids):
+        if (pid in known and _has_session_0(pid)) or (process := read_process(pid)) is None:
+            continue
+        if process.flags & KERNEL_THREAD:
+            known.add(pid)
+        else:
+            known.discard(pid)
             yield process
+
+
+def _has_session_0(pid: int) -> bool:
+    try:
+        return os.getsid(pid) == 0
+    except OSError:
+        return False
 
 
 def processes_below(pid: int) -> list[Process]:
@@ -151,12 +167,13 @@ class ProcessTable:
     later."""
 
     def __init__(self) -> None:
+        self._kernel_threads: set[int] = set()
         self._marks: dict[int, tuple[int, tuple[bytes, ...]]] = {}
         """By process id: its start, and every mark that it ever carried."""
 
     def scan(self) -> dict[int, Process]:
         processes: dict[int, Process] = {}
-        for process in read_processes():
+        for process in read_processes(self._kernel_threads):
             processes[process.pid] = process._replace(marks=self._marks_of(process))
         self._marks = {pid: known for pid, known in self._marks.items() if pid in processes}
         return processes
