@@ -1,7 +1,7 @@
 """Imports point one way, the core stays pure, and heavy packages are imported where they are used.
 
-    errors, clock < core < files < processes < config < managers < runtime < distributed < client | server | sim < rl
-        < integrations < bench < cli
+    errors, clock, cancellation < core < files < processes < config < managers < runtime < distributed
+        < client | server | sim < rl < integrations < bench < cli
 
 A layer may import itself and what stands left of it; layers separated by | do not import each other. `reports` needs
 only `errors` and `files`, and serves every layer above. An import counts wherever it is written: inside a function or
@@ -30,6 +30,7 @@ SOURCE = ROOT / "src" / "tangram"
 RANK_BY_PART = {
     "errors": 0,
     "clock": 0,
+    "cancellation": 0,
     "core": 1,
     "files": 2,
     "reports": 3,

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -37,6 +38,8 @@ from tangram import Status
 from tangram.client.sandbox import Session
 from tangram.errors import ActionFailed, InvalidAction, ManagerError
 from tangram.managers.sandboxes.bwrap import manager
+from tangram.managers.sandboxes.bwrap.manager import BwrapManager
+from tangram.managers.sandboxes.bwrap.owner import SandboxOwner
 from tangram.managers.sandboxes.bwrap.spawner.client import SpawnerClient
 
 Play = Callable[..., Any]
@@ -340,6 +343,30 @@ def test_an_interrupt_cleans_everything_up(owners: Owners) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(60) != 0
     assert owners_of(process.pid) == [] and list((owners.state / "owners").iterdir()) == []
+
+
+def test_a_start_that_is_cancelled_while_its_owner_is_created_leaves_nothing(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, released = threading.Event(), threading.Event()
+
+    def create_slowly(*arguments: Any) -> SandboxOwner:
+        entered.set()
+        assert released.wait(STORY_S_MAX)
+        return SandboxOwner(*arguments)
+
+    async def main() -> None:
+        monkeypatch.setattr(manager, "SandboxOwner", create_slowly)
+        starting = asyncio.create_task(BwrapManager(state=state).__aenter__())
+        await asyncio.to_thread(entered.wait)
+        starting.cancel()
+        await asyncio.sleep(0)
+        released.set()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    asyncio.run(main())
+    assert list((state / "owners").iterdir()) == [] and owners_of(os.getpid()) == []
 
 
 def test_two_interrupts_are_enough_to_end_a_program(owners: Owners) -> None:

@@ -312,10 +312,10 @@ class _LiveOutput:
 
 
 async def _execute_async(options: RunOptions) -> tuple[Result | None, int]:
-    from tangram.client.client import connect
-
     interruption, live = _SignalHandler(), _LiveOutput()
     with interruption.installed():
+        from tangram.client.client import connect  # takes a while: a signal meanwhile must not cancel the connecting
+
         # Connecting and closing are not interrupted: both are short, and only complete ones leave nothing behind.
         async with connect(backend=options.backend) as client:
             doing = asyncio.ensure_future(_execute_in_sandbox(client, options, live))

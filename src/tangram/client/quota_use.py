@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Collection, Mapping
 from typing import Self
 
+from tangram.cancellation import run_to_completion
 from tangram.client.result import result_of
 from tangram.client.transport import Pending, Transport
 from tangram.client.validation import Lifecycle, headers_of, status_of
@@ -16,7 +17,6 @@ from tangram.core.action import Action
 from tangram.errors import InvalidAction
 from tangram.managers.quotas.manager import TOKENS, Quota
 from tangram.managers.work import HoldGrant
-from tangram.runtime.shielding import shielded
 
 
 class QuotaUse:
@@ -41,7 +41,7 @@ class QuotaUse:
         try:
             runs = await pending.started()
         except asyncio.CancelledError:
-            await shielded(self._abandon(pending))
+            await run_to_completion(self._abandon(pending))
             raise
         if not runs:
             settled = await pending.settled()
@@ -60,7 +60,7 @@ class QuotaUse:
         assert self._pending is not None
         self._lifecycle.mark_closed()
         self._transport.release_quota(self._action.id, self._spent or None)
-        await shielded(self._pending.settled())
+        await run_to_completion(self._pending.settled())
 
     def spent(self, *, tokens: int, name: str = "") -> None:
         """Reports how many tokens it really took, which corrects the estimate. `name`: the quota, if several count

@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from tangram.cancellation import run_to_completion
 from tangram.client.connection_errors import broken_off, no_service, token_required, unknown_token, without_tls
 from tangram.client.remote_files import RemoteFiles, RemoteImages
 from tangram.client.transport import Pending
@@ -41,7 +42,6 @@ from tangram.managers.quotas.manager import Quota
 from tangram.managers.work import Close, Commit, HoldGrant, Open, Work
 from tangram.processes.streams import STDERR, STDOUT, Output
 from tangram.runtime.orchestrator import SettledAction
-from tangram.runtime.shielding import shielded
 from tangram.runtime.wire import (
     Acknowledgement,
     ActionReply,
@@ -320,7 +320,7 @@ class RemotePending:
                 raise ManagerError("the connection to the service was closed", retry=False) from None
             self.cancel()
             # A cancelled caller returns when the action has settled, unless the service does not respond.
-            await shielded(asyncio.wait({self._settled}, timeout=SHUTDOWN_TIMEOUT_S))
+            await run_to_completion(asyncio.wait({self._settled}, timeout=SHUTDOWN_TIMEOUT_S))
             raise
 
     async def settled_shielded(self) -> SettledAction:
@@ -408,7 +408,7 @@ class RemoteTransport:
         """End everything that this connection has open at the service, like the end of an embedded one."""
         self._is_closing = True
         try:
-            await shielded(self._shut_down())
+            await run_to_completion(self._shut_down())
         finally:
             await self.connection.close()
 

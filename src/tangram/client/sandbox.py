@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, Self, cast
 
 import msgspec
 
+from tangram.cancellation import run_to_completion
 from tangram.client.result import Result, result_of
 from tangram.client.transport import Pending, Transport
 from tangram.client.tree_archive import pack_tree, unpack_tree
@@ -58,7 +59,6 @@ from tangram.managers.work import (
 )
 from tangram.processes.streams import COMMAND_VARIABLE
 from tangram.runtime.orchestrator import SettledAction
-from tangram.runtime.shielding import shielded
 
 FILE_BYTES_MAX = 256 * MIB
 """Default limit of one `read`."""
@@ -131,7 +131,7 @@ class Sandbox:
         done."""
         self._connection.require_loop()
         if self._lifecycle.has_begun:
-            await shielded(self._close())
+            await run_to_completion(self._close())
 
     async def _close(self) -> None:
         self._lifecycle.mark_closed()

@@ -24,6 +24,7 @@ from typing import Any, Protocol, Self
 
 import msgspec
 
+from tangram.cancellation import run_to_completion
 from tangram.clock import Clock, WallClock
 from tangram.core.action import NO_USAGE, Action, Outcome, Status
 from tangram.core.demand import CPU
@@ -53,7 +54,6 @@ from tangram.managers.work import MIB, Close, ExecResult, LeaseResult, Open, Wor
 from tangram.processes.streams import Output
 from tangram.runtime.error_records import ErrorRecord, error_record_of
 from tangram.runtime.event_inbox import EventInbox
-from tangram.runtime.shielding import shielded
 
 MEASURE_FIRST_S = 0.25
 MEASURE_S_MAX = 8.0
@@ -200,7 +200,7 @@ class Orchestrator:
         self._closing = True
         try:
             if not self._draining:
-                await shielded(self._cancel_all())
+                await run_to_completion(self._cancel_all())
             elif self._tickets and self._failure is None:
                 self._stop_error = ManagerError("the service has stopped; the action continues when it is back")
                 self.fail(self._stop_error)
@@ -211,7 +211,7 @@ class Orchestrator:
                 await self._end_tasks(error)
             finally:
                 for executor in reversed(self._all_executors()):
-                    await shielded(executor.__aexit__(kind, error, trace))
+                    await run_to_completion(executor.__aexit__(kind, error, trace))
 
     def _all_executors(self) -> list[Executor]:
         """Each once, though one may execute several kinds of work."""
@@ -301,7 +301,7 @@ class Orchestrator:
             return await asyncio.shield(ticket.settled)
         except asyncio.CancelledError:
             self.cancel(ticket.action.id)
-            await shielded(asyncio.wait({ticket.settled}))
+            await run_to_completion(asyncio.wait({ticket.settled}))
             raise
 
     def adopt(self, sandbox: str, memory_mib: int, run: str, node: str) -> None:

@@ -18,6 +18,7 @@ import msgspec
 import pytest
 from tests.rl.samples import run_state, waiting
 
+from tangram.cancellation import run_to_completion
 from tangram.errors import InvalidInput, ManagerError
 from tangram.rl.config.training_settings import CheckpointSettings, TrainSettings
 from tangram.rl.runs import checkpoints
@@ -25,7 +26,6 @@ from tangram.rl.runs.checkpoints import CHECKSUMS_FILE, STATE, RunState, read_ch
 from tangram.rl.runs.metrics_lines import WarmStartChecked
 from tangram.rl.runs.run_folder import RunFolder, open_run
 from tangram.rl.runs.sample_log import log_files, strip_for_training
-from tangram.runtime.shielding import shielded
 
 SETTINGS = TrainSettings(checkpoints=CheckpointSettings(keep=2))
 
@@ -36,7 +36,7 @@ async def saved(folder: RunFolder, state: RunState, weights: bytes = b"weights")
         (path / "optimiser").mkdir()
         (path / "optimiser" / "00.bucket").write_bytes(weights)
         (path / "words.json").write_text("[]")
-        await shielded(asyncio.to_thread(write_state, path, state))
+        await run_to_completion(asyncio.to_thread(write_state, path, state))
 
 
 def save(folder: RunFolder, state: RunState) -> None:

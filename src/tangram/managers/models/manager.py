@@ -19,6 +19,7 @@ from typing import Self
 
 import msgspec
 
+from tangram.cancellation import run_to_completion
 from tangram.clock import Clock, WallClock
 from tangram.core.action import Action
 from tangram.core.demand import GPU
@@ -169,13 +170,13 @@ class ModelManager:
             await asyncio.gather(*(self._ensure_process(index) for index in range(len(self._devices))))
             log.info("devices are ready, after %.1f s", asyncio.get_running_loop().time() - begun_s)
         except BaseException:
-            await self._end_all("the manager of model services could not be entered")
+            await run_to_completion(self._end_all("the manager of model services could not be entered"))
             raise
         return self
 
     async def __aexit__(self, *error: object) -> None:
         """Publishes no Evicted for what the end evicts: the scheduler ends too."""
-        await asyncio.shield(asyncio.ensure_future(self._end_all("the manager of model services was closed")))
+        await run_to_completion(self._end_all("the manager of model services was closed"))
 
     def _keep_descriptor(self, fd: int) -> int:
         self._descriptors.append(fd)

@@ -30,6 +30,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import msgspec
 
+from tangram.cancellation import run_to_completion
 from tangram.client.api import Api
 from tangram.client.client import Client
 from tangram.errors import InvalidAction, InvalidConfig, ManagerError
@@ -48,7 +49,6 @@ from tangram.rl.environments.search_api import (
     RelationTable,
     SearchApi,
 )
-from tangram.runtime.shielding import shielded
 
 log = logging.getLogger("tangram")
 
@@ -220,7 +220,7 @@ class Lookup:
         try:
             yield there
         finally:
-            await shielded(shared.leave())
+            await run_to_completion(shared.leave())
 
     # ---- the episode ----
 

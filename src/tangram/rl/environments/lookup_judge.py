@@ -18,9 +18,9 @@ from pathlib import Path
 
 import msgspec
 
+from tangram.cancellation import run_to_completion
 from tangram.errors import InvalidConfig, ManagerError
 from tangram.files.atomic_file import write_file
-from tangram.runtime.shielding import shielded
 
 log = logging.getLogger("tangram")
 
@@ -110,7 +110,7 @@ async def ensure_judge(settings: JudgeSettings, folder: Path, progress: Progress
     try:
         complaint = await _follow_training(process, settings, progress or _log_progress)
     finally:
-        await shielded(_kill(process))
+        await run_to_completion(_kill(process))
     if process.returncode:
         last = complaint.strip().rpartition("\n")[2]
         raise ManagerError(f"the judge of lookup cannot be trained: {last}", retry=False)

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from tangram.cancellation import run_to_completion
 from tangram.errors import InvalidConfig
-from tangram.runtime.shielding import shielded
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -101,7 +101,7 @@ class SearchApi:
     async def __aenter__(self) -> Self:
         try:
             # asyncio loses a socket whose listen call is cancelled, so that call comes later.
-            await shielded(self._start())
+            await run_to_completion(self._start())
         except BaseException:
             await self._stop()
             raise
@@ -125,7 +125,7 @@ class SearchApi:
     async def _stop(self) -> None:
         runner, self._runner = self._runner, None
         if runner is not None:
-            await shielded(runner.cleanup())
+            await run_to_completion(runner.cleanup())
 
     async def _search(self, request: web.Request) -> web.Response:
         from aiohttp import web

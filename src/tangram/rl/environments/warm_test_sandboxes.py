@@ -20,11 +20,11 @@ from collections.abc import AsyncIterator, Callable, Hashable, Iterable
 from contextlib import asynccontextmanager
 from weakref import WeakKeyDictionary
 
+from tangram.cancellation import run_to_completion
 from tangram.client.client import Client
 from tangram.client.result import Result
 from tangram.client.sandbox import Sandbox, Session
 from tangram.core.action import Status
-from tangram.runtime.shielding import shielded
 
 log = logging.getLogger("tangram")
 
@@ -184,7 +184,7 @@ class WarmSandboxes:
         while True:
             await asyncio.sleep(IDLE_S_MAX / 2)
             before = loop.time() - IDLE_S_MAX
-            await shielded(self._close([sandbox for sandbox in self._idle if sandbox.idle_since < before]))
+            await run_to_completion(self._close([sandbox for sandbox in self._idle if sandbox.idle_since < before]))
 
     async def _close(self, sandboxes: list[WarmSandbox]) -> None:
         closed = list(sandboxes)
@@ -209,4 +209,4 @@ async def keep_warm(client: Client) -> AsyncIterator[WarmSandboxes]:
     try:
         yield sandboxes
     finally:
-        await shielded(sandboxes.leave())
+        await run_to_completion(sandboxes.leave())

@@ -31,6 +31,7 @@ from typing import Self
 
 import msgspec
 
+from tangram.cancellation import run_to_completion
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.files.atomic_directory import atomic_directory, remove_unfinished
 from tangram.files.atomic_file import write_file
@@ -47,7 +48,6 @@ from tangram.rl.runs.checkpoints import (
     steps_in,
 )
 from tangram.rl.runs.sample_log import SampleLog, SampleLogs, merge_after, prune_logs, read_after
-from tangram.runtime.shielding import shielded
 
 OWNER, SETTINGS, METRICS, CHECKPOINTS, SAMPLES = "owner", "settings.json", "metrics.jsonl", "checkpoints", "samples"
 MODULES, REPORT, TENSORBOARD = "modules.json", "report.html", "tensorboard"
@@ -163,10 +163,10 @@ class RunFolder:
             yield unfinished
         except BaseException as error:
             raised = error
-            await shielded(asyncio.to_thread(making.__exit__, type(raised), raised, raised.__traceback__))
+            await run_to_completion(asyncio.to_thread(making.__exit__, type(raised), raised, raised.__traceback__))
             raise
         # A thread keeps the event loop running. Shielded from cancellation: it must not be left half done.
-        await shielded(asyncio.to_thread(finish))
+        await run_to_completion(asyncio.to_thread(finish))
 
     def make_room(self) -> bool:
         """Deletes the oldest checkpoint if the disk has no room for another one and would have it without those older

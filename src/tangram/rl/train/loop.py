@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 
+from tangram.cancellation import run_to_completion
 from tangram.errors import ManagerError
 from tangram.rl.buffer.sample_buffer import DroppedGroup, SampleBuffer
 from tangram.rl.config.training_settings import TrainSettings
@@ -42,7 +43,6 @@ from tangram.rl.train.watchdog import Watchdog, abort_stuck, snapshot_run
 from tangram.rl.train.weight_sync import WeightSync
 from tangram.rl.trajectories.training_batch import TrainingBatch
 from tangram.rl.trajectories.trajectory import Group, GroupTicket
-from tangram.runtime.shielding import shielded
 
 INTERRUPTED = "interrupted"
 """The cause of an end that waits only for the step that is under way."""
@@ -423,8 +423,8 @@ class TrainingLoop:
         async with self._run.checkpoint(step) as path:
             await self._trainer.save(path)
             # Shielded: a cancelled checkpoint deletes its folder, and no thread may write into it then.
-            await shielded(asyncio.to_thread(save_codec, self._assembly.codec, path))
-            await shielded(asyncio.to_thread(write_state, path, state))
+            await run_to_completion(asyncio.to_thread(save_codec, self._assembly.codec, path))
+            await run_to_completion(asyncio.to_thread(write_state, path, state))
 
     async def _restart_trainer(self, error: ManagerError, checkpoint: Path | None) -> PolicyWeights:
         """Raises ManagerError after TRAINER_DEATHS_MAX deaths without progress."""

@@ -28,11 +28,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
+from tangram.cancellation import run_to_completion
 from tangram.clock import Clock, WallClock
 from tangram.core.action import ID_LENGTH_MAX
 from tangram.errors import InvalidAction, InvalidConfig, InvalidInput, InvariantError, ManagerError
 from tangram.files.lock import lock_file, read_holder
-from tangram.runtime.shielding import shielded
 from tangram.server.journal.store import (
     CommitBatch,
     JournalCorruption,
@@ -177,9 +177,9 @@ class Journal:
         assert self._thread is None, "a journal is opened once"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         try:
-            await shielded(self._on_thread(self._open))
+            await run_to_completion(self._on_thread(self._open))
         except BaseException:
-            await shielded(self._close())
+            await run_to_completion(self._close())
             raise
         self.recovered, self._store.recovered = self._store.recovered, RecoveredState()
         self.unfetched_bytes = self._store.unfetched_bytes
@@ -192,7 +192,7 @@ class Journal:
     async def __aexit__(self, *error: object) -> None:
         """Commits pending operations."""
         self._is_accepting = False
-        await shielded(self._close())
+        await run_to_completion(self._close())
 
     def _open(self) -> None:
         try:

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from tangram.cancellation import run_to_completion
 from tangram.errors import FileFailed, ManagerError
 from tangram.managers.sandboxes.bwrap.sandbox import BwrapSandbox
 from tangram.managers.sandboxes.bwrap.spawner.client import ExecFailed, SpawnerClient
@@ -58,7 +59,7 @@ class BwrapFiles:
                 )
             except BaseException as error:
                 if not isinstance(error, FileFailed) or error.__cause__ is not None:
-                    await asyncio.shield(asyncio.ensure_future(self._delete_partial(sandbox, path, beside)))
+                    await run_to_completion(self._delete_partial(sandbox, path, beside))
                 raise
 
     async def _delete_partial(self, sandbox: str, path: str, beside: str) -> None:

@@ -18,6 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
+from tangram.cancellation import run_to_completion
 from tangram.core.action import Action, Usage
 from tangram.core.demand import CORE
 from tangram.core.messages import Grant, Pool
@@ -174,25 +175,40 @@ class BwrapManager(FilesMixin):
             raise ManagerError("sandboxes need root; use backend='process', which isolates nothing", retry=False)
         if missing:
             raise ManagerError(f"missing: {', '.join(missing)}; run `tangram doctor` for details", retry=False)
-        self._owner = owner = await asyncio.to_thread(SandboxOwner, self._state, self._owner_name)
         try:
+            await run_to_completion(self._create_owner())
             await self._adopt()
-            await asyncio.to_thread(owner.group.set_owner_limits, limit=self._total, cpus=self._machine.cpus)
-            owner.group.delegate()
-            await asyncio.to_thread(self._tidy_images, owner.orphaned_images)
-            await self._get_spawner()
-            if owner.has_spawner:
-                await self._forget_tied_images()
+            await self._prepare_owner()
         except BaseException as error:
-            if owner.has_spawner:
-                await self._detach()
-            else:
-                await self._stop_spawner()
-                await asyncio.to_thread(owner.remove)
+            await run_to_completion(self._abandon_owner())
             if isinstance(error, OSError):
                 raise ManagerError(f"the state directory {self._state} cannot be used: {error}", retry=False) from error
             raise
         return self
+
+    async def _create_owner(self) -> None:
+        self._owner = await asyncio.to_thread(SandboxOwner, self._state, self._owner_name)
+
+    async def _prepare_owner(self) -> None:
+        owner = self._owner
+        assert owner is not None
+        await asyncio.to_thread(owner.group.set_owner_limits, limit=self._total, cpus=self._machine.cpus)
+        owner.group.delegate()
+        await asyncio.to_thread(self._tidy_images, owner.orphaned_images)
+        await self._get_spawner()
+        if owner.has_spawner:
+            await self._forget_tied_images()
+
+    async def _abandon_owner(self) -> None:
+        """Removes the owner after a failed start, or leaves it with its sandboxes to the next process of this name."""
+        owner = self._owner
+        if owner is None:
+            return
+        if owner.has_spawner:
+            await self._detach()
+        else:
+            await self._stop_spawner()
+            await asyncio.to_thread(owner.remove)
 
     async def _adopt(self) -> None:
         """Adopt the sandboxes of the previous owner of this name."""
@@ -222,7 +238,7 @@ class BwrapManager(FilesMixin):
                 self.missing.setdefault(name, NO_RECORD)
 
     async def __aexit__(self, *error: object) -> None:
-        await asyncio.shield(asyncio.ensure_future(self._shut_down()))
+        await run_to_completion(self._shut_down())
 
     async def _shut_down(self) -> None:
         assert self._owner is not None
@@ -300,7 +316,7 @@ class BwrapManager(FilesMixin):
             if not spawner.is_connected:
                 raise ManagerError("the spawner ended while it started")
         except BaseException:
-            await asyncio.shield(asyncio.ensure_future(self._abort_start(spawner)))
+            await run_to_completion(self._abort_start(spawner))
             raise
         self._spawner = spawner
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from tangram.cancellation import run_to_completion
 from tangram.core.demand import CORE
 from tangram.errors import ManagerError
 from tangram.managers.sandboxes.cgroups.groups import (
@@ -34,7 +35,7 @@ from tangram.managers.sandboxes.cgroups.hierarchies import (
     find_hierarchies,
     read_cgroup_paths,
 )
-from tangram.managers.sandboxes.docker.engine import DockerEngine, EngineRefused, run_to_completion
+from tangram.managers.sandboxes.docker.engine import DockerEngine, EngineRefused
 from tangram.managers.sandboxes.docker.shells import DockerSession
 from tangram.managers.work import SandboxSpec
 from tangram.processes.process_tree import Process, read_process

@@ -11,7 +11,7 @@ import base64
 import contextlib
 import json
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import IO, Any, TypeVar
 
 from tangram.errors import ManagerError
@@ -51,23 +51,6 @@ class EngineRefused(ManagerError):
         self.status = status
         self.reason = reason
         super().__init__(f"the Docker engine refused to {what}: {reason} (status {status})", retry=status >= 500)
-
-
-async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
-    """Complete `work` even if the caller is cancelled meanwhile; the cancellation is raised afterwards.
-
-    An operation of the engine continues when its client disconnects, so it must end before it is undone.
-    """
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        while not task.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([task])
-        if not task.cancelled():
-            task.exception()  # it has been retrieved
-        raise
 
 
 class ExecStreams:

@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import IO, BinaryIO
 
+from tangram.cancellation import run_to_completion
 from tangram.errors import FileFailed, ManagerError
 from tangram.managers.sandboxes.docker.container import NOT_FOUND, Container
 from tangram.managers.sandboxes.docker.engine import (
@@ -28,7 +29,6 @@ from tangram.managers.sandboxes.docker.engine import (
     EngineRefused,
     Json,
     read_chunks,
-    run_to_completion,
 )
 from tangram.managers.sandboxes.docker.programs import Programs, ScriptResult
 from tangram.managers.work import WORKSPACE, FileEntry, file_entry, require_safe_member, sandbox_path

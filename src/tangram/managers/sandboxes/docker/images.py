@@ -20,9 +20,10 @@ from typing import IO
 
 import msgspec
 
+from tangram.cancellation import run_to_completion
 from tangram.errors import InvalidConfig, ManagerError
 from tangram.managers.sandboxes.docker.container import NOT_FOUND, Container, ImageInfo
-from tangram.managers.sandboxes.docker.engine import DockerEngine, EngineRefused, Json, read_chunks, run_to_completion
+from tangram.managers.sandboxes.docker.engine import DockerEngine, EngineRefused, Json, read_chunks
 from tangram.managers.sandboxes.docker.owners import IMAGE_LABEL, OWNER_LABEL
 from tangram.managers.work import HOST_IMAGE, require_forgettable
 

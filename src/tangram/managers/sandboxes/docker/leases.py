@@ -12,13 +12,13 @@ import secrets
 import shlex
 from typing import Any
 
+from tangram.cancellation import run_to_completion
 from tangram.core.action import Usage
 from tangram.core.demand import CPU
 from tangram.core.messages import Grant
 from tangram.errors import ManagerError
 from tangram.managers.sandboxes.cpuset_allocator import CpusetAllocator
 from tangram.managers.sandboxes.docker.container import Claim, Container
-from tangram.managers.sandboxes.docker.engine import run_to_completion
 from tangram.managers.sandboxes.docker.files import home_directory
 from tangram.managers.sandboxes.docker.output_framing import run_argv, session_argv, session_message
 from tangram.managers.sandboxes.docker.processes import now_ticks, stop_processes

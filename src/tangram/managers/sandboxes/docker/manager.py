@@ -26,6 +26,7 @@ import secrets
 from collections.abc import Callable
 from typing import Self
 
+from tangram.cancellation import run_to_completion
 from tangram.core.action import Action
 from tangram.core.demand import CORE
 from tangram.core.messages import Grant, Pool
@@ -45,7 +46,6 @@ from tangram.managers.sandboxes.docker.engine import (
     EngineRefused,
     Json,
     gather_bounded,
-    run_to_completion,
 )
 from tangram.managers.sandboxes.docker.files import DockerFiles
 from tangram.managers.sandboxes.docker.images import DockerImages

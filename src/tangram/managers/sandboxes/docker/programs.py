@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from tangram.cancellation import run_to_completion
 from tangram.errors import ManagerError
 from tangram.managers.sandboxes.docker.container import CONFLICT, LAG_PAUSE_S, LAG_S, NOT_FOUND, Container
-from tangram.managers.sandboxes.docker.engine import DockerEngine, EngineRefused, Json, run_to_completion
+from tangram.managers.sandboxes.docker.engine import DockerEngine, EngineRefused, Json
 from tangram.managers.sandboxes.docker.output_framing import TOKEN_VARIABLE, run_argv
 from tangram.managers.sandboxes.docker.shells import CommandRun, Shell
 from tangram.processes.capture import Capture

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tangram.runtime.shielding import shielded
+from tangram.cancellation import run_to_completion
 
 
 def test_work_completes_before_a_cancellation_is_raised() -> None:
@@ -15,7 +15,7 @@ def test_work_completes_before_a_cancellation_is_raised() -> None:
             await allowed.wait()
             steps.append("done")
 
-        caller = asyncio.create_task(shielded(work()))
+        caller = asyncio.create_task(run_to_completion(work()))
         await asyncio.sleep(0)
         caller.cancel()
         await asyncio.sleep(0)
@@ -35,7 +35,7 @@ def test_a_cancellation_in_the_moment_at_which_the_work_ends_is_raised() -> None
         async def work() -> None:
             await allowed
 
-        caller = asyncio.create_task(shielded(work()))
+        caller = asyncio.create_task(run_to_completion(work()))
         for _ in range(3):  # the caller begins, the work begins, the work waits
             await asyncio.sleep(0)
         allowed.set_result(None)
@@ -54,6 +54,6 @@ def test_work_that_is_cancelled_itself_raises_in_its_caller() -> None:
             raise asyncio.CancelledError
 
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(shielded(work()), 10.0)
+            await asyncio.wait_for(run_to_completion(work()), 10.0)
 
     asyncio.run(main())
