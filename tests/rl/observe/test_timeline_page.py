@@ -2,45 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.browser import SharedBrowser
 from tests.rl.recordings import HOSTILE, simple, span
 
 from tangram.rl.observe.timeline import build_timeline
 from tangram.rl.observe.timeline_page import write_timeline
 from tangram.rl.trajectories.trajectory import Stage
 
-CHROMIUM = os.environ.get("TANGRAM_CHROMIUM", "/usr/bin/chromium")
-ARGS = [
-    "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--no-first-run",
-]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    missing = "" if Path(CHROMIUM).exists() else f"there is no Chromium at {CHROMIUM}; apt-get install chromium"
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        missing = "playwright is not installed"
-    if missing:
-        assert os.environ.get("CI") != "true", missing
-        pytest.skip(missing)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGS)
-        yield browser
-        browser.close()
-
 
 class TimelinePage:
     """A page with two hundred trajectories with hostile names, and all that went wrong in it."""
 
-    def __init__(self, browser: Any, path: Path, scheme: str) -> None:
+    def __init__(self, browser: SharedBrowser, path: Path, scheme: str) -> None:
         self.context = browser.new_context(color_scheme=scheme, viewport={"width": 1100, "height": 900})
         self.page = self.context.new_page()
         self.wrong: list[str] = []
@@ -70,7 +47,7 @@ class TimelinePage:
 
 
 @pytest.fixture(params=["light", "dark"])
-def timeline_page(browser: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[TimelinePage]:
+def timeline_page(browser: SharedBrowser, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[TimelinePage]:
     name = HOSTILE[3]
     trajectories = [
         simple(f"{name}{n}", [span(Stage.STEP, 0, 6, 2.0, HOSTILE[4]), span(Stage.GENERATE, 6, 8)], task=HOSTILE[n % 5])
@@ -83,30 +60,34 @@ def timeline_page(browser: Any, tmp_path: Path, request: pytest.FixtureRequest) 
     one.context.close()
 
 
-def test_the_timeline_draws_zooms_shows_details_and_escapes_text(page: TimelinePage) -> None:
-    assert page.range == "0.00 s to 10.00 s of 10.00 s"
+def test_the_timeline_draws_zooms_shows_details_and_escapes_text(timeline_page: TimelinePage) -> None:
+    assert timeline_page.range == "0.00 s to 10.00 s of 10.00 s"
     # The plot begins at x = 200 and ends at the right edge; lanes begin below the five stages.
-    wide = int(page.page.locator("#lanes canvas").bounding_box()["width"])
+    wide = int(timeline_page.page.locator("#lanes canvas").bounding_box()["width"])
     at = lambda seconds: 200 + int((wide - 200) * seconds / 10)  # noqa: E731
-    assert "waiting for <img src=x" in page.point(at(1), 140)
-    assert "environment: step, 4.000 s" in page.point(at(4), 140) and "</script>" in page.point(at(4), 140)
-    assert "generate: idle for 6.000 s" in page.point(at(3), 43)
-    assert "generate: busy" in page.point(at(7), 43)
-    row = page.row(140)
+    assert "waiting for <img src=x" in timeline_page.point(at(1), 140)
+    assert "environment: step, 4.000 s" in timeline_page.point(at(4), 140) and "</script>" in timeline_page.point(
+        at(4), 140
+    )
+    assert "generate: idle for 6.000 s" in timeline_page.point(at(3), 43)
+    assert "generate: busy" in timeline_page.point(at(7), 43)
+    row = timeline_page.row(140)
     assert len({row[at(1)], row[at(4)], row[at(7)], row[at(9)]}) == 4
-    page.page.click("#lanes button[data-zoom='2']")
-    assert page.range == "2.50 s to 7.50 s of 10.00 s"
-    page.page.locator("#lanes").press("ArrowRight")
-    assert page.range == "3.50 s to 8.50 s of 10.00 s"
-    page.page.click("#lanes button[data-zoom='0']")
-    page.point(at(5), 300)
-    page.page.keyboard.down("Shift")
-    page.page.mouse.wheel(0, -100)
-    page.page.keyboard.up("Shift")
-    page.page.wait_for_function("document.getElementById('lanes-range').textContent !== '0.00 s to 10.00 s of 10.00 s'")
-    first = page.point(100, 140)
-    page.page.evaluate("document.getElementById('scroller').scrollTop = 500")
-    page.page.wait_for_function("document.getElementById('scroller').scrollTop === 500")
-    assert page.point(101, 140) != first
-    assert page.page.evaluate("window.owned") is None
-    assert page.wrong == [] and [url for url in page.requests if not url.startswith("file:")] == []
+    timeline_page.page.click("#lanes button[data-zoom='2']")
+    assert timeline_page.range == "2.50 s to 7.50 s of 10.00 s"
+    timeline_page.page.locator("#lanes").press("ArrowRight")
+    assert timeline_page.range == "3.50 s to 8.50 s of 10.00 s"
+    timeline_page.page.click("#lanes button[data-zoom='0']")
+    timeline_page.point(at(5), 300)
+    timeline_page.page.keyboard.down("Shift")
+    timeline_page.page.mouse.wheel(0, -100)
+    timeline_page.page.keyboard.up("Shift")
+    timeline_page.page.wait_for_function(
+        "document.getElementById('lanes-range').textContent !== '0.00 s to 10.00 s of 10.00 s'"
+    )
+    first = timeline_page.point(100, 140)
+    timeline_page.page.evaluate("document.getElementById('scroller').scrollTop = 500")
+    timeline_page.page.wait_for_function("document.getElementById('scroller').scrollTop === 500")
+    assert timeline_page.point(101, 140) != first
+    assert timeline_page.page.evaluate("window.owned") is None
+    assert timeline_page.wrong == [] and [url for url in timeline_page.requests if not url.startswith("file:")] == []

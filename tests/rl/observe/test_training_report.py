@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
-from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from tests.browser import SharedBrowser
 from tests.rl.recordings import HOSTILE, simple, span
 from tests.rl.training_lines import (
     TASKS,
@@ -47,11 +46,6 @@ from tangram.rl.runs.trajectory_log import TrajectoryLog
 from tangram.rl.trajectories.trajectory import Stage
 from tangram.runtime.pool_usage import PoolUsage
 
-CHROMIUM = os.environ.get("TANGRAM_CHROMIUM", "/usr/bin/chromium")
-ARGS = [
-    "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--no-first-run",
-]  # fmt: skip
 BYTES_MAX = 1 << 20
 
 
@@ -391,26 +385,10 @@ def test_nothing_is_loaded_from_elsewhere(tmp_path: Path) -> None:
 # ---- in a browser -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    missing = "" if Path(CHROMIUM).exists() else f"there is no Chromium at {CHROMIUM}; apt-get install chromium"
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        missing = "playwright is not installed"
-    if missing:
-        assert os.environ.get("CI") != "true", missing
-        pytest.skip(missing)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGS)
-        yield browser
-        browser.close()
-
-
 class ReportPage:
     """A report in a browser, and all that went wrong in it."""
 
-    def __init__(self, browser: Any, path: Path, scheme: str = "light", width: int = 1280) -> None:
+    def __init__(self, browser: SharedBrowser, path: Path, scheme: str = "light", width: int = 1280) -> None:
         self.context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 800})
         self.page = self.context.new_page()
         self.wrong: list[str] = []
@@ -430,7 +408,7 @@ class ReportPage:
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 390)])
-def test_every_chart_is_drawn_along_each_axis(browser: Any, tmp_path: Path, scheme: str, width: int) -> None:
+def test_every_chart_is_drawn_along_each_axis(browser: SharedBrowser, tmp_path: Path, scheme: str, width: int) -> None:
     write_lines(tmp_path, run_lines(steps=30))
     path = write_report(tmp_path)
     screen = ReportPage(browser, path, scheme, width)
@@ -448,7 +426,7 @@ def test_every_chart_is_drawn_along_each_axis(browser: Any, tmp_path: Path, sche
     screen.fine(path)
 
 
-def test_hovering_shows_values_and_a_table_shows_all(browser: Any, tmp_path: Path) -> None:
+def test_hovering_shows_values_and_a_table_shows_all(browser: SharedBrowser, tmp_path: Path) -> None:
     lines = run_lines(steps=30)
     write_lines(tmp_path, lines)
     path = write_report(tmp_path)
@@ -474,7 +452,7 @@ def test_hovering_shows_values_and_a_table_shows_all(browser: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("what", ["hostile", "one", "resumed", "failed", "began", "empty", "sparse"])
-def test_odd_runs_are_drawn_without_complaint(browser: Any, tmp_path: Path, what: str) -> None:
+def test_odd_runs_are_drawn_without_complaint(browser: SharedBrowser, tmp_path: Path, what: str) -> None:
     runs: dict[str, list[AnyMetricsLine]] = {
         "hostile": hostile_lines(),
         "one": run_lines(steps=1, evaluate_every=0, notices=False),

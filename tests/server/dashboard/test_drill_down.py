@@ -29,7 +29,7 @@ def test_a_click_on_a_run_filters_every_page(screen: Opener, still: FakeService)
     page.page.click("text=Everything")
     rows = sum(row.run == "coding-rl" for row in model.rows)
     page.until(f"document.querySelector('canvas.plot').dataset.picked === '{rows}'")
-    assert page.plot("mode") == "all"
+    page.until("document.querySelector('canvas.plot').dataset.mode === 'all'")
     page.page.select_option(".filter", "")
     page.until(f"document.querySelector('canvas.plot').dataset.picked === '{len(model.rows)}'")
 

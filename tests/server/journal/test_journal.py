@@ -33,9 +33,9 @@ from tangram.server.journal.journal import (
     JournalDamaged,
     JournaledAction,
     JournalFailed,
-    JournalPhase,
     RecoveredState,
 )
+from tangram.server.journal.store import JournalPhase
 
 DEADLINE_S = 60.0
 ROOT = os.geteuid() == 0
