@@ -136,7 +136,7 @@ async def _adopt_sandboxes(
                 continue
         if name in opened:
             lost += 1
-            action_service.lost_sandboxes[name] = why
+            action_service.record_lost_sandbox(name, why)
             log.warning("sandbox lost sandbox=%s: %s", name, why)
         await action_service.journal.record_sandbox_closed(name)
     for name in adopted.keys() - adopted_names:

@@ -86,7 +86,7 @@ class ActionService:
         self.limits = limits
         self.is_draining = False
         self.drain_gate = DrainGate()
-        self.lost_sandboxes: dict[str, str] = {}
+        self._lost_sandboxes: dict[str, str] = {}
         """Sandboxes that did not survive a restart, with the reason."""
         self._quotas = quotas
         self._images = images
@@ -152,7 +152,7 @@ class ActionService:
         if (
             isinstance(work, Exec | Commit)
             and action.sandbox not in self._registry.sandboxes
-            and action.sandbox not in self.lost_sandboxes
+            and action.sandbox not in self._lost_sandboxes
         ):
             raise NotFound("sandbox", self.namespace(caller).unqualify(action.sandbox))
         most = caller.caps.waiting_max or self.limits.waiting_max
@@ -210,7 +210,7 @@ class ActionService:
         """Returns False if the action settled at once instead. It is in the journal, so a refusal is its outcome."""
         action = live.action
         if isinstance(live.work, Exec | Commit) and action.sandbox not in self._registry.sandboxes:
-            reason = self.lost_sandboxes.get(action.sandbox, "it did not survive a restart of the service")
+            reason = self._lost_sandboxes.get(action.sandbox, "it did not survive a restart of the service")
             self._resolve(live, await self.conclude(action, Status.LOST, f"its sandbox is gone: {reason}"))
             return False
         try:
@@ -413,8 +413,8 @@ class ActionService:
         inner = self.namespace(caller).qualify("sandbox", name)
         box = self._registry.sandboxes.get(inner)
         if box is None:
-            if inner in self.lost_sandboxes:
-                raise ManagerError(f"sandbox {name} is gone: {self.lost_sandboxes[inner]}", retry=False)
+            if inner in self._lost_sandboxes:
+                raise ManagerError(f"sandbox {name} is gone: {self._lost_sandboxes[inner]}", retry=False)
             raise NotFound("sandbox", name)
         box.last_used_s = self._now()
         return inner
@@ -485,7 +485,7 @@ class ActionService:
         if actions:
             await asyncio.wait({live.settled for live in actions})
         self._ended_outputs.drop_matching(lambda id: tenant_of(id) == tenant)
-        self.lost_sandboxes = {name: why for name, why in self.lost_sandboxes.items() if tenant_of(name) != tenant}
+        self._lost_sandboxes = {name: why for name, why in self._lost_sandboxes.items() if tenant_of(name) != tenant}
         await self.journal.delete_results((tenant,))
         boxes = [name for name, box in self._registry.sandboxes.items() if box.tenant == tenant]
         failures = [await self._try_end(f"sandbox {name}", self._remove_sandbox(name)) for name in boxes]
@@ -525,7 +525,7 @@ class ActionService:
                 log.warning("sandbox closed sandbox=%s: unused for %.0f s", name, self.limits.sandbox_idle_s)
                 try:
                     await self._remove_sandbox(name)
-                    self._record_lost_sandbox(name, f"unused for {self.limits.sandbox_idle_s:.0f} s (sandbox_idle_s)")
+                    self.record_lost_sandbox(name, f"unused for {self.limits.sandbox_idle_s:.0f} s (sandbox_idle_s)")
                 except JournalFailed:
                     raise
                 except ManagerError as error:
@@ -533,10 +533,11 @@ class ActionService:
 
     # ---- recovery ----
 
-    def _record_lost_sandbox(self, sandbox: str, why: str) -> None:
-        self.lost_sandboxes[sandbox] = why
-        if len(self.lost_sandboxes) > LOST_SANDBOXES_MAX:
-            del self.lost_sandboxes[next(iter(self.lost_sandboxes))]
+    def record_lost_sandbox(self, sandbox: str, why: str) -> None:
+        """Keeps the reason why a sandbox is gone; beyond LOST_SANDBOXES_MAX, forgets the oldest."""
+        self._lost_sandboxes[sandbox] = why
+        if len(self._lost_sandboxes) > LOST_SANDBOXES_MAX:
+            del self._lost_sandboxes[next(iter(self._lost_sandboxes))]
 
     def adopt(self, sandbox: str, run: str, spec: SandboxSpec, node: str) -> None:
         """Registers a sandbox that outlived the previous server. Raises AdmissionRefused if there is no room for
