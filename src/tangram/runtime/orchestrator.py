@@ -419,10 +419,11 @@ class Orchestrator:
     def _on_settle(self, effect: Settle) -> None:
         ticket = self._tickets[effect.outcome.action]
         ended = ticket.ended or LeaseResult()
-        fault = None if ticket.error is None else error_record_of(ticket.error)
-        self._settle_ticket(
-            ticket, SettledAction(outcome=effect.outcome, executed=ended.executed, answer=ended.answer, fault=fault)
+        error_record = None if ticket.error is None else error_record_of(ticket.error)
+        settled = SettledAction(
+            outcome=effect.outcome, executed=ended.executed, answer=ended.answer, fault=error_record
         )
+        self._settle_ticket(ticket, settled)
 
     def _settle_ticket(self, ticket: ActionTicket, settled: SettledAction) -> None:
         """Delivers the result: at once, unless the journal must store it or a sandbox must be removed before."""
@@ -546,7 +547,7 @@ class Orchestrator:
         except asyncio.CancelledError:
             if not ticket.stop_requested:
                 raise
-            raise ManagerError("it was stopped during its start", retry=False) from None
+            raise ManagerError("the action was stopped during its start", retry=False) from None
         finally:
             ticket.start_task = None
 

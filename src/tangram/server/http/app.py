@@ -45,15 +45,15 @@ def create_app(handlers: RouteHandlers, middleware: ApiMiddleware) -> Starlette:
         )
         for route in ROUTES
     ]
-    describing = asyncio.Lock()
-    described = b""
+    lock = asyncio.Lock()
+    document = b""
 
-    async def openapi(ask: RequestContext) -> Response:
-        """Built on first use: it takes longer than the rest of a start."""
-        nonlocal described
-        async with describing:
-            described = described or await asyncio.to_thread(openapi_document)
-        return Response(described, media_type="application/json")
+    async def openapi(context: RequestContext) -> Response:
+        """Builds the document on first use: that takes longer than the rest of a start."""
+        nonlocal document
+        async with lock:
+            document = document or await asyncio.to_thread(openapi_document)
+        return Response(document, media_type="application/json")
 
     routes.append(StarletteRoute("/openapi.json", middleware.wrap(openapi, "GET /openapi.json", is_public=True)))
     for path, content, media in _dashboard_files():

@@ -85,8 +85,8 @@ class RunRegistry:
         self._principal_by_hash.pop(self._hash_by_run.get(name, b""), None)
         self._hash_by_run[name] = token_hash
         self._record_by_run[name] = record
-        standing = self._revocation_by_run.setdefault(name, Revocation())
-        self._principal_by_hash[token_hash] = Principal(name, name, False, record.caps, standing)
+        revocation = self._revocation_by_run.setdefault(name, Revocation())
+        self._principal_by_hash[token_hash] = Principal(name, name, False, record.caps, revocation)
 
     @property
     def allows_anonymous(self) -> bool:

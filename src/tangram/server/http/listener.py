@@ -183,13 +183,13 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         log.warning("malformed request address=%r", self.client[0] if self.client else "")
         self._reject(ErrorRecord(code="invalid_http", message="malformed HTTP"))
 
-    def _reject(self, fault: ErrorRecord) -> None:
+    def _reject(self, error_record: ErrorRecord) -> None:
         """Answers bytes that are not a request, which the application never sees."""
-        status = STATUS_BY_CODE[fault.code]
-        answer = problem_response(fault, status)
+        status = STATUS_BY_CODE[error_record.code]
+        response = problem_response(error_record, status)
         head = [b"HTTP/1.1 %d \r\n" % status, b"connection: close\r\n"]
-        head += [b"%s: %s\r\n" % (name, value) for name, value in answer.raw_headers]
-        self.transport.write(b"".join([*head, b"\r\n", bytes(answer.body)]))
+        head += [b"%s: %s\r\n" % (name, value) for name, value in response.raw_headers]
+        self.transport.write(b"".join([*head, b"\r\n", bytes(response.body)]))
         self._cancel_receive_timer()
         self._arm_send_timer()
         self.transport.close()

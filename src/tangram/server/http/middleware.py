@@ -91,7 +91,7 @@ class ApiError(Exception):
     def __init__(self, code: str, message: str, *, wait_s: float = 0.0, limit: str = "") -> None:
         super().__init__(message)
         retry = code in ("rate", "draining", "journal_failed", "too_slow")
-        self.fault = ErrorRecord(code=code, message=message, limit=limit, retry=retry)
+        self.error_record = ErrorRecord(code=code, message=message, limit=limit, retry=retry)
         self.wait_s = wait_s
         self.status = STATUS_BY_CODE[code]
 
@@ -151,7 +151,7 @@ class RequestContext:
         return int(text)
 
     def bytes_max(self, most: int) -> int:
-        """The caller's limit, at most ours."""
+        """The caller's limit, at most that of the server."""
         return min(most, self.query_int("bytes_max", most, SAFE_INTEGER_MAX))
 
     def query_octal(self, name: str, default: int) -> int:
@@ -179,11 +179,13 @@ def no_content() -> Response:
     return Response(status_code=204)
 
 
-def problem_response(fault: ErrorRecord, status: int, wait_s: float = 0.0) -> Response:
-    headers = {"retry-after": str(max(1, round(min(wait_s, RETRY_AFTER_S_MAX))))} if wait_s or fault.retry else {}
+def problem_response(error_record: ErrorRecord, status: int, wait_s: float = 0.0) -> Response:
+    headers = (
+        {"retry-after": str(max(1, round(min(wait_s, RETRY_AFTER_S_MAX))))} if wait_s or error_record.retry else {}
+    )
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(encode(ErrorResponse(error=fault)), status, headers, media_type="application/json")
+    return Response(encode(ErrorResponse(error=error_record)), status, headers, media_type="application/json")
 
 
 class ApiMiddleware:
@@ -255,16 +257,16 @@ class ApiMiddleware:
 
     def _error_response(self, request: Request, error: Exception) -> Response:
         if isinstance(error, ApiError):
-            if error.fault.limit:
-                self._metrics.on_refused(error.fault.limit)
-            return problem_response(error.fault, error.status, error.wait_s)
+            if error.error_record.limit:
+                self._metrics.on_refused(error.error_record.limit)
+            return problem_response(error.error_record, error.status, error.wait_s)
         if isinstance(error, ClientDisconnect):
             return Response(status_code=499)
-        fault = _to_fault(error)
-        if fault is not None:
-            if fault.limit:
-                self._metrics.on_refused(fault.limit)
-            return problem_response(fault, STATUS_BY_CODE[fault.code])
+        error_record = _to_error_record(error)
+        if error_record is not None:
+            if error_record.limit:
+                self._metrics.on_refused(error_record.limit)
+            return problem_response(error_record, STATUS_BY_CODE[error_record.code])
         log.error("request failed method=%s path=%r", request.method, request.url.path, exc_info=error)
         return problem_response(
             ErrorRecord(code="internal", message="a bug in Tangram; see the log of the service"), 500
@@ -286,7 +288,7 @@ def _require_local_origin(request: Request) -> None:
         raise ApiError("forbidden", f"{reason}, not {host[:100]!r} from {origin[:100]!r}")
 
 
-def _to_fault(error: Exception) -> ErrorRecord | None:
+def _to_error_record(error: Exception) -> ErrorRecord | None:
     """None for a bug."""
     if isinstance(error, NotFound):
         return ErrorRecord(code="not_found", message=str(error))
@@ -390,7 +392,7 @@ async def _receive_chunk(request: Request, end_s: float) -> tuple[bytes, bool]:
 
 
 def _too_large(bytes_max: int, limit: str) -> ApiError:
-    return ApiError("too_large", f"it has more than {bytes_max} bytes, the maximum ({limit})", limit=limit)
+    return ApiError("too_large", f"the body has more than {bytes_max} bytes, the maximum ({limit})", limit=limit)
 
 
 @contextmanager

@@ -48,8 +48,8 @@ class ActionTracker:
     def _track(self, action: Action, now: float) -> TrackedAction:
         account = self._accounts.account_of(action)
         trajectory = self.trajectories.trajectory_of(action, account.run.time_breakdown, now)
-        box = self._sandboxes.by_name.get(action.sandbox) if action.sandbox else None
-        tracked = self.by_id[action.id] = TrackedAction(action, account, trajectory, box, now)
+        sandbox = self._sandboxes.by_name.get(action.sandbox) if action.sandbox else None
+        tracked = self.by_id[action.id] = TrackedAction(action, account, trajectory, sandbox, now)
         tracked.phase_start = trajectory.enter_phase(WAITING)
         account.live_actions += 1
         account.run.waiting += 1

@@ -49,10 +49,10 @@ class SandboxStats:
 
     def drop_if_closed(self, name: str, places: Places) -> None:
         if name not in places.by_sandbox:
-            box = self.by_name.pop(name, None)
-            if box is not None:
-                box.account.sandboxes -= 1
-                box.account.active -= bool(box.active_actions)
+            sandbox = self.by_name.pop(name, None)
+            if sandbox is not None:
+                sandbox.account.sandboxes -= 1
+                sandbox.account.active -= bool(sandbox.active_actions)
 
     def drop_all_closed(self, places: Places) -> None:
         for name in [name for name in self.by_name if name not in places.by_sandbox]:

@@ -189,10 +189,10 @@ class StateObserver:
             self.tracker.touch_memory(event.node, now)
 
     def _on_released(self, event: Release, now: float) -> None:
-        box = self.sandboxes.by_name.get(event.sandbox)
-        if box is not None:
+        sandbox = self.sandboxes.by_name.get(event.sandbox)
+        if sandbox is not None:
             self.sandboxes.drop_if_closed(event.sandbox, self.scheduler.places)
-            self.tracker.touch_memory(box.node, now)
+            self.tracker.touch_memory(sandbox.node, now)
 
     def _on_resident(self, event: Resident, now: float) -> None:
         if event.node in self.scheduler.ledger.nodes:
@@ -289,12 +289,12 @@ class SettledActionLog:
 
     def append(self, record: SettledActionRecord) -> None:
         """The row must have the number after the last."""
-        place = self.last_number % self._rows_max
+        slot = self.last_number % self._rows_max
         self.last_number += 1
-        if place == len(self._ring):
+        if slot == len(self._ring):
             self._ring.append(record)
         else:
-            oldest, self._ring[place] = self._ring[place], record
+            oldest, self._ring[slot] = self._ring[slot], record
             if self._by_id.get(oldest.row.id) is oldest:
                 del self._by_id[oldest.row.id]
         self._by_id[record.row.id] = record

@@ -71,9 +71,9 @@ class TrackedAction:
         self.dropped_notes = 0
         """Notes beyond NOTES_MAX."""
 
-    def add_note(self, now: float, what: str, of: str | Grant | Resize | None = None) -> None:
+    def add_note(self, now: float, kind: str, detail: str | Grant | Resize | None = None) -> None:
         if len(self.notes) < NOTES_MAX:
-            self.notes.append((now, what, of))
+            self.notes.append((now, kind, detail))
         else:
             self.dropped_notes += 1
 
@@ -118,24 +118,24 @@ def _settled_text(record: SettledActionRecord) -> str:
 
 
 def _lines(notes: list[StoryNote] | tuple[StoryNote, ...], dropped: int) -> list[StoryLine]:
-    lines = [StoryLine(at_s=at, text=_note_text(what, of)) for at, what, of in notes]
+    lines = [StoryLine(at_s=at, text=_note_text(kind, detail)) for at, kind, detail in notes]
     if dropped:
         lines.append(StoryLine(at_s=lines[-1].at_s, text=f"{dropped} more events are not kept"))
     return lines
 
 
-def _note_text(what: str, of: str | Grant | Resize | None) -> str:
-    if isinstance(of, Grant):
-        return _granted_text(of)
-    if isinstance(of, Resize):
-        return f"resized: {describe_share(of.pool, of.reserved, of.limit)}"
-    if what == STARTED_NOTE:
+def _note_text(kind: str, detail: str | Grant | Resize | None) -> str:
+    if isinstance(detail, Grant):
+        return _granted_text(detail)
+    if isinstance(detail, Resize):
+        return f"resized: {describe_share(detail.pool, detail.reserved, detail.limit)}"
+    if kind == STARTED_NOTE:
         return "started"
-    if what == WAITING_NOTE:
-        return f"waits for {of}"
-    if what == STOPPED_NOTE:
-        return f"stopping: {of}"
-    return f"the attempt failed: {of}; queued again in its old position"
+    if kind == WAITING_NOTE:
+        return f"waits for {detail}"
+    if kind == STOPPED_NOTE:
+        return f"stopping: {detail}"
+    return f"the attempt failed: {detail}; queued again in its old position"
 
 
 def _granted_text(grant: Grant) -> str:
