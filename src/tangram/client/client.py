@@ -46,7 +46,7 @@ from tangram.core.action import Action, Status
 from tangram.core.demand import CPU, Demand
 from tangram.core.demand import cores as cores_of
 from tangram.core.limits import Limits
-from tangram.core.messages import Event
+from tangram.core.messages import Decider, Event
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.core.sizes import parse_size
@@ -63,7 +63,7 @@ from tangram.managers.models.service import require_all
 from tangram.managers.quotas.manager import REQUESTS, TOKENS, Quota, QuotaManager
 from tangram.managers.work import KIB, MEMORY_BYTES_MIN, HoldGrant, Prepare, SandboxSpec, Work
 from tangram.runtime.event_inbox import EventInbox
-from tangram.runtime.orchestrator import Decider, Orchestrator
+from tangram.runtime.orchestrator import Orchestrator
 
 T = TypeVar("T")
 

@@ -61,7 +61,7 @@ class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     def to_exception(self) -> TangramError:
         if self.code in _INVALID_INPUT_BY_CODE:
-            return _INVALID_INPUT_BY_CODE[self.code](self.field, _ReprAsText(self.value), self.expected)
+            return _INVALID_INPUT_BY_CODE[self.code](self.field, Verbatim(self.value), self.expected)
         if self.code in ("refused", "too_large"):
             return AdmissionRefused(self.limit, self.message)
         if self.code == "file_failed":
@@ -69,7 +69,7 @@ class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         return ManagerError(self.message, retry=self.retry)
 
 
-class _ReprAsText(str):
+class Verbatim(str):
     """A value of which only the text is known; its repr is that text."""
 
     __slots__ = ()

@@ -18,6 +18,7 @@ from tangram.core.messages import Effect, Event, Refuse, Release, Reserve
 from tangram.errors import AdmissionRefused, InvariantError
 
 EventHandler = Callable[[Event], list[Effect]]
+"""Handles an event and returns its effects."""
 
 
 class EventInbox:

@@ -30,10 +30,12 @@ from tangram.core.action import NO_USAGE, Action, Outcome, Status
 from tangram.core.demand import CPU
 from tangram.core.messages import (
     Cancel,
+    Decider,
     Effect,
     Event,
     Finished,
     Grant,
+    Observer,
     Refuse,
     Resize,
     Resized,
@@ -49,7 +51,15 @@ from tangram.core.messages import (
     WakeAt,
 )
 from tangram.errors import AdmissionRefused, InvalidInput, InvariantError, ManagerError
-from tangram.managers.base import Executor, InsufficientMemory, Lease, Manager, ServiceRestorer, close_sandbox
+from tangram.managers.base import (
+    Executor,
+    InsufficientMemory,
+    Lease,
+    Manager,
+    ServiceRestorer,
+    close_sandbox,
+    sandbox_not_found,
+)
 from tangram.managers.work import MIB, Close, ExecResult, LeaseResult, Open, Work
 from tangram.processes.streams import Output
 from tangram.runtime.error_records import ErrorRecord, error_record_of
@@ -61,15 +71,6 @@ MEASURE_S_MAX = 8.0
 MEASURE_S_MAX."""
 
 log = logging.getLogger("tangram.runtime")
-
-Observer = Callable[[float, Event, list[Effect]], None]
-"""Receives every event with its effects, in order: trace recorders, metrics."""
-
-
-class Decider(Protocol):
-    """Decides what runs: the scheduler, or a baseline to compare it with."""
-
-    def handle(self, event: Event, now: float) -> list[Effect]: ...
 
 
 class SettledAction(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,7 +158,7 @@ class Orchestrator:
         self._inbox = inbox or EventInbox()
         self._inbox.connect(self.send)
         self._journal = journal
-        self._start_s = self._clock.now()
+        self._started_at = self._clock.now()
         self._tickets: dict[str, ActionTicket] = {}
         """Actions whose caller does not have the result yet."""
         self._tracked_count = 0
@@ -245,7 +246,7 @@ class Orchestrator:
 
     def now(self) -> float:
         """Seconds since construction, as in the trace."""
-        return self._clock.now() - self._start_s
+        return self._clock.now() - self._started_at
 
     # ---- calls ----
 
@@ -340,12 +341,12 @@ class Orchestrator:
         """The manager of the sandbox's node. Raises ManagerError."""
         node = self._node_by_sandbox.get(sandbox)
         if node is None:
-            raise ManagerError(f"there is no sandbox {sandbox}: it was closed, or never opened", retry=False)
+            raise sandbox_not_found(sandbox)
         return self._managers[node]
 
     @property
     def any_manager(self) -> Manager:
-        """For what is the same on every node."""
+        """A manager, for what is the same on every node."""
         return next(iter(self._managers.values()))
 
     # ---- events and effects ----
@@ -568,10 +569,11 @@ class Orchestrator:
                 )
 
     async def _send_async(self, event: Event) -> None:
+        """Sends the event of a timer from a task: an error in a task ends the task group."""
         self.send(event)
 
     async def _stop(self, lease: Lease) -> None:
-        """Errors show in the end of the lease."""
+        """Stops a lease. Errors are ignored here: the end of the lease reports them."""
         with contextlib.suppress(ManagerError, OSError):
             await lease.stop()
 

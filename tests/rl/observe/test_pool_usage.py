@@ -18,7 +18,7 @@ from tangram.client.transport import LocalTransport
 from tangram.clock import VirtualLoop
 from tangram.core.action import Action, Outcome, Status
 from tangram.core.demand import GPU, Demand, fixed
-from tangram.core.messages import Effect, Event, Finished, Grant, Pool, Settle, Share, Start, Submit, cpu_node
+from tangram.core.messages import Decider, Effect, Event, Finished, Grant, Pool, Settle, Share, Start, Submit, cpu_node
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.managers.fake import FakeManager
@@ -27,7 +27,7 @@ from tangram.managers.work import HoldGrant
 from tangram.rl.observe.pool_usage import LocalPoolUsage, PoolUsageMonitor
 from tangram.rl.runs.metrics_lines import PoolUse
 from tangram.runtime.event_inbox import EventInbox
-from tangram.runtime.orchestrator import Decider, Orchestrator
+from tangram.runtime.orchestrator import Orchestrator
 from tangram.sim.baselines import Baseline, PodsConfig
 
 CPU_POOL = "cpu@node0"

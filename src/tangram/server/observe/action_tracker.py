@@ -11,7 +11,7 @@ from tangram.core.action import Action, Outcome, State, Status
 from tangram.core.demand import CPU, MEMORY
 from tangram.core.messages import Event, Finished, Grant, Resize, Started, StartFailed
 from tangram.core.scheduler import Scheduler
-from tangram.runtime.shortage import lacking_kind, short_kind
+from tangram.runtime.shortage import short_kind_when_granted, short_kind_when_queued
 from tangram.runtime.views import TimelineRow
 from tangram.server.observe.accounts import Accounts
 from tangram.server.observe.buckets import Buckets
@@ -59,7 +59,7 @@ class ActionTracker:
         """Finds which kind the action waits for, if it is queued."""
         entry = self._scheduler.entries.get(tracked.action.id)
         if entry is not None and entry.state is State.QUEUED:
-            tracked.short_kind = short_kind(self._scheduler, entry)
+            tracked.short_kind = short_kind_when_queued(self._scheduler, entry)
             tracked.add_note(now, WAITING_NOTE, tracked.short_kind)
 
     def on_granted(self, action: Action, grant: Grant, event: Event, now: float) -> None:
@@ -73,7 +73,7 @@ class ActionTracker:
         waited_s = trajectory.leave_phase(WAITING, tracked.phase_start)
         if waited_s > 0.0:
             trajectory.breakdown.add_waiting(
-                lacking_kind(self._scheduler, action, event, self._freed, tracked.short_kind), waited_s
+                short_kind_when_granted(self._scheduler, action, event, self._freed, tracked.short_kind), waited_s
             )
         tracked.phase, tracked.phase_start = STARTING, trajectory.enter_phase(STARTING)
         tracked.granted_s, tracked.started_s, tracked.attempt, tracked.node = now, -1.0, grant.attempt, grant.node
@@ -204,7 +204,7 @@ class ActionTracker:
         account.run.count(status)
         self._buckets.on_settled(account, outcome.waiting_s, outcome.execution_s, outcome.overhead_s)
         if tracked.sandbox is not None:
-            self._sandboxes.drop_if_closed(tracked.sandbox.name, self._scheduler.places)
+            self._sandboxes.drop_if_closed(tracked.sandbox.name, self._scheduler)
         granted_s = tracked.granted_s if tracked.granted_s >= 0.0 else now
         row = TimelineRow(
             number, action.id, action.run, action.trajectory, account.name, status, tracked.submitted_s, granted_s, now,

@@ -231,7 +231,8 @@ HISTOGRAM_BY_FAMILY: dict[str, Callable[[ClassAccount], Histogram]] = {
 def _class_histograms(observer: StateObserver) -> dict[str, dict[Labels, Histogram]]:
     classes = observer.accounts.classes.values()
     return {
-        name: {(one.run.name, one.name): part(one) for one in classes} for name, part in HISTOGRAM_BY_FAMILY.items()
+        name: {(account.run.name, account.name): histogram(account) for account in classes}
+        for name, histogram in HISTOGRAM_BY_FAMILY.items()
     }
 
 

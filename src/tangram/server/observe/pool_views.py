@@ -52,7 +52,9 @@ def pool_views(observer: StateObserver, run: str | None, now: float) -> tuple[Po
                 waiting=waiting,
                 window_s=pool.window.seconds if pool.window is not None else None,
                 parts=_pool_parts(pool, holders, list(observer.loaded.get(pool.node, ()))),
-                holders=tuple([_holder_view(one, run) for one in nlargest(HOLDERS_SHOWN_MAX, holders, key=_units)]),
+                holders=tuple(
+                    [_holder_view(holder, run) for holder in nlargest(HOLDERS_SHOWN_MAX, holders, key=_units)]
+                ),
             )
         )
     return tuple(views)
@@ -92,7 +94,7 @@ def _holders_by_pool(observer: StateObserver) -> HoldersByPool:
     """Holders by pool. Actions of one batch hold units together; they count for the first of them."""
     held: HoldersByPool = {name: [] for name in observer.scheduler.ledger.pools}
     shared: dict[int, None] = {}
-    for entry in observer.scheduler.grants.holding.values():
+    for entry in observer.scheduler.holding_entries(None):
         action = entry.action
         for holding in entry.holdings:
             if holding.riders > 1:
@@ -110,10 +112,10 @@ def _holders_by_pool(observer: StateObserver) -> HoldersByPool:
 
 
 def _holder_view(holder: tuple[int, str, str, Holding], run: str | None) -> PoolHolder:
-    units, id, of, holding = holder
-    if run is not None and of != run:
-        id = of = HIDDEN_NAME
-    return PoolHolder(id=id, run=of, units=units, parts=_holding_cells(holding))
+    units, id, holder_run, holding = holder
+    if run is not None and holder_run != run:
+        id = holder_run = HIDDEN_NAME
+    return PoolHolder(id=id, run=holder_run, units=units, parts=_holding_cells(holding))
 
 
 def _holding_cells(holding: Holding) -> tuple[int, ...]:

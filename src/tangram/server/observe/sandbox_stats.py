@@ -5,7 +5,7 @@ The scheduler decides which sandboxes exist.
 
 from __future__ import annotations
 
-from tangram.core.places import Places
+from tangram.core.scheduler import Scheduler
 from tangram.server.observe.accounts import RunAccount
 
 
@@ -47,13 +47,13 @@ class SandboxStats:
         if not sandbox.active_actions and sandbox.name in self.by_name:
             sandbox.account.active -= 1
 
-    def drop_if_closed(self, name: str, places: Places) -> None:
-        if name not in places.by_sandbox:
+    def drop_if_closed(self, name: str, scheduler: Scheduler) -> None:
+        if not scheduler.has_sandbox(name):
             sandbox = self.by_name.pop(name, None)
             if sandbox is not None:
                 sandbox.account.sandboxes -= 1
                 sandbox.account.active -= bool(sandbox.active_actions)
 
-    def drop_all_closed(self, places: Places) -> None:
-        for name in [name for name in self.by_name if name not in places.by_sandbox]:
-            self.drop_if_closed(name, places)
+    def drop_all_closed(self, scheduler: Scheduler) -> None:
+        for name in [name for name in self.by_name if not scheduler.has_sandbox(name)]:
+            self.drop_if_closed(name, scheduler)

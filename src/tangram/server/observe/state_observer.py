@@ -157,7 +157,7 @@ class StateObserver:
 
     def _on_granted(self, effect: Start, now: float) -> None:
         sandbox, run = self._sandbox_by_call.pop(effect.action.id, ""), effect.action.run
-        if sandbox in self.scheduler.places.by_sandbox:
+        if self.scheduler.has_sandbox(sandbox):
             self.sandboxes.open(sandbox, run, self.accounts.run(run), effect.grant.node, now)
             self.tracker.touch_memory(effect.grant.node, now)
         self.tracker.on_granted(effect.action, effect.grant, self._event, now)
@@ -184,14 +184,14 @@ class StateObserver:
     # ---- sandboxes, pools, nodes, services ----
 
     def _on_reserved(self, event: Reserve, now: float) -> None:
-        if event.sandbox in self.scheduler.places.by_sandbox and event.sandbox not in self.sandboxes.by_name:
+        if self.scheduler.has_sandbox(event.sandbox) and event.sandbox not in self.sandboxes.by_name:
             self.sandboxes.open(event.sandbox, event.run, self.accounts.run(event.run), event.node, now)
             self.tracker.touch_memory(event.node, now)
 
     def _on_released(self, event: Release, now: float) -> None:
         sandbox = self.sandboxes.by_name.get(event.sandbox)
         if sandbox is not None:
-            self.sandboxes.drop_if_closed(event.sandbox, self.scheduler.places)
+            self.sandboxes.drop_if_closed(event.sandbox, self.scheduler)
             self.tracker.touch_memory(sandbox.node, now)
 
     def _on_resident(self, event: Resident, now: float) -> None:
@@ -211,7 +211,7 @@ class StateObserver:
     def _on_node_changed(self, event: NodeChanged, now: float) -> None:
         if event.state is NodeState.DOWN:
             self.loaded.pop(event.node, None)
-            self.sandboxes.drop_all_closed(self.scheduler.places)
+            self.sandboxes.drop_all_closed(self.scheduler)
             for tracked in self.tracker.on_node_down(event.node, now):
                 self.tracker.on_waiting(tracked, now)
 

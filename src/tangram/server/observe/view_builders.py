@@ -17,6 +17,7 @@ from tangram.core.lanes import Entry, Lane, Run
 from tangram.core.queue import ELDER_FACTOR
 from tangram.core.scheduler import Scheduler
 from tangram.managers.functions.manager import FunctionInstanceView
+from tangram.runtime.latency_histogram import LatencyHistogram
 from tangram.runtime.views import (
     HIDDEN_NAME,
     RUNNING_SHOWN_MAX,
@@ -42,10 +43,9 @@ CLASSES_SHOWN_MAX = 50
 
 def build_view(observer: StateObserver, run: str | None, now: float, at: float) -> View:
     scheduler, accounts = observer.scheduler, observer.accounts
-    known = scheduler.queue.runs.get(run) if run is not None else None
-    waiting_total = scheduler.queue.waiting if run is None else known.waiting if known is not None else 0
-    running = [entry for entry in scheduler.grants.holding.values() if run is None or entry.action.run == run]
-    boxes = [box for box in reversed(observer.sandboxes.by_name.values()) if run is None or box.run == run]
+    waiting_total = scheduler.waiting_count(run)
+    running = scheduler.holding_entries(run)
+    sandboxes = [each for each in reversed(observer.sandboxes.by_name.values()) if run is None or each.run == run]
     # A run without an account is counted among others, whose numbers it must not see.
     account = None if run is None else accounts.runs.get(run, RunAccount(run))
     return View(
@@ -59,15 +59,15 @@ def build_view(observer: StateObserver, run: str | None, now: float, at: float) 
         waiting_total=waiting_total,
         running=tuple([_running_view(observer, entry) for entry in running[:RUNNING_SHOWN_MAX]]),
         running_total=len(running),
-        sandboxes=_sandbox_views(observer, boxes[:SANDBOXES_SHOWN_MAX], now),
-        sandboxes_total=len(boxes),
+        sandboxes=_sandbox_views(observer, sandboxes[:SANDBOXES_SHOWN_MAX], now),
+        sandboxes_total=len(sandboxes),
         history=observer.buckets.history(account),
     )
 
 
 def _sandbox_views(observer: StateObserver, sandboxes: list[TrackedSandbox], now: float) -> tuple[SandboxView, ...]:
     instance_by_name = {instance.sandbox: instance for instance in observer.instances()}
-    return tuple([_sandbox_view(observer.scheduler, box, instance_by_name.get(box.name), now) for box in sandboxes])
+    return tuple([_sandbox_view(observer.scheduler, each, instance_by_name.get(each.name), now) for each in sandboxes])
 
 
 def _sandbox_view(
@@ -106,22 +106,22 @@ def _run_views(observer: StateObserver, run: str | None, running: list[Entry]) -
     if run is None:
         named = [name for name in accounts.runs if name in runs]
         shown = [run_view(shares, accounts.runs[name], [runs[name]]) for name in named]
-        unnamed = run_view(shares, accounts.other, [one for name, one in runs.items() if name not in accounts.runs])
+        unnamed = run_view(shares, accounts.other, [each for name, each in runs.items() if name not in accounts.runs])
         return tuple(shown) if _is_empty(unnamed) else (*shown, unnamed)
     own = accounts.runs.get(run)
     if own is None:
         own = RunAccount(run)
         own.running = len(running)
-        own.sandboxes = sum(box.run == run for box in observer.sandboxes.by_name.values())
+        own.sandboxes = sum(sandbox.run == run for sandbox in observer.sandboxes.by_name.values())
     others = RunAccount(HIDDEN_NAME)
     for other in accounts.all_runs():
         others.running += other.running
         others.sandboxes += other.sandboxes
     others.running -= own.running
     others.sandboxes -= own.sandboxes
-    rest = [one for name, one in runs.items() if name != run]
-    mine = run_view(shares, own, [runs[run]] if run in runs else [])
-    return (mine, run_view(shares, others, rest)) if rest else (mine,)
+    other_runs = [each for name, each in runs.items() if name != run]
+    own_view = run_view(shares, own, [runs[run]] if run in runs else [])
+    return (own_view, run_view(shares, others, other_runs)) if other_runs else (own_view,)
 
 
 def _is_empty(run: RunView) -> bool:
@@ -130,7 +130,7 @@ def _is_empty(run: RunView) -> bool:
 
 
 def run_view(shares: RunShares, account: RunAccount, runs: list[Run]) -> RunView:
-    """The runs that one account counts."""
+    """The view of the runs that one account counts."""
     return RunView(
         name=account.name,
         weight=sum(run.usage.weight for run in runs),
@@ -146,30 +146,30 @@ def run_view(shares: RunShares, account: RunAccount, runs: list[Run]) -> RunView
 
 def _class_views(observer: StateObserver, run: RunAccount | None) -> tuple[ClassView, ...]:
     """An admin sees classes of the same name of several runs as one."""
-    accounts = [one for one in observer.accounts.classes.values() if one.hour.total.count]
+    accounts = [account for account in observer.accounts.classes.values() if account.hour.total.count]
     if run is not None:
-        accounts = [one for one in accounts if one.run is run]
+        accounts = [account for account in accounts if account.run is run]
     by_name: dict[str, list[ClassAccount]] = {}
     for account in accounts:
         by_name.setdefault(account.name, []).append(account)
     shown = nlargest(
         CLASSES_SHOWN_MAX, by_name.items(), key=lambda item: sum(account.hour.total.total_s for account in item[1])
     )
-    return tuple([_class_view(name, some) for name, some in shown])
+    return tuple([_class_view(name, accounts) for name, accounts in shown])
 
 
 def _class_view(name: str, accounts: list[ClassAccount]) -> ClassView:
-    tally = accounts[0].hour.total
+    latencies = accounts[0].hour.total
     if len(accounts) > 1:
-        tally = type(tally)()
+        latencies = LatencyHistogram()
         for account in accounts:
-            tally.merge(account.hour.total)
+            latencies.merge(account.hour.total)
     return ClassView(
         name=name,
-        act=tally.percentiles(),
-        waiting_s=tally.waiting_s / tally.count,
-        execution_s=tally.execution_s / tally.count,
-        overhead_s=tally.overhead_s / tally.count,
+        act=latencies.percentiles(),
+        waiting_s=latencies.waiting_s / latencies.count,
+        execution_s=latencies.execution_s / latencies.count,
+        overhead_s=latencies.overhead_s / latencies.count,
     )
 
 
@@ -224,14 +224,14 @@ def queue_front(scheduler: Scheduler, run: str | None, most: int) -> list[Entry]
     """The first waiting actions in queue order: elders by arrival, then the run with the smallest share, and within it
     aged actions by arrival, then by priority and the policy's key."""
     queue, now = scheduler.queue, scheduler.now
-    runs = [one for name, one in queue.runs.items() if one.waiting and run in (None, name)]
+    runs = [each for name, each in queue.runs.items() if each.waiting and run in (None, name)]
     elder_since, aged_since = now - ELDER_FACTOR * queue.ageing_s, now - queue.ageing_s
-    elders = nsmallest(most, [entry for one in runs for entry in _elders(one, elder_since, most)])
+    elders = nsmallest(most, [entry for each in runs for entry in _elders(each, elder_since, most)])
     entry_by_seq = {entry.seq: entry for entry in elders}
-    for one in sorted(runs, key=lambda one: (one.usage.standing(now), one.served)):
+    for each in sorted(runs, key=lambda each: (each.usage.standing(now), each.served)):
         if len(entry_by_seq) >= most:
             break
-        first = [entry for lane in one.lanes.values() if lane.waiting for entry in _lane_front(lane, most)]
+        first = [entry for lane in each.lanes.values() if lane.waiting for entry in _lane_front(lane, most)]
         ranked = sorted([(_rank(entry, aged_since), entry) for entry in first])
         entry_by_seq.update({entry.seq: entry for _, entry in ranked if entry.seq not in entry_by_seq})
     return list(entry_by_seq.values())[:most]
