@@ -14,8 +14,10 @@ from starlette.routing import Match
 from starlette.routing import Route as StarletteRoute
 
 from tangram.runtime.error_records import ErrorRecord
-from tangram.server.http.middleware import STATUS_BY_CODE, ApiMiddleware, RequestContext, problem_response
+from tangram.server.http.middleware import ApiMiddleware
 from tangram.server.http.openapi import openapi_document
+from tangram.server.http.request_context import RequestContext
+from tangram.server.http.responses import STATUS_BY_CODE, problem_response
 from tangram.server.http.routes import ROUTES, RouteHandlers
 
 MEDIA_TYPE_BY_SUFFIX = {
@@ -94,7 +96,7 @@ def _dashboard_files() -> list[tuple[str, bytes, str]]:
 
 
 def _static_handler(content: bytes, media: str) -> Callable[[Request], Awaitable[Response]]:
-    async def answer(request: Request) -> Response:
+    async def handle(request: Request) -> Response:
         return Response(content, media_type=media, headers=SECURITY_HEADERS)
 
-    return answer
+    return handle

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tangram.errors import InvalidConfig
 from tangram.runtime.error_records import ErrorRecord
-from tangram.server.http.middleware import STATUS_BY_CODE, problem_response
+from tangram.server.http.responses import STATUS_BY_CODE, problem_response
 
 HEADER_TIMEOUT_S = 20.0
 """Until the headers of a request are complete."""

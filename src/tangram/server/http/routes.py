@@ -59,19 +59,9 @@ from tangram.runtime.wire import (
 from tangram.server.actions.service import ActionService
 from tangram.server.actions.tenant_images import TenantImages
 from tangram.server.http.auth import RunRegistry
-from tangram.server.http.middleware import (
-    JSON,
-    LARGE_BYTES,
-    SAFE_INTEGER_MAX,
-    OpenFileResponse,
-    RequestContext,
-    ResponseSpool,
-    UploadSpool,
-    encode,
-    json_response,
-    no_content,
-    read_json,
-)
+from tangram.server.http.bodies import JSON, LARGE_BYTES, OpenFileResponse, ResponseSpool, UploadSpool, read_json
+from tangram.server.http.request_context import SAFE_INTEGER_MAX, RequestContext
+from tangram.server.http.responses import encode, json_response, no_content
 from tangram.server.observe.visibility import VisibilityFilter
 
 FILE_BYTES_MAX = 256 << 20
