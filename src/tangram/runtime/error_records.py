@@ -47,15 +47,15 @@ class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     code: str
     message: str
     field: str = ""
-    """For codes `invalid_...`: the field,"""
+    """The wrong field, for codes `invalid_...`,"""
     value: str = ""
     """its value,"""
     expected: str = ""
     """and what was expected."""
     limit: str = ""
-    """For `refused`, `rate` and `too_large`: the name of the limit."""
+    """The name of the limit, for `refused`, `rate` and `too_large`."""
     path: str = ""
-    """For `file_failed`: the file."""
+    """The file, for `file_failed`."""
     retry: bool = False
     """The same request may succeed later."""
 

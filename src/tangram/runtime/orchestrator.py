@@ -368,7 +368,8 @@ class Orchestrator:
         return effects
 
     def fail(self, error: Exception) -> None:
-        """After a bug or a failed journal: makes no further decision and raises `error` in every waiting caller."""
+        """Ends all work after a bug or a failed journal: makes no further decision and raises `error` in every waiting
+        caller."""
         if self._failure is None:
             self._failure = error
             for ticket in self._tickets.values():

@@ -42,7 +42,7 @@ from tangram.runtime.shortage import short_kind_when_queued
 class PoolUsage:
     """Usage of one pool, or of all pools of one quota."""
 
-    __slots__ = ("held", "held_unit_s", "is_private", "name", "latencies", "total", "updated_s")
+    __slots__ = ("held", "held_unit_s", "is_private", "name", "latencies", "total", "updated_at")
 
     def __init__(self, name: str, now: float, *, is_private: bool = False) -> None:
         self.name = name
@@ -53,13 +53,13 @@ class PoolUsage:
         self.held = 0.0
         self.held_unit_s = 0.0
         """Units times seconds since `reset`."""
-        self.updated_s = now
+        self.updated_at = now
 
     def change(self, units: float, now: float) -> None:
         """Adds units from now on; 0 brings `held_unit_s` up to date."""
-        self.held_unit_s += self.held * (now - self.updated_s)
+        self.held_unit_s += self.held * (now - self.updated_at)
         self.held += units
-        self.updated_s = now
+        self.updated_at = now
 
     def reset(self) -> None:
         self.latencies = LatencyHistogram()

@@ -18,7 +18,7 @@ import msgspec
 from tangram.clock import Clock
 from tangram.config import Config, DeviceConfig, ModelConfig, QuotaConfig, RateConfig, admin_token
 from tangram.core.demand import CORE, CPU, MEMORY
-from tangram.core.messages import Event, Pool
+from tangram.core.messages import Effect, Event, Pool
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.core.trace import Header
@@ -103,12 +103,16 @@ class Components:
         self.event_log = _open_event_log(config, pools)
         event_logs = [self.event_log] if self.event_log is not None else []
         images = TenantImages(self.manager, journal, recovered.notes)
+
+        def reclaim_idle_instances(now: float, event: Event, effects: list[Effect]) -> None:
+            functions.reclaim_idle()
+
         self.orchestrator = Orchestrator(
             scheduler,
             {node: self.manager},
             executors,
             clock=clock,
-            observers=[self.observer, *event_logs, lambda now, event, effects: functions.reclaim_idle()],
+            observers=[self.observer, *event_logs, reclaim_idle_instances],
             journal=JournalAdapter(journal, images.on_committed, node, results_bytes_max=limits.results_bytes_max),
             inbox=inbox,
         )
@@ -150,6 +154,10 @@ class Components:
         collector = MetricsCollector(metrics, self.observer)
         visibility = VisibilityFilter(machine, self.observer, collector.render, models, self.event_log)
         self.handlers = RouteHandlers(self.action_service, self.runs, self.manager, images, visibility, about)
+
+    def begin_draining(self) -> None:
+        """Refuses new actions from now on; views show it."""
+        self.action_service.is_draining = self.observer.is_draining = True
 
 
 def _open_event_log(config: Config, pools: tuple[Pool, ...]) -> EventLog | None:

@@ -41,7 +41,7 @@ from tangram.server.recovery import RecoveryReport, recover
 COMPACTION_INTERVAL_S = 120.0
 """Interval at which acknowledged and expired results are deleted."""
 DRAIN_GATE_TIMEOUT_S = 10.0
-"""For requests about files, sandboxes and images that are in flight when no action runs any more."""
+"""Time for requests about files, sandboxes and images that are in flight when no action runs any more."""
 
 log = logging.getLogger("tangram.server")
 
@@ -146,7 +146,7 @@ async def running_server(config: Config, clock: Clock | None = None) -> AsyncIte
                 try:
                     yield server
                 finally:
-                    components.action_service.is_draining = components.observer.is_draining = True
+                    components.begin_draining()
                     await _drain(components.orchestrator, server, service.drain_s)
                     aborted = await components.action_service.drain_gate.close(
                         0.0 if server.stop_now.is_set() else DRAIN_GATE_TIMEOUT_S

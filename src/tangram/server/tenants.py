@@ -48,7 +48,7 @@ class Principal(msgspec.Struct, frozen=True):
     revocation: Revocation
 
     def require_not_revoked(self) -> None:
-        """To be called after each await and before anything is stored for a run: the run may have been revoked
+        """Must be called after each await, before anything is stored for a run: the run may have been revoked
         meanwhile, and the request must not act for a later run of that name. Raises Unauthorized."""
         if self.revocation.is_revoked:
             raise Unauthorized

@@ -23,7 +23,7 @@ class RegisteredAction(ActionTicket):
     """An action that has not settled, as the runtime and the action service see it. Exists from the moment the action
     service accepts the action; the orchestrator gets it once it is in the journal."""
 
-    __slots__ = ("cancel_reason", "cancel_requested", "last_polled_s", "opens_sandbox", "work_bytes")
+    __slots__ = ("cancel_reason", "cancel_requested", "last_polled_at", "opens_sandbox", "work_bytes")
 
     work: AnyWork
     output: OutputBuffer | None
@@ -38,7 +38,7 @@ class RegisteredAction(ActionTicket):
         """Empty if the caller cancelled."""
         self.opens_sandbox = False
         """The action creates its sandbox: unless it succeeds, there is none."""
-        self.last_polled_s = now
+        self.last_polled_at = now
 
     @property
     def state(self) -> str:
@@ -62,14 +62,14 @@ def refused_action(action: str, error: AdmissionRefused | InvalidInput) -> Settl
 
 
 class RegisteredSandbox:
-    __slots__ = ("active_actions", "run", "tenant", "spec", "last_used_s")
+    __slots__ = ("active_actions", "run", "tenant", "spec", "last_used_at")
 
     def __init__(self, tenant: str, run: str, spec: SandboxSpec, now: float) -> None:
         self.tenant = tenant
         self.run = run
         self.spec = spec
         self.active_actions = 0
-        self.last_used_s = now
+        self.last_used_at = now
 
 
 class ActionRegistry:
@@ -112,7 +112,7 @@ class ActionRegistry:
         sandbox = self.sandboxes.get(action.sandbox)
         if sandbox is not None:
             sandbox.active_actions -= 1
-            sandbox.last_used_s = self._now()
+            sandbox.last_used_at = self._now()
             if _ends_sandbox(live):
                 self.unregister_sandbox(action.sandbox)
         return True

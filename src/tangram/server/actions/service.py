@@ -98,7 +98,7 @@ class ActionService:
         self._instance_limits = instance_limits
         self._ended_outputs = EndedOutputs(now)
         self._function_pools_by_tenant: dict[str, dict[str, None]] = {}
-        """Their pools, least recently called first."""
+        """Pools of functions and endpoints, least recently called first."""
         self._capped_runs: set[str] = set()
         """Runs with a limit on running actions."""
         self._keeps_warm = warm
@@ -190,7 +190,7 @@ class ActionService:
         return live
 
     def _unregister(self, live: RegisteredAction) -> None:
-        """From here on only the journal knows the action."""
+        """Removes an action that has settled; only the journal knows it from now on."""
         if self._registry.unregister(live) and live.output is not None:
             self._ended_outputs.add(live.action.id, live.output)
         self._refresh_instance_limits(tenant_of(live.action.id))
@@ -303,7 +303,7 @@ class ActionService:
     async def wait(
         self, caller: Principal, live: RegisteredAction, id: str, *, wait_s: float, until_started: bool = False
     ) -> ActionReply:
-        live.last_polled_s = self._now()
+        live.last_polled_at = self._now()
         if isinstance(live.work, HoldGrant):  # a holder must poll often, or its quota is taken back
             wait_s = min(wait_s, self.limits.hold_idle_s / 3)
         try:
@@ -311,7 +311,7 @@ class ActionService:
             if wait_s > 0.0 and not awaited.done():
                 await asyncio.wait((awaited,), timeout=wait_s)
         finally:
-            live.last_polled_s = self._now()
+            live.last_polled_at = self._now()
         if live.settled.done():
             if self.is_draining and live.settled.exception() is not None:
                 raise Draining  # the next server will finish it; the client retries
@@ -386,7 +386,7 @@ class ActionService:
         return self._quotas.all()
 
     def set_quota(self, quota: Quota) -> None:
-        """Until the next restart: lasting quotas are in the config."""
+        """Adds or changes a quota until the next restart; lasting quotas are in the config."""
         self._quotas.add(quota)
         self.admission_policy = msgspec.structs.replace(
             self.admission_policy, quota_pools=quota_pools(self._quotas.all())
@@ -420,7 +420,7 @@ class ActionService:
             if qualified_name in self._lost_sandboxes:
                 raise ManagerError(f"sandbox {name} is gone: {self._lost_sandboxes[qualified_name]}", retry=False)
             raise NotFound("sandbox", name)
-        sandbox.last_used_s = self._now()
+        sandbox.last_used_at = self._now()
         return qualified_name
 
     @contextlib.contextmanager
@@ -438,7 +438,7 @@ class ActionService:
             raise ManagerError(self.namespace(caller).unqualify(str(error)), retry=error.retry) from error
         finally:
             sandbox.active_actions -= 1
-            sandbox.last_used_s = self._now()
+            sandbox.last_used_at = self._now()
 
     async def remove_sandbox(self, caller: Principal, name: str) -> None:
         """Removes a sandbox or an instance of a function at once, with all that runs in it."""
@@ -519,7 +519,7 @@ class ActionService:
     async def sweep(self) -> None:
         now = self._now()
         for live in list(self._registry.actions.values()):
-            if isinstance(live.work, HoldGrant) and now - live.last_polled_s > self.limits.hold_idle_s:
+            if isinstance(live.work, HoldGrant) and now - live.last_polled_at > self.limits.hold_idle_s:
                 log.warning("hold expired action=%s: its holder did not poll", live.action.id)
                 self._cancel(live, f"its holder did not poll for {self.limits.hold_idle_s:g} s (hold_idle_s)")
                 self._quotas.release(live.action.id)
@@ -527,7 +527,7 @@ class ActionService:
         for name, sandbox in list(self._registry.sandboxes.items()):
             if (
                 not sandbox.active_actions
-                and now - sandbox.last_used_s > self.limits.sandbox_idle_s
+                and now - sandbox.last_used_at > self.limits.sandbox_idle_s
                 and not self.is_draining
             ):
                 log.warning("sandbox closed sandbox=%s: unused for %.0f s", name, self.limits.sandbox_idle_s)

@@ -24,17 +24,17 @@ from tangram.runtime.error_records import ErrorRecord
 from tangram.server.http.responses import STATUS_BY_CODE, problem_response
 
 HEADER_TIMEOUT_S = 20.0
-"""Until the headers of a request are complete."""
+"""Time until the headers of a request are complete."""
 HEADER_BYTES_MAX = 64 << 10
 HEADER_OVERHEAD_BYTES = 32
 """Memory of each header beside its characters."""
 LINGER_TIMEOUT_S = 10.0
-"""For the rest of a body after its response: a client that still sends reads the response only then."""
+"""Time for the rest of a body after its response: a client that still sends reads the response only then."""
 SEND_TIMEOUT_S = 60.0
-"""For a client to take what fills the socket buffers; beyond, the connection is dropped."""
+"""Time for a client to take what fills the socket buffers; beyond, the connection is dropped."""
 KEEP_ALIVE_S = 75.0
 GRACEFUL_SHUTDOWN_S = 10.0
-"""For responses in flight when the server stops."""
+"""Time for responses in flight when the server stops."""
 BACKLOG = 4096
 
 log = logging.getLogger("tangram.http")

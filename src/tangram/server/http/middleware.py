@@ -119,8 +119,8 @@ class ApiMiddleware:
 
 
 def _require_local_origin(request: Request) -> None:
-    """Where no token is needed, rejects requests that a local browser makes for other sites: of another origin, or to a
-    name that was made to resolve to this machine (DNS rebinding)."""
+    """Rejects requests without a token that a local browser makes for other sites: of another origin, or to a name
+    that was made to resolve to this machine (DNS rebinding)."""
     host = request.headers.get("host", "")
     origin = request.headers.get("origin", "")
     try:

@@ -76,7 +76,7 @@ class ActionTracker:
                 short_kind_when_granted(self._scheduler, action, event, self._freed, tracked.short_kind), waited_s
             )
         tracked.phase, tracked.phase_start = STARTING, trajectory.enter_phase(STARTING)
-        tracked.granted_s, tracked.started_s, tracked.attempt, tracked.node = now, -1.0, grant.attempt, grant.node
+        tracked.granted_at, tracked.started_at, tracked.attempt, tracked.node = now, -1.0, grant.attempt, grant.node
         run.waiting -= 1
         run.running += 1
         tracked.pools = tuple([share.pool for share in grant.shares])
@@ -114,7 +114,7 @@ class ActionTracker:
         waited_s = trajectory.leave_phase(STARTING, tracked.phase_start)
         if waited_s > 0.0:
             trajectory.breakdown.add_waiting(START, waited_s)
-        tracked.phase, tracked.phase_start, tracked.started_s = EXECUTING, trajectory.enter_phase(EXECUTING), now
+        tracked.phase, tracked.phase_start, tracked.started_at = EXECUTING, trajectory.enter_phase(EXECUTING), now
         tracked.add_note(now, STARTED_NOTE)
 
     def on_resized(self, effect: Resize, now: float) -> None:
@@ -181,10 +181,10 @@ class ActionTracker:
             if had_s > 0.0:
                 sums.add_waiting(START, had_s)
         else:
-            elapsed_s = now - tracked.started_s
-            ours_s = had_s * min(1.0, overhead_s / elapsed_s) if elapsed_s > 0.0 else 0.0
-            sums.overhead_s += ours_s
-            sums.execution_s += had_s - ours_s
+            elapsed_s = now - tracked.started_at
+            measured_s = had_s * min(1.0, overhead_s / elapsed_s) if elapsed_s > 0.0 else 0.0
+            sums.overhead_s += measured_s
+            sums.execution_s += had_s - measured_s
         run.running -= 1
         for name in tracked.pools:
             self._touch_pool(name, now)
@@ -205,10 +205,10 @@ class ActionTracker:
         self._buckets.on_settled(account, outcome.waiting_s, outcome.execution_s, outcome.overhead_s)
         if tracked.sandbox is not None:
             self._sandboxes.drop_if_closed(tracked.sandbox.name, self._scheduler)
-        granted_s = tracked.granted_s if tracked.granted_s >= 0.0 else now
+        granted_at = tracked.granted_at if tracked.granted_at >= 0.0 else now
         row = TimelineRow(
-            number, action.id, action.run, action.trajectory, account.name, status, tracked.submitted_s, granted_s, now,
-            outcome.waiting_s, outcome.execution_s, outcome.overhead_s, tracked.cpu, tracked.node,
+            number, action.id, action.run, action.trajectory, account.name, status, tracked.submitted_at, granted_at,
+            now, outcome.waiting_s, outcome.execution_s, outcome.overhead_s, tracked.cpu, tracked.node,
         )  # fmt: skip
         demand_text, cpu_s = account.describe_demand(action.demand), outcome.usage.cpu_s
         return SettledActionRecord(

@@ -97,18 +97,18 @@ def _bucket(number: int, values: array[float], busy: dict[str, float]) -> Histor
 class _UtilizationIntegral:
     """Utilization of one pool since the last reading."""
 
-    __slots__ = ("integral_s", "fraction", "since_s", "refilled_at_s")
+    __slots__ = ("integral_s", "fraction", "updated_at", "refilled_at")
 
-    def __init__(self, since_s: float) -> None:
+    def __init__(self, updated_at: float) -> None:
         self.fraction = 0.0
-        self.since_s = since_s
-        self.refilled_at_s = math.inf
+        self.updated_at = updated_at
+        self.refilled_at = math.inf
         """When a windowed quota is full again if nothing more is used."""
         self.integral_s = 0.0
 
     def advance(self, now: float) -> None:
-        self.integral_s += self.fraction * max(0.0, min(now, self.refilled_at_s) - self.since_s)
-        self.since_s = now
+        self.integral_s += self.fraction * max(0.0, min(now, self.refilled_at) - self.updated_at)
+        self.updated_at = now
 
 
 class PoolUtilization:
@@ -127,7 +127,7 @@ class PoolUtilization:
         level.advance(now)
         used = pool.held + pool.spent - pool.returned_units(now)
         level.fraction = min(1.0, used / pool.total) if pool.total > 0 else 0.0
-        level.refilled_at_s = pool.refilled_at()
+        level.refilled_at = pool.refilled_at()
 
     def close(self, start_s: float, end_s: float) -> dict[str, float]:
         """Returns the means from `start_s` to `end_s`, and starts over there."""

@@ -209,7 +209,7 @@ def _run_samples(account: RunAccount) -> Iterator[Sample]:
 
 
 def _pool_samples(observer: StateObserver) -> Iterator[Sample]:
-    now, waiting = observer.now(), waiting_actions(observer)
+    now, waiting = observer.now(), waiting_actions(observer.scheduler, observer.tracker)
     for pool in observer.scheduler.ledger.pools.values():
         spent = pool.spent - pool.returned_units(now)
         states = {"total": pool.total, "held": pool.held, "spent": spent, "free": pool.total - pool.held - spent}

@@ -10,7 +10,7 @@ from tangram.server.observe.accounts import RunAccount
 
 
 class TrackedSandbox:
-    __slots__ = ("account", "actions", "active_actions", "last_used_s", "name", "node", "opened_s", "run")
+    __slots__ = ("account", "actions", "active_actions", "last_used_at", "name", "node", "opened_at", "run")
 
     def __init__(self, name: str, run: str, account: RunAccount, node: str, now: float) -> None:
         self.name = name
@@ -18,7 +18,7 @@ class TrackedSandbox:
         self.account = account
         self.node = node
         """Empty until its first action is granted."""
-        self.opened_s = self.last_used_s = now
+        self.opened_at = self.last_used_at = now
         self.actions = self.active_actions = 0
 
 
@@ -34,7 +34,7 @@ class SandboxStats:
     def on_action_granted(self, sandbox: TrackedSandbox, node: str, now: float) -> None:
         sandbox.node = node or sandbox.node
         sandbox.actions += 1
-        sandbox.last_used_s = now
+        sandbox.last_used_at = now
         sandbox.active_actions += 1
         if self.by_name.pop(sandbox.name, None) is not None:
             self.by_name[sandbox.name] = sandbox
@@ -43,7 +43,7 @@ class SandboxStats:
 
     def on_action_ended(self, sandbox: TrackedSandbox, now: float) -> None:
         sandbox.active_actions -= 1
-        sandbox.last_used_s = now
+        sandbox.last_used_at = now
         if not sandbox.active_actions and sandbox.name in self.by_name:
             sandbox.account.active -= 1
 

@@ -47,12 +47,10 @@ from tangram.server.observe import view_builders
 from tangram.server.observe.accounts import Accounts
 from tangram.server.observe.action_tracker import ActionTracker
 from tangram.server.observe.buckets import Buckets
+from tangram.server.observe.pool_views import LoadedServices
 from tangram.server.observe.sandbox_stats import SandboxStats
 from tangram.server.observe.stories import SettledActionRecord, live_lines, settled_lines
 from tangram.server.observe.time_breakdown import IDLE_TIMEOUT_S
-
-LoadedServices = dict[tuple[str, tuple[int, ...]], None]
-"""Services with their devices, most recently loaded last."""
 
 
 class StateObserver:
@@ -70,9 +68,9 @@ class StateObserver:
         self.version = version
         self.durability = durability
         self.recovered = ""
-        """What the last start recovered, in a sentence."""
+        """What this start recovered, in a sentence. Set after recovery, which this object observes."""
         self.is_draining = False
-        """Set when the server drains."""
+        """Set when draining begins; shown in views."""
         self.instance = secrets.token_hex(8)
         self.began_at = calendar()
         self.accounts = Accounts()
@@ -89,7 +87,7 @@ class StateObserver:
         """By name of the limit."""
         self._clock = clock or WallClock()
         self._calendar = calendar
-        self._epoch_s = self._clock.now()
+        self._started_at = self._clock.now()
         """Clock reading at event time 0: construction, until the first event corrects it."""
         self._has_seen_event = False
         self._now = 0.0
@@ -122,7 +120,7 @@ class StateObserver:
     def __call__(self, now: float, event: Event, effects: list[Effect]) -> None:
         if not self._has_seen_event:
             self._has_seen_event = True
-            self._epoch_s = self._clock.now() - now
+            self._started_at = self._clock.now() - now
         if now < self._now:
             now = self._now
         if now >= self.buckets.end_s:
@@ -219,7 +217,7 @@ class StateObserver:
 
     def now(self) -> float:
         """Seconds since the server started, as in its trace."""
-        return max(self._now, self._clock.now() - self._epoch_s)
+        return max(self._now, self._clock.now() - self._started_at)
 
     def view(self, run: str | None) -> View:
         now = self.now()

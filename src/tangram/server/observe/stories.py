@@ -35,8 +35,8 @@ class TrackedAction:
     """What the observer keeps of a live action."""
 
     __slots__ = (
-        "account", "action", "attempt", "sandbox", "cpu", "granted_s", "dropped_notes", "node", "notes", "phase",
-        "pools", "short_kind", "phase_start", "started_s", "submitted_s", "trajectory",
+        "account", "action", "attempt", "sandbox", "cpu", "granted_at", "dropped_notes", "node", "notes", "phase",
+        "pools", "short_kind", "phase_start", "started_at", "submitted_at", "trajectory",
     )  # fmt: skip
 
     def __init__(
@@ -51,10 +51,10 @@ class TrackedAction:
         self.account = account
         self.trajectory = trajectory
         self.sandbox = sandbox
-        self.submitted_s = now
-        self.granted_s = -1.0
+        self.submitted_at = now
+        self.granted_at = -1.0
         """Negative: never."""
-        self.started_s = -1.0
+        self.started_at = -1.0
         """Start of the present attempt; negative: not yet."""
         self.attempt = 0
         self.phase = WAITING
@@ -92,7 +92,7 @@ class SettledActionRecord(msgspec.Struct, frozen=True, gc=False):
 
 def live_lines(tracked: TrackedAction) -> tuple[StoryLine, ...]:
     first = StoryLine(
-        at_s=tracked.submitted_s, text=_submitted_text(tracked.action.run, describe_demand(tracked.action.demand))
+        at_s=tracked.submitted_at, text=_submitted_text(tracked.action.run, describe_demand(tracked.action.demand))
     )
     return (first, *_lines(tracked.notes, tracked.dropped_notes))
 
