@@ -63,7 +63,7 @@ from tangram.managers.base import (
 from tangram.managers.work import MIB, Close, ExecResult, LeaseResult, Open, Work
 from tangram.processes.streams import Output
 from tangram.runtime.error_records import ErrorRecord, error_record_of
-from tangram.runtime.event_inbox import EventInbox
+from tangram.runtime.event_sink import EventSink
 
 MEASURE_FIRST_S = 0.25
 MEASURE_S_MAX = 8.0
@@ -145,9 +145,9 @@ class Orchestrator:
         clock: Clock | None = None,
         observers: Iterable[Observer] = (),
         journal: ActionJournal | None = None,
-        inbox: EventInbox | None = None,
+        sink: EventSink | None = None,
     ) -> None:
-        """`inbox` is the one that the managers were given; they report events through it."""
+        """`sink` is the one that the managers were given; they report events through it."""
         self.decider = decider
         self._managers = managers
         """By node."""
@@ -155,8 +155,8 @@ class Orchestrator:
         """By type of work, on any node. A manager does all other work."""
         self._clock = clock or WallClock()
         self._observers: list[Observer] = list(observers)
-        self._inbox = inbox or EventInbox()
-        self._inbox.connect(self.send)
+        self._sink = sink or EventSink()
+        self._sink.connect(self.send)
         self._journal = journal
         self._started_at = self._clock.now()
         self._tickets: dict[str, ActionTicket] = {}
@@ -264,7 +264,7 @@ class Orchestrator:
         if action.id in self._tickets:
             raise AdmissionRefused("id", f"an action with the id {action.id} is already live; ids must be unique")
         if isinstance(work, Open):
-            self._inbox.reserve(action.sandbox, -(-work.spec.memory_bytes // MIB), action.run)
+            self._sink.reserve(action.sandbox, -(-work.spec.memory_bytes // MIB), action.run)
             self._opening_by_sandbox[action.sandbox] = ticket
         self._tickets[action.id] = ticket
         self._all_settled.clear()
@@ -307,7 +307,7 @@ class Orchestrator:
 
     def adopt(self, sandbox: str, memory_mib: int, run: str, node: str) -> None:
         """Registers a sandbox that a manager kept from before. Raises AdmissionRefused if there is no memory for it."""
-        self._inbox.reserve(sandbox, memory_mib, run, node=node)
+        self._sink.reserve(sandbox, memory_mib, run, node=node)
         self._node_by_sandbox[sandbox] = node
 
     def observe(self, observer: Observer) -> Callable[[], None]:
@@ -335,7 +335,7 @@ class Orchestrator:
     def release_memory(self, sandbox: str) -> None:
         """Frees the memory of a sandbox that is gone."""
         self._node_by_sandbox.pop(sandbox, None)
-        self._inbox.release(sandbox)
+        self._sink.release(sandbox)
 
     def manager_of(self, sandbox: str) -> Manager:
         """The manager of the sandbox's node. Raises ManagerError."""
