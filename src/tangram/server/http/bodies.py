@@ -60,9 +60,9 @@ async def read_json(context: RequestContext, kind: type[R], bytes_max: int) -> R
         record: R = _json_decoder(cast(Any, kind)).decode(body)
         return record
     except msgspec.ValidationError as error:
-        inner = error.__cause__
-        if isinstance(inner, TangramError):
-            raise inner from None
+        cause = error.__cause__
+        if isinstance(cause, TangramError):
+            raise cause from None
         raise to_invalid_action(error, body, kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError("invalid_json", f"the body is not JSON: {error}") from None

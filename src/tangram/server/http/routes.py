@@ -3,9 +3,9 @@
 Owns the table from which the OpenAPI document and the reference page are generated, and the handlers. A handler decodes
 the request, calls the action service or a manager, and encodes the response; it keeps no state.
 
-The way of an action:
+The path of an action:
 
-    routes                its handler decodes the request
+    routes                a handler decodes the request
     ActionService         checks the limits of the tenant and writes the action to the journal
     Orchestrator.send     passes events to the scheduler and executes its effects
     Scheduler.handle      decides when the action starts, and with which units
