@@ -17,7 +17,7 @@ from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.managers.quotas.manager import ARRIVAL_S, Quota, QuotaManager, Rate
 from tangram.managers.work import HoldGrant
-from tangram.runtime.event_inbox import EventInbox
+from tangram.runtime.event_sink import EventSink
 from tangram.runtime.orchestrator import Orchestrator
 from tangram.sim.apis import SimulatedApis
 from tangram.sim.episode import ApiModel, Counting, SimEpisode, SimStep, SimTurn, Workload, api_model
@@ -311,11 +311,11 @@ def live_starts(work: Workload, name: str, quota: Quota) -> list[tuple[str, floa
     async def main() -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        inbox = EventInbox()
-        quotas = QuotaManager([quota], inbox.send)
+        sink = EventSink()
+        quotas = QuotaManager([quota], sink.send)
         scheduler = Scheduler(policy(name), quotas.pools())
         orchestrator = Orchestrator(
-            scheduler, {}, {HoldGrant: quotas}, clock=loop.clock, observers=[observe], inbox=inbox
+            scheduler, {}, {HoldGrant: quotas}, clock=loop.clock, observers=[observe], sink=sink
         )
 
         async def one(episode: SimEpisode) -> None:

@@ -55,7 +55,7 @@ OWN = "tangram."
 
 def http_page(note: str) -> str:
     from tangram.runtime.error_records import ErrorRecord
-    from tangram.server.http.middleware import STATUS_BY_CODE
+    from tangram.server.http.responses import STATUS_BY_CODE
     from tangram.server.http.routes import ROUTES
 
     parts = [note, HEAD + "\n".join(f"| `{code}` | {status} |" for code, status in STATUS_BY_CODE.items()) + "\n"]

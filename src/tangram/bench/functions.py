@@ -31,7 +31,7 @@ from tangram.managers.functions.manager import FunctionManager
 from tangram.managers.functions.work import Call
 from tangram.managers.quotas.manager import QuotaManager
 from tangram.managers.work import HoldGrant
-from tangram.runtime.event_inbox import EventInbox
+from tangram.runtime.event_sink import EventSink
 from tangram.runtime.orchestrator import Orchestrator
 
 INSTANCES = 8
@@ -94,11 +94,11 @@ async def measure(sizes: FunctionsSizes, run: BenchRun) -> None:
 async def connect_functions() -> AsyncIterator[tuple[Client, FunctionManager]]:
     """Return a client whose function manager is accessible."""
     functions = FunctionManager()
-    inbox = EventInbox()
-    quotas = QuotaManager((), inbox.send)
+    sink = EventSink()
+    quotas = QuotaManager((), sink.send)
     pools = cpu_node("local", len(os.sched_getaffinity(0)))
     scheduler = Scheduler(policy("adaptive"), pools)
-    orchestrator = Orchestrator(scheduler, {}, {HoldGrant: quotas, Call: functions}, inbox=inbox)
+    orchestrator = Orchestrator(scheduler, {}, {HoldGrant: quotas, Call: functions}, sink=sink)
     async with Client(LocalTransport(orchestrator, quotas)) as client:
         yield client, functions
 

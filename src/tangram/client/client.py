@@ -46,7 +46,7 @@ from tangram.core.action import Action, Status
 from tangram.core.demand import CPU, Demand
 from tangram.core.demand import cores as cores_of
 from tangram.core.limits import Limits
-from tangram.core.messages import Event
+from tangram.core.messages import Decider, Event, Observer
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.core.sizes import parse_size
@@ -62,8 +62,8 @@ from tangram.managers.models.devices import Cuda, DeviceSpec, Emulated
 from tangram.managers.models.service import require_all
 from tangram.managers.quotas.manager import REQUESTS, TOKENS, Quota, QuotaManager
 from tangram.managers.work import KIB, MEMORY_BYTES_MIN, HoldGrant, Prepare, SandboxSpec, Work
-from tangram.runtime.event_inbox import EventInbox
-from tangram.runtime.orchestrator import Decider, Orchestrator
+from tangram.runtime.event_sink import EventSink
+from tangram.runtime.orchestrator import Orchestrator
 
 T = TypeVar("T")
 
@@ -472,16 +472,16 @@ def connect(
     _require_backend(backend, warm)
     state_directory = Path(folder) if folder else None
     manager = create_manager(backend, cores=cores, memory_bytes=memory_bytes, state=state_directory, warm=warm)
-    inbox = EventInbox()
-    held = QuotaManager(_require_quotas(quotas), inbox.send)
+    sink = EventSink()
+    quota_manager = QuotaManager(_require_quotas(quotas), sink.send)
     machine = manager.pools()
     node = machine[0].node
-    models = _create_model_manager(services, devices, node, inbox.send)
-    pools = (*machine, *held.pools(), *(models.pools() if models is not None else ()))
+    models = _create_model_manager(services, devices, node, sink.send)
+    pools = (*machine, *quota_manager.pools(), *(models.pools() if models is not None else ()))
     limits = limits or Limits()
-    chosen = decider or Scheduler(policy(policy_name), pools, limits=limits)
+    decider = decider or Scheduler(policy(policy_name), pools, limits=limits)
     stack = ExitStack()
-    observer = None
+    observers: list[Observer] = []
     if record:
         from tangram.files.atomic_file import check_writable
         from tangram.runtime.trace_recorder import record_trace
@@ -489,13 +489,12 @@ def connect(
         file = path_of("record", record, InvalidConfig)
         check_writable("record", Path(file))
         recorder = record_trace(file, policy=policy_name, pools=pools, limits=limits, note=backend)
-        observer = stack.enter_context(recorder)
-    observers = [] if observer is None else [observer]
-    executors: dict[type[Work], Executor] = {HoldGrant: held, Call: FunctionManager(), Post: EndpointManager()}
+        observers.append(stack.enter_context(recorder))
+    executors: dict[type[Work], Executor] = {HoldGrant: quota_manager, Call: FunctionManager(), Post: EndpointManager()}
     if models is not None:
         executors[Infer] = models
-    orchestrator = Orchestrator(chosen, {node: manager}, executors, observers=observers, inbox=inbox)
-    client = Client(LocalTransport(orchestrator, held, models))
+    orchestrator = Orchestrator(decider, {node: manager}, executors, observers=observers, sink=sink)
+    client = Client(LocalTransport(orchestrator, quota_manager, models))
     client._stack = stack
     client._warm = warm
     return client

@@ -278,7 +278,7 @@ class Waiters:
 
 
 class Run:
-    """A run: the tenant of fair share."""
+    """A run. Fair share divides pools among runs."""
 
     __slots__ = ("lanes", "lanes_max", "name", "open", "rests_since", "served", "usage", "waiting")
 

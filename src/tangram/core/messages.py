@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
@@ -376,3 +378,14 @@ class Refuse(Message, frozen=True, kw_only=True, tag="Refuse"):
 
 
 Effect = Start | Resize | Stop | Restore | WakeAt | Settle | Refuse
+
+
+class Decider(Protocol):
+    """Decides what runs: the scheduler, or a baseline to compare it with."""
+
+    def handle(self, event: Event, now: float) -> list[Effect]: ...
+
+
+Observer = Callable[[float, Event, list[Effect]], None]
+"""Called with the time of every event, the event and its effects, in order. It must not raise: it would miss events
+from then on, so its exception ends the orchestrator as one of the scheduler does."""

@@ -673,5 +673,26 @@ class Scheduler:
                     f"{entry.id} waits although {idle} is idle, could hold it and is not closed", entry.id
                 )
 
+    # ---- queries ----
+
+    def has_sandbox(self, name: str) -> bool:
+        """Whether memory is reserved for the sandbox."""
+        return name in self.places.by_sandbox
+
+    def is_queued(self, action_id: str) -> bool:
+        entry = self.entries.get(action_id)
+        return entry is not None and entry.state is State.QUEUED
+
+    def waiting_count(self, run: str | None) -> int:
+        """The number of waiting actions of a run; None: of all runs."""
+        if run is None:
+            return self.queue.waiting
+        known = self.queue.runs.get(run)
+        return 0 if known is None else known.waiting
+
+    def holding_entries(self, run: str | None) -> list[Entry]:
+        """The actions of a run that hold units; None: of all runs."""
+        return [entry for entry in self.grants.holding.values() if run is None or entry.action.run == run]
+
 
 _STATE_BY_STATUS = {Status.SUCCEEDED: State.SUCCEEDED, Status.CANCELLED: State.CANCELLED}

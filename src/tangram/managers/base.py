@@ -23,7 +23,7 @@ from tangram.core.action import Action
 from tangram.core.demand import CPU, Demand, fixed
 from tangram.core.messages import Grant, Pool
 from tangram.errors import ManagerError
-from tangram.managers.work import Close, FileEntry, LeaseResult, Work
+from tangram.managers.work import Close, FileEntry, LeaseResult, SandboxSpec, Work
 from tangram.processes.streams import Output
 
 STOP_GRACE_S = 2.0
@@ -178,6 +178,20 @@ class Manager(Executor, Files, Images, Protocol):
     def sandboxes(self) -> tuple[str, ...]:
         """Names of its sandboxes, oldest first."""
         ...
+
+
+@runtime_checkable
+class AdoptingManager(Protocol):
+    """A manager whose sandboxes outlive it."""
+
+    adopted: dict[str, SandboxSpec]
+    """Sandboxes that were recovered, by name."""
+    missing: dict[str, str]
+    """Sandboxes that were not, with the reason."""
+
+
+def sandbox_not_found(sandbox: str) -> ManagerError:
+    return ManagerError(f"there is no sandbox {sandbox}: it was closed, or never opened", retry=False)
 
 
 CLOSE_DEMAND = Demand({CPU: fixed(1)})

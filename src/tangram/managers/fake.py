@@ -30,7 +30,7 @@ import msgspec
 from tangram.core.action import NO_USAGE, Action, Usage
 from tangram.core.messages import Grant, Pool, cpu_node
 from tangram.errors import FileFailed, InvalidAction, ManagerError
-from tangram.managers.base import Lease
+from tangram.managers.base import Lease, sandbox_not_found
 from tangram.managers.work import (
     GIB,
     HOST_IMAGE,
@@ -468,7 +468,7 @@ class FakeManager:
     def _get_sandbox(self, name: str) -> FakeSandbox:
         box = self._sandboxes.get(name)
         if box is None:
-            raise ManagerError(f"there is no sandbox {name}: it was closed, or never opened", retry=False)
+            raise sandbox_not_found(name)
         return box
 
     # ---- files ----

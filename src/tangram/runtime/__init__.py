@@ -1,0 +1,1 @@
+"""The runtime: what an embedded client, the SDK over HTTP and the server share."""

@@ -47,21 +47,21 @@ class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     code: str
     message: str
     field: str = ""
-    """For codes `invalid_...`: the field,"""
+    """The wrong field, for codes `invalid_...`,"""
     value: str = ""
     """its value,"""
     expected: str = ""
     """and what was expected."""
     limit: str = ""
-    """For `refused`, `rate` and `too_large`: the name of the limit."""
+    """The name of the limit, for `refused`, `rate` and `too_large`."""
     path: str = ""
-    """For `file_failed`: the file."""
+    """The file, for `file_failed`."""
     retry: bool = False
     """The same request may succeed later."""
 
     def to_exception(self) -> TangramError:
         if self.code in _INVALID_INPUT_BY_CODE:
-            return _INVALID_INPUT_BY_CODE[self.code](self.field, _ReprAsText(self.value), self.expected)
+            return _INVALID_INPUT_BY_CODE[self.code](self.field, Verbatim(self.value), self.expected)
         if self.code in ("refused", "too_large"):
             return AdmissionRefused(self.limit, self.message)
         if self.code == "file_failed":
@@ -69,7 +69,7 @@ class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         return ManagerError(self.message, retry=self.retry)
 
 
-class _ReprAsText(str):
+class Verbatim(str):
     """A value of which only the text is known; its repr is that text."""
 
     __slots__ = ()

@@ -30,10 +30,12 @@ from tangram.core.action import NO_USAGE, Action, Outcome, Status
 from tangram.core.demand import CPU
 from tangram.core.messages import (
     Cancel,
+    Decider,
     Effect,
     Event,
     Finished,
     Grant,
+    Observer,
     Refuse,
     Resize,
     Resized,
@@ -49,11 +51,19 @@ from tangram.core.messages import (
     WakeAt,
 )
 from tangram.errors import AdmissionRefused, InvalidInput, InvariantError, ManagerError
-from tangram.managers.base import Executor, InsufficientMemory, Lease, Manager, ServiceRestorer, close_sandbox
+from tangram.managers.base import (
+    Executor,
+    InsufficientMemory,
+    Lease,
+    Manager,
+    ServiceRestorer,
+    close_sandbox,
+    sandbox_not_found,
+)
 from tangram.managers.work import MIB, Close, ExecResult, LeaseResult, Open, Work
 from tangram.processes.streams import Output
 from tangram.runtime.error_records import ErrorRecord, error_record_of
-from tangram.runtime.event_inbox import EventInbox
+from tangram.runtime.event_sink import EventSink
 
 MEASURE_FIRST_S = 0.25
 MEASURE_S_MAX = 8.0
@@ -61,15 +71,6 @@ MEASURE_S_MAX = 8.0
 MEASURE_S_MAX."""
 
 log = logging.getLogger("tangram.runtime")
-
-Observer = Callable[[float, Event, list[Effect]], None]
-"""Receives every event with its effects, in order: trace recorders, metrics."""
-
-
-class Decider(Protocol):
-    """Decides what runs: the scheduler, or a baseline to compare it with."""
-
-    def handle(self, event: Event, now: float) -> list[Effect]: ...
 
 
 class SettledAction(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,9 +145,9 @@ class Orchestrator:
         clock: Clock | None = None,
         observers: Iterable[Observer] = (),
         journal: ActionJournal | None = None,
-        inbox: EventInbox | None = None,
+        sink: EventSink | None = None,
     ) -> None:
-        """`inbox` is the one that the managers were given; they report events through it."""
+        """`sink` is the one that the managers were given; they report events through it."""
         self.decider = decider
         self._managers = managers
         """By node."""
@@ -154,10 +155,10 @@ class Orchestrator:
         """By type of work, on any node. A manager does all other work."""
         self._clock = clock or WallClock()
         self._observers: list[Observer] = list(observers)
-        self._inbox = inbox or EventInbox()
-        self._inbox.connect(self.send)
+        self._sink = sink or EventSink()
+        self._sink.connect(self.send)
         self._journal = journal
-        self._start_s = self._clock.now()
+        self._started_at = self._clock.now()
         self._tickets: dict[str, ActionTicket] = {}
         """Actions whose caller does not have the result yet."""
         self._tracked_count = 0
@@ -245,7 +246,7 @@ class Orchestrator:
 
     def now(self) -> float:
         """Seconds since construction, as in the trace."""
-        return self._clock.now() - self._start_s
+        return self._clock.now() - self._started_at
 
     # ---- calls ----
 
@@ -263,7 +264,7 @@ class Orchestrator:
         if action.id in self._tickets:
             raise AdmissionRefused("id", f"an action with the id {action.id} is already live; ids must be unique")
         if isinstance(work, Open):
-            self._inbox.reserve(action.sandbox, -(-work.spec.memory_bytes // MIB), action.run)
+            self._sink.reserve(action.sandbox, -(-work.spec.memory_bytes // MIB), action.run)
             self._opening_by_sandbox[action.sandbox] = ticket
         self._tickets[action.id] = ticket
         self._all_settled.clear()
@@ -306,7 +307,7 @@ class Orchestrator:
 
     def adopt(self, sandbox: str, memory_mib: int, run: str, node: str) -> None:
         """Registers a sandbox that a manager kept from before. Raises AdmissionRefused if there is no memory for it."""
-        self._inbox.reserve(sandbox, memory_mib, run, node=node)
+        self._sink.reserve(sandbox, memory_mib, run, node=node)
         self._node_by_sandbox[sandbox] = node
 
     def observe(self, observer: Observer) -> Callable[[], None]:
@@ -334,18 +335,18 @@ class Orchestrator:
     def release_memory(self, sandbox: str) -> None:
         """Frees the memory of a sandbox that is gone."""
         self._node_by_sandbox.pop(sandbox, None)
-        self._inbox.release(sandbox)
+        self._sink.release(sandbox)
 
     def manager_of(self, sandbox: str) -> Manager:
         """The manager of the sandbox's node. Raises ManagerError."""
         node = self._node_by_sandbox.get(sandbox)
         if node is None:
-            raise ManagerError(f"there is no sandbox {sandbox}: it was closed, or never opened", retry=False)
+            raise sandbox_not_found(sandbox)
         return self._managers[node]
 
     @property
     def any_manager(self) -> Manager:
-        """For what is the same on every node."""
+        """A manager, for what is the same on every node."""
         return next(iter(self._managers.values()))
 
     # ---- events and effects ----
@@ -367,7 +368,8 @@ class Orchestrator:
         return effects
 
     def fail(self, error: Exception) -> None:
-        """After a bug or a failed journal: makes no further decision and raises `error` in every waiting caller."""
+        """Ends all work after a bug or a failed journal: makes no further decision and raises `error` in every waiting
+        caller."""
         if self._failure is None:
             self._failure = error
             for ticket in self._tickets.values():
@@ -419,10 +421,11 @@ class Orchestrator:
     def _on_settle(self, effect: Settle) -> None:
         ticket = self._tickets[effect.outcome.action]
         ended = ticket.ended or LeaseResult()
-        fault = None if ticket.error is None else error_record_of(ticket.error)
-        self._settle_ticket(
-            ticket, SettledAction(outcome=effect.outcome, executed=ended.executed, answer=ended.answer, fault=fault)
+        error_record = None if ticket.error is None else error_record_of(ticket.error)
+        settled = SettledAction(
+            outcome=effect.outcome, executed=ended.executed, answer=ended.answer, fault=error_record
         )
+        self._settle_ticket(ticket, settled)
 
     def _settle_ticket(self, ticket: ActionTicket, settled: SettledAction) -> None:
         """Delivers the result: at once, unless the journal must store it or a sandbox must be removed before."""
@@ -546,7 +549,7 @@ class Orchestrator:
         except asyncio.CancelledError:
             if not ticket.stop_requested:
                 raise
-            raise ManagerError("it was stopped during its start", retry=False) from None
+            raise ManagerError("the action was stopped during its start", retry=False) from None
         finally:
             ticket.start_task = None
 
@@ -567,10 +570,11 @@ class Orchestrator:
                 )
 
     async def _send_async(self, event: Event) -> None:
+        """Sends the event of a timer from a task: an error in a task ends the task group."""
         self.send(event)
 
     async def _stop(self, lease: Lease) -> None:
-        """Errors show in the end of the lease."""
+        """Stops a lease. Errors are ignored here: the end of the lease reports them."""
         with contextlib.suppress(ManagerError, OSError):
             await lease.stop()
 

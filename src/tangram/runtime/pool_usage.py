@@ -34,35 +34,35 @@ from tangram.core.messages import (
 )
 from tangram.core.scheduler import Scheduler
 from tangram.managers.quotas.manager import REQUESTS, TOKENS
+from tangram.runtime.latency_histogram import LatencyHistogram
 from tangram.runtime.orchestrator import Orchestrator
-from tangram.runtime.shortage import short_kind
-from tangram.runtime.tally import Tally
+from tangram.runtime.shortage import short_kind_when_queued
 
 
 class PoolUsage:
     """Usage of one pool, or of all pools of one quota."""
 
-    __slots__ = ("held", "held_unit_s", "is_private", "name", "tally", "total", "updated_s")
+    __slots__ = ("held", "held_unit_s", "is_private", "name", "latencies", "total", "updated_at")
 
     def __init__(self, name: str, now: float, *, is_private: bool = False) -> None:
         self.name = name
         self.is_private = is_private
         self.total = 0.0
-        self.tally = Tally()
+        self.latencies = LatencyHistogram()
         """Actions that settled since `reset`."""
         self.held = 0.0
         self.held_unit_s = 0.0
         """Units times seconds since `reset`."""
-        self.updated_s = now
+        self.updated_at = now
 
     def change(self, units: float, now: float) -> None:
         """Adds units from now on; 0 brings `held_unit_s` up to date."""
-        self.held_unit_s += self.held * (now - self.updated_s)
+        self.held_unit_s += self.held * (now - self.updated_at)
         self.held += units
-        self.updated_s = now
+        self.updated_at = now
 
     def reset(self) -> None:
-        self.tally = Tally()
+        self.latencies = LatencyHistogram()
         self.held_unit_s = 0.0
 
 
@@ -102,8 +102,8 @@ class PoolUsageObserver:
         """By pool: the name under which it is counted, and what one of its units counts there."""
         self._reported_pools: dict[str, Pool] = {}
         """Pools as managers reported them, for a decider without a ledger."""
-        self._riders: dict[tuple[str, str], int] = {}
-        """By batch and pool: actions that share one grant."""
+        self._batch_counts: dict[tuple[str, str], int] = {}
+        """By batch and pool: the number of actions that share one grant."""
         if not isinstance(orchestrator.decider, Scheduler):
             self._reported_pools = {pool.name: pool for pool in orchestrator.any_manager.pools()}
         self._now = orchestrator.now()
@@ -126,7 +126,7 @@ class PoolUsageObserver:
         waiting_by_pool = self._waiting_by_pool()
         for name, usage in self._usage_by_name.items():
             waiting = waiting_by_pool.get(name, 0)
-            is_used = not usage.is_private or usage.tally.count or usage.held_unit_s or waiting
+            is_used = not usage.is_private or usage.latencies.count or usage.held_unit_s or waiting
             if is_used and (name.partition("@")[0] != MEMORY or waiting):
                 yield usage, waiting
 
@@ -141,7 +141,7 @@ class PoolUsageObserver:
                 entry = decider.entries.get(id)
                 if entry is None or entry.state is not State.QUEUED:
                     continue
-                kind = short_kind(decider, entry)
+                kind = short_kind_when_queued(decider, entry)
             demand = live.action.demand.pools
             for name in self._names_of([kind if kind in demand else next(iter(demand))])[:1]:
                 count_by_name[name] = count_by_name.get(name, 0) + 1
@@ -192,13 +192,13 @@ class PoolUsageObserver:
         self._listener.on_units(live.action, name, units, now)
         if live.batch and name.partition("@")[0] == GPU:
             key = (live.batch, name)
-            riders = self._riders.get(key, 0) + (1 if units > 0.0 else -1)
-            if riders > 0:
-                self._riders[key] = riders
+            count = self._batch_counts.get(key, 0) + (1 if units > 0.0 else -1)
+            if count > 0:
+                self._batch_counts[key] = count
             else:
-                del self._riders[key]
-            if riders != (1 if units > 0.0 else 0):
-                return  # another rider took the devices, or still holds them
+                del self._batch_counts[key]
+            if count != (1 if units > 0.0 else 0):
+                return  # another action of the batch took the devices, or still holds them
         self._usage_by_name[name].change(units, now)
 
     def _release(self, live: _ActionUsage, now: float) -> None:
@@ -221,7 +221,7 @@ class PoolUsageObserver:
             return
         self._release(live, now)
         for name in live.pool_names or self._names_of(live.action.demand.pools):
-            self._usage_by_name[name].tally.add(outcome.waiting_s, outcome.execution_s, outcome.overhead_s)
+            self._usage_by_name[name].latencies.add(outcome.waiting_s, outcome.execution_s, outcome.overhead_s)
         self._listener.on_settled(live.action, now)
 
     # ---- names of pools ----

@@ -21,8 +21,8 @@ from tangram.core.messages import Event, Finished, PoolChanged, Release, StartFa
 from tangram.core.scheduler import Scheduler
 
 
-def short_kind(scheduler: Scheduler, entry: Entry) -> str:
-    """For an action that begins to wait."""
+def short_kind_when_queued(scheduler: Scheduler, entry: Entry) -> str:
+    """Returns the kind that an action waits for when it begins to wait."""
     needs = entry.needs
     if entry.memory:
         needs = ((MEMORY, entry.memory), *needs)
@@ -43,9 +43,11 @@ def short_kind(scheduler: Scheduler, entry: Entry) -> str:
     return tightest
 
 
-def lacking_kind(scheduler: Scheduler, action: Action, event: Event, freed: tuple[str, ...], short: str) -> str:
-    """For an action that `event` has granted. `freed`: pools to which the event returned units; `short`: the kind found
-    when it began to wait."""
+def short_kind_when_granted(
+    scheduler: Scheduler, action: Action, event: Event, freed: tuple[str, ...], short: str
+) -> str:
+    """Returns the kind that an action waited for, when `event` has granted it. `freed`: pools to which the event
+    returned units; `short`: the kind found when it began to wait."""
     demand = action.demand.pools
     if len(demand) == 1 and not action.sandbox:
         return short or next(iter(demand))

@@ -6,18 +6,16 @@ checks every line and raises InvalidTrace with file and line for what is malform
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tangram.core.action import Outcome
 from tangram.core.limits import Limits
-from tangram.core.messages import Concluded, Effect, Event, Pool, Settle
+from tangram.core.messages import Concluded, Effect, Event, Observer, Pool, Settle
 from tangram.core.trace import EVENTS, Header, Line, Recorder, read
 from tangram.errors import InvalidConfig, InvalidTrace
 from tangram.files.atomic_file import atomic_write
-
-Observer = Callable[[float, Event, list[Effect]], None]
 
 SECONDS_MAX = 1e10
 """Largest time in a trace, Unix time included: beyond it, a float has no precision for fractions of seconds."""
@@ -28,15 +26,16 @@ SECONDS_MIN_ROUNDED = -1e-6
 @contextmanager
 def record_trace(
     path: str | Path, *, policy: str, pools: tuple[Pool, ...], limits: Limits, note: str = ""
-) -> Iterator[Observer | None]:
-    """Yields an observer that writes every event and its effects to the file, or None without a path."""
-    if not path:
-        yield None
-        return
+) -> Iterator[Observer]:
+    """Yields an observer that writes every event and its effects to the file."""
     recorder = Recorder()
     with atomic_write("record", path) as file:
         file.write(recorder.header(Header(policy=policy, pools=pools, limits=limits, note=note)))
-        yield lambda now, event, effects: (file.write(recorder.lines(now, event, effects)), None)[1]
+
+        def record(now: float, event: Event, effects: list[Effect]) -> None:
+            file.write(recorder.lines(now, event, effects))
+
+        yield record
 
 
 @contextmanager

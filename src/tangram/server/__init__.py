@@ -1,1 +1,1 @@
-"""The asyncio shell around the scheduler."""
+"""The server: the process behind `tangram serve`, which users call the shared service."""

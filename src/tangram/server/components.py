@@ -18,7 +18,7 @@ import msgspec
 from tangram.clock import Clock
 from tangram.config import Config, DeviceConfig, ModelConfig, QuotaConfig, RateConfig, admin_token
 from tangram.core.demand import CORE, CPU, MEMORY
-from tangram.core.messages import Event, Pool
+from tangram.core.messages import Effect, Event, Pool
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.core.trace import Header
@@ -33,7 +33,7 @@ from tangram.managers.models import Cuda, Emulated, Infer, ModelManager, Service
 from tangram.managers.models.devices import DeviceSpec
 from tangram.managers.quotas.manager import Quota, QuotaManager, Rate
 from tangram.managers.work import CAPTURE_BYTES_MAX, MEMORY_BYTES_MIN, MIB, HoldGrant, Work
-from tangram.runtime.event_inbox import EventInbox
+from tangram.runtime.event_sink import EventSink
 from tangram.runtime.orchestrator import Orchestrator
 from tangram.runtime.wire import ServerInfo
 from tangram.server.actions.instance_limits import InstanceLimits
@@ -66,22 +66,22 @@ class Components:
 
     def __init__(self, config: Config, journal: Journal, metrics: ReportedMetrics, clock: Clock) -> None:
         node, limits, recovered = config.node.name, config.limits, journal.recovered
-        inbox = EventInbox()
+        sink = EventSink()
 
         self.manager = create_node_manager(config, [sandbox.name for sandbox in recovered.sandboxes])
-        quotas = QuotaManager(map(to_quota, config.quotas), inbox.send)
-        models = create_model_manager(config, inbox.send)
+        quotas = QuotaManager(map(to_quota, config.quotas), sink.send)
+        models = create_model_manager(config, sink.send)
         machine = self.manager.pools()
         require_capacity(machine)
         pools = (*machine, *quotas.pools(), *(models.pools() if models is not None else ()))
         scheduler = Scheduler(policy(config.service.policy), pools, limits=config.scheduler)
 
         registry = ActionRegistry(clock.now)
-        instance_limits = InstanceLimits(registry, scheduler.ledger, inbox.send, limits.sandboxes_max)
+        instance_limits = InstanceLimits(registry, scheduler.ledger, sink.send, limits.sandboxes_max)
         functions = FunctionManager(
             self.manager,
-            partial(inbox.reserve, node=node, yields=True),
-            inbox.release,
+            partial(sink.reserve, node=node, yields=True),
+            sink.release,
             idle_s_max=limits.sandbox_idle_s,
             owner_of=lambda action: tenant_of(action.id),
             instances_max=instance_limits.remaining,
@@ -103,14 +103,18 @@ class Components:
         self.event_log = _open_event_log(config, pools)
         event_logs = [self.event_log] if self.event_log is not None else []
         images = TenantImages(self.manager, journal, recovered.notes)
+
+        def reclaim_idle_instances(now: float, event: Event, effects: list[Effect]) -> None:
+            functions.reclaim_idle()
+
         self.orchestrator = Orchestrator(
             scheduler,
             {node: self.manager},
             executors,
             clock=clock,
-            observers=[self.observer, *event_logs, lambda now, event, effects: functions.reclaim_idle()],
+            observers=[self.observer, *event_logs, reclaim_idle_instances],
             journal=JournalAdapter(journal, images.on_committed, node, results_bytes_max=limits.results_bytes_max),
-            inbox=inbox,
+            sink=sink,
         )
 
         self.action_service = ActionService(
@@ -150,6 +154,10 @@ class Components:
         collector = MetricsCollector(metrics, self.observer)
         visibility = VisibilityFilter(machine, self.observer, collector.render, models, self.event_log)
         self.handlers = RouteHandlers(self.action_service, self.runs, self.manager, images, visibility, about)
+
+    def begin_draining(self) -> None:
+        """Refuses new actions from now on; views show it."""
+        self.action_service.is_draining = self.observer.is_draining = True
 
 
 def _open_event_log(config: Config, pools: tuple[Pool, ...]) -> EventLog | None:

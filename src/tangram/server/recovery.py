@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from typing import Protocol, runtime_checkable
 
 import msgspec
 
 from tangram.core.action import Status
 from tangram.errors import AdmissionRefused, ManagerError
+from tangram.managers.base import AdoptingManager, Manager
 from tangram.managers.work import Close, Open, SandboxSpec
 from tangram.runtime.wire import AnyWork
 from tangram.server.actions.service import ActionService
@@ -26,16 +26,6 @@ from tangram.server.tenants import TENANT_SEPARATOR, tenant_of
 log = logging.getLogger("tangram.server")
 
 RESTARTED_REASON = "the service was restarted while it ran"
-
-
-@runtime_checkable
-class AdoptingManager(Protocol):
-    """A manager whose sandboxes outlive it."""
-
-    adopted: dict[str, SandboxSpec]
-    """Sandboxes that were recovered, by name."""
-    missing: dict[str, str]
-    """Sandboxes that were not, with the reason."""
 
 
 class RecoveryReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,11 +57,11 @@ class RecoveryReport(msgspec.Struct, frozen=True, kw_only=True):
 async def recover(
     action_service: ActionService,
     recovered: RecoveredState,
-    manager: object,
+    manager: Manager,
     node: str,
     ending_tenants: Collection[str] = (),
 ) -> RecoveryReport:
-    """Recovers nothing of `ending_tenants`."""
+    """Resumes what `recovered` contains. Cancels the actions of `ending_tenants`."""
     adopted: Mapping[str, SandboxSpec] = manager.adopted if isinstance(manager, AdoptingManager) else {}
     missing: Mapping[str, str] = manager.missing if isinstance(manager, AdoptingManager) else {}
     adopted_names, lost_sandboxes = await _adopt_sandboxes(action_service, recovered, adopted, missing, node)
@@ -136,7 +126,7 @@ async def _adopt_sandboxes(
                 continue
         if name in opened:
             lost += 1
-            action_service.lost_sandboxes[name] = why
+            action_service.record_lost_sandbox(name, why)
             log.warning("sandbox lost sandbox=%s: %s", name, why)
         await action_service.journal.record_sandbox_closed(name)
     for name in adopted.keys() - adopted_names:

@@ -41,7 +41,7 @@ from tangram.server.recovery import RecoveryReport, recover
 COMPACTION_INTERVAL_S = 120.0
 """Interval at which acknowledged and expired results are deleted."""
 DRAIN_GATE_TIMEOUT_S = 10.0
-"""For requests about files, sandboxes and images that are in flight when no action runs any more."""
+"""Time for requests about files, sandboxes and images that are in flight when no action runs any more."""
 
 log = logging.getLogger("tangram.server")
 
@@ -57,17 +57,17 @@ class RunningServer:
         """Setting it ends the server without waiting for running actions."""
 
 
-async def serve(config: Config, *, on_started: Callable[[RunningServer], None] = lambda up: None) -> None:
+async def serve(config: Config, *, on_started: Callable[[RunningServer], None] = lambda server: None) -> None:
     """Serves until SIGTERM or Ctrl-C. Raises errors of start-up and of the running server."""
     loop = asyncio.get_running_loop()
-    async with running_server(config) as up:
+    async with running_server(config) as server:
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, _on_signal, up, number)
+            loop.add_signal_handler(number, _on_signal, server, number)
         try:
             _tune_garbage_collector()
-            on_started(up)
+            on_started(server)
             _notify_systemd("READY=1")
-            await up.stop.wait()
+            await server.stop.wait()
             _notify_systemd("STOPPING=1")
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -82,10 +82,10 @@ def _tune_garbage_collector() -> None:
     gc.set_threshold(10_000, 20, 20)
 
 
-def _on_signal(up: RunningServer, number: int) -> None:
-    if up.stop.is_set():
-        up.stop_now.set()
-    up.stop.set()
+def _on_signal(server: RunningServer, number: int) -> None:
+    if server.stop.is_set():
+        server.stop_now.set()
+    server.stop.set()
     log.info("stopping signal=%s", signal.Signals(number).name)
 
 
@@ -140,16 +140,16 @@ async def running_server(config: Config, clock: Clock | None = None) -> AsyncIte
             )
             await stack.enter_async_context(http)
             scheme = "https" if service.tls_certificate else "http"
-            up = RunningServer(components.action_service, f"{scheme}://{_address_of(listening)}", report)
-            log.info("up address=%s backend=%s recovered=%r", up.address, config.node.backend, str(report))
+            server = RunningServer(components.action_service, f"{scheme}://{_address_of(listening)}", report)
+            log.info("up address=%s backend=%s recovered=%r", server.address, config.node.backend, str(report))
             async with _sweeper(components.action_service, journal):
                 try:
-                    yield up
+                    yield server
                 finally:
-                    components.action_service.is_draining = components.observer.is_draining = True
-                    await _drain(components.orchestrator, up, service.drain_s)
+                    components.begin_draining()
+                    await _drain(components.orchestrator, server, service.drain_s)
                     aborted = await components.action_service.drain_gate.close(
-                        0.0 if up.stop_now.is_set() else DRAIN_GATE_TIMEOUT_S
+                        0.0 if server.stop_now.is_set() else DRAIN_GATE_TIMEOUT_S
                     )
                     if aborted:
                         log.warning("requests aborted: %d did not end within %g s", aborted, DRAIN_GATE_TIMEOUT_S)
@@ -178,15 +178,15 @@ def require_usable(config: Config) -> None:
             require_importable(service.name, service.engine)
 
 
-async def _drain(orchestrator: Orchestrator, up: RunningServer, limit_s: float) -> None:
+async def _drain(orchestrator: Orchestrator, server: RunningServer, limit_s: float) -> None:
     began = time.monotonic()
     draining = asyncio.create_task(orchestrator.drain(limit_s))
-    hurry = asyncio.create_task(up.stop_now.wait())
+    stop_requested = asyncio.create_task(server.stop_now.wait())
     try:
-        await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({draining, stop_requested}, return_when=asyncio.FIRST_COMPLETED)
         running = draining.result() if draining.done() else await orchestrator.drain(0.0)
     finally:
-        for task in (draining, hurry):
+        for task in (draining, stop_requested):
             task.cancel()
     log.info("drained seconds=%.1f left_running=%d", time.monotonic() - began, running)
 

@@ -1,6 +1,7 @@
 """Tenants: the identity of a caller, and qualified names.
 
-A qualified name is `TENANT/NAME`: a name that a tenant chose, behind its own.
+Only the server knows tenants; the scheduler knows runs. Each run with a token is a tenant, and so is the admin outside
+of a run. A qualified name is `TENANT/NAME`, or `TENANT:NAME` of an image: a name that a tenant chose, behind its own.
 """
 
 from __future__ import annotations
@@ -12,10 +13,17 @@ from tangram.runtime.wire import Caps
 
 TENANT_SEPARATOR = "/"
 """Between the name of a tenant and a name that it chose."""
+IMAGE_SEPARATOR = ":"
+"""The same for names and keys of images."""
 
 
 def tenant_of(qualified_name: str) -> str:
     return qualified_name.partition(TENANT_SEPARATOR)[0]
+
+
+def image_prefix(tenant: str) -> str:
+    """The start of the qualified name of each of the tenant's images."""
+    return f"{tenant}{IMAGE_SEPARATOR}"
 
 
 class Revocation:
@@ -40,7 +48,7 @@ class Principal(msgspec.Struct, frozen=True):
     revocation: Revocation
 
     def require_not_revoked(self) -> None:
-        """To be called after each await and before anything is stored for a run: the run may have been revoked
+        """Must be called after each await, before anything is stored for a run: the run may have been revoked
         meanwhile, and the request must not act for a later run of that name. Raises Unauthorized."""
         if self.revocation.is_revoked:
             raise Unauthorized

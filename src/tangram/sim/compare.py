@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,8 @@ def simulate_task(task: SimulationTask, progress: Progress) -> SimulationRun:
     if name.startswith("pods") and not pods_can_run(workload):
         raise InvalidConfig("policy", name, f"no pods: {workload.name} has CPU actions without a sandbox")
     until_s = span(workload)
-    with record_trace(task.record, policy=name, pools=pools, limits=limits, note=_note(task)) as observer:
+    trace = record_trace(task.record, policy=name, pools=pools, limits=limits, note=_note(task))
+    with trace if task.record else nullcontext() as observer:
         result = simulate(
             workload,
             name,

@@ -9,20 +9,21 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from tangram.core.action import Action, Outcome, Status, Usage
 from tangram.core.demand import CORE, CPU, GPU
 from tangram.core.messages import (
-    Effect,
+    Decider,
     Event,
     Evicted,
     Finished,
     Grant,
     NodeChanged,
     NodeState,
+    Observer,
     Pool,
     PoolChanged,
     Refuse,
@@ -53,12 +54,6 @@ DEVICE_MEMORY_GIB = 80.0
 
 EVENTS_MAX = 200_000_000
 """A simulation with more events is stuck."""
-
-
-class EventHandler(Protocol):
-    """What the engine drives: the scheduler or a baseline."""
-
-    def handle(self, event: Event, now: float) -> list[Effect]: ...
 
 
 class _SimAction(msgspec.Struct, eq=False):
@@ -96,14 +91,14 @@ class Simulator:
     def __init__(
         self,
         workload: Workload,
-        scheduler: EventHandler,
+        scheduler: Decider,
         pools: tuple[Pool, ...],
         *,
         name: str = "",
         timeout_s: float | None = None,
         hints: bool = False,
         truth: dict[str, SimStep] | None = None,
-        observer: Callable[[float, Event, list[Effect]], None] | None = None,
+        observer: Observer | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.workload = workload

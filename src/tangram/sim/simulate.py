@@ -8,13 +8,13 @@ import msgspec
 
 from tangram.core.action import Action
 from tangram.core.limits import Limits
-from tangram.core.messages import Effect, Event, Pool
+from tangram.core.messages import Decider, Observer, Pool
 from tangram.core.policies import POLICIES, policy
 from tangram.core.profile import Estimate, Knowledge
 from tangram.core.scheduler import Scheduler
 from tangram.errors import InvalidConfig
 from tangram.sim.baselines import Baseline, PodsConfig, pods_config
-from tangram.sim.engine import DEVICE_MEMORY_GIB, EventHandler, Simulator
+from tangram.sim.engine import DEVICE_MEMORY_GIB, Simulator
 from tangram.sim.episode import SimStep, Workload
 from tangram.sim.faults import InjectedFault, inject
 from tangram.sim.on_demand import NAME as ON_DEMAND
@@ -42,7 +42,7 @@ def simulate(
     pods: PodsConfig | None = None,
     on_demand: OnDemandConfig | None = None,
     timeout_s: float | None = None,
-    observer: Callable[[float, Event, list[Effect]], None] | None = None,
+    observer: Observer | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> SimulationResult:
     """Play the workload under a policy or a baseline.
@@ -56,7 +56,7 @@ def simulate(
         # Its calls are never delayed, so an API that counted them would reject calls that no scheduler would send.
         pools, workload = _unlimited_pools(pools), msgspec.structs.replace(workload, apis=())
     truth: dict[str, SimStep] = {}
-    orchestrator: EventHandler
+    orchestrator: Decider
     if name == ON_DEMAND:
         config = on_demand or OnDemandConfig()
         orchestrator = OnDemand(pools, workload.services, config)
@@ -86,7 +86,7 @@ def _orchestrator(
     knowledge: Knowledge,
     limits: Limits | None,
     pods: PodsConfig | None,
-) -> EventHandler:
+) -> Decider:
     family = name.partition(":")[0]
     if family == "pods":
         return Baseline(pools, workload.services, pods or pods_config(name))

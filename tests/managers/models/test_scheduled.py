@@ -22,7 +22,7 @@ from tangram.core.scheduler import Scheduler
 from tangram.errors import AdmissionRefused
 from tangram.managers.models import Emulated, Infer, ModelManager, Service
 from tangram.managers.models import batch_lease as turns_module
-from tangram.runtime.event_inbox import EventInbox
+from tangram.runtime.event_sink import EventSink
 from tangram.runtime.orchestrator import ActionTicket, Orchestrator, SettledAction
 
 
@@ -30,11 +30,11 @@ class Harness:
     """An orchestrator with nothing but model services."""
 
     def __init__(self, services: Sequence[Service], specs: Sequence[Emulated], decides: Any = None) -> None:
-        inbox = EventInbox()
-        self.manager = ModelManager(services, specs, inbox.send)
+        sink = EventSink()
+        self.manager = ModelManager(services, specs, sink.send)
         self.scheduler = Scheduler(decides or policy("adaptive"), self.manager.pools())
         self.orchestrator = Orchestrator(
-            self.scheduler, {}, {Infer: self.manager}, observers=[self._observe], inbox=inbox
+            self.scheduler, {}, {Infer: self.manager}, observers=[self._observe], sink=sink
         )
         self.events: list[Event] = []
         self.messages: list[Event | Effect] = []

@@ -20,7 +20,7 @@ from tangram.errors import InvalidAction, InvalidConfig
 from tangram.managers.quotas.adaptive_rate import RateLimitAdvice
 from tangram.managers.quotas.manager import Quota, QuotaManager, Rate
 from tangram.managers.work import HoldGrant
-from tangram.runtime.event_inbox import EventInbox
+from tangram.runtime.event_sink import EventSink
 from tangram.runtime.orchestrator import ActionTicket, Orchestrator, SettledAction
 
 
@@ -30,10 +30,10 @@ class Harness:
     def __init__(self, *quotas: Quota) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        inbox = EventInbox()
-        self.quotas = QuotaManager(quotas, inbox.send)
+        sink = EventSink()
+        self.quotas = QuotaManager(quotas, sink.send)
         self.scheduler = Scheduler(policy("adaptive"), self.quotas.pools())
-        self.orchestrator = Orchestrator(self.scheduler, {}, {HoldGrant: self.quotas}, clock=loop.clock, inbox=inbox)
+        self.orchestrator = Orchestrator(self.scheduler, {}, {HoldGrant: self.quotas}, clock=loop.clock, sink=sink)
         self._number = 0
 
     def ask(

@@ -18,7 +18,7 @@ from tangram.client.transport import LocalTransport
 from tangram.clock import VirtualLoop
 from tangram.core.action import Action, Outcome, Status
 from tangram.core.demand import GPU, Demand, fixed
-from tangram.core.messages import Effect, Event, Finished, Grant, Pool, Settle, Share, Start, Submit, cpu_node
+from tangram.core.messages import Decider, Effect, Event, Finished, Grant, Pool, Settle, Share, Start, Submit, cpu_node
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.managers.fake import FakeManager
@@ -26,8 +26,8 @@ from tangram.managers.quotas.manager import Quota, QuotaManager, Rate
 from tangram.managers.work import HoldGrant
 from tangram.rl.observe.pool_usage import LocalPoolUsage, PoolUsageMonitor
 from tangram.rl.runs.metrics_lines import PoolUse
-from tangram.runtime.event_inbox import EventInbox
-from tangram.runtime.orchestrator import Decider, Orchestrator
+from tangram.runtime.event_sink import EventSink
+from tangram.runtime.orchestrator import Orchestrator
 from tangram.sim.baselines import Baseline, PodsConfig
 
 CPU_POOL = "cpu@node0"
@@ -42,10 +42,10 @@ def on_virtual_time(
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         manager = FakeManager(node="node0", cores=cores)
-        inbox = EventInbox()
-        held = QuotaManager(quotas, inbox.send)
+        sink = EventSink()
+        held = QuotaManager(quotas, sink.send)
         scheduler = decider or Scheduler(policy("adaptive"), (*manager.pools(), *held.pools()))
-        orchestrator = Orchestrator(scheduler, {"node0": manager}, {HoldGrant: held}, clock=loop.clock, inbox=inbox)
+        orchestrator = Orchestrator(scheduler, {"node0": manager}, {HoldGrant: held}, clock=loop.clock, sink=sink)
         async with Client(LocalTransport(orchestrator, held)) as client:
             await test(client)
 

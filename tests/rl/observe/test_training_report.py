@@ -181,7 +181,7 @@ def test_the_p99_of_a_pool_is_that_of_all_its_actions(tmp_path: Path) -> None:
     def use(*lengths_s: float) -> PoolUse:
         usage = PoolUsage("cpu", 0.0)
         for length_s in lengths_s:
-            usage.tally.add(0.0, length_s, 0.0)
+            usage.latencies.add(0.0, length_s, 0.0)
         return take_report(usage, 0.0, 0)
 
     uses = [*(use(*[0.95] * 100) for _ in range(10)), use(60.0)]

@@ -18,7 +18,7 @@ from tests.server.shared import serving
 
 from tangram.config import RunLimits
 from tangram.server.components import STREAM_BYTES_MAX
-from tangram.server.http import middleware
+from tangram.server.http import bodies, middleware
 from tangram.server.journal.journal import RECORD_BYTES_MAX
 from tangram.server.journal.store import JournalStore
 
@@ -125,7 +125,7 @@ async def unread(raw: Line, caller: Caller, path: str) -> None:
 def test_large_answers_that_a_run_does_not_read_hold_up_its_own_large_ones_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr(middleware, "LARGE_RESPONSES_PER_TENANT_MAX", 2)
+    monkeypatch.setattr(bodies, "LARGE_RESPONSES_PER_TENANT_MAX", 2)
 
     async def main() -> None:
         async with tenants(tmp_path, backend="process") as (up, _, a, b):
@@ -169,13 +169,13 @@ def test_large_bodies_that_a_run_sends_slowly_hold_up_its_own_large_ones_only(
 ) -> None:
     monkeypatch.setattr(middleware, "BODIES_PER_TENANT_MAX", 2)
     begun: list[int] = []
-    pieces = middleware.body_chunks
+    pieces = bodies.body_chunks
 
     def counting(request: Any, *args: Any) -> AsyncIterator[bytes]:
         begun.append(int(request.headers.get("content-length", "0")))
         return pieces(request, *args)
 
-    monkeypatch.setattr(middleware, "body_chunks", counting)
+    monkeypatch.setattr(bodies, "body_chunks", counting)
 
     async def main() -> None:
         async with tenants(tmp_path) as (up, _, a, b), contextlib.AsyncExitStack() as stack:
@@ -258,7 +258,7 @@ def small_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], check=True)
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setattr(middleware, "SPOOL_BYTES", 1000)
+    monkeypatch.setattr(bodies, "SPOOL_BYTES", 1000)
     try:
         yield folder
     finally:

@@ -18,7 +18,7 @@ from tests.server.asking import Caller, Line, line, local_service, open_ports, t
 
 from tangram.config import RunLimits
 from tangram.managers.fake import FakeManager
-from tangram.server.http import listener, middleware
+from tangram.server.http import bodies, listener
 
 HOST = b"host: 127.0.0.1\r\n"
 SMALL = RunLimits(body_bytes_max=2 << 20, file_bytes_max=1 << 20)
@@ -178,8 +178,8 @@ def test_a_connection_that_is_used_again_and_again_is_not_cut_off(
     ids=["record", "file", "tree"],
 )
 def test_a_body_that_comes_slowly_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: bytes) -> None:
-    monkeypatch.setattr(middleware, "BODY_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(middleware, "SPOOL_BYTES", 1)  # each piece goes to the disk, where time passes as well
+    monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(bodies, "SPOOL_BYTES", 1)  # each piece goes to the disk, where time passes as well
 
     async def main() -> None:
         async with local_service(tmp_path) as caller, line(caller.address) as raw:
@@ -278,16 +278,16 @@ def test_many_idle_connections_delay_no_request(tmp_path: Path, monkeypatch: pyt
 
 
 def test_slow_uploads_of_one_run_hold_up_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(middleware, "UPLOADS_PER_TENANT_MAX", 2)
+    monkeypatch.setattr(bodies, "UPLOADS_PER_TENANT_MAX", 2)
     begun = 0
-    pieces = middleware.body_chunks
+    pieces = bodies.body_chunks
 
     def counting(*args: object) -> AsyncIterator[bytes]:
         nonlocal begun
         begun += 1
         return pieces(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(middleware, "body_chunks", counting)
+    monkeypatch.setattr(bodies, "body_chunks", counting)
 
     async def main() -> None:
         async with tenants(tmp_path) as (up, _, a, b), contextlib.AsyncExitStack() as stack:

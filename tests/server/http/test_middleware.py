@@ -24,7 +24,7 @@ from tangram.config import RunLimits
 from tangram.errors import InvalidConfig, ManagerError
 from tangram.managers.quotas.manager import Quota
 from tangram.runtime.wire import NAME_LENGTH_MAX
-from tangram.server.http.middleware import STATUS_BY_CODE
+from tangram.server.http.responses import STATUS_BY_CODE
 
 JSON = {"content-type": "application/json"}
 

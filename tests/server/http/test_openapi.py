@@ -21,8 +21,8 @@ from tools.reference.http_page import http_page
 from tangram.config import RunLimits
 from tangram.managers.quotas.manager import Quota
 from tangram.runtime.wire import NAME_DESCRIPTION
-from tangram.server.http.middleware import STATUS_BY_CODE
 from tangram.server.http.openapi import openapi_document
+from tangram.server.http.responses import STATUS_BY_CODE
 from tangram.server.http.routes import ROUTES
 
 EXAMPLES_MAX = 12

@@ -42,8 +42,8 @@ from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.managers.fake import FakeManager
 from tangram.managers.work import Exec, Open, SandboxSpec
+from tangram.runtime.latency_histogram import CELL_BOUNDS_S, LatencyHistogram
 from tangram.runtime.orchestrator import Orchestrator
-from tangram.runtime.tally import CELL_BOUNDS_S, Tally
 from tangram.runtime.views import BUCKET_S, BUCKETS_MAX, HIDDEN_NAME, PoolView, RunView, Story, View
 from tangram.server.observe import accounts, stories
 from tangram.server.observe.accounts import OTHER
@@ -396,10 +396,10 @@ def test_names_without_activity_for_an_hour_make_room(monkeypatch: pytest.Monkey
 
 @given(st.lists(st.floats(0.0, 9e4), min_size=1, max_size=200))
 def test_percentiles_lie_within_a_cell_of_the_true_ones(seconds: list[float]) -> None:
-    tally = Tally()
+    latencies = LatencyHistogram()
     for each in seconds:
-        tally.add(0.0, each, 0.0)
-    percentiles = tally.percentiles()
+        latencies.add(0.0, each, 0.0)
+    percentiles = latencies.percentiles()
     assert percentiles.count == len(seconds) and percentiles.mean_s == pytest.approx(sum(seconds) / len(seconds))
     ordered = sorted(seconds)
     for part, value in ((0.5, percentiles.p50_s), (0.95, percentiles.p95_s), (0.99, percentiles.p99_s)):
@@ -417,11 +417,11 @@ def test_bounds_grow_by_less_than_a_sixth() -> None:
 def test_the_hour_forgets() -> None:
     hour, chosen = LastHour(), random.Random(1)
     for number in range(40):
-        tally = Tally()
+        latencies = LatencyHistogram()
         for _ in range(10):
-            tally.add(chosen.random(), chosen.random(), 0.1)
+            latencies.add(chosen.random(), chosen.random(), 0.1)
         hour.forget(number)
-        hour.add(tally, number)
+        hour.add(latencies, number)
     assert hour.total.count == SLICES * 10
     assert sum(hour.total.cells.values()) == SLICES * 10
     hour.forget(100)

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from tangram.core.action import Action, State
+from tangram.core.action import Action
 from tangram.core.messages import Grant
 from tangram.core.scheduler import Scheduler
 from tangram.errors import AdmissionRefused, ManagerError
@@ -76,8 +76,7 @@ class MemoryQueue:
         return MemoryWaiter(entry.id, entry.place.id)
 
     def is_waiting(self, action: str) -> bool:
-        entry = self._scheduler.entries.get(action) if self._scheduler is not None else None
-        return entry is not None and entry.state is State.QUEUED
+        return self._scheduler is not None and self._scheduler.is_queued(action)
 
     def has_memory(self, sandbox: str) -> bool:
         """Whether memory is reserved under this name."""

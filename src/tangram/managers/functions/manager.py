@@ -26,7 +26,7 @@ import msgspec
 from tangram.core.action import Action
 from tangram.core.messages import Grant
 from tangram.errors import ManagerError
-from tangram.managers.base import Lease, Manager, close_sandbox
+from tangram.managers.base import AdoptingManager, Lease, Manager, close_sandbox
 from tangram.managers.functions.host import (
     PREFIX,
     FunctionHost,
@@ -110,10 +110,11 @@ class FunctionManager:
 
     async def _sweep(self) -> None:
         """Close instances that the manager kept from an earlier process: their programs lost their owner."""
-        kept: dict[str, SandboxSpec] = getattr(self._manager, "adopted", {})
-        for name in [name for name in kept if name.startswith(PREFIX)]:
-            assert self._manager is not None
-            await close_sandbox(self._manager, name)
+        manager = self._manager
+        adopted: dict[str, SandboxSpec] = manager.adopted if isinstance(manager, AdoptingManager) else {}
+        for name in [name for name in adopted if name.startswith(PREFIX)]:
+            assert manager is not None
+            await close_sandbox(manager, name)
 
     async def __aexit__(self, *error: object) -> None:
         self._open = False

@@ -53,17 +53,17 @@ class PoolUsageMonitor:
 
 def take_report(usage: PoolUsage, reserved_unit_s: float, waiting: int) -> PoolUse:
     """Returns the usage since the last report, and resets it."""
-    tally, held_unit_s = usage.tally, usage.held_unit_s
+    latencies, held_unit_s = usage.latencies, usage.held_unit_s
     usage.reset()
-    act = tally.percentiles()
+    act = latencies.percentiles()
     return PoolUse(
         name=usage.name,
         total=usage.total,
-        actions=tally.count,
+        actions=latencies.count,
         act_mean_s=act.mean_s,
         act_p99_s=act.p99_s,
-        act_cells=dict(sorted(tally.cells.items())),
-        waiting_mean_s=tally.waiting_s / tally.count if tally.count else 0.0,
+        act_cells=dict(sorted(latencies.cells.items())),
+        waiting_mean_s=latencies.waiting_s / latencies.count if latencies.count else 0.0,
         held_unit_s=held_unit_s,
         reserved_unit_s=max(reserved_unit_s, held_unit_s),  # sums of fractions are not exact
         waiting=waiting,
@@ -272,7 +272,7 @@ class RemotePoolUsage:
             return
         pool, cores = f"{CPU}@{row.node}", row.cpu / CORE
         usage = self._usage_of(pool)
-        usage.tally.add(row.waiting_s, row.execution_s, row.overhead_s)
+        usage.latencies.add(row.waiting_s, row.execution_s, row.overhead_s)
         usage.held_unit_s += cores * (row.ended_s - row.granted_s)
         key = (row.run, row.trajectory or row.id, pool)
         reservation = self._reservations.pop(key, None) or TrajectoryReservation(row.granted_s)

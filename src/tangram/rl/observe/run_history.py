@@ -24,7 +24,7 @@ from tangram.rl.runs.metrics_lines import (
     Trained,
     WarmStartChecked,
 )
-from tangram.runtime.tally import Tally
+from tangram.runtime.latency_histogram import LatencyHistogram
 
 L = TypeVar("L")
 
@@ -370,7 +370,7 @@ def _pool_totals(name: str, uses: Sequence[PoolUse]) -> PoolTotals:
 
 def _p99(uses: Sequence[PoolUse]) -> float | None:
     """Of all actions of these steps together: a mean of percentiles is none."""
-    whole = Tally()
+    whole = LatencyHistogram()
     for use in uses:
         whole.count += sum(use.act_cells.values())
         for cell, count in use.act_cells.items():

@@ -72,8 +72,8 @@ class PoolUse(msgspec.Struct, frozen=True, kw_only=True):
     act_mean_s: float = 0.0
     act_p99_s: float = 0.0
     act_cells: dict[int, int] = {}
-    """Completion times, counted by cell of the grid of `tangram.runtime.tally`, from which percentiles of several steps
-    are computed."""
+    """Completion times, counted by cell of the grid of `tangram.runtime.latency_histogram`, from which percentiles of
+    several steps are computed."""
     waiting_mean_s: float = 0.0
     held_unit_s: float = 0.0
     """Units times seconds held by actions."""

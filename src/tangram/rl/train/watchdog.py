@@ -26,7 +26,7 @@ from tangram.rl.inference.router import Router
 from tangram.rl.rollout.episode import WAITED_FOR_BY_STAGE, WAITING
 from tangram.rl.rollout.rollout import Rollout
 from tangram.rl.trajectories.trajectory import Ending, Stage
-from tangram.runtime.shortage import short_kind
+from tangram.runtime.shortage import short_kind_when_queued
 
 STALL_CAUSE = "nothing moved"
 """First words of the cause of trajectories that a stall stops; what they waited for follows."""
@@ -225,7 +225,7 @@ def waiting_pools(client: Client | None) -> dict[str, str]:
     if not isinstance(decider, Scheduler):
         return {}
     return {
-        entry.action.trajectory: _pool_name(short_kind(decider, entry))
+        entry.action.trajectory: _pool_name(short_kind_when_queued(decider, entry))
         for entry in decider.entries.values()
         if entry.state is State.QUEUED and entry.action.trajectory
     }

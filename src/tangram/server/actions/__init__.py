@@ -1,0 +1,1 @@
+"""Actions of tenants: from a decoded request to the orchestrator."""

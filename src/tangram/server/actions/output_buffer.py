@@ -18,12 +18,12 @@ from tangram.runtime.wire import OutputChunk
 ENDED_OUTPUTS_BYTES_MAX = 256 << 20
 """Size of all outputs of settled actions."""
 OUTPUT_RETENTION_S = 60.0
-"""Kept after the action has ended."""
+"""Time for which an output is kept after the action has ended."""
 
 SEGMENT_BYTES_MAX = 16 << 10
 """Smaller writes are joined up to this size."""
 SEGMENT_OVERHEAD_BYTES = 256
-"""Counted per segment beside its bytes: a program that alternates between its streams makes many segments."""
+"""Overhead counted per segment beside its bytes: a program that alternates between its streams makes many segments."""
 
 
 class OutputSegment:
@@ -118,7 +118,7 @@ class EndedOutputs:
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._outputs: OrderedDict[str, tuple[float, OutputBuffer]] = OrderedDict()
-        """With their end time, oldest first."""
+        """End times and outputs, oldest first."""
         self._bytes = 0
 
     def get(self, id: str) -> OutputBuffer | None:
@@ -143,7 +143,7 @@ class EndedOutputs:
 
     def sweep(self) -> None:
         now = self._now()
-        for id, (ended_s, _) in list(self._outputs.items()):
-            if now - ended_s <= OUTPUT_RETENTION_S:
+        for id, (ended_at, _) in list(self._outputs.items()):
+            if now - ended_at <= OUTPUT_RETENTION_S:
                 break
             self.drop(id)

@@ -23,7 +23,7 @@ class RegisteredAction(ActionTicket):
     """An action that has not settled, as the runtime and the action service see it. Exists from the moment the action
     service accepts the action; the orchestrator gets it once it is in the journal."""
 
-    __slots__ = ("cancel_reason", "cancel_requested", "last_polled_s", "opens_sandbox", "work_bytes")
+    __slots__ = ("cancel_reason", "cancel_requested", "last_polled_at", "opens_sandbox", "work_bytes")
 
     work: AnyWork
     output: OutputBuffer | None
@@ -38,7 +38,7 @@ class RegisteredAction(ActionTicket):
         """Empty if the caller cancelled."""
         self.opens_sandbox = False
         """The action creates its sandbox: unless it succeeds, there is none."""
-        self.last_polled_s = now
+        self.last_polled_at = now
 
     @property
     def state(self) -> str:
@@ -55,19 +55,21 @@ class RegisteredAction(ActionTicket):
 
 
 def refused_action(action: str, error: AdmissionRefused | InvalidInput) -> SettledAction:
-    fault = error_record_of(error)
-    return SettledAction(outcome=Outcome(action=action, status=Status.REFUSED, reason=fault.message), fault=fault)
+    error_record = error_record_of(error)
+    return SettledAction(
+        outcome=Outcome(action=action, status=Status.REFUSED, reason=error_record.message), fault=error_record
+    )
 
 
 class RegisteredSandbox:
-    __slots__ = ("active_actions", "run", "tenant", "spec", "last_used_s")
+    __slots__ = ("active_actions", "run", "tenant", "spec", "last_used_at")
 
     def __init__(self, tenant: str, run: str, spec: SandboxSpec, now: float) -> None:
         self.tenant = tenant
         self.run = run
         self.spec = spec
         self.active_actions = 0
-        self.last_used_s = now
+        self.last_used_at = now
 
 
 class ActionRegistry:
@@ -86,16 +88,16 @@ class ActionRegistry:
 
     def register(self, action: Action, work: AnyWork, work_bytes: int, output: OutputBuffer | None) -> RegisteredAction:
         live = self.actions[action.id] = RegisteredAction(action, work, work_bytes, output, self._now())
-        space = tenant_of(action.id)
-        self.actions_by_tenant[space] += 1
-        self.calls_by_tenant[space] += isinstance(work, Call)
-        self.bytes_by_tenant[space] += work_bytes
+        tenant = tenant_of(action.id)
+        self.actions_by_tenant[tenant] += 1
+        self.calls_by_tenant[tenant] += isinstance(work, Call)
+        self.bytes_by_tenant[tenant] += work_bytes
         if isinstance(work, Open) and action.sandbox not in self.sandboxes:
             self.register_sandbox(action.sandbox, action.run, work.spec)
             live.opens_sandbox = True
-        box = self.sandboxes.get(action.sandbox)
-        if box is not None:
-            box.active_actions += 1
+        sandbox = self.sandboxes.get(action.sandbox)
+        if sandbox is not None:
+            sandbox.active_actions += 1
         return live
 
     def unregister(self, live: RegisteredAction) -> bool:
@@ -103,27 +105,27 @@ class ActionRegistry:
         action = live.action
         if self.actions.pop(action.id, None) is None:
             return False
-        space = tenant_of(action.id)
-        self.actions_by_tenant[space] -= 1
-        self.calls_by_tenant[space] -= isinstance(live.work, Call)
-        self.bytes_by_tenant[space] -= live.work_bytes
-        box = self.sandboxes.get(action.sandbox)
-        if box is not None:
-            box.active_actions -= 1
-            box.last_used_s = self._now()
+        tenant = tenant_of(action.id)
+        self.actions_by_tenant[tenant] -= 1
+        self.calls_by_tenant[tenant] -= isinstance(live.work, Call)
+        self.bytes_by_tenant[tenant] -= live.work_bytes
+        sandbox = self.sandboxes.get(action.sandbox)
+        if sandbox is not None:
+            sandbox.active_actions -= 1
+            sandbox.last_used_at = self._now()
             if _ends_sandbox(live):
                 self.unregister_sandbox(action.sandbox)
         return True
 
-    def register_sandbox(self, sandbox: str, run: str, spec: SandboxSpec) -> None:
-        space = tenant_of(sandbox)
-        self.sandboxes[sandbox] = RegisteredSandbox(space, run, spec, self._now())
-        self.sandboxes_by_tenant[space] += 1
+    def register_sandbox(self, name: str, run: str, spec: SandboxSpec) -> None:
+        tenant = tenant_of(name)
+        self.sandboxes[name] = RegisteredSandbox(tenant, run, spec, self._now())
+        self.sandboxes_by_tenant[tenant] += 1
 
-    def unregister_sandbox(self, sandbox: str) -> None:
-        box = self.sandboxes.pop(sandbox, None)
-        if box is not None:
-            self.sandboxes_by_tenant[box.tenant] -= 1
+    def unregister_sandbox(self, name: str) -> None:
+        sandbox = self.sandboxes.pop(name, None)
+        if sandbox is not None:
+            self.sandboxes_by_tenant[sandbox.tenant] -= 1
 
     def actions_of_sandbox(self, sandbox: str) -> list[RegisteredAction]:
         return [live for live in self.actions.values() if live.action.sandbox == sandbox]

@@ -86,7 +86,7 @@ class ActionService:
         self.limits = limits
         self.is_draining = False
         self.drain_gate = DrainGate()
-        self.lost_sandboxes: dict[str, str] = {}
+        self._lost_sandboxes: dict[str, str] = {}
         """Sandboxes that did not survive a restart, with the reason."""
         self._quotas = quotas
         self._images = images
@@ -98,7 +98,7 @@ class ActionService:
         self._instance_limits = instance_limits
         self._ended_outputs = EndedOutputs(now)
         self._function_pools_by_tenant: dict[str, dict[str, None]] = {}
-        """Their pools, least recently called first."""
+        """Pools of functions and endpoints, least recently called first."""
         self._capped_runs: set[str] = set()
         """Runs with a limit on running actions."""
         self._keeps_warm = warm
@@ -152,7 +152,7 @@ class ActionService:
         if (
             isinstance(work, Exec | Commit)
             and action.sandbox not in self._registry.sandboxes
-            and action.sandbox not in self.lost_sandboxes
+            and action.sandbox not in self._lost_sandboxes
         ):
             raise NotFound("sandbox", self.namespace(caller).unqualify(action.sandbox))
         most = caller.caps.waiting_max or self.limits.waiting_max
@@ -190,7 +190,7 @@ class ActionService:
         return live
 
     def _unregister(self, live: RegisteredAction) -> None:
-        """From here on only the journal knows the action."""
+        """Removes an action that has settled; only the journal knows it from now on."""
         if self._registry.unregister(live) and live.output is not None:
             self._ended_outputs.add(live.action.id, live.output)
         self._refresh_instance_limits(tenant_of(live.action.id))
@@ -210,7 +210,7 @@ class ActionService:
         """Returns False if the action settled at once instead. It is in the journal, so a refusal is its outcome."""
         action = live.action
         if isinstance(live.work, Exec | Commit) and action.sandbox not in self._registry.sandboxes:
-            reason = self.lost_sandboxes.get(action.sandbox, "it did not survive a restart of the service")
+            reason = self._lost_sandboxes.get(action.sandbox, "it did not survive a restart of the service")
             self._resolve(live, await self.conclude(action, Status.LOST, f"its sandbox is gone: {reason}"))
             return False
         try:
@@ -284,11 +284,11 @@ class ActionService:
 
     async def status(self, caller: Principal, id: str, *, wait_s: float, until_started: bool = False) -> ActionReply:
         """Returns the state of an action after waiting up to `wait_s` until it settles, or starts."""
-        inner = self.namespace(caller).qualify("id", id)
-        live = self._registry.actions.get(inner)
+        qualified_id = self.namespace(caller).qualify("id", id)
+        live = self._registry.actions.get(qualified_id)
         if live is not None:
             return await self.wait(caller, live, id, wait_s=wait_s, until_started=until_started)
-        size = await self.journal.result_bytes(inner)
+        size = await self.journal.result_bytes(qualified_id)
         if size is not None and size > INLINE_RESULT_BYTES_MAX:
             return ActionReply(id=id, state="settled")
         return await self.fetch_reply(caller, id)
@@ -303,7 +303,7 @@ class ActionService:
     async def wait(
         self, caller: Principal, live: RegisteredAction, id: str, *, wait_s: float, until_started: bool = False
     ) -> ActionReply:
-        live.last_polled_s = self._now()
+        live.last_polled_at = self._now()
         if isinstance(live.work, HoldGrant):  # a holder must poll often, or its quota is taken back
             wait_s = min(wait_s, self.limits.hold_idle_s / 3)
         try:
@@ -311,7 +311,7 @@ class ActionService:
             if wait_s > 0.0 and not awaited.done():
                 await asyncio.wait((awaited,), timeout=wait_s)
         finally:
-            live.last_polled_s = self._now()
+            live.last_polled_at = self._now()
         if live.settled.done():
             if self.is_draining and live.settled.exception() is not None:
                 raise Draining  # the next server will finish it; the client retries
@@ -330,22 +330,22 @@ class ActionService:
 
     def _reply_with_result(self, caller: Principal, id: str, settled: SettledAction) -> ActionReply:
         """Names objects as their tenant does, without the prefix."""
-        outer = self.namespace(caller).unqualify
-        outcome = msgspec.structs.replace(settled.outcome, action=id, reason=outer(settled.outcome.reason))
-        fault = settled.fault
-        if fault is not None:
-            texts = {"message": outer(fault.message), "value": outer(fault.value), "expected": outer(fault.expected)}
-            fault = msgspec.structs.replace(fault, **texts)
-        ended = SettledReply(outcome=outcome, executed=settled.executed, answer=settled.answer, fault=fault)
+        unqualify = self.namespace(caller).unqualify
+        outcome = msgspec.structs.replace(settled.outcome, action=id, reason=unqualify(settled.outcome.reason))
+        error_record = settled.fault
+        if error_record is not None:
+            texts = {field: unqualify(getattr(error_record, field)) for field in ("message", "value", "expected")}
+            error_record = msgspec.structs.replace(error_record, **texts)
+        ended = SettledReply(outcome=outcome, executed=settled.executed, answer=settled.answer, fault=error_record)
         return ActionReply(id=id, state="settled", settled=ended)
 
     async def cancel(self, caller: Principal, id: str) -> None:
         """Requests cancellation; the action settles when nothing of it is left. No effect on a settled action."""
-        inner = self.namespace(caller).qualify("id", id)
-        live = self._registry.actions.get(inner)
+        qualified_id = self.namespace(caller).qualify("id", id)
+        live = self._registry.actions.get(qualified_id)
         if live is not None:
             self._cancel(live)
-        elif await self.journal.result(inner) is None:
+        elif await self.journal.result(qualified_id) is None:
             raise NotFound("action", id)
 
     def _cancel(self, live: RegisteredAction, why: str = "") -> None:
@@ -354,17 +354,17 @@ class ActionService:
             self.orchestrator.cancel(live.action.id, why)
 
     def acknowledge(self, caller: Principal, ids: Iterable[str]) -> None:
-        names = self.namespace(caller)
+        namespace = self.namespace(caller)
         for id in ids:
-            inner = names.qualify("id", id)
-            if inner not in self._registry.actions:
-                self.journal.record_fetched(inner)
-                self._ended_outputs.drop(inner)
+            qualified_id = namespace.qualify("id", id)
+            if qualified_id not in self._registry.actions:
+                self.journal.record_fetched(qualified_id)
+                self._ended_outputs.drop(qualified_id)
 
     def follow(self, caller: Principal, id: str, after: int) -> AsyncIterator[OutputChunk]:
-        inner = self.namespace(caller).qualify("id", id)
-        live = self._registry.actions.get(inner)
-        output = live.output if live is not None else self._ended_outputs.get(inner)
+        qualified_id = self.namespace(caller).qualify("id", id)
+        live = self._registry.actions.get(qualified_id)
+        output = live.output if live is not None else self._ended_outputs.get(qualified_id)
         if output is None:
             raise NotFound("followable output of action", id)
         return output.follow(after)
@@ -377,8 +377,8 @@ class ActionService:
     def report_upstream_response(
         self, caller: Principal, quota: str, status: int, headers: Mapping[str, str], id: str, at: float
     ) -> None:
-        inner = self.namespace(caller).qualify("action", id)
-        granted_at = self._quotas.granted_at(inner)
+        qualified_id = self.namespace(caller).qualify("action", id)
+        granted_at = self._quotas.granted_at(qualified_id)
         if granted_at is not None:  # only a holder of the quota can report about it
             self._quotas.advise(quota, parse_rate_limit(status, headers, at), granted_at)
 
@@ -386,7 +386,7 @@ class ActionService:
         return self._quotas.all()
 
     def set_quota(self, quota: Quota) -> None:
-        """Until the next restart: lasting quotas are in the config."""
+        """Adds or changes a quota until the next restart; lasting quotas are in the config."""
         self._quotas.add(quota)
         self.admission_policy = msgspec.structs.replace(
             self.admission_policy, quota_pools=quota_pools(self._quotas.all())
@@ -397,49 +397,53 @@ class ActionService:
     def sandboxes(self, caller: Principal) -> list[SandboxReply]:
         """Open sandboxes and instances of functions: those of the caller, or all for an admin that names no run."""
         sees_all = caller.is_admin and not caller.run
-        names = [name for name, box in self._registry.sandboxes.items() if sees_all or box.tenant == caller.tenant]
+        names = [
+            name for name, sandbox in self._registry.sandboxes.items() if sees_all or sandbox.tenant == caller.tenant
+        ]
         instances = [each for each in self._functions.instance_views() if sees_all or each.owner == caller.tenant]
         return [self.sandbox_reply(caller, name) for name in names] + [
             SandboxReply(name=each.sandbox, run=each.run, node=self._node, spec=each.spec, function=each.function)
             for each in instances
         ]
 
-    def sandbox_reply(self, caller: Principal, inner: str) -> SandboxReply:
-        box = self._registry.sandboxes[inner]
-        return SandboxReply(name=self.namespace(caller).unqualify(inner), run=box.run, node=self._node, spec=box.spec)
+    def sandbox_reply(self, caller: Principal, qualified_name: str) -> SandboxReply:
+        sandbox = self._registry.sandboxes[qualified_name]
+        return SandboxReply(
+            name=self.namespace(caller).unqualify(qualified_name), run=sandbox.run, node=self._node, spec=sandbox.spec
+        )
 
     def require_sandbox(self, caller: Principal, name: str) -> str:
         """Returns the qualified name of an open sandbox of the caller."""
-        inner = self.namespace(caller).qualify("sandbox", name)
-        box = self._registry.sandboxes.get(inner)
-        if box is None:
-            if inner in self.lost_sandboxes:
-                raise ManagerError(f"sandbox {name} is gone: {self.lost_sandboxes[inner]}", retry=False)
+        qualified_name = self.namespace(caller).qualify("sandbox", name)
+        sandbox = self._registry.sandboxes.get(qualified_name)
+        if sandbox is None:
+            if qualified_name in self._lost_sandboxes:
+                raise ManagerError(f"sandbox {name} is gone: {self._lost_sandboxes[qualified_name]}", retry=False)
             raise NotFound("sandbox", name)
-        box.last_used_s = self._now()
-        return inner
+        sandbox.last_used_at = self._now()
+        return qualified_name
 
     @contextlib.contextmanager
     def sandbox_in_use(self, caller: Principal, name: str) -> Iterator[str]:
         """As `require_sandbox`, for file operations of any length. Errors of the manager name the sandbox as its caller
         does."""
-        inner = self.require_sandbox(caller, name)
-        box = self._registry.sandboxes[inner]
-        box.active_actions += 1
+        qualified_name = self.require_sandbox(caller, name)
+        sandbox = self._registry.sandboxes[qualified_name]
+        sandbox.active_actions += 1
         try:
-            yield inner
+            yield qualified_name
         except ManagerError as error:
             if type(error) is not ManagerError:
                 raise  # an error of the server, without names of a manager
             raise ManagerError(self.namespace(caller).unqualify(str(error)), retry=error.retry) from error
         finally:
-            box.active_actions -= 1
-            box.last_used_s = self._now()
+            sandbox.active_actions -= 1
+            sandbox.last_used_at = self._now()
 
     async def remove_sandbox(self, caller: Principal, name: str) -> None:
         """Removes a sandbox or an instance of a function at once, with all that runs in it."""
-        is_box = self.namespace(caller).qualify("sandbox", name) in self._registry.sandboxes
-        if not is_box and await self._functions.end(caller.tenant, name):
+        is_sandbox = self.namespace(caller).qualify("sandbox", name) in self._registry.sandboxes
+        if not is_sandbox and await self._functions.end(caller.tenant, name):
             return
         await self._remove_sandbox(self.require_sandbox(caller, name))
 
@@ -485,10 +489,10 @@ class ActionService:
         if actions:
             await asyncio.wait({live.settled for live in actions})
         self._ended_outputs.drop_matching(lambda id: tenant_of(id) == tenant)
-        self.lost_sandboxes = {name: why for name, why in self.lost_sandboxes.items() if tenant_of(name) != tenant}
+        self._lost_sandboxes = {name: why for name, why in self._lost_sandboxes.items() if tenant_of(name) != tenant}
         await self.journal.delete_results((tenant,))
-        boxes = [name for name, box in self._registry.sandboxes.items() if box.tenant == tenant]
-        failures = [await self._try_end(f"sandbox {name}", self._remove_sandbox(name)) for name in boxes]
+        sandboxes = [name for name, sandbox in self._registry.sandboxes.items() if sandbox.tenant == tenant]
+        failures = [await self._try_end(f"sandbox {name}", self._remove_sandbox(name)) for name in sandboxes]
         failures.append(await self._try_end(f"functions of {tenant}", self._functions.end(tenant)))
         self._instance_limits.remove_tenant(tenant)
         for kind in self._function_pools_by_tenant.pop(tenant, ()):
@@ -515,17 +519,21 @@ class ActionService:
     async def sweep(self) -> None:
         now = self._now()
         for live in list(self._registry.actions.values()):
-            if isinstance(live.work, HoldGrant) and now - live.last_polled_s > self.limits.hold_idle_s:
+            if isinstance(live.work, HoldGrant) and now - live.last_polled_at > self.limits.hold_idle_s:
                 log.warning("hold expired action=%s: its holder did not poll", live.action.id)
                 self._cancel(live, f"its holder did not poll for {self.limits.hold_idle_s:g} s (hold_idle_s)")
                 self._quotas.release(live.action.id)
         self._ended_outputs.sweep()
-        for name, box in list(self._registry.sandboxes.items()):
-            if not box.active_actions and now - box.last_used_s > self.limits.sandbox_idle_s and not self.is_draining:
+        for name, sandbox in list(self._registry.sandboxes.items()):
+            if (
+                not sandbox.active_actions
+                and now - sandbox.last_used_at > self.limits.sandbox_idle_s
+                and not self.is_draining
+            ):
                 log.warning("sandbox closed sandbox=%s: unused for %.0f s", name, self.limits.sandbox_idle_s)
                 try:
                     await self._remove_sandbox(name)
-                    self._record_lost_sandbox(name, f"unused for {self.limits.sandbox_idle_s:.0f} s (sandbox_idle_s)")
+                    self.record_lost_sandbox(name, f"unused for {self.limits.sandbox_idle_s:.0f} s (sandbox_idle_s)")
                 except JournalFailed:
                     raise
                 except ManagerError as error:
@@ -533,10 +541,11 @@ class ActionService:
 
     # ---- recovery ----
 
-    def _record_lost_sandbox(self, sandbox: str, why: str) -> None:
-        self.lost_sandboxes[sandbox] = why
-        if len(self.lost_sandboxes) > LOST_SANDBOXES_MAX:
-            del self.lost_sandboxes[next(iter(self.lost_sandboxes))]
+    def record_lost_sandbox(self, sandbox: str, why: str) -> None:
+        """Keeps the reason why a sandbox is gone; beyond LOST_SANDBOXES_MAX, forgets the oldest."""
+        self._lost_sandboxes[sandbox] = why
+        if len(self._lost_sandboxes) > LOST_SANDBOXES_MAX:
+            del self._lost_sandboxes[next(iter(self._lost_sandboxes))]
 
     def adopt(self, sandbox: str, run: str, spec: SandboxSpec, node: str) -> None:
         """Registers a sandbox that outlived the previous server. Raises AdmissionRefused if there is no room for

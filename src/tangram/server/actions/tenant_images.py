@@ -15,7 +15,7 @@ from tangram.managers.base import Images
 from tangram.runtime.error_records import NotFound, Unauthorized
 from tangram.server.actions.translate import TenantNamespace
 from tangram.server.journal.journal import Journal, JournaledNote
-from tangram.server.tenants import Principal
+from tangram.server.tenants import Principal, image_prefix
 
 NOTE_KEY_PREFIX = "image/"
 TOMBSTONE = b""
@@ -34,8 +34,7 @@ class TenantImages:
 
     def require_capacity(self, tenant: str, images_max: int, name: str = "") -> None:
         """Raises AdmissionRefused without room for one more image. Replacing the image `name` needs no room."""
-        start = f"{tenant}:"
-        if name not in self.by_name and sum(each.startswith(start) for each in self.by_name) >= images_max:
+        if name not in self.by_name and len(self.names_of_tenant(tenant)) >= images_max:
             raise AdmissionRefused("images_max", f"this run has {images_max} images, the maximum; forget one")
 
     async def register(self, caller: Principal, image: str) -> str:
@@ -47,21 +46,21 @@ class TenantImages:
         except Unauthorized:
             await self._delete_unreferenced(image)
             raise
-        inner = TenantNamespace(caller.tenant, self.by_name).qualify_image(name)
-        self.by_name[inner] = image  # before the note is written, so that ending the run finds and forgets it
-        await self._journal.put_note(NOTE_KEY_PREFIX + inner, image.encode())
+        qualified_name = TenantNamespace(caller.tenant, self.by_name).qualify_image(name)
+        self.by_name[qualified_name] = image  # before the note, so that ending the run finds and forgets it
+        await self._journal.put_note(NOTE_KEY_PREFIX + qualified_name, image.encode())
         return name
 
-    async def forget(self, names: TenantNamespace, name: str) -> None:
-        inner = names.qualify_image(name)
-        image = self.by_name.get(inner)
+    async def forget(self, namespace: TenantNamespace, name: str) -> None:
+        qualified_name = namespace.qualify_image(name)
+        image = self.by_name.get(qualified_name)
         if image is None:
             raise NotFound("image", name)
-        await self._remove(inner, image)
+        await self._remove(qualified_name, image)
 
-    async def _remove(self, inner: str, image: str) -> None:
-        await self._journal.put_note(NOTE_KEY_PREFIX + inner, TOMBSTONE)
-        self.by_name.pop(inner, None)
+    async def _remove(self, qualified_name: str, image: str) -> None:
+        await self._journal.put_note(NOTE_KEY_PREFIX + qualified_name, TOMBSTONE)
+        self.by_name.pop(qualified_name, None)
         await self._delete_unreferenced(image)
 
     async def _delete_unreferenced(self, image: str) -> None:
@@ -71,20 +70,21 @@ class TenantImages:
 
     def names_of_tenant(self, tenant: str) -> list[str]:
         """Qualified names of the tenant's images."""
-        return [inner for inner in self.by_name if inner.startswith(f"{tenant}:")]
+        prefix = image_prefix(tenant)
+        return [name for name in self.by_name if name.startswith(prefix)]
 
-    async def forget_of_ended_run(self, inner: str) -> None:
+    async def forget_of_ended_run(self, qualified_name: str) -> None:
         """Ignores an image that the store does not have."""
         with contextlib.suppress(InvalidAction):  # the store lost it before
-            await self._remove(inner, self.by_name[inner])
+            await self._remove(qualified_name, self.by_name[qualified_name])
 
-    async def on_committed(self, inner: str) -> None:
-        await self._journal.put_note(NOTE_KEY_PREFIX + inner, inner.encode())
-        self.by_name[inner] = inner
+    async def on_committed(self, qualified_name: str) -> None:
+        await self._journal.put_note(NOTE_KEY_PREFIX + qualified_name, qualified_name.encode())
+        self.by_name[qualified_name] = qualified_name
 
-    async def recall(self, names: TenantNamespace, key: str) -> str:
-        image = await self._images.recall_image(names.qualify_image_key(key))
-        return names.image_name(image) if image else ""
+    async def recall(self, namespace: TenantNamespace, key: str) -> str:
+        image = await self._images.recall_image(namespace.qualify_image_key(key))
+        return namespace.image_name(image) if image else ""
 
-    async def remember(self, names: TenantNamespace, key: str, name: str) -> None:
-        await self._images.remember_image(names.qualify_image_key(key), names.resolve_image(name))
+    async def remember(self, namespace: TenantNamespace, key: str, name: str) -> None:
+        await self._images.remember_image(namespace.qualify_image_key(key), namespace.resolve_image(name))

@@ -20,7 +20,7 @@ from tangram.managers.models.work import Infer
 from tangram.managers.work import HOST_IMAGE, Close, Commit, Exec, HoldGrant, Open, Work
 from tangram.runtime.views import HIDDEN_NAME
 from tangram.runtime.wire import AnyWork, Submission, require_name
-from tangram.server.tenants import TENANT_SEPARATOR, Principal
+from tangram.server.tenants import IMAGE_SEPARATOR, TENANT_SEPARATOR, Principal, image_prefix
 
 KINDS_BY_WORK: dict[type[Work], tuple[str, ...]] = {
     Open: ("open",),
@@ -67,8 +67,9 @@ class TenantNamespace:
 
     def __init__(self, tenant: str, images: Mapping[str, str]) -> None:
         self._tenant = tenant
+        self._image_prefix = image_prefix(tenant)
         self._images = images
-        """By qualified name: the images of all runs in the store."""
+        """Images of all runs in the store, by qualified name."""
 
     def qualify(self, field: str, name: str) -> str:
         """Qualifies the id of an action or the name of a sandbox."""
@@ -77,41 +78,41 @@ class TenantNamespace:
     def unqualify(self, text: str) -> str:
         """Maps a name, or a sentence that contains names, to what its tenant may see: without the own prefix and
         without names of images of others, which a manager may list."""
-        for inner in self._images if ":" in text else ():
-            if not inner.startswith(f"{self._tenant}:"):
-                text = text.replace(inner, HIDDEN_NAME)
-        return re.sub(rf"(?<![\w./:-]){re.escape(self._tenant)}[/:]", "", text)
+        for qualified_name in self._images if IMAGE_SEPARATOR in text else ():
+            if not qualified_name.startswith(self._image_prefix):
+                text = text.replace(qualified_name, HIDDEN_NAME)
+        return re.sub(rf"(?<![\w./:-]){re.escape(self._tenant)}[{TENANT_SEPARATOR}{IMAGE_SEPARATOR}]", "", text)
 
     def resolve_image(self, name: str) -> str:
-        """For opening a sandbox."""
+        """Returns the image in the store, for opening a sandbox. Raises InvalidAction for an unknown one."""
         if name == HOST_IMAGE:
             return name
-        image = self._images.get(f"{self._tenant}:{name}")
+        prefix = self._image_prefix
+        image = self._images.get(prefix + name)
         if image is None:
-            start = f"{self._tenant}:"
-            own = [repr(each.removeprefix(start)) for each in sorted(self._images) if each.startswith(start)]
+            own = [repr(each.removeprefix(prefix)) for each in sorted(self._images) if each.startswith(prefix)]
             raise InvalidAction("sandbox.image", name, f"one of {', '.join([repr(HOST_IMAGE), *own])}")
         return image
 
     def image_name(self, image: str) -> str:
         """The tenant's name for an image of the store; empty if it has none."""
-        start = f"{self._tenant}:"
-        return next((name.removeprefix(start) for name, content in self._images.items()
-                     if content == image and name.startswith(start)), "")  # fmt: skip
+        prefix = self._image_prefix
+        return next((name.removeprefix(prefix) for name, content in self._images.items()
+                     if content == image and name.startswith(prefix)), "")  # fmt: skip
 
     def qualify_image(self, name: str) -> str:
-        """For creating or forgetting an image."""
-        return f"{self._tenant}:{require_name('image', name)}"
+        """Qualifies the name of an image to create or forget."""
+        return self._image_prefix + require_name("image", name)
 
     def qualify_image_key(self, key: str) -> str:
-        return f"{self._tenant}:{require_name('key', key)}"
+        return self._image_prefix + require_name("key", key)
 
 
 def translate(
-    submission: Submission, caller: Principal, names: TenantNamespace, rules: AdmissionPolicy
+    submission: Submission, caller: Principal, namespace: TenantNamespace, policy: AdmissionPolicy
 ) -> tuple[Action, AnyWork]:
     """Raises InvalidAction for a malformed request and AdmissionRefused for one that is not allowed."""
-    work = _translate_work(submission, caller, names, rules)
+    work = _translate_work(submission, caller, namespace, policy)
     needs_sandbox = isinstance(work, Open | Close | Commit | Exec)
     if needs_sandbox != bool(submission.sandbox):
         expected = "the name of a sandbox" if needs_sandbox else "none: such work runs outside of sandboxes"
@@ -120,12 +121,12 @@ def translate(
     if submission.kind and submission.kind not in kinds:
         raise InvalidAction("kind", submission.kind, f"{' or '.join(kinds)}, or nothing")
     action = Action(
-        id=names.qualify("id", submission.id),
-        demand=_translate_demand(submission, work, caller, rules),
+        id=namespace.qualify("id", submission.id),
+        demand=_translate_demand(submission, work, caller, policy),
         run=_run_name(submission, caller),
         task=submission.task,
         trajectory=submission.trajectory or submission.sandbox,  # as the client names it
-        sandbox=names.qualify("sandbox", submission.sandbox) if submission.sandbox else "",
+        sandbox=namespace.qualify("sandbox", submission.sandbox) if submission.sandbox else "",
         kind=submission.kind or kinds[0],
         key=submission.key,
         service=submission.service if isinstance(work, Infer) else "",
@@ -148,50 +149,52 @@ def _run_name(submission: Submission, caller: Principal) -> str:
 
 
 def _translate_work(
-    submission: Submission, caller: Principal, names: TenantNamespace, rules: AdmissionPolicy
+    submission: Submission, caller: Principal, namespace: TenantNamespace, policy: AdmissionPolicy
 ) -> AnyWork:
     work = submission.work
     if isinstance(work, Open):
-        allowed = rules.network if caller.caps.network is None else caller.caps.network
+        allowed = policy.network if caller.caps.network is None else caller.caps.network
         if work.spec.network and not (allowed or caller.is_admin):
             raise AdmissionRefused("network", "sandboxes of this run have no network; an admin can allow it")
-        return Open(spec=msgspec.structs.replace(work.spec, image=names.resolve_image(work.spec.image)))
+        return Open(spec=msgspec.structs.replace(work.spec, image=namespace.resolve_image(work.spec.image)))
     if isinstance(work, Commit):
-        return Commit(image=names.qualify_image(work.image))
-    if isinstance(work, Exec) and work.capture_bytes_max > rules.capture_bytes_max:
-        reason = f"at most {rules.capture_bytes_max} bytes of output are kept; write more to a file and fetch that"
+        return Commit(image=namespace.qualify_image(work.image))
+    if isinstance(work, Exec) and work.capture_bytes_max > policy.capture_bytes_max:
+        reason = f"at most {policy.capture_bytes_max} bytes of output are kept; write more to a file and fetch that"
         raise AdmissionRefused("capture_bytes_max", reason)
-    if isinstance(work, Infer) and submission.service not in rules.services:
-        known = ", ".join(sorted(rules.services)) or "none"
+    if isinstance(work, Infer) and submission.service not in policy.services:
+        known = ", ".join(sorted(policy.services)) or "none"
         raise InvalidAction("service", submission.service, f"one of the services: {known}")
     if isinstance(work, Call):
-        if not rules.functions:
+        if not policy.functions:
             raise AdmissionRefused("functions", "this service runs no functions: it has no sandboxes for them")
         for path in work.function.paths:
             if len(path) > PATH_LENGTH_MAX:
                 raise InvalidAction("function.paths", path, f"paths of at most {PATH_LENGTH_MAX} characters")
         return work
-    if isinstance(work, Post) and not work.endpoint.url.startswith(rules.endpoints or ("\0",)):
-        known = ", ".join(rules.endpoints) or "none"
+    if isinstance(work, Post) and not work.endpoint.url.startswith(policy.endpoints or ("\0",)):
+        known = ", ".join(policy.endpoints) or "none"
         raise AdmissionRefused("endpoints", f"the service calls only addresses that start with: {known}")
     return work
 
 
-def _translate_demand(submission: Submission, work: AnyWork, caller: Principal, rules: AdmissionPolicy) -> Demand:
+def _translate_demand(submission: Submission, work: AnyWork, caller: Principal, policy: AdmissionPolicy) -> Demand:
     given = dict(submission.demand.pools) if submission.demand is not None else {}
     for kind, amounts in given.items():
         _require_amounts(kind, amounts)
     speedup = submission.demand.speedup if submission.demand is not None else None
     own = _work_pools(submission, work, caller, given)
-    quotas = {kind: amounts for kind, amounts in given.items() if kind in rules.quota_pools}
+    quotas = {kind: amounts for kind, amounts in given.items() if kind in policy.quota_pools}
     pools: dict[str, Amounts] = own | quotas
     for kind in given:
         if kind not in pools and not kind.startswith(("function/", "endpoint/")):
             raise InvalidAction(
-                "demand", kind, f"pools of such work: {', '.join([*own, *sorted(rules.quota_pools)]) or 'none'}"
+                "demand", kind, f"pools of such work: {', '.join([*own, *sorted(policy.quota_pools)]) or 'none'}"
             )
     if not pools:
-        raise InvalidAction("demand", {}, f"a quota to hold: {', '.join(sorted(rules.quota_pools)) or 'there is none'}")
+        raise InvalidAction(
+            "demand", {}, f"a quota to hold: {', '.join(sorted(policy.quota_pools)) or 'there is none'}"
+        )
     return Demand(pools, speedup)
 
 

@@ -1,0 +1,1 @@
+"""HTTP: sockets, authentication, routes and handlers."""

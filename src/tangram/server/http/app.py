@@ -14,8 +14,10 @@ from starlette.routing import Match
 from starlette.routing import Route as StarletteRoute
 
 from tangram.runtime.error_records import ErrorRecord
-from tangram.server.http.middleware import STATUS_BY_CODE, ApiMiddleware, RequestContext, problem_response
+from tangram.server.http.middleware import ApiMiddleware
 from tangram.server.http.openapi import openapi_document
+from tangram.server.http.request_context import RequestContext
+from tangram.server.http.responses import STATUS_BY_CODE, problem_response
 from tangram.server.http.routes import ROUTES, RouteHandlers
 
 MEDIA_TYPE_BY_SUFFIX = {
@@ -45,15 +47,15 @@ def create_app(handlers: RouteHandlers, middleware: ApiMiddleware) -> Starlette:
         )
         for route in ROUTES
     ]
-    describing = asyncio.Lock()
-    described = b""
+    lock = asyncio.Lock()
+    document = b""
 
-    async def openapi(ask: RequestContext) -> Response:
-        """Built on first use: it takes longer than the rest of a start."""
-        nonlocal described
-        async with describing:
-            described = described or await asyncio.to_thread(openapi_document)
-        return Response(described, media_type="application/json")
+    async def openapi(context: RequestContext) -> Response:
+        """Builds the document on first use: that takes longer than the rest of a start."""
+        nonlocal document
+        async with lock:
+            document = document or await asyncio.to_thread(openapi_document)
+        return Response(document, media_type="application/json")
 
     routes.append(StarletteRoute("/openapi.json", middleware.wrap(openapi, "GET /openapi.json", is_public=True)))
     for path, content, media in _dashboard_files():
@@ -94,7 +96,7 @@ def _dashboard_files() -> list[tuple[str, bytes, str]]:
 
 
 def _static_handler(content: bytes, media: str) -> Callable[[Request], Awaitable[Response]]:
-    async def answer(request: Request) -> Response:
+    async def handle(request: Request) -> Response:
         return Response(content, media_type=media, headers=SECURITY_HEADERS)
 
-    return answer
+    return handle

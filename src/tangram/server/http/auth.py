@@ -73,7 +73,7 @@ class RunRegistry:
         self._ending: dict[str, RunRecord] = {}
         """Revoked runs with objects that may be left; their names are taken."""
         self._revoking: set[str] = set()
-        """Those of them that are being ended now."""
+        """Revoked runs that are being ended now."""
         for run in recovered:
             record = msgspec.msgpack.decode(run.record, type=RunRecord)
             if run.ending:
@@ -85,8 +85,8 @@ class RunRegistry:
         self._principal_by_hash.pop(self._hash_by_run.get(name, b""), None)
         self._hash_by_run[name] = token_hash
         self._record_by_run[name] = record
-        standing = self._revocation_by_run.setdefault(name, Revocation())
-        self._principal_by_hash[token_hash] = Principal(name, name, False, record.caps, standing)
+        revocation = self._revocation_by_run.setdefault(name, Revocation())
+        self._principal_by_hash[token_hash] = Principal(name, name, False, record.caps, revocation)
 
     @property
     def allows_anonymous(self) -> bool:
@@ -201,15 +201,15 @@ def hash_token(token: str) -> bytes:
 class TokenBucket:
     """A token bucket: admits a burst at once, and `per_s` more each second."""
 
-    __slots__ = ("_refilled_s", "_burst", "_tokens", "per_s")
+    __slots__ = ("_refilled_at", "_burst", "_tokens", "per_s")
 
     def __init__(self, per_s: float, burst: float, now: float) -> None:
         self.per_s, self._burst = per_s, burst
-        self._tokens, self._refilled_s = burst, now
+        self._tokens, self._refilled_at = burst, now
 
     def _refill(self, now: float) -> None:
-        self._tokens = min(self._burst, self._tokens + max(0.0, now - self._refilled_s) * self.per_s)
-        self._refilled_s = now
+        self._tokens = min(self._burst, self._tokens + max(0.0, now - self._refilled_at) * self.per_s)
+        self._refilled_at = now
 
     def take(self, now: float) -> float:
         """Returns 0 and takes a token, or the seconds until there is one."""

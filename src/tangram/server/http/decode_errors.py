@@ -13,6 +13,7 @@ import msgspec
 from msgspec import inspect
 
 from tangram.errors import InvalidAction
+from tangram.runtime.error_records import Verbatim
 from tangram.runtime.wire import DESCRIPTION_BY_PATTERN
 
 REDECODED_BYTES_MAX = 64 << 10
@@ -24,16 +25,6 @@ _UNKNOWN_PATTERN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL
 _DESCRIPTION_BY_EXPECTED = {
     f"`str` matching regex {pattern!r}": description for pattern, description in DESCRIPTION_BY_PATTERN.items()
 }
-
-
-class _Verbatim:
-    """Values that are shown as they are."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __repr__(self) -> str:
-        return self._text
 
 
 def to_invalid_action(error: msgspec.ValidationError, body: bytes, kind: Any) -> InvalidAction:
@@ -48,28 +39,28 @@ def to_invalid_action(error: msgspec.ValidationError, body: bytes, kind: Any) ->
     ):
         named = pattern.fullmatch(text)
         if named is not None:
-            inner = f"{field}.{named[1]}".lstrip(".")
+            path = f"{field}.{named[1]}".lstrip(".")
             return InvalidAction(
-                inner, _value_at(body, inner) if pattern is _UNKNOWN_PATTERN else _Verbatim("none"), expected
+                path, _value_at(body, path) if pattern is _UNKNOWN_PATTERN else Verbatim("none"), expected
             )
     choices = ", ".join(repr(each) for each in _choices(kind, field)) if _INVALID_CHOICE_PATTERN.fullmatch(text) else ""
     if choices:
         return InvalidAction(field, _value_at(body, field), f"one of {choices}")
     if not text.startswith("Expected "):
-        return InvalidAction(field or "body", _Verbatim(text), "a value as in the API reference")
+        return InvalidAction(field or "body", Verbatim(text), "a value as in the API reference")
     expected, _, actual = text.removeprefix("Expected ").partition(", got ")
     return InvalidAction(
         field or "body",
-        _Verbatim(actual) if actual else _value_at(body, field),
+        Verbatim(actual) if actual else _value_at(body, field),
         _DESCRIPTION_BY_EXPECTED.get(expected, expected),
     )
 
 
 def _choices(kind: Any, field: str) -> list[Any]:
     """The allowed values of an enumeration, else nothing."""
-    *outer, last = re.sub(r"\[[^]]*\]", ".[]", field).split(".")
+    *parents, last = re.sub(r"\[[^]]*\]", ".[]", field).split(".")
     kinds = list(_flatten_union(inspect.type_info(kind)))
-    for name in outer:
+    for name in parents:
         kinds = [child for parent in kinds for child in _child_types(parent, name)]
     tags = [each.tag for each in kinds if isinstance(each, inspect.StructType) and each.tag_field == last]
     children = [child for parent in kinds for child in _child_types(parent, last)]
@@ -107,5 +98,5 @@ def _value_at(body: bytes, field: str) -> Any:
         for name in field.replace("[", ".").replace("]", "").split("."):
             value = value[int(name)] if isinstance(value, list) else value[name]  # type: ignore[index]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, LookupError, TypeError, ValueError):
-        return _Verbatim("something else")
+        return Verbatim("something else")
     return value

@@ -21,20 +21,20 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tangram.errors import InvalidConfig
 from tangram.runtime.error_records import ErrorRecord
-from tangram.server.http.middleware import STATUS_BY_CODE, problem_response
+from tangram.server.http.responses import STATUS_BY_CODE, problem_response
 
 HEADER_TIMEOUT_S = 20.0
-"""Until the headers of a request are complete."""
+"""Time until the headers of a request are complete."""
 HEADER_BYTES_MAX = 64 << 10
 HEADER_OVERHEAD_BYTES = 32
 """Memory of each header beside its characters."""
 LINGER_TIMEOUT_S = 10.0
-"""For the rest of a body after its response: a client that still sends reads the response only then."""
+"""Time for the rest of a body after its response: a client that still sends reads the response only then."""
 SEND_TIMEOUT_S = 60.0
-"""For a client to take what fills the socket buffers; beyond, the connection is dropped."""
+"""Time for a client to take what fills the socket buffers; beyond, the connection is dropped."""
 KEEP_ALIVE_S = 75.0
 GRACEFUL_SHUTDOWN_S = 10.0
-"""For responses in flight when the server stops."""
+"""Time for responses in flight when the server stops."""
 BACKLOG = 4096
 
 log = logging.getLogger("tangram.http")
@@ -183,13 +183,13 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         log.warning("malformed request address=%r", self.client[0] if self.client else "")
         self._reject(ErrorRecord(code="invalid_http", message="malformed HTTP"))
 
-    def _reject(self, fault: ErrorRecord) -> None:
+    def _reject(self, error_record: ErrorRecord) -> None:
         """Answers bytes that are not a request, which the application never sees."""
-        status = STATUS_BY_CODE[fault.code]
-        answer = problem_response(fault, status)
+        status = STATUS_BY_CODE[error_record.code]
+        response = problem_response(error_record, status)
         head = [b"HTTP/1.1 %d \r\n" % status, b"connection: close\r\n"]
-        head += [b"%s: %s\r\n" % (name, value) for name, value in answer.raw_headers]
-        self.transport.write(b"".join([*head, b"\r\n", bytes(answer.body)]))
+        head += [b"%s: %s\r\n" % (name, value) for name, value in response.raw_headers]
+        self.transport.write(b"".join([*head, b"\r\n", bytes(response.body)]))
         self._cancel_receive_timer()
         self._arm_send_timer()
         self.transport.close()

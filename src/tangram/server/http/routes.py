@@ -2,6 +2,14 @@
 
 Owns the table from which the OpenAPI document and the reference page are generated, and the handlers. A handler decodes
 the request, calls the action service or a manager, and encodes the response; it keeps no state.
+
+The path of an action:
+
+    routes                a handler decodes the request
+    ActionService         checks the limits of the tenant and writes the action to the journal
+    Orchestrator.send     passes events to the scheduler and executes its effects
+    Scheduler.handle      decides when the action starts, and with which units
+    managers              run the work
 """
 
 from __future__ import annotations
@@ -51,19 +59,9 @@ from tangram.runtime.wire import (
 from tangram.server.actions.service import ActionService
 from tangram.server.actions.tenant_images import TenantImages
 from tangram.server.http.auth import RunRegistry
-from tangram.server.http.middleware import (
-    JSON,
-    LARGE_BYTES,
-    SAFE_INTEGER_MAX,
-    OpenFileResponse,
-    RequestContext,
-    ResponseSpool,
-    UploadSpool,
-    encode,
-    json_response,
-    no_content,
-    read_json,
-)
+from tangram.server.http.bodies import JSON, LARGE_BYTES, OpenFileResponse, ResponseSpool, UploadSpool, read_json
+from tangram.server.http.request_context import SAFE_INTEGER_MAX, RequestContext
+from tangram.server.http.responses import encode, json_response, no_content
 from tangram.server.observe.visibility import VisibilityFilter
 
 FILE_BYTES_MAX = 256 << 20
@@ -225,8 +223,8 @@ class RouteHandlers:
         return json_response(SandboxesReply(sandboxes=self._action_service.sandboxes(context.caller)))
 
     async def sandbox(self, context: RequestContext) -> Response:
-        inner = self._action_service.require_sandbox(context.caller, context.path_param("name"))
-        return json_response(self._action_service.sandbox_reply(context.caller, inner))
+        qualified_name = self._action_service.require_sandbox(context.caller, context.path_param("name"))
+        return json_response(self._action_service.sandbox_reply(context.caller, qualified_name))
 
     async def discard(self, context: RequestContext) -> Response:
         with self._drain_gate.admit():
@@ -237,14 +235,14 @@ class RouteHandlers:
         return self._action_service.sandbox_in_use(context.caller, context.path_param("name"))
 
     async def read_file(self, context: RequestContext) -> Response:
-        with self._sandbox_in_use(context) as box:
+        with self._sandbox_in_use(context) as sandbox:
             path, most = context.query_text("path"), context.bytes_max(FILE_BYTES_MAX)
 
             async def write(file: BinaryIO) -> None:
                 async with self._read_semaphore:
                     context.caller.require_not_revoked()
                     with self._drain_gate.admit():
-                        content = await self._manager.read(box, path, bytes_max=most)
+                        content = await self._manager.read(sandbox, path, bytes_max=most)
                     if len(content) <= LARGE_BYTES:
                         file.write(content)
                     else:
@@ -253,28 +251,28 @@ class RouteHandlers:
             return await self._responses.spool(context, write)
 
     async def write_file(self, context: RequestContext) -> Response:
-        with self._sandbox_in_use(context) as box:
+        with self._sandbox_in_use(context) as sandbox:
             path, mode = context.query_text("path"), context.query_octal("mode", FILE_MODE_DEFAULT)
 
             async def write(file: BinaryIO) -> None:
                 content = await asyncio.to_thread(file.read)
                 with self._drain_gate.admit():
-                    await self._manager.write(box, path, content, mode=mode)
+                    await self._manager.write(sandbox, path, content, mode=mode)
 
             await self._uploads.spool(context, min(FILE_BYTES_MAX, self._action_service.limits.file_bytes_max), write)
         return no_content()
 
     async def delete_file(self, context: RequestContext) -> Response:
-        with self._sandbox_in_use(context) as box, self._drain_gate.admit():
-            await self._manager.delete(box, context.query_text("path"))
+        with self._sandbox_in_use(context) as sandbox, self._drain_gate.admit():
+            await self._manager.delete(sandbox, context.query_text("path"))
         return no_content()
 
     async def list_files(self, context: RequestContext) -> Response:
-        with self._sandbox_in_use(context) as box, self._drain_gate.admit():
-            return json_response(DirectoryReply(entries=await self._manager.list(box, context.query_text("path"))))
+        with self._sandbox_in_use(context) as sandbox, self._drain_gate.admit():
+            return json_response(DirectoryReply(entries=await self._manager.list(sandbox, context.query_text("path"))))
 
     async def read_tree(self, context: RequestContext) -> Response:
-        with self._sandbox_in_use(context) as box:
+        with self._sandbox_in_use(context) as sandbox:
             path = context.query_text("path")
             most = context.bytes_max(self._action_service.limits.file_bytes_max)
 
@@ -282,17 +280,17 @@ class RouteHandlers:
                 async with self._read_semaphore:
                     context.caller.require_not_revoked()
                     with self._drain_gate.admit():
-                        await self._manager.pack(box, path, file, bytes_max=most)
+                        await self._manager.pack(sandbox, path, file, bytes_max=most)
 
             return await self._responses.spool(context, write)
 
     async def write_tree(self, context: RequestContext) -> Response:
-        with self._sandbox_in_use(context) as box:
+        with self._sandbox_in_use(context) as sandbox:
             path = context.query_text("path")
 
             async def write(file: BinaryIO) -> None:
                 with self._drain_gate.admit():
-                    await self._manager.unpack(box, path, file)
+                    await self._manager.unpack(sandbox, path, file)
 
             await self._uploads.spool(context, self._action_service.limits.file_bytes_max, write)
         return no_content()
@@ -438,30 +436,30 @@ class RouteHandlers:
     async def trace(self, context: RequestContext) -> Response:
         context.require_admin()
         file, size = self._visibility.open_trace()
-        held = AsyncExitStack()
-        held.enter_context(file)
-        return OpenFileResponse(file, size, held)
+        resources = AsyncExitStack()
+        resources.enter_context(file)
+        return OpenFileResponse(file, size, resources)
 
     async def metrics(self, context: RequestContext) -> Response:
         context.require_admin()
         return Response(self._visibility.metrics(), media_type="text/plain; version=0.0.4")
 
-    async def is_alive(self, context: RequestContext) -> Response:
+    async def healthz(self, context: RequestContext) -> Response:
         return Response("alive\n", media_type="text/plain")
 
-    async def is_ready(self, context: RequestContext) -> Response:
+    async def readyz(self, context: RequestContext) -> Response:
         ready = not self._action_service.is_draining
         return Response("ready\n" if ready else "draining\n", 200 if ready else 503, media_type="text/plain")
 
 
 def _without_upload_path(error: TangramError, path: str) -> TangramError:
     """Hides where the server stores files from the message of a manager."""
-    fault = error_record_of(error)
+    error_record = error_record_of(error)
     texts = {
-        field: getattr(fault, field).replace(repr(path), "the upload").replace(path, "the upload")
+        field: getattr(error_record, field).replace(repr(path), "the upload").replace(path, "the upload")
         for field in ("message", "value", "expected")
     }
-    return msgspec.structs.replace(fault, **texts).to_exception()
+    return msgspec.structs.replace(error_record, **texts).to_exception()
 
 
 def _copy(file: BinaryIO, named: Any) -> None:
@@ -761,11 +759,11 @@ ROUTES = (
         bytes,
     ),
     Route("GET", "/metrics", RouteHandlers.metrics, "metrics", "Metrics for Prometheus (admin)", None, str),
-    Route("GET", "/healthz", RouteHandlers.is_alive, "is_alive", "It answers", None, str, is_public=True),
+    Route("GET", "/healthz", RouteHandlers.healthz, "is_alive", "It answers", None, str, is_public=True),
     Route(
         "GET",
         "/readyz",
-        RouteHandlers.is_ready,
+        RouteHandlers.readyz,
         "is_ready",
         "Ready to accept actions",
         None,

@@ -1,0 +1,1 @@
+"""The journal: acknowledged actions, sandboxes, images and tokens survive a crash."""

@@ -154,6 +154,7 @@ class Journal:
         self._lock = -1
         self._thread: ThreadPoolExecutor | None = None
         self._store: JournalStore
+        """Set by opening, as `_uptime`."""
         self._uptime: _UptimeClock
         self._live_entries: dict[str, JournalEntry] = {}
         self.unfetched_bytes: collections.Counter[str] = collections.Counter()
@@ -392,7 +393,7 @@ class Journal:
             return
         batch = self._batches.popleft()
         batch.uptime_s = self._uptime.read()
-        batch.began_s = self._clock.now()
+        batch.began_at = self._clock.now()
         self._on_thread(self._store.commit, batch).add_done_callback(functools.partial(self._on_commit_done, batch))
 
     def _on_commit_done(self, batch: _PendingBatch, done: asyncio.Future[None]) -> None:
@@ -407,7 +408,7 @@ class Journal:
         self.unfetched_bytes.subtract(batch.freed_bytes)
         batch.resolve(None)
         if self._on_commit is not None:
-            self._on_commit(self._clock.now() - batch.began_s, batch.operations, self._store.wal_bytes)
+            self._on_commit(self._clock.now() - batch.began_at, batch.operations, self._store.wal_bytes)
         if self._store.wal_bytes > CHECKPOINT_THRESHOLD_BYTES:
             self._on_thread(self._store.checkpoint).add_done_callback(self._on_checkpoint_done)
         else:
@@ -454,7 +455,7 @@ class _PendingBatch(CommitBatch):
 
     def __init__(self) -> None:
         super().__init__()
-        self.began_s = 0.0
+        self.began_at = 0.0
         self._waiters: list[asyncio.Future[None]] = []
 
     def wait_committed(self) -> asyncio.Future[None]:

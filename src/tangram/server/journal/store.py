@@ -333,14 +333,18 @@ class JournalStore:
         ).fetchone()
         if last is None:
             return None
-        is_meant = (
+        condition = (
             "FROM results JOIN actions USING (seq) WHERE seq > ? AND seq <= ? AND"
             f" (fetched IS NOT NULL OR settled_s <= ? OR run IN ({','.join('?' * len(runs))}))"
         )
-        which = (after, last, settled_before_s, *runs)
+        parameters = (after, last, settled_before_s, *runs)
         with self._transaction(up_s):
-            unfetched = self._db.execute(f"SELECT id, length(result) {is_meant} AND fetched IS NULL", which).fetchall()
-            deleted = self._db.execute(f"DELETE FROM actions WHERE seq IN (SELECT seq {is_meant})", which).rowcount
+            unfetched = self._db.execute(
+                f"SELECT id, length(result) {condition} AND fetched IS NULL", parameters
+            ).fetchall()
+            deleted = self._db.execute(
+                f"DELETE FROM actions WHERE seq IN (SELECT seq {condition})", parameters
+            ).rowcount
             self._db.execute(
                 "DELETE FROM results WHERE seq > ? AND seq <= ? AND seq NOT IN (SELECT seq FROM actions)", (after, last)
             )

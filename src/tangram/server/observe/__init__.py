@@ -1,1 +1,1 @@
-"""What the server shows of itself."""
+"""Observability of the server: views, metrics and stories."""

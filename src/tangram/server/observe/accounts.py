@@ -12,7 +12,7 @@ from bisect import bisect_left
 
 from tangram.core.action import Action
 from tangram.core.demand import Demand
-from tangram.runtime.tally import Tally
+from tangram.runtime.latency_histogram import LatencyHistogram
 from tangram.server.observe.amounts import describe_demand
 from tangram.server.observe.history import LastHour, Series
 from tangram.server.observe.time_breakdown import OTHER, TimeSums
@@ -48,7 +48,7 @@ class RunAccount:
     """Counters of one run, or of all runs without an account."""
 
     __slots__ = (
-        "active", "classes", "hour", "name", "running", "sandboxes", "series", "settled", "time_breakdown", "tally",
+        "active", "classes", "hour", "name", "running", "sandboxes", "series", "settled", "time_breakdown", "latencies",
         "tasks", "waiting",
     )  # fmt: skip
 
@@ -60,8 +60,8 @@ class RunAccount:
         """Sandboxes, and those in which an action runs."""
         self.settled: dict[str, int] = {}
         """Settled actions by status."""
-        self.tally = Tally()
-        """Of the present bucket."""
+        self.latencies = LatencyHistogram()
+        """Settled actions of the present bucket."""
         self.hour = LastHour()
         self.series: Series | None = None
         """Starts at the first bucket with activity."""
@@ -78,7 +78,7 @@ class ClassAccount:
 
     __slots__ = (
         "_demand_text", "_demand", "completion", "execution", "hour", "live_actions", "name", "overhead", "run",
-        "tally", "waiting", "has_task",
+        "latencies", "waiting", "has_task",
     )  # fmt: skip
 
     def __init__(self, run: RunAccount, name: str, *, has_task: bool) -> None:
@@ -87,8 +87,8 @@ class ClassAccount:
         self.has_task = has_task
         self.live_actions = 0
         """Actions that have not settled."""
-        self.tally = Tally()
-        """Not folded into run and hour yet."""
+        self.latencies = LatencyHistogram()
+        """Completion times not yet added to run and hour."""
         self.hour = LastHour()
         self.completion, self.waiting = Histogram(), Histogram()
         self.execution, self.overhead = Histogram(), Histogram()
@@ -96,7 +96,7 @@ class ClassAccount:
         self._demand_text = ""
 
     def add(self, waiting_s: float, execution_s: float, overhead_s: float) -> None:
-        self.tally.add(waiting_s, execution_s, overhead_s)
+        self.latencies.add(waiting_s, execution_s, overhead_s)
         self.completion.observe(waiting_s + execution_s + overhead_s)
         self.waiting.observe(waiting_s)
         self.execution.observe(execution_s)

@@ -11,7 +11,7 @@ from tangram.core.action import Action, Outcome, State, Status
 from tangram.core.demand import CPU, MEMORY
 from tangram.core.messages import Event, Finished, Grant, Resize, Started, StartFailed
 from tangram.core.scheduler import Scheduler
-from tangram.runtime.shortage import lacking_kind, short_kind
+from tangram.runtime.shortage import short_kind_when_granted, short_kind_when_queued
 from tangram.runtime.views import TimelineRow
 from tangram.server.observe.accounts import Accounts
 from tangram.server.observe.buckets import Buckets
@@ -48,8 +48,8 @@ class ActionTracker:
     def _track(self, action: Action, now: float) -> TrackedAction:
         account = self._accounts.account_of(action)
         trajectory = self.trajectories.trajectory_of(action, account.run.time_breakdown, now)
-        box = self._sandboxes.by_name.get(action.sandbox) if action.sandbox else None
-        tracked = self.by_id[action.id] = TrackedAction(action, account, trajectory, box, now)
+        sandbox = self._sandboxes.by_name.get(action.sandbox) if action.sandbox else None
+        tracked = self.by_id[action.id] = TrackedAction(action, account, trajectory, sandbox, now)
         tracked.phase_start = trajectory.enter_phase(WAITING)
         account.live_actions += 1
         account.run.waiting += 1
@@ -59,7 +59,7 @@ class ActionTracker:
         """Finds which kind the action waits for, if it is queued."""
         entry = self._scheduler.entries.get(tracked.action.id)
         if entry is not None and entry.state is State.QUEUED:
-            tracked.short_kind = short_kind(self._scheduler, entry)
+            tracked.short_kind = short_kind_when_queued(self._scheduler, entry)
             tracked.add_note(now, WAITING_NOTE, tracked.short_kind)
 
     def on_granted(self, action: Action, grant: Grant, event: Event, now: float) -> None:
@@ -73,10 +73,10 @@ class ActionTracker:
         waited_s = trajectory.leave_phase(WAITING, tracked.phase_start)
         if waited_s > 0.0:
             trajectory.breakdown.add_waiting(
-                lacking_kind(self._scheduler, action, event, self._freed, tracked.short_kind), waited_s
+                short_kind_when_granted(self._scheduler, action, event, self._freed, tracked.short_kind), waited_s
             )
         tracked.phase, tracked.phase_start = STARTING, trajectory.enter_phase(STARTING)
-        tracked.granted_s, tracked.started_s, tracked.attempt, tracked.node = now, -1.0, grant.attempt, grant.node
+        tracked.granted_at, tracked.started_at, tracked.attempt, tracked.node = now, -1.0, grant.attempt, grant.node
         run.waiting -= 1
         run.running += 1
         tracked.pools = tuple([share.pool for share in grant.shares])
@@ -114,7 +114,7 @@ class ActionTracker:
         waited_s = trajectory.leave_phase(STARTING, tracked.phase_start)
         if waited_s > 0.0:
             trajectory.breakdown.add_waiting(START, waited_s)
-        tracked.phase, tracked.phase_start, tracked.started_s = EXECUTING, trajectory.enter_phase(EXECUTING), now
+        tracked.phase, tracked.phase_start, tracked.started_at = EXECUTING, trajectory.enter_phase(EXECUTING), now
         tracked.add_note(now, STARTED_NOTE)
 
     def on_resized(self, effect: Resize, now: float) -> None:
@@ -181,10 +181,10 @@ class ActionTracker:
             if had_s > 0.0:
                 sums.add_waiting(START, had_s)
         else:
-            elapsed_s = now - tracked.started_s
-            ours_s = had_s * min(1.0, overhead_s / elapsed_s) if elapsed_s > 0.0 else 0.0
-            sums.overhead_s += ours_s
-            sums.execution_s += had_s - ours_s
+            elapsed_s = now - tracked.started_at
+            measured_s = had_s * min(1.0, overhead_s / elapsed_s) if elapsed_s > 0.0 else 0.0
+            sums.overhead_s += measured_s
+            sums.execution_s += had_s - measured_s
         run.running -= 1
         for name in tracked.pools:
             self._touch_pool(name, now)
@@ -204,11 +204,11 @@ class ActionTracker:
         account.run.count(status)
         self._buckets.on_settled(account, outcome.waiting_s, outcome.execution_s, outcome.overhead_s)
         if tracked.sandbox is not None:
-            self._sandboxes.drop_if_closed(tracked.sandbox.name, self._scheduler.places)
-        granted_s = tracked.granted_s if tracked.granted_s >= 0.0 else now
+            self._sandboxes.drop_if_closed(tracked.sandbox.name, self._scheduler)
+        granted_at = tracked.granted_at if tracked.granted_at >= 0.0 else now
         row = TimelineRow(
-            number, action.id, action.run, action.trajectory, account.name, status, tracked.submitted_s, granted_s, now,
-            outcome.waiting_s, outcome.execution_s, outcome.overhead_s, tracked.cpu, tracked.node,
+            number, action.id, action.run, action.trajectory, account.name, status, tracked.submitted_at, granted_at,
+            now, outcome.waiting_s, outcome.execution_s, outcome.overhead_s, tracked.cpu, tracked.node,
         )  # fmt: skip
         demand_text, cpu_s = account.describe_demand(action.demand), outcome.usage.cpu_s
         return SettledActionRecord(

@@ -7,7 +7,7 @@ view is built or the bucket ends, so that each action costs little.
 from __future__ import annotations
 
 from tangram.core.ledger import PoolState
-from tangram.runtime.tally import Tally
+from tangram.runtime.latency_histogram import LatencyHistogram
 from tangram.runtime.views import BUCKET_S, BUCKETS_MAX, HistoryBucket
 from tangram.server.observe.accounts import Accounts, ClassAccount, RunAccount
 from tangram.server.observe.history import SLICE_S, PoolUtilization, Series
@@ -23,7 +23,7 @@ class Buckets:
         self.utilization = PoolUtilization()
         self.end_s = BUCKET_S
         self._number = 0
-        self._tally = Tally()
+        self._latencies = LatencyHistogram()
         self._series = Series()
         """All runs together."""
         self._utilization_by_bucket: dict[int, dict[str, float]] = {}
@@ -32,7 +32,7 @@ class Buckets:
         """Classes with settled actions that `fold` has yet to add."""
 
     def on_settled(self, account: ClassAccount, waiting_s: float, execution_s: float, overhead_s: float) -> None:
-        if not account.tally.count:
+        if not account.latencies.count:
             self._unfolded_classes.append(account)
         account.add(waiting_s, execution_s, overhead_s)
 
@@ -40,11 +40,11 @@ class Buckets:
         """Adds settled actions to runs and totals."""
         number = self._number // BUCKETS_PER_SLICE
         for account in self._unfolded_classes:
-            tally, account.tally = account.tally, Tally()
-            account.hour.add(tally, number)
-            account.run.hour.add(tally, number)
-            account.run.tally.merge(tally)
-            self._tally.merge(tally)
+            latencies, account.latencies = account.latencies, LatencyHistogram()
+            account.hour.add(latencies, number)
+            account.run.hour.add(latencies, number)
+            account.run.latencies.merge(latencies)
+            self._latencies.merge(latencies)
         self._unfolded_classes.clear()
 
     def close(self, now: float, pools: dict[str, PoolState]) -> None:
@@ -74,13 +74,13 @@ class Buckets:
         for run in self._accounts.all_runs():
             waiting += run.waiting
             running += run.running
-            if run.tally.count or run.waiting or run.running:
+            if run.latencies.count or run.waiting or run.running:
                 if run.series is None:
                     run.series = Series()
-                run.series.put(number, run.tally, run.waiting, run.running)
-                run.tally = Tally()
-        self._series.put(number, self._tally, waiting, running)
-        self._tally = Tally()
+                run.series.put(number, run.latencies, run.waiting, run.running)
+                run.latencies = LatencyHistogram()
+        self._series.put(number, self._latencies, waiting, running)
+        self._latencies = LatencyHistogram()
         self._number = number + 1
 
     def history(self, account: RunAccount | None) -> tuple[HistoryBucket, ...]:

@@ -1,7 +1,7 @@
 """History: the last hour of settled actions and of pool utilization, in bounded memory.
 
-Owns two views of the hour: one tally, in slices of five minutes, for its percentiles; and a series, in buckets of
-BUCKET_S, for a curve. Never reads a clock or the scheduler.
+Owns two views of the hour: one latency histogram, in slices of five minutes, for its percentiles; and a series, in
+buckets of BUCKET_S, for a curve. Never reads a clock or the scheduler.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from array import array
 from collections import deque
 
 from tangram.core.ledger import PoolState
-from tangram.runtime.tally import Tally
+from tangram.runtime.latency_histogram import LatencyHistogram
 from tangram.runtime.views import BUCKET_S, BUCKETS_MAX, HistoryBucket
 
 SLICE_S = 300.0
@@ -25,15 +25,15 @@ class LastHour:
     __slots__ = ("_slices", "total")
 
     def __init__(self) -> None:
-        self.total = Tally()
-        self._slices: deque[tuple[int, Tally]] = deque()
+        self.total = LatencyHistogram()
+        self._slices: deque[tuple[int, LatencyHistogram]] = deque()
 
-    def add(self, tally: Tally, number: int) -> None:
+    def add(self, latencies: LatencyHistogram, number: int) -> None:
         """Adds to the slice with this number, the last or a later one."""
         if not self._slices or self._slices[-1][0] != number:
-            self._slices.append((number, Tally()))
-        self._slices[-1][1].merge(tally)
-        self.total.merge(tally)
+            self._slices.append((number, LatencyHistogram()))
+        self._slices[-1][1].merge(latencies)
+        self.total.merge(latencies)
 
     def forget(self, number: int) -> None:
         """Drops slices that are older than an hour in the slice with this number."""
@@ -41,7 +41,7 @@ class LastHour:
         while slices and slices[0][0] <= number - SLICES:
             self.total.merge(slices.popleft()[1], -1)
         if not slices:
-            self.total = Tally()  # sums of floats do not return to zero exactly
+            self.total = LatencyHistogram()  # sums of floats do not return to zero exactly
 
 
 SERIES_FIELDS = 9
@@ -57,12 +57,13 @@ class Series:
         self._numbers = array("q", [-1]) * BUCKETS_MAX
         self._values = array("d", [0.0]) * (BUCKETS_MAX * SERIES_FIELDS)
 
-    def put(self, number: int, tally: Tally, waiting: int, running: int) -> None:
+    def put(self, number: int, latencies: LatencyHistogram, waiting: int, running: int) -> None:
         slot = number % BUCKETS_MAX
         self._numbers[slot] = number
-        p50, p95, p99 = tally.quantiles((0.5, 0.95, 0.99)) if tally.count else (0.0, 0.0, 0.0)
+        p50, p95, p99 = latencies.quantiles((0.5, 0.95, 0.99)) if latencies.count else (0.0, 0.0, 0.0)
         values = (
-            tally.count, p50, p95, p99, tally.waiting_s, tally.execution_s, tally.overhead_s, waiting, running,
+            latencies.count, p50, p95, p99, latencies.waiting_s, latencies.execution_s, latencies.overhead_s,
+            waiting, running,
         )  # fmt: skip
         self._values[slot * SERIES_FIELDS : (slot + 1) * SERIES_FIELDS] = array("d", values)
 
@@ -96,18 +97,18 @@ def _bucket(number: int, values: array[float], busy: dict[str, float]) -> Histor
 class _UtilizationIntegral:
     """Utilization of one pool since the last reading."""
 
-    __slots__ = ("integral_s", "fraction", "since_s", "refilled_at_s")
+    __slots__ = ("integral_s", "fraction", "updated_at", "refilled_at")
 
-    def __init__(self, since_s: float) -> None:
+    def __init__(self, updated_at: float) -> None:
         self.fraction = 0.0
-        self.since_s = since_s
-        self.refilled_at_s = math.inf
+        self.updated_at = updated_at
+        self.refilled_at = math.inf
         """When a windowed quota is full again if nothing more is used."""
         self.integral_s = 0.0
 
     def advance(self, now: float) -> None:
-        self.integral_s += self.fraction * max(0.0, min(now, self.refilled_at_s) - self.since_s)
-        self.since_s = now
+        self.integral_s += self.fraction * max(0.0, min(now, self.refilled_at) - self.updated_at)
+        self.updated_at = now
 
 
 class PoolUtilization:
@@ -126,7 +127,7 @@ class PoolUtilization:
         level.advance(now)
         used = pool.held + pool.spent - pool.returned_units(now)
         level.fraction = min(1.0, used / pool.total) if pool.total > 0 else 0.0
-        level.refilled_at_s = pool.refilled_at()
+        level.refilled_at = pool.refilled_at()
 
     def close(self, start_s: float, end_s: float) -> dict[str, float]:
         """Returns the means from `start_s` to `end_s`, and starts over there."""

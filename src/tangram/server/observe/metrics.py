@@ -209,7 +209,7 @@ def _run_samples(account: RunAccount) -> Iterator[Sample]:
 
 
 def _pool_samples(observer: StateObserver) -> Iterator[Sample]:
-    now, waiting = observer.now(), waiting_actions(observer)
+    now, waiting = observer.now(), waiting_actions(observer.scheduler, observer.tracker)
     for pool in observer.scheduler.ledger.pools.values():
         spent = pool.spent - pool.returned_units(now)
         states = {"total": pool.total, "held": pool.held, "spent": spent, "free": pool.total - pool.held - spent}
@@ -231,7 +231,8 @@ HISTOGRAM_BY_FAMILY: dict[str, Callable[[ClassAccount], Histogram]] = {
 def _class_histograms(observer: StateObserver) -> dict[str, dict[Labels, Histogram]]:
     classes = observer.accounts.classes.values()
     return {
-        name: {(one.run.name, one.name): part(one) for one in classes} for name, part in HISTOGRAM_BY_FAMILY.items()
+        name: {(account.run.name, account.name): histogram(account) for account in classes}
+        for name, histogram in HISTOGRAM_BY_FAMILY.items()
     }
 
 

@@ -5,18 +5,16 @@ Reads the ledger and changes nothing: units that a quota window has returned sin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from heapq import nlargest
-from typing import TYPE_CHECKING
 
 from tangram.core.demand import CPU, GPU, MEMORY
 from tangram.core.ledger import CORE_KIND, Holding, Ledger, PoolState, RunUsage
+from tangram.core.scheduler import Scheduler
 from tangram.core.topology import Cells, Chunks, CoreSet
 from tangram.runtime.views import HIDDEN_NAME, PoolHolder, PoolPart, PoolView
+from tangram.server.observe.action_tracker import ActionTracker
 from tangram.server.observe.time_breakdown import WAITING
-
-if TYPE_CHECKING:
-    from tangram.server.observe.state_observer import StateObserver
 
 HOLDERS_SHOWN_MAX = 200
 
@@ -24,14 +22,18 @@ UNITS = {CPU: "milli-cores", MEMORY: "MiB", GPU: "devices"}
 WINDOWED_UNITS = ("requests", "tokens")
 """The last part of the name of a quota with a time window."""
 
+LoadedServices = dict[tuple[str, tuple[int, ...]], None]
+"""Services with their devices, most recently loaded last."""
+
 HoldersByPool = dict[str, list[tuple[int, str, str, Holding]]]
 """By pool: units, holder id, run and holding."""
 
 
-def pool_views(observer: StateObserver, run: str | None, now: float) -> tuple[PoolView, ...]:
-    scheduler = observer.scheduler
-    held = _holders_by_pool(observer)
-    waiting_by_pool = waiting_actions(observer)
+def pool_views(
+    scheduler: Scheduler, tracker: ActionTracker, loaded: Mapping[str, LoadedServices], run: str | None, now: float
+) -> tuple[PoolView, ...]:
+    held = _holders_by_pool(scheduler)
+    waiting_by_pool = waiting_actions(scheduler, tracker)
     views = []
     for pool in scheduler.ledger.pools.values():
         spent = pool.spent - pool.returned_units(now)
@@ -51,18 +53,20 @@ def pool_views(observer: StateObserver, run: str | None, now: float) -> tuple[Po
                 free=pool.total - pool.held - spent,
                 waiting=waiting,
                 window_s=pool.window.seconds if pool.window is not None else None,
-                parts=_pool_parts(pool, holders, list(observer.loaded.get(pool.node, ()))),
-                holders=tuple([_holder_view(one, run) for one in nlargest(HOLDERS_SHOWN_MAX, holders, key=_units)]),
+                parts=_pool_parts(pool, holders, list(loaded.get(pool.node, ()))),
+                holders=tuple(
+                    [_holder_view(holder, run) for holder in nlargest(HOLDERS_SHOWN_MAX, holders, key=_units)]
+                ),
             )
         )
     return tuple(views)
 
 
-def waiting_actions(observer: StateObserver) -> dict[str, int]:
+def waiting_actions(scheduler: Scheduler, tracker: ActionTracker) -> dict[str, int]:
     """By pool: actions that wait for its kind and could run on it."""
     counts: dict[tuple[str, str], int] = {}
-    entries = observer.scheduler.entries
-    for id, tracked in observer.tracker.by_id.items():
+    entries = scheduler.entries
+    for id, tracked in tracker.by_id.items():
         if tracked.phase == WAITING and id in entries:
             key = tracked.short_kind, entries[id].node
             counts[key] = counts.get(key, 0) + 1
@@ -73,7 +77,7 @@ def waiting_actions(observer: StateObserver) -> dict[str, int]:
         name: counts.get((pool.kind, ""), 0) + counts.get((pool.kind, pool.node), 0)
         if pool.node
         else any_node.get(pool.kind, 0)
-        for name, pool in observer.scheduler.ledger.pools.items()
+        for name, pool in scheduler.ledger.pools.items()
     }
 
 
@@ -88,11 +92,11 @@ def _units(holder: tuple[int, str, str, Holding]) -> int:
     return holder[0]
 
 
-def _holders_by_pool(observer: StateObserver) -> HoldersByPool:
+def _holders_by_pool(scheduler: Scheduler) -> HoldersByPool:
     """Holders by pool. Actions of one batch hold units together; they count for the first of them."""
-    held: HoldersByPool = {name: [] for name in observer.scheduler.ledger.pools}
+    held: HoldersByPool = {name: [] for name in scheduler.ledger.pools}
     shared: dict[int, None] = {}
-    for entry in observer.scheduler.grants.holding.values():
+    for entry in scheduler.holding_entries(None):
         action = entry.action
         for holding in entry.holdings:
             if holding.riders > 1:
@@ -102,7 +106,7 @@ def _holders_by_pool(observer: StateObserver) -> HoldersByPool:
             holders = held.get(holding.pool.name)
             if holders is not None:
                 holders.append((holding.units, action.id, action.run, holding))
-    for place in observer.scheduler.places.by_sandbox.values():
+    for place in scheduler.places.by_sandbox.values():
         reserved = place.reserved
         if reserved is not None and reserved.pool.name in held:
             held[reserved.pool.name].append((reserved.units, place.id, place.run.name, reserved))
@@ -110,10 +114,10 @@ def _holders_by_pool(observer: StateObserver) -> HoldersByPool:
 
 
 def _holder_view(holder: tuple[int, str, str, Holding], run: str | None) -> PoolHolder:
-    units, id, of, holding = holder
-    if run is not None and of != run:
-        id = of = HIDDEN_NAME
-    return PoolHolder(id=id, run=of, units=units, parts=_holding_cells(holding))
+    units, id, holder_run, holding = holder
+    if run is not None and holder_run != run:
+        id = holder_run = HIDDEN_NAME
+    return PoolHolder(id=id, run=holder_run, units=units, parts=_holding_cells(holding))
 
 
 def _holding_cells(holding: Holding) -> tuple[int, ...]:

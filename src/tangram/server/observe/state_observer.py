@@ -47,12 +47,10 @@ from tangram.server.observe import view_builders
 from tangram.server.observe.accounts import Accounts
 from tangram.server.observe.action_tracker import ActionTracker
 from tangram.server.observe.buckets import Buckets
+from tangram.server.observe.pool_views import LoadedServices
 from tangram.server.observe.sandbox_stats import SandboxStats
 from tangram.server.observe.stories import SettledActionRecord, live_lines, settled_lines
 from tangram.server.observe.time_breakdown import IDLE_TIMEOUT_S
-
-LoadedServices = dict[tuple[str, tuple[int, ...]], None]
-"""Services with their devices, most recently loaded last."""
 
 
 class StateObserver:
@@ -70,9 +68,9 @@ class StateObserver:
         self.version = version
         self.durability = durability
         self.recovered = ""
-        """What the last start recovered, in a sentence."""
+        """What this start recovered, in a sentence. Set after recovery, which this object observes."""
         self.is_draining = False
-        """Set when the server drains."""
+        """Set when draining begins; shown in views."""
         self.instance = secrets.token_hex(8)
         self.began_at = calendar()
         self.accounts = Accounts()
@@ -89,7 +87,7 @@ class StateObserver:
         """By name of the limit."""
         self._clock = clock or WallClock()
         self._calendar = calendar
-        self._epoch_s = self._clock.now()
+        self._started_at = self._clock.now()
         """Clock reading at event time 0: construction, until the first event corrects it."""
         self._has_seen_event = False
         self._now = 0.0
@@ -122,7 +120,7 @@ class StateObserver:
     def __call__(self, now: float, event: Event, effects: list[Effect]) -> None:
         if not self._has_seen_event:
             self._has_seen_event = True
-            self._epoch_s = self._clock.now() - now
+            self._started_at = self._clock.now() - now
         if now < self._now:
             now = self._now
         if now >= self.buckets.end_s:
@@ -157,7 +155,7 @@ class StateObserver:
 
     def _on_granted(self, effect: Start, now: float) -> None:
         sandbox, run = self._sandbox_by_call.pop(effect.action.id, ""), effect.action.run
-        if sandbox in self.scheduler.places.by_sandbox:
+        if self.scheduler.has_sandbox(sandbox):
             self.sandboxes.open(sandbox, run, self.accounts.run(run), effect.grant.node, now)
             self.tracker.touch_memory(effect.grant.node, now)
         self.tracker.on_granted(effect.action, effect.grant, self._event, now)
@@ -184,15 +182,15 @@ class StateObserver:
     # ---- sandboxes, pools, nodes, services ----
 
     def _on_reserved(self, event: Reserve, now: float) -> None:
-        if event.sandbox in self.scheduler.places.by_sandbox and event.sandbox not in self.sandboxes.by_name:
+        if self.scheduler.has_sandbox(event.sandbox) and event.sandbox not in self.sandboxes.by_name:
             self.sandboxes.open(event.sandbox, event.run, self.accounts.run(event.run), event.node, now)
             self.tracker.touch_memory(event.node, now)
 
     def _on_released(self, event: Release, now: float) -> None:
-        box = self.sandboxes.by_name.get(event.sandbox)
-        if box is not None:
-            self.sandboxes.drop_if_closed(event.sandbox, self.scheduler.places)
-            self.tracker.touch_memory(box.node, now)
+        sandbox = self.sandboxes.by_name.get(event.sandbox)
+        if sandbox is not None:
+            self.sandboxes.drop_if_closed(event.sandbox, self.scheduler)
+            self.tracker.touch_memory(sandbox.node, now)
 
     def _on_resident(self, event: Resident, now: float) -> None:
         if event.node in self.scheduler.ledger.nodes:
@@ -211,7 +209,7 @@ class StateObserver:
     def _on_node_changed(self, event: NodeChanged, now: float) -> None:
         if event.state is NodeState.DOWN:
             self.loaded.pop(event.node, None)
-            self.sandboxes.drop_all_closed(self.scheduler.places)
+            self.sandboxes.drop_all_closed(self.scheduler)
             for tracked in self.tracker.on_node_down(event.node, now):
                 self.tracker.on_waiting(tracked, now)
 
@@ -219,7 +217,7 @@ class StateObserver:
 
     def now(self) -> float:
         """Seconds since the server started, as in its trace."""
-        return max(self._now, self._clock.now() - self._epoch_s)
+        return max(self._now, self._clock.now() - self._started_at)
 
     def view(self, run: str | None) -> View:
         now = self.now()
@@ -289,12 +287,12 @@ class SettledActionLog:
 
     def append(self, record: SettledActionRecord) -> None:
         """The row must have the number after the last."""
-        place = self.last_number % self._rows_max
+        slot = self.last_number % self._rows_max
         self.last_number += 1
-        if place == len(self._ring):
+        if slot == len(self._ring):
             self._ring.append(record)
         else:
-            oldest, self._ring[place] = self._ring[place], record
+            oldest, self._ring[slot] = self._ring[slot], record
             if self._by_id.get(oldest.row.id) is oldest:
                 del self._by_id[oldest.row.id]
         self._by_id[record.row.id] = record

@@ -35,8 +35,8 @@ class TrackedAction:
     """What the observer keeps of a live action."""
 
     __slots__ = (
-        "account", "action", "attempt", "sandbox", "cpu", "granted_s", "dropped_notes", "node", "notes", "phase",
-        "pools", "short_kind", "phase_start", "started_s", "submitted_s", "trajectory",
+        "account", "action", "attempt", "sandbox", "cpu", "granted_at", "dropped_notes", "node", "notes", "phase",
+        "pools", "short_kind", "phase_start", "started_at", "submitted_at", "trajectory",
     )  # fmt: skip
 
     def __init__(
@@ -51,10 +51,10 @@ class TrackedAction:
         self.account = account
         self.trajectory = trajectory
         self.sandbox = sandbox
-        self.submitted_s = now
-        self.granted_s = -1.0
+        self.submitted_at = now
+        self.granted_at = -1.0
         """Negative: never."""
-        self.started_s = -1.0
+        self.started_at = -1.0
         """Start of the present attempt; negative: not yet."""
         self.attempt = 0
         self.phase = WAITING
@@ -71,9 +71,9 @@ class TrackedAction:
         self.dropped_notes = 0
         """Notes beyond NOTES_MAX."""
 
-    def add_note(self, now: float, what: str, of: str | Grant | Resize | None = None) -> None:
+    def add_note(self, now: float, kind: str, detail: str | Grant | Resize | None = None) -> None:
         if len(self.notes) < NOTES_MAX:
-            self.notes.append((now, what, of))
+            self.notes.append((now, kind, detail))
         else:
             self.dropped_notes += 1
 
@@ -92,7 +92,7 @@ class SettledActionRecord(msgspec.Struct, frozen=True, gc=False):
 
 def live_lines(tracked: TrackedAction) -> tuple[StoryLine, ...]:
     first = StoryLine(
-        at_s=tracked.submitted_s, text=_submitted_text(tracked.action.run, describe_demand(tracked.action.demand))
+        at_s=tracked.submitted_at, text=_submitted_text(tracked.action.run, describe_demand(tracked.action.demand))
     )
     return (first, *_lines(tracked.notes, tracked.dropped_notes))
 
@@ -118,24 +118,24 @@ def _settled_text(record: SettledActionRecord) -> str:
 
 
 def _lines(notes: list[StoryNote] | tuple[StoryNote, ...], dropped: int) -> list[StoryLine]:
-    lines = [StoryLine(at_s=at, text=_note_text(what, of)) for at, what, of in notes]
+    lines = [StoryLine(at_s=at, text=_note_text(kind, detail)) for at, kind, detail in notes]
     if dropped:
         lines.append(StoryLine(at_s=lines[-1].at_s, text=f"{dropped} more events are not kept"))
     return lines
 
 
-def _note_text(what: str, of: str | Grant | Resize | None) -> str:
-    if isinstance(of, Grant):
-        return _granted_text(of)
-    if isinstance(of, Resize):
-        return f"resized: {describe_share(of.pool, of.reserved, of.limit)}"
-    if what == STARTED_NOTE:
+def _note_text(kind: str, detail: str | Grant | Resize | None) -> str:
+    if isinstance(detail, Grant):
+        return _granted_text(detail)
+    if isinstance(detail, Resize):
+        return f"resized: {describe_share(detail.pool, detail.reserved, detail.limit)}"
+    if kind == STARTED_NOTE:
         return "started"
-    if what == WAITING_NOTE:
-        return f"waits for {of}"
-    if what == STOPPED_NOTE:
-        return f"stopping: {of}"
-    return f"the attempt failed: {of}; queued again in its old position"
+    if kind == WAITING_NOTE:
+        return f"waits for {detail}"
+    if kind == STOPPED_NOTE:
+        return f"stopping: {detail}"
+    return f"the attempt failed: {detail}; queued again in its old position"
 
 
 def _granted_text(grant: Grant) -> str:

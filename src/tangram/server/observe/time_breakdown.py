@@ -67,13 +67,13 @@ class TrajectoryClock:
     """The time of one trajectory. `shares` counts, per phase, the seconds that each action in that phase has had since
     the trajectory began: an action remembers the count on entering, and its time is the difference on leaving."""
 
-    __slots__ = ("advanced_to_s", "open_sandboxes", "is_closed", "counts", "key", "shares", "breakdown")
+    __slots__ = ("advanced_at", "open_sandboxes", "is_closed", "counts", "key", "shares", "breakdown")
 
     def __init__(self, key: tuple[str, str] | None, sums: TimeSums, now: float) -> None:
         self.key = key
         """Run and name. None: a single action, which ends with it."""
         self.breakdown = sums
-        self.advanced_to_s = now
+        self.advanced_at = now
         self.open_sandboxes = 0
         """Sandboxes opened and not closed."""
         self.is_closed = False
@@ -82,10 +82,10 @@ class TrajectoryClock:
         self.shares = [0.0, 0.0, 0.0]
 
     def advance(self, now: float) -> None:
-        elapsed_s = now - self.advanced_to_s
+        elapsed_s = now - self.advanced_at
         if elapsed_s <= 0.0:
             return
-        self.advanced_to_s = now
+        self.advanced_at = now
         waiting, starting, executing = self.counts
         if executing:
             self.shares[EXECUTING] += elapsed_s / executing
@@ -152,7 +152,7 @@ class TrajectoryClocks:
 
     def forget_before(self, since_s: float) -> None:
         """Forgets trajectories that have been idle since then."""
-        while self._idle and next(iter(self._idle.values())).advanced_to_s <= since_s:
+        while self._idle and next(iter(self._idle.values())).advanced_at <= since_s:
             self._drop_longest_idle()
 
     def _drop_longest_idle(self) -> None:

@@ -6,10 +6,10 @@ hold; their actions, sandboxes, classes and rows are absent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from heapq import nlargest, nsmallest
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 
@@ -17,6 +17,7 @@ from tangram.core.lanes import Entry, Lane, Run
 from tangram.core.queue import ELDER_FACTOR
 from tangram.core.scheduler import Scheduler
 from tangram.managers.functions.manager import FunctionInstanceView
+from tangram.runtime.latency_histogram import LatencyHistogram
 from tangram.runtime.views import (
     HIDDEN_NAME,
     RUNNING_SHOWN_MAX,
@@ -26,48 +27,63 @@ from tangram.runtime.views import (
     RunningView,
     RunView,
     SandboxView,
+    ServiceView,
     View,
     WaitingView,
 )
-from tangram.server.observe.accounts import ClassAccount, RunAccount
-from tangram.server.observe.pool_views import RunShares, pool_views
-from tangram.server.observe.sandbox_stats import TrackedSandbox
+from tangram.server.observe.accounts import Accounts, ClassAccount, RunAccount
+from tangram.server.observe.action_tracker import ActionTracker
+from tangram.server.observe.buckets import Buckets
+from tangram.server.observe.pool_views import LoadedServices, RunShares, pool_views
+from tangram.server.observe.sandbox_stats import SandboxStats, TrackedSandbox
 from tangram.server.observe.time_breakdown import OTHER
-
-if TYPE_CHECKING:
-    from tangram.server.observe.state_observer import StateObserver
 
 CLASSES_SHOWN_MAX = 50
 
 
-def build_view(observer: StateObserver, run: str | None, now: float, at: float) -> View:
-    scheduler, accounts = observer.scheduler, observer.accounts
-    known = scheduler.queue.runs.get(run) if run is not None else None
-    waiting_total = scheduler.queue.waiting if run is None else known.waiting if known is not None else 0
-    running = [entry for entry in scheduler.grants.holding.values() if run is None or entry.action.run == run]
-    boxes = [box for box in reversed(observer.sandboxes.by_name.values()) if run is None or box.run == run]
+class ObservedState(Protocol):
+    """The state that views show: the part of the state observer that is read here."""
+
+    scheduler: Scheduler
+    accounts: Accounts
+    buckets: Buckets
+    sandboxes: SandboxStats
+    tracker: ActionTracker
+    instances: Callable[[], Sequence[FunctionInstanceView]]
+    loaded: dict[str, LoadedServices]
+
+    def now(self) -> float: ...
+
+    def service(self) -> ServiceView: ...
+
+
+def build_view(observed: ObservedState, run: str | None, now: float, at: float) -> View:
+    scheduler, accounts = observed.scheduler, observed.accounts
+    waiting_total = scheduler.waiting_count(run)
+    running = scheduler.holding_entries(run)
+    sandboxes = [each for each in reversed(observed.sandboxes.by_name.values()) if run is None or each.run == run]
     # A run without an account is counted among others, whose numbers it must not see.
     account = None if run is None else accounts.runs.get(run, RunAccount(run))
     return View(
         now_s=now,
         at=at,
-        service=observer.service(),
-        pools=pool_views(observer, run, now),
-        runs=_run_views(observer, run, running),
-        classes=_class_views(observer, account),
-        waiting=_waiting_views(observer, run),
+        service=observed.service(),
+        pools=pool_views(scheduler, observed.tracker, observed.loaded, run, now),
+        runs=_run_views(observed, run, running),
+        classes=_class_views(observed, account),
+        waiting=_waiting_views(observed, run),
         waiting_total=waiting_total,
-        running=tuple([_running_view(observer, entry) for entry in running[:RUNNING_SHOWN_MAX]]),
+        running=tuple([_running_view(observed, entry) for entry in running[:RUNNING_SHOWN_MAX]]),
         running_total=len(running),
-        sandboxes=_sandbox_views(observer, boxes[:SANDBOXES_SHOWN_MAX], now),
-        sandboxes_total=len(boxes),
-        history=observer.buckets.history(account),
+        sandboxes=_sandbox_views(observed, sandboxes[:SANDBOXES_SHOWN_MAX], now),
+        sandboxes_total=len(sandboxes),
+        history=observed.buckets.history(account),
     )
 
 
-def _sandbox_views(observer: StateObserver, sandboxes: list[TrackedSandbox], now: float) -> tuple[SandboxView, ...]:
-    instance_by_name = {instance.sandbox: instance for instance in observer.instances()}
-    return tuple([_sandbox_view(observer.scheduler, box, instance_by_name.get(box.name), now) for box in sandboxes])
+def _sandbox_views(observed: ObservedState, sandboxes: list[TrackedSandbox], now: float) -> tuple[SandboxView, ...]:
+    instance_by_name = {instance.sandbox: instance for instance in observed.instances()}
+    return tuple([_sandbox_view(observed.scheduler, each, instance_by_name.get(each.name), now) for each in sandboxes])
 
 
 def _sandbox_view(
@@ -80,10 +96,10 @@ def _sandbox_view(
         run=sandbox.run,
         node=sandbox.node,
         memory_mib=place.memory if place is not None else 0,
-        opened_s=sandbox.opened_s,
+        opened_s=sandbox.opened_at,
         active=sandbox.active_actions,
         actions=sandbox.actions,
-        last_used_s=sandbox.last_used_s,
+        last_used_s=sandbox.last_used_at,
     )
     if instance is None:
         return view
@@ -99,29 +115,29 @@ def _sandbox_view(
 # ---- runs and classes -----------------------------------------------------------------------------------------
 
 
-def _run_views(observer: StateObserver, run: str | None, running: list[Entry]) -> tuple[RunView, ...]:
-    scheduler = observer.scheduler
-    runs, accounts = scheduler.queue.runs, observer.accounts
-    shares = RunShares(scheduler.ledger, observer.now())
+def _run_views(observed: ObservedState, run: str | None, running: list[Entry]) -> tuple[RunView, ...]:
+    scheduler = observed.scheduler
+    runs, accounts = scheduler.queue.runs, observed.accounts
+    shares = RunShares(scheduler.ledger, observed.now())
     if run is None:
         named = [name for name in accounts.runs if name in runs]
         shown = [run_view(shares, accounts.runs[name], [runs[name]]) for name in named]
-        unnamed = run_view(shares, accounts.other, [one for name, one in runs.items() if name not in accounts.runs])
+        unnamed = run_view(shares, accounts.other, [each for name, each in runs.items() if name not in accounts.runs])
         return tuple(shown) if _is_empty(unnamed) else (*shown, unnamed)
     own = accounts.runs.get(run)
     if own is None:
         own = RunAccount(run)
         own.running = len(running)
-        own.sandboxes = sum(box.run == run for box in observer.sandboxes.by_name.values())
+        own.sandboxes = sum(sandbox.run == run for sandbox in observed.sandboxes.by_name.values())
     others = RunAccount(HIDDEN_NAME)
     for other in accounts.all_runs():
         others.running += other.running
         others.sandboxes += other.sandboxes
     others.running -= own.running
     others.sandboxes -= own.sandboxes
-    rest = [one for name, one in runs.items() if name != run]
-    mine = run_view(shares, own, [runs[run]] if run in runs else [])
-    return (mine, run_view(shares, others, rest)) if rest else (mine,)
+    other_runs = [each for name, each in runs.items() if name != run]
+    own_view = run_view(shares, own, [runs[run]] if run in runs else [])
+    return (own_view, run_view(shares, others, other_runs)) if other_runs else (own_view,)
 
 
 def _is_empty(run: RunView) -> bool:
@@ -130,7 +146,7 @@ def _is_empty(run: RunView) -> bool:
 
 
 def run_view(shares: RunShares, account: RunAccount, runs: list[Run]) -> RunView:
-    """The runs that one account counts."""
+    """The view of the runs that one account counts."""
     return RunView(
         name=account.name,
         weight=sum(run.usage.weight for run in runs),
@@ -144,41 +160,41 @@ def run_view(shares: RunShares, account: RunAccount, runs: list[Run]) -> RunView
     )
 
 
-def _class_views(observer: StateObserver, run: RunAccount | None) -> tuple[ClassView, ...]:
+def _class_views(observed: ObservedState, run: RunAccount | None) -> tuple[ClassView, ...]:
     """An admin sees classes of the same name of several runs as one."""
-    accounts = [one for one in observer.accounts.classes.values() if one.hour.total.count]
+    accounts = [account for account in observed.accounts.classes.values() if account.hour.total.count]
     if run is not None:
-        accounts = [one for one in accounts if one.run is run]
+        accounts = [account for account in accounts if account.run is run]
     by_name: dict[str, list[ClassAccount]] = {}
     for account in accounts:
         by_name.setdefault(account.name, []).append(account)
     shown = nlargest(
         CLASSES_SHOWN_MAX, by_name.items(), key=lambda item: sum(account.hour.total.total_s for account in item[1])
     )
-    return tuple([_class_view(name, some) for name, some in shown])
+    return tuple([_class_view(name, accounts) for name, accounts in shown])
 
 
 def _class_view(name: str, accounts: list[ClassAccount]) -> ClassView:
-    tally = accounts[0].hour.total
+    latencies = accounts[0].hour.total
     if len(accounts) > 1:
-        tally = type(tally)()
+        latencies = LatencyHistogram()
         for account in accounts:
-            tally.merge(account.hour.total)
+            latencies.merge(account.hour.total)
     return ClassView(
         name=name,
-        act=tally.percentiles(),
-        waiting_s=tally.waiting_s / tally.count,
-        execution_s=tally.execution_s / tally.count,
-        overhead_s=tally.overhead_s / tally.count,
+        act=latencies.percentiles(),
+        waiting_s=latencies.waiting_s / latencies.count,
+        execution_s=latencies.execution_s / latencies.count,
+        overhead_s=latencies.overhead_s / latencies.count,
     )
 
 
 # ---- waiting and running actions ------------------------------------------------------------------------------
 
 
-def _running_view(observer: StateObserver, entry: Entry) -> RunningView:
+def _running_view(observed: ObservedState, entry: Entry) -> RunningView:
     action = entry.action
-    tracked = observer.tracker.by_id.get(action.id)
+    tracked = observed.tracker.by_id.get(action.id)
     return RunningView(
         id=action.id,
         run=action.run,
@@ -192,10 +208,10 @@ def _running_view(observer: StateObserver, entry: Entry) -> RunningView:
     )
 
 
-def _waiting_views(observer: StateObserver, run: str | None) -> tuple[WaitingView, ...]:
+def _waiting_views(observed: ObservedState, run: str | None) -> tuple[WaitingView, ...]:
     """All actions behind the second of a lane wait for the same reason: the first two are explained, the others like
     the second."""
-    scheduler = observer.scheduler
+    scheduler = observed.scheduler
     hidden = foreign_ids(scheduler, run)
     explanations_by_lane: dict[int, list[str]] = {}
     views = []
@@ -203,13 +219,13 @@ def _waiting_views(observer: StateObserver, run: str | None) -> tuple[WaitingVie
         explanations = explanations_by_lane.setdefault(id(entry.lane), [])
         if len(explanations) < 2:
             explanations.append(explain_for(scheduler, entry, hidden).removeprefix(entry.id))
-        views.append(_waiting_view(observer, entry, entry.id + explanations[-1]))
+        views.append(_waiting_view(observed, entry, entry.id + explanations[-1]))
     return tuple(views)
 
 
-def _waiting_view(observer: StateObserver, entry: Entry, reason: str) -> WaitingView:
+def _waiting_view(observed: ObservedState, entry: Entry, reason: str) -> WaitingView:
     action = entry.action
-    tracked = observer.tracker.by_id.get(action.id)
+    tracked = observed.tracker.by_id.get(action.id)
     return WaitingView(
         id=action.id,
         run=action.run,
@@ -224,14 +240,14 @@ def queue_front(scheduler: Scheduler, run: str | None, most: int) -> list[Entry]
     """The first waiting actions in queue order: elders by arrival, then the run with the smallest share, and within it
     aged actions by arrival, then by priority and the policy's key."""
     queue, now = scheduler.queue, scheduler.now
-    runs = [one for name, one in queue.runs.items() if one.waiting and run in (None, name)]
+    runs = [each for name, each in queue.runs.items() if each.waiting and run in (None, name)]
     elder_since, aged_since = now - ELDER_FACTOR * queue.ageing_s, now - queue.ageing_s
-    elders = nsmallest(most, [entry for one in runs for entry in _elders(one, elder_since, most)])
+    elders = nsmallest(most, [entry for each in runs for entry in _elders(each, elder_since, most)])
     entry_by_seq = {entry.seq: entry for entry in elders}
-    for one in sorted(runs, key=lambda one: (one.usage.standing(now), one.served)):
+    for each in sorted(runs, key=lambda each: (each.usage.standing(now), each.served)):
         if len(entry_by_seq) >= most:
             break
-        first = [entry for lane in one.lanes.values() if lane.waiting for entry in _lane_front(lane, most)]
+        first = [entry for lane in each.lanes.values() if lane.waiting for entry in _lane_front(lane, most)]
         ranked = sorted([(_rank(entry, aged_since), entry) for entry in first])
         entry_by_seq.update({entry.seq: entry for _, entry in ranked if entry.seq not in entry_by_seq})
     return list(entry_by_seq.values())[:most]

@@ -23,7 +23,7 @@ from tangram.core.action import Action, Usage
 from tangram.core.demand import CORE
 from tangram.core.messages import Grant, Pool
 from tangram.errors import AdmissionRefused, InvalidAction, InvalidConfig, ManagerError
-from tangram.managers.base import FilesMixin, Lease, UnmeteredLease
+from tangram.managers.base import FilesMixin, Lease, UnmeteredLease, sandbox_not_found
 from tangram.managers.sandboxes.bwrap.adoption import Adoption
 from tangram.managers.sandboxes.bwrap.files import BwrapFiles
 from tangram.managers.sandboxes.bwrap.images.store import SANDBOX_UID, ImageStore, StoredImage
@@ -374,7 +374,7 @@ class BwrapManager(FilesMixin):
     def _get_sandbox(self, name: str) -> BwrapSandbox:
         sandbox = self._sandboxes.get(name)
         if sandbox is None:
-            raise ManagerError(f"there is no sandbox {name}: it was closed, or never opened", retry=False)
+            raise sandbox_not_found(name)
         sandbox.require_alive()
         return sandbox
 

@@ -31,7 +31,7 @@ from tangram.core.action import Action
 from tangram.core.demand import CORE
 from tangram.core.messages import Grant, Pool
 from tangram.errors import FileFailed, ManagerError
-from tangram.managers.base import FilesMixin, Lease
+from tangram.managers.base import FilesMixin, Lease, sandbox_not_found
 from tangram.managers.sandboxes.cpuset_allocator import CpusetAllocator
 from tangram.managers.sandboxes.docker.container import (
     HOLDER_UID,
@@ -247,7 +247,7 @@ class DockerManager(FilesMixin):
     def _get_container(self, sandbox: str) -> Container:
         container = self._containers.get(sandbox)
         if container is None or not container.ready:
-            raise ManagerError(f"there is no sandbox {sandbox}: it was closed, or never opened", retry=False)
+            raise sandbox_not_found(sandbox)
         container.require_alive()
         return container
 

@@ -1,11 +1,11 @@
-"""The inbox through which managers report events to the scheduler.
+"""The event sink: where managers report events for the scheduler.
 
 A manager reports events on its own: a pool changed, a service was loaded, a sandbox needs memory. It needs a receiver
-when it is constructed, and the orchestrator is constructed from managers. The inbox comes before both:
+when it is constructed, and the orchestrator is constructed from managers. The sink comes before both:
 
-    inbox = EventInbox()
-    quotas = QuotaManager(limits, inbox.send)
-    orchestrator = Orchestrator(scheduler, {}, {HoldGrant: quotas}, inbox=inbox)
+    sink = EventSink()
+    quotas = QuotaManager(limits, sink.send)
+    orchestrator = Orchestrator(scheduler, {}, {HoldGrant: quotas}, sink=sink)
 
 Holds no events: the orchestrator handles each one before `send` returns.
 """
@@ -18,15 +18,16 @@ from tangram.core.messages import Effect, Event, Refuse, Release, Reserve
 from tangram.errors import AdmissionRefused, InvariantError
 
 EventHandler = Callable[[Event], list[Effect]]
+"""Handles an event and returns its effects."""
 
 
-class EventInbox:
+class EventSink:
     def __init__(self) -> None:
-        self._handle: EventHandler = _require_reader
+        self._handle: EventHandler = _reject_unconnected
 
     def connect(self, handle: EventHandler) -> None:
-        """Passes every later event to `handle`. An inbox has one reader."""
-        assert self._handle is _require_reader, "the inbox has a reader already"
+        """Passes every later event to `handle`. A sink is connected once."""
+        assert self._handle is _reject_unconnected, "the sink is connected already"
         self._handle = handle
 
     def send(self, event: Event) -> None:
@@ -43,5 +44,5 @@ class EventInbox:
         self._handle(Release(sandbox=sandbox))
 
 
-def _require_reader(event: Event) -> list[Effect]:
-    raise InvariantError(f"no orchestrator reads this inbox yet, got {event}")
+def _reject_unconnected(event: Event) -> list[Effect]:
+    raise InvariantError(f"no orchestrator is connected to this sink yet, got {event}")

@@ -1,7 +1,7 @@
-"""Tallies: how many actions settled, how long they took, and percentiles of that.
+"""Latency histograms: how many actions settled, how long they took, and percentiles of that.
 
-Completion times are counted in the cells of a fixed grid, so a tally has bounded size and two tallies can be added. A
-percentile is exact to one cell, about 15 %; counts, sums and means are exact.
+Completion times are counted in the cells of a fixed grid, so a histogram has bounded size and two of them can be added.
+A percentile is exact to one cell, about 15 %; counts, sums and means are exact.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ CELL_BOUNDS_S = (*(float(f"{step}e{decade}") for decade in range(-4, 5) for step
 """Upper bounds of the cells, from 0.1 ms to a day."""
 
 
-class Tally:
-    """What settled in some period."""
+class LatencyHistogram:
+    """A histogram of the completion times of the actions that settled in some period, with sums of their parts."""
 
     __slots__ = ("cells", "count", "execution_s", "overhead_s", "waiting_s")
 
@@ -40,8 +40,8 @@ class Tally:
         cells = self.cells
         cells[cell] = cells.get(cell, 0) + 1
 
-    def merge(self, other: Tally, sign: int = 1) -> None:
-        """Adds another tally, or subtracts it with a sign of -1."""
+    def merge(self, other: LatencyHistogram, sign: int = 1) -> None:
+        """Adds another histogram, or subtracts it with a sign of -1."""
         self.count += sign * other.count
         self.waiting_s += sign * other.waiting_s
         self.execution_s += sign * other.execution_s
@@ -62,14 +62,14 @@ class Tally:
         p50, p95, p99 = self.quantiles((0.5, 0.95, 0.99))
         return Percentiles(count=self.count, mean_s=self.total_s / self.count, p50_s=p50, p95_s=p95, p99_s=p99)
 
-    def quantiles(self, parts: Iterable[float]) -> list[float]:
-        """For rising shares from 0 to 1: the times that this share of actions did not exceed. Values within a cell
-        count as evenly spread."""
+    def quantiles(self, levels: Iterable[float]) -> list[float]:
+        """Returns, for rising levels from 0 to 1, the times that this share of actions did not exceed. Values within a
+        cell count as evenly spread."""
         values: list[float] = []
         cells = iter(sorted(self.cells.items()))
         cell, inside, below = 0, 0, 0
-        for part in parts:
-            target = part * self.count
+        for level in levels:
+            target = level * self.count
             while below + inside < target:
                 below += inside
                 cell, inside = next(cells)

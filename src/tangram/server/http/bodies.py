@@ -1,0 +1,211 @@
+"""Request and response bodies, within limits on size, time, memory and temporary files."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import functools
+import logging
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from typing import Any, BinaryIO, TypeVar, cast
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from tangram.errors import ManagerError, TangramError
+from tangram.server.http.decode_errors import to_invalid_action
+from tangram.server.http.request_context import ConcurrencyLimiter, RequestContext
+from tangram.server.http.responses import ApiError
+
+BODY_TIMEOUT_S = 30.0
+BODY_BYTES_PER_S_MIN = 64 << 10
+"""Time for a body, plus its size at that speed; a slower sender is cut off."""
+CHUNK_BYTES = 256 << 10
+SPOOL_BYTES = 8 << 20
+"""Size of one part of a stream; more goes through a temporary file."""
+DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""Disk errors of a temporary file that the server reports."""
+LARGE_BYTES = 256 << 10
+"""Larger bodies and responses need a slot: memory would not hold that much per connection."""
+UPLOADS_MAX, UPLOADS_PER_TENANT_MAX = 64, 8
+"""Bodies in temporary files at once: each may fill disk."""
+LARGE_RESPONSES_MAX, LARGE_RESPONSES_PER_TENANT_MAX = 64, 8
+"""Large responses at once, until they are taken: each may fill disk."""
+
+R = TypeVar("R")
+
+log = logging.getLogger("tangram.http")
+
+
+# ---- requests ---------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _json_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+async def read_json(context: RequestContext, kind: type[R], bytes_max: int) -> R:
+    """Raises InvalidAction for a malformed record, and Unauthorized if the run was revoked meanwhile."""
+    media_type = context.request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+    if media_type not in (JSON, FORM):
+        raise ApiError("wrong_content_type", f"expected a body of {JSON}, got {media_type[:100]!r}")
+    body = await _read_body(context, bytes_max)
+    context.caller.require_not_revoked()
+    try:
+        record: R = _json_decoder(cast(Any, kind)).decode(body)
+        return record
+    except msgspec.ValidationError as error:
+        cause = error.__cause__
+        if isinstance(cause, TangramError):
+            raise cause from None
+        raise to_invalid_action(error, body, kind) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError("invalid_json", f"the body is not JSON: {error}") from None
+
+
+JSON = "application/json"
+OCTET_STREAM = "application/octet-stream"
+FORM = "application/x-www-form-urlencoded"
+"""The content type that curl sends by default; the body is read as JSON all the same."""
+
+
+async def _read_body(context: RequestContext, bytes_max: int) -> bytes:
+    """Reads a body; a possibly large one waits for its slot."""
+    async with AsyncExitStack() as stack:
+        length = _content_length(context.request)
+        if length < 0 or LARGE_BYTES < length <= bytes_max:
+            await stack.enter_async_context(context.body_limiter.acquire(context.caller))
+        parts = [part async for part in body_chunks(context.request, bytes_max, "body_bytes_max")]
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _content_length(request: Request) -> int:
+    """The announced size of the body; -1 if there is none."""
+    length = request.headers.get("content-length", "")
+    if length.isdigit():
+        return int(length)
+    return -1 if "transfer-encoding" in request.headers else 0
+
+
+async def body_chunks(request: Request, bytes_max: int, limit: str) -> AsyncIterator[bytes]:
+    """Reads a body within its limits of size and time."""
+    if _content_length(request) > bytes_max:
+        raise _too_large(bytes_max, limit)
+    size, end_s, more = 0, asyncio.get_running_loop().time() + BODY_TIMEOUT_S, True
+    while more:
+        part, more = await _receive_chunk(request, end_s + size / BODY_BYTES_PER_S_MIN)
+        size += len(part)
+        if size > bytes_max:
+            raise _too_large(bytes_max, limit)
+        if part:
+            yield part
+
+
+async def _receive_chunk(request: Request, end_s: float) -> tuple[bytes, bool]:
+    """Returns a part, and whether more follows. Reads from the ASGI server directly, which delivers most bodies as one
+    part."""
+    try:
+        async with asyncio.timeout_at(end_s):
+            message = await request.receive()
+    except TimeoutError:
+        raise ApiError("too_slow", f"the body arrived slower than {BODY_BYTES_PER_S_MIN} bytes per second") from None
+    if message["type"] == "http.disconnect":
+        raise ClientDisconnect
+    return message.get("body", b""), message.get("more_body", False)
+
+
+def _too_large(bytes_max: int, limit: str) -> ApiError:
+    return ApiError("too_large", f"the body has more than {bytes_max} bytes, the maximum ({limit})", limit=limit)
+
+
+@contextmanager
+def _map_disk_errors() -> Iterator[None]:
+    """A full disk of the server is neither the sender's fault nor a bug."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_ERRNOS:
+            raise
+        log.error("no room for temporary files folder=%r: %s", tempfile.gettempdir(), error)
+        raise ManagerError(
+            f"the disk of the service's temporary files (TMPDIR) is full: {error.strerror}; try again"
+            " later, or in smaller parts"
+        ) from error
+
+
+class UploadSpool:
+    """Bodies that go through a temporary file."""
+
+    def __init__(self) -> None:
+        self._limiter = ConcurrencyLimiter(UPLOADS_MAX, UPLOADS_PER_TENANT_MAX)
+
+    async def spool(self, context: RequestContext, bytes_max: int, use: Callable[[BinaryIO], Awaitable[Any]]) -> Any:
+        """Returns what `use` makes of the body, as a file at its start. Raises Unauthorized if the run was revoked
+        before the body was complete."""
+        async with self._limiter.acquire(context.caller):
+            with _map_disk_errors(), tempfile.SpooledTemporaryFile(SPOOL_BYTES) as spool:
+                file = cast(BinaryIO, spool)
+                async for part in body_chunks(context.request, bytes_max, "file_bytes_max"):
+                    if len(part) + file.tell() > SPOOL_BYTES:
+                        await asyncio.to_thread(file.write, part)
+                    else:
+                        file.write(part)
+                file.seek(0)
+                context.caller.require_not_revoked()
+                return await use(file)
+
+
+# ---- responses ----------------------------------------------------------------------------------------------------
+
+
+class ResponseSpool:
+    """Large responses, through a temporary file. The slot is held until the response is taken, so one that is not read
+    uses neither memory nor the slot of another run."""
+
+    def __init__(self) -> None:
+        self._limiter = ConcurrencyLimiter(LARGE_RESPONSES_MAX, LARGE_RESPONSES_PER_TENANT_MAX)
+
+    async def spool(
+        self,
+        context: RequestContext,
+        write: Callable[[BinaryIO], Awaitable[None]],
+        media_type: str = OCTET_STREAM,
+        status: int = 200,
+    ) -> Response:
+        """Sends what `write` writes into its file."""
+        with _map_disk_errors():
+            async with AsyncExitStack() as stack:
+                await stack.enter_async_context(self._limiter.acquire(context.caller))
+                if await context.request.is_disconnected():
+                    raise ClientDisconnect  # the client may have gone while it waited
+                spool = tempfile.SpooledTemporaryFile(SPOOL_BYTES)  # noqa: SIM115 - until the answer is sent
+                file = cast(BinaryIO, stack.enter_context(spool))
+                await write(file)
+                size = file.seek(0, 2)
+                file.seek(0)
+                if size <= LARGE_BYTES:
+                    return Response(file.read(), status, media_type=media_type)
+                return OpenFileResponse(file, size, stack.pop_all(), media_type, status)
+
+
+class OpenFileResponse(StreamingResponse):
+    """Sends a file. Its slot is released when it was sent or its client has gone."""
+
+    def __init__(
+        self, file: BinaryIO, size: int, resources: AsyncExitStack, media_type: str = OCTET_STREAM, status: int = 200
+    ) -> None:
+        async def content() -> AsyncIterator[bytes]:
+            while part := await asyncio.to_thread(file.read, CHUNK_BYTES):
+                yield part
+
+        super().__init__(content(), status, {"content-length": str(size)}, media_type)
+        self._resources = resources
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._resources:
+            await super().__call__(scope, receive, send)
