@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from tangram.cancellation import unwrap_first
 from tangram.client.api import RETRIES, TIMEOUT_S, Api
 from tangram.client.functions import CallResult, Function, FunctionCalls
 from tangram.client.models import (
@@ -27,7 +28,7 @@ from tangram.client.models import (
     payload_of,
 )
 from tangram.client.quota_use import QuotaUse
-from tangram.client.sandbox import OPEN_CORES, Image, Sandbox
+from tangram.client.sandbox import Image, Sandbox
 from tangram.client.transport import LocalTransport, Transport
 from tangram.client.validation import (
     Lifecycle,
@@ -61,14 +62,14 @@ from tangram.managers.models import Infer, ModelManager, Service, discover
 from tangram.managers.models.devices import Cuda, DeviceSpec, Emulated
 from tangram.managers.models.service import require_all
 from tangram.managers.quotas.manager import REQUESTS, TOKENS, Quota, QuotaManager
-from tangram.managers.work import KIB, MEMORY_BYTES_MIN, HoldGrant, Prepare, SandboxSpec, Work
+from tangram.managers.work import KIB, MAINTENANCE_CORES, MEMORY_BYTES_MIN, HoldGrant, Prepare, SandboxSpec, Work
 from tangram.runtime.event_inbox import EventInbox
 from tangram.runtime.orchestrator import Decider, Orchestrator
 
 T = TypeVar("T")
 
 BACKENDS = ("sandbox", "process", "docker")
-PREPARE_DEMAND = Demand({CPU: cores_of(OPEN_CORES)})
+PREPARE_DEMAND = Demand({CPU: cores_of(MAINTENANCE_CORES[Prepare])})
 SETUP_TIMEOUT_S = 1800.0
 """Time limit of one set-up command."""
 DISK_BYTES_MIN = 64 * KIB
@@ -386,7 +387,7 @@ class Client:
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(one(each)) for each in doing]
             except BaseExceptionGroup as errors:
-                raise errors.exceptions[0] from None
+                raise unwrap_first(errors) from None
         return [task.result() for task in tasks]
 
 
