@@ -83,7 +83,7 @@ class Components:
             partial(inbox.reserve, node=node, yields=True),
             inbox.release,
             idle_s_max=limits.sandbox_idle_s,
-            owner_of=lambda action: tenant_of(action.id),
+            tenant_of=lambda action: tenant_of(action.id),
             instances_max=instance_limits.remaining,
             queue=MemoryQueue(scheduler),
         )

@@ -121,12 +121,12 @@ class ReplyParser:
     def reply(self) -> InstanceReply:
         """Raises MalformedReply."""
         if not self.answered:
-            raise MalformedReply("there was no answer")
+            raise MalformedReply("the program wrote no reply")
         if len(self._frame) < FRAME.size:
-            raise MalformedReply("the answer is cut off")
+            raise MalformedReply("the reply is cut off")
         length = FRAME.unpack_from(self._frame)[0]
         if len(self._frame) != FRAME.size + length:
-            raise MalformedReply(f"of an answer of {length} bytes came {len(self._frame) - FRAME.size}")
+            raise MalformedReply(f"expected a reply of {length} bytes, got {len(self._frame) - FRAME.size}")
         return decode_reply(bytes(memoryview(self._frame)[FRAME.size :]))
 
     @property
@@ -149,10 +149,10 @@ class ReplyParser:
 def decode_reply(content: bytes) -> InstanceReply:
     """Raises MalformedReply."""
     if len(content) < REPLY.size:
-        raise MalformedReply("the answer is cut off")
+        raise MalformedReply("the reply is cut off")
     head, value = REPLY.unpack_from(content)
     if head > HEAD_BYTES_MAX or value > ANSWER_BYTES_MAX or len(content) != REPLY.size + head + value:
-        raise MalformedReply(f"an answer of {head} and {value} bytes in {len(content)}")
+        raise MalformedReply(f"expected a reply of {head} and {value} bytes in a frame of {len(content)}")
     try:
         reply = _decode(content[REPLY.size : REPLY.size + head])
         if reply.failure is not None:
@@ -160,5 +160,5 @@ def decode_reply(content: bytes) -> InstanceReply:
         data = content[REPLY.size + head :]
         _validate(data)  # it is one message and nothing else
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise MalformedReply(f"the answer cannot be read: {error}") from None
+        raise MalformedReply(f"the reply cannot be decoded: {error}") from None
     return msgspec.structs.replace(reply, value=data)

@@ -397,7 +397,7 @@ class ActionService:
         """Open sandboxes and instances of functions: those of the caller, or all for an admin that names no run."""
         sees_all = caller.is_admin and not caller.run
         names = [name for name, box in self._registry.sandboxes.items() if sees_all or box.tenant == caller.tenant]
-        instances = [each for each in self._functions.instance_views() if sees_all or each.owner == caller.tenant]
+        instances = [each for each in self._functions.instance_views() if sees_all or each.tenant == caller.tenant]
         return [self.sandbox_reply(caller, name) for name in names] + [
             SandboxReply(name=each.sandbox, run=each.run, node=self._node, spec=each.spec, function=each.function)
             for each in instances
