@@ -36,5 +36,5 @@ def _is_in(file: str, directories: str | tuple[str, ...]) -> bool:
 
 def describe_error(error: BaseException, characters_max: int) -> str:
     """The type, message and location of an exception."""
-    place = location_of(error)
-    return f"{type(error).__name__}: {error}"[:characters_max] + (f" ({place})" if place else "")
+    location = location_of(error)
+    return f"{type(error).__name__}: {error}"[:characters_max] + (f" ({location})" if location else "")
