@@ -281,9 +281,7 @@ class CallLease:
             if executed.out_of_memory:
                 failure = Failure(kind="memory", message=self._out_of_memory(""))
             elif parser.answered and instance.is_isolated:
-                failure = Failure(
-                    kind="answer", message=f"the reply of {self._spec.name} cannot be decoded: {malformed}"
-                )
+                failure = Failure(kind="answer", message=f"the reply of {self._spec.name} is malformed: {malformed}")
             else:
                 failure = instance.exit_failure(ended, parser.stderr)
         except InstanceLost as lost:
