@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -81,7 +81,8 @@ TRIAL_MEMORY = "64MiB"
 class Client:
     """An open connection. Use it as `async with tangram.connect() as t:`."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, *, warm: int = 0) -> None:
+        """`warm`: how many sandboxes the backend creates in advance."""
         self._transport = transport
         self._lifecycle = Lifecycle("the connection")
         self._prefix = f"{os.getpid():x}{secrets.token_hex(4)}"
@@ -89,16 +90,11 @@ class Client:
         self._build_locks: dict[str, asyncio.Lock] = {}
         self._http = HttpClient()
         self._functions = FunctionCalls(transport, self._lifecycle, self._prefix, transport.quota)
-        self._stack = ExitStack()
-        self._warm = 0
+        self._warm = warm
 
     async def __aenter__(self) -> Self:
         self._lifecycle.begin(asyncio.get_running_loop())
-        try:
-            await self._transport.__aenter__()
-        except BaseException as error:
-            self._stack.__exit__(type(error), error, error.__traceback__)
-            raise
+        await self._transport.__aenter__()
         self._lifecycle.mark_open()
         return self
 
@@ -111,7 +107,6 @@ class Client:
             await self._transport.__aexit__(kind, error, trace)
         finally:
             await self._http.close()
-            self._stack.close()
 
     @property
     def transport(self) -> Transport:
@@ -200,10 +195,10 @@ class Client:
             if cached:
                 return Image(cached)
             options = dict(memory=memory, disk=disk, network=network, user=user, env=env, run=run)
-            async with self.sandbox(image=name, trajectory=f"setup-{key[:12]}", **options) as box:  # type: ignore[arg-type]
+            async with self.sandbox(image=name, trajectory=f"setup-{key[:12]}", **options) as sandbox:  # type: ignore[arg-type]
                 for command in commands:
-                    (await box.exec(command, key="setup", timeout_s=SETUP_TIMEOUT_S)).check()
-                committed = await box.commit(f"setup-{key[:24]}")
+                    (await sandbox.exec(command, key="setup", timeout_s=SETUP_TIMEOUT_S)).check()
+                committed = await sandbox.commit(f"setup-{key[:24]}")
             await self._transport.images.remember_image(key, committed.name)
             return committed
 
@@ -481,8 +476,7 @@ def connect(
     pools = (*machine, *held.pools(), *(models.pools() if models is not None else ()))
     limits = limits or Limits()
     chosen = decider or Scheduler(policy(policy_name), pools, limits=limits)
-    stack = ExitStack()
-    observer = None
+    recorder = None
     if record:
         from tangram.files.atomic_file import check_writable
         from tangram.runtime.trace_recorder import record_trace
@@ -490,16 +484,11 @@ def connect(
         file = path_of("record", record, InvalidConfig)
         check_writable("record", Path(file))
         recorder = record_trace(file, policy=policy_name, pools=pools, limits=limits, note=backend)
-        observer = stack.enter_context(recorder)
-    observers = [] if observer is None else [observer]
     executors: dict[type[Work], Executor] = {HoldGrant: held, Call: FunctionManager(), Post: EndpointManager()}
     if models is not None:
         executors[Infer] = models
-    orchestrator = Orchestrator(chosen, {node: manager}, executors, observers=observers, inbox=inbox)
-    client = Client(LocalTransport(orchestrator, held, models))
-    client._stack = stack
-    client._warm = warm
-    return client
+    orchestrator = Orchestrator(chosen, {node: manager}, executors, inbox=inbox)
+    return Client(LocalTransport(orchestrator, held, models, recorder), warm=warm)
 
 
 def _remote_client(url: str, token: str, ca: str, reconnect_s: float) -> Client:
