@@ -355,18 +355,18 @@ class Session:
         `cwd` and `env` change the shell itself, as `cd` and `export` do, so they apply to later commands too. A timeout
         or a cancellation ends the shell: `Result.session_ended` is set, and the next command raises SessionEnded.
         """
-        box = self._sandbox
+        sandbox = self._sandbox
         work = _exec_work(command, cwd=cwd, env=env, capture=capture, session=self._name)
-        action = box._action(
-            "exec", box._demand(cpus, quotas, speedup), key=key, timeout_s=timeout_s, deadline_s=deadline_s,
+        action = sandbox._action(
+            "exec", sandbox._demand(cpus, quotas, speedup), key=key, timeout_s=timeout_s, deadline_s=deadline_s,
             priority=priority,
         )  # fmt: skip
-        box._require_open()
+        sandbox._require_open()
         async with self._lock:
             if self._ended_by:
                 raise SessionEnded(f"the session ended with {self._ended_by!r}; open another one with box.session()")
             try:
-                result = await box._run_to_end(action, work, on_output)
+                result = await sandbox._run_to_end(action, work, on_output)
             except asyncio.CancelledError:
                 self._ended_by = work.command_line
                 raise
