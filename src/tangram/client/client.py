@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import inspect
 import json
 import os
 import secrets
@@ -69,6 +70,8 @@ from tangram.runtime.orchestrator import Decider, Orchestrator
 T = TypeVar("T")
 
 BACKENDS = ("sandbox", "process", "docker")
+REMOTE_OPTIONS = ("url", "token", "ca", "reconnect_s")
+"""Options of `connect` that apply with an address."""
 PREPARE_DEMAND = Demand({CPU: cores_of(MAINTENANCE_CORES[Prepare])})
 SETUP_TIMEOUT_S = 1800.0
 """Time limit of one set-up command."""
@@ -447,17 +450,7 @@ def connect(
     was opened. `decider`: replaces the scheduler.
     """
     if url:
-        given = {
-            "backend": (backend, "sandbox"), "cores": (cores, None), "memory": (memory, None),
-            "policy_name": (policy_name, "adaptive"), "limits": (limits, None), "quotas": (quotas, ()),
-            "services": (services, ()), "devices": (devices, ()), "record": (record, ""), "state": (state, ""),
-            "warm": (warm, 0), "decider": (decider, None),
-        }  # fmt: skip
-        for name, (value, default) in given.items():
-            if value != default:
-                raise InvalidConfig(
-                    name, value, "no such option with an address: it belongs to the config of the service"
-                )
+        _require_no_embedded_options(locals())
         return _remote_client(url, token, path_of("ca", ca, InvalidConfig), seconds_of("reconnect_s", reconnect_s))
     if token or ca:
         raise InvalidConfig("token" if token else "ca", "...", "nothing without the address of a service")
@@ -489,6 +482,14 @@ def connect(
         executors[Infer] = models
     orchestrator = Orchestrator(chosen, {node: manager}, executors, inbox=inbox)
     return Client(LocalTransport(orchestrator, held, models, recorder), warm=warm)
+
+
+def _require_no_embedded_options(options: Mapping[str, object]) -> None:
+    """Rejects options that apply only without an address."""
+    for name, parameter in inspect.signature(connect).parameters.items():
+        if name not in REMOTE_OPTIONS and options[name] != parameter.default:
+            expected = "no such option with an address: it belongs to the config of the service"
+            raise InvalidConfig(name, options[name], expected)
 
 
 def _remote_client(url: str, token: str, ca: str, reconnect_s: float) -> Client:

@@ -34,7 +34,7 @@ RECONNECT_S = 300.0
 RETRY_S, RETRY_S_MAX = 0.1, 5.0
 """Exponential backoff of requests."""
 CLOSE_RETRY_S = 10.0
-"""For requests without which the service releases the resource after its own timeout."""
+"""Retry time of requests without which the service releases the resource after its own timeout."""
 RESPONSE_TIMEOUT_S = 60.0
 """Time limit of a response, in addition to the long poll."""
 JSON = {"content-type": "application/json"}

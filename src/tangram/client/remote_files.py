@@ -74,9 +74,9 @@ class RemoteImages:
     def __init__(self, connection: RemoteConnection) -> None:
         self._connection = connection
         self.committed: dict[str, None] = {}
-        """Images committed over this connection; its end deletes them,"""
+        """Images committed over this connection. Its end deletes those that are not remembered."""
         self.remembered: set[str] = set()
-        """except those that are kept under a key."""
+        """Images that are kept under a key."""
 
     async def add_image(self, path: str) -> str:
         """A tar is sent unchanged; a directory is packed first."""

@@ -212,7 +212,7 @@ class Sandbox:
         return await self._run_to_end(action, work, on_output)
 
     def _demand(self, cpus: Cpus, quotas: Quotas | None, speedup: Speedup | None) -> Demand:
-        """Its requirements are granted together."""
+        """The demand of a command: cores and quotas, granted together."""
         return Demand({CPU: amounts(cpus), **quota_demand(quotas, self._transport.quota)}, speedup)
 
     async def start(

@@ -46,7 +46,7 @@ class Pending(Protocol):
 
 
 class CallableService(Protocol):
-    """What callers know of a model service."""
+    """A model service, as its callers see it."""
 
     @property
     def name(self) -> str: ...

@@ -55,7 +55,7 @@ from tangram.processes.streams import STDERR, STDOUT, GuardedOutput, Output
 from tangram.processes.width import substitute_width, whole_cores, with_width
 
 CALLS_MAX = 10_000
-"""More than a test needs; a service that runs on it for days must not record all."""
+"""Recorded calls: more than a test needs; a service that runs on it for days must not record all."""
 DIRECTORY_MODE = 0o755
 FILE_MODE = 0o644
 
@@ -73,7 +73,7 @@ class FakeScript(msgspec.Struct, frozen=True, kw_only=True):
     start_failures: int = 0
     """Number of times that the start of an action fails, each time retryable."""
     lost_after_s: float | None = None
-    """Our side fails after that time, unless the action has ended before."""
+    """The infrastructure fails after that time, unless the action has ended before."""
     ends: bool = True
     """False: it runs until it is stopped."""
     stop_s: float = 0.0
@@ -84,7 +84,7 @@ class RecordedCall(NamedTuple):
     """One call of the manager, or one end that it reported."""
 
     at_s: float
-    """By the clock of the loop."""
+    """The time of the clock of the loop."""
     method: str
     """The method: `start`, `resize`, `stop`, `read` …; or `ended`."""
     subject: str
@@ -101,7 +101,7 @@ class FakeSandbox:
     def __init__(self, spec: SandboxSpec, files: Mapping[str, File], directories: set[str]) -> None:
         self.spec = spec
         self.files = dict(files)
-        """By absolute path."""
+        """Files by absolute path."""
         self.directories = {"/", WORKSPACE, *directories}
         self.cwd_by_session: dict[str, str] = {}
         self.leases: dict[FakeLease, None] = {}
@@ -160,7 +160,7 @@ class Interpreter:
         return sum(float(words[1]) for _, words in self._steps if words[0] == "sleep" and len(words) == 2)
 
     def run(self) -> int:
-        """Its exit code."""
+        """Runs the command. Returns its exit code."""
         if self.cwd not in self._sandbox.directories:
             return self._fail(NOT_FOUND, f"{self.cwd}: No such file or directory")
         code = 0
@@ -288,7 +288,7 @@ class FakeLease:
         self._manager.record_call("resize", self._action, (reserved, limit))
 
     def cpu_seconds(self) -> float | None:
-        """Its share of the scripted total."""
+        """The share of this lease in the scripted total."""
         if self._result.done() or not self._script.ends:
             return None
         passed_s = self._loop.time() - self._started_s
@@ -404,7 +404,7 @@ class FakeManager:
         self._images: dict[str, FakeSandbox] = {}
         self._image_by_key: dict[str, str] = {}
         self._starts_by_action: dict[str, int] = {}
-        """Only of those whose start is scripted to fail."""
+        """Starts so far, only of actions whose start is scripted to fail."""
         self.calls: collections.deque[RecordedCall] = collections.deque(maxlen=CALLS_MAX)
         """The calls, in order."""
 

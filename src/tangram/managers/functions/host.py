@@ -147,7 +147,7 @@ class FunctionHost:
         self._host_manager = host_manager
         self._loop = asyncio.get_running_loop()
         self._instances: set[Instance] = set()
-        """All that exist, or may exist."""
+        """All instances that exist, or may exist."""
         self.idle: list[Instance] = []
         """A stack: the most recently used instance is used next, so that the others reach their idle time."""
         self._removals: dict[Instance, asyncio.Task[bool]] = {}

@@ -22,7 +22,7 @@ REPLY_BYTES_MAX = REPLY.size + HEAD_BYTES_MAX + ANSWER_BYTES_MAX
 
 
 class InstanceReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What an instance reports of a call."""
+    """The reply of an instance to a command."""
 
     failure: Failure | None
     cpu_s: float
@@ -42,7 +42,7 @@ class InstanceReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MalformedReply(Exception):
-    """What came is no reply."""
+    """The instance sent no valid reply."""
 
 
 _decode = msgspec.msgpack.Decoder(InstanceReply).decode
@@ -61,9 +61,9 @@ class ReplyParser:
         self._buffer = b""
         """The end of the output so far that may be the start of a mark."""
         self._frame = bytearray()
-        """What came behind the mark of the answer."""
+        """The bytes behind the mark of the answer."""
         self._frame_bytes = FRAME.size
-        """Its length, as far as it is known."""
+        """The length of the frame, as far as it is known."""
         self.begun = False
         """The program has taken the command."""
         self.answered = False
@@ -87,7 +87,7 @@ class ReplyParser:
             self._buffer = b""
 
     def _extend_frame(self, data: bytes) -> None:
-        """What comes behind the frame is dropped."""
+        """Drops the bytes behind the frame."""
         room = self._frame_bytes - len(self._frame)
         self._frame += data[:room]
         if len(self._frame) == FRAME.size and self._frame_bytes == FRAME.size:

@@ -52,7 +52,7 @@ a command line to 128 KiB."""
 MODULES = ("program", "plain_values", "msgpack_encoder")
 """Modules of this package that run inside the sandbox."""
 LIBRARIES = ("cloudpickle",)
-"""What functions by value are read with, in the version that the service has."""
+"""Libraries that load functions sent by value, in the version that the service has."""
 ZIP = re.compile(r"/python(\d)(\d{1,3})\.zip$")
 """The place in every search path of modules that names the version."""
 

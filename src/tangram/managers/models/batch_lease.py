@@ -180,7 +180,7 @@ class BatchLease:
             await self._manager.evict(self._placement)
 
     def _next_batch(self) -> list[InferLease]:
-        """In order of arrival. A call whose batch failed goes alone."""
+        """The next calls in order of arrival. A call whose batch failed goes alone."""
         first, *others = self._waiting
         batch = [first] if first.runs_alone else [first, *(o for o in others if not o.runs_alone)][: self._batch_max]
         for lease in batch:

@@ -21,8 +21,9 @@ INSTALLED_DIRECTORIES = tuple(
 
 
 def location_of(error: BaseException) -> str:
-    """Such as `my_engine.py, line 12, in call`: the last frame of code that was not installed, else of any outside this
-    package. Empty if there is none: the messages of our own engines explain themselves."""
+    """The place in the code, such as `my_engine.py, line 12, in call`: the last frame of code that was not
+    installed, else of any outside this package. Empty if there is none: the messages of engines of this package explain
+    themselves."""
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if not _is_in(frame.filename, PACKAGE_DIRECTORY)
     ]

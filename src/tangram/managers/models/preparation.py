@@ -26,7 +26,7 @@ from tangram.processes.process_tree import ProcessTable
 log = logging.getLogger("tangram")
 
 PREPARE_S_MAX = 3600.0
-"""For one service: weights may come from a slow disk."""
+"""Time limit for preparing one service: weights may come from a slow disk."""
 
 
 class PreparationResult(NamedTuple):
