@@ -107,7 +107,7 @@ class FunctionStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostContext(msgspec.Struct, frozen=True, kw_only=True):
-    """Options that all hosts share."""
+    """The parts and options that all hosts share."""
 
     manager: Manager | None
     """The manager of the sandboxes that serve as instances; None: instances are forked processes of this machine."""
