@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 
-from tangram.cancellation import run_to_completion
+from tangram.cancellation import run_to_completion, unwrap_first
 
 
 def test_work_completes_before_a_cancellation_is_raised() -> None:
@@ -57,3 +58,31 @@ def test_work_that_is_cancelled_itself_raises_in_its_caller() -> None:
             await asyncio.wait_for(run_to_completion(work()), 10.0)
 
     asyncio.run(main())
+
+
+def test_an_error_of_work_whose_caller_was_cancelled_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        allowed = asyncio.Event()
+
+        async def work() -> None:
+            await allowed.wait()
+            raise OSError("the disk is full")
+
+        caller = asyncio.create_task(run_to_completion(work()))
+        await asyncio.sleep(0)
+        caller.cancel()
+        allowed.set()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+
+    with caplog.at_level(logging.WARNING, "tangram"):
+        asyncio.run(main())
+    assert [record.getMessage() for record in caplog.records] == [
+        "an operation failed after its caller was cancelled: the disk is full"
+    ]
+
+
+def test_the_first_error_of_a_group_names_the_others() -> None:
+    first = unwrap_first(BaseExceptionGroup("several", [ValueError("one"), OSError("two")]))
+    assert repr(first) == "ValueError('one')"
+    assert first.__notes__ == ["Another task failed too: OSError: two"]

@@ -17,7 +17,7 @@ from tests.server.shared import serving, shared, wire_of
 
 import tangram
 from tangram import Quota, Rate
-from tangram.client import remote_transport
+from tangram.client import remote_connection, remote_transport
 from tangram.client.client import Client, connect
 from tangram.client.remote_transport import RemoteTransport
 from tangram.client.sync import connect_sync
@@ -428,7 +428,7 @@ def test_closing_while_the_service_is_down_waits_once_for_everything(
                 return await patient(attempt, closing=closing)
 
             monkeypatch.setattr(wire, "retry_until_answered", noted)
-            monkeypatch.setattr(remote_transport, "CLOSE_RETRY_S", 1.0)
+            monkeypatch.setattr(remote_connection, "CLOSE_RETRY_S", 1.0)
 
     monkeypatch.setattr(remote_transport, "ACKNOWLEDGE_INTERVAL_S", DEADLINE_S)
     asyncio.run(main())

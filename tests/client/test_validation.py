@@ -207,6 +207,11 @@ def test_a_connection_that_fails_to_open_leaves_no_recording(tmp_path: Path) -> 
     assert list((tmp_path / "new").iterdir()) == []
 
 
+def test_a_connection_that_is_never_opened_begins_no_recording(tmp_path: Path) -> None:
+    connect_sync(backend="process", record=tmp_path / "trace.jsonl")
+    assert list(tmp_path.iterdir()) == []
+
+
 # ---- options of sessions --------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from tangram.client.client import Client, connect
-from tangram.client.remote_transport import RemoteConnection, RemoteTransport
+from tangram.client.remote_connection import RemoteConnection
+from tangram.client.remote_transport import RemoteTransport
 from tangram.clock import Clock
 from tangram.config import (
     Config,

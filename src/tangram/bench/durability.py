@@ -23,7 +23,7 @@ import msgspec
 
 from tangram.bench.base import PRINTED, BenchRun, Progress, at_most
 from tangram.bench.service_process import ServiceProcess
-from tangram.client.remote_transport import RemoteConnection
+from tangram.client.remote_connection import RemoteConnection
 from tangram.core.action import Outcome, Status
 from tangram.core.demand import CPU, Demand, cores
 from tangram.errors import FileFailed, ManagerError, TangramError

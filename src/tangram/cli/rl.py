@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tangram.cancellation import unwrap_first
 from tangram.cli import options, show
 from tangram.cli.options import Json
 from tangram.errors import InvalidConfig
@@ -335,7 +336,7 @@ def _first_error(backend: str | None) -> Iterator[None]:
         try:
             yield
         except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+            raise unwrap_first(errors) from None
     except InvalidConfig as error:
         if backend is not None or error.field != "client":
             raise

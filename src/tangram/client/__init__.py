@@ -1,1 +1,1 @@
-"""What a program uses: a connection, sandboxes and the results of actions."""
+"""The SDK, which a program uses: a connection, sandboxes and the results of actions."""

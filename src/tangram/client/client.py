@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import inspect
 import json
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from tangram.cancellation import unwrap_first
 from tangram.client.api import RETRIES, TIMEOUT_S, Api
 from tangram.client.functions import CallResult, Function, FunctionCalls
 from tangram.client.models import (
@@ -27,7 +29,7 @@ from tangram.client.models import (
     payload_of,
 )
 from tangram.client.quota_use import QuotaUse
-from tangram.client.sandbox import OPEN_CORES, Image, Sandbox
+from tangram.client.sandbox import Image, Sandbox
 from tangram.client.transport import LocalTransport, Transport
 from tangram.client.validation import (
     Lifecycle,
@@ -46,7 +48,7 @@ from tangram.core.action import Action, Status
 from tangram.core.demand import CPU, Demand
 from tangram.core.demand import cores as cores_of
 from tangram.core.limits import Limits
-from tangram.core.messages import Decider, Event, Observer
+from tangram.core.messages import Decider, Event
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.core.sizes import parse_size
@@ -61,14 +63,16 @@ from tangram.managers.models import Infer, ModelManager, Service, discover
 from tangram.managers.models.devices import Cuda, DeviceSpec, Emulated
 from tangram.managers.models.service import require_all
 from tangram.managers.quotas.manager import REQUESTS, TOKENS, Quota, QuotaManager
-from tangram.managers.work import KIB, MEMORY_BYTES_MIN, HoldGrant, Prepare, SandboxSpec, Work
+from tangram.managers.work import KIB, MAINTENANCE_CORES, MEMORY_BYTES_MIN, HoldGrant, Prepare, SandboxSpec, Work
 from tangram.runtime.event_sink import EventSink
 from tangram.runtime.orchestrator import Orchestrator
 
 T = TypeVar("T")
 
 BACKENDS = ("sandbox", "process", "docker")
-PREPARE_DEMAND = Demand({CPU: cores_of(OPEN_CORES)})
+REMOTE_OPTIONS = ("url", "token", "ca", "reconnect_s")
+"""Options of `connect` that apply with an address."""
+PREPARE_DEMAND = Demand({CPU: cores_of(MAINTENANCE_CORES[Prepare])})
 SETUP_TIMEOUT_S = 1800.0
 """Time limit of one set-up command."""
 DISK_BYTES_MIN = 64 * KIB
@@ -80,7 +84,8 @@ TRIAL_MEMORY = "64MiB"
 class Client:
     """An open connection. Use it as `async with tangram.connect() as t:`."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, *, warm: int = 0) -> None:
+        """`warm`: how many sandboxes the backend creates in advance."""
         self._transport = transport
         self._lifecycle = Lifecycle("the connection")
         self._prefix = f"{os.getpid():x}{secrets.token_hex(4)}"
@@ -88,16 +93,11 @@ class Client:
         self._build_locks: dict[str, asyncio.Lock] = {}
         self._http = HttpClient()
         self._functions = FunctionCalls(transport, self._lifecycle, self._prefix, transport.quota)
-        self._stack = ExitStack()
-        self._warm = 0
+        self._warm = warm
 
     async def __aenter__(self) -> Self:
         self._lifecycle.begin(asyncio.get_running_loop())
-        try:
-            await self._transport.__aenter__()
-        except BaseException as error:
-            self._stack.__exit__(type(error), error, error.__traceback__)
-            raise
+        await self._transport.__aenter__()
         self._lifecycle.mark_open()
         return self
 
@@ -110,7 +110,6 @@ class Client:
             await self._transport.__aexit__(kind, error, trace)
         finally:
             await self._http.close()
-            self._stack.close()
 
     @property
     def transport(self) -> Transport:
@@ -199,10 +198,10 @@ class Client:
             if cached:
                 return Image(cached)
             options = dict(memory=memory, disk=disk, network=network, user=user, env=env, run=run)
-            async with self.sandbox(image=name, trajectory=f"setup-{key[:12]}", **options) as box:  # type: ignore[arg-type]
+            async with self.sandbox(image=name, trajectory=f"setup-{key[:12]}", **options) as sandbox:  # type: ignore[arg-type]
                 for command in commands:
-                    (await box.exec(command, key="setup", timeout_s=SETUP_TIMEOUT_S)).check()
-                committed = await box.commit(f"setup-{key[:24]}")
+                    (await sandbox.exec(command, key="setup", timeout_s=SETUP_TIMEOUT_S)).check()
+                committed = await sandbox.commit(f"setup-{key[:24]}")
             await self._transport.images.remember_image(key, committed.name)
             return committed
 
@@ -386,7 +385,7 @@ class Client:
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(one(each)) for each in doing]
             except BaseExceptionGroup as errors:
-                raise errors.exceptions[0] from None
+                raise unwrap_first(errors) from None
         return [task.result() for task in tasks]
 
 
@@ -451,17 +450,7 @@ def connect(
     was opened. `decider`: replaces the scheduler.
     """
     if url:
-        given = {
-            "backend": (backend, "sandbox"), "cores": (cores, None), "memory": (memory, None),
-            "policy_name": (policy_name, "adaptive"), "limits": (limits, None), "quotas": (quotas, ()),
-            "services": (services, ()), "devices": (devices, ()), "record": (record, ""), "state": (state, ""),
-            "warm": (warm, 0), "decider": (decider, None),
-        }  # fmt: skip
-        for name, (value, default) in given.items():
-            if value != default:
-                raise InvalidConfig(
-                    name, value, "no such option with an address: it belongs to the config of the service"
-                )
+        _require_no_embedded_options(locals())
         return _remote_client(url, token, path_of("ca", ca, InvalidConfig), seconds_of("reconnect_s", reconnect_s))
     if token or ca:
         raise InvalidConfig("token" if token else "ca", "...", "nothing without the address of a service")
@@ -480,8 +469,7 @@ def connect(
     pools = (*machine, *quota_manager.pools(), *(models.pools() if models is not None else ()))
     limits = limits or Limits()
     decider = decider or Scheduler(policy(policy_name), pools, limits=limits)
-    stack = ExitStack()
-    observers: list[Observer] = []
+    recorder = None
     if record:
         from tangram.files.atomic_file import check_writable
         from tangram.runtime.trace_recorder import record_trace
@@ -489,15 +477,19 @@ def connect(
         file = path_of("record", record, InvalidConfig)
         check_writable("record", Path(file))
         recorder = record_trace(file, policy=policy_name, pools=pools, limits=limits, note=backend)
-        observers.append(stack.enter_context(recorder))
     executors: dict[type[Work], Executor] = {HoldGrant: quota_manager, Call: FunctionManager(), Post: EndpointManager()}
     if models is not None:
         executors[Infer] = models
-    orchestrator = Orchestrator(decider, {node: manager}, executors, observers=observers, sink=sink)
-    client = Client(LocalTransport(orchestrator, quota_manager, models))
-    client._stack = stack
-    client._warm = warm
-    return client
+    orchestrator = Orchestrator(decider, {node: manager}, executors, sink=sink)
+    return Client(LocalTransport(orchestrator, quota_manager, models, recorder), warm=warm)
+
+
+def _require_no_embedded_options(options: Mapping[str, object]) -> None:
+    """Rejects options that apply only without an address."""
+    for name, parameter in inspect.signature(connect).parameters.items():
+        if name not in REMOTE_OPTIONS and options[name] != parameter.default:
+            expected = "no such option with an address: it belongs to the config of the service"
+            raise InvalidConfig(name, options[name], expected)
 
 
 def _remote_client(url: str, token: str, ca: str, reconnect_s: float) -> Client:

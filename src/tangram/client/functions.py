@@ -144,7 +144,7 @@ class Function(Generic[P, R]):
 
     def spec(self, *, by_value: bool = False) -> FunctionSpec:
         """The serialized function. Created once: later changes of its closure do not reach its instances. `by_value`:
-        include the module, for places that cannot import it."""
+        include the module, for processes that cannot import it."""
         spec = self._specs.get(by_value)
         if spec is None:
             spec = self._specs[by_value] = self._build_spec(with_module=by_value)
@@ -158,12 +158,12 @@ class Function(Generic[P, R]):
             processes_max=self.processes,
         )  # fmt: skip
         if is_importable(function) and not with_module:
-            place: dict[str, Any] = dict(module=function.__module__, qualname=function.__qualname__)
+            source: dict[str, Any] = dict(module=function.__module__, qualname=function.__qualname__)
             content = code_bytes(function)
         else:
             content = pickle_by_value(function, include_module=with_module)
-            place = dict(pickled=content)
-        return FunctionSpec(name=_content_name(self.title, content + repr(options).encode()), **place, **options)
+            source = dict(pickled=content)
+        return FunctionSpec(name=_content_name(self.title, content + repr(options).encode()), **source, **options)
 
 
 def function(
@@ -390,26 +390,27 @@ class FunctionCalls:
         self._lifecycle.require_open()
         if not isinstance(idempotency_key, str):
             raise InvalidAction("idempotency_key", idempotency_key, "text")
-        number = f"{self._prefix}-call-{next(self._numbers)}"
+        action_id = f"{self._prefix}-call-{next(self._numbers)}"
         demand = quota_demand(quotas, self._find_quota)
-        about: dict[str, Any] = dict(
+        fields: dict[str, Any] = dict(
             run=run, trajectory=trajectory, task=task, priority=priority, deadline_s=deadline_s, at_once=not demand
         )  # a function calls an API at any time
         if isinstance(target, EndpointSpec):
             body = _encode_json(target, args, kwargs)
-            work: Work = Post(endpoint=target, body=body, key=idempotency_key or number)
+            work: Work = Post(endpoint=target, body=body, key=idempotency_key or action_id)
             action = Action(
-                id=number, demand=Demand({target.pool: fixed(1)} | demand), kind="endpoint", key=target.name, **about
+                id=action_id, demand=Demand({target.pool: fixed(1)} | demand), kind="endpoint", key=target.name,
+                **fields,
             )  # fmt: skip
-            pool, key, keep = Pool(kind=target.pool, total=target.max_concurrency), b"", self._keyed_results
+            pool, key, cache = Pool(kind=target.pool, total=target.max_concurrency), b"", self._keyed_results
         elif isinstance(target, Function):
             spec, arguments = (
                 target.spec(by_value=self._transport.by_value),
                 pickle_arguments(target.__tangram_function__, args, kwargs),
             )
             work = Call(function=spec, arguments=arguments)
-            action = _build_action(number, target, spec, demand, about)
-            pool, keep = (
+            action = _build_action(action_id, target, spec, demand, fields)
+            pool, cache = (
                 Pool(kind=spec.pool, total=spec.max_instances, private=True),
                 self._pure_results if target.pure else self._keyed_results,
             )
@@ -418,14 +419,14 @@ class FunctionCalls:
         else:
             raise InvalidAction("function", target, "what @tangram.function() or tangram.endpoint() made")
         if idempotency_key:
-            key, keep = _digest(pool.kind, idempotency_key.encode(errors="surrogatepass")), self._keyed_results
-        return await self._call_once(action, work, pool, key, keep)
+            key, cache = _digest(pool.kind, idempotency_key.encode(errors="surrogatepass")), self._keyed_results
+        return await self._call_once(action, work, pool, key, cache)
 
-    async def _call_once(self, action: Action, work: Work, pool: Pool, key: bytes, keep: ResultCache) -> CallResult:
+    async def _call_once(self, action: Action, work: Work, pool: Pool, key: bytes, cache: ResultCache) -> CallResult:
         name = action.key
-        kept = keep.get(key) if key else None
-        if kept is not None:
-            return _result_of_answer(kept, dict(function=name, recalled=True))
+        cached_answer = cache.get(key) if key else None
+        if cached_answer is not None:
+            return _result_of_answer(cached_answer, dict(function=name, recalled=True))
         try:
             self._ensure_pool(pool)
             if not key:
@@ -439,8 +440,8 @@ class FunctionCalls:
             outcome = Outcome(action=action.id, status=Status.REFUSED, reason=refused.reason)
             return _to_result(name, SettledAction(outcome=outcome))
         result = _to_result(name, settled)
-        if result.kind == "value" or (result.kind == "error" and keep is self._keyed_results):
-            keep.put(key, settled.answer)
+        if result.kind == "value" or (result.kind == "error" and cache is self._keyed_results):
+            cache.put(key, settled.answer)
         return result
 
     def _ensure_pool(self, pool: Pool) -> None:
@@ -454,12 +455,12 @@ class FunctionCalls:
 
 
 def _build_action(
-    number: str, target: Function[..., Any], spec: FunctionSpec, demand: dict[str, Amounts], about: dict[str, Any]
+    action_id: str, target: Function[..., Any], spec: FunctionSpec, demand: dict[str, Amounts], fields: dict[str, Any]
 ) -> Action:
     pools: dict[str, Amounts] = {CPU: target.cpu, spec.pool: fixed(1), **demand}
     return Action(
-        id=number, demand=Demand(pools), kind="function", key=target.title[-ID_LENGTH_MAX:], timeout_s=target.timeout_s,
-        idempotent=target.retries > 0, **about,
+        id=action_id, demand=Demand(pools), kind="function", key=target.title[-ID_LENGTH_MAX:],
+        timeout_s=target.timeout_s, idempotent=target.retries > 0, **fields,
     )  # fmt: skip
 
 

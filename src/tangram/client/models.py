@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 from tangram.client.result import Timing, raise_for
+from tangram.client.transport import CallableService
 from tangram.core.action import NO_USAGE, Status, Usage
 from tangram.core.demand import GPU, Amounts, Demand, fixed, one_of
 from tangram.errors import InvalidAction, ManagerError
-from tangram.managers.models.service import Service
 from tangram.runtime.orchestrator import SettledAction
 
 
@@ -65,7 +65,7 @@ def inference_of(service: str, settled: SettledAction) -> Inference:
     )
 
 
-def demand_of(service: Service, devices: int | None, others: Mapping[str, Amounts]) -> Demand:
+def demand_of(service: CallableService, devices: int | None, others: Mapping[str, Amounts]) -> Demand:
     """Any degree of the service, or the one that the caller chose, and the demand for quotas."""
     if devices is None:
         return Demand({GPU: one_of(*service.degrees), **others})

@@ -13,17 +13,15 @@ import tarfile
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast
 from urllib.parse import quote
 
 import msgspec
 
+from tangram.client.remote_connection import RemoteConnection
 from tangram.errors import FileFailed, InvalidAction
 from tangram.managers.work import FileEntry
 from tangram.runtime.wire import DirectoryReply, ImageKeyRequest, ImageReply
-
-if TYPE_CHECKING:
-    from tangram.client.remote_transport import RemoteConnection
 
 CHUNK_BYTES = 256 << 10
 TRANSFER_TIMEOUT_S = 3600.0
@@ -76,9 +74,9 @@ class RemoteImages:
     def __init__(self, connection: RemoteConnection) -> None:
         self._connection = connection
         self.committed: dict[str, None] = {}
-        """Images committed over this connection; its end deletes them,"""
+        """Images committed over this connection. Its end deletes those that are not remembered."""
         self.remembered: set[str] = set()
-        """except those that are kept under a key."""
+        """Images that are kept under a key."""
 
     async def add_image(self, path: str) -> str:
         """A tar is sent unchanged; a directory is packed first."""

@@ -1,43 +1,38 @@
 """The transport to a shared service over HTTP.
 
-Owns the connections, the actions in flight, and what this client has left open at the service. Promises what every
+Owns the actions in flight, and what this client has left open at the service. Promises what every
 transport promises: an action is submitted under an id that this side chose, an idempotency key, so a lost response is
-requested again and nothing is executed twice. While the service is down, requests are retried for RECONNECT_S; then the
-actions in flight are lost to this client.
+requested again and nothing is executed twice. When the retry time of the connection has passed, the actions in flight
+are lost to this client.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 import msgspec
 
 from tangram.cancellation import run_to_completion
-from tangram.client.connection_errors import broken_off, no_service, token_required, unknown_token, without_tls
+from tangram.client.connection_errors import broken_off, no_service, without_tls
+from tangram.client.remote_connection import RECONNECT_S, RETRY_S, ReconnectTimeout, RemoteConnection, RequestRetryable
 from tangram.client.remote_files import RemoteFiles, RemoteImages
-from tangram.client.transport import Pending
+from tangram.client.transport import CallableService, Pending
 from tangram.core.action import Action, Outcome, Status
 from tangram.core.messages import Pool
-from tangram.errors import AdmissionRefused, InvalidAction, InvalidConfig, ManagerError
+from tangram.errors import AdmissionRefused, InvalidAction, ManagerError
 from tangram.managers.base import Files, Images
 from tangram.managers.http import (
     CertificateRejected,
     Disconnected,
-    HttpClient,
     HttpError,
-    HttpStream,
     InvalidUrl,
     ResponseTooLarge,
-    Timeouts,
     TlsFailed,
-    backoff_s,
 )
-from tangram.managers.models import Service
 from tangram.managers.quotas.manager import Quota
 from tangram.managers.work import Close, Commit, HoldGrant, Open, Work
 from tangram.processes.streams import STDERR, STDOUT, Output
@@ -45,7 +40,6 @@ from tangram.runtime.orchestrator import SettledAction
 from tangram.runtime.wire import (
     Acknowledgement,
     ActionReply,
-    ErrorResponse,
     OutputChunk,
     QuotaRelease,
     QuotasReply,
@@ -60,158 +54,17 @@ from tangram.runtime.wire import (
 
 T = TypeVar("T")
 
-RECONNECT_S = 300.0
-"""A restarted service is back within seconds, a restarted machine within minutes."""
-RETRY_S, RETRY_S_MAX = 0.1, 5.0
-"""Exponential backoff of requests."""
-CLOSE_RETRY_S = 10.0
-"""For requests without which the service releases the resource after its own timeout."""
 SHUTDOWN_TIMEOUT_S = 30.0
 """Time limit for closing everything that a connection has open."""
 LONG_POLL_S = 30.0
 """Duration of one long poll."""
-RESPONSE_TIMEOUT_S = 60.0
-"""Time limit of a response, in addition to the long poll."""
 ACKNOWLEDGE_INTERVAL_S = 0.5
 ACKNOWLEDGE_BATCH_MAX = 1000
 """Received results are acknowledged after this time, or when there are this many."""
 LINE_BYTES_MAX = 64 << 20
-JSON = {"content-type": "application/json"}
 
-_encode = msgspec.json.Encoder().encode
 _decode_reply = msgspec.json.Decoder(ActionReply).decode
 _decode_chunk = msgspec.json.Decoder(OutputChunk).decode
-
-
-class ReconnectTimeout(ManagerError):
-    """The service did not respond within the whole retry time."""
-
-
-class _RequestRetryable(Exception):
-    """The same request may succeed later."""
-
-
-class RemoteConnection:
-    """Requests to one service, retried until they get a response."""
-
-    def __init__(self, url: str, token: str, ca: str, reconnect_s: float) -> None:
-        self.url = url.rstrip("/")
-        self._token = token
-        self._reconnect_s = reconnect_s
-        headers = {"authorization": f"Bearer {token}"} if token else {}
-        self._http = HttpClient(headers=headers, ca=ca, resend=True)  # unlimited: every long poll occupies a connection
-        self._is_open = False
-        self._closing_deadline: float | None = None
-        """When closing requests without a response stop retrying; None unless the last one got no response."""
-
-    async def open(self) -> None:
-        """Raises InvalidConfig for `ca`."""
-        await self._http.open()
-        self._is_open = True
-
-    async def close(self) -> None:
-        self._is_open = False
-        await self._http.close()
-
-    async def call(
-        self,
-        method: str,
-        path: str,
-        record: Any = None,
-        /,
-        *,
-        wait_s: float | None = None,
-        closing: bool = False,
-        **query: str,
-    ) -> bytes:
-        """The body of the response. Raises the error of the service, and ReconnectTimeout. `closing`: retry for a short
-        time only, because the service releases the resource by itself."""
-        body = None if record is None else _encode(record)
-        if wait_s is not None:
-            query["wait_s"] = str(wait_s)
-        once = functools.partial(self._request_once, method, path, body, query, wait_s or 0.0)
-        return await self.retry_until_answered(once, closing=closing)
-
-    async def _request_once(self, method: str, path: str, body: Any, query: Mapping[str, Any], wait_s: float) -> bytes:
-        async with await self.send(method, path, body, query, wait_s + RESPONSE_TIMEOUT_S) as response:
-            content = await response.read()
-        return self.check_response(response.status, content)
-
-    async def send(
-        self,
-        method: str,
-        path: str,
-        content: bytes | AsyncIterator[bytes] | None,
-        query: Mapping[str, str],
-        timeout_s: float | None,
-    ) -> HttpStream:
-        """Raises HttpError if there is no response, which `retry_until_answered` handles."""
-        if not self._is_open:
-            raise ManagerError("the connection to the service is closed", retry=False)
-        return await self._http.send(
-            method,
-            self.url + path,
-            timeouts=Timeouts(timeout_s),
-            query=query,
-            headers=JSON if isinstance(content, bytes) else None,
-            content=content,
-        )
-
-    def check_response(self, status: int, content: bytes) -> bytes:
-        """Raises the error in a response."""
-        if status < 400:
-            return content
-        try:
-            fault = msgspec.json.decode(content, type=ErrorResponse).error
-        except msgspec.MsgspecError:
-            if status in (502, 503, 504):  # a gateway, or too many connections
-                raise _RequestRetryable(f"status {status}") from None
-            shown = content[:200].decode(errors="replace")
-            message = f"{self.url} answered {status}, which is no response of Tangram: {shown!r}"
-            raise ManagerError(message, retry=False) from None
-        if fault.code in ("draining", "journal_failed", "rate", "too_slow") and fault.limit != "wrong_tokens":
-            raise _RequestRetryable(fault.message)
-        if fault.code == "unauthorized":
-            how = "give it to connect(url, token=...), or set TANGRAM_TOKEN"
-            raise ManagerError(unknown_token(self.url) if self._token else token_required(self.url, how), retry=False)
-        raise fault.to_exception()
-
-    async def retry_until_answered(self, once: Callable[[], Coroutine[Any, Any, T]], *, closing: bool = False) -> T:
-        """While the service is down, all `closing` requests share the deadline of the first: together, concurrent or
-        one after the other, they wait no longer than one."""
-        loop = asyncio.get_running_loop()
-        timeout_s = CLOSE_RETRY_S if closing else self._reconnect_s
-        deadline, tries, is_down = loop.time() + timeout_s, 0, False
-        try:
-            while True:
-                try:
-                    return await once()
-                except (ResponseTooLarge, CertificateRejected, InvalidUrl) as error:
-                    raise self.permanent_error(error) from None
-                except (_RequestRetryable, HttpError) as error:
-                    if closing:
-                        if self._closing_deadline is None:
-                            self._closing_deadline = deadline
-                        deadline = min(deadline, self._closing_deadline)
-                    if loop.time() >= deadline:
-                        is_down = True
-                        reason = error.reason if isinstance(error, HttpError) else error
-                        raise ReconnectTimeout(f"{self.url} did not answer for {timeout_s:.0f} s: {reason}") from error
-                    tries += 1
-                    await asyncio.sleep(backoff_s(tries, RETRY_S, RETRY_S_MAX))
-        finally:
-            if closing and not is_down:
-                self._closing_deadline = None
-
-    def permanent_error(self, error: ResponseTooLarge | CertificateRejected | InvalidUrl) -> Exception:
-        """Converts an error that retries cannot fix, for the caller."""
-        match error:
-            case CertificateRejected():
-                expected = "a certificate that this machine trusts, or `ca`: a file with the one that signed it"
-                return InvalidConfig("url", self.url, f"{expected} ({error.reason})")
-            case InvalidUrl():
-                return InvalidConfig("url", self.url, "an address such as https://tangram.example:7433")
-        return error
 
 
 class RemotePending:
@@ -220,8 +73,8 @@ class RemotePending:
     def __init__(self, transport: RemoteTransport, action: Action, work: Work, output: Output | None) -> None:
         self._transport = transport
         self._connection = transport.connection
-        self._action = action
-        self._work = work
+        self.action = action
+        self.work = work
         self._output = output
         self._path = f"/v1/actions/{_quoted(action.id)}"
         loop = asyncio.get_running_loop()
@@ -239,7 +92,7 @@ class RemotePending:
             self._settled.cancel()
             raise
         except ReconnectTimeout as error:
-            outcome = Outcome(action=self._action.id, status=Status.LOST, reason=str(error))
+            outcome = Outcome(action=self.action.id, status=Status.LOST, reason=str(error))
             self._settled.set_result(SettledAction(outcome=outcome))
         except Exception as error:
             self._settled.set_exception(error)
@@ -254,10 +107,10 @@ class RemotePending:
             self._transport.on_settled(self)
 
     async def _submit_and_wait(self) -> SettledAction:
-        stays = isinstance(self._work, HoldGrant) or self._action.kind == "server"
+        stays = isinstance(self.work, HoldGrant) or self.action.kind == "server"
         wait_s = 0.0 if stays or self._output is not None else LONG_POLL_S
-        submission = submission_of(self._action, self._work, follow=self._output is not None)  # type: ignore[arg-type]
-        closing = isinstance(self._work, Close)
+        submission = submission_of(self.action, self.work, follow=self._output is not None)  # type: ignore[arg-type]
+        closing = isinstance(self.work, Close)
         reply = _decode_reply(
             await self._connection.call("POST", "/v1/actions", submission, wait_s=wait_s, closing=closing)
         )
@@ -266,7 +119,7 @@ class RemotePending:
             await self._follow_output(self._output)
         while reply.settled is None:
             reply = _decode_reply(await self._connection.call("GET", self._path, wait_s=LONG_POLL_S, closing=closing))
-        self._transport.on_result(self._action.id)
+        self._transport.on_result(self.action.id)
         return settled_action_of(reply.settled)
 
     async def _follow_output(self, output: Output) -> None:
@@ -285,7 +138,7 @@ class RemotePending:
                         return
                     after = chunk.offset + len(chunk.data)
                     output(STDOUT if chunk.stream == "stdout" else STDERR, chunk.data)
-                raise _RequestRetryable("the output broke off")
+                raise RequestRetryable("the output broke off")
 
         with contextlib.suppress(ManagerError):  # the service restarted; the result has the output that was kept
             await self._connection.retry_until_answered(once)
@@ -366,14 +219,13 @@ class RemoteTransport:
         self._unacknowledged: list[str] = []
         self._acknowledge_timer: asyncio.TimerHandle | None = None
         self._is_closing = False
-        self.about: ServerInfo
 
     # ---- its life ----
 
     async def __aenter__(self) -> Self:
         await self.connection.open()
         try:
-            self.about = msgspec.json.decode(await self._fetch_about(), type=ServerInfo)
+            msgspec.json.decode(await self._fetch_about(), type=ServerInfo)  # it is a service of this version
             quotas = msgspec.json.decode(await self.connection.call("GET", "/v1/quotas"), type=QuotasReply).quotas
             services = msgspec.json.decode(
                 await self.connection.call("GET", "/v1/services"), type=ServicesReply
@@ -392,7 +244,7 @@ class RemoteTransport:
         """Fails at once instead of retrying: a service that never answered may not exist."""
         url = self.connection.url
         try:
-            return await self.connection._request_once("GET", "/v1/about", None, {}, 0.0)
+            return await self.connection.call_once("GET", "/v1/about", None, {}, 0.0)
         except (ResponseTooLarge, CertificateRejected, InvalidUrl) as error:
             raise self.connection.permanent_error(error) from None
         except TlsFailed:
@@ -401,7 +253,7 @@ class RemoteTransport:
             raise ManagerError(broken_off(url, error.reason)) from None
         except HttpError as error:
             raise ManagerError(no_service(url, error.reason)) from None
-        except _RequestRetryable as error:
+        except RequestRetryable as error:
             raise ManagerError(no_service(url, str(error))) from None
 
     async def __aexit__(self, *error: object) -> None:
@@ -453,10 +305,10 @@ class RemoteTransport:
 
     def on_settled(self, pending: RemotePending) -> None:
         self._pending.pop(pending, None)
-        if isinstance(pending._work, Close):
-            self._sandboxes.pop(pending._action.sandbox, None)
-        elif isinstance(pending._work, Commit):
-            self._images.committed[pending._work.image] = None
+        if isinstance(pending.work, Close):
+            self._sandboxes.pop(pending.action.sandbox, None)
+        elif isinstance(pending.work, Commit):
+            self._images.committed[pending.work.image] = None
 
     def on_result(self, id: str) -> None:
         """The result has arrived, so the service need not keep it."""
@@ -498,14 +350,12 @@ class RemoteTransport:
             raise InvalidAction("quota", name, f"one that the service had when this connection was made: {known}")
         return quota
 
-    def service(self, name: str) -> Service:
+    def service(self, name: str) -> CallableService:
         service = self._services.get(name) if isinstance(name, str) else None
         if service is None:
             known = ", ".join(map(repr, self._services)) or "none"
             raise InvalidAction("service", name, f"one that the service has: {known}")
-        return Service(
-            name=service.name, engine="elsewhere:engine", degrees=service.degrees, call_s_max=service.call_s_max
-        )
+        return service
 
     def release_quota(self, action: str, spent: dict[str, int] | None) -> None:
         self.start_task(

@@ -19,7 +19,7 @@ SHOWN_CHARACTERS = 2000
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of an action went, in seconds."""
+    """The parts of the time of an action, in seconds."""
 
     waiting_s: float
     """Until it was granted."""

@@ -44,8 +44,9 @@ from tangram.core.speedup import Speedup
 from tangram.errors import FileFailed, InvalidAction, ManagerError, SessionEnded
 from tangram.managers.base import Files
 from tangram.managers.work import (
-    CAPTURE_BYTES_CEILING,
+    CAPTURE_BYTES_DEFAULT,
     CAPTURE_BYTES_MAX,
+    MAINTENANCE_CORES,
     MIB,
     WORKSPACE,
     Close,
@@ -68,8 +69,6 @@ CLOSE_WAIT_S = 10.0
 """After this time, closing proceeds without a grant."""
 TREE_MEMORY_MAX = 64 * MIB
 """A tree in transit uses a temporary file above this size."""
-OPEN_CORES, CLOSE_CORES, COMMIT_CORES = 0.2, 0.1, 0.5
-"""Cores for opening, closing and committing: a few milliseconds of work each."""
 
 
 class Image(msgspec.Struct, frozen=True):
@@ -114,7 +113,7 @@ class Sandbox:
         self._connection.require_open()
         self._lifecycle.begin()
         try:
-            await self._run_maintenance("open", Open(spec=self._spec), OPEN_CORES)
+            await self._run_maintenance("open", Open(spec=self._spec))
         except BaseException:
             await self.close()
             raise
@@ -143,15 +142,19 @@ class Sandbox:
         # An action like others, but with a deadline: other actions may hold all cores. After it, the sandbox closes
         # without a grant.
         action = self._action(
-            "close", Demand({CPU: cores(CLOSE_CORES)}), idempotent=True, priority=PRIORITY_MAX, deadline_s=CLOSE_WAIT_S
+            "close",
+            Demand({CPU: cores(MAINTENANCE_CORES[Close])}),
+            idempotent=True,
+            priority=PRIORITY_MAX,
+            deadline_s=CLOSE_WAIT_S,
         )
         settled = await self._transport.submit(action, Close()).settled()
         if settled.outcome.status is Status.LOST:
             raise ManagerError(settled.outcome.reason)
 
-    async def _run_maintenance(self, kind: str, work: Work, size: float) -> None:
+    async def _run_maintenance(self, kind: str, work: Work) -> None:
         """Runs internal work on the sandbox; raises if it does not succeed."""
-        action = self._action(kind, Demand({CPU: cores(size)}), idempotent=True)
+        action = self._action(kind, Demand({CPU: cores(MAINTENANCE_CORES[type(work)])}), idempotent=True)
         settled = await self._transport.submit(action, work).settled()
         result_of(kind, settled.outcome, settled.executed or _NO_PROGRAM).check()
 
@@ -191,7 +194,7 @@ class Sandbox:
         duration_s: float | None = None,
         priority: int = 0,
         idempotent: bool = False,
-        capture: int | str = CAPTURE_BYTES_MAX,
+        capture: int | str = CAPTURE_BYTES_DEFAULT,
         on_output: OnOutput | None = None,
     ) -> Result:
         """Run a command to its end, as one action.
@@ -209,7 +212,7 @@ class Sandbox:
         return await self._run_to_end(action, work, on_output)
 
     def _demand(self, cpus: Cpus, quotas: Quotas | None, speedup: Speedup | None) -> Demand:
-        """Its requirements are granted together."""
+        """The demand of a command: cores and quotas, granted together."""
         return Demand({CPU: amounts(cpus), **quota_demand(quotas, self._transport.quota)}, speedup)
 
     async def start(
@@ -220,7 +223,7 @@ class Sandbox:
         cwd: PathText = "",
         env: Mapping[str, str] | None = None,
         key: str = "",
-        capture: int | str = CAPTURE_BYTES_MAX,
+        capture: int | str = CAPTURE_BYTES_DEFAULT,
         on_output: OnOutput | None = None,
     ) -> Server:
         """Start a program that keeps running, such as a server. It holds its cores until it is stopped.
@@ -311,7 +314,7 @@ class Sandbox:
         """Commit its files as an image from which others open copy-on-write. Its programs are frozen meanwhile."""
         self._require_open()
         name = name or f"{self.name}-{next(self._numbers)}"
-        await self._run_maintenance("commit", Commit(image=name), COMMIT_CORES)
+        await self._run_maintenance("commit", Commit(image=name))
         return Image(name)
 
 
@@ -344,7 +347,7 @@ class Session:
         quotas: Quotas | None = None,
         speedup: Speedup | None = None,
         priority: int = 0,
-        capture: int | str = CAPTURE_BYTES_MAX,
+        capture: int | str = CAPTURE_BYTES_DEFAULT,
         on_output: OnOutput | None = None,
     ) -> Result:
         """Run a command in the shell, after the previous one has ended. `deadline_s` counts from then.
@@ -352,18 +355,18 @@ class Session:
         `cwd` and `env` change the shell itself, as `cd` and `export` do, so they apply to later commands too. A timeout
         or a cancellation ends the shell: `Result.session_ended` is set, and the next command raises SessionEnded.
         """
-        box = self._sandbox
+        sandbox = self._sandbox
         work = _exec_work(command, cwd=cwd, env=env, capture=capture, session=self._name)
-        action = box._action(
-            "exec", box._demand(cpus, quotas, speedup), key=key, timeout_s=timeout_s, deadline_s=deadline_s,
+        action = sandbox._action(
+            "exec", sandbox._demand(cpus, quotas, speedup), key=key, timeout_s=timeout_s, deadline_s=deadline_s,
             priority=priority,
         )  # fmt: skip
-        box._require_open()
+        sandbox._require_open()
         async with self._lock:
             if self._ended_by:
                 raise SessionEnded(f"the session ended with {self._ended_by!r}; open another one with box.session()")
             try:
-                result = await box._run_to_end(action, work, on_output)
+                result = await sandbox._run_to_end(action, work, on_output)
             except asyncio.CancelledError:
                 self._ended_by = work.command_line
                 raise
@@ -445,6 +448,6 @@ def _exec_work(
         cwd=path_of("cwd", cwd),
         env=variables_of(env),
         stdin=bytes_of("stdin", stdin),
-        capture_bytes_max=parse_size("capture", capture, least=0, most=CAPTURE_BYTES_CEILING),
+        capture_bytes_max=parse_size("capture", capture, least=0, most=CAPTURE_BYTES_MAX),
         session=session,
     )

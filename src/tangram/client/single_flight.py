@@ -22,7 +22,7 @@ StartCall = Callable[[], Pending]
 
 
 class _InFlightCall:
-    """A run, and the number of its waiters."""
+    """A run of a key, and the number of its waiters."""
 
     def __init__(self, pending: Pending) -> None:
         self.pending = pending
@@ -39,75 +39,76 @@ class SingleFlight:
         """The result of the run of this key, which `start` begins if there is none. `deadline_s` is that of this
         caller, from now on, and `action` its name. Raises what `start` raises."""
         loop = asyncio.get_running_loop()
-        late_at = None if deadline_s is None else loop.time() + deadline_s
+        deadline = None if deadline_s is None else loop.time() + deadline_s
         while True:
-            run, mine = self._calls.get(key), False
-            if run is None:
-                run, mine = self._start(key, start()), True
+            call = self._calls.get(key)
+            is_starter = call is None
+            if call is None:
+                call = self._start(key, start())
             try:
-                if run.is_stopping:
-                    passed = await _wait_stopped(run, late_at)
-                    if passed is None:
+                if call.is_stopping:
+                    settled = await _wait_stopped(call, deadline)
+                    if settled is None:
                         return _timed_out(action, deadline_s)
-                    if passed.outcome.status is Status.SUCCEEDED:
-                        return passed  # it ended before it could be stopped
+                    if settled.outcome.status is Status.SUCCEEDED:
+                        return settled  # it ended before it could be stopped
                 else:
-                    settled = await self._join(run, late_at)
-                    if settled is None or (run.is_stopping and settled.outcome.status is Status.CANCELLED):
+                    settled = await self._join(call, deadline)
+                    if settled is None or (call.is_stopping and settled.outcome.status is Status.CANCELLED):
                         return _timed_out(action, deadline_s, settled)
-                    if mine or settled.outcome.status is not Status.REFUSED:
+                    if is_starter or settled.outcome.status is not Status.REFUSED:
                         return settled
             except AdmissionRefused:
-                if mine:
+                if is_starter:
                     raise
             # The run was stopped, or refused, which concerns the action of another caller. Its callback, which would
             # forget it, may come later than this.
-            self._forget(key, run)
+            self._forget(key, call)
 
     def _start(self, key: bytes, pending: Pending) -> _InFlightCall:
-        run = self._calls[key] = _InFlightCall(pending)
-        pending.add_done_callback(lambda: self._forget(key, run))
-        return run
+        call = self._calls[key] = _InFlightCall(pending)
+        pending.add_done_callback(lambda: self._forget(key, call))
+        return call
 
-    def _forget(self, key: bytes, run: _InFlightCall) -> None:
-        if self._calls.get(key) is run:
+    def _forget(self, key: bytes, call: _InFlightCall) -> None:
+        if self._calls.get(key) is call:
             del self._calls[key]
 
-    async def _join(self, run: _InFlightCall, late_at: float | None) -> SettledAction | None:
+    async def _join(self, call: _InFlightCall, deadline: float | None) -> SettledAction | None:
         """Returns None if the deadline has passed and others still wait. The last waiter stops the run, and returns
         when it has settled."""
-        run.waiters += 1
+        call.waiters += 1
         try:
-            async with asyncio.timeout_at(late_at) as scope:
-                return await run.pending.settled_shielded()
+            async with asyncio.timeout_at(deadline) as scope:
+                return await call.pending.settled_shielded()
         except asyncio.CancelledError:
-            if run.waiters == 1:
+            if call.waiters == 1:
                 with contextlib.suppress(TangramError):  # a failure of the run does not undo the cancellation
-                    await _stop(run)
+                    await _stop(call)
             raise
         except TimeoutError:
             if not scope.expired():
                 raise
-            return await _stop(run) if run.waiters == 1 else None
+            return await _stop(call) if call.waiters == 1 else None
         finally:
-            run.waiters -= 1
+            call.waiters -= 1
 
 
-async def _stop(run: _InFlightCall) -> SettledAction | None:
+async def _stop(call: _InFlightCall) -> SettledAction | None:
     """Returns None if the action turned out to be invalid or was refused, which no caller waits for any more."""
-    run.is_stopping = True
-    run.pending.cancel()
+    call.is_stopping = True
+    call.pending.cancel()
     try:
-        return await run.pending.settled()
+        return await call.pending.settled()
     except (AdmissionRefused, InvalidInput):
         return None
 
 
-async def _wait_stopped(run: _InFlightCall, late_at: float | None) -> SettledAction | None:
+async def _wait_stopped(call: _InFlightCall, deadline: float | None) -> SettledAction | None:
     """Waits until a run that is being stopped has settled. Returns None if the deadline passes first."""
     try:
-        async with asyncio.timeout_at(late_at) as scope:
-            return await run.pending.settled_shielded()
+        async with asyncio.timeout_at(deadline) as scope:
+            return await call.pending.settled_shielded()
     except TimeoutError:
         if scope.expired():
             return None

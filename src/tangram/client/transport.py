@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Protocol, Self
 
 from tangram.core.action import Action
-from tangram.core.messages import Pool, PoolChanged, RunChanged
+from tangram.core.messages import Observer, Pool, PoolChanged, RunChanged
 from tangram.errors import InvalidAction
 from tangram.managers.base import Files, Images
 from tangram.managers.models import ModelManager, Service
@@ -44,6 +45,19 @@ class Pending(Protocol):
     def add_done_callback(self, callback: Callable[[], object]) -> None: ...
 
 
+class CallableService(Protocol):
+    """A model service, as its callers see it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def degrees(self) -> tuple[int, ...]: ...
+
+    @property
+    def call_s_max(self) -> float: ...
+
+
 class Transport(Protocol):
     def submit(self, action: Action, work: Work, output: Output | None = None) -> Pending: ...
 
@@ -62,7 +76,7 @@ class Transport(Protocol):
         """Raises InvalidAction if there is none."""
         ...
 
-    def service(self, name: str) -> Service:
+    def service(self, name: str) -> CallableService:
         """Raises InvalidAction if there is none."""
         ...
 
@@ -111,11 +125,21 @@ class LocalPending:
 class LocalTransport:
     by_value = False
 
-    def __init__(self, orchestrator: Orchestrator, quotas: QuotaManager, models: ModelManager | None = None) -> None:
+    def __init__(
+        self,
+        orchestrator: Orchestrator,
+        quotas: QuotaManager,
+        models: ModelManager | None = None,
+        recorder: AbstractContextManager[Observer | None] | None = None,
+    ) -> None:
+        """`recorder`: gives an observer of the orchestrator as long as it is open."""
         self.orchestrator = orchestrator
         self._quotas = quotas
         self.models = models
         """The manager of `connect(services=...)`; None without services."""
+        self._recorder = recorder
+        self._stack = ExitStack()
+        """Ends the recording."""
 
     def submit(self, action: Action, work: Work, output: Output | None = None) -> Pending:
         return LocalPending(self.orchestrator, self.orchestrator.submit(action, work, output))
@@ -151,11 +175,19 @@ class LocalTransport:
         return self.orchestrator.any_manager
 
     async def __aenter__(self) -> Self:
-        await self.orchestrator.__aenter__()
+        with ExitStack() as stack:
+            observer = stack.enter_context(self._recorder) if self._recorder is not None else None
+            if observer is not None:
+                self.orchestrator.observe(observer)
+            await self.orchestrator.__aenter__()
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._quotas.close()
-        await self.orchestrator.__aexit__(kind, error, trace)
+        try:
+            self._quotas.close()
+            await self.orchestrator.__aexit__(kind, error, trace)
+        finally:
+            self._stack.close()

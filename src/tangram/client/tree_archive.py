@@ -56,15 +56,15 @@ def unpack_tree(tar: BinaryIO, target: Path) -> Path:
         raise FileFailed(str(target), f"is no directory that can be written to: {error.strerror}") from error
     try:
         name = _unpack(tar, aside)
-        place = target / name
-        if os.path.lexists(place):
-            raise FileFailed(str(place), "exists already; choose another target or remove it")
-        os.rename(aside / name, place)
+        target_path = target / name
+        if os.path.lexists(target_path):
+            raise FileFailed(str(target_path), "exists already; choose another target or remove it")
+        os.rename(aside / name, target_path)
     except (tarfile.TarError, OSError, EOFError) as error:
         raise FileFailed(str(target), f"the tree could not be unpacked: {error}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return place
+    return target_path
 
 
 def _unpack(tar: BinaryIO, aside: Path) -> str:
@@ -103,21 +103,21 @@ def _unpack(tar: BinaryIO, aside: Path) -> str:
 
 def _make_link(aside: Path, name: str, leads_to: str) -> None:
     """Skips existing names, and places beyond another link, where the target would resolve differently."""
-    place = aside / name
-    if not os.path.lexists(place) and not any(os.path.islink(aside / above) for above in PurePosixPath(name).parents):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        os.symlink(leads_to, place)
+    link = aside / name
+    if not os.path.lexists(link) and not any(os.path.islink(aside / above) for above in PurePosixPath(name).parents):
+        link.parent.mkdir(parents=True, exist_ok=True)
+        os.symlink(leads_to, link)
 
 
-def _write_file(reader: tarfile.TarFile, member: tarfile.TarInfo, place: Path) -> None:
+def _write_file(reader: tarfile.TarFile, member: tarfile.TarInfo, target_path: Path) -> None:
     if member.issparse():
         raise FileFailed(member.name[:200], "has holes, which may be larger than any disk")
-    place.parent.mkdir(parents=True, exist_ok=True)
+    target_path.parent.mkdir(parents=True, exist_ok=True)
     content = reader.extractfile(member)
     assert content is not None
-    with content, open(place, "xb") as file:
+    with content, open(target_path, "xb") as file:
         shutil.copyfileobj(content, file)
-    place.chmod(0o755 if member.mode & 0o100 else 0o644)
+    target_path.chmod(0o755 if member.mode & 0o100 else 0o644)
 
 
 def _safe_name(name: str) -> str:

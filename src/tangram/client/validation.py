@@ -24,8 +24,8 @@ OnOutput = Callable[[str, bytes], None]
 """Called with the output of a program as it arrives: "stdout" or "stderr", and the bytes."""
 PathText = str | os.PathLike[str]
 Quotas = str | Mapping[str, int | Mapping[str, int]]
-"""What an action needs of APIs: the name of one quota, for one request; or a mapping from names to the number of
-requests, or to {"requests": 1, "tokens": 500} for a quota that counts tokens."""
+"""Requests of APIs that an action makes: the name of one quota, for one request; or a mapping from names to the number
+of requests, or to {"requests": 1, "tokens": 500} for a quota that counts tokens."""
 
 Param = str | int | float
 Params = Mapping[str, Param | Sequence[Param]]

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from tangram.errors import InvalidConfig
 from tangram.managers.base import Manager
 from tangram.managers.work import GIB
 
@@ -44,7 +45,8 @@ def create_manager(
         from tangram.managers.sandboxes.docker import DockerManager
 
         return DockerManager(cores=cores, memory_bytes=memory_bytes, node=node)
-    assert backend == "fake", f"unknown backend {backend!r}"
+    if backend != "fake":
+        raise InvalidConfig("backend", backend, "one of sandbox, process, docker and fake")
     from tangram.managers.fake import FakeManager
 
     return FakeManager(cores=cores or float(os.cpu_count() or 1), memory_bytes=memory_bytes or 16 * GIB, node=node)

@@ -55,7 +55,7 @@ from tangram.processes.streams import STDERR, STDOUT, GuardedOutput, Output
 from tangram.processes.width import substitute_width, whole_cores, with_width
 
 CALLS_MAX = 10_000
-"""More than a test needs; a service that runs on it for days must not record all."""
+"""Recorded calls: more than a test needs; a service that runs on it for days must not record all."""
 DIRECTORY_MODE = 0o755
 FILE_MODE = 0o644
 
@@ -73,7 +73,7 @@ class FakeScript(msgspec.Struct, frozen=True, kw_only=True):
     start_failures: int = 0
     """Number of times that the start of an action fails, each time retryable."""
     lost_after_s: float | None = None
-    """Our side fails after that time, unless the action has ended before."""
+    """The infrastructure fails after that time, unless the action has ended before."""
     ends: bool = True
     """False: it runs until it is stopped."""
     stop_s: float = 0.0
@@ -84,7 +84,7 @@ class RecordedCall(NamedTuple):
     """One call of the manager, or one end that it reported."""
 
     at_s: float
-    """By the clock of the loop."""
+    """The time of the clock of the loop."""
     method: str
     """The method: `start`, `resize`, `stop`, `read` …; or `ended`."""
     subject: str
@@ -101,7 +101,7 @@ class FakeSandbox:
     def __init__(self, spec: SandboxSpec, files: Mapping[str, File], directories: set[str]) -> None:
         self.spec = spec
         self.files = dict(files)
-        """By absolute path."""
+        """Files by absolute path."""
         self.directories = {"/", WORKSPACE, *directories}
         self.cwd_by_session: dict[str, str] = {}
         self.leases: dict[FakeLease, None] = {}
@@ -143,13 +143,13 @@ class FakeSandbox:
 class Interpreter:
     """The output and the effects of a command line in the small language of the fake."""
 
-    def __init__(self, box: FakeSandbox, work: Exec, width: int) -> None:
-        self._sandbox = box
+    def __init__(self, sandbox: FakeSandbox, work: Exec, width: int) -> None:
+        self._sandbox = sandbox
         self._work = work
-        self._env = with_width(width, box.spec.env | work.env)
+        self._env = with_width(width, sandbox.spec.env | work.env)
         command = substitute_width(work.command, width)
         self._steps = _parse(command) if isinstance(command, str) else [("", list(command))]
-        start = box.cwd_by_session.get(work.session, WORKSPACE)
+        start = sandbox.cwd_by_session.get(work.session, WORKSPACE)
         self.cwd = posixpath.normpath(posixpath.join(start, work.cwd))
         self.out = {STDOUT: bytearray(), STDERR: bytearray()}
         self.exited = False
@@ -160,7 +160,7 @@ class Interpreter:
         return sum(float(words[1]) for _, words in self._steps if words[0] == "sleep" and len(words) == 2)
 
     def run(self) -> int:
-        """Its exit code."""
+        """Runs the command. Returns its exit code."""
         if self.cwd not in self._sandbox.directories:
             return self._fail(NOT_FOUND, f"{self.cwd}: No such file or directory")
         code = 0
@@ -288,7 +288,7 @@ class FakeLease:
         self._manager.record_call("resize", self._action, (reserved, limit))
 
     def cpu_seconds(self) -> float | None:
-        """Its share of the scripted total."""
+        """The share of this lease in the scripted total."""
         if self._result.done() or not self._script.ends:
             return None
         passed_s = self._loop.time() - self._started_s
@@ -326,21 +326,21 @@ class FakeLease:
 
 class FakeExecLease(FakeLease):
     def __init__(
-        self, manager: FakeManager, action: Action, grant: Grant, script: FakeScript, box: FakeSandbox, work: Exec,
+        self, manager: FakeManager, action: Action, grant: Grant, script: FakeScript, sandbox: FakeSandbox, work: Exec,
         output: Output | None,
     ) -> None:  # fmt: skip
-        self._sandbox = box
+        self._sandbox = sandbox
         self._work = work
         self._output = GuardedOutput(output)
         self._cpus = whole_cores(grant.width)
-        self._interpreter = Interpreter(box, work, grant.width)
+        self._interpreter = Interpreter(sandbox, work, grant.width)
         duration = script.duration_s
         if duration is None:
             duration = self._interpreter.duration_s
         super().__init__(manager, action.id, script, duration(action, grant) if callable(duration) else duration)
-        box.leases[self] = None
+        sandbox.leases[self] = None
         if work.session:
-            box.cwd_by_session.setdefault(work.session, WORKSPACE)
+            sandbox.cwd_by_session.setdefault(work.session, WORKSPACE)
 
     def finish(self, ended: LeaseResult) -> None:
         self._sandbox.leases.pop(self, None)
@@ -404,7 +404,7 @@ class FakeManager:
         self._images: dict[str, FakeSandbox] = {}
         self._image_by_key: dict[str, str] = {}
         self._starts_by_action: dict[str, int] = {}
-        """Only of those whose start is scripted to fail."""
+        """Starts so far, only of actions whose start is scripted to fail."""
         self.calls: collections.deque[RecordedCall] = collections.deque(maxlen=CALLS_MAX)
         """The calls, in order."""
 
@@ -442,8 +442,8 @@ class FakeManager:
         if isinstance(work, Open):
             self._open(name, work.spec)
         elif isinstance(work, Commit):
-            box = self._get_sandbox(name)
-            self._images[work.image] = FakeSandbox(box.spec, box.files, box.directories)
+            sandbox = self._get_sandbox(name)
+            self._images[work.image] = FakeSandbox(sandbox.spec, sandbox.files, sandbox.directories)
         elif isinstance(work, Close):
             self._close(name, f"sandbox {name} was closed while the action ran")
         elif isinstance(work, Prepare):
@@ -460,16 +460,16 @@ class FakeManager:
         self._sandboxes[name] = FakeSandbox(spec, image.files if image else {}, image.directories if image else set())
 
     def _close(self, name: str, why: str) -> None:
-        box = self._sandboxes.pop(name, None)
-        if box is not None:
-            for lease in list(box.leases):
+        sandbox = self._sandboxes.pop(name, None)
+        if sandbox is not None:
+            for lease in list(sandbox.leases):
                 lease.mark_lost(why)
 
     def _get_sandbox(self, name: str) -> FakeSandbox:
-        box = self._sandboxes.get(name)
-        if box is None:
+        sandbox = self._sandboxes.get(name)
+        if sandbox is None:
             raise sandbox_not_found(name)
-        return box
+        return sandbox
 
     # ---- files ----
 
@@ -478,33 +478,33 @@ class FakeManager:
         return self._get_sandbox(sandbox), posixpath.normpath(sandbox_path(path))
 
     async def read(self, sandbox: str, path: str, *, bytes_max: int) -> bytes:
-        box, at = self._resolve("read", sandbox, path)
-        content = box.content(at)
+        fake_sandbox, at = self._resolve("read", sandbox, path)
+        content = fake_sandbox.content(at)
         if len(content) > bytes_max:
             raise FileFailed(path, f"has {len(content)} bytes, more than the {bytes_max} that may be read")
         return content
 
     async def write(self, sandbox: str, path: str, content: bytes, *, mode: int) -> None:
-        box, at = self._resolve("write", sandbox, path)
-        box.put(at, File(content, mode))
+        fake_sandbox, at = self._resolve("write", sandbox, path)
+        fake_sandbox.put(at, File(content, mode))
 
     async def delete(self, sandbox: str, path: str) -> None:
-        box, at = self._resolve("delete", sandbox, path)
-        box.require_exists(at)
+        fake_sandbox, at = self._resolve("delete", sandbox, path)
+        fake_sandbox.require_exists(at)
         if at in ("/", WORKSPACE):
             raise FileFailed(path, "cannot be deleted: it is the workspace, or holds it")
-        for each in [at, *box.paths_below(at)]:
-            box.files.pop(each, None)
-            box.directories.discard(each)
+        for each in [at, *fake_sandbox.paths_below(at)]:
+            fake_sandbox.files.pop(each, None)
+            fake_sandbox.directories.discard(each)
 
     async def pack(self, sandbox: str, path: str, into: BinaryIO, *, bytes_max: int) -> None:
-        box, at = self._resolve("pack", sandbox, path)
-        box.require_exists(at)
+        fake_sandbox, at = self._resolve("pack", sandbox, path)
+        fake_sandbox.require_exists(at)
         packed = BytesIO()
         with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar:
-            for each in [at, *box.paths_below(at)]:
+            for each in [at, *fake_sandbox.paths_below(at)]:
                 member = tarfile.TarInfo(each[len(posixpath.dirname(at).rstrip("/")) + 1 :] or ".")
-                file = box.files.get(each)
+                file = fake_sandbox.files.get(each)
                 if file is None:
                     member.type, member.mode = tarfile.DIRTYPE, DIRECTORY_MODE
                     tar.addfile(member)
@@ -516,22 +516,22 @@ class FakeManager:
         into.write(packed.getvalue())
 
     async def unpack(self, sandbox: str, path: str, tar: BinaryIO) -> None:
-        box, at = self._resolve("unpack", sandbox, path)
-        box.make_directory(at)
+        fake_sandbox, at = self._resolve("unpack", sandbox, path)
+        fake_sandbox.make_directory(at)
         try:
             with tarfile.open(fileobj=tar, mode="r|") as members:
                 for member in members:
                     require_safe_member(path, member.name)
                     target = posixpath.normpath(posixpath.join(at, member.name))
                     if member.isdir():
-                        box.make_directory(target)
+                        fake_sandbox.make_directory(target)
                     elif member.islnk():
-                        original = box.files.get(posixpath.normpath(posixpath.join(at, member.linkname)))
+                        original = fake_sandbox.files.get(posixpath.normpath(posixpath.join(at, member.linkname)))
                         if original is None:
                             raise FileFailed(path, f"the tar has a link to {member.linkname!r}, which is not there")
-                        box.put(target, original)
+                        fake_sandbox.put(target, original)
                     elif (content := members.extractfile(member)) is not None:
-                        box.put(target, File(content.read(), member.mode))
+                        fake_sandbox.put(target, File(content.read(), member.mode))
         except tarfile.TarError as error:
             raise FileFailed(path, f"is not a tar that can be read: {error}") from error
 
@@ -564,14 +564,14 @@ class FakeManager:
             raise InvalidAction("sandbox.image", name, f"one of {', '.join([HOST_IMAGE, *self._images])}")
 
     async def list(self, sandbox: str, path: str) -> list[FileEntry]:
-        box, at = self._resolve("list", sandbox, path)
-        box.require_exists(at)
-        if at in box.files:
+        fake_sandbox, at = self._resolve("list", sandbox, path)
+        fake_sandbox.require_exists(at)
+        if at in fake_sandbox.files:
             raise FileFailed(path, "Not a directory")
         entries = []
-        for each in box.paths_below(at):
+        for each in fake_sandbox.paths_below(at):
             if posixpath.dirname(each) == at:
-                file = box.files.get(each)
+                file = fake_sandbox.files.get(each)
                 kind, size, mode = ("file", len(file.content), file.mode) if file else ("dir", 0, DIRECTORY_MODE)
                 entries.append(FileEntry(name=posixpath.basename(each), kind=kind, bytes=size, mode=mode))
         return entries

@@ -30,13 +30,13 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
 import msgspec
 
 from tangram.errors import InvalidAction, InvalidConfig, ManagerError
-from tangram.managers.quotas.adaptive_rate import OVERLOADED, TOO_MANY, UNAVAILABLE
 
 if TYPE_CHECKING:
     import aiohttp
@@ -44,9 +44,21 @@ if TYPE_CHECKING:
 CONNECT_S_MAX = 10.0
 KEEP_ALIVE_S = 60.0
 """How long an idle connection stays in the pool."""
-NOT_EXECUTED_STATUSES = (TOO_MANY, UNAVAILABLE, OVERLOADED, 425)
+OVERLOADED = 529
+"""Sent by services and proxies that are overloaded; no standard defines it."""
+NOT_EXECUTED_STATUSES = (
+    HTTPStatus.TOO_MANY_REQUESTS,
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    HTTPStatus.TOO_EARLY,
+    OVERLOADED,
+)
 """Statuses of a server that has not executed the request."""
-RETRYABLE_STATUSES = (*NOT_EXECUTED_STATUSES, 408, 502, 504)
+RETRYABLE_STATUSES = (
+    *NOT_EXECUTED_STATUSES,
+    HTTPStatus.REQUEST_TIMEOUT,
+    HTTPStatus.BAD_GATEWAY,
+    HTTPStatus.GATEWAY_TIMEOUT,
+)
 """Statuses after which the same request may succeed later. It may have been executed."""
 
 

@@ -17,19 +17,19 @@ from tangram.errors import FileFailed, InvalidAction
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 COMMAND_BYTES_MAX = 128 * KIB - 1
-"""For one word of a command line: the limit of the kernel. Write longer programs to a file."""
+"""The longest word of a command line: the limit of the kernel. Write longer programs to a file."""
 ENVIRONMENT_BYTES_MAX = 64 * KIB
-CAPTURE_BYTES_MAX = 1 * MIB
-"""The default for each stream."""
-CAPTURE_BYTES_CEILING = 1 * GIB
-"""The most that a caller may request."""
+CAPTURE_BYTES_DEFAULT = 1 * MIB
+"""The default limit of the captured output, for each stream."""
+CAPTURE_BYTES_MAX = 1 * GIB
+"""The largest limit that a caller may request."""
 MEMORY_BYTES_MIN = 4 * MIB
-"""For a sandbox: with less, not even a shell starts."""
+"""The least memory of a sandbox: with less, not even a shell starts."""
 
 BYTES_MAX = 1 << 53
 PROCESSES_MAX = 1 << 22
 OPEN_FILES_MAX = 1 << 20
-"""For a sandbox: what kernels accept as a limit, and the default hard limit of a process."""
+"""The largest limits of a sandbox: what kernels accept, and the default hard limit of a process."""
 
 HOST_IMAGE = "host"
 """The image that every manager has."""
@@ -45,16 +45,16 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     memory_bytes: int = 1 * GIB
     """Reserved while the sandbox lives; beyond it the kernel kills a process in it. Includes files that it writes."""
     disk_bytes: int = 512 * MIB
-    """For the files that it writes or changes."""
+    """Limit of the files that it writes or changes."""
     processes_max: int = 512
     open_files_max: int = 4096
-    """For each process."""
+    """Limit of each process."""
     network: bool = False
     """True: the network of the machine. False: none, not even loopback of the machine."""
     user: str = "agent"
     """`agent`: an unprivileged user. `root`: user 0 of a user namespace, without privileges outside."""
     env: dict[str, str] = {}
-    """For every program in it."""
+    """The environment of every program in it."""
 
     def __post_init__(self) -> None:
         for field, least, most in (
@@ -116,7 +116,7 @@ class Exec(Work, frozen=True, kw_only=True, tag="Exec"):
     """Relative to the workspace."""
     env: dict[str, str] = {}
     stdin: bytes = b""
-    capture_bytes_max: int = CAPTURE_BYTES_MAX
+    capture_bytes_max: int = CAPTURE_BYTES_DEFAULT
     session: str = ""
     """The session whose shell runs it, which is started if there is none of this name; empty: a process of its own."""
 
@@ -147,8 +147,8 @@ class Exec(Work, frozen=True, kw_only=True, tag="Exec"):
         require_environment("env", self.env)
         if not isinstance(self.stdin, bytes):
             raise InvalidAction("stdin", type(self.stdin).__name__, "bytes")
-        if type(self.capture_bytes_max) is not int or not 0 <= self.capture_bytes_max <= CAPTURE_BYTES_CEILING:
-            raise InvalidAction("capture_bytes_max", self.capture_bytes_max, f"0 to {CAPTURE_BYTES_CEILING} bytes")
+        if type(self.capture_bytes_max) is not int or not 0 <= self.capture_bytes_max <= CAPTURE_BYTES_MAX:
+            raise InvalidAction("capture_bytes_max", self.capture_bytes_max, f"0 to {CAPTURE_BYTES_MAX} bytes")
 
     @property
     def command_line(self) -> str:
@@ -168,6 +168,10 @@ class Commit(Work, frozen=True, kw_only=True, tag="Commit"):
     def __post_init__(self) -> None:
         if self.image == HOST_IMAGE:
             raise InvalidAction("image", self.image, f"another name: {HOST_IMAGE!r} always stands for this machine")
+
+
+MAINTENANCE_CORES: dict[type[Work], float] = {Open: 0.2, Prepare: 0.2, Close: 0.1, Commit: 0.5}
+"""Cores of maintenance work on a sandbox: a few milliseconds of work each."""
 
 
 def require_text(field: str, value: object) -> None:
@@ -224,7 +228,7 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
     """The captured output; a line in the middle states how much is missing."""
     stdout_bytes: int = 0
     stderr_bytes: int = 0
-    """All that it wrote."""
+    """The bytes that it wrote, captured or not."""
     out_of_memory: bool = False
     """The kernel killed a process in the sandbox meanwhile because its memory was exhausted."""
     cpus: int = 0
@@ -241,7 +245,7 @@ class LeaseResult(msgspec.Struct, frozen=True, kw_only=True):
     answer: bytes = b""
     """The response of a function or a service, as its caller decodes it."""
     lost: str = ""
-    """Why our side failed; empty when the work ran to its end or was stopped."""
+    """Why the infrastructure failed; empty when the work ran to its end or was stopped."""
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 
-CAPTURE_BYTES_MAX = 1 << 20
-"""The default for each stream."""
 BLOCK_BYTES = 1 << 12
 
 
 class Capture:
     """Fed chunk by chunk; holds at most `bytes_max` bytes and one chunk or block more."""
 
-    def __init__(self, bytes_max: int = CAPTURE_BYTES_MAX) -> None:
+    def __init__(self, bytes_max: int) -> None:
         self._head_max = bytes_max - bytes_max // 2
         self._tail_max = bytes_max // 2
         self._head = bytearray()

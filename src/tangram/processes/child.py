@@ -30,15 +30,15 @@ from tangram.processes.streams import STDERR, Stream
 from tangram.processes.width import with_width
 
 START_S_MAX = 300.0
-"""For a child to become ready: PyTorch is imported and weights are read, possibly from a cold disk."""
+"""Time limit for a child to become ready: PyTorch is imported and weights are read, possibly from a cold disk."""
 CLOSE_S_MAX = 2.0
-"""For a child to exit after it was asked to. It checks between two pieces of work."""
+"""Time limit for a child to exit after it was asked to. It checks between two pieces of work."""
 HEARTBEATS_PER_HANG = 5
 OUTPUT_TAIL_BYTES_MAX = 8192
-"""Kept of the child's output: the reason of a failure is at its end."""
+"""How much of the child's output is kept: the reason of a failure is at its end."""
 OUTPUT_TAIL_SHOWN = 800
 NO_FORK_SERVER = ForkServer()
-"""For children without a fork server: they are executed and import for themselves."""
+"""The server of children without a fork server: they are executed and import for themselves."""
 
 
 class ChildProcess(asyncio.Protocol, ABC):
@@ -71,6 +71,24 @@ class ChildProcess(asyncio.Protocol, ABC):
     @abstractmethod
     def death_error(self, reason: str) -> ManagerError:
         """The error of requests to a child that has ended, or ends before it replies."""
+
+    async def greet(self, hello: Any) -> None:
+        """Send the first message, and block until the child is ready."""
+        self.send(hello)
+        await asyncio.shield(self._ready)
+
+    def start_failure(self, error: Exception) -> ManagerError:
+        """The error of a child that cannot be started, or does not get ready."""
+        reason = f"cannot be started: {error}{self._output_tail()}"
+        if isinstance(self._start_error, ManagerError) and error is self._start_error:
+            return ManagerError(f"{self._title} {reason}", retry=self._start_error.retry)
+        return self.death_error(f"it {reason}")
+
+    def on_spawned(self) -> None:
+        """Called when its process has been started."""
+
+    def on_unexpected_exit(self) -> None:
+        """Called when its process has exited and nothing ended it."""
 
     def on_end(self, reason: str) -> None:
         """Called when it has ended and all pending requests have failed."""
@@ -106,34 +124,43 @@ class ChildProcess(asyncio.Protocol, ABC):
     async def start(self, program: str, threads: int, hello: msgspec.Struct, fork_server: ForkServer | None) -> None:
         """Run the module `program`, forked by the fork server if there is one, and block until it is ready. Raises
         ManagerError, and InvalidInput if the child rejects its settings; then nothing is left of it."""
+        await self.launch(
+            program,
+            hello,
+            name=program.rpartition(".")[2],
+            env=dict(os.environ) | with_width(threads * CORE, {}),
+            fork_server=fork_server or NO_FORK_SERVER,
+        )
+
+    async def launch(
+        self,
+        program: str,
+        hello: msgspec.Struct | None,
+        *,
+        name: str,
+        env: Mapping[str, str],
+        fork_server: ForkServer,
+        keep: Sequence[int] = (),
+    ) -> None:
+        """Like `start`. `keep`: descriptors that the process gets besides its socket, under the same numbers."""
         try:
-            await self.launch(
-                program,
-                name=program.rpartition(".")[2],
-                env=dict(os.environ) | with_width(threads * CORE, {}),
-                fork_server=fork_server or NO_FORK_SERVER,
-            )
-            self.send(hello)
+            await self._connect(program, keep, name, env, fork_server)
             async with asyncio.timeout(START_S_MAX):
-                await asyncio.shield(self._ready)
+                await self.greet(hello)
         except BaseException as error:
             await self.end("it did not get ready")
             if isinstance(error, TimeoutError):
                 error = ManagerError(f"it was not ready after {START_S_MAX:.0f} s")
-            if isinstance(self._start_error, ManagerError) and error is self._start_error:
-                reason = f"{self._title} cannot be started: {error}{self._output_tail()}"
-                raise ManagerError(reason, retry=self._start_error.retry) from error
             if isinstance(error, ManagerError | OSError):
-                raise self.death_error(f"it cannot be started: {error}{self._output_tail()}") from error
+                raise self.start_failure(error) from error
             raise
         self._last_message_s = self._loop.time()
         self._check_heartbeat()
 
-    async def launch(
-        self, program: str, *, name: str, env: Mapping[str, str], fork_server: ForkServer, keep: Sequence[int] = ()
+    async def _connect(
+        self, program: str, keep: Sequence[int], name: str, env: Mapping[str, str], fork_server: ForkServer
     ) -> None:
-        """Start the process and connect to it. The caller ends it if this raises. `keep`: descriptors that it gets
-        besides its socket, under the same numbers. Raises OSError."""
+        """Start the process and connect to it. The caller ends it if this raises. Raises OSError."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -159,6 +186,7 @@ class ChildProcess(asyncio.Protocol, ABC):
             os.close(null)
             stream.close_writer()
         self._process.exited.add_done_callback(self._on_exit)
+        self.on_spawned()
 
     def mark_ready(self) -> None:
         set_done(self._ready)
@@ -244,7 +272,10 @@ class ChildProcess(asyncio.Protocol, ABC):
         self._begin_end("")
 
     def _on_exit(self, exited: asyncio.Future[None]) -> None:
+        unexpected = self.alive
         self._begin_end("")
+        if unexpected:
+            self.on_unexpected_exit()
 
     async def close(self, message: msgspec.Struct) -> None:
         if self.alive:

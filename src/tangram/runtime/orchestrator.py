@@ -24,7 +24,7 @@ from typing import Any, Protocol, Self
 
 import msgspec
 
-from tangram.cancellation import run_to_completion
+from tangram.cancellation import run_to_completion, unwrap_first
 from tangram.clock import Clock, WallClock
 from tangram.core.action import NO_USAGE, Action, Outcome, Status
 from tangram.core.demand import CPU
@@ -226,7 +226,7 @@ class Orchestrator:
         except BaseExceptionGroup as errors:
             if errors.exceptions[0] is self._stop_error:
                 return
-            raise errors.exceptions[0] from None
+            raise unwrap_first(errors) from None
 
     async def drain(self, limit_s: float) -> int:
         """Starts nothing more and waits up to `limit_s` until running actions have settled. Actions that were not

@@ -32,7 +32,7 @@ from tangram.managers.functions.work import Call, Post
 from tangram.managers.models import Cuda, Emulated, Infer, ModelManager, Service, discover
 from tangram.managers.models.devices import DeviceSpec
 from tangram.managers.quotas.manager import Quota, QuotaManager, Rate
-from tangram.managers.work import CAPTURE_BYTES_MAX, MEMORY_BYTES_MIN, MIB, HoldGrant, Work
+from tangram.managers.work import CAPTURE_BYTES_DEFAULT, MAINTENANCE_CORES, MEMORY_BYTES_MIN, MIB, HoldGrant, Work
 from tangram.runtime.event_sink import EventSink
 from tangram.runtime.orchestrator import Orchestrator
 from tangram.runtime.wire import ServerInfo
@@ -40,7 +40,7 @@ from tangram.server.actions.instance_limits import InstanceLimits
 from tangram.server.actions.registry import ActionRegistry
 from tangram.server.actions.service import ActionService, quota_pools
 from tangram.server.actions.tenant_images import TenantImages
-from tangram.server.actions.translate import MAINTENANCE_CORES, AdmissionPolicy
+from tangram.server.actions.translate import AdmissionPolicy
 from tangram.server.http.auth import RunRegistry
 from tangram.server.http.middleware import ApiMiddleware
 from tangram.server.http.routes import RouteHandlers
@@ -83,7 +83,7 @@ class Components:
             partial(sink.reserve, node=node, yields=True),
             sink.release,
             idle_s_max=limits.sandbox_idle_s,
-            owner_of=lambda action: tenant_of(action.id),
+            tenant_of=lambda action: tenant_of(action.id),
             instances_max=instance_limits.remaining,
             queue=MemoryQueue(scheduler),
         )
@@ -131,7 +131,7 @@ class Components:
                 functions=Call in executors,
                 endpoints=config.service.endpoints,
                 network=limits.network,
-                capture_bytes_max=min(max(limits.body_bytes_max, CAPTURE_BYTES_MAX), STREAM_BYTES_MAX),
+                capture_bytes_max=min(max(limits.body_bytes_max, CAPTURE_BYTES_DEFAULT), STREAM_BYTES_MAX),
             ),
             limits=limits,
             node=node,

@@ -26,7 +26,7 @@ from tests.server.asking import (
 )
 from tests.server.shared import serving
 
-from tangram.client import remote_transport
+from tangram.client import remote_connection, remote_transport
 from tangram.client.client import Client, connect
 from tangram.errors import InvalidConfig, ManagerError, TangramError
 from tangram.managers.fake import FakeManager
@@ -337,7 +337,7 @@ def test_a_server_of_another_kind_is_reported_in_one_sentence(what: str) -> None
 def test_a_proxy_that_has_lost_its_service_for_a_while_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_transport, "RETRY_S_MAX", 0.1)
+    monkeypatch.setattr(remote_connection, "RETRY_S_MAX", 0.1)
 
     async def main() -> None:
         async with serving(tmp_path) as up, impostor(IMPOSTORS["a proxy"]) as proxy, between() as way:

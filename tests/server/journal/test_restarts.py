@@ -19,7 +19,7 @@ from tests.server.process import Process
 from tests.server.shared import wire_of
 
 from tangram.client.client import Client, connect
-from tangram.client.remote_transport import RemoteConnection
+from tangram.client.remote_connection import RemoteConnection
 from tangram.core.action import Status
 from tangram.errors import ManagerError, SessionEnded
 from tangram.managers.sandboxes.cgroups import groups

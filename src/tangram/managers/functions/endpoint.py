@@ -37,7 +37,7 @@ PAUSE_S, PAUSE_S_MAX = 0.1, 10.0
 RETRY_AFTER_S_MAX = 120.0
 """An endpoint that requests a longer pause counts as unavailable."""
 SHOWN_CHARACTERS_MAX = 2000
-"""Of the response, in a failure."""
+"""How much of the response a failure shows."""
 
 
 REFUSALS = (501, 505)
@@ -49,7 +49,7 @@ class _RetryableAttempt(Exception):
 
     def __init__(self, why: str, after_s: float | None = None) -> None:
         self.after_s = after_s
-        """From Retry-After; None: no such header."""
+        """The pause that Retry-After requests; None: no such header."""
         super().__init__(why)
 
 

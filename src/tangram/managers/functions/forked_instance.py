@@ -31,10 +31,10 @@ from tangram.errors import ManagerError
 from tangram.managers.base import STOP_GRACE_S, Lease
 from tangram.managers.functions.instance import (
     SHOWN_CHARACTERS,
+    AwaitLease,
     Command,
     Instance,
     InstanceLost,
-    Run,
     exit_message,
     signal_name,
 )
@@ -81,8 +81,10 @@ log = logging.getLogger("tangram.functions")
 class FunctionForkServer:
     """Starts the processes of all instances of one function; ends after an idle time."""
 
-    def __init__(self, spec: FunctionSpec) -> None:
+    def __init__(self, spec: FunctionSpec, on_end: Callable[[], None]) -> None:
+        """`on_end` is called when a server has ended with all its instances."""
         self.spec = spec
+        self._on_end = on_end
         self._table = ProcessTable()
         self._server: ForkServer | None = None
         self._mark = ""
@@ -93,14 +95,10 @@ class FunctionForkServer:
         self._marks_issued = 0
         self._idle_timer: asyncio.TimerHandle | None = None
         self._warned = False
-        self._on_end: Callable[[], None] = lambda: None
 
     @property
     def is_running(self) -> bool:
         return self._server is not None or bool(self._closings)
-
-    def on_end(self, callback: Callable[[], None]) -> None:
-        self._on_end = callback
 
     async def spawn(self, fd: int, streams: tuple[int, int, int]) -> tuple[WatchedProcess, ProcessTree]:
         """Start the process of an instance. Returns it, and the tree of processes that may remain after its end.
@@ -212,10 +210,15 @@ class InstanceExit(msgspec.Struct, frozen=True, kw_only=True):
 class ForkedInstance(Instance):
     is_isolated = False
 
-    def __init__(self, name: str, fork_server: FunctionForkServer) -> None:
+    def __init__(
+        self, name: str, fork_server: FunctionForkServer, on_idle_end: Callable[[ForkedInstance], None]
+    ) -> None:
+        """`on_idle_end` is called when the process ends between two commands."""
         super().__init__(name)
+        self._on_idle_end = on_idle_end
         self.fork_server = fork_server
         self.spec = fork_server.spec
+        self._title = f"an instance of function {self.spec.name}"
         self.streams = (Stream(STDOUT), Stream(STDERR))
         self.process: WatchedProcess | None = None
         self.gone: asyncio.Future[InstanceExit] = asyncio.get_running_loop().create_future()
@@ -236,10 +239,10 @@ class ForkedInstance(Instance):
         self._ending: asyncio.Task[None] | None = None
 
     async def open(self, action: Action, grant: Grant) -> None:
-        """Nothing: the process is started when the function is loaded."""
+        """Does nothing: the process is started when the function is loaded."""
 
-    async def prepare(self, action: Action, grant: Grant, run: Run) -> None:
-        """Nothing."""
+    async def prepare(self, action: Action, grant: Grant, await_lease: AwaitLease) -> None:
+        """Does nothing."""
 
     async def execute(self, command: Command, action: Action, grant: Grant) -> Lease:
         assert self.lease is None, "an instance serves one command at a time"
@@ -262,7 +265,7 @@ class ForkedInstance(Instance):
                 self._started = process.started
         except OSError as error:
             self._close_fds()
-            self._set_gone(InstanceExit(lost=f"an instance of {self.spec.name} cannot be started: {error}"))
+            self._set_gone(InstanceExit(lost=f"{self._title} cannot be started: {error}"))
             return
         finally:
             for each in (fd, null):
@@ -305,7 +308,7 @@ class ForkedInstance(Instance):
             return
         self._status += data
         if self.lease is None or STATUS.fullmatch(self._status) is None:
-            self.kill(lost=f"its instance sent what is no answer: {self._status[:STATUS_BYTES_MAX]!r}")
+            self.kill(lost=f"{self._title} sent {self._status[:STATUS_BYTES_MAX]!r} in place of an exit code")
         elif self._status.endswith(b"\n"):
             status, self._status = int(self._status), b""
             self._finish_lease(status)
@@ -364,7 +367,7 @@ class ForkedInstance(Instance):
     def _set_gone(self, exit: InstanceExit) -> None:
         self.gone.set_result(exit)
         if self.lease is None:
-            self.on_end()
+            self._on_idle_end(self)
         self._finish_lease()
 
     def _finish_lease(self, status: int | None = None) -> None:
@@ -417,7 +420,7 @@ class ForkedInstance(Instance):
     def import_failure(self, ended: LeaseResult, reason: str, stderr: str) -> Failure:
         """A module that ends its process cannot be distinguished from one that is killed: both send no reply."""
         shown = stderr.strip()[-SHOWN_CHARACTERS:] or "it wrote nothing"
-        raise ManagerError(f"an instance of {self.spec.name} ended while it imported: {shown}")
+        raise ManagerError(f"{self._title} ended while it imported: {shown}")
 
     def exit_failure(self, ended: LeaseResult, stderr: str) -> Failure:
         exited = self.gone.result() if self.gone.done() else InstanceExit()
@@ -426,15 +429,15 @@ class ForkedInstance(Instance):
             may = f"may have {self.spec.processes_max}"
             return Failure(kind="processes", message=f"it had {exited.excess} processes and threads, and {may}")
         if exited.code is None:
-            raise InstanceLost("its instance is gone")
+            raise InstanceLost(f"{self._title} has ended, with an unknown exit code")
         if exited.code == PROGRAM_FAILED:
-            raise InstanceLost(f"its instance failed: {stderr.strip()[-SHOWN_CHARACTERS:]}")
+            raise InstanceLost(f"{self._title} failed: {stderr.strip()[-SHOWN_CHARACTERS:]}")
         if not number:
             return Failure(kind="exited", message=exit_message(exited.code, 0))
         if number in CRASHES:
             message = f"{exit_message(exited.code, number)}; {self._memory(exited.usage.memory_peak_bytes, stderr)}"
             return Failure(kind="exited", message=message)
-        raise InstanceLost(f"its instance was killed by {signal_name(number)} in the middle of the call")
+        raise InstanceLost(f"{self._title} was killed by {signal_name(number)} during the call")
 
     def _memory(self, peak: int, stderr: str) -> str:
         """Whether a crash was caused by lack of memory. The kernel reports a failed allocation only to the program, and

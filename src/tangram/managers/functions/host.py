@@ -15,9 +15,8 @@ import asyncio
 import hashlib
 import secrets
 from collections import deque
-from collections.abc import Awaitable, Callable
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import msgspec
 
@@ -43,14 +42,15 @@ REMOVAL_RETRY_S = 30.0
 OWN_PROCESSES = 8
 """Processes of a sandbox beyond those of a call: the first one, the program, and those that read and write files."""
 
-Reserve = Callable[[str, int, str], None]
+ReserveMemory = Callable[[str, int, str], None]
 """Reserves memory for an instance. Arguments: its name, MiB of memory, and the run. Raises AdmissionRefused."""
-Release = Callable[[str], None]
+ReleaseMemory = Callable[[str], None]
+"""Releases the memory of the instance of this name."""
 
 MEMORY_SHORTAGE = "memory"
 """The limit that is reached when there is no memory now, but waiting for it will help."""
 COMMON_LIMITS = (MEMORY_SHORTAGE, "capacity", "sandboxes_max")
-"""Limits of the machine: idle instances of any owner make room. Others concern their owner alone."""
+"""Limits of the machine: idle instances of any tenant make room. Others concern their tenant alone."""
 
 
 class MemoryWaiter(msgspec.Struct, frozen=True):
@@ -106,52 +106,61 @@ class FunctionStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What all hosts have in common."""
+    """The parts and options that all hosts share."""
 
     manager: Manager | None
     """The manager of the sandboxes that serve as instances; None: instances are forked processes of this machine."""
-    reserve: Reserve
-    release: Release
+    reserve: ReserveMemory
+    release: ReleaseMemory
     queue: MemoryQueue
     image: str
     idle_s_max: float
     """The upper limit of the idle time of an instance. A function may declare a shorter one."""
-    is_over: Callable[[str], bool]
-    """Whether this owner has more instances than it may have."""
-    reclaim: Callable[[str, bool], Awaitable[bool]]
-    """Waits until an instance of this owner is gone, or of any owner: one that is ending, or an idle one, which ends
-    for it. False: there is none."""
+
+
+class HostManager(Protocol):
+    """The manager of all hosts, as one host sees it."""
+
     idle: dict[Instance, FunctionHost]
     """The idle instances of all hosts; the one with the longest idle time comes first."""
+
+    def exceeds_limit(self, tenant: str) -> bool:
+        """Whether this tenant has more instances than it may have."""
+
+    async def reclaim(self, tenant: str, *, of_all: bool) -> bool:
+        """Waits until an instance of this tenant is gone, or of any tenant: one that is ending, or an idle one, which
+        ends for it. False: there is none."""
+
+    def forget(self, host: FunctionHost) -> None:
+        """Called when a host has neither instances nor calls."""
 
 
 class FunctionHost:
     def __init__(
-        self, spec: FunctionSpec, run: str, owner: str, context: HostContext, on_empty: Callable[[], None]
+        self, spec: FunctionSpec, run: str, tenant: str, context: HostContext, host_manager: HostManager
     ) -> None:
         self.spec = spec
         self.run = run
-        self.owner = owner
+        self.tenant = tenant
         self.context = context
-        self._on_empty = on_empty
+        self._host_manager = host_manager
         self._loop = asyncio.get_running_loop()
         self._instances: set[Instance] = set()
-        """All that exist, or may exist."""
+        """All instances that exist, or may exist."""
         self.idle: list[Instance] = []
         """A stack: the most recently used instance is used next, so that the others reach their idle time."""
         self._removals: dict[Instance, asyncio.Task[bool]] = {}
         self._waiters: deque[asyncio.Future[None]] = deque()
         self.active_calls = 0
         """The number of calls in progress."""
-        self._tag = _digest(owner, run, spec.name)
+        self._tag = _digest(tenant, run, spec.name)
         self.promised: list[str] = []
         """Calls that waited for memory and are to take an idle instance instead."""
         self._past = FunctionStatistics()
         self._is_closing = False
         self._fork_server: FunctionForkServer | None = None
         if context.manager is None:
-            self._fork_server = FunctionForkServer(spec)
-            self._fork_server.on_end(self._check_empty)
+            self._fork_server = FunctionForkServer(spec, self._check_empty)
 
     # ---- calls that wait for memory ----
 
@@ -254,20 +263,18 @@ class FunctionHost:
 
     def _new_instance(self, name: str) -> Instance:
         if self._fork_server is not None:
-            forked = ForkedInstance(name, self._fork_server)
-            forked.on_end = partial(self._on_end, forked)
-            return forked
+            return ForkedInstance(name, self._fork_server, self._on_idle_end)
         assert self.context.manager is not None
         return SandboxInstance(name, self.context.manager, self.spec, self.sandbox_spec())
 
-    def _on_end(self, instance: Instance) -> None:
-        """Called when an instance has ended; drops it if it was idle. Otherwise its call discards it."""
-        if instance in self.context.idle:
+    def _on_idle_end(self, instance: Instance) -> None:
+        """Called when an instance has ended between two commands. Unless it is idle, its call discards it."""
+        if instance in self._host_manager.idle:
             self.discard(instance)
 
     async def _require_cap(self) -> None:
-        while self.context.is_over(self.owner):
-            if not await self.context.reclaim(self.owner, False):
+        while self._host_manager.exceeds_limit(self.tenant):
+            if not await self._host_manager.reclaim(self.tenant, of_all=False):
                 raise ManagerError(f"run {self.run} may have fewer sandboxes than it had when this call was let in")
 
     async def _reserve(self, instance: Instance, awaited: str) -> None:
@@ -279,7 +286,7 @@ class FunctionHost:
                 context.reserve(instance.name, memory_mib, self.run)
                 return
             except AdmissionRefused as refused:
-                if await context.reclaim(self.owner, refused.limit in COMMON_LIMITS):
+                if await self._host_manager.reclaim(self.tenant, of_all=refused.limit in COMMON_LIMITS):
                     continue
                 if refused.limit != MEMORY_SHORTAGE:
                     raise
@@ -291,7 +298,7 @@ class FunctionHost:
         self._note_busy(instance)
         instance.idle_since = self._loop.time()
         self.idle.append(instance)
-        self.context.idle[instance] = self
+        self._host_manager.idle[instance] = self
         idle_s = min(self.spec.idle_s, self.context.idle_s_max)
         instance.idle_timer = self._loop.call_later(idle_s, self.discard, instance)
         self.wake_next()
@@ -352,7 +359,7 @@ class FunctionHost:
         self.wake_next()
 
     def _end_idling(self, instance: Instance) -> None:
-        if self.context.idle.pop(instance, None) is not None:
+        if self._host_manager.idle.pop(instance, None) is not None:
             self.idle.remove(instance)
         if instance.idle_timer is not None:
             instance.idle_timer.cancel()
@@ -365,7 +372,7 @@ class FunctionHost:
 
     def _check_empty(self) -> None:
         if not self._instances and not self.active_calls and not (self._fork_server and self._fork_server.is_running):
-            self._on_empty()
+            self._host_manager.forget(self)
 
     async def close(self) -> None:
         self._is_closing = True

@@ -46,7 +46,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     output: Output
 
 
-Run = Callable[[Awaitable[Lease]], Awaitable[LeaseResult]]
+AwaitLease = Callable[[Awaitable[Lease]], Awaitable[LeaseResult]]
 """Waits for the start and the end of a lease, on behalf of the call that needs it."""
 
 
@@ -67,15 +67,13 @@ class Instance(ABC):
         self.idle_timer: asyncio.TimerHandle | None = None
         self.removal_timer: asyncio.TimerHandle | None = None
         """Set after it could not be removed: it is tried again."""
-        self.on_end: Callable[[], None] = lambda: None
-        """Called when the process ends between two commands. Only forked instances notice it."""
 
     @abstractmethod
     async def open(self, action: Action, grant: Grant) -> None:
         """Make it. Raises InvalidAction, ManagerError."""
 
     @abstractmethod
-    async def prepare(self, action: Action, grant: Grant, run: Run) -> None:
+    async def prepare(self, action: Action, grant: Grant, await_lease: AwaitLease) -> None:
         """Get ready to load the function. Raises FunctionLoadFailed, ManagerError."""
 
     @abstractmethod

@@ -168,7 +168,9 @@ class CallLease:
             if ended is not None:
                 return ended
             if is_new:
-                return LeaseResult(usage=self._usage, lost="its instance did not take the call")
+                return LeaseResult(
+                    usage=self._usage, lost=f"an instance of function {self._spec.name} did not take the call"
+                )
 
     async def _release_instance(self, instance: Instance, keep: bool) -> None:
         if keep and not self._stopped and instance.calls < CALLS_MAX:
@@ -183,7 +185,7 @@ class CallLease:
         host = self._host
         while True:
             if self._stopped:
-                host.wake_next()  # it may have been ours
+                host.wake_next()  # it may have been the turn of this call
                 raise CallStopped
             instance = host.take_idle()
             if instance is not None:
@@ -279,7 +281,7 @@ class CallLease:
             if executed.out_of_memory:
                 failure = Failure(kind="memory", message=self._out_of_memory(""))
             elif parser.answered and instance.is_isolated:
-                failure = Failure(kind="answer", message=f"what it wrote is no answer: {malformed}")
+                failure = Failure(kind="answer", message=f"the reply of {self._spec.name} is malformed: {malformed}")
             else:
                 failure = instance.exit_failure(ended, parser.stderr)
         except InstanceLost as lost:

@@ -34,8 +34,8 @@ from tangram.managers.functions.host import (
     HostContext,
     MemoryQueue,
     MemoryWaiter,
-    Release,
-    Reserve,
+    ReleaseMemory,
+    ReserveMemory,
 )
 from tangram.managers.functions.instance import Instance
 from tangram.managers.functions.lease import CallLease
@@ -47,7 +47,7 @@ LOSSES_MAX = 10_000
 """Actions whose last loss is remembered, for the error that their last attempt ends with."""
 
 Key = tuple[str, str, str]
-"""The key of a host: the owner, the run and the name of the function."""
+"""The key of a host: the tenant, the run and the name of the function."""
 
 
 class FunctionInstanceView(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +55,7 @@ class FunctionInstanceView(msgspec.Struct, frozen=True, kw_only=True):
 
     sandbox: str
     function: str
-    owner: str
+    tenant: str
     run: str
     spec: SandboxSpec
     calls: int
@@ -74,23 +74,23 @@ def _release_nothing(instance: str) -> None:
 
 class FunctionManager:
     def __init__(
-        self, manager: Manager | None = None, reserve: Reserve = _reserve_nothing,
-        release: Release = _release_nothing, *, image: str = HOST_IMAGE, idle_s_max: float = math.inf,
-        owner_of: Callable[[Action], str] = lambda action: action.run,
-        instances_max: Callable[[str], int] = lambda owner: sys.maxsize, queue: MemoryQueue | None = None,
+        self, manager: Manager | None = None, reserve: ReserveMemory = _reserve_nothing,
+        release: ReleaseMemory = _release_nothing, *, image: str = HOST_IMAGE, idle_s_max: float = math.inf,
+        tenant_of: Callable[[Action], str] = lambda action: action.run,
+        instances_max: Callable[[str], int] = lambda tenant: sys.maxsize, queue: MemoryQueue | None = None,
     ) -> None:  # fmt: skip
         """`manager`: whose sandboxes instances are; it is entered before this one and left after it. None: instances
         are processes of this machine, which all runs share. `reserve` and `release` are called for each instance that
-        is made and removed. `owner_of`: the owner of the instances that a call makes; `instances_max`: how many such an
-        owner may have; `queue`: the actions that wait for memory."""
+        is made and removed. `tenant_of`: the tenant of the instances that a call makes; `instances_max`: how many a
+        tenant may have; `queue`: the actions that wait for memory."""
         self._manager = manager
-        self._owner_of = owner_of
+        self._tenant_of = tenant_of
         self._instances_max = instances_max
         self._queue = queue or MemoryQueue(None)
-        self._idle: dict[Instance, FunctionHost] = {}
+        self.idle: dict[Instance, FunctionHost] = {}
+        """The idle instances of all hosts; the one with the longest idle time comes first."""
         self._context = HostContext(
             manager=manager, reserve=reserve, release=release, queue=self._queue, image=image, idle_s_max=idle_s_max,
-            is_over=self._is_over, reclaim=self._reclaim, idle=self._idle,
         )  # fmt: skip
         self._hosts: dict[Key, FunctionHost] = {}
         """Those that have instances or calls."""
@@ -148,33 +148,37 @@ class FunctionManager:
             self._losses.popitem(last=False)
 
     def _host(self, action: Action, work: Call) -> FunctionHost:
-        spec, owner, run = work.function, self._owner_of(action), action.run
+        spec, tenant, run = work.function, self._tenant_of(action), action.run
         if self._manager is None:
-            owner = run = ""  # nothing is isolated, and all runs share instances
-        key = (owner, run, spec.name)
+            tenant = run = ""  # nothing is isolated, and all runs share instances
+        key = (tenant, run, spec.name)
         host = self._hosts.get(key)
         if host is None:
-            host = self._hosts[key] = FunctionHost(spec, run, owner, self._context, lambda: self._forget(key))
+            host = self._hosts[key] = FunctionHost(spec, run, tenant, self._context, self)
         elif host.spec is not spec and host.spec != spec:
             raise ManagerError(f"another function is called {spec.name} already", retry=False)
         return host
 
-    def _forget(self, key: Key) -> None:
-        host = self._hosts.pop(key, None)
-        if host is not None:
+    def forget(self, host: FunctionHost) -> None:
+        """Called when a host has neither instances nor calls."""
+        key = (host.tenant, host.run, host.spec.name)
+        if self._hosts.get(key) is host:
+            del self._hosts[key]
             self._past += host.statistics()
 
     # ---- instances that end for others ----
 
-    def _hosts_of(self, owner: str) -> list[FunctionHost]:
-        return [host for host in self._hosts.values() if host.owner == owner]
+    def _hosts_of(self, tenant: str) -> list[FunctionHost]:
+        return [host for host in self._hosts.values() if host.tenant == tenant]
 
-    def _is_over(self, owner: str) -> bool:
-        return sum(len(host.instances) for host in self._hosts_of(owner)) > self._instances_max(owner)
+    def exceeds_limit(self, tenant: str) -> bool:
+        """Whether this tenant has more instances than it may have."""
+        return sum(len(host.instances) for host in self._hosts_of(tenant)) > self._instances_max(tenant)
 
-    async def _reclaim(self, owner: str, of_all: bool) -> bool:
-        """The instances of the same owner come first. What is ending is waited for before another one ends."""
-        removal = self._removal(lambda host: host.owner == owner)
+    async def reclaim(self, tenant: str, *, of_all: bool) -> bool:
+        """Waits until an instance of this tenant is gone, or else of any tenant: one that is ending, or an idle one,
+        which ends for it. False: there is none."""
+        removal = self._removal(lambda host: host.tenant == tenant)
         if removal is None and of_all:
             removal = self._removal(_any)
         if removal is None:
@@ -187,13 +191,13 @@ class FunctionManager:
         for host in self._hosts.values():
             if host.endings and concerns(host):
                 return host.endings[0]
-        pair = next((pair for pair in self._idle.items() if concerns(pair[1])), None)
+        pair = next((pair for pair in self.idle.items() if concerns(pair[1])), None)
         return None if pair is None else pair[1].discard(pair[0])
 
     def reclaim_idle(self) -> None:
         """Called when the state of the scheduler has changed. While actions wait for memory, idle instances end, one
         after the other; a call of the function of an idle instance takes it over instead."""
-        if self._open and self._reclaiming is None and self._idle and self._queue.first_waiter() is not None:
+        if self._open and self._reclaiming is None and self.idle and self._queue.first_waiter() is not None:
             self._reclaiming = asyncio.get_running_loop().create_task(self._reclaim_all())
 
     async def _reclaim_all(self) -> None:
@@ -213,20 +217,20 @@ class FunctionManager:
         """The host that has idle instances for a call that waits."""
         return next((host for host in self._hosts.values() if host.idle and host.is_awaited_by(waiter)), None)
 
-    def trim(self, owner: str) -> None:
-        """Ends idle instances of an owner that has more than it may have, the one that was idle the longest first."""
-        staying = sum(len(host.instances) - len(host.endings) for host in self._hosts_of(owner))
-        idle = [(instance, host) for instance, host in self._idle.items() if host.owner == owner]
-        for instance, host in idle[: max(0, staying - self._instances_max(owner))]:
+    def trim(self, tenant: str) -> None:
+        """Ends idle instances of a tenant that has more than it may have, the one that was idle the longest first."""
+        staying = sum(len(host.instances) - len(host.endings) for host in self._hosts_of(tenant))
+        idle = [(instance, host) for instance, host in self.idle.items() if host.tenant == tenant]
+        for instance, host in idle[: max(0, staying - self._instances_max(tenant))]:
             host.discard(instance)
 
-    async def end(self, owner: str, sandbox: str = "") -> bool:
-        """Ends this instance of an owner, once it is open, or all that it has. Returns when they are gone: True if
-        there were any. Before it ends all, the caller stops the calls of the owner. Raises ManagerError for instances
+    async def end(self, tenant: str, sandbox: str = "") -> bool:
+        """Ends this instance of a tenant, once it is open, or all that it has. Returns when they are gone: True if
+        there were any. Before it ends all, the caller stops the calls of the tenant. Raises ManagerError for instances
         that are left behind."""
         removals = [
             host.discard(instance)
-            for host in self._hosts_of(owner)
+            for host in self._hosts_of(tenant)
             for instance in host.instances
             if not sandbox or (instance.name == sandbox and instance.is_open)
         ]
@@ -246,11 +250,11 @@ class FunctionManager:
             FunctionInstanceView(
                 sandbox=instance.name,
                 function=host.spec.name,
-                owner=host.owner,
+                tenant=host.tenant,
                 run=host.run,
                 spec=host.sandbox_spec(),
                 calls=instance.calls,
-                idle_s=max(0.0, now - instance.idle_since) if instance in self._idle else None,
+                idle_s=max(0.0, now - instance.idle_since) if instance in self.idle else None,
             )
             for host in self._hosts.values()
             for instance in sorted(host.instances, key=lambda instance: instance.name)

@@ -228,7 +228,7 @@ class ReplyChannel:
             unsent = unsent[os.write(self._streams[0], unsent) :]
 
 
-class Caller:
+class FunctionRunner:
     """Makes calls of a function within its limit of memory."""
 
     def __init__(self, function: Callable[..., Any], spec: Message, channel: ReplyChannel) -> None:
@@ -326,7 +326,7 @@ class CommandLoop:
         self._commands = commands
         self._statuses = statuses
         self._channel = ReplyChannel()
-        self._caller: Caller | None = None
+        self._runner: FunctionRunner | None = None
         self._disk_bytes = 0
 
     def serve(self) -> None:
@@ -347,8 +347,8 @@ class CommandLoop:
         self._channel.begin(token)
         if kind == b"load":
             return self._load(place, content)
-        assert self._caller is not None
-        self._caller.reply(lambda: read_content(place, content))
+        assert self._runner is not None
+        self._runner.reply(lambda: read_content(place, content))
         return 0 if self._channel.no_orphans and has_room(self._disk_bytes) else 1
 
     def _load(self, place: bytes, content: bytes) -> int:
@@ -373,7 +373,7 @@ class CommandLoop:
         if spec["umask"] is not None:
             os.umask(spec["umask"])
         self._disk_bytes = spec["disk_bytes"]
-        self._caller = Caller(function, spec, self._channel)
+        self._runner = FunctionRunner(function, spec, self._channel)
         self._channel.send_loaded(None)
         return 0
 
@@ -414,7 +414,7 @@ def run_once(token: str) -> NoReturn:
         flush()
         channel.send_loaded(failure)
         os._exit(1)
-    Caller(function, spec, channel).reply(lambda: arguments)
+    FunctionRunner(function, spec, channel).reply(lambda: arguments)
     os._exit(ANSWERED if channel.no_orphans and has_room(spec["disk_bytes"]) else 1)
 
 

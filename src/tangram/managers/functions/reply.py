@@ -22,7 +22,7 @@ REPLY_BYTES_MAX = REPLY.size + HEAD_BYTES_MAX + ANSWER_BYTES_MAX
 
 
 class InstanceReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What an instance reports of a call."""
+    """The reply of an instance to a command."""
 
     failure: Failure | None
     cpu_s: float
@@ -42,7 +42,7 @@ class InstanceReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MalformedReply(Exception):
-    """What came is no reply."""
+    """The instance sent no valid reply."""
 
 
 _decode = msgspec.msgpack.Decoder(InstanceReply).decode
@@ -61,9 +61,9 @@ class ReplyParser:
         self._buffer = b""
         """The end of the output so far that may be the start of a mark."""
         self._frame = bytearray()
-        """What came behind the mark of the answer."""
+        """The bytes behind the mark of the answer."""
         self._frame_bytes = FRAME.size
-        """Its length, as far as it is known."""
+        """The length of the frame, as far as it is known."""
         self.begun = False
         """The program has taken the command."""
         self.answered = False
@@ -87,7 +87,7 @@ class ReplyParser:
             self._buffer = b""
 
     def _extend_frame(self, data: bytes) -> None:
-        """What comes behind the frame is dropped."""
+        """Drops the bytes behind the frame."""
         room = self._frame_bytes - len(self._frame)
         self._frame += data[:room]
         if len(self._frame) == FRAME.size and self._frame_bytes == FRAME.size:
@@ -121,12 +121,12 @@ class ReplyParser:
     def reply(self) -> InstanceReply:
         """Raises MalformedReply."""
         if not self.answered:
-            raise MalformedReply("there was no answer")
+            raise MalformedReply("the program wrote no reply")
         if len(self._frame) < FRAME.size:
-            raise MalformedReply("the answer is cut off")
+            raise MalformedReply("the reply is cut off")
         length = FRAME.unpack_from(self._frame)[0]
         if len(self._frame) != FRAME.size + length:
-            raise MalformedReply(f"of an answer of {length} bytes came {len(self._frame) - FRAME.size}")
+            raise MalformedReply(f"expected a reply of {length} bytes, got {len(self._frame) - FRAME.size}")
         return decode_reply(bytes(memoryview(self._frame)[FRAME.size :]))
 
     @property
@@ -149,10 +149,10 @@ class ReplyParser:
 def decode_reply(content: bytes) -> InstanceReply:
     """Raises MalformedReply."""
     if len(content) < REPLY.size:
-        raise MalformedReply("the answer is cut off")
+        raise MalformedReply("the reply is cut off")
     head, value = REPLY.unpack_from(content)
     if head > HEAD_BYTES_MAX or value > ANSWER_BYTES_MAX or len(content) != REPLY.size + head + value:
-        raise MalformedReply(f"an answer of {head} and {value} bytes in {len(content)}")
+        raise MalformedReply(f"expected a reply of {head} and {value} bytes in a frame of {len(content)}")
     try:
         reply = _decode(content[REPLY.size : REPLY.size + head])
         if reply.failure is not None:
@@ -160,5 +160,5 @@ def decode_reply(content: bytes) -> InstanceReply:
         data = content[REPLY.size + head :]
         _validate(data)  # it is one message and nothing else
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise MalformedReply(f"the answer cannot be read: {error}") from None
+        raise MalformedReply(f"the reply cannot be decoded: {error}") from None
     return msgspec.structs.replace(reply, value=data)

@@ -28,10 +28,10 @@ from tangram.errors import FileFailed, InvalidInput, ManagerError
 from tangram.managers.base import Lease, Manager, close_sandbox
 from tangram.managers.functions.instance import (
     SHOWN_CHARACTERS,
+    AwaitLease,
     Command,
     FunctionLoadFailed,
     Instance,
-    Run,
     exit_message,
 )
 from tangram.managers.functions.program import DIRECTORY, LIBRARY, PACKAGE, SPEC_FILE, STARTER
@@ -52,7 +52,7 @@ a command line to 128 KiB."""
 MODULES = ("program", "plain_values", "msgpack_encoder")
 """Modules of this package that run inside the sandbox."""
 LIBRARIES = ("cloudpickle",)
-"""What functions by value are read with, in the version that the service has."""
+"""Libraries that load functions sent by value, in the version that the service has."""
 ZIP = re.compile(r"/python(\d)(\d{1,3})\.zip$")
 """The place in every search path of modules that names the version."""
 
@@ -85,7 +85,7 @@ class SandboxInstance(Instance):
 
     # ---- commands ----
 
-    async def prepare(self, action: Action, grant: Grant, run: Run) -> None:
+    async def prepare(self, action: Action, grant: Grant, await_lease: AwaitLease) -> None:
         """Put the program into the place of a held shell, where there is one of the kind that it can replace."""
         self.loads_once = False
         if self._manager.backend not in HOLDING_BACKENDS:
@@ -96,7 +96,7 @@ class SandboxInstance(Instance):
         shell_command = f"type -P python3 >/dev/null && read() {{ {program}; }}"
         work = Exec(command=shell_command, cwd=DIRECTORY, session=SESSION, capture_bytes_max=0)
         try:
-            ended = await run(self._manager.start(self._inside(action), grant, work))
+            ended = await await_lease(self._manager.start(self._inside(action), grant, work))
         except InvalidInput:
             return  # the image has no bash
         if ended.lost or ended.executed is None or ended.executed.exit_code is None:

@@ -72,7 +72,8 @@ def pickle_by_value(function: Callable[..., Any], *, include_module: bool = Fals
 
 
 def pickle_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """By value with cloudpickle if they refer to a script, which an instance does not have, or if pickle fails."""
+    """The pickled arguments: by value with cloudpickle if they refer to a script, which an instance does not have, or
+    if pickle fails."""
     try:
         data = pickle.dumps((args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
         if MAIN.encode() not in data:

@@ -18,47 +18,47 @@ from tangram.errors import InvalidAction, ManagerError
 from tangram.managers.work import BYTES_MAX, MIB, Work
 
 FUNCTION_BYTES_MAX = 64 * MIB
-"""Of a function by value, with the values that it refers to."""
+"""The largest function by value, with the values that it refers to."""
 ARGUMENTS_BYTES_MAX = 64 * MIB
-"""Of one call, encoded. Larger values belong in a file or a service that the function reads."""
+"""The largest encoded arguments of one call. Larger values belong in a file or a service that the function reads."""
 ANSWER_BYTES_MAX = 16 * MIB
-"""Of a returned value, encoded."""
+"""The largest encoded value that a function returns."""
 MEMORY_BYTES_MIN = 32 * MIB
-"""Of an instance: less is not enough for an interpreter with a few modules."""
+"""The least memory of an instance: less is not enough for an interpreter with a few modules."""
 INSTANCES_MAX = 4096
 RETRIES_MAX = 100
 PROCESSES_MAX = 1 << 22
-"""Of an instance: the limit of the kernel."""
+"""The most processes of an instance: the limit of the kernel."""
 HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 """Not allowed in a header value, where a line break would begin another header."""
 FRAMING = ("content-length", "transfer-encoding")
 NAME_CHARACTERS_MAX = 150
-"""Of a function: its name is part of the name of its pool, which is in every log line."""
+"""The longest name of a function: it is part of the name of its pool, which is in every log line."""
 
 
 class FunctionSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A function and the options of its instances. It is either imported by its name, or sent by value."""
 
     name: str
-    """Unique among the functions of one manager."""
+    """A name that is unique among the functions of one manager."""
     module: str = ""
     qualname: str = ""
     pickled: bytes = b""
-    """By value, as cloudpickle writes it; empty: `qualname` of `module`."""
+    """The function by value, as cloudpickle writes it; empty: `qualname` of `module`."""
     paths: tuple[str, ...] = ()
     """The import path."""
     cpu_units: int = CORE
     """Milli-cores of a call; the width of its instances."""
     memory_bytes: int = 512 * MIB
-    """Of each process of an instance."""
+    """Memory limit of each process of an instance."""
     max_instances: int = 8
     idle_s: float = 30.0
     """After this time without a call an instance ends."""
     retries: int = 2
     """How often a lost call is repeated."""
     processes_max: int = 512
-    """Of an instance, itself included. Threads count as well."""
+    """Limit of the processes of an instance, itself included. Threads count as well."""
 
     def __post_init__(self) -> None:
         require_name("function.name", self.name)
@@ -81,7 +81,7 @@ class FunctionSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def loaded_spec(spec: FunctionSpec) -> dict[str, Any]:
-    """What the program in an instance needs to load the function; see `program`."""
+    """The record that the program in an instance needs to load the function; see `program`."""
     return {
         "name": spec.name,
         "module": spec.module,
@@ -120,7 +120,7 @@ class EndpointSpec(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     max_concurrency: int = 16
     timeout_s: float = 30.0
-    """Of one attempt."""
+    """Time limit of one attempt."""
     retries: int = 3
     headers: dict[str, str] = {}
 
@@ -220,7 +220,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     """One line."""
     traceback: str = ""
-    """As Python prints it; of an endpoint, the response."""
+    """The traceback as Python prints it; of an endpoint, the response."""
 
 
 class FunctionResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

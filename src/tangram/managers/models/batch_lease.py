@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from tangram.clock import Clock
 from tangram.core.action import Action, Usage
@@ -22,8 +22,21 @@ from tangram.managers.models.messages import CallService, RequestFailed
 from tangram.managers.models.placement import ServicePlacement
 from tangram.managers.work import LeaseResult
 
-if TYPE_CHECKING:
-    from tangram.managers.models.manager import ModelManager
+
+class DevicesManager(Protocol):
+    """The manager of the devices, as a batch lease sees it."""
+
+    async def acquire(self, devices: tuple[int, ...]) -> None: ...
+
+    def release(self, devices: tuple[int, ...]) -> None: ...
+
+    async def ensure_loaded(self, placement: ServicePlacement) -> DeviceProcess: ...
+
+    def end_use(self, placement: ServicePlacement, calls: int, seconds: float) -> None: ...
+
+    async def evict(self, placement: ServicePlacement) -> None: ...
+
+    async def kill(self, process: DeviceProcess, why: str) -> None: ...
 
 
 class InferLease(UnmeteredLease):
@@ -59,10 +72,15 @@ class InferLease(UnmeteredLease):
 
 class BatchLease:
     def __init__(
-        self, host: ModelManager, place: ServicePlacement, batch_max: int, circuit: CircuitBreaker, clock: Clock
+        self,
+        manager: DevicesManager,
+        placement: ServicePlacement,
+        batch_max: int,
+        circuit: CircuitBreaker,
+        clock: Clock,
     ) -> None:
-        self._host = host
-        self._placement = place
+        self._manager = manager
+        self._placement = placement
         self._batch_max = batch_max
         self._circuit_breaker = circuit
         self._clock = clock
@@ -107,14 +125,16 @@ class BatchLease:
         process.interrupt(call)
         await asyncio.wait({lease.ended}, timeout=STOP_GRACE_S)
         if not lease.ended.done() and self._call_id == call:
-            await self._host.kill(process, f"a call to {self._placement.service} did not end when it was interrupted")
+            await self._manager.kill(
+                process, f"a call to {self._placement.service} did not end when it was interrupted"
+            )
         await asyncio.wait({lease.ended})
 
     # ---- calls ----
 
     async def run(self) -> None:
         """Make all calls. Errors go to the leases of the calls and are not raised here."""
-        await self._host.acquire(self._placement.devices)
+        await self._manager.acquire(self._placement.devices)
         try:
             while self._waiting:
                 await self._load_and_call()
@@ -127,7 +147,7 @@ class BatchLease:
             self._circuit_breaker.end_trial()
             if not self._ready.done():
                 self._ready.set_result(None)
-            self._host.release(self._placement.devices)
+            self._manager.release(self._placement.devices)
 
     def _fail_ready(self, error: BaseException) -> None:
         if not self._ready.done():
@@ -137,7 +157,7 @@ class BatchLease:
     async def _load_and_call(self) -> None:
         """Load the service, then make the waiting calls as long as it is loaded."""
         try:
-            process = self._process = await self._host.ensure_loaded(self._placement)
+            process = self._process = await self._manager.ensure_loaded(self._placement)
         except ManagerError as error:
             if not isinstance(error, DeviceProcessNotReady):
                 self._circuit_breaker.record_failure(str(error), self._clock.now(), _action_ids(self._waiting))
@@ -154,13 +174,13 @@ class BatchLease:
                 calls += 1
                 await self._call_next_batch(process)
         finally:
-            self._host.end_use(self._placement, calls, self._loop.time() - begun_s)
+            self._manager.end_use(self._placement, calls, self._loop.time() - begun_s)
         if self._needs_reload:
             self._needs_reload = False
-            await self._host.evict(self._placement)
+            await self._manager.evict(self._placement)
 
     def _next_batch(self) -> list[InferLease]:
-        """In order of arrival. A call whose batch failed goes alone."""
+        """The next calls in order of arrival. A call whose batch failed goes alone."""
         first, *others = self._waiting
         batch = [first] if first.runs_alone else [first, *(o for o in others if not o.runs_alone)][: self._batch_max]
         for lease in batch:

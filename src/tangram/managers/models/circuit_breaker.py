@@ -36,7 +36,7 @@ class CircuitBreaker:
         self._has_succeeded = False
         """A call has succeeded."""
         self._working_devices: set[Devices] = set()
-        """Where a call has succeeded since the service was loaded there."""
+        """Devices on which a call has succeeded since the service was loaded there."""
         self._errors_by_devices: dict[Devices, set[str]] = {}
         """Actions whose calls raised there, in a row."""
 

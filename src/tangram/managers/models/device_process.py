@@ -6,12 +6,11 @@ the process is left.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from tangram.core.demand import CORE
 from tangram.errors import ManagerError
@@ -21,11 +20,12 @@ from tangram.managers.models.messages import (
     AnyDeviceRequest,
     AnyFinalReply,
     CallStarted,
+    DeviceHello,
     InterruptCall,
     RequestDone,
     RequestFailed,
 )
-from tangram.processes.child import START_S_MAX, ChildProcess, set_done
+from tangram.processes.child import ChildProcess, set_done
 from tangram.processes.fork_server import ForkServer
 from tangram.processes.framing import FrameDecoder
 from tangram.processes.process_tree import ACTION_MARK, ProcessTable, ProcessTree
@@ -69,7 +69,7 @@ class DeviceProcess(ChildProcess):
     def __init__(
         self,
         name: str,
-        census: ProcessTable,
+        process_table: ProcessTable,
         on_unexpected_end: Callable[[DeviceProcess], None],
         fork_server: ForkServer,
     ) -> None:
@@ -79,40 +79,34 @@ class DeviceProcess(ChildProcess):
         self._fork_server = fork_server
         self._started_calls: set[int] = set()
         self._mark = f"model-{os.getpid()}-{secrets.token_hex(8)}."
-        self._tree = ProcessTree(census, ACTION_MARK, self._mark)
+        self._tree = ProcessTree(process_table, ACTION_MARK, self._mark)
 
     @property
     def has_ended(self) -> bool:
         """True as soon as the process has exited, possibly before the event loop has noticed it."""
         return not self.alive or (self._process is not None and self._process.has_ended)
 
-    async def open(self, hello: AnyDeviceRequest | None, descriptors: Sequence[int]) -> None:
-        """Raises DeviceProcessNotReady, and leaves nothing behind then."""
-        try:
-            await self.launch(
-                PROGRAM,
-                name="model_device",
-                env=child_environment() | {ACTION_MARK: self._mark},
-                fork_server=self._fork_server,
-                keep=descriptors,
-            )
-            self.mark_ready()
-            if hello is not None:
-                async with asyncio.timeout(START_S_MAX):
-                    await self.request(hello.id, hello)
-        except BaseException as error:
-            await self.end("it did not get ready")
-            if isinstance(error, TimeoutError):
-                reason = f"{self.name} was not ready after {START_S_MAX:.0f} s{self._output_tail()}"
-                raise DeviceProcessNotReady(reason) from None
-            if isinstance(error, ManagerError | OSError):
-                raise DeviceProcessNotReady(f"{self.name} did not get ready: {error}") from error
-            raise
+    async def open(self, hello: DeviceHello | None, descriptors: Sequence[int]) -> None:
+        """Raises DeviceProcessNotReady, and leaves nothing behind then. `hello`: None for a process without devices."""
+        await self.launch(
+            PROGRAM,
+            hello,
+            name="model_device",
+            env=child_environment() | {ACTION_MARK: self._mark},
+            fork_server=self._fork_server,
+            keep=descriptors,
+        )
 
-    async def _spawn(
-        self, program: str, keep: Sequence[int], name: str, env: Mapping[str, str], fork_server: ForkServer
-    ) -> None:
-        await super()._spawn(program, keep, name, env, fork_server)
+    async def greet(self, hello: DeviceHello | None) -> None:
+        self.mark_ready()
+        if hello is not None:
+            await self.request(hello.id, hello)
+
+    def start_failure(self, error: Exception) -> DeviceProcessNotReady:
+        tail = "" if isinstance(error, ProcessLost) else self._output_tail()
+        return DeviceProcessNotReady(f"{self.name} did not get ready: {error}{tail}")
+
+    def on_spawned(self) -> None:
         self._tree.include(self.pid)
 
     # ---- requests ----
@@ -151,11 +145,8 @@ class DeviceProcess(ChildProcess):
             assert self._process is not None
             self._process.signal(signal.SIGKILL)
 
-    def _on_exit(self, exited: asyncio.Future[None]) -> None:
-        unexpected = self.alive
-        super()._on_exit(exited)
-        if unexpected:
-            self._on_unexpected_end(self)
+    def on_unexpected_exit(self) -> None:
+        self._on_unexpected_end(self)
 
     async def kill_remaining(self) -> None:
         """Kill also what engines have started."""

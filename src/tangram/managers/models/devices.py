@@ -26,9 +26,10 @@ import msgspec
 from tangram.errors import InvalidConfig, ManagerError
 
 CUDA_MEMORY_SHARE = 0.92
-"""Of the memory of a CUDA device: contexts, kernels and libraries of each process that uses it take the rest."""
+"""The part of the memory of a CUDA device that services may use: contexts, kernels and libraries of each process that
+uses it take the rest."""
 DISCOVER_S_MAX = 120.0
-"""To import PyTorch from a cold disk and list its devices."""
+"""Time limit for importing PyTorch from a cold disk and listing its devices."""
 
 
 COPY_BYTES = 1 << 26
@@ -58,7 +59,7 @@ class Cuda(msgspec.Struct, frozen=True, kw_only=True, tag="Cuda"):
     """A device of PyTorch."""
 
     place: str
-    """As PyTorch names it, such as `cuda:0`."""
+    """The PyTorch device, such as `cuda:0`."""
     memory_bytes: int
     name: str = ""
 
@@ -110,7 +111,7 @@ class Device(Protocol):
     index: int
     emulated: bool
     place: str
-    """Where PyTorch makes tensors for it: `cpu` for an emulated one."""
+    """The PyTorch device of its tensors: `cpu` for an emulated one."""
     blocks: dict[Block, None]
     """Allocated by this process."""
 

@@ -16,7 +16,7 @@ Loaded = Any
 """What `Engine.load` returns, passed back to the engine at each call."""
 
 ALIGNMENT_BYTES = 256
-"""Of every piece, in host memory and on devices: the largest alignment that kernels of any device need."""
+"""Alignment of every piece, in host memory and on devices: the largest alignment that kernels of any device need."""
 
 
 class Piece(NamedTuple):
@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 
     @property
     def size(self) -> int:
-        """With padding."""
+        """Bytes with padding."""
         return aligned(self.content.nbytes)
 
 

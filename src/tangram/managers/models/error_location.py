@@ -21,8 +21,9 @@ INSTALLED_DIRECTORIES = tuple(
 
 
 def location_of(error: BaseException) -> str:
-    """Such as `my_engine.py, line 12, in call`: the last frame of code that was not installed, else of any outside this
-    package. Empty if there is none: the messages of our own engines explain themselves."""
+    """The place in the code, such as `my_engine.py, line 12, in call`: the last frame of code that was not
+    installed, else of any outside this package. Empty if there is none: the messages of engines of this package explain
+    themselves."""
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if not _is_in(frame.filename, PACKAGE_DIRECTORY)
     ]
@@ -36,5 +37,5 @@ def _is_in(file: str, directories: str | tuple[str, ...]) -> bool:
 
 def describe_error(error: BaseException, characters_max: int) -> str:
     """The type, message and location of an exception."""
-    place = location_of(error)
-    return f"{type(error).__name__}: {error}"[:characters_max] + (f" ({place})" if place else "")
+    location = location_of(error)
+    return f"{type(error).__name__}: {error}"[:characters_max] + (f" ({location})" if location else "")

@@ -6,7 +6,7 @@ memory, nothing in use is evicted, Evicted and Resident are published in the ord
 `__aexit__` no process, memory or descriptor is left.
 
 `start` returns when the service is on its devices and the call begins. So the time of a restore is between the grant
-and Started, where the scheduler learns it. `Usage.overhead_s` is our overhead after that.
+and Started, where the scheduler learns it. `Usage.overhead_s` is the overhead after that.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ UNLOAD_S_MAX = 30.0
 
 
 class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Since the manager was entered."""
+    """Counters since the manager was entered."""
 
     emulated: bool
     """Whether any device, and with it every figure here, is emulated."""
     host_bytes: int
-    """Of all host copies."""
+    """Bytes of all host copies."""
     device_bytes: tuple[int, ...]
-    """In use on each emulated device; 0 for other devices."""
+    """Bytes in use on each emulated device; 0 for other devices."""
     residents: tuple[ServicePlacement, ...]
-    """Least recently used first."""
+    """Loaded services, the least recently used first."""
     loads: int
     load_s: float
     load_bytes: int
@@ -104,7 +104,7 @@ class ModelManager:
         self._failed_loads: set[str] = set()
         """Services whose last load failed."""
         self._placements = PlacementTable(self._memory)
-        self._census = ProcessTable()
+        self._process_table = ProcessTable()
         modules = dict.fromkeys(module for service in services for module in service.modules)
         self._fork_server = ForkServer(PROGRAM, *modules, env=child_environment() | SINGLE_THREADED_ENV)
         self._processes: dict[int, DeviceProcess] = {}
@@ -152,7 +152,7 @@ class ModelManager:
         )
 
     def process_ids(self) -> dict[int, int]:
-        """Of the running processes, by their device."""
+        """The ids of the running processes, by their device."""
         return {index: process.pid for index, process in self._processes.items() if process.alive}
 
     # ---- start and end ----
@@ -197,7 +197,7 @@ class ModelManager:
 
     async def _prepare_all(self) -> None:
         copies = {name: self._keep_descriptor(host_copy.create(name)) for name in self._services}
-        for prepared in await prepare(list(self._services.values()), copies, self._census, self._fork_server):
+        for prepared in await prepare(list(self._services.values()), copies, self._process_table, self._fork_server):
             service = self._services[prepared.record.service]
             self._prepared_services.append(prepared.record)
             self._batch_max[service.name] = prepared.batch_max
@@ -210,15 +210,15 @@ class ModelManager:
         """Raises AdmissionRefused while the circuit of the service is open."""
         if not isinstance(work, Infer):
             raise ManagerError(f"model services are called with Infer, not {type(work).__name__}", retry=False)
-        place = self._placement_of(action, grant)
-        key = (grant.batch or action.id, place)
+        placement = self._placement_of(action, grant)
+        key = (grant.batch or action.id, placement)
         batch = self._batch_leases.get(key)
         if batch is None or batch.is_closed:
             self._require_open()
-            circuit = self._circuit_breakers[place.service]
+            circuit = self._circuit_breakers[placement.service]
             circuit.admit(self._clock.now())
             batch = self._batch_leases[key] = BatchLease(
-                self, place, self._batch_max[place.service], circuit, self._clock
+                self, placement, self._batch_max[placement.service], circuit, self._clock
             )
             task = self._create_task(batch.run())
             task.add_done_callback(
@@ -241,20 +241,20 @@ class ModelManager:
         """Load a service ahead of its next action. Does nothing if the devices are in use or the last load of the
         service failed, and publishes Evicted then. Raises ManagerError."""
         self._require_open()
-        place = ServicePlacement(service, devices)
-        assert (service, len(devices)) in self._need, place
+        placement = ServicePlacement(service, devices)
+        assert (service, len(devices)) in self._need, placement
         try:
             failing = self._circuit_breakers[service].is_open or service in self._failed_loads
             if failing or any(self._locks[device].locked() for device in devices):
                 return
             await self.acquire(devices)
             try:
-                await self.ensure_loaded(place)
-                self._placements.end_use(place)
+                await self.ensure_loaded(placement)
+                self._placements.end_use(placement)
             finally:
                 self.release(devices)
         finally:
-            if place not in self._placements:
+            if placement not in self._placements:
                 self._publish(Evicted(service=service, node=self._node, devices=devices))
 
     def _require_open(self) -> None:
@@ -278,21 +278,21 @@ class ModelManager:
         for device in devices:
             self._locks[device].release()
 
-    async def ensure_loaded(self, place: ServicePlacement) -> DeviceProcess:
+    async def ensure_loaded(self, placement: ServicePlacement) -> DeviceProcess:
         """The process that has the service on these devices, which are locked. In use until `end_use`."""
         self._require_open()
-        process = self._processes.get(place.devices[0])
+        process = self._processes.get(placement.devices[0])
         if process is not None and process.has_ended:
             await self.kill(process, "")  # its end may not have been noticed yet
-        if place not in self._placements:
-            await self._load(place)
-        self._placements.touch(place)
-        self._placements.begin_use(place)
-        return self._processes[place.devices[0]]
+        if placement not in self._placements:
+            await self._load(placement)
+        self._placements.touch(placement)
+        self._placements.begin_use(placement)
+        return self._processes[placement.devices[0]]
 
-    def end_use(self, place: ServicePlacement, calls: int, seconds: float) -> None:
+    def end_use(self, placement: ServicePlacement, calls: int, seconds: float) -> None:
         """Counts the calls that were made since `ensure_loaded`."""
-        self._placements.end_use(place)
+        self._placements.end_use(placement)
         self._calls += calls
         self._call_s += seconds
 
@@ -313,8 +313,8 @@ class ModelManager:
         self._require_open()
         process = self._processes[index] = DeviceProcess(
             f"the process of device {index}",
-            self._census,
-            lambda ended: self._on_process_ended(ended),
+            self._process_table,
+            self._on_process_ended,
             self._fork_server,
         )
         descriptors = list(self._descriptors)
@@ -335,76 +335,78 @@ class ModelManager:
             return
         assert self._memory_usage is not None
         self._memory_usage.clear(index)
-        for place in self._placements.residents():
-            if place.devices[0] == index:
-                self._placements.drop(place)
-                self._publish(Evicted(service=place.service, node=self._node, devices=place.devices))
+        for placement in self._placements.residents():
+            if placement.devices[0] == index:
+                self._placements.drop(placement)
+                self._publish(Evicted(service=placement.service, node=self._node, devices=placement.devices))
 
     # ---- loading and evicting ----
 
-    async def _load(self, place: ServicePlacement) -> None:
+    async def _load(self, placement: ServicePlacement) -> None:
         """Evict what is in the way, and load the service. What was evicted is not restored if the load fails: whether
         it succeeds is known only when its memory is free. It is restored at its next call."""
-        service, need = self._services[place.service], self._need[place.service, len(place.devices)]
-        for victim in self._placements.victims(place.devices, need):
+        service, need = self._services[placement.service], self._need[placement.service, len(placement.devices)]
+        for victim in self._placements.victims(placement.devices, need):
             await self.evict(victim)
-        process = await self._ensure_process(place.devices[0])  # now, because a failed eviction kills the process
-        self._failed_loads.add(place.service)
+        process = await self._ensure_process(placement.devices[0])  # now, because a failed eviction kills the process
+        self._failed_loads.add(placement.service)
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
         try:
             async with asyncio.timeout(service.load_s_max):
-                await process.call(LoadService(id=process.next_number(), service=place.service, devices=place.devices))
+                await process.call(
+                    LoadService(id=process.next_number(), service=placement.service, devices=placement.devices)
+                )
         except (TimeoutError, ServiceFailed, ProcessLost) as error:
             why = f"it took longer than {service.load_s_max} s" if isinstance(error, TimeoutError) else str(error)
             if isinstance(error, TimeoutError) or (isinstance(error, ServiceFailed) and error.failed.unclean):
-                await self.kill(process, f"loading {place.service}: {why}")
+                await self.kill(process, f"loading {placement.service}: {why}")
             raise ManagerError(
-                f"service {place.service} cannot be loaded on devices {list(place.devices)}, "
+                f"service {placement.service} cannot be loaded on devices {list(placement.devices)}, "
                 f"of which it needs {need} bytes each: {why}"
             ) from error
         if not process.alive:
-            raise ManagerError(f"{process.name} ended as soon as it had loaded {place.service}")
-        self._failed_loads.discard(place.service)
-        self._placements.add(place, need)
-        self._circuit_breakers[place.service].on_loaded(place.devices)
+            raise ManagerError(f"{process.name} ended as soon as it had loaded {placement.service}")
+        self._failed_loads.discard(placement.service)
+        self._placements.add(placement, need)
+        self._circuit_breakers[placement.service].on_loaded(placement.devices)
         self._loads += 1
         self._load_s += loop.time() - begun_s
         self._load_bytes += next(
-            known.layout.total_bytes for known in self._prepared_services if known.service == place.service
+            known.layout.total_bytes for known in self._prepared_services if known.service == placement.service
         )
         self._publish(
             Resident(
-                service=place.service,
+                service=placement.service,
                 node=self._node,
-                devices=place.devices,
-                batch_max=self._batch_max[place.service],
+                devices=placement.devices,
+                batch_max=self._batch_max[placement.service],
             )
         )
 
-    async def evict(self, place: ServicePlacement) -> None:
+    async def evict(self, placement: ServicePlacement) -> None:
         """Two loads may evict the same placement, if it spans the devices of both."""
-        if place in self._placements and place not in self._evicting:
-            task = self._evicting[place] = self._create_task(self._unload(place))
-            task.add_done_callback(lambda _: self._evicting.pop(place))
-        if place in self._evicting:
-            await asyncio.shield(self._evicting[place])
+        if placement in self._placements and placement not in self._evicting:
+            task = self._evicting[placement] = self._create_task(self._unload(placement))
+            task.add_done_callback(lambda _: self._evicting.pop(placement))
+        if placement in self._evicting:
+            await asyncio.shield(self._evicting[placement])
 
-    async def _unload(self, place: ServicePlacement) -> None:
+    async def _unload(self, placement: ServicePlacement) -> None:
         """Nothing is written back: the host copy is the same. A process that does not free its memory is killed."""
-        process = self._processes[place.devices[0]]
+        process = self._processes[placement.devices[0]]
         try:
             async with asyncio.timeout(UNLOAD_S_MAX):
                 await process.call(
-                    UnloadService(id=process.next_number(), service=place.service, devices=place.devices)
+                    UnloadService(id=process.next_number(), service=placement.service, devices=placement.devices)
                 )
         except (TimeoutError, ServiceFailed, ProcessLost) as error:
             if not isinstance(error, ServiceFailed) or error.failed.unclean:
-                await self.kill(process, f"{place.service} could not be evicted: {error}")
-        if place in self._placements:
-            self._placements.remove(place)
+                await self.kill(process, f"{placement.service} could not be evicted: {error}")
+        if placement in self._placements:
+            self._placements.remove(placement)
             self._evictions += 1
-            self._publish(Evicted(service=place.service, node=self._node, devices=place.devices))
+            self._publish(Evicted(service=placement.service, node=self._node, devices=placement.devices))
 
     def _publish(self, event: Event) -> None:
         if not self._closed_reason:

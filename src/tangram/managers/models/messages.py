@@ -89,7 +89,7 @@ class RequestDone(DeviceReply, frozen=True, kw_only=True, tag="Done"):
     external_weights: bool = False
     """Prepare: the weights are not in the host copy, so the service has to declare its memory."""
     seconds: float = 0.0
-    """That the engine took, without the transport."""
+    """Time that the engine took, without the transport."""
 
 
 class RequestFailed(DeviceReply, frozen=True, kw_only=True, tag="Failed"):
@@ -99,7 +99,7 @@ class RequestFailed(DeviceReply, frozen=True, kw_only=True, tag="Failed"):
     memory; `stopped`: the call was interrupted."""
     field: str = ""
     expected: str = ""
-    """Of a payload or a config."""
+    """What would be valid in the field of a payload or a config."""
     unclean: bool = False
     """Memory is left on the devices that only the end of the process frees."""
 

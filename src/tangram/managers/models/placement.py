@@ -26,59 +26,59 @@ class PlacementTable:
         """Bytes on each of its devices, least recently used first."""
         self._in_use: dict[ServicePlacement, None] = {}
 
-    def __contains__(self, place: ServicePlacement) -> bool:
-        return place in self._need
+    def __contains__(self, placement: ServicePlacement) -> bool:
+        return placement in self._need
 
     def residents(self) -> list[ServicePlacement]:
-        """Least recently used first."""
+        """Loaded services, the least recently used first."""
         return list(self._need)
 
     def used_bytes(self, device: int) -> int:
-        return sum(need for place, need in self._need.items() if device in place.devices)
+        return sum(need for placement, need in self._need.items() if device in placement.devices)
 
     def victims(self, devices: tuple[int, ...], need: int) -> list[ServicePlacement]:
         """What to evict, in order, so that each of these devices has `need` bytes free."""
         evicted: dict[ServicePlacement, None] = {}
         for device in devices:
-            left = [place for place in self._need if device in place.devices and place not in evicted]
-            free = self._memory_bytes[device] - sum(self._need[place] for place in left)
-            for place in left:
+            left = [placement for placement in self._need if device in placement.devices and placement not in evicted]
+            free = self._memory_bytes[device] - sum(self._need[placement] for placement in left)
+            for placement in left:
                 if free >= need:
                     break
-                if place in self._in_use:
-                    raise InvariantError(f"{place} is in use, and {need} bytes on device {device} are needed")
-                evicted[place] = None
-                free += self._need[place]
+                if placement in self._in_use:
+                    raise InvariantError(f"{placement} is in use, and {need} bytes on device {device} are needed")
+                evicted[placement] = None
+                free += self._need[placement]
             if free < need:
                 raise InvariantError(f"device {device} has {self._memory_bytes[device]} bytes, {need} are needed")
-        return [place for place in self._need if place in evicted]
+        return [placement for placement in self._need if placement in evicted]
 
-    def add(self, place: ServicePlacement, need: int) -> None:
-        assert place not in self._need, place
-        self._need[place] = need
+    def add(self, placement: ServicePlacement, need: int) -> None:
+        assert placement not in self._need, placement
+        self._need[placement] = need
         self.check_invariants()
 
-    def touch(self, place: ServicePlacement) -> None:
+    def touch(self, placement: ServicePlacement) -> None:
         """Mark it as the most recently used."""
-        self._need[place] = self._need.pop(place)
+        self._need[placement] = self._need.pop(placement)
 
-    def begin_use(self, place: ServicePlacement) -> None:
-        assert place in self._need and place not in self._in_use, place
-        self._in_use[place] = None
+    def begin_use(self, placement: ServicePlacement) -> None:
+        assert placement in self._need and placement not in self._in_use, placement
+        self._in_use[placement] = None
 
-    def end_use(self, place: ServicePlacement) -> None:
+    def end_use(self, placement: ServicePlacement) -> None:
         """Does nothing if it was dropped meanwhile, with the process that held it."""
-        self._in_use.pop(place, None)
+        self._in_use.pop(placement, None)
 
-    def remove(self, place: ServicePlacement) -> None:
-        if place in self._in_use:
-            raise InvariantError(f"{place} is to be evicted while it is in use")
-        del self._need[place]
+    def remove(self, placement: ServicePlacement) -> None:
+        if placement in self._in_use:
+            raise InvariantError(f"{placement} is to be evicted while it is in use")
+        del self._need[placement]
 
-    def drop(self, place: ServicePlacement) -> None:
+    def drop(self, placement: ServicePlacement) -> None:
         """Remove it, in use or not: its process has ended."""
-        self._in_use.pop(place, None)
-        del self._need[place]
+        self._in_use.pop(placement, None)
+        del self._need[placement]
 
     def check_invariants(self) -> None:
         for device, memory in enumerate(self._memory_bytes):

@@ -26,7 +26,7 @@ from tangram.processes.process_tree import ProcessTable
 log = logging.getLogger("tangram")
 
 PREPARE_S_MAX = 3600.0
-"""For one service: weights may come from a slow disk."""
+"""Time limit for preparing one service: weights may come from a slow disk."""
 
 
 class PreparationResult(NamedTuple):
@@ -37,11 +37,11 @@ class PreparationResult(NamedTuple):
 
 
 async def prepare(
-    services: Sequence[Service], copies: Mapping[str, int], census: ProcessTable, fork_server: ForkServer
+    services: Sequence[Service], copies: Mapping[str, int], process_table: ProcessTable, fork_server: ForkServer
 ) -> list[PreparationResult]:
     """`copies`: the descriptor of an empty host copy for each service, by name; they are sealed afterwards. Raises
     ManagerError, InvalidConfig."""
-    process = DeviceProcess("the process that prepares services", census, lambda _: None, fork_server)
+    process = DeviceProcess("the process that prepares services", process_table, lambda _: None, fork_server)
     await process.open(None, list(copies.values()))
     try:
         results = [await _prepare(process, service, copies[service.name]) for service in services]

@@ -137,8 +137,8 @@ class ServerHandle:
     # ---- start, sleep and end ----
 
     def wake(self) -> None:
-        """Returns when it serves. Starts a server that is new or dead. On failure its devices are free: a server of
-        ours is killed, another one is put to sleep."""
+        """Returns when it serves. Starts a server that is new or dead. On failure its devices are free: a server
+        that it started is killed, another one is put to sleep."""
         try:
             if self._command and (self._process is None or self._process.poll() is not None):
                 self._start()
@@ -158,7 +158,7 @@ class ServerHandle:
             self.wake()
 
     def sleep(self) -> None:
-        """Free its devices. A server of ours that does not go to sleep is killed."""
+        """Free its devices. A server that it started and that does not go to sleep is killed."""
         try:
             self._control("POST", "/sleep?level=1")
             self._wait(self._is_sleeping, "did not go to sleep")

@@ -20,9 +20,9 @@ from tangram.managers.models.engine import Engine
 T = TypeVar("T")
 
 LOAD_S_MAX = 600.0
-"""To load a service. A copy takes seconds; a server that is started for the first time takes minutes."""
+"""Time limit for loading a service. A copy takes seconds; a server that is started for the first time takes minutes."""
 CALL_S_MAX = 600.0
-"""For one call: longer than a judge generates, short enough that a hanging device is not lost for a night."""
+"""Time limit of one call: longer than a judge generates, short enough that a hanging device is not lost for a night."""
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +76,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
         self.require_memory(external_weights=has_external_weights(self.engine))
 
     def pickled(self) -> bytes:
-        """What the processes of devices make the engine from."""
+        """The bytes from which the processes of devices make the engine."""
         source = (self.engine, self.arguments) if isinstance(self.engine, str) else (self.engine, None)
         try:
             return pickle.dumps(source)

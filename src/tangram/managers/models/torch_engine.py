@@ -34,7 +34,7 @@ MISMATCH_MESSAGE = re.compile(
     r"|dtype|scalar type|data type|out of (?:range|bounds)",
     re.IGNORECASE,
 )
-"""In messages of PyTorch about mismatched tensors, for which it has no exception type."""
+"""Parts of the messages of PyTorch about mismatched tensors, for which it has no exception type."""
 
 Factory = str | Callable[..., Any]
 """A callable, or `module:name` of one."""
@@ -52,7 +52,7 @@ class PlacedModule(NamedTuple):
     module: list[Any]
     """A single module; empty after it was unloaded."""
     device: str
-    """Of its inputs, as PyTorch names it."""
+    """The PyTorch device of its inputs."""
 
 
 class TorchEngine(Engine):

@@ -36,7 +36,7 @@ class TransformersEngine(TorchEngine):
     auto: str
     """The class of `transformers` that builds the module."""
     fields: tuple[str, ...] = ("text", "token_ids")
-    """Of a payload."""
+    """Fields of a payload."""
 
     def __init__(self, model: str, *, dtype: str = "auto", batch_max: int = BATCH_MAX, **options: Any) -> None:
         """`options` go to `from_pretrained`."""

@@ -9,7 +9,7 @@ from tangram.errors import InvalidAction
 from tangram.managers.work import MIB, Work
 
 PAYLOAD_BYTES_MAX = 256 * MIB
-"""Of one payload and of one answer: both cross a socket whole. Larger things are named by a path, not sent."""
+"""The largest payload and the largest answer: both cross a socket whole. Larger things are named by a path."""
 
 
 class Infer(Work, frozen=True, kw_only=True, tag="Infer"):

@@ -22,9 +22,9 @@ from datetime import datetime
 import msgspec
 
 BACKOFF_FACTOR = 0.8
-"""The part of the rate that was let through that is used after a refusal ..."""
+"""After a refusal, this part of the rate that was let through is used."""
 SHARE_MIN = 0.05
-"""... but never less than this part of the quota: enough requests must go out to notice a recovery."""
+"""At least this part of the quota is used: enough requests must go out to notice a recovery."""
 RECOVERY_STEPS = 4
 """Time until the full rate that was let through is used again. If the limit stays the same, a few requests are refused
 about every second time, which is how a higher limit would be discovered."""
@@ -75,7 +75,7 @@ class AdaptiveRate:
         self._pause_s = PAUSE_S
 
     def record_response(self, advice: RateLimitAdvice, now: float, granted_at: float) -> None:
-        """Record the response to a request that was granted at `granted_s`."""
+        """Record the response to a request that was granted at `granted_at`."""
         if advice.wait_s is not None:
             self._paused_until = max(self._paused_until, now + min(advice.wait_s, WAIT_S_MAX))
             self._recovered_at = max(self._recovered_at, self._paused_until)
@@ -131,9 +131,9 @@ class AdaptiveRate:
         self._steps = 0
         self._back_off(self._throttled_responses)
 
-    def _back_off(self, complaint: _ResponseWindow) -> None:
+    def _back_off(self, responses: _ResponseWindow) -> None:
         """The share that the API allows, as far as the refusals so far tell."""
-        let_through = max(PASSED_SHARE_MIN, complaint.passed_share())
+        let_through = max(PASSED_SHARE_MIN, responses.passed_share())
         self._allowed = max(SHARE_MIN / BACKOFF_FACTOR, self._throttled_share * let_through)
         self._reduced = BACKOFF_FACTOR * self._allowed
 

@@ -55,7 +55,7 @@ class Rate(msgspec.Struct, frozen=True):
         Window(seconds=self.seconds)
 
     def pool(self, kind: str, share: float = 1.0) -> Pool:
-        """With a part of the units; at least one, so that no action starves. A limit that holds in every
+        """A pool with a part of the units; at least one, so that no action starves. A limit that holds in every
         interval of that length satisfies all ways to count."""
         window = Window(seconds=self.seconds, sliding=True, arrival_s=ARRIVAL_S)
         return Pool(kind=kind, total=max(1, int(self.units * share)), window=window)
@@ -85,12 +85,12 @@ class Quota(msgspec.Struct, frozen=True):
 
     def pools(self, share: float = 1.0) -> tuple[Pool, ...]:
         """All limits, scaled."""
-        demands = []
+        pools = []
         if self.concurrent is not None:
-            demands.append(Pool(kind=self.name, total=max(1, int(self.concurrent * share))))
+            pools.append(Pool(kind=self.name, total=max(1, int(self.concurrent * share))))
         for kind, rate in self.rates().items():
-            demands.append(rate.pool(f"{self.name}/{kind}", share))
-        return tuple(demands)
+            pools.append(rate.pool(f"{self.name}/{kind}", share))
+        return tuple(pools)
 
     def closed(self) -> Pool:
         """The pool that is closed to close the whole quota."""
@@ -181,8 +181,8 @@ class QuotaManager:
         if old == quota:
             return
         self._quotas[quota.name] = quota
-        pace = self._rate_by_quota.setdefault(quota.name, AdaptiveRate(_longest_window_s(quota)))
-        pace.set_window(_longest_window_s(quota))
+        adaptive_rate = self._rate_by_quota.setdefault(quota.name, AdaptiveRate(_longest_window_s(quota)))
+        adaptive_rate.set_window(_longest_window_s(quota))
         self._update_pools(quota.name)
 
     def get(self, name: str) -> Quota:
@@ -196,25 +196,25 @@ class QuotaManager:
         return list(self._quotas.values())
 
     def advise(self, name: str, advice: RateLimitAdvice, granted_at: float | None = None) -> None:
-        """Record what a response of an API states about its limits. The request was granted at `granted_s`."""
+        """Record what a response of an API states about its limits. The request was granted at `granted_at`."""
         self.get(name)
-        pace, now = self._rate_by_quota[name], asyncio.get_running_loop().time()
-        before_s = pace.paused_s(now)
-        pace.record_response(advice, now, now if granted_at is None else granted_at)
-        pause_s = pace.paused_s(now)
+        adaptive_rate, now = self._rate_by_quota[name], asyncio.get_running_loop().time()
+        before_s = adaptive_rate.paused_s(now)
+        adaptive_rate.record_response(advice, now, now if granted_at is None else granted_at)
+        pause_s = adaptive_rate.paused_s(now)
         if pause_s > before_s + PAUSE_LOGGED_S:
             log.warning("quota %s: its API refused a request; no request is sent for %.0f s", name, pause_s)
         self._update_pools(name)
 
     def _update_pools(self, name: str) -> None:
         """Publish the present share, and schedule the next change."""
-        loop, pace = asyncio.get_running_loop(), self._rate_by_quota[name]
+        loop, adaptive_rate = asyncio.get_running_loop(), self._rate_by_quota[name]
         now = loop.time()
-        self._announce(self._quotas[name], pace.share(now))
-        alarm = self._timers.pop(name, None)
-        if alarm is not None:
-            alarm.cancel()
-        again_s = pace.changes_in(now)
+        self._announce(self._quotas[name], adaptive_rate.share(now))
+        timer = self._timers.pop(name, None)
+        if timer is not None:
+            timer.cancel()
+        again_s = adaptive_rate.changes_in(now)
         if again_s is not None:
             self._timers[name] = loop.call_later(again_s, self._update_pools, name)
 
@@ -228,36 +228,36 @@ class QuotaManager:
     # ---- leases ----
 
     async def start(self, action: Action, grant: Grant, work: Work, output: Output | None = None) -> QuotaLease:
-        hold = self._leases[action.id] = QuotaLease(lambda: self._leases.pop(action.id, None))
+        lease = self._leases[action.id] = QuotaLease(lambda: self._leases.pop(action.id, None))
         if self._closing:
-            hold.abandon()
-        return hold
+            lease.abandon()
+        return lease
 
     def release(self, action: str, spent: dict[str, int] | None = None) -> None:
-        """None if it has ended already."""
-        hold = self._leases.get(action)
-        if hold is not None:
-            hold.release(spent)
+        """Does nothing if it has ended already."""
+        lease = self._leases.get(action)
+        if lease is not None:
+            lease.release(spent)
 
     def granted_at(self, action: str) -> float | None:
-        hold = self._leases.get(action)
-        return None if hold is None else hold.granted_at
+        lease = self._leases.get(action)
+        return None if lease is None else lease.granted_at
 
     def close(self) -> None:
         """Stop waiting for holders. To be called before the orchestrator is closed, which stops all actions and waits
         until they have ended."""
         self._closing = True
-        for hold in list(self._leases.values()):
-            hold.abandon()
+        for lease in list(self._leases.values()):
+            lease.abandon()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        for alarm in self._timers.values():
-            alarm.cancel()
-        for hold in list(self._leases.values()):
-            hold.release()
+        for timer in self._timers.values():
+            timer.cancel()
+        for lease in list(self._leases.values()):
+            lease.release()
 
 
 def _longest_window_s(quota: Quota) -> float:

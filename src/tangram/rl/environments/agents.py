@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import msgspec
 
+from tangram.cancellation import unwrap_first
 from tangram.errors import InvalidConfig
 from tangram.rl.environments.calls import cancel_call, start_call
 from tangram.rl.environments.protocol import Agent, Environment, ExternalResources, Step, Task, plain_number
@@ -187,7 +188,7 @@ async def demonstrations(
         async with prepare_tasks([task], outside.client), asyncio.TaskGroup() as group:
             played = [group.create_task(one(seed)) for seed in seeds]
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        raise unwrap_first(errors) from None
     return [each.result() for each in played]
 
 

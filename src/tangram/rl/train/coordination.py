@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+from tangram.cancellation import unwrap_first
 from tangram.errors import ManagerError
 from tangram.rl.inference.router_records import (
     AnyRouterEvent,
@@ -125,7 +126,7 @@ class BackgroundTasks:
 
     def fail(self, error: BaseException) -> None:
         if isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
+            error = unwrap_first(error)
         if not isinstance(error, Exception):
             raise error
         self.failure = self.failure or error

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 
+from tangram.cancellation import unwrap_first
 from tangram.rl.buffer.sample_buffer import DroppedGroup, SampleBuffer
 from tangram.rl.rollout.rollout import Rollout
 from tangram.rl.train.coordination import ChangeCondition, DispatchPause
@@ -75,7 +76,7 @@ class Dispatcher:
                     self._start_group(ticket)
                 await (self._dispatch_waves() if self._wave else self._dispatch_stream())
         except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+            raise unwrap_first(errors) from None
 
     async def _dispatch_stream(self) -> None:
         while True:

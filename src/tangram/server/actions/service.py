@@ -27,7 +27,7 @@ from tangram.managers.functions.manager import FunctionManager
 from tangram.managers.functions.work import Call, Post
 from tangram.managers.quotas.adaptive_rate import parse_rate_limit
 from tangram.managers.quotas.manager import Quota, QuotaManager
-from tangram.managers.work import MIB, Close, Commit, Exec, HoldGrant, Open, Prepare, SandboxSpec
+from tangram.managers.work import MAINTENANCE_CORES, MIB, Close, Commit, Exec, HoldGrant, Open, Prepare, SandboxSpec
 from tangram.runtime.error_records import Draining, NotFound
 from tangram.runtime.orchestrator import Orchestrator, SettledAction
 from tangram.runtime.wire import ActionReply, AnyWork, Caps, OutputChunk, SandboxReply, SettledReply, Submission
@@ -37,7 +37,6 @@ from tangram.server.actions.output_buffer import EndedOutputs, OutputBuffer
 from tangram.server.actions.registry import ActionRegistry, RegisteredAction, refused_action
 from tangram.server.actions.tenant_images import TenantImages
 from tangram.server.actions.translate import (
-    MAINTENANCE_CORES,
     AdmissionPolicy,
     TenantNamespace,
     endpoint_pool,
@@ -247,7 +246,7 @@ class ActionService:
         """Prepares a sandbox like this one for a later opening."""
         action = Action(
             id=f"warm-{next(self._warm_numbers)}",
-            demand=Demand({CPU: cores(MAINTENANCE_CORES[Open])}),
+            demand=Demand({CPU: cores(MAINTENANCE_CORES[Prepare])}),
             run="warm",
             kind="prepare",
         )
@@ -400,7 +399,7 @@ class ActionService:
         names = [
             name for name, sandbox in self._registry.sandboxes.items() if sees_all or sandbox.tenant == caller.tenant
         ]
-        instances = [each for each in self._functions.instance_views() if sees_all or each.owner == caller.tenant]
+        instances = [each for each in self._functions.instance_views() if sees_all or each.tenant == caller.tenant]
         return [self.sandbox_reply(caller, name) for name in names] + [
             SandboxReply(name=each.sandbox, run=each.run, node=self._node, spec=each.spec, function=each.function)
             for each in instances

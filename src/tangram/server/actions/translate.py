@@ -17,7 +17,7 @@ from tangram.core.demand import CPU, GPU, Amounts, Demand, cores, fixed, learned
 from tangram.errors import AdmissionRefused, InvalidAction
 from tangram.managers.functions.work import Call, Post
 from tangram.managers.models.work import Infer
-from tangram.managers.work import HOST_IMAGE, Close, Commit, Exec, HoldGrant, Open, Work
+from tangram.managers.work import HOST_IMAGE, MAINTENANCE_CORES, Close, Commit, Exec, HoldGrant, Open, Work
 from tangram.runtime.views import HIDDEN_NAME
 from tangram.runtime.wire import AnyWork, Submission, require_name
 from tangram.server.tenants import IMAGE_SEPARATOR, TENANT_SEPARATOR, Principal, image_prefix
@@ -34,10 +34,6 @@ KINDS_BY_WORK: dict[type[Work], tuple[str, ...]] = {
 }
 """Kinds that a caller may give to each work; the first is the default. All runs share what is learned of a kind, so
 callers cannot invent one."""
-
-MAINTENANCE_CORES: dict[type[Work], float] = {Open: 0.2, Close: 0.1, Commit: 0.5}
-"""Cores of maintenance work on a sandbox."""
-
 
 UNITS_MAX = 1 << 53
 """Largest units of a demand: beyond 2^53 a float cannot represent every integer."""
