@@ -166,28 +166,28 @@ class SpawnerClient:
     def _launch(
         self, arguments: list[str], *, cwd: str, keep: Iterable[int] = (), output: int | None = None
     ) -> SpawnedChild:
-        mine, its = packet_socketpair()
-        self._configure_socket(mine)
+        owner_end, child_end = packet_socketpair()
+        self._configure_socket(owner_end)
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            with its:
+            with child_end:
                 process = SpawnedChild(
-                    [sys.executable, "-I", "-S", str(PROGRAM), str(its.fileno()), *arguments],
+                    [sys.executable, "-I", "-S", str(PROGRAM), str(child_end.fileno()), *arguments],
                     # It forks into sandboxes, so of the owner's environment it gets only PATH.
                     env={"PATH": os.environ.get("PATH", os.defpath)},
                     cwd=cwd,
                     streams=(null, output, output),
-                    keep=[its.fileno(), *keep],
+                    keep=[child_end.fileno(), *keep],
                 )
         finally:
             os.close(null)
-        asyncio.get_running_loop().add_reader(mine, self._on_readable)
+        asyncio.get_running_loop().add_reader(owner_end, self._on_readable)
         return process
 
-    def _configure_socket(self, mine: socket.socket) -> None:
-        reserve_send_buffer(mine, 4)
-        mine.setblocking(False)
-        self._socket = mine
+    def _configure_socket(self, connection: socket.socket) -> None:
+        reserve_send_buffer(connection, 4)
+        connection.setblocking(False)
+        self._socket = connection
 
     @property
     def is_connected(self) -> bool:
@@ -242,11 +242,11 @@ class SpawnerClient:
                 raise ManagerError(
                     f"the spawner that held it is of another version of Tangram: protocol {protocol}, not {PROTOCOL}"
                 )
-            found = msgspec.json.decode(greeting, type=Greeting)
+            parsed = msgspec.json.decode(greeting, type=Greeting)
         except msgspec.MsgspecError as error:
             raise ManagerError(f"the spawner that held it cannot be understood: {error}") from error
-        self._number = found.number
-        return found.boxes
+        self._number = parsed.number
+        return parsed.boxes
 
     async def detach(self) -> None:
         """Leave the spawner. Returns when it has frozen everything for the next owner."""
@@ -288,7 +288,7 @@ class SpawnerClient:
         """Report that the caller has been notified of the end of a session. If the socket is full it is skipped: a
         second notification by the next owner does no harm."""
         if self._lock is not None and self._socket is not None:
-            message = {"id": self._next_number(), "do": "over", "box": sandbox_id, "session": session}
+            message = {"id": self._next_number(), "do": "end_session", "box": sandbox_id, "session": session}
             with contextlib.suppress(OSError):
                 send_packet(self._socket, _encode(message))
 
@@ -340,7 +340,7 @@ class SpawnerClient:
             "do": command["do"],
             "box": sandbox_id,
             "groups": groups,
-            "told": reports_pid,
+            "reports_pid": reports_pid,
             **fields,
         }
         data = _encode(request) + b"\n" + _encode(command)
@@ -376,7 +376,7 @@ class SpawnerClient:
     def _abandon(self, number: int) -> None:
         """Kill the runner of a command whose caller was cancelled."""
         if self._socket is not None:
-            message = {"id": self._next_number(), "do": "abandon", "order": number}
+            message = {"id": self._next_number(), "do": "abandon", "request": number}
             with contextlib.suppress(OSError):
                 send_packet(self._socket, _encode(message))
 

@@ -44,7 +44,6 @@ class SpawnedSandbox:
 
     def __init__(self, name: str, holder: int, init: int, request: Message) -> None:
         self.name = name
-        self.holder = holder
         self.init = init
         self.has_user_namespace = _namespace(init, "user") != _namespace(os.getpid(), "user")
         self.init_fd = os.pidfd_open(init)

@@ -351,7 +351,7 @@ class Spawner:
                 return
             self._workers.pop(pid, None)
             self._want_spare(name)
-            self._reply(number, holder=pid, init=init)
+            self._reply(number, init=init)
 
         def ended(code: int) -> None:
             box = self._sandboxes.pop(name, None)
@@ -454,8 +454,8 @@ class Spawner:
     # ---- runners ----
 
     def _run_command(self, request: Message, command: bytes, fds: list[int]) -> None:
-        """Pass a command to a runner unchanged. `exit` reports its result; with `told`, the process id of the runner is
-        reported first."""
+        """Pass a command to a runner unchanged. `exit` reports its result; with `reports_pid`, the process id of the
+        runner is reported first."""
         box = self._get_sandbox(request["box"])
         groups = request["groups"]
         held = fds[len(fds) - request.get("held", 0) :]
@@ -476,7 +476,7 @@ class Spawner:
         self._pending_runners[runner.number] = runner
         self._workers[runner.pid] = runner
         os.kill(runner.pid, signal.SIGCONT)
-        if request["told"]:
+        if request["reports_pid"]:
             self._reply(runner.number, pid=runner.pid)
         self._want_spare(box.name)
         self._collect(runner.channel.detach(), functools.partial(self._on_reply, runner))
@@ -517,7 +517,7 @@ class Spawner:
 
     def _abandon(self, request: Message, fds: list[int]) -> None:
         """Kill a runner whose caller no longer waits."""
-        runner = self._pending_runners.get(request["order"])
+        runner = self._pending_runners.get(request["request"])
         if runner is not None:
             os.kill(runner.pid, signal.SIGKILL)
         self._reply(request["id"])
@@ -577,10 +577,10 @@ class Spawner:
     def _fork_runner(self, box: SpawnedSandbox) -> Runner:
         """Fork a child into the process namespace of a sandbox. The spawner itself stays in its own."""
         assert self._seccomp_fprog is not None, "the filter comes before the first sandbox"
-        mine, its = packet_socketpair()
+        spawner_end, runner_end = packet_socketpair()
         pid = -1
         try:
-            reserve_send_buffer(mine, 2)
+            reserve_send_buffer(spawner_end, 2)
             child.check_result("joining the processes", libc.setns(box.init_fd, child.CLONE_NEWPID))
             try:
                 pid = os.fork()
@@ -589,14 +589,14 @@ class Spawner:
                     libc.setns(self._own_pid_namespace, child.CLONE_NEWPID)
             pidfd = _open_pidfd(pid) if pid != 0 else -1
         except BaseException:
-            mine.close()
+            spawner_end.close()
             raise
         finally:
             if pid != 0:
-                its.close()
+                runner_end.close()
         if pid == 0:
-            child.become_runner(its.detach(), box, self._seccomp_fprog, COMMANDS, FDS_MAX)
-        runner = Runner(pid, mine)
+            child.become_runner(runner_end.detach(), box, self._seccomp_fprog, COMMANDS, FDS_MAX)
+        runner = Runner(pid, spawner_end)
         self._watch(pid, pidfd, lambda code: self._on_runner_exit(box, runner, code))
         return runner
 
@@ -646,7 +646,7 @@ _REQUESTS: dict[str, Callable[[Spawner, Message, list[int]], None]] = {
     "copy": Spawner._copy,
     "abandon": Spawner._abandon,
     "drain": Spawner._drain,
-    "over": Spawner._end_session,
+    "end_session": Spawner._end_session,
 }
 
 
@@ -659,7 +659,7 @@ def main() -> None:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, child.DESCRIPTORS_MAX), most))
     owner, *lock = [_move_fd_up(int(word)) for word in sys.argv[1:3]]
-    for low in range(3, child.LOW_FDS):  # taken, so that no descriptor of ours has a number that children use
+    for low in range(3, child.LOW_FDS):  # taken, so that no descriptor of the spawner has a number that children use
         with contextlib.suppress(OSError):
             os.fstat(low)
             continue
@@ -676,7 +676,7 @@ def _move_fd_up(fd: int) -> int:
 
 
 def _daemonize(lock: int, directory: str) -> socket.socket:
-    """Become a daemon that can be found: `lock` gets our process id, and the socket listens for the next owner."""
+    """Become a daemon that can be found: `lock` gets its process id, and the socket listens for the next owner."""
     if os.fork() != 0:
         os._exit(0)
     os.ftruncate(lock, 0)
