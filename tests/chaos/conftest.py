@@ -22,9 +22,9 @@ import pytest
 
 import tangram
 from tangram import Status
-from tangram.managers.sandboxes.bwrap.sandbox import PF_EXITING
 from tangram.managers.sandboxes.cgroups import cgroupfs, groups
 from tangram.managers.sandboxes.cgroups.hierarchies import find_hierarchies
+from tangram.processes.process_tree import PF_EXITING
 
 STORY_S_MAX = 120.0
 """A test that takes longer hangs: everything here takes seconds, also on a loaded machine."""

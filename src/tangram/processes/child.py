@@ -134,14 +134,14 @@ class ChildProcess(asyncio.Protocol, ABC):
     ) -> None:
         """Start the process and connect to it. The caller ends it if this raises. `keep`: descriptors that it gets
         besides its socket, under the same numbers. Raises OSError."""
-        ours, theirs = socket.socketpair()
+        parent_end, child_end = socket.socketpair()
         try:
-            with theirs:
-                await self._spawn(program, [theirs.fileno(), *keep], name, env, fork_server)
-            await self._loop.create_connection(lambda: self, sock=ours)
+            with child_end:
+                await self._spawn(program, [child_end.fileno(), *keep], name, env, fork_server)
+            await self._loop.create_connection(lambda: self, sock=parent_end)
         except BaseException:
             if self._transport is None:
-                ours.close()
+                parent_end.close()
                 set_done(self._disconnected)
             raise
 

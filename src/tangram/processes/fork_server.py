@@ -81,11 +81,11 @@ class ForkServer:
         if not self._can_fork or (self._process is not None and self._process.poll() is None):
             return
         self._detach()  # the previous server has ended
-        ours, theirs = packet_socketpair()
-        ours.setblocking(False)
-        arguments = f"{theirs.fileno()}, {os.getpid()}, {list(self._modules)!r}, {self._supervise}"
+        owner_end, server_end = packet_socketpair()
+        owner_end.setblocking(False)
+        arguments = f"{server_end.fileno()}, {os.getpid()}, {list(self._modules)!r}, {self._supervise}"
         try:
-            with theirs:
+            with server_end:
                 self._process = subprocess.Popen(
                     [
                         sys.executable,
@@ -98,12 +98,12 @@ class ForkServer:
                     stderr=subprocess.DEVNULL,
                     env=_with_import_path(os.environ) | SINGLE_THREADED_ENV | dict(self._env),
                     start_new_session=True,
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=(server_end.fileno(),),
                 )
         except BaseException:
-            ours.close()
+            owner_end.close()
             raise
-        self._socket = ours
+        self._socket = owner_end
 
     @property
     def can_fork(self) -> bool:
@@ -143,13 +143,13 @@ class ForkServer:
             return None
         self.warm()
         assert self._socket is not None
-        child_socket, theirs = packet_socketpair()
+        child_socket, server_end = packet_socketpair()
         try:
             child_socket.setblocking(False)
             async with asyncio.timeout(SPAWN_S_MAX):
-                with theirs:
+                with server_end:
                     try:
-                        await self._send(self._socket, packet, [theirs.fileno(), *fds])
+                        await self._send(self._socket, packet, [server_end.fileno(), *fds])
                     except OSError as error:
                         if error.errno == errno.EMSGSIZE:  # the send buffer of the socket is smaller than a packet
                             self._warn_of_length(len(packet))

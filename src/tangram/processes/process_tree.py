@@ -47,8 +47,8 @@ KILL_WAIT_S = 10.0
 PEAK_MARGIN = 1.1
 """The kernel counts memory in batches per core, so two readings of one peak differ."""
 UMASK = 0o022
-KERNEL_THREAD = 0x00200000
-"""In the flags of a process."""
+KERNEL_THREAD, PF_EXITING = 0x00200000, 0x4
+"""Bits in the flags of a process: it is a thread of the kernel; it is exiting."""
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -75,6 +75,10 @@ class Process(NamedTuple):
     def is_alive(self) -> bool:
         """Not a zombie. The first thread of a process may be one while others run on."""
         return self.state not in (b"Z", b"X") or self.threads > 1
+
+    @property
+    def is_exiting(self) -> bool:
+        return bool(self.flags & PF_EXITING)
 
 
 def read_process(pid: int) -> Process | None:

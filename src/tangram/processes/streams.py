@@ -1,7 +1,8 @@
 """Streams: pipes to and from programs, and the protocol with the shell of a session.
 
-Owns our ends of all these pipes. Promises that output written before the end of a program is read, that a program can
-write when its output is not needed any more, that no method blocks, and that no descriptor outlives its stream.
+Owns the parent's ends of all these pipes. Promises that output written before the end of a program is read, that a
+program can write when its output is not needed any more, that no method blocks, and that no descriptor outlives its
+stream.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Stream:
         return self._fd >= 0
 
     def fileno(self) -> int:
-        """Our end, to pass it to another process."""
+        """The reading end, to pass it to another process."""
         return self._fd
 
     def close(self) -> None:

@@ -179,15 +179,15 @@ class BwrapSandbox:
         self.init = init
         self.require_alive()
         self.lost_sessions = set(sessions_lost)
-        there = self.group.children()
-        for number in range(1 + max([int(name[1:]) for name in there if SLOT_NAME.fullmatch(name)], default=-1)):
+        existing = self.group.children()
+        for number in range(1 + max([int(name[1:]) for name in existing if SLOT_NAME.fullmatch(name)], default=-1)):
             slot = self._make_slot(f"a{number}")
             slot.group.kill()
             slot.group.thaw()
             slot.take_usage()
             self._slots.append(slot)
             self._free_slots.append(slot)
-        if "background" in there:
+        if "background" in existing:
             self._background_group().freeze()
             self._idle_frozen = True
         self.new_oom_kills()
@@ -232,11 +232,11 @@ class BwrapSandbox:
         only the shell of a session is left, which then stays in the slot."""
         if self._abandoned:
             return False
-        there = slot.group.processes()
-        rests = bool(shell_pid) and there == [shell_pid] and not self._is_closing and not self.is_ending()
-        if rests:
+        pids = slot.group.processes()
+        only_shell_left = bool(shell_pid) and pids == [shell_pid] and not self._is_closing and not self.is_ending()
+        if only_shell_left:
             self._idle_session_slots.add(slot)
-        elif there:
+        elif pids:
             slot.group.freeze()  # frozen processes do not fork while they are moved
             for _ in range(MOVE_ROUNDS_MAX):
                 left = slot.group.processes()
@@ -245,7 +245,7 @@ class BwrapSandbox:
                 self._background_group().add_processes(left)
             slot.group.thaw()
         del self._weight_by_slot[slot]
-        if not rests:
+        if not only_shell_left:
             self._free_slots.append(slot)
         if self._weight_by_slot:
             self._update_weight()
@@ -256,7 +256,7 @@ class BwrapSandbox:
             and not self.is_ending()
         ):
             self._freeze_idle()
-        return rests
+        return only_shell_left
 
     def _freeze_idle(self) -> None:
         for slot in self._idle_session_slots:
@@ -342,7 +342,7 @@ class BwrapSandbox:
     def is_ending(self) -> bool:
         """Its first process is exiting, and with it all others."""
         process = read_process(self.init)
-        return process is None or process.state in (b"Z", b"X") or bool(process.flags & PF_EXITING)
+        return process is None or process.state in (b"Z", b"X") or process.is_exiting
 
     def discard(self, streams: Iterable[Stream]) -> None:
         """Drain streams of an ended action, so that processes which still write there do not block."""
@@ -367,7 +367,3 @@ class BwrapSandbox:
         self.group.remove()
         with contextlib.suppress(FileNotFoundError):
             self.directory.rmdir()
-
-
-PF_EXITING = 0x4
-"""In the flags of a process: it is exiting."""

@@ -62,8 +62,8 @@ class UsageMeter:
       the kernel can reset a peak (version 1), else since the container was created.
     """
 
-    def __init__(self, container: str, pid: int) -> None:
-        self.group = visible_cgroup(pid, container)
+    def __init__(self, group: Cgroup | None = None) -> None:
+        self.group = group
         """None if the processes of the container are not visible from here."""
 
     def read(self, memory_events: int) -> ContainerUsage | None:
@@ -114,8 +114,6 @@ AGENT_UID = 61_999
 """The user of programs."""
 HOLDER_UID = 61_998
 """The user of the program that keeps the container alive: programs in it cannot signal it."""
-PF_EXITING = 0x4
-"""In the flags of a process that exits."""
 
 
 CpuSettings = dict[str, int | str]
@@ -183,17 +181,20 @@ class Container:
         self._no_launch.set()
         self._paused = False
         self._lock = asyncio.Lock()
+        self.meter = UsageMeter()
         self._last_usage = ContainerUsage()
+        self._cpu: CpuSettings = {}
+        """The values that the engine has."""
+        self._all_cpus = ""
         self._first_pid = 0
         self._first_process: Process | None = None
         """None before its start, or if its processes are not visible from here."""
 
     def on_started(self, pid: int, cpu: CpuSettings) -> None:
-        self.meter = UsageMeter(self.id, pid)
+        self.meter = UsageMeter(visible_cgroup(pid, self.id))
         self._first_pid = pid
         self._first_process = read_process(pid) if self.meter.group is not None else None
         self._cpu = cpu
-        """The values that the engine has."""
         self._all_cpus = str(cpu["CpusetCpus"])
 
     async def close(self) -> None:
@@ -219,7 +220,7 @@ class Container:
         if first is None:
             return False
         now = read_process(first.pid)
-        return now is None or now.started != first.started or not now.is_alive or bool(now.flags & PF_EXITING)
+        return now is None or now.started != first.started or not now.is_alive or now.is_exiting
 
     async def require_running(self) -> None:
         """Raises ManagerError like `require_alive`, and also if the engine reports that the container has ended, or was
