@@ -176,7 +176,7 @@ class DockerImages:
         await self._engine.json("POST", f"/images/{image.id}/tag", what="name an image", query=query)
 
     async def forget(self, name: str) -> None:
-        """Only names that we gave. The engine keeps what a container uses until the container is removed."""
+        """Removes only names that a manager gave. The engine keeps what a container uses until that is removed."""
         require_forgettable(name)
         description = await self._describe(name)
         self._committed.pop(name, None)

@@ -58,7 +58,7 @@ from tangram.managers.work import MIB, Close, Commit, Exec, LeaseResult, Open, P
 from tangram.processes.streams import Output
 
 DEFAULT_IMAGE = "debian:stable-slim"
-MEMORY_BYTES_MIN = 6 * MIB
+CONTAINER_MEMORY_BYTES_MIN = 6 * MIB
 """The least that an engine accepts; less is rounded up."""
 OWN_PROCESSES = 2
 """In every container: its init, and the program that keeps it alive."""
@@ -184,7 +184,7 @@ class DockerManager(FilesMixin):
     # ---- events of the engine ----
 
     async def _listen(self) -> None:
-        """When an engine ends, its containers end too, or at least our streams to the programs in them."""
+        """When an engine ends, its containers end too, or at least the streams to the programs in them."""
         filters = {
             "type": ["container"],
             "event": ["die", "exec_die", "oom"],
@@ -292,9 +292,10 @@ class DockerManager(FilesMixin):
             container.opened.set()
 
     async def _create_sandbox(self, container: Container) -> None:
+        """Create and start the container; from then on container.py pauses and resumes it."""
         container.image = image = await self._images.find(container.spec.image)
         cpu = cpu_settings(reserved=CORE, limit=CORE, cpuset=",".join(map(str, self._machine.cpus)))
-        await run_to_completion(self._create(container, cpu))
+        await run_to_completion(self._create_container(container, cpu))
         self._by_id[container.id] = container
         await self._files.make_directories(container)
         await self._engine.json("POST", f"/containers/{container.id}/start", what="start a container")
@@ -323,7 +324,7 @@ class DockerManager(FilesMixin):
             )
         return int(state["Pid"])
 
-    async def _create(self, container: Container, cpu: CpuSettings) -> None:
+    async def _create_container(self, container: Container, cpu: CpuSettings) -> None:
         """With a disk limit, unless the engine refuses it."""
         limits_disk = self._limits_disk
         try:
@@ -386,8 +387,8 @@ def create_body(container: Container, cpu: CpuSettings, owner: str, *, limits_di
         "Healthcheck": {"Test": ["NONE"]},
         "HostConfig": {
             **cpu,
-            "Memory": max(spec.memory_bytes, MEMORY_BYTES_MIN),
-            "MemorySwap": max(spec.memory_bytes, MEMORY_BYTES_MIN),
+            "Memory": max(spec.memory_bytes, CONTAINER_MEMORY_BYTES_MIN),
+            "MemorySwap": max(spec.memory_bytes, CONTAINER_MEMORY_BYTES_MIN),
             "PidsLimit": spec.processes_max + OWN_PROCESSES,
             "Ulimits": [{"Name": name, "Soft": value, "Hard": value} for name, value in ulimits.items()],
             "StorageOpt": {"size": str(spec.disk_bytes)} if limits_disk else {},

@@ -89,7 +89,7 @@ async def _stop_from_outside(
                 send_signal(process, number)
         return processes
 
-    async def ask() -> list[Process]:
+    async def terminate() -> list[Process]:
         return [] if container.gone.done() else await asyncio.to_thread(find_and_signal, signal.SIGTERM)
 
     async def kill() -> list[Process]:
@@ -100,7 +100,7 @@ async def _stop_from_outside(
         async with container.paused() if rounds > KILL_ROUNDS_UNPAUSED else contextlib.nullcontext():
             return await asyncio.to_thread(find_and_signal, signal.SIGKILL)
 
-    await poll_until_none(ask, STOP_GRACE_S)
+    await poll_until_none(terminate, STOP_GRACE_S)
     if left := await poll_until_none(kill, KILL_WAIT_S):
         raise ManagerError(f"processes {[process.pid for process in left[:8]]} of a container could not be killed")
 
@@ -150,7 +150,7 @@ def _read_token(pid: int) -> str:
 
 
 async def _stop_from_inside(container: Container, programs: Programs, token: str, session_token: str) -> None:
-    async def ask(name: str) -> bytes:
+    async def run_kill_script(name: str) -> bytes:
         if container.gone.done():
             return b""
         answer = await programs.run_script(container, KILL_SCRIPT, name, token, session_token)
@@ -158,7 +158,7 @@ async def _stop_from_inside(container: Container, programs: Programs, token: str
             raise ManagerError(f"a stopped action cannot be ended: its image needs sh, tr and grep: {answer.stderr}")
         return answer.stdout
 
-    if await ask("TERM"):
-        await poll_until_none(lambda: ask("0"), STOP_GRACE_S)
-    if left := await poll_until_none(lambda: ask("KILL"), KILL_WAIT_S):
+    if await run_kill_script("TERM"):
+        await poll_until_none(lambda: run_kill_script("0"), STOP_GRACE_S)
+    if left := await poll_until_none(lambda: run_kill_script("KILL"), KILL_WAIT_S):
         raise ManagerError(f"processes {left.split()[:8]!r} of a container could not be killed")

@@ -37,11 +37,11 @@ class CommandRun:
         """Its exit code, when all of its output has been read."""
 
     def feed(self, stream: int, data: bytes) -> None:
-        marked = self._parsers.get(stream)
-        if marked is None:
+        parser = self._parsers.get(stream)
+        if parser is None:
             return
-        self._forward_output(stream, marked.feed(data))
-        if marked.started and not self.started.done():
+        self._forward_output(stream, parser.feed(data))
+        if parser.started and not self.started.done():
             self.started.set_result(None)
         out, err = self._parsers[STDOUT], self._parsers[STDERR]
         if out.exit_code is not None and err.exit_code is not None and not self.ended.done():
@@ -49,8 +49,8 @@ class CommandRun:
 
     def close(self) -> None:
         """The stream has ended: what was held back was no mark."""
-        for stream, marked in self._parsers.items():
-            self._forward_output(stream, marked.flush())
+        for stream, parser in self._parsers.items():
+            self._forward_output(stream, parser.flush())
 
     @property
     def shell_ended(self) -> bool:
@@ -65,7 +65,7 @@ class CommandRun:
     @property
     def preamble(self) -> str:
         """The output before its begin: why it could not begin."""
-        return b" ".join(marked.preamble for marked in self._parsers.values()).decode(errors="replace").strip(" \r\n\0")
+        return b" ".join(parser.preamble for parser in self._parsers.values()).decode(errors="replace").strip(" \r\n\0")
 
     def _forward_output(self, stream: int, data: bytes) -> None:
         if data:
