@@ -42,7 +42,7 @@ SANDBOX_ID = re.compile(r"[1-9][0-9]{0,17}")
 
 SPAWNER_LOCK = f"kept/{LOCK_FILE}"
 STATE_DEFAULT = "/var/lib/tangram"
-OWNER_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,40}")
+GIVEN_OWNER_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,40}")
 """Names that an owner may be given."""
 SPAWNER_ENDED = "the spawner that held it has ended, and with it all that ran in it"
 
@@ -154,11 +154,11 @@ def _image_note(folder: Path, image: str) -> Path:
 
 
 def _read_image_notes(folder: Path) -> list[str]:
-    directories = []
+    image_names = []
     for path in sorted(folder.glob("*")):
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            directories.append(path.read_text(encoding="utf-8"))
-    return directories
+            image_names.append(path.read_text(encoding="utf-8"))
+    return image_names
 
 
 # ---- records of sandboxes ----------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class SandboxRecords:
             try:
                 record = _read_record(path)
                 if record.name in records:
-                    raise ValueError(f"it is of {record.name}, as another one is")
+                    raise ValueError(f"two records name sandbox {record.name}")
                 records[record.name] = record
             except (OSError, ValueError, TangramError, msgspec.MsgspecError, RecursionError) as error:
                 wrong[path.name] = f"its record cannot be read: {error}"

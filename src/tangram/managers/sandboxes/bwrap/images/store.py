@@ -186,7 +186,7 @@ class ImageStore:
         return image
 
     def _register_locked(self, image: StoredImage) -> None:
-        """Requires the guard."""
+        """Requires `_store_lock`."""
         missing = _missing_layer(image)
         if missing:
             raise ManagerError(f"the layer {missing} of image {image.name!r} was deleted meanwhile")
@@ -336,7 +336,7 @@ class ImageStore:
         parts = []
         with self._store_lock():
             for folder in (self._images, self._cache):
-                for path in folder.glob(".part-*"):  # written only under the guard, which is held here
+                for path in folder.glob(".part-*"):  # written only under `_store_lock`, which is held here
                     path.unlink()
             for path in self._layers.glob(".part-*"):
                 with contextlib.suppress(BlockingIOError, FileNotFoundError):  # its owner lives, or has finished it
@@ -397,7 +397,7 @@ class ImageStore:
             os.close(fd)
 
     def _write(self, path: Path, record: _ImageRecord) -> None:
-        """Written atomically. Requires the guard."""
+        """Written atomically. Requires `_store_lock`."""
         write_file(path, msgspec.json.encode(record), durable=True, partial=path.with_name(_part_name()))
 
     def _store_lock(self) -> contextlib.AbstractContextManager[None]:
