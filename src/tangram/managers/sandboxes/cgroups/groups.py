@@ -27,7 +27,7 @@ from tangram.managers.sandboxes.machine import parse_cpu_list
 
 ROOT_GROUP_NAME = "tangram"
 """The group whose children are owners."""
-OWNER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+OWNER_GROUP_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 PERIOD_US = 50_000
 """Of the CPU quota. With a millisecond, a third is lost to accounting; with a tenth of a second, short commands wait
@@ -45,7 +45,7 @@ KILL_S_MAX = 10.0
 NOT_SUPPORTED_ERRNOS = (errno.ENOENT, errno.EOPNOTSUPP)
 """Errors of the kernel for a limit that it was built or booted without."""
 CREATE_ATTEMPTS_MAX = 10
-"""An owner that ends removes an empty TOP, possibly just when another one starts."""
+"""An owner that ends removes ROOT_GROUP_NAME if it is empty, possibly just when another one starts."""
 
 
 class Cgroup:
@@ -59,7 +59,7 @@ class Cgroup:
         """As strings: joining paths takes longer than reading the files."""
         self._has_memory_peak: bool | None = None
         self._depth = depth
-        """Levels below `tangram/<owner>`, which is 0. None: not ours to remove."""
+        """Levels below `tangram/<owner>`, which is 0. None: this owner must not remove it."""
         self._written: dict[str, str] = {}
 
     # ---- create and remove ----
@@ -118,7 +118,7 @@ class Cgroup:
                 raise ManagerError(f"control group {directory} cannot be removed: {error}") from error
             if self._depth == 0:
                 with contextlib.suppress(OSError):
-                    directory.parent.rmdir()  # TOP, unless it has other owners
+                    directory.parent.rmdir()  # ROOT_GROUP_NAME, unless it has other owners
 
     def exists(self) -> bool:
         return any(directory.exists() for directory in self._directories())
@@ -418,7 +418,7 @@ def owner_names() -> list[str]:
 
 
 def _owner_cgroup(name: str) -> Cgroup:
-    assert OWNER_NAME.fullmatch(name), f"invalid owner name: {name!r}"
+    assert OWNER_GROUP_NAME.fullmatch(name), f"invalid owner name: {name!r}"
     hierarchies = find_hierarchies()
     return Cgroup(
         hierarchies.version,

@@ -1,4 +1,4 @@
-"""Where control groups can be created on this machine: the mounted hierarchies, and the place below them that is ours.
+"""Where control groups can be created on this machine: the mounted hierarchies, and the place below them.
 
 Version 1 has a hierarchy per controller, version 2 one for all. Owns the search for them and, for version 2, the steps
 that enable controllers below a place. Never touches a foreign group, with two exceptions: it enables controllers for
@@ -103,7 +103,7 @@ def read_cgroup_paths(file: str) -> dict[str, str]:
     return found
 
 
-# ---- the place for our groups ---------------------------------------------------------------------------------------
+# ---- the place for Tangram's groups ---------------------------------------------------------------------------------
 
 
 def writable_directories(hierarchies: CgroupHierarchies) -> dict[str, Path]:
@@ -127,7 +127,7 @@ def _writable_directories_v1(by_controller: dict[str, Path]) -> dict[str, Path]:
 
 
 def _writable_directories_v2(mount: Path) -> dict[str, Path]:
-    """A group that was delegated to us, else the root of the mount, else our own group in any case."""
+    """A group that was delegated to this process, else the root of the mount, else its own group in any case."""
     own = _own_group(mount)
     candidates = [own, mount] if own is not None and _is_delegated(own) else [mount, own]
     reasons = []
