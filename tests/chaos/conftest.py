@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.owner_cgroups import owner_names
 
 import tangram
 from tangram import Status
@@ -104,7 +105,7 @@ def is_exiting(pid: int) -> bool:
 
 def owners_of(process: int) -> list[str]:
     """Names of the owners that a process was, of which control groups are left."""
-    return [name for name in groups.owner_names() if name.startswith(f"{process}-")]
+    return [name for name in owner_names() if name.startswith(f"{process}-")]
 
 
 def processes_of(state: Path, owning: set[int]) -> dict[int, str]:

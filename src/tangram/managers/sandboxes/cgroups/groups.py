@@ -30,8 +30,8 @@ ROOT_GROUP_NAME = "tangram"
 OWNER_GROUP_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 PERIOD_US = 50_000
-"""Of the CPU quota. With a millisecond, a third is lost to accounting; with a tenth of a second, short commands wait
-noticeably."""
+"""Period of the CPU quota. With a millisecond, a third is lost to accounting; with a tenth of a second, short commands
+wait noticeably."""
 QUOTA_MIN_US = 1_000
 """The least that the kernel accepts."""
 WEIGHT_PER_CORE_V1, WEIGHT_MIN_V1, WEIGHT_MAX_V1 = 1024, 2, 262_144
@@ -54,9 +54,9 @@ class Cgroup:
     def __init__(self, version: int, directories: dict[str, Path], depth: int | None = None) -> None:
         self.version = version
         self._directory_by_controller = directories
-        """By controller; in version 2 all are the same."""
+        """Directories by controller; in version 2 all are the same."""
         self._path_by_controller = {controller: str(directory) for controller, directory in directories.items()}
-        """As strings: joining paths takes longer than reading the files."""
+        """The same as strings: joining paths takes longer than reading the files."""
         self._has_memory_peak: bool | None = None
         self._depth = depth
         """Levels below `tangram/<owner>`, which is 0. None: this owner must not remove it."""
@@ -283,7 +283,7 @@ class Cgroup:
     # ---- processes ----
 
     def processes(self) -> list[int]:
-        """Of this group and of those below it. Empty for a removed group."""
+        """Pids in this group and in those below it. Empty for a removed group."""
         return cgroupfs.processes(self._first())
 
     def add_processes(self, processes: Iterable[int]) -> None:
@@ -376,7 +376,7 @@ class Cgroup:
             time.sleep(KILL_PAUSE_S)
 
     def _all_processes(self) -> list[int]:
-        """As `processes`, with those that are in some of the hierarchies only."""
+        """Like `processes`, with those that are in some of the hierarchies only."""
         pids_by_directory = (cgroupfs.processes(directory) for directory in self._directories())
         return list(dict.fromkeys(pid for pids in pids_by_directory for pid in pids))
 
@@ -406,15 +406,6 @@ def create_owner_cgroup(name: str) -> Cgroup:
 def remove_owner_cgroup(name: str) -> None:
     """Remove `tangram/<name>` with all groups and processes below it, if it exists. Its owner must be dead."""
     _owner_cgroup(name).remove()
-
-
-def owner_names() -> list[str]:
-    """The names for which `tangram/<name>` exists, dead or alive; sorted."""
-    names: set[str] = set()
-    for directory in writable_directories(find_hierarchies()).values():
-        with contextlib.suppress(FileNotFoundError):
-            names.update(entry.name for entry in (directory / ROOT_GROUP_NAME).iterdir() if entry.is_dir())
-    return sorted(names)
 
 
 def _owner_cgroup(name: str) -> Cgroup:
