@@ -156,15 +156,15 @@ class ForkServer:
                             child_socket.close()
                             return None
                         # The server has ended: the other end of the connection is closed, and the next read reports it.
-                answer = await asyncio.get_running_loop().sock_recv(child_socket, PACKET_BYTES_MAX)
-            if pid := decode_packet(answer)["pid"] if answer else 0:
+                reply = await asyncio.get_running_loop().sock_recv(child_socket, PACKET_BYTES_MAX)
+            if pid := decode_packet(reply)["pid"] if reply else 0:
                 self._has_forked = True
                 return ForkedChild(pid, child_socket)
         except BaseException:
             child_socket.close()  # the server kills its child
             raise
         child_socket.close()
-        if answer or not self._has_forked:
+        if reply or not self._has_forked:
             self._can_fork = False  # it never can
             await self.aclose()
         return None
@@ -222,21 +222,21 @@ class ForkedChild(WatchedProcess):
         self._connection = child_socket
 
     unkilled: tuple[int, ...] = ()
-    """After `collect_exit`: processes below a supervised child that could not be killed."""
+    """Set by `collect_exit`: processes below a supervised child that could not be killed."""
 
     async def collect_exit(self) -> tuple[int | None, Usage]:
         self._close()
-        answer = b""
+        reply = b""
         with self._connection:
             try:
                 send_packet(self._connection, REAP)
                 async with asyncio.timeout(REAP_S_MAX):
-                    answer = await self._loop.sock_recv(self._connection, PACKET_BYTES_MAX)
+                    reply = await self._loop.sock_recv(self._connection, PACKET_BYTES_MAX)
             except OSError:  # the server has ended, or it is late (TimeoutError)
                 pass
-        if not answer:
+        if not reply:
             return None, NO_USAGE
-        exit_report = decode_packet(answer)
+        exit_report = decode_packet(reply)
         self.unkilled = tuple(exit_report.get("unkilled", ()))
         self.exit_signal = max(0, -exit_report["code"])
         usage = Usage(cpu_s=exit_report["cpu_s"], memory_peak_bytes=exit_report["peak_bytes"])

@@ -25,7 +25,7 @@ Progress = Callable[[float, int], None]
 """Called with the work done, in tasks and fractions of running ones, and the number of tasks."""
 
 PROGRESS_EVERY_S = 0.1
-"""Between two progress reports of a worker: ten a second look smooth."""
+"""Pause between two progress reports of a worker: ten a second look smooth."""
 TERMINATE_S_MAX = 5.0
 """A terminated worker that has not ended by then is killed."""
 
@@ -124,8 +124,8 @@ def _run_serial(call: Callable[[Any, Progress], Any], tasks: list[Any], report_p
 
 def _receive_reply(connection: Connection) -> tuple[str, Any]:
     try:
-        answer: tuple[str, Any] = connection.recv()
-        return answer
+        reply: tuple[str, Any] = connection.recv()
+        return reply
     except (EOFError, ConnectionResetError):
         raise ManagerError(
             "a worker process was killed, possibly because memory ran out; try again with fewer --workers"
@@ -139,9 +139,9 @@ def _interrupt_blocked() -> Iterator[None]:
     Workers inherit the mask. For this process the mask is not enough: another thread, such as one of a numerics
     library, may take the signal, and Python then raises it in the main thread. So the handler is replaced as well.
     """
-    came: list[int] = []
+    received: list[int] = []
     in_main = threading.current_thread() is threading.main_thread()
-    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number)) if in_main else None
+    handler = signal.signal(signal.SIGINT, lambda number, _: received.append(number)) if in_main else None
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -149,7 +149,7 @@ def _interrupt_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if handler is not None:
             signal.signal(signal.SIGINT, handler)
-        if came:
+        if received:
             signal.raise_signal(signal.SIGINT)
 
 
