@@ -42,7 +42,7 @@ from tangram.processes.process_tree import Process, read_process
 
 
 class ContainerUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Since the container was created."""
+    """Usage since the container was created."""
 
     cpu_s: float = 0.0
     throttled_s: float = 0.0
@@ -117,7 +117,7 @@ HOLDER_UID = 61_998
 
 
 CpuSettings = dict[str, int | str]
-"""In the terms of the engine."""
+"""CPU limits, in the terms of the engine."""
 
 
 class ImageInfo(msgspec.Struct, frozen=True, kw_only=True):

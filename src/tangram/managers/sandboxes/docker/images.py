@@ -48,7 +48,7 @@ class DockerImages:
         self._committed: dict[str, str] = {}
         """Ids by the name of a Commit."""
         self._info_by_id: dict[str, ImageInfo] = {}
-        """By id."""
+        """What is known of images, by id."""
         self._forgotten: set[str] = set()
         """Ids of images that may still be in use."""
 
@@ -154,8 +154,8 @@ class DockerImages:
         return str(loaded[0])
 
     async def _post(self, path: str, tar: IO[bytes], what: str, query: list[tuple[str, str]]) -> list[Json]:
-        answer = await self._engine.upload("POST", path, read_chunks(tar), what=what, query=query)
-        lines = [json.loads(line) for line in answer.splitlines() if line.strip()]
+        response = await self._engine.upload("POST", path, read_chunks(tar), what=what, query=query)
+        lines = [json.loads(line) for line in response.splitlines() if line.strip()]
         for line in lines:
             if "error" in line:
                 raise ManagerError(f"the Docker engine refused to {what}: {line['error']}", retry=False)

@@ -31,7 +31,7 @@ from tangram.processes.streams import Output
 from tangram.processes.width import substitute_width, with_width
 
 DEATH_S = 1.0
-"""For the engine to report the end of a container, after a program in it was killed for no known reason."""
+"""Time limit for the engine to report the end of a container, after a program in it was killed for no known reason."""
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -167,7 +167,7 @@ class DockerProgramLease(ExecLease):
         )
 
     async def _exit_status(self) -> tuple[int | None, str]:
-        """Its exit code, and why it was lost, if it was."""
+        """The exit code of the program, and why it was lost, if it was."""
         assert self._shell is not None
         container = self.container
         if self._run_output.ended.done():

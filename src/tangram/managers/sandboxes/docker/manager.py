@@ -61,15 +61,16 @@ DEFAULT_IMAGE = "debian:stable-slim"
 CONTAINER_MEMORY_BYTES_MIN = 6 * MIB
 """The least that an engine accepts; less is rounded up."""
 OWN_PROCESSES = 2
-"""In every container: its init, and the program that keeps it alive."""
+"""Processes of every container itself: its init, and the program that keeps it alive."""
 HOLD_COMMAND = ["sleep", "infinity"]
 ROOT_CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID"]
-"""For root in a user namespace: what installing packages requires. They are worthless outside of it."""
+"""Capabilities of root in a user namespace: what installing packages requires. They are worthless outside of it."""
 REMOVALS_AT_ONCE = 8
 REMOVAL_TRIES, REMOVAL_PAUSE_S = 20, 0.1
-"""For a container whose files are still in use, or that another request is removing."""
+"""Attempts to remove, and pause between them, for a container whose files are still in use, or that another request is
+removing."""
 RECONNECT_S, RECONNECT_S_MAX = 0.1, 5.0
-"""Between attempts to reconnect to an engine that has ended: at first, and at most."""
+"""Pause between attempts to reconnect to an engine that has ended: at first, and at most."""
 PROBE_SCRIPT = 'for p in bash taskset; do if command -v "$p" >/dev/null; then echo "$p"; fi; done'
 
 
@@ -98,9 +99,9 @@ class DockerManager(FilesMixin):
         self._images = DockerImages(self._engine, self._owner, image)
         self._remaps_users = False
         self._limits_disk = True
-        """Until the engine refuses it."""
+        """Whether disk limits are requested: until the engine refuses one."""
         self._containers: dict[str, Container] = {}
-        """By sandbox."""
+        """Containers, by the name of their sandbox."""
         self._by_id: dict[str, Container] = {}
         self._starting: set[asyncio.Future[None]] = set()
         self._leases: set[DockerProgramLease] = set()
@@ -168,7 +169,7 @@ class DockerManager(FilesMixin):
                 raise failure
 
     async def _remove(self, container: str) -> None:
-        """By id or name. It need not exist."""
+        """Remove a container by id or name. It need not exist."""
         path, query = f"/containers/{container}", {"force": "true", "v": "true"}
         for tries_left in reversed(range(REMOVAL_TRIES)):
             try:
@@ -302,18 +303,18 @@ class DockerManager(FilesMixin):
         container.on_started(await self._first_pid(container), cpu)
         if image.programs is None:
             try:
-                answer = await self._programs.run_script(container, PROBE_SCRIPT)
+                probe = await self._programs.run_script(container, PROBE_SCRIPT)
             except ManagerError:
                 await self._first_pid(container)  # it may have ended meanwhile, which explains more
                 raise
-            container.image = self._images.record_programs(image, answer.stdout.decode(errors="replace").split())
+            container.image = self._images.record_programs(image, probe.stdout.decode(errors="replace").split())
         await container.apply_grants()
         self._require_open()
         container.require_alive()
         container.ready = True
 
     async def _first_pid(self, container: Container) -> int:
-        """Its first process. Raises ManagerError if it has ended."""
+        """The pid of the container's first process. Raises ManagerError if it has ended."""
         description = await self._engine.json("GET", f"/containers/{container.id}/json", what="describe a container")
         state = description["State"]
         if not state["Running"]:
@@ -325,7 +326,7 @@ class DockerManager(FilesMixin):
         return int(state["Pid"])
 
     async def _create_container(self, container: Container, cpu: CpuSettings) -> None:
-        """With a disk limit, unless the engine refuses it."""
+        """Create the container, with a disk limit unless the engine refuses it."""
         limits_disk = self._limits_disk
         try:
             created = await self._post_create(container, cpu, limits_disk)

@@ -36,10 +36,9 @@ from tangram.processes.process_tree import (
 )
 
 KILL_WAIT_S = 10.0
-"""For killed processes to end. One in an uninterruptible system call may take longer."""
+"""Time limit for the end of killed processes. One in an uninterruptible system call may take longer."""
 KILL_ROUNDS_UNPAUSED = 3
-"""After this many rounds the container is paused while its processes are counted: some fork faster than they are
-found."""
+"""Rounds after which the container is paused while its processes are counted: some fork faster than they are found."""
 
 KILL_SCRIPT = r"""
 for d in /proc/[0-9]*; do
@@ -54,7 +53,7 @@ exit 0
 
 
 def now_ticks() -> int:
-    """In the unit of process start times."""
+    """The present time in the unit of process start times."""
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * TICKS_PER_S)
 
 
@@ -153,10 +152,10 @@ async def _stop_from_inside(container: Container, programs: Programs, token: str
     async def run_kill_script(name: str) -> bytes:
         if container.gone.done():
             return b""
-        answer = await programs.run_script(container, KILL_SCRIPT, name, token, session_token)
-        if answer.code != 0:
-            raise ManagerError(f"a stopped action cannot be ended: its image needs sh, tr and grep: {answer.stderr}")
-        return answer.stdout
+        result = await programs.run_script(container, KILL_SCRIPT, name, token, session_token)
+        if result.code != 0:
+            raise ManagerError(f"a stopped action cannot be ended: its image needs sh, tr and grep: {result.stderr}")
+        return result.stdout
 
     if await run_kill_script("TERM"):
         await poll_until_none(lambda: run_kill_script("0"), STOP_GRACE_S)

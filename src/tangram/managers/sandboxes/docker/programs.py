@@ -23,10 +23,10 @@ from tangram.managers.sandboxes.docker.shells import CommandRun, Shell
 from tangram.processes.capture import Capture
 
 BEGIN_S = 60.0
-"""For a program to begin. It takes a twentieth of a second; a loaded engine takes longer."""
+"""Time limit for the start of a program. It takes a twentieth of a second; a loaded engine takes longer."""
 SCRIPT_OUTPUT_BYTES_MAX = 1 << 20
 SCRIPT_S_MAX = 60.0
-"""For a script. It does little work; a container with little CPU takes longer."""
+"""Time limit for a script. It does little work; a container with little CPU takes longer."""
 
 T = TypeVar("T")
 
@@ -133,12 +133,12 @@ class Programs:
         )
 
 
-async def _retry_while_paused(ask: Callable[[], Awaitable[T]]) -> T:
+async def _retry_while_paused(request: Callable[[], Awaitable[T]]) -> T:
     """Retry a request while an engine that lags still considers the container paused."""
     give_up = time.monotonic() + LAG_S
     while True:
         try:
-            return await ask()
+            return await request()
         except EngineRefused as error:
             if "is paused" not in error.reason or time.monotonic() > give_up:
                 raise
