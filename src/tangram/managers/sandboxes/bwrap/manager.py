@@ -40,7 +40,7 @@ from tangram.managers.work import HOST_IMAGE, Close, Commit, Exec, LeaseResult, 
 from tangram.processes.streams import Output
 
 CLOSE_S_MAX = 10.0
-"""For the first process of a sandbox to end; then its control group is killed in any case."""
+"""Time limit for the end of the first process of a sandbox; then its control group is killed in any case."""
 
 PROGRAMS = {"bwrap": "bubblewrap", "catatonit": "catatonit", "setpriv": "util-linux", "cp": "coreutils"}
 """Required programs, and the Debian package of each."""
@@ -71,8 +71,8 @@ class WarmPool:
 
     def take_all(self) -> list[BwrapSandbox]:
         """Empty the pool."""
-        found, self._sandboxes = self._sandboxes, []
-        return found
+        sandboxes, self._sandboxes = self._sandboxes, []
+        return sandboxes
 
 
 class _ManagerTaskLease(UnmeteredLease):
@@ -136,9 +136,9 @@ class BwrapManager(FilesMixin):
         self._cpusets = CpusetAllocator(self._total, self._machine.cpus, self._machine.cpus_by_cell)
         self._ids = count(1)
         self._sandboxes: dict[str, BwrapSandbox] = {}
-        """By the caller's name."""
+        """Open sandboxes, by the caller's name."""
         self._opening: dict[str, asyncio.Future[None]] = {}
-        """By the caller's name; done when it is open or could not be opened."""
+        """Sandboxes that are being opened, by the caller's name; done when one is open or could not be opened."""
         self._by_id: dict[str, BwrapSandbox] = {}
         """All sandboxes, warm ones included, by number."""
         self._warm = WarmPool(warm)
@@ -285,7 +285,7 @@ class BwrapManager(FilesMixin):
                 await self._end_sandbox(sandbox)
 
     async def close_all(self) -> None:
-        """End every sandbox."""
+        """End every sandbox: before leaving a manager that would keep them."""
         await self._close_warm()
         ended = await asyncio.gather(*[self._close(name) for name in list(self._sandboxes)])
         lost = [each.lost for each in ended if each.lost]
@@ -327,7 +327,7 @@ class BwrapManager(FilesMixin):
             await SpawnerLock(self._owner.kept_directory).kill_spawner()
 
     async def _stop_spawner(self) -> None:
-        """Every sandbox dies with it."""
+        """Stop the spawner; every sandbox dies with it."""
         if self._spawner is not None:
             await self._spawner.stop()
 
@@ -423,7 +423,7 @@ class BwrapManager(FilesMixin):
         return LeaseResult() if warm else LeaseResult(usage=Usage(cpu_s=sandbox.group.cpu_s()))
 
     async def _write_record(self, name: str, sandbox: BwrapSandbox) -> None:
-        """From now on the sandbox is the caller's, also after the end of this process."""
+        """Write the record by which the sandbox stays the caller's, also after the end of this process."""
         if self._owner.records is None:
             return
         record = SandboxRecord(

@@ -114,8 +114,8 @@ class SandboxOwner:
             if is_locked(directory / SPAWNER_LOCK):
                 return directory, lock
             os.close(lock)
-            records, wrong = SandboxRecords(directory / "kept").read()
-            self.missing |= wrong | dict.fromkeys(records, SPAWNER_ENDED)
+            records, invalid = SandboxRecords(directory / "kept").read()
+            self.missing |= invalid | dict.fromkeys(records, SPAWNER_ENDED)
         return None
 
     def tie_image(self, image: str) -> None:
@@ -168,12 +168,12 @@ class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """The caller's name."""
     box: str
-    """Its number, which stands for it in paths and for the spawner."""
+    """The number of the sandbox, which stands for it in paths and for the spawner."""
     init: int
-    """Its first process."""
+    """Pid of the sandbox's first process."""
     spec: SandboxSpec
     image: StoredImage
-    """As it was when the sandbox was opened: the name may refer to another image by now."""
+    """The image as it was when the sandbox was opened: the name may refer to another image by now."""
 
 
 class SandboxRecords:
@@ -190,7 +190,7 @@ class SandboxRecords:
     def read(self) -> tuple[dict[str, SandboxRecord], dict[str, str]]:
         """The records by the caller's name, and why a file is not a valid record, by file name."""
         records: dict[str, SandboxRecord] = {}
-        wrong: dict[str, str] = {}
+        invalid: dict[str, str] = {}
         for path in sorted(self._directory.glob(f"*{RECORD_SUFFIX}")):
             try:
                 record = _read_record(path)
@@ -198,8 +198,8 @@ class SandboxRecords:
                     raise ValueError(f"two records name sandbox {record.name}")
                 records[record.name] = record
             except (OSError, ValueError, TangramError, msgspec.MsgspecError, RecursionError) as error:
-                wrong[path.name] = f"its record cannot be read: {error}"
-        return records, wrong
+                invalid[path.name] = f"its record cannot be read: {error}"
+        return records, invalid
 
     def remove_all_except(self, sandbox_ids: set[str]) -> None:
         """Remove all files but the records of these sandboxes."""

@@ -56,7 +56,7 @@ class ActionSlot:
         """CPUs that a program must set as its affinity, where the group has no cpuset."""
         self._cpu_s = 0.0
         self._throttled_s = 0.0
-        """Used by all earlier actions."""
+        """Usage of all earlier actions."""
 
     def cpu_s_so_far(self) -> float:
         """CPU seconds of the present action."""
@@ -108,14 +108,14 @@ class BwrapSandbox:
     ) -> None:
         self.name = name
         self.sandbox_id = sandbox_id
-        """Its name for the spawner and in paths."""
+        """The name of the sandbox for the spawner and in paths."""
         self.spec = spec
         self.image = image
         self.group = group
         self.directory = directory
         """Where its holder mounts its files; other processes see an empty directory."""
         self.init = 0
-        """Its first process."""
+        """Pid of the sandbox's first process."""
         self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Why it has ended."""
         self.closing = asyncio.Lock()
@@ -294,7 +294,7 @@ class BwrapSandbox:
         return [*groups, self._background] if self._background is not None else groups
 
     def prepare_kill(self) -> None:
-        """To be called before it is killed: from now on nothing in it is frozen, because a frozen process cannot
+        """Called before the sandbox is killed: from now on nothing in it is frozen, because a frozen process cannot
         die."""
         self._is_closing = True
         self.thaw_idle()
@@ -312,9 +312,9 @@ class BwrapSandbox:
 
     def thaw(self) -> None:
         self._freeze_count -= 1
-        still = set(self._idle_cgroups()) if self._idle_frozen else set()
+        still_frozen = set(self._idle_cgroups()) if self._idle_frozen else set()
         for group in self._cgroups():
-            if not self._freeze_count and group not in still:
+            if not self._freeze_count and group not in still_frozen:
                 group.thaw()
 
     def _cgroups(self) -> list[Cgroup]:
@@ -340,7 +340,7 @@ class BwrapSandbox:
         return ManagerError(f"sandbox {self.name} is gone: {reason}", retry=False)
 
     def is_ending(self) -> bool:
-        """Its first process is exiting, and with it all others."""
+        """Whether the sandbox's first process is exiting, and with it all others."""
         process = read_process(self.init)
         return process is None or process.state in (b"Z", b"X") or process.is_exiting
 

@@ -30,7 +30,7 @@ from tangram.managers.work import (
 LINKS_MAX = 40
 """Links followed on the way to one file: the limit of the kernel."""
 ENTRIES_MAX = 100_000
-"""In one listing."""
+"""Entries of one listing."""
 DEPTH_MAX = 200
 """Levels of a tree that is packed: each takes a descriptor."""
 COPY_BYTES = 1 << 20
@@ -47,9 +47,9 @@ class Workspace:
     def __init__(self, directory: Path, aside: Path, bytes_max: int) -> None:
         self.directory = directory
         self._staging = aside
-        """For incomplete files: on the same file system, and unreachable by paths of the sandbox."""
+        """Directory of incomplete files: on the same file system, and unreachable by paths of the sandbox."""
         self._bytes_max = bytes_max
-        """In one file."""
+        """Size limit of one file."""
 
     def read(self, path: str, bytes_max: int) -> bytes:
         with (

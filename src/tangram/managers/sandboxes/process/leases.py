@@ -34,7 +34,7 @@ from tangram.processes.width import substitute_width, whole_cores, with_width
 
 
 def _capped_at_hard_limit(kind: int, limit: int) -> int:
-    """Without privileges, no limit can exceed that of this process."""
+    """A limit that needs no privileges: none can exceed that of this process."""
     hard = resource.getrlimit(kind)[1]
     return limit if hard == resource.RLIM_INFINITY else min(limit, hard)
 
@@ -172,7 +172,7 @@ class ProcessLease(ExecLease):
     child: SpawnedChild
     """The process whose end is the end of the action, or the shell of the session."""
     cpu_s_before = 0.0
-    """Used by the child before this action."""
+    """CPU seconds of the child before this action."""
 
     def __init__(self, box: ProcessSandbox, work: Exec, width: int, output: Output | None, host: ProgramHost) -> None:
         super().__init__(work, width, output)
@@ -201,7 +201,7 @@ class ProcessLease(ExecLease):
         """This backend enforces no limit."""
 
     def cpu_seconds(self) -> float | None:
-        """Of living processes and of children that they reaped; other ended processes are not counted."""
+        """CPU seconds of living processes and of children that they reaped; other ended processes are not counted."""
         if self.result.done():
             return None
         return max(0.0, sum(process.cpu_s for process in self.processes.find()) - self.cpu_s_before)

@@ -54,7 +54,7 @@ from tangram.processes.streams import STDERR, Output, Stream
 CALLER_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.E2BIG)
 """Reasons for a failed start that are the caller's: its directory, or too long a command."""
 FAILURE_BYTES_MAX = 4096
-"""Kept of the error output of our own commands (cp, rm)."""
+"""Bytes kept of the error output of the manager's own commands (cp, rm)."""
 HOME_PREFIX = "tangram-process-"
 HOME_NAME = re.compile(HOME_PREFIX + "[0-9a-f]{16}")
 LOCK = "lock"
@@ -336,8 +336,8 @@ def _find_homes(root: Path) -> list[Path]:
     for path in root.iterdir():
         if HOME_NAME.fullmatch(path.name):
             with contextlib.suppress(FileNotFoundError):  # its owner has just ended
-                about = path.lstat()
-                if stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid():
+                status = path.lstat()
+                if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
                     homes.append(path)
     return homes
 

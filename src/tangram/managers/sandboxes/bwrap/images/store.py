@@ -54,14 +54,14 @@ LOWER_BYTES_MAX = 3072
 of it for the directories of the sandbox itself."""
 BYTES_MAX = 32 * GIB
 ENTRIES_MAX = 2_000_000
-"""For one unpacked image. The largest images in use, with CUDA and conda, take half of it."""
+"""Entries of one unpacked image. The largest images in use, with CUDA and conda, take half of it."""
 FREE_BYTES_MIN = 1 * GIB
 """Free bytes that unpacking leaves on the disk for its other users."""
 NAME_BYTES_MAX = 512
 NAMES_SHOWN_MAX = 20
 """Images named in an error."""
 LOCK_POLL_S = (0.005, 0.25)
-"""Between two attempts to take a lock that another process holds: at first, and at most."""
+"""Pause between two attempts to take a lock that another process holds: at first, and at most."""
 LAYER_NAME_CHARS = 32
 """Digits of the digest in a layer name: 128 bits are free of collisions, and take half of the room in mount options."""
 MOUNT_FORBIDDEN_CHARACTERS = ":,\\"
@@ -266,7 +266,7 @@ class ImageStore:
         return str(target)
 
     async def _add_base_layer(self, image: StoredImage) -> StoredImage:
-        """With a layer on top that has what a sandbox needs and the image may lack."""
+        """Puts a layer on top that has what a sandbox needs and the image may lack."""
         async with self._temporary_layer() as part:
             contents = await self._worker.inspect(image.name, image.layers, part, base_layers.path_prefixes(image.cwd))
         nodes = base_layers.image_base_layer(contents, SANDBOX_UID, image.cwd)

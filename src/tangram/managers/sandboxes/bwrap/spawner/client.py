@@ -40,16 +40,17 @@ from tangram.processes.streams import Stream
 
 PROGRAM = Path(__file__).with_name("spawner.py")
 SEND_RETRY_S = 0.001
-"""Between attempts to send while the socket is full."""
+"""Pause between attempts to send while the socket is full."""
 
 END_S_MAX = 5.0
-"""For a spawner to end that was asked to; then it is killed."""
+"""Time limit for the end of a spawner that was stopped; then it is killed."""
 EXIT_CODE_S_MAX = 1.0
-"""For a spawner that has closed its socket to exit, so that its exit code can be reported."""
+"""Time limit for the exit of a spawner that has closed its socket, so that its exit code can be reported."""
 ATTACH_S_MAX = 15.0
-"""For an orphaned spawner to answer: it first kills the programs of the previous owner, which takes seconds at most."""
+"""Time limit for the greeting of an orphaned spawner: it first kills the programs of the previous owner, which takes
+seconds at most."""
 LEAVE_S_MAX = 10.0
-"""For the sandboxes that are left behind to freeze."""
+"""Time limit for freezing the sandboxes that are left behind."""
 
 
 LARGE_FIELDS = {
@@ -57,7 +58,7 @@ LARGE_FIELDS = {
     "file": ("path", ""),
     "open": ("sandbox", " with its environment and mounts"),
 }
-"""By kind of request: what the caller must shorten, and how."""
+"""What the caller must shorten and how, by kind of request."""
 
 
 _ENCODER = msgspec.json.Encoder()
@@ -96,7 +97,7 @@ class OrphanedSandbox(msgspec.Struct, frozen=True):
     """A sandbox that was left with a spawner."""
 
     init: int
-    """Its first process."""
+    """Pid of the sandbox's first process."""
     sessions: list[str]
     """Sessions whose shell ended with their owner, or with one before it, and whose callers have not been notified."""
 
@@ -129,7 +130,7 @@ class SpawnerClient:
         self._number = 0
         self._replies = PendingReplies[Message]()
         self._exits = PendingReplies[Message]()
-        """By the number of the request that started the program or file work."""
+        """Exit reports, by the number of the request that started the program or file work."""
         self._socket: socket.socket | None = None
         self._process: SpawnedChild | DetachedProcess | None = None
         self._end_task: asyncio.Task[None] | None = None
@@ -144,15 +145,15 @@ class SpawnerClient:
             return
         lock = self._lock.acquire()
         try:
-            first = self._launch_detached(self._lock.directory, lock)
+            launcher = self._launch_detached(self._lock.directory, lock)
         finally:
             os.close(lock)
-        self._process = first
+        self._process = launcher
         self._process = DetachedProcess(await self._begin(filter_program, groups))
         try:
-            await asyncio.wait({first.exited})  # it has forked the spawner
+            await asyncio.wait({launcher.exited})  # it has forked the spawner
         finally:
-            first.reap_or_abandon()
+            launcher.reap_or_abandon()
 
     async def _begin(self, filter_program: bytes, groups: list[str]) -> int:
         settings = {"filter": filter_program.hex(), "groups": groups, "outlives": self._outlives}
@@ -218,10 +219,10 @@ class SpawnerClient:
             async with asyncio.timeout(ATTACH_S_MAX):
                 connection, self._process = await self._lock.connect()
                 self._configure_socket(connection)
-                left = self._parse_greeting(await loop.sock_recv(connection, PACKET_BYTES_MAX))
+                orphans = self._parse_greeting(await loop.sock_recv(connection, PACKET_BYTES_MAX))
                 loop.add_reader(connection, self._on_readable)
                 await self._begin(filter_program, groups)
-            return left
+            return orphans
         except BaseException as error:
             if self._socket is not None:
                 self._disconnect("the spawner is not used")
@@ -263,7 +264,7 @@ class SpawnerClient:
         self._close_process()
 
     def _close_process(self) -> int | None:
-        """Its exit code, if it is known."""
+        """Release the process of the spawner. Returns its exit code, if it is known."""
         process, self._process = self._process, None
         if isinstance(process, SpawnedChild):
             return process.reap_or_abandon()[0]

@@ -15,7 +15,7 @@ import time
 from collections.abc import Container
 
 END_S_MAX, END_PAUSE_S = 4.0, 0.005
-"""For all processes to end, and between two rounds."""
+"""Time limit for the end of all processes, and pause between two rounds."""
 BACKGROUND = "background"
 
 

@@ -72,13 +72,13 @@ from tangram.processes.prctl import libc
 SPARES_MAX = 64
 """Spare runners. Each costs about half a megabyte; those of the sandboxes used last are kept."""
 POLL_S = 0.0003
-"""Between two looks at the first process of a sandbox that is being made."""
+"""Pause between two looks at the first process of a sandbox that is being made."""
 RESUME_S = 0.2
-"""Between SIGCONTs to a runner that has its command: a program in its sandbox may stop it."""
+"""Pause between SIGCONTs to a runner that has its command: a program in its sandbox may stop it."""
 ACCEPT_RETRY_S = 0.01
-"""After a connection that could not be accepted; the listener stays readable."""
+"""Pause after a connection that could not be accepted; the listener stays readable."""
 EXECUTE_S_MAX = 120.0
-"""For a runner to execute its program. Then it is killed: a program in its sandbox keeps stopping it."""
+"""Time limit for a runner to execute its program. Then it is killed: a program in its sandbox keeps stopping it."""
 
 DRAINED_MAX = 64
 """Drained streams of one sandbox. The oldest are closed."""
@@ -182,7 +182,7 @@ class Spawner:
                 box.sessions[name] = []
 
     def _await_next_owner(self) -> None:
-        """Without an owner: wait until everything is frozen, then for the next owner."""
+        """Called without an owner: wait until everything is frozen, then for the next owner."""
         if self._departing_owner is not None:
             if not self._freeze_round():
                 return
@@ -215,7 +215,7 @@ class Spawner:
         return not (busy or self._workers) or late_s > orphan_cleanup.END_S_MAX
 
     def _on_next_owner(self, _: object) -> None:
-        """Its first message lists the sandboxes, which it compares with its records."""
+        """Accept the next owner. The greeting to it lists the sandboxes, which it compares with its records."""
         assert self._listener is not None
         try:
             connection, _ = self._listener.accept()
@@ -523,7 +523,8 @@ class Spawner:
         self._reply(request["id"])
 
     def _on_reply(self, runner: Runner, text: bytes) -> None:
-        """All its output on the channel. For a program, none means success: exec has closed the channel."""
+        """Called with all output of a runner on its channel. For a program, none means success: exec has closed the
+        channel."""
         self._pending_runners.pop(runner.number, None)
         runner.reply = text
         self._report_exit(runner)
@@ -538,7 +539,7 @@ class Spawner:
             self._report_exit(runner)
 
     def _report_exit(self, runner: Runner) -> None:
-        """Its output and its end are noticed in either order."""
+        """Report the exit of a runner once its output and its end are known, in either order."""
         if runner.reply is None or runner.code is None:
             return
         if runner.executes and not runner.reply:
