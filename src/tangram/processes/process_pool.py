@@ -27,7 +27,7 @@ Progress = Callable[[float, int], None]
 PROGRESS_EVERY_S = 0.1
 """Pause between two progress reports of a worker: ten a second look smooth."""
 TERMINATE_S_MAX = 5.0
-"""A terminated worker that has not ended by then is killed."""
+"""Time limit for the end of a terminated worker; then it is killed."""
 
 
 def available_cores() -> int:

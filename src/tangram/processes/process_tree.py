@@ -40,12 +40,13 @@ ENVIRONMENT_BYTES_MAX = 1 << 21
 FREEZE_ROUNDS_MAX = 100
 """Rounds of stopping processes that fork meanwhile. Each round leaves only what was forked during the one before."""
 POLL_S, POLL_S_MAX = 0.002, 0.05
-"""Pause between two looks at processes that should end: at first, and at most."""
+"""Pause between two polls of processes that should end: at first, and at most."""
 KILL_WAIT_S = 10.0
 """Time limit for the end of a killed process. One in an uninterruptible system call may take longer."""
 
 PEAK_MARGIN = 1.1
-"""The kernel counts memory in batches per core, so two readings of one peak differ."""
+"""Factor by which a peak is clearly above another one: the kernel counts memory in batches per core, so two readings of
+one peak differ."""
 UMASK = 0o022
 KERNEL_THREAD, PF_EXITING = 0x00200000, 0x4
 """Bits in the flags of a process: it is a thread of the kernel; it is exiting."""
@@ -208,7 +209,7 @@ class ProcessTree:
         self._table = process_table
         self._mark = f"{variable}={value}".encode()
         self._members: dict[int, int] = {}
-        """Start times by process id, of those seen at the last look."""
+        """Start times of the processes that the last scan found, by process id."""
         self._excluded: dict[int, int] = {}
         self._stopped: list[Process] = []
 
@@ -345,14 +346,14 @@ class WatchedProcess(ABC):
         return process.cpu_s if process is not None else 0.0
 
     def signal(self, number: int) -> None:
-        """Through its pidfd: a reused process id is never signalled."""
+        """Send a signal through its pidfd: a reused process id is never signalled."""
         if self._fd >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._fd, number)
 
     @property
     def has_ended(self) -> bool:
-        """Possibly before the event loop has noticed it."""
+        """Whether it has ended, possibly before the event loop has noticed it."""
         process = read_process(self.pid)
         return process is None or not process.is_alive
 

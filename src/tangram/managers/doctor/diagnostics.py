@@ -59,7 +59,7 @@ DOCKER_SOCKET = "/var/run/docker.sock"
 BUBBLEWRAP_MIN = (0, 7)
 """Version of bubblewrap that introduced --size, which limits the shared memory of a sandbox."""
 OPEN_FILES_ENOUGH = 4096
-"""A running action takes about ten descriptors, an open sandbox a few."""
+"""Descriptors for hundreds of sandboxes: a running action takes about ten, an open sandbox a few."""
 
 TEST_SETTINGS_V1 = {
     "cpu": ("cpu.cfs_quota_us", "50000"),

@@ -87,6 +87,7 @@ def parse_cpu_list(text: str) -> list[int]:
 
 
 def has_user_namespaces(user: int) -> bool:
-    """Whether an unprivileged user may create one here. Tested by creating one, because several settings forbid it."""
+    """Whether an unprivileged user may create a user namespace here. Tested by creating one, because several settings
+    forbid it."""
     argv = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "unshare", "--user", "true"]
     return subprocess.run(argv, capture_output=True, check=False).returncode == 0

@@ -30,7 +30,7 @@ from tangram.processes.streams import STDERR, STDOUT, Output, Stream, standard_i
 from tangram.processes.width import substitute_width, with_width
 
 POLL_S = 0.005
-"""Pause between two looks at the processes of an action that is being stopped."""
+"""Pause between two polls of the processes of an action that is being stopped."""
 
 
 class Placement:

@@ -37,7 +37,8 @@ from tangram.managers.work import SandboxSpec
 
 RECORD_SUFFIX = ".json"
 RECORD_BYTES_MAX = 1 << 20
-"""A name, a specification with its environment and the layers of an image take a tenth of it."""
+"""Size limit of a record. A name, a specification with its environment and the layers of an image take a tenth of
+it."""
 SANDBOX_ID = re.compile(r"[1-9][0-9]{0,17}")
 
 SPAWNER_LOCK = f"kept/{LOCK_FILE}"

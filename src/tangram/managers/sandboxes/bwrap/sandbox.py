@@ -29,20 +29,20 @@ from tangram.processes.process_tree import read_process
 from tangram.processes.streams import Stream
 
 SLOT_CONTROLLERS = ("cpu", "cpuacct", "cpuset", "freezer")
-"""Version 1: memory and the number of processes are limited for the sandbox as a whole."""
+"""Controllers of a slot in version 1: memory and the number of processes are limited for the sandbox as a whole."""
 SANDBOX_CONTROLLERS = ("memory", "pids")
 SLOT_NAME = re.compile(r"a[0-9]{1,6}")
 BACKGROUND_RESERVE = 10
-"""Milli-cores, as weight: background processes yield to actions."""
+"""Weight of background processes, in milli-cores: background processes yield to actions."""
 MOVE_ROUNDS_MAX = 100
-"""A process that is throttled is not frozen yet, and may fork once more."""
+"""Rounds of moving processes: one that is throttled is not frozen yet, and may fork once more."""
 DISCARDED_MAX = 64
 """Streams of ended actions that are drained; each takes a descriptor of the owner. The oldest are closed."""
 SHELL_FDS = (10, 11)
 """The descriptors at which the shell of a session finds its ends of the two pipes."""
 KILL_PAUSE_S = 0.002
 KILL_ROUNDS_MAX = 5000
-"""A process in a system call, such as a write to a slow disk, ends after it."""
+"""Rounds of killing: a process in a system call, such as a write to a slow disk, ends after it."""
 
 
 class ActionSlot:
@@ -135,7 +135,7 @@ class BwrapSandbox:
         self._idle_frozen = False
         self._is_closing = False
         self._abandoned = False
-        """It belongs to the next owner: an action that is still ending must not touch it any more."""
+        """Whether it belongs to the next owner: an action that is still ending must not touch it any more."""
         self._freeze_count = 0
         """How many callers have it frozen, actions or not."""
         self._oom_kills = 0

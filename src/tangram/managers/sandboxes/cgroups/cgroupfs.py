@@ -15,7 +15,7 @@ from pathlib import Path
 
 BUSY_PAUSE_S = 0.002
 BUSY_S_MAX = 10.0
-"""A group is busy for a moment after its last process has ended."""
+"""Time limit for removing a group, which is busy for a moment after its last process has ended."""
 
 
 def write(path: Path | str, text: str) -> None:

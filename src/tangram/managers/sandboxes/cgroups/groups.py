@@ -33,19 +33,21 @@ PERIOD_US = 50_000
 """Period of the CPU quota. With a millisecond, a third is lost to accounting; with a tenth of a second, short commands
 wait noticeably."""
 QUOTA_MIN_US = 1_000
-"""The least that the kernel accepts."""
+"""The smallest quota that the kernel accepts."""
 WEIGHT_PER_CORE_V1, WEIGHT_MIN_V1, WEIGHT_MAX_V1 = 1024, 2, 262_144
 WEIGHT_PER_CORE_V2, WEIGHT_MIN_V2, WEIGHT_MAX_V2 = 100, 1, 10_000
 """The kernel's default weight stands for one reserved core; and the range that the kernel accepts."""
 FREEZE_POLLS_MAX = 50
-"""Freezing takes some microseconds, which are waited for; a throttled process freezes when it would run."""
+"""Polls of a group that is being frozen, which takes some microseconds; a throttled process freezes when it would
+run."""
 KILL_PAUSE_S = 0.002
 KILL_S_MAX = 10.0
-"""Killing is repeated until nothing is left: a process may be in a system call or exiting."""
+"""Time limit for killing, which is repeated until nothing is left: a process may be in a system call or exiting."""
 NOT_SUPPORTED_ERRNOS = (errno.ENOENT, errno.EOPNOTSUPP)
 """Errors of the kernel for a limit that it was built or booted without."""
 CREATE_ATTEMPTS_MAX = 10
-"""An owner that ends removes ROOT_GROUP_NAME if it is empty, possibly just when another one starts."""
+"""Attempts to create a group: an owner that ends removes ROOT_GROUP_NAME if it is empty, possibly just when another one
+starts."""
 
 
 class Cgroup:

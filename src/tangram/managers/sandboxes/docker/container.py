@@ -64,7 +64,7 @@ class UsageMeter:
 
     def __init__(self, group: Cgroup | None = None) -> None:
         self.group = group
-        """None if the processes of the container are not visible from here."""
+        """The control group of the container; None if its processes are not visible from here."""
 
     def read(self, memory_events: int) -> ContainerUsage | None:
         """None if it can no longer be read."""
@@ -105,10 +105,10 @@ def visible_cgroup(pid: int, container: str) -> Cgroup | None:
     return group if group.exists() else None
 
 
-NOT_FOUND, CONFLICT = 404, 409
+HTTP_NOT_FOUND, HTTP_CONFLICT = 404, 409
 LAG_S, LAG_PAUSE_S = 30.0, 0.01
-"""How long an engine may lag, and between two attempts. An engine processes its own pauses and ends of programs one
-after the other; each program whose streams are held by background processes delays it by two seconds."""
+"""Time for which an engine may lag, and pause between two attempts. An engine processes its own pauses and ends of
+programs one after the other; each program whose streams are held by background processes delays it by two seconds."""
 
 AGENT_UID = 61_999
 """The user of programs."""
@@ -229,7 +229,7 @@ class Container:
         try:
             description = await self._engine.json("GET", f"/containers/{self.id}/json", what="describe a container")
         except EngineRefused as error:
-            if error.status != NOT_FOUND:
+            if error.status != HTTP_NOT_FOUND:
                 raise
             self.mark_lost("its container was removed")
         else:

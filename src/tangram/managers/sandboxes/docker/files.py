@@ -22,7 +22,7 @@ from typing import IO, BinaryIO
 
 from tangram.cancellation import run_to_completion
 from tangram.errors import FileFailed, ManagerError
-from tangram.managers.sandboxes.docker.container import NOT_FOUND, Container
+from tangram.managers.sandboxes.docker.container import HTTP_NOT_FOUND, Container
 from tangram.managers.sandboxes.docker.engine import (
     UPLOAD_BYTES,
     DockerEngine,
@@ -224,7 +224,7 @@ class DockerFiles:
             return await self._engine.path_stat(archive, what="describe a file", query={"path": target})
         except EngineRefused as error:
             container.require_alive()
-            if error.status == NOT_FOUND:
+            if error.status == HTTP_NOT_FOUND:
                 return None
             raise _file_error(container, path, error) from error
 
@@ -250,7 +250,7 @@ def home_directory(user: int) -> str:
 def _file_error(container: Container, path: str, error: EngineRefused) -> FileFailed:
     """If the container exists, any refusal of the engine is about the path."""
     container.require_alive()
-    if error.status == NOT_FOUND:
+    if error.status == HTTP_NOT_FOUND:
         return FileFailed(path, "no such file or directory")
     if "no space left" in error.reason or "quota exceeded" in error.reason:
         return FileFailed(path, NO_SPACE)

@@ -22,7 +22,7 @@ import msgspec
 
 from tangram.cancellation import run_to_completion
 from tangram.errors import InvalidConfig, ManagerError
-from tangram.managers.sandboxes.docker.container import NOT_FOUND, Container, ImageInfo
+from tangram.managers.sandboxes.docker.container import HTTP_NOT_FOUND, Container, ImageInfo
 from tangram.managers.sandboxes.docker.engine import DockerEngine, EngineRefused, Json, read_chunks
 from tangram.managers.sandboxes.docker.owners import IMAGE_LABEL, OWNER_LABEL
 from tangram.managers.work import HOST_IMAGE, require_forgettable
@@ -73,7 +73,7 @@ class DockerImages:
         try:
             return await self._engine.json("GET", f"/images/{reference}/json", what="describe an image")
         except EngineRefused as error:
-            if error.status == NOT_FOUND:
+            if error.status == HTTP_NOT_FOUND:
                 return None
             raise
 

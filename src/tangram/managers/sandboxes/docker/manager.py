@@ -35,7 +35,7 @@ from tangram.managers.base import FilesMixin, Lease
 from tangram.managers.sandboxes.cpuset_allocator import CpusetAllocator
 from tangram.managers.sandboxes.docker.container import (
     HOLDER_UID,
-    NOT_FOUND,
+    HTTP_NOT_FOUND,
     Container,
     CpuSettings,
     cpu_settings,
@@ -59,7 +59,7 @@ from tangram.processes.streams import Output
 
 DEFAULT_IMAGE = "debian:stable-slim"
 CONTAINER_MEMORY_BYTES_MIN = 6 * MIB
-"""The least that an engine accepts; less is rounded up."""
+"""The smallest memory limit that an engine accepts; less is rounded up."""
 OWN_PROCESSES = 2
 """Processes of every container itself: its init, and the program that keeps it alive."""
 HOLD_COMMAND = ["sleep", "infinity"]
@@ -67,7 +67,7 @@ ROOT_CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGI
 """Capabilities of root in a user namespace: what installing packages requires. They are worthless outside of it."""
 REMOVALS_AT_ONCE = 8
 REMOVAL_TRIES, REMOVAL_PAUSE_S = 20, 0.1
-"""Attempts to remove, and pause between them, for a container whose files are still in use, or that another request is
+"""Attempts, and pause between them, to remove a container whose files are still in use, or that another request is
 removing."""
 RECONNECT_S, RECONNECT_S_MAX = 0.1, 5.0
 """Pause between attempts to reconnect to an engine that has ended: at first, and at most."""
@@ -176,7 +176,7 @@ class DockerManager(FilesMixin):
                 await self._engine.json("DELETE", path, what="remove a container", query=query)
                 return
             except EngineRefused as error:
-                if error.status == NOT_FOUND:
+                if error.status == HTTP_NOT_FOUND:
                     return
                 if not tries_left:
                     raise

@@ -16,7 +16,7 @@ import msgspec
 
 from tangram.cancellation import run_to_completion
 from tangram.errors import ManagerError
-from tangram.managers.sandboxes.docker.container import CONFLICT, LAG_PAUSE_S, LAG_S, NOT_FOUND, Container
+from tangram.managers.sandboxes.docker.container import HTTP_CONFLICT, HTTP_NOT_FOUND, LAG_PAUSE_S, LAG_S, Container
 from tangram.managers.sandboxes.docker.engine import DockerEngine, EngineRefused, Json
 from tangram.managers.sandboxes.docker.output_framing import TOKEN_VARIABLE, run_argv
 from tangram.managers.sandboxes.docker.shells import CommandRun, Shell
@@ -90,7 +90,7 @@ class Programs:
         except BaseException as error:
             for shell in started:
                 await run_to_completion(shell.close())
-            if isinstance(error, EngineRefused) and error.status in (NOT_FOUND, CONFLICT):
+            if isinstance(error, EngineRefused) and error.status in (HTTP_NOT_FOUND, HTTP_CONFLICT):
                 raise ManagerError(f"sandbox {container.sandbox} does not run: {error.reason}", retry=False) from error
             raise
         return started[0]

@@ -50,8 +50,8 @@ SANDBOX_UID = 61999
 
 LAYERS_MAX = 48
 LOWER_BYTES_MAX = 3072
-"""The options of a mount fit into one page of 4096 bytes: the paths of the layers, separated by colons, and a quarter
-of it for the directories of the sandbox itself."""
+"""Size limit of the list of layers. The options of a mount fit into one page of 4096 bytes: the paths of the layers,
+separated by colons, and a quarter of it for the directories of the sandbox itself."""
 BYTES_MAX = 32 * GIB
 ENTRIES_MAX = 2_000_000
 """Entries of one unpacked image. The largest images in use, with CUDA and conda, take half of it."""

@@ -30,7 +30,7 @@ ROOT_CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 27, 29, 31)
 """Capabilities of user 0 in a user namespace, as containers usually have: chown, dac_override, fowner, fsetid, kill,
 setgid, setuid, setpcap, net_bind_service, sys_chroot, mknod, audit_write, setfcap."""
 CAPABILITIES_MAX = 64
-"""A number of capabilities that no kernel reaches."""
+"""Capabilities that are dropped at most; no kernel has as many."""
 
 CHANNEL_FD = 3
 """The descriptor on which a runner receives its command and reports an error; exec closes it."""

@@ -72,7 +72,7 @@ from tangram.processes.prctl import libc
 SPARES_MAX = 64
 """Spare runners. Each costs about half a megabyte; those of the sandboxes used last are kept."""
 POLL_S = 0.0003
-"""Pause between two looks at the first process of a sandbox that is being made."""
+"""Pause between two polls of the first process of a sandbox that is being made."""
 RESUME_S = 0.2
 """Pause between SIGCONTs to a runner that has its command: a program in its sandbox may stop it."""
 ACCEPT_RETRY_S = 0.01
