@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.owner_cgroups import owner_names
 
 import tangram
 from tangram import Status
-from tangram.managers.sandboxes.bwrap.sandbox import PF_EXITING
 from tangram.managers.sandboxes.cgroups import cgroupfs, groups
 from tangram.managers.sandboxes.cgroups.hierarchies import find_hierarchies
+from tangram.processes.process_tree import PF_EXITING
 
 STORY_S_MAX = 120.0
 """A test that takes longer hangs: everything here takes seconds, also on a loaded machine."""
@@ -104,7 +105,7 @@ def is_exiting(pid: int) -> bool:
 
 def owners_of(process: int) -> list[str]:
     """Names of the owners that a process was, of which control groups are left."""
-    return [name for name in groups.owner_names() if name.startswith(f"{process}-")]
+    return [name for name in owner_names() if name.startswith(f"{process}-")]
 
 
 def processes_of(state: Path, owning: set[int]) -> dict[int, str]:

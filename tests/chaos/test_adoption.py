@@ -41,6 +41,7 @@ from tests.chaos.conftest import (
     until_runs,
     visible_pids,
 )
+from tests.owner_cgroups import owner_names
 
 import tangram
 from tangram.core.action import Action
@@ -172,7 +173,7 @@ class Service:
         return pids[0] if "spawner.py" in words or not words else 0
 
     def groups(self) -> list[str]:
-        return [name for name in cgroups.owner_names() if name.startswith(f"{self.name}.")]
+        return [name for name in owner_names() if name.startswith(f"{self.name}.")]
 
     def close(self) -> None:
         for process in self.started:

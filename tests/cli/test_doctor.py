@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from tests.owner_cgroups import owner_names
 
-from tangram.managers.sandboxes.cgroups import groups
 from tangram.managers.sandboxes.cgroups.hierarchies import find_hierarchies
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0 and os.environ.get("CI") != "true", reason="needs root")
@@ -26,7 +26,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def left_by_us() -> list[str]:
-    return [name for name in groups.owner_names() if name.startswith(f"{os.getpid()}-")]
+    return [name for name in owner_names() if name.startswith(f"{os.getpid()}-")]
 
 
 def places(own: Path) -> list[str]:

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-from tangram.managers.sandboxes.cgroups import groups
+from tests.owner_cgroups import owner_names
 
 COMMAND = str(Path(sys.executable).with_name("tangram"))
 CAN = all(map(shutil.which, ("bwrap", "catatonit", "setpriv"))) and os.geteuid() == 0
@@ -287,7 +286,7 @@ def start(state: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         _, stderr = process.communicate()
-        assert [name for name in groups.owner_names() if name.startswith(f"{process.pid}-")] == [], stderr
+        assert [name for name in owner_names() if name.startswith(f"{process.pid}-")] == [], stderr
     assert not (state / "owners").exists() or os.listdir(state / "owners") == []
 
 

@@ -24,8 +24,8 @@ from tangram.errors import InvalidInput, InvalidTrace, ManagerError
 
 FRAME_HEADER = struct.Struct("<II")
 """Length and CRC-32 of the record that follows. It detects damage, not forgery."""
-FRAME_BYTES_MAX = 1 << 30
-"""A greater length is damage: a million tokens take 15 MB."""
+FRAMED_RECORD_BYTES_MAX = 1 << 30
+"""Size limit of a record in a frame. A greater length is damage: a million tokens take 15 MB."""
 LINE_BYTES_MAX = 256 << 20
 """Limits the memory of readers: a million tokens with log-probabilities and versions take 40 MB."""
 CHUNK_BYTES = 64 << 10
@@ -250,5 +250,5 @@ def read_frame(file: BinaryIO) -> bytes | None:
     """The next record, or None if its frame is incomplete or damaged."""
     header = file.read(FRAME_HEADER.size)
     length, crc32 = FRAME_HEADER.unpack(header) if len(header) == FRAME_HEADER.size else (0, 0)
-    record = file.read(length) if 0 < length <= FRAME_BYTES_MAX else b""
+    record = file.read(length) if 0 < length <= FRAMED_RECORD_BYTES_MAX else b""
     return record if record and len(record) == length and zlib.crc32(record) == crc32 else None

@@ -1,0 +1,1 @@
+"""Start, supervise and communicate with processes of this machine."""

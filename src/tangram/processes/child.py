@@ -1,4 +1,4 @@
-"""A child process, from its supervisor's side: start, requests, heartbeats and end.
+"""The supervisor of a child process: start, requests, heartbeats and end. child_side.py is the child's side.
 
 Owns the process, its socket and the reason of its end. Has no notion of what the messages mean: subclasses do. Promises
 that nothing is left of the child after its end or a failed start; that a child which sends nothing for `hang_s` while
@@ -32,13 +32,13 @@ from tangram.processes.width import with_width
 START_S_MAX = 300.0
 """Time limit for a child to become ready: PyTorch is imported and weights are read, possibly from a cold disk."""
 CLOSE_S_MAX = 2.0
-"""Time limit for a child to exit after it was asked to. It checks between two pieces of work."""
+"""Time limit for the exit of a child that was closed. It checks between two pieces of work."""
 HEARTBEATS_PER_HANG = 5
 OUTPUT_TAIL_BYTES_MAX = 8192
-"""How much of the child's output is kept: the reason of a failure is at its end."""
+"""Bytes kept of the child's output: the reason of a failure is at its end."""
 OUTPUT_TAIL_SHOWN = 800
 NO_FORK_SERVER = ForkServer()
-"""The server of children without a fork server: they are executed and import for themselves."""
+"""The fork server of children without one: they are executed and import for themselves."""
 
 
 class ChildProcess(asyncio.Protocol, ABC):
@@ -161,14 +161,14 @@ class ChildProcess(asyncio.Protocol, ABC):
         self, program: str, keep: Sequence[int], name: str, env: Mapping[str, str], fork_server: ForkServer
     ) -> None:
         """Start the process and connect to it. The caller ends it if this raises. Raises OSError."""
-        ours, theirs = socket.socketpair()
+        parent_end, child_end = socket.socketpair()
         try:
-            with theirs:
-                await self._spawn(program, [theirs.fileno(), *keep], name, env, fork_server)
-            await self._loop.create_connection(lambda: self, sock=ours)
+            with child_end:
+                await self._spawn(program, [child_end.fileno(), *keep], name, env, fork_server)
+            await self._loop.create_connection(lambda: self, sock=parent_end)
         except BaseException:
             if self._transport is None:
-                ours.close()
+                parent_end.close()
                 set_done(self._disconnected)
             raise
 
@@ -234,8 +234,8 @@ class ChildProcess(asyncio.Protocol, ABC):
         finally:
             self._replies.discard(number)
 
-    def resolve(self, number: int, answer: Any) -> None:
-        self._replies.resolve(number, answer)
+    def resolve(self, number: int, reply: Any) -> None:
+        self._replies.resolve(number, reply)
 
     # ---- messages of the child ----
 

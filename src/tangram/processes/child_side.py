@@ -1,4 +1,4 @@
-"""The connection to the supervisor, from a child process's side.
+"""The child's side of a supervised child process: its connection to the supervisor (child.py).
 
 Owns the child's end of the socket. Promises that the child exits when the socket closes, and ignores Ctrl-C, which the
 supervisor handles. The fork server makes sure that the child dies with its supervisor even while it does not read.
@@ -56,9 +56,9 @@ class SupervisorConnection(Generic[_Command]):
             commands = self.receive(wait=True)
         return commands
 
-    def send(self, *answers: msgspec.Struct) -> None:
+    def send(self, *messages: msgspec.Struct) -> None:
         """Thread-safe. Blocks while the supervisor does not read."""
-        content = b"".join(encode_frame(answer, self._decoder.bytes_max) for answer in answers)
+        content = b"".join(encode_frame(message, self._decoder.bytes_max) for message in messages)
         try:
             with self._send_lock:
                 self._connection.sendall(content)

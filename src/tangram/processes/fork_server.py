@@ -81,11 +81,11 @@ class ForkServer:
         if not self._can_fork or (self._process is not None and self._process.poll() is None):
             return
         self._detach()  # the previous server has ended
-        ours, theirs = packet_socketpair()
-        ours.setblocking(False)
-        arguments = f"{theirs.fileno()}, {os.getpid()}, {list(self._modules)!r}, {self._supervise}"
+        owner_end, server_end = packet_socketpair()
+        owner_end.setblocking(False)
+        arguments = f"{server_end.fileno()}, {os.getpid()}, {list(self._modules)!r}, {self._supervise}"
         try:
-            with theirs:
+            with server_end:
                 self._process = subprocess.Popen(
                     [
                         sys.executable,
@@ -98,12 +98,12 @@ class ForkServer:
                     stderr=subprocess.DEVNULL,
                     env=_with_import_path(os.environ) | SINGLE_THREADED_ENV | dict(self._env),
                     start_new_session=True,
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=(server_end.fileno(),),
                 )
         except BaseException:
-            ours.close()
+            owner_end.close()
             raise
-        self._socket = ours
+        self._socket = owner_end
 
     @property
     def can_fork(self) -> bool:
@@ -143,28 +143,28 @@ class ForkServer:
             return None
         self.warm()
         assert self._socket is not None
-        child_socket, theirs = packet_socketpair()
+        child_socket, server_end = packet_socketpair()
         try:
             child_socket.setblocking(False)
             async with asyncio.timeout(SPAWN_S_MAX):
-                with theirs:
+                with server_end:
                     try:
-                        await self._send(self._socket, packet, [theirs.fileno(), *fds])
+                        await self._send(self._socket, packet, [server_end.fileno(), *fds])
                     except OSError as error:
                         if error.errno == errno.EMSGSIZE:  # the send buffer of the socket is smaller than a packet
                             self._warn_of_length(len(packet))
                             child_socket.close()
                             return None
                         # The server has ended: the other end of the connection is closed, and the next read reports it.
-                answer = await asyncio.get_running_loop().sock_recv(child_socket, PACKET_BYTES_MAX)
-            if pid := decode_packet(answer)["pid"] if answer else 0:
+                reply = await asyncio.get_running_loop().sock_recv(child_socket, PACKET_BYTES_MAX)
+            if pid := decode_packet(reply)["pid"] if reply else 0:
                 self._has_forked = True
                 return ForkedChild(pid, child_socket)
         except BaseException:
             child_socket.close()  # the server kills its child
             raise
         child_socket.close()
-        if answer or not self._has_forked:
+        if reply or not self._has_forked:
             self._can_fork = False  # it never can
             await self.aclose()
         return None
@@ -222,21 +222,21 @@ class ForkedChild(WatchedProcess):
         self._connection = child_socket
 
     unkilled: tuple[int, ...] = ()
-    """After `collect_exit`: processes below a supervised child that could not be killed."""
+    """Set by `collect_exit`: processes below a supervised child that could not be killed."""
 
     async def collect_exit(self) -> tuple[int | None, Usage]:
         self._close()
-        answer = b""
+        reply = b""
         with self._connection:
             try:
                 send_packet(self._connection, REAP)
                 async with asyncio.timeout(REAP_S_MAX):
-                    answer = await self._loop.sock_recv(self._connection, PACKET_BYTES_MAX)
+                    reply = await self._loop.sock_recv(self._connection, PACKET_BYTES_MAX)
             except OSError:  # the server has ended, or it is late (TimeoutError)
                 pass
-        if not answer:
+        if not reply:
             return None, NO_USAGE
-        exit_report = decode_packet(answer)
+        exit_report = decode_packet(reply)
         self.unkilled = tuple(exit_report.get("unkilled", ()))
         self.exit_signal = max(0, -exit_report["code"])
         usage = Usage(cpu_s=exit_report["cpu_s"], memory_peak_bytes=exit_report["peak_bytes"])

@@ -14,7 +14,7 @@ import msgspec
 from tangram.errors import ManagerError
 
 HEADER_BYTES = 8
-FRAME_BYTES_MAX = 1 << 28
+DEFAULT_FRAME_BYTES_MAX = 1 << 28
 """The default limit. The token ids that sampling kept (`keep_ids`) may be a whole vocabulary for each token; every
 other message is far smaller."""
 
@@ -27,7 +27,7 @@ class FrameTooLong(ManagerError):
         super().__init__(f"expected a message of at most {bytes_max} bytes, got one of {size}", retry=False)
 
 
-def encode_frame(message: msgspec.Struct, bytes_max: int = FRAME_BYTES_MAX) -> bytes:
+def encode_frame(message: msgspec.Struct, bytes_max: int = DEFAULT_FRAME_BYTES_MAX) -> bytes:
     """Raises FrameTooLong."""
     frame = bytearray(HEADER_BYTES)
     _encoder.encode_into(message, frame, HEADER_BYTES)
@@ -41,7 +41,7 @@ def encode_frame(message: msgspec.Struct, bytes_max: int = FRAME_BYTES_MAX) -> b
 class FrameDecoder(Generic[_Message]):
     """Cuts a stream of bytes into messages."""
 
-    def __init__(self, types: Any, bytes_max: int = FRAME_BYTES_MAX) -> None:
+    def __init__(self, types: Any, bytes_max: int = DEFAULT_FRAME_BYTES_MAX) -> None:
         """`types`: a union of tagged records."""
         self._decoder: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(types)
         self._buffer = bytearray()

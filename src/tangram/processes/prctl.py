@@ -1,4 +1,4 @@
-"""prctl: what a process asks of the kernel about itself after a fork, before it becomes something else.
+"""prctl: attributes that a process sets for itself after a fork: parent-death signal, name, child subreaper.
 
 Standard library only: the spawner runs without site-packages and loads this file by its path. As a program,
 `prctl.py PARENT COMMAND...`, it runs a command that the kernel kills when the process PARENT ends.

@@ -25,9 +25,9 @@ Progress = Callable[[float, int], None]
 """Called with the work done, in tasks and fractions of running ones, and the number of tasks."""
 
 PROGRESS_EVERY_S = 0.1
-"""Between two progress reports of a worker: ten a second look smooth."""
+"""Pause between two progress reports of a worker: ten a second look smooth."""
 TERMINATE_S_MAX = 5.0
-"""A terminated worker that has not ended by then is killed."""
+"""Time limit for the end of a terminated worker; then it is killed."""
 
 
 def available_cores() -> int:
@@ -60,11 +60,11 @@ class ProcessPool:
         self, call: Callable[[Any, Progress], Any], tasks: list[Any], progress: Progress | None = None
     ) -> list[Any]:
         """`call(task, report)` for every task; `report(done, total)` reports its progress."""
-        tell = progress or (lambda done, total: None)
+        report_progress = progress or (lambda done, total: None)
         if min(self.count, len(tasks)) <= 1:
-            return _run_serial(call, tasks, tell)
+            return _run_serial(call, tasks, report_progress)
         self._start(min(self.count, len(tasks)))
-        return self._run_parallel(call, tasks, tell)
+        return self._run_parallel(call, tasks, report_progress)
 
     def _start(self, count: int) -> None:
         # Spawned, not forked, because the caller may have threads, such as that of a progress bar. With SIGINT blocked,
@@ -74,13 +74,15 @@ class ProcessPool:
         resource_tracker.ensure_running()
         with _interrupt_blocked():
             while len(self._workers) < count:
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_worker_loop, args=(theirs,), daemon=True)
+                parent_end, worker_end = context.Pipe()
+                process = context.Process(target=_worker_loop, args=(worker_end,), daemon=True)
                 process.start()
-                theirs.close()
-                self._workers.append((process, ours))
+                worker_end.close()
+                self._workers.append((process, parent_end))
 
-    def _run_parallel(self, call: Callable[[Any, Progress], Any], tasks: list[Any], tell: Progress) -> list[Any]:
+    def _run_parallel(
+        self, call: Callable[[Any, Progress], Any], tasks: list[Any], report_progress: Progress
+    ) -> list[Any]:
         results: list[Any] = [None] * len(tasks)
         shares = [0.0] * len(tasks)
         waiting = iter(range(len(tasks)))
@@ -96,34 +98,34 @@ class ProcessPool:
             for ready in wait(list(task_by_connection)):
                 assert isinstance(ready, Connection)
                 task = task_by_connection[ready]
-                word, value = _receive_reply(ready)
-                if word == "progress":
+                kind, value = _receive_reply(ready)
+                if kind == "progress":
                     shares[task] = value
-                elif word == "failed":
+                elif kind == "failed":
                     raise _deserialize_error(*value)
                 else:
                     results[task], shares[task] = value, 1.0
                     del task_by_connection[ready]
                     idle.append(ready)
-            tell(sum(shares), len(tasks))
+            report_progress(sum(shares), len(tasks))
 
 
-def _run_serial(call: Callable[[Any, Progress], Any], tasks: list[Any], tell: Progress) -> list[Any]:
+def _run_serial(call: Callable[[Any, Progress], Any], tasks: list[Any], report_progress: Progress) -> list[Any]:
     results: list[Any] = []
 
     def report(done: float, total: int) -> None:
-        tell(len(results) + done / max(total, 1), len(tasks))
+        report_progress(len(results) + done / max(total, 1), len(tasks))
 
     for task in tasks:
         results.append(call(task, report))
-        tell(len(results), len(tasks))
+        report_progress(len(results), len(tasks))
     return results
 
 
 def _receive_reply(connection: Connection) -> tuple[str, Any]:
     try:
-        answer: tuple[str, Any] = connection.recv()
-        return answer
+        reply: tuple[str, Any] = connection.recv()
+        return reply
     except (EOFError, ConnectionResetError):
         raise ManagerError(
             "a worker process was killed, possibly because memory ran out; try again with fewer --workers"
@@ -137,9 +139,9 @@ def _interrupt_blocked() -> Iterator[None]:
     Workers inherit the mask. For this process the mask is not enough: another thread, such as one of a numerics
     library, may take the signal, and Python then raises it in the main thread. So the handler is replaced as well.
     """
-    came: list[int] = []
+    received: list[int] = []
     in_main = threading.current_thread() is threading.main_thread()
-    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number)) if in_main else None
+    handler = signal.signal(signal.SIGINT, lambda number, _: received.append(number)) if in_main else None
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -147,7 +149,7 @@ def _interrupt_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if handler is not None:
             signal.signal(signal.SIGINT, handler)
-        if came:
+        if received:
             signal.raise_signal(signal.SIGINT)
 
 

@@ -36,19 +36,20 @@ of another one only if it is meant to include it."""
 MARKS = (f"{ACTION_MARK}=".encode(), f"{SANDBOX_MARK}=".encode())
 
 ENVIRONMENT_BYTES_MAX = 1 << 21
-"""Read of one process: the kernel's default limit for a program's environment."""
+"""Bytes read of one process: the kernel's default limit for a program's environment."""
 FREEZE_ROUNDS_MAX = 100
 """Rounds of stopping processes that fork meanwhile. Each round leaves only what was forked during the one before."""
 POLL_S, POLL_S_MAX = 0.002, 0.05
-"""Between two looks at processes that should end: at first, and at most."""
+"""Pause between two polls of processes that should end: at first, and at most."""
 KILL_WAIT_S = 10.0
-"""For a killed process to end. One in an uninterruptible system call may take longer."""
+"""Time limit for the end of a killed process. One in an uninterruptible system call may take longer."""
 
 PEAK_MARGIN = 1.1
-"""The kernel counts memory in batches per core, so two readings of one peak differ."""
+"""Factor by which a peak is clearly above another one: the kernel counts memory in batches per core, so two readings of
+one peak differ."""
 UMASK = 0o022
-KERNEL_THREAD = 0x00200000
-"""In the flags of a process."""
+KERNEL_THREAD, PF_EXITING = 0x00200000, 0x4
+"""Bits in the flags of a process: it is a thread of the kernel; it is exiting."""
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -61,9 +62,9 @@ class Process(NamedTuple):
     state: bytes
     threads: int
     started: int
-    """In ticks since boot: together with `pid` it identifies a process."""
+    """Start time in ticks since boot: together with `pid` it identifies a process."""
     cpu_ticks: int
-    """Of itself and of the children that it reaped."""
+    """CPU ticks of the process and of the children that it reaped."""
     flags: int
     marks: tuple[bytes, ...] = ()
 
@@ -75,6 +76,10 @@ class Process(NamedTuple):
     def is_alive(self) -> bool:
         """Not a zombie. The first thread of a process may be one while others run on."""
         return self.state not in (b"Z", b"X") or self.threads > 1
+
+    @property
+    def is_exiting(self) -> bool:
+        return bool(self.flags & PF_EXITING)
 
 
 def read_process(pid: int) -> Process | None:
@@ -169,7 +174,7 @@ class ProcessTable:
     def __init__(self) -> None:
         self._kernel_threads: set[int] = set()
         self._marks: dict[int, tuple[int, tuple[bytes, ...]]] = {}
-        """By process id: its start, and every mark that it ever carried."""
+        """The start of each process and every mark that it ever carried, by process id."""
 
     def scan(self) -> dict[int, Process]:
         processes: dict[int, Process] = {}
@@ -204,7 +209,7 @@ class ProcessTree:
         self._table = process_table
         self._mark = f"{variable}={value}".encode()
         self._members: dict[int, int] = {}
-        """Start times by process id, of those seen at the last look."""
+        """Start times of the processes that the last scan found, by process id."""
         self._excluded: dict[int, int] = {}
         self._stopped: list[Process] = []
 
@@ -219,7 +224,7 @@ class ProcessTree:
         self._excluded.update({process.pid: process.started for process in others})
 
     def find(self) -> list[Process]:
-        """All that are alive."""
+        """Returns the living processes of this tree."""
         table = self._table.scan()
         others = _still_present(self._excluded, table)
         _add_descendants(others, table)
@@ -297,7 +302,8 @@ def _still_present(known: Mapping[int, int], table: Mapping[int, Process]) -> se
 def _add_descendants(
     members: set[int], table: Mapping[int, Process], others: Collection[int] = (), *, sessions: bool = False
 ) -> None:
-    """With `sessions`, also those of the same session. Session 0 stands for sessions that are not visible."""
+    """Adds the descendants; with `sessions`, also processes of the same session. Session 0 stands for sessions that are
+    not visible."""
     foreign = {0, os.getsid(0)}
     while members:
         shared = {table[pid].session for pid in members} - foreign if sessions else set()
@@ -335,24 +341,25 @@ class WatchedProcess(ABC):
 
     @property
     def cpu_s(self) -> float:
-        """Used so far by it and by the children that it reaped."""
+        """CPU seconds used so far by it and by the children that it reaped."""
         process = read_process(self.pid)
         return process.cpu_s if process is not None else 0.0
 
     def signal(self, number: int) -> None:
-        """Through its pidfd: a reused process id is never signalled."""
+        """Send a signal through its pidfd: a reused process id is never signalled."""
         if self._fd >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._fd, number)
 
     @property
     def has_ended(self) -> bool:
-        """Possibly before the event loop has noticed it."""
+        """Whether it has ended, possibly before the event loop has noticed it."""
         process = read_process(self.pid)
         return process is None or not process.is_alive
 
     exit_signal = 0
-    """After `collect_exit`: the signal that ended it. An exit code alone does not tell: a program may exit with 137."""
+    """Set by `collect_exit`: the signal that ended it. An exit code alone does not tell: a program may exit with
+    137."""
 
     @abstractmethod
     async def collect_exit(self) -> tuple[int | None, Usage]:

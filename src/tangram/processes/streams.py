@@ -1,7 +1,8 @@
 """Streams: pipes to and from programs, and the protocol with the shell of a session.
 
-Owns our ends of all these pipes. Promises that output written before the end of a program is read, that a program can
-write when its output is not needed any more, that no method blocks, and that no descriptor outlives its stream.
+Owns the parent's ends of all these pipes. Promises that output written before the end of a program is read, that a
+program can write when its output is not needed any more, that no method blocks, and that no descriptor outlives its
+stream.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def mark_overlap(data: bytes, mark: bytes) -> int:
 
 
 READ_BYTES = 1 << 16
-"""Per read: the default capacity of a pipe."""
+"""Bytes per read: the default capacity of a pipe."""
 LISTEN_DELAY_S = 0.002
 """Delay before a stream is watched. A shorter program is read once, at its end."""
 
@@ -72,13 +73,13 @@ class Stream:
         self._loop.add_reader(self._fd, self._read)
 
     def close_writer(self) -> None:
-        """To be called once the program has inherited it."""
+        """Called once the program has inherited it."""
         if self.writer >= 0:
             os.close(self.writer)
             self.writer = -1
 
     def begin(self, capture: Capture, output: Output | None) -> None:
-        """From now on output belongs to an action."""
+        """Assign output to an action from now on."""
         self._capture, self._output = capture, GuardedOutput(output)
 
     def end(self) -> None:
@@ -94,7 +95,7 @@ class Stream:
         return self._fd >= 0
 
     def fileno(self) -> int:
-        """Our end, to pass it to another process."""
+        """The reading end, to pass it to another process."""
         return self._fd
 
     def close(self) -> None:
@@ -165,7 +166,7 @@ COMMAND_VARIABLE = "__tangram"
 """The variable that holds the running command, only in such a shell."""
 
 STATUS_BYTES_MAX = 4096
-"""Kept of an incomplete line of exit codes."""
+"""Bytes kept of an incomplete line of exit codes."""
 EXIT_CODE_MASK = 0xFF
 
 
@@ -194,7 +195,7 @@ class ShellStreams:
         return [bash, "-c", SESSION_SHELL_SCRIPT, "bash", *map(str, self.child_fds)]
 
     def close_child_fds(self) -> None:
-        """To be called once the shell has inherited them."""
+        """Called once the shell has inherited them."""
         for fd in self.child_fds:
             os.close(fd)
         self.child_fds = ()

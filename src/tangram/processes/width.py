@@ -9,7 +9,7 @@ from __future__ import annotations
 from tangram.core.demand import CORE
 
 PLACEHOLDER = "{cpus}"
-"""In a command: the width, as in `pytest -n {cpus}`."""
+"""The width in a command, as in `pytest -n {cpus}`."""
 
 COUNT_VARIABLES = (
     "TANGRAM_CPUS",

@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.owner_cgroups import owner_names
 
 from tangram.core.demand import CORE
 from tangram.errors import ManagerError
 from tangram.managers.sandboxes.bwrap.spawner import orphan_cleanup
 from tangram.managers.sandboxes.cgroups import cgroupfs
 from tangram.managers.sandboxes.cgroups import groups as cgroups
-from tangram.managers.sandboxes.cgroups.groups import Cgroup, create_owner_cgroup, owner_names, remove_owner_cgroup
+from tangram.managers.sandboxes.cgroups.groups import Cgroup, create_owner_cgroup, remove_owner_cgroup
 from tangram.managers.sandboxes.cgroups.hierarchies import CgroupHierarchies, find_hierarchies, writable_directories
 
 V1 = [

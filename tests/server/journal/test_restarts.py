@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from tests.chaos.conftest import mounts_below, processes_of, until, until_runs, visible_pids
 from tests.client.conftest import why_not
+from tests.owner_cgroups import owner_names
 from tests.server.process import Process
 from tests.server.shared import wire_of
 
@@ -22,7 +23,6 @@ from tangram.client.client import Client, connect
 from tangram.client.remote_connection import RemoteConnection
 from tangram.core.action import Status
 from tangram.errors import ManagerError, SessionEnded
-from tangram.managers.sandboxes.cgroups import groups
 from tangram.processes.streams import SESSION_SHELL_SCRIPT
 from tangram.sim.trace_summary import summarize
 
@@ -252,9 +252,9 @@ def test_a_service_that_closes_sandboxes_takes_over_what_was_kept_and_its_stop_l
         kept.configure(service='sandboxes_on_stop = "close"')
         await restarted(kept, kill=False)
         assert await box.read_text("file") == "kept", "it was not taken over"
-        assert owner in groups.owner_names() and visible_pids("9301", state)
+        assert owner in owner_names() and visible_pids("9301", state)
         await asyncio.to_thread(kept.stop)
-        assert list((state / "owners").iterdir()) == [] and owner not in groups.owner_names()
+        assert list((state / "owners").iterdir()) == [] and owner not in owner_names()
         assert processes_of(state, set()) == {} and not visible_pids("9301", state) and mounts_below(state) == []
         await asyncio.to_thread(kept.start)
         assert (await box.exec("true")).status is Status.LOST

@@ -1,0 +1,1 @@
+"""Diagnostics of this machine, for `tangram doctor`."""

@@ -53,13 +53,13 @@ KERNEL_PROBES = Path(__file__).with_name("kernel_probes.py")
 PROGRAM_S = 1.0
 """Time for a program to print its version. A machine with many devices may need longer; its version is then unknown."""
 KERNEL_PROBES_S_MAX = 20.0
-"""For all probes. They take a tenth of a second; on an emulated machine seconds."""
+"""Time limit for all probes. They take a tenth of a second; on an emulated machine seconds."""
 ENGINE_S = 1.0
 DOCKER_SOCKET = "/var/run/docker.sock"
 BUBBLEWRAP_MIN = (0, 7)
 """Version of bubblewrap that introduced --size, which limits the shared memory of a sandbox."""
 OPEN_FILES_ENOUGH = 4096
-"""A running action takes about ten descriptors, an open sandbox a few."""
+"""Descriptors for hundreds of sandboxes: a running action takes about ten, an open sandbox a few."""
 
 TEST_SETTINGS_V1 = {
     "cpu": ("cpu.cfs_quota_us", "50000"),
@@ -123,7 +123,7 @@ def sudo_prefix() -> str:
 
 
 def diagnose(state: Path | None = None) -> MachineReport:
-    """All components, in the order in which they depend on each other. Takes a fraction of a second."""
+    """Diagnoses all components, in the order in which they depend on each other. Takes a fraction of a second."""
     looks: list[tuple[str, Callable[[], Diagnostic | list[Diagnostic]]]] = [
         ("python", _python),
         ("kernel", _kernel),
@@ -417,16 +417,16 @@ def _program_output(*argv: str) -> str:
 
 def _state(state: Path) -> Diagnostic:
     component = "state directory"
-    there = next(path for path in (state, *state.absolute().parents) if os.path.exists(path))
-    wrong = ""
+    existing = next(path for path in (state, *state.absolute().parents) if os.path.exists(path))
+    problem = ""
     if any(character in str(state) for character in MOUNT_FORBIDDEN_CHARACTERS):
-        wrong = "its path has a character that is special in mount options (':', ',' or '\\')"
-    elif not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        wrong = f"{there} may not be written"
-    if wrong:
-        return _missing(component, f"{state}: {wrong}", "name another one with TANGRAM_STATE=DIR")
-    free = shutil.disk_usage(there).free
-    details = f"{state}{'' if there == state else ' (will be made)'}, {_format_size(free)} free{_leftovers(state)}"
+        problem = "its path has a character that is special in mount options (':', ',' or '\\')"
+    elif not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        problem = f"{existing} may not be written"
+    if problem:
+        return _missing(component, f"{state}: {problem}", "name another one with TANGRAM_STATE=DIR")
+    free = shutil.disk_usage(existing).free
+    details = f"{state}{'' if existing == state else ' (will be made)'}, {_format_size(free)} free{_leftovers(state)}"
     if free < FREE_BYTES_MIN:
         to_do = f"images of other machines need {_format_size(FREE_BYTES_MIN)} free: make room, or TANGRAM_STATE=DIR"
         return Diagnostic(component=component, state=LIMITED, found=details, to_do=to_do, needed_by=(SANDBOX,))
@@ -434,7 +434,7 @@ def _state(state: Path) -> Diagnostic:
 
 
 def _leftovers(state: Path) -> str:
-    """Of owners that have died. Reads without taking any lock that an owner needs."""
+    """What owners that have died left behind. Reads without taking any lock that an owner needs."""
     dead = kept = living = 0
     try:
         for directory in (state / "owners").iterdir():
@@ -561,7 +561,7 @@ def _docker() -> Diagnostic:
 
 
 def _engine_version(path: str) -> tuple[str, str]:
-    """Its version, or why it cannot be used."""
+    """The version of the engine, or why it cannot be used."""
     try:
         _, content = BlockingHttpClient("http://engine", unix_socket=path).request(
             "GET", "/version", timeout_s=ENGINE_S

@@ -39,7 +39,7 @@ NAMESPACES = {
 
 REASON_BYTES_MAX = 1000
 PROBE_S_MAX = 5
-"""For one probe. Each takes about a millisecond."""
+"""Time limit for one probe, which takes about a millisecond."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -51,7 +51,7 @@ def check_result(step: str, result: int) -> None:
 
 
 def unshare(step: str, flags: int) -> None:
-    """Without root, the other namespaces can only be created together with a user namespace."""
+    """Creates namespaces. Without root, the other namespaces can only be created together with a user namespace."""
     user, group = os.geteuid(), os.getegid()
     flags |= CLONE_NEWUSER if user != 0 else 0
     check_result(step, _libc.unshare(flags))
@@ -61,7 +61,7 @@ def unshare(step: str, flags: int) -> None:
 
 
 def write(path: str, text: str) -> None:
-    """Without a text encoding, which would have to be imported: the files of Python may be out of reach by then."""
+    """Writes bytes, because a text encoding would have to be imported from files that may be out of reach by then."""
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.write(fd, text.encode())

@@ -1,0 +1,1 @@
+"""Sandboxes: three backends behind one manager interface, and what they share."""

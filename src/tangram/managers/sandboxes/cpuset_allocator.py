@@ -41,17 +41,13 @@ class _Allocation:
 
 class CpusetAllocator:
     def __init__(self, total: int, cpus: Sequence[int], cpus_by_cell: dict[int, tuple[int, ...]] | None = None) -> None:
-        """All CPUs, and those of each NUMA node; without the latter there is one node."""
+        """`cpus`: all CPUs. `cpus_by_cell`: those of each NUMA node; without it there is one node."""
         self.total = total
         """Milli-cores that all actions may use together; the last CPU may be used in part."""
         self.cpus = tuple(cpus)
         self._cpus_by_cell = cpus_by_cell or {}
         self._load: dict[int, float] = dict.fromkeys(cpus, 0.0)
         self._allocations: dict[str, _Allocation] = {}
-
-    def load_by_cpu(self) -> dict[int, float]:
-        """Milli-cores that actions reserve on each CPU."""
-        return dict(self._load)
 
     def place(
         self, action: str, *, width: int, reserved: int, cells: Iterable[int] = ()
@@ -86,13 +82,14 @@ class CpusetAllocator:
     # ---- placement ----
 
     def _assign_least_loaded(self, placed: _Allocation) -> None:
-        """On the least loaded CPUs that it may have."""
+        """Place an action on the least loaded CPUs that it may have."""
         among = self._candidate_cpus(placed)
         chosen = among if placed.count == len(among) else sorted(among, key=self._load.__getitem__)[: placed.count]
         self._add_load(placed, chosen)
 
     def _add_load(self, placed: _Allocation, cpus: Iterable[int]) -> None:
-        """All of its CPUs but one are its own as far as it needs them; it shares the most loaded one."""
+        """Add the load of an action. All of its CPUs but one are its own as far as it needs them; it shares the most
+        loaded one."""
         by_load = sorted(cpus, key=self._load.__getitem__)
         shared = placed.reserved - (placed.count - 1) * CORE
         even = placed.reserved / placed.count

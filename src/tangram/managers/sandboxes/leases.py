@@ -23,6 +23,10 @@ from tangram.processes.capture import Capture
 from tangram.processes.streams import Output, ShellStreams, Stream
 from tangram.processes.width import substitute_width, whole_cores
 
+BASE_ENVIRONMENT = {"LANG": "C.UTF-8", "TERM": "dumb"}
+"""Variables that every program has, unless its image, sandbox or action sets others."""
+DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
 
 class CompletedLease(UnmeteredLease):
     """A lease of work that had ended when `start` returned."""
@@ -83,7 +87,7 @@ class ExecLease(ABC):
         """Ask the processes of the action to end, kill them after STOP_GRACE_S, and return when none is left."""
 
     @abstractmethod
-    async def _settle(self) -> ProgramExit:
+    async def _collect_exit(self) -> ProgramExit:
         """Release everything and report how the program ended. Called once, after `_terminate` if it is stopped."""
 
     @abstractmethod
@@ -148,7 +152,7 @@ class ExecLease(ABC):
         for stream in self.streams:
             stream.end()
         try:
-            end = await self._settle()
+            end = await self._collect_exit()
         except Exception as error:  # a waiter must get a result
             end = ProgramExit(lost=f"the end of the action failed: {error!r}")
         return self._result_of(end, self._loop.time() - ended_s)
@@ -210,7 +214,8 @@ class ShellSession:
 
 
 def session_command(work: Exec, width: int, exports: Mapping[str, str], directory: str) -> str:
-    """The text that a shell evaluates for a command. `directory`: where it runs; empty leaves the shell where it is."""
+    """The text that a shell evaluates for a command. `directory`: where it runs; empty leaves the shell where it is.
+    Docker does without it: its message to the shell separates the exports from the command (output_framing.py)."""
     command = substitute_width(work.command, width)
     assert isinstance(command, str)
     # Evaluated on its own: a syntax error in it does not affect the lines before it.

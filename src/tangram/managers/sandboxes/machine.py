@@ -13,7 +13,7 @@ from tangram.errors import InvalidConfig
 from tangram.managers.work import GIB
 
 MEMORY_SHARE = 0.9
-"""Of the memory that is available at start; the rest is for this process and the system."""
+"""Share of the memory that is available at start; the rest is for this process and the system."""
 NUMA_NODES_DIRECTORY = Path("/sys/devices/system/node")
 
 
@@ -25,7 +25,7 @@ class Machine:
         self.memory_bytes = memory_bytes
         self.cpus = cpus
         self.cpus_by_cell = cpus_by_cell
-        """Per NUMA node; empty if there is one."""
+        """CPUs per NUMA node; empty if there is one."""
 
     @classmethod
     def detect(cls, *, cores: float | None = None, memory_bytes: int | None = None) -> Self:
@@ -69,8 +69,8 @@ def numa_cells(cpus: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
     """The given CPUs by NUMA node, numbered from 0 in the order of the system's nodes."""
     cells = []
     for directory in sorted(NUMA_NODES_DIRECTORY.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
-        here = parse_cpu_list((directory / "cpulist").read_text(encoding="ascii"))
-        cell = tuple([cpu for cpu in cpus if cpu in here])
+        node_cpus = parse_cpu_list((directory / "cpulist").read_text(encoding="ascii"))
+        cell = tuple([cpu for cpu in cpus if cpu in node_cpus])
         if cell:
             cells.append(cell)
     return dict(enumerate(cells))
@@ -87,6 +87,7 @@ def parse_cpu_list(text: str) -> list[int]:
 
 
 def has_user_namespaces(user: int) -> bool:
-    """Whether an unprivileged user may create one here. Tested by creating one, because several settings forbid it."""
+    """Whether an unprivileged user may create a user namespace here. Tested by creating one, because several settings
+    forbid it."""
     argv = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "unshare", "--user", "true"]
     return subprocess.run(argv, capture_output=True, check=False).returncode == 0

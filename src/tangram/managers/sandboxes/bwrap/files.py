@@ -25,7 +25,7 @@ from tangram.managers.work import FileEntry, sandbox_path
 from tangram.processes.streams import standard_input
 
 ENTRIES_MAX = 100_000
-"""In one listing."""
+"""Entries of one listing."""
 LISTING_BYTES_MAX = 64 << 20
 CHUNK_BYTES = 1 << 18
 CONCURRENCY_MAX = 8

@@ -23,14 +23,14 @@ from tangram.managers.sandboxes.bwrap.images.store import SANDBOX_UID
 from tangram.managers.sandboxes.bwrap.sandbox import ActionSlot, BwrapSandbox, BwrapSession
 from tangram.managers.sandboxes.bwrap.spawner.client import ExecFailed, Program, SpawnerClient
 from tangram.managers.sandboxes.cpuset_allocator import CpusetAllocator, Moves
-from tangram.managers.sandboxes.leases import ExecLease, ProgramExit, session_command
+from tangram.managers.sandboxes.leases import BASE_ENVIRONMENT, DEFAULT_PATH, ExecLease, ProgramExit, session_command
 from tangram.managers.work import WORKSPACE, Exec, sandbox_path
 from tangram.processes.exit_codes import NOT_EXECUTABLE, NOT_FOUND, shell_exit_code
 from tangram.processes.streams import STDERR, STDOUT, Output, Stream, standard_input
 from tangram.processes.width import substitute_width, with_width
 
 POLL_S = 0.005
-"""Between two looks at the processes of an action that is being stopped."""
+"""Pause between two polls of the processes of an action that is being stopped."""
 
 
 class Placement:
@@ -157,7 +157,7 @@ class BwrapProgramLease(ExecLease):
     def _environment(self) -> dict[str, str]:
         sandbox = self.sandbox
         home = "/root" if sandbox.spec.user == "root" else "/home/agent"
-        given = BASE_ENVIRONMENT | {"HOME": home, "USER": sandbox.spec.user}
+        given = {"PATH": DEFAULT_PATH} | BASE_ENVIRONMENT | {"HOME": home, "USER": sandbox.spec.user}
         return with_width(self.width, given | sandbox.image.env | sandbox.spec.env | self.work.env)
 
     # ---- while it runs ----
@@ -209,7 +209,7 @@ class BwrapProgramLease(ExecLease):
     def _end_futures(self) -> tuple[asyncio.Future[Any], ...]:
         return (self._program.ended,) if self._failure is None and self._program is not None else ()
 
-    async def _settle(self) -> ProgramExit:
+    async def _collect_exit(self) -> ProgramExit:
         code: int | None = None
         lost = self._stop_error
         try:
@@ -382,13 +382,6 @@ class BwrapSessionLease(BwrapProgramLease):
 
     def _release_streams(self) -> None:
         """The streams belong to the session."""
-
-
-BASE_ENVIRONMENT = {
-    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-    "LANG": "C.UTF-8",
-    "TERM": "dumb",
-}
 
 
 def _new_stream(number: int) -> Stream:

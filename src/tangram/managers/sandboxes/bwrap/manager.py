@@ -28,7 +28,7 @@ from tangram.managers.sandboxes.bwrap.adoption import Adoption
 from tangram.managers.sandboxes.bwrap.files import BwrapFiles
 from tangram.managers.sandboxes.bwrap.images.store import SANDBOX_UID, ImageStore, StoredImage
 from tangram.managers.sandboxes.bwrap.leases import BwrapProgramLease, BwrapSessionLease, Placement
-from tangram.managers.sandboxes.bwrap.owner import OWNER_NAME, SandboxOwner, SandboxRecord, state_directory
+from tangram.managers.sandboxes.bwrap.owner import GIVEN_OWNER_NAME, SandboxOwner, SandboxRecord, state_directory
 from tangram.managers.sandboxes.bwrap.sandbox import BwrapSandbox
 from tangram.managers.sandboxes.bwrap.seccomp import filter_program
 from tangram.managers.sandboxes.bwrap.spawner.client import SpawnerClient
@@ -40,7 +40,7 @@ from tangram.managers.work import HOST_IMAGE, Close, Commit, Exec, LeaseResult, 
 from tangram.processes.streams import Output
 
 CLOSE_S_MAX = 10.0
-"""For the first process of a sandbox to end; then its control group is killed in any case."""
+"""Time limit for the end of the first process of a sandbox; then its control group is killed in any case."""
 
 PROGRAMS = {"bwrap": "bubblewrap", "catatonit": "catatonit", "setpriv": "util-linux", "cp": "coreutils"}
 """Required programs, and the Debian package of each."""
@@ -71,8 +71,8 @@ class WarmPool:
 
     def take_all(self) -> list[BwrapSandbox]:
         """Empty the pool."""
-        found, self._sandboxes = self._sandboxes, []
-        return found
+        sandboxes, self._sandboxes = self._sandboxes, []
+        return sandboxes
 
 
 class _ManagerTaskLease(UnmeteredLease):
@@ -119,7 +119,7 @@ class BwrapManager(FilesMixin):
         """`warm`: how many sandboxes are kept ahead of their callers at most. `owner`: the name under which the
         sandboxes of the previous process are adopted, and its own are kept beyond its life; without `keeps` they end
         with it. `expected`: the sandboxes that the caller believes to exist."""
-        if owner and not OWNER_NAME.fullmatch(owner):
+        if owner and not GIVEN_OWNER_NAME.fullmatch(owner):
             raise InvalidConfig("owner", owner, "up to 41 small letters, digits and '-', not '-' first")
         self.node = node
         self.adopted: dict[str, SandboxSpec] = {}
@@ -136,9 +136,9 @@ class BwrapManager(FilesMixin):
         self._cpusets = CpusetAllocator(self._total, self._machine.cpus, self._machine.cpus_by_cell)
         self._ids = count(1)
         self._sandboxes: dict[str, BwrapSandbox] = {}
-        """By the caller's name."""
+        """Open sandboxes, by the caller's name."""
         self._opening: dict[str, asyncio.Future[None]] = {}
-        """By the caller's name; done when it is open or could not be opened."""
+        """Sandboxes that are being opened, by the caller's name; done when one is open or could not be opened."""
         self._by_id: dict[str, BwrapSandbox] = {}
         """All sandboxes, warm ones included, by number."""
         self._warm = WarmPool(warm)
@@ -146,7 +146,8 @@ class BwrapManager(FilesMixin):
         """Images that are deleted as soon as no sandbox uses them."""
         self._user_namespaces: bool | None = None
         self._placement = Placement(self._cpusets)
-        self._owner: SandboxOwner | None = None
+        self._entered_owner: SandboxOwner | None = None
+        """None before the manager is entered."""
         self._spawner: SpawnerClient | None = None
         self._spawner_lock = asyncio.Lock()
         """Held while a spawner is started."""
@@ -166,6 +167,11 @@ class BwrapManager(FilesMixin):
         return tuple(self._sandboxes)
 
     # ---- the life of the owner ----
+
+    @property
+    def _owner(self) -> SandboxOwner:
+        assert self._entered_owner is not None, "the manager was not entered"
+        return self._entered_owner
 
     async def __aenter__(self) -> Self:
         missing = [
@@ -187,11 +193,10 @@ class BwrapManager(FilesMixin):
         return self
 
     async def _create_owner(self) -> None:
-        self._owner = await asyncio.to_thread(SandboxOwner, self._state, self._owner_name)
+        self._entered_owner = await asyncio.to_thread(SandboxOwner, self._state, self._owner_name)
 
     async def _prepare_owner(self) -> None:
         owner = self._owner
-        assert owner is not None
         await asyncio.to_thread(owner.group.set_owner_limits, limit=self._total, cpus=self._machine.cpus)
         owner.group.delegate()
         await asyncio.to_thread(self._tidy_images, owner.orphaned_images)
@@ -201,7 +206,7 @@ class BwrapManager(FilesMixin):
 
     async def _abandon_owner(self) -> None:
         """Removes the owner after a failed start, or leaves it with its sandboxes to the next process of this name."""
-        owner = self._owner
+        owner = self._entered_owner
         if owner is None:
             return
         if owner.has_spawner:
@@ -212,7 +217,6 @@ class BwrapManager(FilesMixin):
 
     async def _adopt(self) -> None:
         """Adopt the sandboxes of the previous owner of this name."""
-        assert self._owner is not None
         owner = self._owner
         self.missing |= owner.missing
         if owner.has_spawner:
@@ -241,7 +245,6 @@ class BwrapManager(FilesMixin):
         await run_to_completion(self._shut_down())
 
     async def _shut_down(self) -> None:
-        assert self._owner is not None
         await self._cancel_tasks()
         if self._keeps:
             await self._close_warm()
@@ -262,7 +265,6 @@ class BwrapManager(FilesMixin):
 
     async def _detach(self) -> None:
         """Leave the sandboxes to the next process of this name."""
-        assert self._owner is not None
         for sandbox in self._by_id.values():
             sandbox.abandon()
         if self._spawner is not None:
@@ -283,7 +285,7 @@ class BwrapManager(FilesMixin):
                 await self._end_sandbox(sandbox)
 
     async def close_all(self) -> None:
-        """End every sandbox."""
+        """End every sandbox: before leaving a manager that would keep them."""
         await self._close_warm()
         ended = await asyncio.gather(*[self._close(name) for name in list(self._sandboxes)])
         lost = [each.lost for each in ended if each.lost]
@@ -307,7 +309,6 @@ class BwrapManager(FilesMixin):
         return self._spawner
 
     async def _start_spawner(self) -> None:
-        assert self._owner is not None
         if self._owner.kept_directory is not None:
             await SpawnerLock(self._owner.kept_directory).kill_spawner()  # the previous one may still be ending
         spawner = self._new_spawner()
@@ -321,23 +322,20 @@ class BwrapManager(FilesMixin):
         self._spawner = spawner
 
     async def _abort_start(self, spawner: SpawnerClient) -> None:
-        assert self._owner is not None
         await spawner.stop()
         if self._owner.kept_directory is not None:
             await SpawnerLock(self._owner.kept_directory).kill_spawner()
 
     async def _stop_spawner(self) -> None:
-        """Every sandbox dies with it."""
+        """Stop the spawner; every sandbox dies with it."""
         if self._spawner is not None:
             await self._spawner.stop()
 
     def _new_spawner(self) -> SpawnerClient:
-        assert self._owner is not None
         return SpawnerClient(self._on_gone, self._on_spawner_end, self._owner.kept_directory, outlives=self._keeps)
 
     def _cgroup_directories(self) -> list[str]:
         """The control groups of the owner, one in each hierarchy."""
-        assert self._owner is not None
         return [os.path.dirname(path) for path in self._owner.group.join_files]
 
     def _on_gone(self, sandbox_id: str, code: int) -> None:
@@ -416,7 +414,7 @@ class BwrapManager(FilesMixin):
     async def _open_sandbox(self, name: str, spec: SandboxSpec, image: StoredImage) -> LeaseResult:
         warm = self._warm.take(spec, image)
         try:
-            sandbox = warm or await self._create(name, spec, image)
+            sandbox = warm or await self._create_sandbox(name, spec, image)
             await self._write_record(name, sandbox)
         except WORK_ERRORS as error:
             return LeaseResult(lost=f"sandbox {name} could not be made: {error}")
@@ -425,8 +423,7 @@ class BwrapManager(FilesMixin):
         return LeaseResult() if warm else LeaseResult(usage=Usage(cpu_s=sandbox.group.cpu_s()))
 
     async def _write_record(self, name: str, sandbox: BwrapSandbox) -> None:
-        """From now on the sandbox is the caller's, also after the end of this process."""
-        assert self._owner is not None
+        """Write the record by which the sandbox stays the caller's, also after the end of this process."""
         if self._owner.records is None:
             return
         record = SandboxRecord(
@@ -440,7 +437,7 @@ class BwrapManager(FilesMixin):
 
     async def _prepare(self, spec: SandboxSpec, image: StoredImage) -> LeaseResult:
         try:
-            sandbox = await self._create("warm", spec, image)
+            sandbox = await self._create_sandbox("warm", spec, image)
         except WORK_ERRORS as error:
             return LeaseResult(lost=f"a sandbox could not be made: {error}")
         surplus = self._warm.put(sandbox)
@@ -448,8 +445,9 @@ class BwrapManager(FilesMixin):
             await self._end_sandbox(surplus)
         return LeaseResult(usage=Usage(cpu_s=sandbox.group.cpu_s()))
 
-    async def _create(self, name: str, spec: SandboxSpec, image: StoredImage) -> BwrapSandbox:
-        assert self._owner is not None
+    async def _create_sandbox(self, name: str, spec: SandboxSpec, image: StoredImage) -> BwrapSandbox:
+        """Create the control groups and ask the spawner to start the first process, for which `become_holder` in
+        spawner/child.py mounts the file systems."""
         spawner = await self._get_spawner()
         # Numbered: a caller's name is never part of a path.
         sandbox_id = str(next(self._ids))
@@ -514,7 +512,6 @@ class BwrapManager(FilesMixin):
         return LeaseResult()
 
     async def _end_sandbox(self, sandbox: BwrapSandbox) -> None:
-        assert self._owner is not None
         if self._owner.records is not None:
             self._owner.records.remove(sandbox.sandbox_id)
         sandbox.prepare_kill()
@@ -531,7 +528,6 @@ class BwrapManager(FilesMixin):
             await self._forget_unused()
 
     async def _commit(self, sandbox: BwrapSandbox, image: str) -> LeaseResult:
-        assert self._owner is not None
         spawner = await self._get_spawner()
         layer = self.images.new_layer()
         try:
@@ -569,13 +565,11 @@ class BwrapManager(FilesMixin):
         return image.name if image is not None else ""
 
     async def remember_image(self, key: str, name: str) -> None:
-        assert self._owner is not None
         self.images.remember(key, self.images.get(name))
         self._owner.untie_image(name)
 
     async def forget_image(self, name: str) -> None:
         """The image is deleted once no sandbox uses it."""
-        assert self._owner is not None
         self._forgotten[name] = self.images.forgettable(name).layers[0]
         if self._owner_name:
             self._owner.tie_image(name)  # also if this process ends before that
@@ -583,7 +577,6 @@ class BwrapManager(FilesMixin):
 
     async def _forget_tied_images(self) -> None:
         """Images that the previous owner of this name had to delete once they are no longer used."""
-        assert self._owner is not None
         for name in self._owner.tied_images():
             try:
                 self._forgotten[name] = self.images.forgettable(name).layers[0]
@@ -592,7 +585,6 @@ class BwrapManager(FilesMixin):
         await self._forget_unused()
 
     async def _forget_unused(self) -> None:
-        assert self._owner is not None
         in_use = {layer for sandbox in self._by_id.values() for layer in sandbox.image.layers}
         for name in [name for name, layer in self._forgotten.items() if layer not in in_use]:
             self._forgotten.pop(name, None)

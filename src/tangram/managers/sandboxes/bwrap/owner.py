@@ -37,12 +37,13 @@ from tangram.managers.work import SandboxSpec
 
 RECORD_SUFFIX = ".json"
 RECORD_BYTES_MAX = 1 << 20
-"""A name, a specification with its environment and the layers of an image take a tenth of it."""
+"""Size limit of a record. A name, a specification with its environment and the layers of an image take a tenth of
+it."""
 SANDBOX_ID = re.compile(r"[1-9][0-9]{0,17}")
 
 SPAWNER_LOCK = f"kept/{LOCK_FILE}"
 STATE_DEFAULT = "/var/lib/tangram"
-OWNER_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,40}")
+GIVEN_OWNER_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,40}")
 """Names that an owner may be given."""
 SPAWNER_ENDED = "the spawner that held it has ended, and with it all that ran in it"
 
@@ -114,8 +115,8 @@ class SandboxOwner:
             if is_locked(directory / SPAWNER_LOCK):
                 return directory, lock
             os.close(lock)
-            records, wrong = SandboxRecords(directory / "kept").read()
-            self.missing |= wrong | dict.fromkeys(records, SPAWNER_ENDED)
+            records, invalid = SandboxRecords(directory / "kept").read()
+            self.missing |= invalid | dict.fromkeys(records, SPAWNER_ENDED)
         return None
 
     def tie_image(self, image: str) -> None:
@@ -154,11 +155,11 @@ def _image_note(folder: Path, image: str) -> Path:
 
 
 def _read_image_notes(folder: Path) -> list[str]:
-    directories = []
+    image_names = []
     for path in sorted(folder.glob("*")):
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            directories.append(path.read_text(encoding="utf-8"))
-    return directories
+            image_names.append(path.read_text(encoding="utf-8"))
+    return image_names
 
 
 # ---- records of sandboxes ----------------------------------------------------------------------------------------
@@ -168,12 +169,12 @@ class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """The caller's name."""
     box: str
-    """Its number, which stands for it in paths and for the spawner."""
+    """The number of the sandbox, which stands for it in paths and for the spawner."""
     init: int
-    """Its first process."""
+    """Pid of the sandbox's first process."""
     spec: SandboxSpec
     image: StoredImage
-    """As it was when the sandbox was opened: the name may refer to another image by now."""
+    """The image as it was when the sandbox was opened: the name may refer to another image by now."""
 
 
 class SandboxRecords:
@@ -190,16 +191,16 @@ class SandboxRecords:
     def read(self) -> tuple[dict[str, SandboxRecord], dict[str, str]]:
         """The records by the caller's name, and why a file is not a valid record, by file name."""
         records: dict[str, SandboxRecord] = {}
-        wrong: dict[str, str] = {}
+        invalid: dict[str, str] = {}
         for path in sorted(self._directory.glob(f"*{RECORD_SUFFIX}")):
             try:
                 record = _read_record(path)
                 if record.name in records:
-                    raise ValueError(f"it is of {record.name}, as another one is")
+                    raise ValueError(f"two records name sandbox {record.name}")
                 records[record.name] = record
             except (OSError, ValueError, TangramError, msgspec.MsgspecError, RecursionError) as error:
-                wrong[path.name] = f"its record cannot be read: {error}"
-        return records, wrong
+                invalid[path.name] = f"its record cannot be read: {error}"
+        return records, invalid
 
     def remove_all_except(self, sandbox_ids: set[str]) -> None:
         """Remove all files but the records of these sandboxes."""

@@ -29,20 +29,20 @@ from tangram.processes.process_tree import read_process
 from tangram.processes.streams import Stream
 
 SLOT_CONTROLLERS = ("cpu", "cpuacct", "cpuset", "freezer")
-"""Version 1: memory and the number of processes are limited for the sandbox as a whole."""
+"""Controllers of a slot in version 1: memory and the number of processes are limited for the sandbox as a whole."""
 SANDBOX_CONTROLLERS = ("memory", "pids")
 SLOT_NAME = re.compile(r"a[0-9]{1,6}")
 BACKGROUND_RESERVE = 10
-"""Milli-cores, as weight: background processes yield to actions."""
+"""Weight of background processes, in milli-cores: background processes yield to actions."""
 MOVE_ROUNDS_MAX = 100
-"""A process that is throttled is not frozen yet, and may fork once more."""
+"""Rounds of moving processes: one that is throttled is not frozen yet, and may fork once more."""
 DISCARDED_MAX = 64
 """Streams of ended actions that are drained; each takes a descriptor of the owner. The oldest are closed."""
 SHELL_FDS = (10, 11)
 """The descriptors at which the shell of a session finds its ends of the two pipes."""
 KILL_PAUSE_S = 0.002
 KILL_ROUNDS_MAX = 5000
-"""A process in a system call, such as a write to a slow disk, ends after it."""
+"""Rounds of killing: a process in a system call, such as a write to a slow disk, ends after it."""
 
 
 class ActionSlot:
@@ -56,7 +56,7 @@ class ActionSlot:
         """CPUs that a program must set as its affinity, where the group has no cpuset."""
         self._cpu_s = 0.0
         self._throttled_s = 0.0
-        """Used by all earlier actions."""
+        """Usage of all earlier actions."""
 
     def cpu_s_so_far(self) -> float:
         """CPU seconds of the present action."""
@@ -108,14 +108,14 @@ class BwrapSandbox:
     ) -> None:
         self.name = name
         self.sandbox_id = sandbox_id
-        """Its name for the spawner and in paths."""
+        """The name of the sandbox for the spawner and in paths."""
         self.spec = spec
         self.image = image
         self.group = group
         self.directory = directory
         """Where its holder mounts its files; other processes see an empty directory."""
         self.init = 0
-        """Its first process."""
+        """Pid of the sandbox's first process."""
         self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Why it has ended."""
         self.closing = asyncio.Lock()
@@ -135,7 +135,7 @@ class BwrapSandbox:
         self._idle_frozen = False
         self._is_closing = False
         self._abandoned = False
-        """It belongs to the next owner: an action that is still ending must not touch it any more."""
+        """Whether it belongs to the next owner: an action that is still ending must not touch it any more."""
         self._freeze_count = 0
         """How many callers have it frozen, actions or not."""
         self._oom_kills = 0
@@ -179,15 +179,15 @@ class BwrapSandbox:
         self.init = init
         self.require_alive()
         self.lost_sessions = set(sessions_lost)
-        there = self.group.children()
-        for number in range(1 + max([int(name[1:]) for name in there if SLOT_NAME.fullmatch(name)], default=-1)):
+        existing = self.group.children()
+        for number in range(1 + max([int(name[1:]) for name in existing if SLOT_NAME.fullmatch(name)], default=-1)):
             slot = self._make_slot(f"a{number}")
             slot.group.kill()
             slot.group.thaw()
             slot.take_usage()
             self._slots.append(slot)
             self._free_slots.append(slot)
-        if "background" in there:
+        if "background" in existing:
             self._background_group().freeze()
             self._idle_frozen = True
         self.new_oom_kills()
@@ -232,11 +232,11 @@ class BwrapSandbox:
         only the shell of a session is left, which then stays in the slot."""
         if self._abandoned:
             return False
-        there = slot.group.processes()
-        rests = bool(shell_pid) and there == [shell_pid] and not self._is_closing and not self.is_ending()
-        if rests:
+        pids = slot.group.processes()
+        only_shell_left = bool(shell_pid) and pids == [shell_pid] and not self._is_closing and not self.is_ending()
+        if only_shell_left:
             self._idle_session_slots.add(slot)
-        elif there:
+        elif pids:
             slot.group.freeze()  # frozen processes do not fork while they are moved
             for _ in range(MOVE_ROUNDS_MAX):
                 left = slot.group.processes()
@@ -245,7 +245,7 @@ class BwrapSandbox:
                 self._background_group().add_processes(left)
             slot.group.thaw()
         del self._weight_by_slot[slot]
-        if not rests:
+        if not only_shell_left:
             self._free_slots.append(slot)
         if self._weight_by_slot:
             self._update_weight()
@@ -256,7 +256,7 @@ class BwrapSandbox:
             and not self.is_ending()
         ):
             self._freeze_idle()
-        return rests
+        return only_shell_left
 
     def _freeze_idle(self) -> None:
         for slot in self._idle_session_slots:
@@ -294,7 +294,7 @@ class BwrapSandbox:
         return [*groups, self._background] if self._background is not None else groups
 
     def prepare_kill(self) -> None:
-        """To be called before it is killed: from now on nothing in it is frozen, because a frozen process cannot
+        """Called before the sandbox is killed: from now on nothing in it is frozen, because a frozen process cannot
         die."""
         self._is_closing = True
         self.thaw_idle()
@@ -312,9 +312,9 @@ class BwrapSandbox:
 
     def thaw(self) -> None:
         self._freeze_count -= 1
-        still = set(self._idle_cgroups()) if self._idle_frozen else set()
+        still_frozen = set(self._idle_cgroups()) if self._idle_frozen else set()
         for group in self._cgroups():
-            if not self._freeze_count and group not in still:
+            if not self._freeze_count and group not in still_frozen:
                 group.thaw()
 
     def _cgroups(self) -> list[Cgroup]:
@@ -340,9 +340,9 @@ class BwrapSandbox:
         return ManagerError(f"sandbox {self.name} is gone: {reason}", retry=False)
 
     def is_ending(self) -> bool:
-        """Its first process is exiting, and with it all others."""
+        """Whether the sandbox's first process is exiting, and with it all others."""
         process = read_process(self.init)
-        return process is None or process.state in (b"Z", b"X") or bool(process.flags & PF_EXITING)
+        return process is None or process.state in (b"Z", b"X") or process.is_exiting
 
     def discard(self, streams: Iterable[Stream]) -> None:
         """Drain streams of an ended action, so that processes which still write there do not block."""
@@ -367,7 +367,3 @@ class BwrapSandbox:
         self.group.remove()
         with contextlib.suppress(FileNotFoundError):
             self.directory.rmdir()
-
-
-PF_EXITING = 0x4
-"""In the flags of a process: it is exiting."""

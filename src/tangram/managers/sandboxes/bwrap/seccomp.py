@@ -43,7 +43,7 @@ X86_64, I386, AARCH64 = 0xC000003E, 0x40000003, 0xC00000B7
 """AUDIT_ARCH_*: the kernel's names of system call entries."""
 
 ARCHITECTURES = {"x86_64": (X86_64, I386), "aarch64": (AARCH64,)}
-"""By machine: the entries that stay open. A process that uses another one is killed."""
+"""Entries that stay open, by machine. A process that uses another one is killed."""
 
 NEWEST_SYSCALL = 469
 """file_setattr, of Linux 6.17: the last number that was reviewed. The numbers of x32 are above it too."""

@@ -1,0 +1,1 @@
+"""Control groups, version 1 and 2 behind one interface."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 BUSY_PAUSE_S = 0.002
 BUSY_S_MAX = 10.0
-"""A group is busy for a moment after its last process has ended."""
+"""Time limit for removing a group, which is busy for a moment after its last process has ended."""
 
 
 def write(path: Path | str, text: str) -> None:
@@ -78,7 +78,7 @@ def walk(group: Path) -> Iterator[Path]:
 
 
 def processes(group: Path) -> list[int]:
-    """Processes of a group and of those below it; empty for a removed group. 0 stands for a process outside of our
+    """Processes of a group and of those below it; empty for a removed group. 0 stands for a process outside of this
     process namespace; a signal to 0 would go to this process group."""
     pids: dict[int, None] = {}
     for below in walk(group):

@@ -27,25 +27,27 @@ from tangram.managers.sandboxes.machine import parse_cpu_list
 
 ROOT_GROUP_NAME = "tangram"
 """The group whose children are owners."""
-OWNER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+OWNER_GROUP_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 PERIOD_US = 50_000
-"""Of the CPU quota. With a millisecond, a third is lost to accounting; with a tenth of a second, short commands wait
-noticeably."""
+"""Period of the CPU quota. With a millisecond, a third is lost to accounting; with a tenth of a second, short commands
+wait noticeably."""
 QUOTA_MIN_US = 1_000
-"""The least that the kernel accepts."""
+"""The smallest quota that the kernel accepts."""
 WEIGHT_PER_CORE_V1, WEIGHT_MIN_V1, WEIGHT_MAX_V1 = 1024, 2, 262_144
 WEIGHT_PER_CORE_V2, WEIGHT_MIN_V2, WEIGHT_MAX_V2 = 100, 1, 10_000
 """The kernel's default weight stands for one reserved core; and the range that the kernel accepts."""
 FREEZE_POLLS_MAX = 50
-"""Freezing takes some microseconds, which are waited for; a throttled process freezes when it would run."""
+"""Polls of a group that is being frozen, which takes some microseconds; a throttled process freezes when it would
+run."""
 KILL_PAUSE_S = 0.002
 KILL_S_MAX = 10.0
-"""Killing is repeated until nothing is left: a process may be in a system call or exiting."""
+"""Time limit for killing, which is repeated until nothing is left: a process may be in a system call or exiting."""
 NOT_SUPPORTED_ERRNOS = (errno.ENOENT, errno.EOPNOTSUPP)
 """Errors of the kernel for a limit that it was built or booted without."""
 CREATE_ATTEMPTS_MAX = 10
-"""An owner that ends removes an empty TOP, possibly just when another one starts."""
+"""Attempts to create a group: an owner that ends removes ROOT_GROUP_NAME if it is empty, possibly just when another one
+starts."""
 
 
 class Cgroup:
@@ -54,12 +56,12 @@ class Cgroup:
     def __init__(self, version: int, directories: dict[str, Path], depth: int | None = None) -> None:
         self.version = version
         self._directory_by_controller = directories
-        """By controller; in version 2 all are the same."""
+        """Directories by controller; in version 2 all are the same."""
         self._path_by_controller = {controller: str(directory) for controller, directory in directories.items()}
-        """As strings: joining paths takes longer than reading the files."""
+        """The same as strings: joining paths takes longer than reading the files."""
         self._has_memory_peak: bool | None = None
         self._depth = depth
-        """Levels below `tangram/<owner>`, which is 0. None: not ours to remove."""
+        """Levels below `tangram/<owner>`, which is 0. None: this owner must not remove it."""
         self._written: dict[str, str] = {}
 
     # ---- create and remove ----
@@ -118,7 +120,7 @@ class Cgroup:
                 raise ManagerError(f"control group {directory} cannot be removed: {error}") from error
             if self._depth == 0:
                 with contextlib.suppress(OSError):
-                    directory.parent.rmdir()  # TOP, unless it has other owners
+                    directory.parent.rmdir()  # ROOT_GROUP_NAME, unless it has other owners
 
     def exists(self) -> bool:
         return any(directory.exists() for directory in self._directories())
@@ -283,7 +285,7 @@ class Cgroup:
     # ---- processes ----
 
     def processes(self) -> list[int]:
-        """Of this group and of those below it. Empty for a removed group."""
+        """Pids in this group and in those below it. Empty for a removed group."""
         return cgroupfs.processes(self._first())
 
     def add_processes(self, processes: Iterable[int]) -> None:
@@ -376,7 +378,7 @@ class Cgroup:
             time.sleep(KILL_PAUSE_S)
 
     def _all_processes(self) -> list[int]:
-        """As `processes`, with those that are in some of the hierarchies only."""
+        """Like `processes`, with those that are in some of the hierarchies only."""
         pids_by_directory = (cgroupfs.processes(directory) for directory in self._directories())
         return list(dict.fromkeys(pid for pids in pids_by_directory for pid in pids))
 
@@ -408,17 +410,8 @@ def remove_owner_cgroup(name: str) -> None:
     _owner_cgroup(name).remove()
 
 
-def owner_names() -> list[str]:
-    """The names for which `tangram/<name>` exists, dead or alive; sorted."""
-    names: set[str] = set()
-    for directory in writable_directories(find_hierarchies()).values():
-        with contextlib.suppress(FileNotFoundError):
-            names.update(entry.name for entry in (directory / ROOT_GROUP_NAME).iterdir() if entry.is_dir())
-    return sorted(names)
-
-
 def _owner_cgroup(name: str) -> Cgroup:
-    assert OWNER_NAME.fullmatch(name), f"invalid owner name: {name!r}"
+    assert OWNER_GROUP_NAME.fullmatch(name), f"invalid owner name: {name!r}"
     hierarchies = find_hierarchies()
     return Cgroup(
         hierarchies.version,

@@ -1,4 +1,4 @@
-"""Where control groups can be created on this machine: the mounted hierarchies, and the place below them that is ours.
+"""Where control groups can be created on this machine: the mounted hierarchies, and the place below them.
 
 Version 1 has a hierarchy per controller, version 2 one for all. Owns the search for them and, for version 2, the steps
 that enable controllers below a place. Never touches a foreign group, with two exceptions: it enables controllers for
@@ -24,8 +24,8 @@ CPUSET = "cpuset"
 """Optional: without it, CPUs are set as the affinity of each process."""
 
 OWNER_LEAF = "tangram-owner"
-"""In version 2 a group whose children have controllers holds no process, so an owner in a delegated group moves into
-this leaf."""
+"""Leaf into which an owner in a delegated group moves: in version 2 a group whose children have controllers holds no
+process."""
 
 MOUNTINFO, OWN_CGROUP_FILE = "/proc/self/mountinfo", "/proc/self/cgroup"
 
@@ -62,8 +62,8 @@ def find_hierarchies(mountinfo: Iterable[str] | None = None) -> CgroupHierarchie
     if mountinfo is None:
         with open(MOUNTINFO, encoding="utf-8") as file:
             mountinfo = file.readlines()
-    first: dict[str, Path] = {}
-    second: dict[str, Path] = {}
+    version1: dict[str, Path] = {}
+    version2: dict[str, Path] = {}
     unified = False
     for line in mountinfo:
         before, _, after = line.partition(" - ")
@@ -72,14 +72,14 @@ def find_hierarchies(mountinfo: Iterable[str] | None = None) -> CgroupHierarchie
             continue
         where = Path(_unescape(before.split()[4]))
         if kind == "cgroup":
-            _add(first, options.split(","), (*CONTROLLERS_V1, CPUSET), where)
-        elif not second:
+            _add(version1, options.split(","), (*CONTROLLERS_V1, CPUSET), where)
+        elif not version2:
             unified = True
             with contextlib.suppress(OSError):
-                _add(second, read(where / "cgroup.controllers").split(), (*CONTROLLERS_V2, CPUSET), where)
-    if set(CONTROLLERS_V2) <= set(second) or (unified and not first):
-        return CgroupHierarchies(2, second)
-    return CgroupHierarchies(1, first)
+                _add(version2, read(where / "cgroup.controllers").split(), (*CONTROLLERS_V2, CPUSET), where)
+    if set(CONTROLLERS_V2) <= set(version2) or (unified and not version1):
+        return CgroupHierarchies(2, version2)
+    return CgroupHierarchies(1, version1)
 
 
 def _add(paths: dict[str, Path], offered: list[str], required: tuple[str, ...], where: Path) -> None:
@@ -90,20 +90,20 @@ def _add(paths: dict[str, Path], offered: list[str], required: tuple[str, ...], 
 
 def _unescape(path: str) -> str:
     """The kernel writes blanks in paths as octal escapes."""
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), path)
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)
 
 
 def read_cgroup_paths(file: str) -> dict[str, str]:
     """The group of a process by controller, from its file `cgroup` in /proc; version 2 under the empty name. Raises
     OSError."""
-    found: dict[str, str] = {}
+    path_by_controller: dict[str, str] = {}
     for line in Path(file).read_text(encoding="utf-8").splitlines():
         _, names, path = line.split(":", 2)
-        found.update(dict.fromkeys(names.split(","), path))
-    return found
+        path_by_controller.update(dict.fromkeys(names.split(","), path))
+    return path_by_controller
 
 
-# ---- the place for our groups ---------------------------------------------------------------------------------------
+# ---- the place for Tangram's groups ---------------------------------------------------------------------------------
 
 
 def writable_directories(hierarchies: CgroupHierarchies) -> dict[str, Path]:
@@ -127,7 +127,7 @@ def _writable_directories_v1(by_controller: dict[str, Path]) -> dict[str, Path]:
 
 
 def _writable_directories_v2(mount: Path) -> dict[str, Path]:
-    """A group that was delegated to us, else the root of the mount, else our own group in any case."""
+    """A group that was delegated to this process, else the root of the mount, else its own group in any case."""
     own = _own_group(mount)
     candidates = [own, mount] if own is not None and _is_delegated(own) else [mount, own]
     reasons = []

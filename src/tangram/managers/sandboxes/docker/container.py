@@ -42,7 +42,7 @@ from tangram.processes.process_tree import Process, read_process
 
 
 class ContainerUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Since the container was created."""
+    """Usage since the container was created."""
 
     cpu_s: float = 0.0
     throttled_s: float = 0.0
@@ -62,9 +62,9 @@ class UsageMeter:
       the kernel can reset a peak (version 1), else since the container was created.
     """
 
-    def __init__(self, container: str, pid: int) -> None:
-        self.group = visible_cgroup(pid, container)
-        """None if the processes of the container are not visible from here."""
+    def __init__(self, group: Cgroup | None = None) -> None:
+        self.group = group
+        """The control group of the container; None if its processes are not visible from here."""
 
     def read(self, memory_events: int) -> ContainerUsage | None:
         """None if it can no longer be read."""
@@ -105,21 +105,19 @@ def visible_cgroup(pid: int, container: str) -> Cgroup | None:
     return group if group.exists() else None
 
 
-NOT_FOUND, CONFLICT = 404, 409
+HTTP_NOT_FOUND, HTTP_CONFLICT = 404, 409
 LAG_S, LAG_PAUSE_S = 30.0, 0.01
-"""How long an engine may lag, and between two attempts. An engine processes its own pauses and ends of programs one
-after the other; each program whose streams are held by background processes delays it by two seconds."""
+"""Time for which an engine may lag, and pause between two attempts. An engine processes its own pauses and ends of
+programs one after the other; each program whose streams are held by background processes delays it by two seconds."""
 
 AGENT_UID = 61_999
 """The user of programs."""
 HOLDER_UID = 61_998
 """The user of the program that keeps the container alive: programs in it cannot signal it."""
-PF_EXITING = 0x4
-"""In the flags of a process that exits."""
 
 
 CpuSettings = dict[str, int | str]
-"""In the terms of the engine."""
+"""CPU limits, in the terms of the engine."""
 
 
 class ImageInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,17 +181,20 @@ class Container:
         self._no_launch.set()
         self._paused = False
         self._lock = asyncio.Lock()
+        self.meter = UsageMeter()
         self._last_usage = ContainerUsage()
+        self._cpu: CpuSettings = {}
+        """The values that the engine has."""
+        self._all_cpus = ""
         self._first_pid = 0
         self._first_process: Process | None = None
         """None before its start, or if its processes are not visible from here."""
 
     def on_started(self, pid: int, cpu: CpuSettings) -> None:
-        self.meter = UsageMeter(self.id, pid)
+        self.meter = UsageMeter(visible_cgroup(pid, self.id))
         self._first_pid = pid
         self._first_process = read_process(pid) if self.meter.group is not None else None
         self._cpu = cpu
-        """The values that the engine has."""
         self._all_cpus = str(cpu["CpusetCpus"])
 
     async def close(self) -> None:
@@ -219,7 +220,7 @@ class Container:
         if first is None:
             return False
         now = read_process(first.pid)
-        return now is None or now.started != first.started or not now.is_alive or bool(now.flags & PF_EXITING)
+        return now is None or now.started != first.started or not now.is_alive or now.is_exiting
 
     async def require_running(self) -> None:
         """Raises ManagerError like `require_alive`, and also if the engine reports that the container has ended, or was
@@ -228,7 +229,7 @@ class Container:
         try:
             description = await self._engine.json("GET", f"/containers/{self.id}/json", what="describe a container")
         except EngineRefused as error:
-            if error.status != NOT_FOUND:
+            if error.status != HTTP_NOT_FOUND:
                 raise
             self.mark_lost("its container was removed")
         else:

@@ -18,9 +18,9 @@ from tangram.errors import ManagerError
 from tangram.managers.http import HttpClient, HttpError, HttpStream, Timeouts
 
 API_VERSION = (1, 41)
-"""Of engine 20.10. An engine that no longer supports it is used with the oldest version that it does."""
+"""The version of engine 20.10. An engine that no longer supports it is used with the oldest version that it does."""
 REQUEST_S = 120.0
-"""For one request. Creating a container takes a fraction of a second; a loaded machine takes longer."""
+"""Time limit for one request. Creating a container takes a fraction of a second; a loaded machine takes longer."""
 CONNECT_S = 10.0
 READ_TIMEOUT_S = 600.0
 """Silence during the transfer of a file. Longer than any disk takes."""
@@ -31,11 +31,11 @@ EVENT_BYTES_MAX = 1 << 20
 CONNECTIONS_MAX = 64
 """Concurrent requests; a further one waits. Streams of programs do not count."""
 REASON_BYTES_MAX = 4096
-"""For the engine's description of a failure."""
+"""Size limit of the engine's description of a failure."""
 CHUNK_BYTES = 1 << 16
-"""Of a stream, per read."""
+"""Bytes per read of a stream."""
 UPLOAD_BYTES = 1 << 20
-"""Of a file that is uploaded, per read."""
+"""Bytes per read of a file that is uploaded."""
 FRAME = struct.Struct(">BxxxI")
 """The header of each piece of output: the stream, and the number of bytes."""
 
@@ -115,26 +115,26 @@ class DockerEngine:
         self, method: str, path: str, *, what: str, query: dict[str, str] | None = None, body: Json = None
     ) -> Json:
         """The decoded response; None if it is empty. `what` names the operation in the message of a refusal."""
-        async with self._request(method, path, what, query, json=body) as answer:
-            content = await answer.read()
+        async with self._request(method, path, what, query, json=body) as response:
+            content = await response.read()
         return json.loads(content) if content else None
 
     async def upload(self, method: str, path: str, tar: AsyncIterator[bytes], *, what: str, query: Query) -> bytes:
         kind = {"Content-Type": "application/x-tar"}
-        async with self._request(method, path, what, query, content=tar, headers=kind, timeouts=TRANSFER) as answer:
-            return await answer.read()
+        async with self._request(method, path, what, query, content=tar, headers=kind, timeouts=TRANSFER) as response:
+            return await response.read()
 
     @contextlib.asynccontextmanager
     async def download(
         self, path: str, *, what: str, query: dict[str, str]
     ) -> AsyncIterator[tuple[Json, AsyncIterator[bytes]]]:
         """The engine's description of a path, and its content as a tar."""
-        async with self._request("GET", path, what, query, timeouts=TRANSFER) as answer:
-            yield _path_stat(answer), answer.chunks()
+        async with self._request("GET", path, what, query, timeouts=TRANSFER) as response:
+            yield _path_stat(response), response.chunks()
 
     async def path_stat(self, path: str, *, what: str, query: dict[str, str]) -> Json:
-        async with self._request("HEAD", path, what, query) as answer:
-            return _path_stat(answer)
+        async with self._request("HEAD", path, what, query) as response:
+            return _path_stat(response)
 
     async def events(
         self, filters: dict[str, list[str]], listening: Callable[[], None], tell: Callable[[Json], None]
@@ -143,9 +143,9 @@ class DockerEngine:
         query = {"filters": json.dumps(filters)}
         async with self._request(
             "GET", "/events", "stream its events", query, timeouts=Timeouts(connect_s=CONNECT_S)
-        ) as answer:
+        ) as response:
             listening()
-            async for line in answer.lines(EVENT_BYTES_MAX):
+            async for line in response.lines(EVENT_BYTES_MAX):
                 tell(json.loads(line))
 
     @contextlib.asynccontextmanager
@@ -162,10 +162,10 @@ class DockerEngine:
             raise ManagerError("the docker manager is not open: use it inside `async with`", retry=False)
         try:
             url = f"http://engine{self._prefix}{path}"
-            async with await self._http.send(method, url, timeouts=timeouts, params=query, **options) as answer:
-                if answer.status >= 400:
-                    raise EngineRefused(answer.status, what, await _reason(answer))
-                yield answer
+            async with await self._http.send(method, url, timeouts=timeouts, params=query, **options) as response:
+                if response.status >= 400:
+                    raise EngineRefused(response.status, what, await _reason(response))
+                yield response
         except HttpError as error:
             raise ManagerError(
                 f"no Docker engine answered at {self.socket} when asked to {what} ({error.reason}); "
@@ -190,8 +190,8 @@ class DockerEngine:
             raise ManagerError(f"no Docker engine answers at {self.socket}: {error}") from error
         try:
             writer.write(head.encode() + body)
-            answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), REQUEST_S)
-            status = int(answer.split(b" ", 2)[1])
+            response_head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), REQUEST_S)
+            status = int(response_head.split(b" ", 2)[1])
             if status not in (101, 200):
                 rest = await asyncio.wait_for(reader.read(REASON_BYTES_MAX), REQUEST_S)
                 raise EngineRefused(status, "start a program", _message(rest))
@@ -206,11 +206,11 @@ class DockerEngine:
         return ExecStreams(reader, writer)
 
 
-def version_prefix(answer: Json) -> str:
+def version_prefix(version: Json) -> str:
     """The prefix of all request paths, from the response of `/version`. Raises ManagerError for an engine that is too
     old."""
-    newest = _version(answer["ApiVersion"])
-    oldest = _version(answer.get("MinAPIVersion", answer["ApiVersion"]))
+    newest = _version(version["ApiVersion"])
+    oldest = _version(version.get("MinAPIVersion", version["ApiVersion"]))
     if newest < API_VERSION:
         raise ManagerError(
             f"the Docker engine speaks API {newest[0]}.{newest[1]}; expected at least "
@@ -226,12 +226,12 @@ def _version(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _path_stat(answer: HttpStream) -> Json:
-    return json.loads(base64.b64decode(answer.headers["X-Docker-Container-Path-Stat"]))
+def _path_stat(response: HttpStream) -> Json:
+    return json.loads(base64.b64decode(response.headers["X-Docker-Container-Path-Stat"]))
 
 
-async def _reason(answer: HttpStream) -> str:
-    return _message(await answer.read_up_to(REASON_BYTES_MAX)) or answer.reason or "no reason given"
+async def _reason(response: HttpStream) -> str:
+    return _message(await response.read_up_to(REASON_BYTES_MAX)) or response.reason or "no reason given"
 
 
 def _message(content: bytes) -> str:

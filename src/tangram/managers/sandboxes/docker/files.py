@@ -22,7 +22,7 @@ from typing import IO, BinaryIO
 
 from tangram.cancellation import run_to_completion
 from tangram.errors import FileFailed, ManagerError
-from tangram.managers.sandboxes.docker.container import NOT_FOUND, Container
+from tangram.managers.sandboxes.docker.container import HTTP_NOT_FOUND, Container
 from tangram.managers.sandboxes.docker.engine import (
     UPLOAD_BYTES,
     DockerEngine,
@@ -37,13 +37,13 @@ LINKS_MAX = 40
 """Links followed on the way to one file: the limit of the kernel."""
 ENTRIES_MAX = 100_000
 LISTING_BYTES_MAX = 64 << 20
-"""In one listing."""
+"""Size limit of one listing."""
 LISTING_ROUNDS = 5
 """Attempts to list a directory that changes meanwhile."""
 TAR_SLACK_BYTES = 1 << 16
 """Overhead of a tar with one file, without the content."""
 SPOOL_BYTES = 8 << 20
-"""Of a tar that is rewritten: kept in memory; more goes to a file."""
+"""Bytes of a rewritten tar that are kept in memory; more goes to a file."""
 DIRECTORY_MODE = 0o755
 NO_SPACE = "no space left on device"
 
@@ -115,10 +115,10 @@ class DockerFiles:
     async def list(self, sandbox: str, path: str) -> list[FileEntry]:
         container = self._get_container(sandbox)
         for _ in range(LISTING_ROUNDS):
-            answer = await self._run_script(container, path, LIST_SCRIPT, bytes_max=LISTING_BYTES_MAX)
-            if not answer.complete:
+            result = await self._run_script(container, path, LIST_SCRIPT, bytes_max=LISTING_BYTES_MAX)
+            if not result.complete:
                 raise FileFailed(path, f"has more names than {LISTING_BYTES_MAX} bytes hold")
-            entries = _entries(answer.stdout)
+            entries = _entries(result.stdout)
             if entries is not None:
                 if len(entries) > ENTRIES_MAX:
                     raise FileFailed(path, f"has {len(entries)} entries, more than {ENTRIES_MAX}")
@@ -161,7 +161,8 @@ class DockerFiles:
             await run_to_completion(self._upload(container, path, target, read_chunks(spool)))
 
     async def make_directories(self, container: Container) -> None:
-        """In a container that is about to start: the workspace and the home of its user, and /tmp if there is none."""
+        """Create, in a container that is about to start, the workspace and the home of its user, and /tmp if there is
+        none."""
         entries_by_place: dict[str, Entries] = {}
         for path, user, mode in (
             (WORKSPACE, container.user, DIRECTORY_MODE),
@@ -223,7 +224,7 @@ class DockerFiles:
             return await self._engine.path_stat(archive, what="describe a file", query={"path": target})
         except EngineRefused as error:
             container.require_alive()
-            if error.status == NOT_FOUND:
+            if error.status == HTTP_NOT_FOUND:
                 return None
             raise _file_error(container, path, error) from error
 
@@ -231,10 +232,10 @@ class DockerFiles:
 
     async def _run_script(self, container: Container, path: str, script: str, bytes_max: int = 1 << 16) -> ScriptResult:
         async with container.unpaused():
-            answer = await self._programs.run_script(container, script, sandbox_path(path), bytes_max=bytes_max)
-        if answer.code != 0:
-            raise FileFailed(path, answer.stderr.splitlines()[-1] if answer.stderr else f"exit code {answer.code}")
-        return answer
+            result = await self._programs.run_script(container, script, sandbox_path(path), bytes_max=bytes_max)
+        if result.code != 0:
+            raise FileFailed(path, result.stderr.splitlines()[-1] if result.stderr else f"exit code {result.code}")
+        return result
 
     async def _remove_partial(self, container: Container, target: str) -> None:
         with contextlib.suppress(ManagerError):
@@ -249,7 +250,7 @@ def home_directory(user: int) -> str:
 def _file_error(container: Container, path: str, error: EngineRefused) -> FileFailed:
     """If the container exists, any refusal of the engine is about the path."""
     container.require_alive()
-    if error.status == NOT_FOUND:
+    if error.status == HTTP_NOT_FOUND:
         return FileFailed(path, "no such file or directory")
     if "no space left" in error.reason or "quota exceeded" in error.reason:
         return FileFailed(path, NO_SPACE)

@@ -22,7 +22,7 @@ import msgspec
 
 from tangram.cancellation import run_to_completion
 from tangram.errors import InvalidConfig, ManagerError
-from tangram.managers.sandboxes.docker.container import NOT_FOUND, Container, ImageInfo
+from tangram.managers.sandboxes.docker.container import HTTP_NOT_FOUND, Container, ImageInfo
 from tangram.managers.sandboxes.docker.engine import DockerEngine, EngineRefused, Json, read_chunks
 from tangram.managers.sandboxes.docker.owners import IMAGE_LABEL, OWNER_LABEL
 from tangram.managers.work import HOST_IMAGE, require_forgettable
@@ -48,7 +48,7 @@ class DockerImages:
         self._committed: dict[str, str] = {}
         """Ids by the name of a Commit."""
         self._info_by_id: dict[str, ImageInfo] = {}
-        """By id."""
+        """What is known of images, by id."""
         self._forgotten: set[str] = set()
         """Ids of images that may still be in use."""
 
@@ -73,7 +73,7 @@ class DockerImages:
         try:
             return await self._engine.json("GET", f"/images/{reference}/json", what="describe an image")
         except EngineRefused as error:
-            if error.status == NOT_FOUND:
+            if error.status == HTTP_NOT_FOUND:
                 return None
             raise
 
@@ -154,8 +154,8 @@ class DockerImages:
         return str(loaded[0])
 
     async def _post(self, path: str, tar: IO[bytes], what: str, query: list[tuple[str, str]]) -> list[Json]:
-        answer = await self._engine.upload("POST", path, read_chunks(tar), what=what, query=query)
-        lines = [json.loads(line) for line in answer.splitlines() if line.strip()]
+        response = await self._engine.upload("POST", path, read_chunks(tar), what=what, query=query)
+        lines = [json.loads(line) for line in response.splitlines() if line.strip()]
         for line in lines:
             if "error" in line:
                 raise ManagerError(f"the Docker engine refused to {what}: {line['error']}", retry=False)
@@ -176,7 +176,7 @@ class DockerImages:
         await self._engine.json("POST", f"/images/{image.id}/tag", what="name an image", query=query)
 
     async def forget(self, name: str) -> None:
-        """Only names that we gave. The engine keeps what a container uses until the container is removed."""
+        """Removes only names that a manager gave. The engine keeps what a container uses until that is removed."""
         require_forgettable(name)
         description = await self._describe(name)
         self._committed.pop(name, None)

@@ -24,15 +24,14 @@ from tangram.managers.sandboxes.docker.output_framing import run_argv, session_a
 from tangram.managers.sandboxes.docker.processes import now_ticks, stop_processes
 from tangram.managers.sandboxes.docker.programs import Programs, wait_started
 from tangram.managers.sandboxes.docker.shells import CommandRun, DockerSession, Shell
-from tangram.managers.sandboxes.leases import ExecLease, ProgramExit, export_lines
+from tangram.managers.sandboxes.leases import BASE_ENVIRONMENT, ExecLease, ProgramExit, export_lines
 from tangram.managers.work import WORKSPACE, Exec, sandbox_path
 from tangram.processes.exit_codes import KILLED
 from tangram.processes.streams import Output
 from tangram.processes.width import substitute_width, with_width
 
-BASE_ENVIRONMENT = {"LANG": "C.UTF-8", "TERM": "dumb"}
 DEATH_S = 1.0
-"""For the engine to report the end of a container, after a program in it was killed for no known reason."""
+"""Time limit for the engine to report the end of a container, after a program in it was killed for no known reason."""
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -152,7 +151,7 @@ class DockerProgramLease(ExecLease):
         assert self._shell is not None
         return (self._run_output.ended, self._shell.exited, self.container.gone)
 
-    async def _settle(self) -> ProgramExit:
+    async def _collect_exit(self) -> ProgramExit:
         code, lost = await self._exit_status()
         await self._release(keep=not self.is_stopped and not lost)
         claim = self._claim
@@ -168,7 +167,7 @@ class DockerProgramLease(ExecLease):
         )
 
     async def _exit_status(self) -> tuple[int | None, str]:
-        """Its exit code, and why it was lost, if it was."""
+        """The exit code of the program, and why it was lost, if it was."""
         assert self._shell is not None
         container = self.container
         if self._run_output.ended.done():
@@ -259,9 +258,11 @@ class DockerSessionLease(DockerProgramLease):
     def _setup(self, session: DockerSession) -> str:
         """What a program of its own gets as environment. It stays in the shell, as if it had been exported by hand."""
         lines = [] if session.width else [f"cd -- {shlex.quote(self._default_directory())}"]
-        told_here = with_width(self.width, {}) if session.width not in (0, self.width) else {}
+        width_variables = with_width(self.width, {}) if session.width not in (0, self.width) else {}
         session.width = self.width
-        variables = {name: value for name, value in (told_here | self.work.env).items() if _VARIABLE.fullmatch(name)}
+        variables = {
+            name: value for name, value in (width_variables | self.work.env).items() if _VARIABLE.fullmatch(name)
+        }
         lines += export_lines(variables)
         if mask := self._cpu_mask():
             lines.append(f"taskset -p {mask} $$ >/dev/null 2>&1")

@@ -35,7 +35,7 @@ from tangram.managers.base import FilesMixin, Lease, sandbox_not_found
 from tangram.managers.sandboxes.cpuset_allocator import CpusetAllocator
 from tangram.managers.sandboxes.docker.container import (
     HOLDER_UID,
-    NOT_FOUND,
+    HTTP_NOT_FOUND,
     Container,
     CpuSettings,
     cpu_settings,
@@ -58,18 +58,19 @@ from tangram.managers.work import MIB, Close, Commit, Exec, LeaseResult, Open, P
 from tangram.processes.streams import Output
 
 DEFAULT_IMAGE = "debian:stable-slim"
-MEMORY_BYTES_MIN = 6 * MIB
-"""The least that an engine accepts; less is rounded up."""
+CONTAINER_MEMORY_BYTES_MIN = 6 * MIB
+"""The smallest memory limit that an engine accepts; less is rounded up."""
 OWN_PROCESSES = 2
-"""In every container: its init, and the program that keeps it alive."""
+"""Processes of every container itself: its init, and the program that keeps it alive."""
 HOLD_COMMAND = ["sleep", "infinity"]
 ROOT_CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID"]
-"""For root in a user namespace: what installing packages requires. They are worthless outside of it."""
+"""Capabilities of root in a user namespace: what installing packages requires. They are worthless outside of it."""
 REMOVALS_AT_ONCE = 8
 REMOVAL_TRIES, REMOVAL_PAUSE_S = 20, 0.1
-"""For a container whose files are still in use, or that another request is removing."""
+"""Attempts, and pause between them, to remove a container whose files are still in use, or that another request is
+removing."""
 RECONNECT_S, RECONNECT_S_MAX = 0.1, 5.0
-"""Between attempts to reconnect to an engine that has ended: at first, and at most."""
+"""Pause between attempts to reconnect to an engine that has ended: at first, and at most."""
 PROBE_SCRIPT = 'for p in bash taskset; do if command -v "$p" >/dev/null; then echo "$p"; fi; done'
 
 
@@ -98,9 +99,9 @@ class DockerManager(FilesMixin):
         self._images = DockerImages(self._engine, self._owner, image)
         self._remaps_users = False
         self._limits_disk = True
-        """Until the engine refuses it."""
+        """Whether disk limits are requested: until the engine refuses one."""
         self._containers: dict[str, Container] = {}
-        """By sandbox."""
+        """Containers, by the name of their sandbox."""
         self._by_id: dict[str, Container] = {}
         self._starting: set[asyncio.Future[None]] = set()
         self._leases: set[DockerProgramLease] = set()
@@ -168,14 +169,14 @@ class DockerManager(FilesMixin):
                 raise failure
 
     async def _remove(self, container: str) -> None:
-        """By id or name. It need not exist."""
+        """Remove a container by id or name. It need not exist."""
         path, query = f"/containers/{container}", {"force": "true", "v": "true"}
         for tries_left in reversed(range(REMOVAL_TRIES)):
             try:
                 await self._engine.json("DELETE", path, what="remove a container", query=query)
                 return
             except EngineRefused as error:
-                if error.status == NOT_FOUND:
+                if error.status == HTTP_NOT_FOUND:
                     return
                 if not tries_left:
                     raise
@@ -184,7 +185,7 @@ class DockerManager(FilesMixin):
     # ---- events of the engine ----
 
     async def _listen(self) -> None:
-        """When an engine ends, its containers end too, or at least our streams to the programs in them."""
+        """When an engine ends, its containers end too, or at least the streams to the programs in them."""
         filters = {
             "type": ["container"],
             "event": ["die", "exec_die", "oom"],
@@ -292,27 +293,28 @@ class DockerManager(FilesMixin):
             container.opened.set()
 
     async def _create_sandbox(self, container: Container) -> None:
+        """Create and start the container; from then on container.py pauses and resumes it."""
         container.image = image = await self._images.find(container.spec.image)
         cpu = cpu_settings(reserved=CORE, limit=CORE, cpuset=",".join(map(str, self._machine.cpus)))
-        await run_to_completion(self._create(container, cpu))
+        await run_to_completion(self._create_container(container, cpu))
         self._by_id[container.id] = container
         await self._files.make_directories(container)
         await self._engine.json("POST", f"/containers/{container.id}/start", what="start a container")
         container.on_started(await self._first_pid(container), cpu)
         if image.programs is None:
             try:
-                answer = await self._programs.run_script(container, PROBE_SCRIPT)
+                probe = await self._programs.run_script(container, PROBE_SCRIPT)
             except ManagerError:
                 await self._first_pid(container)  # it may have ended meanwhile, which explains more
                 raise
-            container.image = self._images.record_programs(image, answer.stdout.decode(errors="replace").split())
+            container.image = self._images.record_programs(image, probe.stdout.decode(errors="replace").split())
         await container.apply_grants()
         self._require_open()
         container.require_alive()
         container.ready = True
 
     async def _first_pid(self, container: Container) -> int:
-        """Its first process. Raises ManagerError if it has ended."""
+        """The pid of the container's first process. Raises ManagerError if it has ended."""
         description = await self._engine.json("GET", f"/containers/{container.id}/json", what="describe a container")
         state = description["State"]
         if not state["Running"]:
@@ -323,8 +325,8 @@ class DockerManager(FilesMixin):
             )
         return int(state["Pid"])
 
-    async def _create(self, container: Container, cpu: CpuSettings) -> None:
-        """With a disk limit, unless the engine refuses it."""
+    async def _create_container(self, container: Container, cpu: CpuSettings) -> None:
+        """Create the container, with a disk limit unless the engine refuses it."""
         limits_disk = self._limits_disk
         try:
             created = await self._post_create(container, cpu, limits_disk)
@@ -386,8 +388,8 @@ def create_body(container: Container, cpu: CpuSettings, owner: str, *, limits_di
         "Healthcheck": {"Test": ["NONE"]},
         "HostConfig": {
             **cpu,
-            "Memory": max(spec.memory_bytes, MEMORY_BYTES_MIN),
-            "MemorySwap": max(spec.memory_bytes, MEMORY_BYTES_MIN),
+            "Memory": max(spec.memory_bytes, CONTAINER_MEMORY_BYTES_MIN),
+            "MemorySwap": max(spec.memory_bytes, CONTAINER_MEMORY_BYTES_MIN),
             "PidsLimit": spec.processes_max + OWN_PROCESSES,
             "Ulimits": [{"Name": name, "Soft": value, "Hard": value} for name, value in ulimits.items()],
             "StorageOpt": {"size": str(spec.disk_bytes)} if limits_disk else {},

@@ -29,7 +29,7 @@ END = b"\0end "
 REST_BYTES_MAX = 64
 """The length of a mark after the token."""
 PREAMBLE_BYTES_MAX = 4096
-"""Kept of the output before the begin mark: why the engine could not start the program."""
+"""Bytes kept of the output before the begin mark: why the engine could not start the program."""
 
 TOKEN_VARIABLE = "TANGRAM_ACTION"
 """The variable that identifies all processes of an action."""
@@ -134,7 +134,7 @@ class FrameParser:
         """Known once the end mark is read."""
         self.shell_ended = False
         self.cpu_us = 0
-        """Used between the marks."""
+        """CPU time used between the marks."""
         self.peak_bytes = 0
 
     def feed(self, data: bytes) -> bytes:

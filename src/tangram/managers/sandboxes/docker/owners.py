@@ -17,7 +17,7 @@ from tangram.processes.process_tree import read_process
 OWNER_LABEL = "tangram.owner"
 SANDBOX_LABEL = "tangram.sandbox"
 IMAGE_LABEL = "tangram.image"
-"""Labels."""
+"""Labels of containers and images."""
 
 
 def new_owner_name() -> str:

@@ -36,10 +36,9 @@ from tangram.processes.process_tree import (
 )
 
 KILL_WAIT_S = 10.0
-"""For killed processes to end. One in an uninterruptible system call may take longer."""
+"""Time limit for the end of killed processes. One in an uninterruptible system call may take longer."""
 KILL_ROUNDS_UNPAUSED = 3
-"""After this many rounds the container is paused while its processes are counted: some fork faster than they are
-found."""
+"""Rounds after which the container is paused while its processes are counted: some fork faster than they are found."""
 
 KILL_SCRIPT = r"""
 for d in /proc/[0-9]*; do
@@ -54,7 +53,7 @@ exit 0
 
 
 def now_ticks() -> int:
-    """In the unit of process start times."""
+    """The present time in the unit of process start times."""
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * TICKS_PER_S)
 
 
@@ -89,7 +88,7 @@ async def _stop_from_outside(
                 send_signal(process, number)
         return processes
 
-    async def ask() -> list[Process]:
+    async def terminate() -> list[Process]:
         return [] if container.gone.done() else await asyncio.to_thread(find_and_signal, signal.SIGTERM)
 
     async def kill() -> list[Process]:
@@ -100,7 +99,7 @@ async def _stop_from_outside(
         async with container.paused() if rounds > KILL_ROUNDS_UNPAUSED else contextlib.nullcontext():
             return await asyncio.to_thread(find_and_signal, signal.SIGKILL)
 
-    await poll_until_none(ask, STOP_GRACE_S)
+    await poll_until_none(terminate, STOP_GRACE_S)
     if left := await poll_until_none(kill, KILL_WAIT_S):
         raise ManagerError(f"processes {[process.pid for process in left[:8]]} of a container could not be killed")
 
@@ -150,15 +149,15 @@ def _read_token(pid: int) -> str:
 
 
 async def _stop_from_inside(container: Container, programs: Programs, token: str, session_token: str) -> None:
-    async def ask(name: str) -> bytes:
+    async def run_kill_script(name: str) -> bytes:
         if container.gone.done():
             return b""
-        answer = await programs.run_script(container, KILL_SCRIPT, name, token, session_token)
-        if answer.code != 0:
-            raise ManagerError(f"a stopped action cannot be ended: its image needs sh, tr and grep: {answer.stderr}")
-        return answer.stdout
+        result = await programs.run_script(container, KILL_SCRIPT, name, token, session_token)
+        if result.code != 0:
+            raise ManagerError(f"a stopped action cannot be ended: its image needs sh, tr and grep: {result.stderr}")
+        return result.stdout
 
-    if await ask("TERM"):
-        await poll_until_none(lambda: ask("0"), STOP_GRACE_S)
-    if left := await poll_until_none(lambda: ask("KILL"), KILL_WAIT_S):
+    if await run_kill_script("TERM"):
+        await poll_until_none(lambda: run_kill_script("0"), STOP_GRACE_S)
+    if left := await poll_until_none(lambda: run_kill_script("KILL"), KILL_WAIT_S):
         raise ManagerError(f"processes {left.split()[:8]!r} of a container could not be killed")

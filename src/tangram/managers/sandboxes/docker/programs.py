@@ -16,17 +16,17 @@ import msgspec
 
 from tangram.cancellation import run_to_completion
 from tangram.errors import ManagerError
-from tangram.managers.sandboxes.docker.container import CONFLICT, LAG_PAUSE_S, LAG_S, NOT_FOUND, Container
+from tangram.managers.sandboxes.docker.container import HTTP_CONFLICT, HTTP_NOT_FOUND, LAG_PAUSE_S, LAG_S, Container
 from tangram.managers.sandboxes.docker.engine import DockerEngine, EngineRefused, Json
 from tangram.managers.sandboxes.docker.output_framing import TOKEN_VARIABLE, run_argv
 from tangram.managers.sandboxes.docker.shells import CommandRun, Shell
 from tangram.processes.capture import Capture
 
 BEGIN_S = 60.0
-"""For a program to begin. It takes a twentieth of a second; a loaded engine takes longer."""
+"""Time limit for the start of a program. It takes a twentieth of a second; a loaded engine takes longer."""
 SCRIPT_OUTPUT_BYTES_MAX = 1 << 20
 SCRIPT_S_MAX = 60.0
-"""For a script. It does little work; a container with little CPU takes longer."""
+"""Time limit for a script. It does little work; a container with little CPU takes longer."""
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ class Programs:
         except BaseException as error:
             for shell in started:
                 await run_to_completion(shell.close())
-            if isinstance(error, EngineRefused) and error.status in (NOT_FOUND, CONFLICT):
+            if isinstance(error, EngineRefused) and error.status in (HTTP_NOT_FOUND, HTTP_CONFLICT):
                 raise ManagerError(f"sandbox {container.sandbox} does not run: {error.reason}", retry=False) from error
             raise
         return started[0]
@@ -133,12 +133,12 @@ class Programs:
         )
 
 
-async def _retry_while_paused(ask: Callable[[], Awaitable[T]]) -> T:
+async def _retry_while_paused(request: Callable[[], Awaitable[T]]) -> T:
     """Retry a request while an engine that lags still considers the container paused."""
     give_up = time.monotonic() + LAG_S
     while True:
         try:
-            return await ask()
+            return await request()
         except EngineRefused as error:
             if "is paused" not in error.reason or time.monotonic() > give_up:
                 raise

@@ -16,12 +16,13 @@ from tangram.processes.capture import Capture
 from tangram.processes.streams import STDERR, STDOUT, GuardedOutput, Output
 
 POLL_S, POLL_S_MAX = 0.002, 0.1
-"""Between two requests whether a program has ended whose streams have: at first, and at most."""
+"""Pause between two requests whether a program has ended whose streams have: at first, and at most."""
 OUTPUT_GRACE_S = 0.5
-"""For the rest of the output of a program after the engine has reported its end. The engine itself waits until all is
-read, or for two seconds if background processes hold the streams."""
+"""Time limit for the rest of the output of a program after the engine has reported its end. The engine itself waits
+until all is read, or for two seconds if background processes hold the streams."""
 EXIT_WAIT_S = 0.05
-"""For a shell to end after its command. If background processes hold its streams, its end is not visible."""
+"""Time limit for the end of a shell after its command. If background processes hold its streams, its end is not
+visible."""
 
 
 class CommandRun:
@@ -34,14 +35,14 @@ class CommandRun:
         self._captures = {STDOUT: captures[0], STDERR: captures[1]}
         self.started: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[int] = loop.create_future()
-        """Its exit code, when all of its output has been read."""
+        """The exit code of the command, when all of its output has been read."""
 
     def feed(self, stream: int, data: bytes) -> None:
-        marked = self._parsers.get(stream)
-        if marked is None:
+        parser = self._parsers.get(stream)
+        if parser is None:
             return
-        self._forward_output(stream, marked.feed(data))
-        if marked.started and not self.started.done():
+        self._forward_output(stream, parser.feed(data))
+        if parser.started and not self.started.done():
             self.started.set_result(None)
         out, err = self._parsers[STDOUT], self._parsers[STDERR]
         if out.exit_code is not None and err.exit_code is not None and not self.ended.done():
@@ -49,8 +50,8 @@ class CommandRun:
 
     def close(self) -> None:
         """The stream has ended: what was held back was no mark."""
-        for stream, marked in self._parsers.items():
-            self._forward_output(stream, marked.flush())
+        for stream, parser in self._parsers.items():
+            self._forward_output(stream, parser.flush())
 
     @property
     def shell_ended(self) -> bool:
@@ -58,14 +59,14 @@ class CommandRun:
 
     @property
     def reported_usage(self) -> tuple[float, int]:
-        """As seen from inside: CPU seconds of the container meanwhile, and its memory peak so far."""
+        """Usage as seen from inside: CPU seconds of the container meanwhile, and its memory peak so far."""
         out = self._parsers[STDOUT]
         return (out.cpu_us / 1e6, out.peak_bytes) if out.exit_code is not None else (0.0, 0)
 
     @property
     def preamble(self) -> str:
         """The output before its begin: why it could not begin."""
-        return b" ".join(marked.preamble for marked in self._parsers.values()).decode(errors="replace").strip(" \r\n\0")
+        return b" ".join(parser.preamble for parser in self._parsers.values()).decode(errors="replace").strip(" \r\n\0")
 
     def _forward_output(self, stream: int, data: bytes) -> None:
         if data:
@@ -82,7 +83,7 @@ class Shell:
         self.exec_id = exec_id
         self.run: CommandRun | None = None
         self.exited: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
-        """Its exit code; None if unknown."""
+        """The exit code of the program; None if unknown."""
         self._engine = engine
         self._streams = streams
         self._on_close = on_close
@@ -117,7 +118,8 @@ class Shell:
             self.exited.set_result(code)
 
     def on_exec_die(self, code: int) -> None:
-        """Its output is read first, unless background processes hold the streams."""
+        """Called when the engine reports the end of the program. Its output is read first, unless background processes
+        hold the streams."""
         if self._exit_timer is None and not self.exited.done():
             self._exit_timer = asyncio.get_running_loop().call_later(OUTPUT_GRACE_S, self._set_exited, code)
 
@@ -152,7 +154,7 @@ class DockerSession:
 
     def __init__(self, token: str) -> None:
         self.token = token
-        """Of the shell itself; its commands have their own."""
+        """The token of the shell itself; its commands have their own."""
         self.shell: Shell | None = None
         """None while it is being started."""
         self.width = 0

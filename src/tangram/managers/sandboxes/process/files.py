@@ -30,7 +30,7 @@ from tangram.managers.work import (
 LINKS_MAX = 40
 """Links followed on the way to one file: the limit of the kernel."""
 ENTRIES_MAX = 100_000
-"""In one listing."""
+"""Entries of one listing."""
 DEPTH_MAX = 200
 """Levels of a tree that is packed: each takes a descriptor."""
 COPY_BYTES = 1 << 20
@@ -47,9 +47,9 @@ class Workspace:
     def __init__(self, directory: Path, aside: Path, bytes_max: int) -> None:
         self.directory = directory
         self._staging = aside
-        """For incomplete files: on the same file system, and unreachable by paths of the sandbox."""
+        """Directory of incomplete files: on the same file system, and unreachable by paths of the sandbox."""
         self._bytes_max = bytes_max
-        """In one file."""
+        """Size limit of one file."""
 
     def read(self, path: str, bytes_max: int) -> bytes:
         with (
@@ -138,8 +138,8 @@ class Workspace:
             if member.issym():
                 os.symlink(member.linkname, name, dir_fd=parent)
             elif member.islnk():
-                with self._open_parent(f"{base}/{member.linkname}", follow=False) as (there, original):
-                    os.link(original, name, src_dir_fd=there, dst_dir_fd=parent, follow_symlinks=False)
+                with self._open_parent(f"{base}/{member.linkname}", follow=False) as (link_parent, original):
+                    os.link(original, name, src_dir_fd=link_parent, dst_dir_fd=parent, follow_symlinks=False)
             else:
                 raise FileFailed(path, "is neither a file, a directory nor a link; other files are not unpacked")
 
@@ -150,40 +150,40 @@ class Workspace:
         """The parent directory, opened, and the name in it; `.` if the path ends with a directory that was entered.
         `make` creates the directories on the way. `follow` also follows a link at the end."""
         ahead = list(reversed(_below_workspace(path)))
-        way = [os.open(self.directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)]
-        parent_path, links = ".", 0
+        open_directories = [os.open(self.directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)]
+        name_in_parent, links = ".", 0
         try:
             while ahead:
                 name = ahead.pop()
                 if name == "..":
-                    self._step_up(path, way)
-                elif (follow or ahead) and (target := _read_link(name, way[-1])) is not None:
+                    self._step_up(path, open_directories)
+                elif (follow or ahead) and (target := _read_link(name, open_directories[-1])) is not None:
                     links += 1
                     if links > LINKS_MAX:
                         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-                    ahead += reversed(self._follow_link(path, target, way))
+                    ahead += reversed(self._follow_link(path, target, open_directories))
                 elif ahead:
-                    way.append(_step_down(name, way[-1], make))
+                    open_directories.append(_step_down(name, open_directories[-1], make))
                 else:
-                    parent_path = name
-            yield way[-1], parent_path
+                    name_in_parent = name
+            yield open_directories[-1], name_in_parent
         finally:
-            for fd in way:
+            for fd in open_directories:
                 os.close(fd)
 
-    def _step_up(self, path: str, way: list[int]) -> None:
-        if len(way) == 1:
+    def _step_up(self, path: str, open_directories: list[int]) -> None:
+        if len(open_directories) == 1:
             raise FileFailed(path, f"leads out of {WORKSPACE}; the process backend has no files outside it")
-        os.close(way.pop())
+        os.close(open_directories.pop())
 
-    def _follow_link(self, path: str, target: str, way: list[int]) -> list[str]:
+    def _follow_link(self, path: str, target: str, open_directories: list[int]) -> list[str]:
         """The target of a link as remaining names, last first. An absolute link starts again at the root."""
         if target.startswith("/"):
             home = f"{self.directory}/"
             if not f"{target}/".startswith(home):
                 raise FileFailed(path, f"a link on the way leads out of {WORKSPACE}")
-            while len(way) > 1:
-                os.close(way.pop())
+            while len(open_directories) > 1:
+                os.close(open_directories.pop())
             target = target[len(home) :]
         return _split_path(target)
 

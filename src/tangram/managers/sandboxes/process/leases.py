@@ -13,11 +13,18 @@ import resource
 import signal
 from abc import abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from tangram.core.action import Usage
 from tangram.managers.base import STOP_GRACE_S
-from tangram.managers.sandboxes.leases import ExecLease, ProgramExit, ShellSession, session_command
+from tangram.managers.sandboxes.leases import (
+    BASE_ENVIRONMENT,
+    DEFAULT_PATH,
+    ExecLease,
+    ProgramExit,
+    ShellSession,
+    session_command,
+)
 from tangram.managers.sandboxes.process.files import Workspace
 from tangram.managers.work import WORKSPACE, Exec, SandboxSpec, sandbox_path
 from tangram.processes.exit_codes import KILLED
@@ -25,15 +32,9 @@ from tangram.processes.process_tree import ACTION_MARK, SANDBOX_MARK, Process, P
 from tangram.processes.streams import STDERR, STDOUT, Output, Stream, standard_input
 from tangram.processes.width import substitute_width, whole_cores, with_width
 
-if TYPE_CHECKING:
-    from tangram.managers.sandboxes.process.manager import ProcessManager
-
-BASE_ENVIRONMENT = {"LANG": "C.UTF-8", "TERM": "dumb"}
-DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-
 
 def _capped_at_hard_limit(kind: int, limit: int) -> int:
-    """Without privileges, no limit can exceed that of this process."""
+    """A limit that needs no privileges: none can exceed that of this process."""
     hard = resource.getrlimit(kind)[1]
     return limit if hard == resource.RLIM_INFINITY else min(limit, hard)
 
@@ -132,7 +133,8 @@ class ProcessSandbox:
 
 
 class AffinityAllocator:
-    """Which cores programs see: those with the fewest programs."""
+    """Which cores programs see: those with the fewest programs. CpusetAllocator does not fit here: it balances
+    reserves, which this backend does not enforce, and moves running actions, whose processes keep their affinity."""
 
     def __init__(self) -> None:
         self._programs_by_cpu = dict.fromkeys(sorted(os.sched_getaffinity(0)), 0)
@@ -154,20 +156,28 @@ class AffinityAllocator:
 # ---- leases ---------------------------------------------------------------------------------------------------------
 
 
+class ProgramHost(Protocol):
+    """What a lease needs of its manager."""
+
+    cpu_allocator: AffinityAllocator
+    prlimit: str
+    """The path of the program that sets limits."""
+    shell: str
+    """The path of the shell that runs commands."""
+
+
 class ProcessLease(ExecLease):
     """A program of its own, or a command for the shell of a session."""
 
     child: SpawnedChild
     """The process whose end is the end of the action, or the shell of the session."""
     cpu_s_before = 0.0
-    """Used by the child before this action."""
+    """CPU seconds of the child before this action."""
 
-    def __init__(
-        self, box: ProcessSandbox, work: Exec, width: int, output: Output | None, manager: ProcessManager
-    ) -> None:
+    def __init__(self, box: ProcessSandbox, work: Exec, width: int, output: Output | None, host: ProgramHost) -> None:
         super().__init__(work, width, output)
         self.sandbox = box
-        self.manager = manager
+        self.host = host
         self.mark = box.next_mark()
         self.processes = ProcessTree(box.process_table, ACTION_MARK, self.mark)
         self.cpus: tuple[int, ...] = ()
@@ -175,7 +185,7 @@ class ProcessLease(ExecLease):
     async def _launch(self) -> None:
         """Raises OSError if it cannot be started."""
         self.sandbox.enter(self)
-        self.cpus = self.manager.cpu_allocator.allocate(whole_cores(self.width))
+        self.cpus = self.host.cpu_allocator.allocate(whole_cores(self.width))
         try:
             self._start_program()
         except BaseException:
@@ -191,7 +201,7 @@ class ProcessLease(ExecLease):
         """This backend enforces no limit."""
 
     def cpu_seconds(self) -> float | None:
-        """Of living processes and of children that they reaped; other ended processes are not counted."""
+        """CPU seconds of living processes and of children that they reaped; other ended processes are not counted."""
         if self.result.done():
             return None
         return max(0.0, sum(process.cpu_s for process in self.processes.find()) - self.cpu_s_before)
@@ -209,7 +219,7 @@ class ProcessLease(ExecLease):
 
     # ---- end ----
 
-    async def _settle(self) -> ProgramExit:
+    async def _collect_exit(self) -> ProgramExit:
         lost = self._stop_error
         try:
             self._release()
@@ -226,7 +236,7 @@ class ProcessLease(ExecLease):
         return "" if code is not None else "other code of this process took its exit code"
 
     def _release(self) -> None:
-        self.manager.cpu_allocator.release(self.cpus)
+        self.host.cpu_allocator.release(self.cpus)
         self.sandbox.leave(self)
 
     @abstractmethod
@@ -239,7 +249,7 @@ class ProcessProgramLease(ProcessLease):
 
     def _start_program(self) -> None:
         box, command = self.sandbox, substitute_width(self.work.command, self.width)
-        argv = [self.manager.shell, "-c", command] if isinstance(command, str) else list(command)
+        argv = [self.host.shell, "-c", command] if isinstance(command, str) else list(command)
         self.child = _spawn(self, argv, self.work.stdin, self.mark, cwd=box.resolve_cwd(self.work.cwd))
         self.processes.include(self.child.pid)
         box.processes.include(self.child.pid)
@@ -262,7 +272,7 @@ def _spawn(
         lease.capture_output(streams)
         source = standard_input(stdin)
         child = SpawnedChild(
-            lease.sandbox.with_rlimits(argv, lease.manager.prlimit),
+            lease.sandbox.with_rlimits(argv, lease.host.prlimit),
             env=lease.sandbox.environment(lease.width, mark, lease.work.env),
             cwd=cwd,
             streams=(source, streams[0].writer, streams[1].writer),
@@ -335,7 +345,7 @@ class ProcessSession(ShellSession):
         self._mark = lease.sandbox.next_mark()
         self.width = lease.width
         try:
-            argv, keep = self._shell.argv(lease.manager.shell), self._shell.child_fds
+            argv, keep = self._shell.argv(lease.host.shell), self._shell.child_fds
             self.child = _spawn(lease, argv, b"", self._mark, cwd=str(lease.sandbox.work), keep=keep)
         except BaseException:
             self.close()

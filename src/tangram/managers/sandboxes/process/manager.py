@@ -25,9 +25,8 @@ from tangram.core.messages import Grant, Pool, cpu_node
 from tangram.errors import FileFailed, ManagerError
 from tangram.files.lock import lock_file
 from tangram.managers.base import Lease
-from tangram.managers.sandboxes.leases import CompletedLease
+from tangram.managers.sandboxes.leases import DEFAULT_PATH, CompletedLease
 from tangram.managers.sandboxes.process.leases import (
-    DEFAULT_PATH,
     AffinityAllocator,
     ProcessProgramLease,
     ProcessSandbox,
@@ -55,7 +54,7 @@ from tangram.processes.streams import STDERR, Output, Stream
 CALLER_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.E2BIG)
 """Reasons for a failed start that are the caller's: its directory, or too long a command."""
 FAILURE_BYTES_MAX = 4096
-"""Kept of the error output of our own commands (cp, rm)."""
+"""Bytes kept of the error output of the manager's own commands (cp, rm)."""
 HOME_PREFIX = "tangram-process-"
 HOME_NAME = re.compile(HOME_PREFIX + "[0-9a-f]{16}")
 LOCK = "lock"
@@ -203,17 +202,21 @@ class ProcessManager:
         )
         self._sandboxes[name] = box
         try:
-            box.create_directories()
-            if spec.image != HOST_IMAGE:
-                await _copy(self._images[spec.image], box.work)
-            if self._sandboxes.get(name) is not box:
-                raise ManagerError(f"sandbox {name!r} was closed while it was made", retry=False)
+            await self._create_sandbox(box)
         except BaseException as error:
             self._unregister(box)
             await _remove(box.directory)
             if isinstance(error, OSError):
                 raise ManagerError(f"sandbox {name!r} cannot be made: {error}") from error
             raise
+
+    async def _create_sandbox(self, box: ProcessSandbox) -> None:
+        """Create its directories and copy its image; no process runs before the first program (leases.py `_spawn`)."""
+        box.create_directories()
+        if box.spec.image != HOST_IMAGE:
+            await _copy(self._images[box.spec.image], box.work)
+        if self._sandboxes.get(box.name) is not box:
+            raise ManagerError(f"sandbox {box.name!r} was closed while it was made", retry=False)
         box.closed_reason = ""
 
     async def _close(self, box: ProcessSandbox, why: str) -> None:
@@ -329,17 +332,17 @@ class ProcessManager:
 
 def _find_homes(root: Path) -> list[Path]:
     """Directories of managers of this user. The directory for temporary files may contain decoys of other users."""
-    processes = []
+    homes = []
     for path in root.iterdir():
         if HOME_NAME.fullmatch(path.name):
             with contextlib.suppress(FileNotFoundError):  # its owner has just ended
-                about = path.lstat()
-                if stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid():
-                    processes.append(path)
-    return processes
+                status = path.lstat()
+                if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+                    homes.append(path)
+    return homes
 
 
-# ---- our own commands ---------------------------------------------------------------------------------------------
+# ---- commands of the manager itself ---------------------------------------------------------------------------------
 
 
 async def _copy(source: Path, target: Path) -> None:

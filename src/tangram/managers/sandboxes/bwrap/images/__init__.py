@@ -1,0 +1,1 @@
+"""Images: the layers that root directories of sandboxes are made of."""

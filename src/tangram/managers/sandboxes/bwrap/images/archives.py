@@ -22,7 +22,7 @@ from tangram.errors import AdmissionRefused, InvalidAction, InvalidConfig
 from tangram.managers.work import WORKSPACE, require_environment, require_text
 
 DESCRIPTION_BYTES_MAX = 4 << 20
-"""For one JSON file of an archive: the limit of registries."""
+"""Size limit of one JSON file of an archive: the limit of registries."""
 INDEX_DEPTH_MAX = 4
 """Levels of indexes that refer to indexes."""
 ARCHITECTURES = {
@@ -109,7 +109,7 @@ class ArchivedLayer(msgspec.Struct, frozen=True, kw_only=True):
 
 class ArchivedImage(msgspec.Struct, frozen=True, kw_only=True):
     tag: str
-    """Its name in the archive; may be empty."""
+    """The name of the image in the archive; may be empty."""
     env: dict[str, str]
     cwd: str
     layers: tuple[ArchivedLayer, ...]
@@ -201,11 +201,13 @@ class Archive:
             if each.platform is None or (each.platform.architecture, each.platform.os) == target
         ]
         if len(fitting) != 1:
-            there = ", ".join(
+            platforms = ", ".join(
                 f"{each.platform.os}/{each.platform.architecture}" if each.platform else "one of any platform"
                 for each in index.manifests
             )
-            raise self._invalid(f"it should hold one image for linux/{target[0]}, and holds: {there[:300] or 'none'}")
+            raise self._invalid(
+                f"it should hold one image for linux/{target[0]}, and holds: {platforms[:300] or 'none'}"
+            )
         chosen = fitting[0]
         if not chosen.media_type.endswith(("image.index.v1+json", "manifest.list.v2+json")):
             return chosen

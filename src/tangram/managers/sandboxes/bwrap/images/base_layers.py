@@ -55,9 +55,9 @@ FROM_ETC = (
 contain passwords in addresses, and the environment of this machine does not apply to a sandbox."""
 SECRET_NAMES = ("private", "Renviron.site", "Rprofile.site")
 SECRET_SUFFIXES = (".key", "-key.pem")
-"""Left out even if all users may read them."""
+"""Names and suffixes of files that are left out even if all users may read them."""
 FILE_BYTES_MAX = 16 << 20
-"""For one file of /etc."""
+"""Size limit of one file of /etc."""
 
 HOSTS = b"127.0.0.1 localhost sandbox\n::1 localhost ip6-localhost ip6-loopback\n"
 NSSWITCH = b"passwd: files\ngroup: files\nshadow: files\nhosts: files dns\nservices: files\nprotocols: files\n"
@@ -121,10 +121,10 @@ def image_base_layer(contents: ImageContents, user: int, cwd: str) -> list[Node]
     """The layer on top of an image: the places where a sandbox mounts and writes, where its commands start, its user,
     and network configuration. Nothing is put below a link, because the link would be hidden by it."""
     nodes = [*_mount_points(), *_homes(contents), *_etc(contents, user)]
-    way = path_prefixes(cwd)
-    if way and not contents.kinds[way[-1]] and "other" not in map(contents.kinds.get, way):
-        there = {node.path for node in nodes}
-        nodes += [Node(path) for path in way if path not in there]
+    prefixes = path_prefixes(cwd)
+    if prefixes and not contents.kinds[prefixes[-1]] and "other" not in map(contents.kinds.get, prefixes):
+        existing = {node.path for node in nodes}
+        nodes += [Node(path) for path in prefixes if path not in existing]
     return nodes
 
 
@@ -182,7 +182,7 @@ def _var_tmp() -> list[Node]:
 
 
 def _resolver(etc: Path) -> list[Node]:
-    """Used with the network of the machine. Often a link to a path that a sandbox does not have."""
+    """The resolver of the machine, if its network is used. Often a link to a path that a sandbox does not have."""
     content = _public_content(etc / "resolv.conf")
     return [] if content is None else [Node("etc/resolv.conf", 0o644, content)]
 

@@ -22,7 +22,7 @@ from tangram.managers.sandboxes.bwrap.images.archives import ArchivedLayer
 from tangram.managers.sandboxes.bwrap.images.base_layers import ImageContents
 
 UNPACK_S_MAX = 3600.0
-"""For one request."""
+"""Time limit for one request."""
 MEMORY_BYTES_MAX = 1 << 30
 """Address space of the program: a header may claim any length, and is read as a whole."""
 
@@ -48,9 +48,9 @@ class LayerWorker:
         """Returns the descriptor that holds the plain tar (the source or the spool), and offset and size by name in
         it."""
         request = {"do": "index", "source": source, "spool": spool, **_limits(allowed)}
-        answer = await self._request(image, request, folder, [source, spool])
-        at = {name: (offset, size) for name, (offset, size) in answer["at"].items()}
-        return (spool if answer["spooled"] else source), at
+        reply = await self._request(image, request, folder, [source, spool])
+        at = {name: (offset, size) for name, (offset, size) in reply["at"].items()}
+        return (spool if reply["spooled"] else source), at
 
     async def unpack(self, image: str, layer: ArchivedLayer, folder: Path, allowed: UnpackLimits) -> None:
         """Unpack a layer into an empty directory. A failure leaves files in it."""
@@ -66,19 +66,19 @@ class LayerWorker:
         directory `folder` meanwhile."""
         inside = folder if len(layers) > 1 else Path(layers[0])
         request = {"do": "look", "layers": layers, "target": str(folder), "paths": paths}
-        answer = await self._request(image, request, inside, [])
-        return msgspec.convert(answer, ImageContents)
+        reply = await self._request(image, request, inside, [])
+        return msgspec.convert(reply, ImageContents)
 
     async def _request(self, image: str, request: dict[str, Any], folder: Path, fds: list[int]) -> dict[str, Any]:
         shut_in = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             request = {**request, "folder": shut_in, "user": self._uid, "memory_bytes_max": MEMORY_BYTES_MAX}
-            answer = await _run(json.dumps(request).encode(), [*fds, shut_in])
+            reply = await _run(json.dumps(request).encode(), [*fds, shut_in])
         finally:
             os.close(shut_in)
-        if "ok" in answer:
-            return answer["ok"]  # type: ignore[no-any-return]
-        kind, reason = answer["kind"], answer["error"]
+        if "ok" in reply:
+            return reply["ok"]  # type: ignore[no-any-return]
+        kind, reason = reply["kind"], reply["error"]
         if kind == "world":
             raise ManagerError(f"image {image} could not be unpacked: {reason}")
         if kind == "invalid":

@@ -28,12 +28,12 @@ from collections.abc import Iterator
 from typing import Any
 
 CPU_S_MAX = 3600
-"""For the program: an archive that keeps it busy for longer is an attack."""
+"""CPU time of the program: an archive that keeps it busy for longer is an attack."""
 INDEX_ENTRIES_MAX = 10_000
-"""In the outer archive, which holds a handful of files per layer."""
+"""Entries of the outer archive, which holds a handful of files per layer."""
 NAME_BYTES_MAX = 4096
 TEXT_BYTES_MAX = 1 << 20
-"""For a file such as /etc/passwd that is read from an image."""
+"""Size limit of a file such as /etc/passwd that is read from an image."""
 CHUNK_BYTES = 1 << 20
 SPACE_CHECK_BYTES = 64 << 20
 """Bytes written between two checks of the free space of the disk."""
@@ -314,8 +314,8 @@ def _owner(path: str) -> tuple[int, int]:
 
 
 def _times(member: tarfile.TarInfo) -> tuple[float, float]:
-    """Kept, because caches of compiled programs compare it. A time that no file system can hold, NaN included, becomes
-    0."""
+    """Access and modification time. It is kept, because caches of compiled programs compare it. A time that no file
+    system can hold, NaN included, becomes 0."""
     mtime = float(member.mtime) if 0 <= member.mtime < 1 << 33 else 0.0
     return mtime, mtime
 

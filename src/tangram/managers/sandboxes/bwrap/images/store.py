@@ -50,18 +50,18 @@ SANDBOX_UID = 61999
 
 LAYERS_MAX = 48
 LOWER_BYTES_MAX = 3072
-"""The options of a mount fit into one page of 4096 bytes: the paths of the layers, separated by colons, and a quarter
-of it for the directories of the sandbox itself."""
+"""Size limit of the list of layers. The options of a mount fit into one page of 4096 bytes: the paths of the layers,
+separated by colons, and a quarter of it for the directories of the sandbox itself."""
 BYTES_MAX = 32 * GIB
 ENTRIES_MAX = 2_000_000
-"""For one unpacked image. The largest images in use, with CUDA and conda, take half of it."""
+"""Entries of one unpacked image. The largest images in use, with CUDA and conda, take half of it."""
 FREE_BYTES_MIN = 1 * GIB
 """Free bytes that unpacking leaves on the disk for its other users."""
 NAME_BYTES_MAX = 512
 NAMES_SHOWN_MAX = 20
 """Images named in an error."""
 LOCK_POLL_S = (0.005, 0.25)
-"""Between two attempts to take a lock that another process holds: at first, and at most."""
+"""Pause between two attempts to take a lock that another process holds: at first, and at most."""
 LAYER_NAME_CHARS = 32
 """Digits of the digest in a layer name: 128 bits are free of collisions, and take half of the room in mount options."""
 MOUNT_FORBIDDEN_CHARACTERS = ":,\\"
@@ -186,7 +186,7 @@ class ImageStore:
         return image
 
     def _register_locked(self, image: StoredImage) -> None:
-        """Requires the guard."""
+        """Requires `_store_lock`."""
         missing = _missing_layer(image)
         if missing:
             raise ManagerError(f"the layer {missing} of image {image.name!r} was deleted meanwhile")
@@ -266,7 +266,7 @@ class ImageStore:
         return str(target)
 
     async def _add_base_layer(self, image: StoredImage) -> StoredImage:
-        """With a layer on top that has what a sandbox needs and the image may lack."""
+        """Puts a layer on top that has what a sandbox needs and the image may lack."""
         async with self._temporary_layer() as part:
             contents = await self._worker.inspect(image.name, image.layers, part, base_layers.path_prefixes(image.cwd))
         nodes = base_layers.image_base_layer(contents, SANDBOX_UID, image.cwd)
@@ -336,7 +336,7 @@ class ImageStore:
         parts = []
         with self._store_lock():
             for folder in (self._images, self._cache):
-                for path in folder.glob(".part-*"):  # written only under the guard, which is held here
+                for path in folder.glob(".part-*"):  # written only under `_store_lock`, which is held here
                     path.unlink()
             for path in self._layers.glob(".part-*"):
                 with contextlib.suppress(BlockingIOError, FileNotFoundError):  # its owner lives, or has finished it
@@ -397,7 +397,7 @@ class ImageStore:
             os.close(fd)
 
     def _write(self, path: Path, record: _ImageRecord) -> None:
-        """Written atomically. Requires the guard."""
+        """Written atomically. Requires `_store_lock`."""
         write_file(path, msgspec.json.encode(record), durable=True, partial=path.with_name(_part_name()))
 
     def _store_lock(self) -> contextlib.AbstractContextManager[None]:

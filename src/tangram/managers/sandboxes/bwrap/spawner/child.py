@@ -30,7 +30,7 @@ ROOT_CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 27, 29, 31)
 """Capabilities of user 0 in a user namespace, as containers usually have: chown, dac_override, fowner, fsetid, kill,
 setgid, setuid, setpcap, net_bind_service, sys_chroot, mknod, audit_write, setfcap."""
 CAPABILITIES_MAX = 64
-"""More than any kernel has."""
+"""Capabilities that are dropped at most; no kernel has as many."""
 
 CHANNEL_FD = 3
 """The descriptor on which a runner receives its command and reports an error; exec closes it."""
@@ -44,13 +44,13 @@ OOM_SCORE_ADJ = b"500"
 """When the memory of a sandbox is exhausted, the kernel kills a program of it rather than its first process."""
 
 DESCRIPTORS_MAX = 1 << 16
-"""Of the spawner: some ten for each sandbox. Children close all below this."""
+"""Descriptors of the spawner: some ten for each sandbox. Children close all below this."""
 FILES_MIN = 128
 """Descriptors that a runner needs, even if its program may have fewer."""
 
 RLIMITS = {"nofile": resource.RLIMIT_NOFILE, "core": resource.RLIMIT_CORE, "nice": resource.RLIMIT_NICE}
 REASON_CHARACTERS = 2000
-"""For a path or a word of the caller in an error message."""
+"""Length limit of a path or a word of the caller in an error message."""
 
 
 class StepFailed(Exception):

@@ -40,16 +40,17 @@ from tangram.processes.streams import Stream
 
 PROGRAM = Path(__file__).with_name("spawner.py")
 SEND_RETRY_S = 0.001
-"""Between attempts to send while the socket is full."""
+"""Pause between attempts to send while the socket is full."""
 
 END_S_MAX = 5.0
-"""For a spawner to end that was asked to; then it is killed."""
+"""Time limit for the end of a spawner that was stopped; then it is killed."""
 EXIT_CODE_S_MAX = 1.0
-"""For a spawner that has closed its socket to exit, so that its exit code can be reported."""
+"""Time limit for the exit of a spawner that has closed its socket, so that its exit code can be reported."""
 ATTACH_S_MAX = 15.0
-"""For an orphaned spawner to answer: it first kills the programs of the previous owner, which takes seconds at most."""
+"""Time limit for the greeting of an orphaned spawner: it first kills the programs of the previous owner, which takes
+seconds at most."""
 LEAVE_S_MAX = 10.0
-"""For the sandboxes that are left behind to freeze."""
+"""Time limit for freezing the sandboxes that are left behind."""
 
 
 LARGE_FIELDS = {
@@ -57,7 +58,7 @@ LARGE_FIELDS = {
     "file": ("path", ""),
     "open": ("sandbox", " with its environment and mounts"),
 }
-"""By kind of request: what the caller must shorten, and how."""
+"""What the caller must shorten and how, by kind of request."""
 
 
 _ENCODER = msgspec.json.Encoder()
@@ -96,7 +97,7 @@ class OrphanedSandbox(msgspec.Struct, frozen=True):
     """A sandbox that was left with a spawner."""
 
     init: int
-    """Its first process."""
+    """Pid of the sandbox's first process."""
     sessions: list[str]
     """Sessions whose shell ended with their owner, or with one before it, and whose callers have not been notified."""
 
@@ -129,7 +130,7 @@ class SpawnerClient:
         self._number = 0
         self._replies = PendingReplies[Message]()
         self._exits = PendingReplies[Message]()
-        """By the number of the request that started the program or file work."""
+        """Exit reports, by the number of the request that started the program or file work."""
         self._socket: socket.socket | None = None
         self._process: SpawnedChild | DetachedProcess | None = None
         self._end_task: asyncio.Task[None] | None = None
@@ -144,15 +145,15 @@ class SpawnerClient:
             return
         lock = self._lock.acquire()
         try:
-            first = self._launch_detached(self._lock.directory, lock)
+            launcher = self._launch_detached(self._lock.directory, lock)
         finally:
             os.close(lock)
-        self._process = first
+        self._process = launcher
         self._process = DetachedProcess(await self._begin(filter_program, groups))
         try:
-            await asyncio.wait({first.exited})  # it has forked the spawner
+            await asyncio.wait({launcher.exited})  # it has forked the spawner
         finally:
-            first.reap_or_abandon()
+            launcher.reap_or_abandon()
 
     async def _begin(self, filter_program: bytes, groups: list[str]) -> int:
         settings = {"filter": filter_program.hex(), "groups": groups, "outlives": self._outlives}
@@ -166,28 +167,28 @@ class SpawnerClient:
     def _launch(
         self, arguments: list[str], *, cwd: str, keep: Iterable[int] = (), output: int | None = None
     ) -> SpawnedChild:
-        mine, its = packet_socketpair()
-        self._configure_socket(mine)
+        owner_end, child_end = packet_socketpair()
+        self._configure_socket(owner_end)
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            with its:
+            with child_end:
                 process = SpawnedChild(
-                    [sys.executable, "-I", "-S", str(PROGRAM), str(its.fileno()), *arguments],
+                    [sys.executable, "-I", "-S", str(PROGRAM), str(child_end.fileno()), *arguments],
                     # It forks into sandboxes, so of the owner's environment it gets only PATH.
                     env={"PATH": os.environ.get("PATH", os.defpath)},
                     cwd=cwd,
                     streams=(null, output, output),
-                    keep=[its.fileno(), *keep],
+                    keep=[child_end.fileno(), *keep],
                 )
         finally:
             os.close(null)
-        asyncio.get_running_loop().add_reader(mine, self._on_readable)
+        asyncio.get_running_loop().add_reader(owner_end, self._on_readable)
         return process
 
-    def _configure_socket(self, mine: socket.socket) -> None:
-        reserve_send_buffer(mine, 4)
-        mine.setblocking(False)
-        self._socket = mine
+    def _configure_socket(self, connection: socket.socket) -> None:
+        reserve_send_buffer(connection, 4)
+        connection.setblocking(False)
+        self._socket = connection
 
     @property
     def is_connected(self) -> bool:
@@ -218,10 +219,10 @@ class SpawnerClient:
             async with asyncio.timeout(ATTACH_S_MAX):
                 connection, self._process = await self._lock.connect()
                 self._configure_socket(connection)
-                left = self._parse_greeting(await loop.sock_recv(connection, PACKET_BYTES_MAX))
+                orphans = self._parse_greeting(await loop.sock_recv(connection, PACKET_BYTES_MAX))
                 loop.add_reader(connection, self._on_readable)
                 await self._begin(filter_program, groups)
-            return left
+            return orphans
         except BaseException as error:
             if self._socket is not None:
                 self._disconnect("the spawner is not used")
@@ -242,11 +243,11 @@ class SpawnerClient:
                 raise ManagerError(
                     f"the spawner that held it is of another version of Tangram: protocol {protocol}, not {PROTOCOL}"
                 )
-            found = msgspec.json.decode(greeting, type=Greeting)
+            parsed = msgspec.json.decode(greeting, type=Greeting)
         except msgspec.MsgspecError as error:
             raise ManagerError(f"the spawner that held it cannot be understood: {error}") from error
-        self._number = found.number
-        return found.boxes
+        self._number = parsed.number
+        return parsed.boxes
 
     async def detach(self) -> None:
         """Leave the spawner. Returns when it has frozen everything for the next owner."""
@@ -263,7 +264,7 @@ class SpawnerClient:
         self._close_process()
 
     def _close_process(self) -> int | None:
-        """Its exit code, if it is known."""
+        """Release the process of the spawner. Returns its exit code, if it is known."""
         process, self._process = self._process, None
         if isinstance(process, SpawnedChild):
             return process.reap_or_abandon()[0]
@@ -288,7 +289,7 @@ class SpawnerClient:
         """Report that the caller has been notified of the end of a session. If the socket is full it is skipped: a
         second notification by the next owner does no harm."""
         if self._lock is not None and self._socket is not None:
-            message = {"id": self._next_number(), "do": "over", "box": sandbox_id, "session": session}
+            message = {"id": self._next_number(), "do": "end_session", "box": sandbox_id, "session": session}
             with contextlib.suppress(OSError):
                 send_packet(self._socket, _encode(message))
 
@@ -340,7 +341,7 @@ class SpawnerClient:
             "do": command["do"],
             "box": sandbox_id,
             "groups": groups,
-            "told": reports_pid,
+            "reports_pid": reports_pid,
             **fields,
         }
         data = _encode(request) + b"\n" + _encode(command)
@@ -376,7 +377,7 @@ class SpawnerClient:
     def _abandon(self, number: int) -> None:
         """Kill the runner of a command whose caller was cancelled."""
         if self._socket is not None:
-            message = {"id": self._next_number(), "do": "abandon", "order": number}
+            message = {"id": self._next_number(), "do": "abandon", "request": number}
             with contextlib.suppress(OSError):
                 send_packet(self._socket, _encode(message))
 

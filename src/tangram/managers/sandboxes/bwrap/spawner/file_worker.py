@@ -19,7 +19,7 @@ from typing import Any
 Message = dict[str, Any]
 
 REASON_CHARACTERS = 2000
-"""For text of the sandbox in a reply."""
+"""Length limit of text of the sandbox in a reply."""
 
 # User names are not looked up: files of the sandbox (nsswitch.conf) choose the code that does so.
 tarfile.pwd = tarfile.grp = None  # type: ignore[attr-defined]
@@ -96,15 +96,15 @@ def _list(request: Message) -> str:
             if len(entries) >= request["entries_max"]:
                 raise OSError(errno.EOVERFLOW, f"has more than {request['entries_max']} entries")
             try:
-                about = entry.stat(follow_symlinks=False)
+                status = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
                 continue  # it was deleted meanwhile
-            mode = about.st_mode
+            mode = status.st_mode
             kind = (
                 "link" if stat.S_ISLNK(mode) else "dir" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else ""
             )
             name = entry.name.encode(errors="surrogateescape").decode(errors="replace")
-            entries.append({"name": name, "kind": kind or "other", "bytes": about.st_size, "mode": mode & 0o7777})
+            entries.append({"name": name, "kind": kind or "other", "bytes": status.st_size, "mode": mode & 0o7777})
     entries.sort(key=lambda entry: str(entry["name"]))
     data = json.dumps(entries).encode()
     while data:

@@ -24,9 +24,9 @@ from tangram.processes.process_tree import WatchedProcess
 
 LOCK_FILE = "spawner.lock"
 POLL_S = 0.005
-"""Between attempts to take a lock or to connect."""
+"""Pause between attempts to take a lock or to connect."""
 END_S_MAX = 15.0
-"""For a killed spawner to end: the kernel ends its children first."""
+"""Time limit for the end of a killed spawner: the kernel ends its children first."""
 
 
 class DetachedProcess(WatchedProcess):
@@ -73,14 +73,14 @@ class SpawnerLock:
 
     async def connect(self) -> tuple[socket.socket, DetachedProcess]:
         """Connect to the spawner that waits for an owner. The holder of the lock is about to listen or to end."""
-        there = os.open(self.directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        directory_fd = os.open(self.directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         connection = packet_socket()
         try:
             connection.setblocking(False)
             while is_locked(self._path):
                 try:
                     # The path of a socket is limited to 107 bytes, that of a directory is not.
-                    connection.connect(f"/proc/self/fd/{there}/{SOCKET_NAME}")
+                    connection.connect(f"/proc/self/fd/{directory_fd}/{SOCKET_NAME}")
                     return connection, DetachedProcess(self._pid())
                 except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
                     await asyncio.sleep(POLL_S)
@@ -89,7 +89,7 @@ class SpawnerLock:
             connection.close()
             raise
         finally:
-            os.close(there)
+            os.close(directory_fd)
 
     async def kill_spawner(self) -> None:
         """Kill the spawner, if there is one, and wait for its end: its sandboxes die with it."""

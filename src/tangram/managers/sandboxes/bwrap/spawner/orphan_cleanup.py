@@ -15,7 +15,7 @@ import time
 from collections.abc import Container
 
 END_S_MAX, END_PAUSE_S = 4.0, 0.005
-"""For all processes to end, and between two rounds."""
+"""Time limit for the end of all processes, and pause between two rounds."""
 BACKGROUND = "background"
 
 
@@ -89,7 +89,7 @@ def _kill(pids: set[int]) -> None:
 
 
 def _processes(group: str) -> list[int]:
-    """0 stands for a process outside of our process namespace; a signal to 0 would go to this process group."""
+    """0 stands for a process outside of this process namespace; a signal to 0 would go to this process group."""
     try:
         with open(f"{group}/cgroup.procs", encoding="ascii") as file:
             return [int(word) for word in file.read().split() if word != "0"]

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from tangram.processes.packets import Message, decode_packet, send_packet
 
 REPLY_BYTES_MAX = 1 << 17
-"""For the reply of a runner, such as a listing."""
+"""Size limit of the reply of a runner, such as a listing."""
 RUNNER_GONE_ERRORS = (ProcessLookupError, BrokenPipeError, ConnectionResetError)
 """Errors that mean that a runner has ended before it could get its command."""
 
@@ -35,7 +35,7 @@ class Runner:
         self.commanded_s = 0.0
         """When it got its command."""
         self.reply: bytes | None = None
-        """All its output on the channel, once that has ended."""
+        """Output of the runner on the channel, once that has ended."""
         self.code: int | None = None
 
 
@@ -44,7 +44,6 @@ class SpawnedSandbox:
 
     def __init__(self, name: str, holder: int, init: int, request: Message) -> None:
         self.name = name
-        self.holder = holder
         self.init = init
         self.has_user_namespace = _namespace(init, "user") != _namespace(os.getpid(), "user")
         self.init_fd = os.pidfd_open(init)

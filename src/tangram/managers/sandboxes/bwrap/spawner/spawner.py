@@ -72,13 +72,13 @@ from tangram.processes.prctl import libc
 SPARES_MAX = 64
 """Spare runners. Each costs about half a megabyte; those of the sandboxes used last are kept."""
 POLL_S = 0.0003
-"""Between two looks at the first process of a sandbox that is being made."""
+"""Pause between two polls of the first process of a sandbox that is being made."""
 RESUME_S = 0.2
-"""Between SIGCONTs to a runner that has its command: a program in its sandbox may stop it."""
+"""Pause between SIGCONTs to a runner that has its command: a program in its sandbox may stop it."""
 ACCEPT_RETRY_S = 0.01
-"""After a connection that could not be accepted; the listener stays readable."""
+"""Pause after a connection that could not be accepted; the listener stays readable."""
 EXECUTE_S_MAX = 120.0
-"""For a runner to execute its program. Then it is killed: a program in its sandbox keeps stopping it."""
+"""Time limit for a runner to execute its program. Then it is killed: a program in its sandbox keeps stopping it."""
 
 DRAINED_MAX = 64
 """Drained streams of one sandbox. The oldest are closed."""
@@ -182,7 +182,7 @@ class Spawner:
                 box.sessions[name] = []
 
     def _await_next_owner(self) -> None:
-        """Without an owner: wait until everything is frozen, then for the next owner."""
+        """Called without an owner: wait until everything is frozen, then for the next owner."""
         if self._departing_owner is not None:
             if not self._freeze_round():
                 return
@@ -215,7 +215,7 @@ class Spawner:
         return not (busy or self._workers) or late_s > orphan_cleanup.END_S_MAX
 
     def _on_next_owner(self, _: object) -> None:
-        """Its first message lists the sandboxes, which it compares with its records."""
+        """Accept the next owner. The greeting to it lists the sandboxes, which it compares with its records."""
         assert self._listener is not None
         try:
             connection, _ = self._listener.accept()
@@ -351,7 +351,7 @@ class Spawner:
                 return
             self._workers.pop(pid, None)
             self._want_spare(name)
-            self._reply(number, holder=pid, init=init)
+            self._reply(number, init=init)
 
         def ended(code: int) -> None:
             box = self._sandboxes.pop(name, None)
@@ -454,8 +454,8 @@ class Spawner:
     # ---- runners ----
 
     def _run_command(self, request: Message, command: bytes, fds: list[int]) -> None:
-        """Pass a command to a runner unchanged. `exit` reports its result; with `told`, the process id of the runner is
-        reported first."""
+        """Pass a command to a runner unchanged. `exit` reports its result; with `reports_pid`, the process id of the
+        runner is reported first."""
         box = self._get_sandbox(request["box"])
         groups = request["groups"]
         held = fds[len(fds) - request.get("held", 0) :]
@@ -476,7 +476,7 @@ class Spawner:
         self._pending_runners[runner.number] = runner
         self._workers[runner.pid] = runner
         os.kill(runner.pid, signal.SIGCONT)
-        if request["told"]:
+        if request["reports_pid"]:
             self._reply(runner.number, pid=runner.pid)
         self._want_spare(box.name)
         self._collect(runner.channel.detach(), functools.partial(self._on_reply, runner))
@@ -517,13 +517,14 @@ class Spawner:
 
     def _abandon(self, request: Message, fds: list[int]) -> None:
         """Kill a runner whose caller no longer waits."""
-        runner = self._pending_runners.get(request["order"])
+        runner = self._pending_runners.get(request["request"])
         if runner is not None:
             os.kill(runner.pid, signal.SIGKILL)
         self._reply(request["id"])
 
     def _on_reply(self, runner: Runner, text: bytes) -> None:
-        """All its output on the channel. For a program, none means success: exec has closed the channel."""
+        """Called with all output of a runner on its channel. For a program, none means success: exec has closed the
+        channel."""
         self._pending_runners.pop(runner.number, None)
         runner.reply = text
         self._report_exit(runner)
@@ -538,7 +539,7 @@ class Spawner:
             self._report_exit(runner)
 
     def _report_exit(self, runner: Runner) -> None:
-        """Its output and its end are noticed in either order."""
+        """Report the exit of a runner once its output and its end are known, in either order."""
         if runner.reply is None or runner.code is None:
             return
         if runner.executes and not runner.reply:
@@ -577,10 +578,10 @@ class Spawner:
     def _fork_runner(self, box: SpawnedSandbox) -> Runner:
         """Fork a child into the process namespace of a sandbox. The spawner itself stays in its own."""
         assert self._seccomp_fprog is not None, "the filter comes before the first sandbox"
-        mine, its = packet_socketpair()
+        spawner_end, runner_end = packet_socketpair()
         pid = -1
         try:
-            reserve_send_buffer(mine, 2)
+            reserve_send_buffer(spawner_end, 2)
             child.check_result("joining the processes", libc.setns(box.init_fd, child.CLONE_NEWPID))
             try:
                 pid = os.fork()
@@ -589,14 +590,14 @@ class Spawner:
                     libc.setns(self._own_pid_namespace, child.CLONE_NEWPID)
             pidfd = _open_pidfd(pid) if pid != 0 else -1
         except BaseException:
-            mine.close()
+            spawner_end.close()
             raise
         finally:
             if pid != 0:
-                its.close()
+                runner_end.close()
         if pid == 0:
-            child.become_runner(its.detach(), box, self._seccomp_fprog, COMMANDS, FDS_MAX)
-        runner = Runner(pid, mine)
+            child.become_runner(runner_end.detach(), box, self._seccomp_fprog, COMMANDS, FDS_MAX)
+        runner = Runner(pid, spawner_end)
         self._watch(pid, pidfd, lambda code: self._on_runner_exit(box, runner, code))
         return runner
 
@@ -646,7 +647,7 @@ _REQUESTS: dict[str, Callable[[Spawner, Message, list[int]], None]] = {
     "copy": Spawner._copy,
     "abandon": Spawner._abandon,
     "drain": Spawner._drain,
-    "over": Spawner._end_session,
+    "end_session": Spawner._end_session,
 }
 
 
@@ -659,7 +660,7 @@ def main() -> None:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, child.DESCRIPTORS_MAX), most))
     owner, *lock = [_move_fd_up(int(word)) for word in sys.argv[1:3]]
-    for low in range(3, child.LOW_FDS):  # taken, so that no descriptor of ours has a number that children use
+    for low in range(3, child.LOW_FDS):  # taken, so that no descriptor of the spawner has a number that children use
         with contextlib.suppress(OSError):
             os.fstat(low)
             continue
@@ -676,7 +677,7 @@ def _move_fd_up(fd: int) -> int:
 
 
 def _daemonize(lock: int, directory: str) -> socket.socket:
-    """Become a daemon that can be found: `lock` gets our process id, and the socket listens for the next owner."""
+    """Become a daemon that can be found: `lock` gets its process id, and the socket listens for the next owner."""
     if os.fork() != 0:
         os._exit(0)
     os.ftruncate(lock, 0)
