@@ -24,7 +24,7 @@ from tangram.client.client import Client
 from tangram.client.functions import Function, function
 from tangram.client.transport import LocalTransport
 from tangram.core.messages import cpu_node
-from tangram.core.policies import policy
+from tangram.core.policies import DEFAULT_POLICY, policy
 from tangram.core.scheduler import Scheduler
 from tangram.managers.functions.host import FunctionStatistics
 from tangram.managers.functions.manager import FunctionManager
@@ -97,7 +97,7 @@ async def connect_functions() -> AsyncIterator[tuple[Client, FunctionManager]]:
     inbox = EventInbox()
     quotas = QuotaManager((), inbox.send)
     pools = cpu_node("local", len(os.sched_getaffinity(0)))
-    scheduler = Scheduler(policy("adaptive"), pools)
+    scheduler = Scheduler(policy(DEFAULT_POLICY), pools)
     orchestrator = Orchestrator(scheduler, {}, {HoldGrant: quotas, Call: functions}, inbox=inbox)
     async with Client(LocalTransport(orchestrator, quotas)) as client:
         yield client, functions

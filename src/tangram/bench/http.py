@@ -36,7 +36,7 @@ from tangram.bench.shared_http_client import MEMORY_MIB, WAIT_S, SharedHttpClien
 from tangram.core.action import Action, Status
 from tangram.core.demand import CPU, Demand, cores
 from tangram.core.messages import Grant, Pool, cpu_node
-from tangram.core.policies import policy
+from tangram.core.policies import DEFAULT_POLICY, policy
 from tangram.core.scheduler import Scheduler
 from tangram.errors import ManagerError
 from tangram.managers.base import Lease
@@ -251,7 +251,7 @@ def embedded_rate(count: int, clients: int) -> float:
 
 async def _embedded_rate(count: int, clients: int) -> float:
     """Return the actions per second of orchestrator and scheduler alone."""
-    scheduler = Scheduler(policy("adaptive"), cpu_node("local", CORES))
+    scheduler = Scheduler(policy(DEFAULT_POLICY), cpu_node("local", CORES))
     left = iter(range(count))
     demand = Demand({CPU: cores(1.0)})
 

@@ -39,7 +39,7 @@ from tangram.core.messages import (
     WakeAt,
     cpu_node,
 )
-from tangram.core.policies import policy
+from tangram.core.policies import DEFAULT_POLICY, policy
 from tangram.core.scheduler import Scheduler
 from tangram.processes.process_tree import resident_bytes
 from tangram.sim.episode import SimStep
@@ -179,7 +179,7 @@ def sim_speed(sizes: SchedulerCostSizes) -> float:
     best = 0.0
     for _ in range(sizes.sim_repeats):
         begin = time.perf_counter_ns()
-        actions = len(simulate(workload, "adaptive", pools).rows)
+        actions = len(simulate(workload, DEFAULT_POLICY, pools).rows)
         best = max(best, actions / (time.perf_counter_ns() - begin) * 1e9)
     return best
 
@@ -239,7 +239,7 @@ class SchedulerTestbed:
 
     def __init__(self, sizes: SchedulerCostSizes, seed: int = 0) -> None:
         pools = cpu_node(NODE, sizes.cores, GIB_PER_CORE * sizes.cores)
-        self.scheduler = Scheduler(policy("adaptive"), pools, limits=Limits(ageing_s=sizes.ageing_s))
+        self.scheduler = Scheduler(policy(DEFAULT_POLICY), pools, limits=Limits(ageing_s=sizes.ageing_s))
         self.now = 0.0
         self.ended = 0
         self.waiting = 0

@@ -47,7 +47,7 @@ from tangram.core.demand import CPU, Demand
 from tangram.core.demand import cores as cores_of
 from tangram.core.limits import Limits
 from tangram.core.messages import Event
-from tangram.core.policies import policy
+from tangram.core.policies import DEFAULT_POLICY, policy
 from tangram.core.scheduler import Scheduler
 from tangram.core.sizes import parse_size
 from tangram.errors import AdmissionRefused, InvalidAction, InvalidConfig
@@ -426,7 +426,7 @@ def connect(
     backend: str = "sandbox",
     cores: float | None = None,
     memory: int | str | None = None,
-    policy_name: str = "adaptive",
+    policy_name: str = DEFAULT_POLICY,
     limits: Limits | None = None,
     quotas: Iterable[Quota] = (),
     services: Iterable[Service] = (),
@@ -453,7 +453,7 @@ def connect(
     if url:
         given = {
             "backend": (backend, "sandbox"), "cores": (cores, None), "memory": (memory, None),
-            "policy_name": (policy_name, "adaptive"), "limits": (limits, None), "quotas": (quotas, ()),
+            "policy_name": (policy_name, DEFAULT_POLICY), "limits": (limits, None), "quotas": (quotas, ()),
             "services": (services, ()), "devices": (devices, ()), "record": (record, ""), "state": (state, ""),
             "warm": (warm, 0), "decider": (decider, None),
         }  # fmt: skip

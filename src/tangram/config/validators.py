@@ -1,7 +1,7 @@
-"""Validators of config values: one `Valid` for each kind of value.
+"""Validators of config values: one `Validator` for each kind of value.
 
 Owns the checks of single values and their descriptions in errors and on the reference page. Independent of keys and
-files. Promises that `read` returns a value of the type of its field, that reading that value again returns the same,
+files. Promises that `parse` returns a value of the type of its field, that reading that value again returns the same,
 and that an invalid value raises ValueError, with a more precise text than the description if there is one.
 """
 
@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
 
 from tangram.core.action import ID_LENGTH_MAX
-from tangram.core.demand import CPU, GPU, MEMORY
-from tangram.core.ledger import CORE_KIND
+from tangram.core.demand import CPU, EXCLUSIVE_CORE, GPU, MEMORY
 from tangram.core.policies import POLICIES, policy
 from tangram.core.sizes import parse_size
 from tangram.errors import InvalidConfig
@@ -108,7 +107,7 @@ def _node_name(value: object) -> str:
 
 def _quota_name(value: object) -> str:
     name = _node_name(value)
-    if name in (CPU, GPU, MEMORY, CORE_KIND):
+    if name in (CPU, GPU, MEMORY, EXCLUSIVE_CORE):
         raise ValueError("a name that is not a kind of resource of a machine")
     return name
 

@@ -146,7 +146,7 @@ class Action(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     id: str
     demand: Demand
     run: str = "default"
-    """The training or evaluation run: the tenant of fair share."""
+    """The training or evaluation run, among which fair share divides the pools."""
     task: str = ""
     """The RL task domain or data set item that the class of the action includes."""
     trajectory: str = ""

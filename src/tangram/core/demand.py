@@ -18,9 +18,10 @@ CORE = 1000
 """Milli-cores of one core: the unit of every `cpu` pool."""
 
 CPU = "cpu"
+EXCLUSIVE_CORE = "core"
+"""Exclusive cores: a static partition of a node into whole cores, by id."""
 GPU = "gpu"
 MEMORY = "memory"
-
 
 LEARNED = -1
 """Stands for the minimum of undeclared CPU: the policy decides the reserve."""
@@ -123,7 +124,7 @@ def _milli_cores(count: float) -> int:
 
 
 class Demand(msgspec.Struct, frozen=True, gc=False):
-    """Per pool kind, the admissible amounts. All are granted together or none."""
+    """Per pool kind, the admissible amounts. All are granted together or none (gang allocation)."""
 
     pools: dict[str, Amounts]
     speedup: Speedup | None = None

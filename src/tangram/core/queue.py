@@ -1,6 +1,8 @@
 """The queue: waiting actions, their order, and what each lane waits for.
 
 Owns the lanes in which live actions wait, and which pools are closed to which actions. Decides nothing about units.
+A closed pool is a reservation, as in batch schedulers: without it later actions that need less would backfill every
+unit that becomes free, and an action that needs many would never start.
 What blocks the first action of a lane blocks the whole lane, so the cost of a scheduling round grows with the number
 of lanes, not of waiting actions.
 
@@ -374,7 +376,7 @@ class Queue:
         return blocker
 
     def close(self, entry: Entry, lack: Lack, now: float) -> None:
-        """Closes what an action lacks to the actions behind it, until it starts or settles."""
+        """Reserves what an action lacks: closes it to the actions behind it, until it starts or settles."""
         to_close = lack.close
         if lack.target and self.is_aged(entry, now):
             if entry.target != lack.target:

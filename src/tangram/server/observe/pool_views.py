@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from heapq import nlargest
 from typing import TYPE_CHECKING
 
-from tangram.core.demand import CPU, GPU, MEMORY
-from tangram.core.ledger import CORE_KIND, Holding, Ledger, PoolState, RunUsage
+from tangram.core.demand import CPU, EXCLUSIVE_CORE, GPU, MEMORY
+from tangram.core.ledger import Holding, Ledger, PoolState, RunUsage
 from tangram.core.topology import Cells, Chunks, CoreSet
 from tangram.runtime.views import HIDDEN_NAME, PoolHolder, PoolPart, PoolView
 from tangram.server.observe.time_breakdown import WAITING
@@ -151,7 +151,7 @@ def _pool_parts(
                 for cell, cores in enumerate(layout.numa)
             ]
         )
-    return (PoolPart(index=0, total=pool.total, held=pool.held),) if pool.kind in (CPU, CORE_KIND) else ()
+    return (PoolPart(index=0, total=pool.total, held=pool.held),) if pool.kind in (CPU, EXCLUSIVE_CORE) else ()
 
 
 class RunShares:
