@@ -41,7 +41,8 @@ POLL_S = 0.001
 IDLE_S = 1.0
 FOR_EVER_S = 3600.0
 ELASTIC_IDLE_S = 0.2
-"""In bursts: short compared with the pause between them, as half a minute is compared with a training step."""
+"""Idle time of instances between bursts: short compared with the pause between them, as half a minute is compared with
+a training step."""
 
 
 class FunctionsSizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +51,7 @@ class FunctionsSizes(msgspec.Struct, frozen=True, kw_only=True):
     bursts: int = 10
     burst_calls: int = 24
     pause_s: float = 1.5
-    """Between bursts."""
+    """Pause between bursts."""
     call_s: float = 0.05
 
 

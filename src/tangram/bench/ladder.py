@@ -48,7 +48,7 @@ class LadderSizes(msgspec.Struct, frozen=True, kw_only=True):
     """Per batch."""
     members: int = 8
     steps: int = 14
-    """With a constant policy, for throughput."""
+    """Steps with a constant policy, which measure throughput."""
     latency_s: float = 0.12
     """Mean of an environment step."""
     spread: float = 1.0

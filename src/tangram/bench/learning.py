@@ -62,15 +62,15 @@ class LearningSizes(msgspec.Struct, frozen=True, kw_only=True):
     """Time limit of a run of one task, warm start included."""
     mix_s: float = 300.0
     batch: int = 16
-    """Groups per step ..."""
+    """Groups per step."""
     batch_dear: int = 8
-    """... and per step of a task with expensive episodes."""
+    """Groups per step of a task with expensive episodes."""
     members: int = 8
     epochs: int = 2
     epochs_dear: int = 4
-    """The same for epochs, also of the mix, which contains such tasks."""
+    """Epochs of a task with expensive episodes, and of the mix, which contains such tasks."""
     episodes: int = 64
-    """Per evaluation."""
+    """Episodes per evaluation."""
     every: int = 160
     """Groups trained on between two evaluations."""
     alphas: tuple[int, ...] = (0, 1, 2, 4)

@@ -82,13 +82,13 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     """Results at one depth of the queue; all times in microseconds."""
 
     fresh: float
-    """Per action before ageing: the best of the repeats."""
+    """Time per action before ageing: the best of the repeats."""
     worst: float
     aged: float
     by_event: dict[str, float]
-    """Per event, in the best repeat."""
+    """Time per event in the best repeat."""
     resizes: float
-    """Per action."""
+    """Resizes per action."""
     running: float
     """Concurrently running actions."""
     bytes: float
@@ -252,7 +252,7 @@ class SchedulerTestbed:
         self._cores_wanted = 0.0
         self._progress_s = 0.0
         self._ends: list[tuple[float, int, str]] = []
-        """On the progress clock: time and version of each expected end."""
+        """Time on the progress clock, version and action of each expected end."""
         self._wakes: list[float] = []
         self._pending: deque[Event] = deque()
         self._spent_ns: dict[str, int] = {}

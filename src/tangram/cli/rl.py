@@ -314,8 +314,8 @@ async def _replay_all(
 
             async def one(trajectory: Trajectory) -> ReplayResult:
                 async with places:
-                    its = trajectory.task
-                    result = await replay_one(trajectory, settings[its], task=makers[its], client=client)
+                    task = trajectory.task
+                    result = await replay_one(trajectory, settings[task], task=makers[task], client=client)
                 done.append(result)
                 if tell is not None:
                     tell(len(done), len(trajectories))

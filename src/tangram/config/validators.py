@@ -38,18 +38,18 @@ class Validator(NamedTuple):
 
 
 def _count(least: int) -> Validator:
-    def read(value: object) -> int:
+    def parse(value: object) -> int:
         if type(value) is not int or value < least:
             raise ValueError
         if value > COUNT_MAX:
             raise ValueError(f"a whole number, at most {COUNT_MAX}")
         return value
 
-    return Validator(f"a whole number, at least {least}", read)
+    return Validator(f"a whole number, at least {least}", parse)
 
 
 def number(words: str, *, zero: bool = False, most: float = COUNT_MAX) -> Validator:
-    def read(value: object) -> float:
+    def parse(value: object) -> float:
         if type(value) not in (int, float):
             raise ValueError
         assert isinstance(value, int | float)
@@ -57,17 +57,17 @@ def number(words: str, *, zero: bool = False, most: float = COUNT_MAX) -> Valida
             raise ValueError
         return float(value)
 
-    return Validator(words, read)
+    return Validator(words, parse)
 
 
 def _size(least: int) -> Validator:
-    def read(value: Any) -> int:
+    def parse(value: Any) -> int:
         try:
             return parse_size("", value, least=least, most=COUNT_MAX, error=InvalidConfig)
         except InvalidConfig:
             raise ValueError from None
 
-    return Validator('a size such as "512MiB" or "2GB", or a number of bytes' + (", at least 1" if least else ""), read)
+    return Validator('a size such as "512MiB" or "2GB", or a number of bytes' + (", at least 1" if least else ""), parse)
 
 
 def _bool(value: object) -> bool:
@@ -117,14 +117,14 @@ def one_of(choices: Any, renamed: Mapping[str, str] | None = None) -> Validator:
     words = get_args(choices)
     new_names = renamed or {}
 
-    def read(value: object) -> str:
+    def parse(value: object) -> str:
         if isinstance(value, str) and value in new_names:
             raise ValueError(f'"{new_names[value]}", which is the new name of "{value}"')
         if not isinstance(value, str) or value not in words:
             raise ValueError
         return value
 
-    return Validator("one of " + ", ".join(f'"{word}"' for word in words), read)
+    return Validator("one of " + ", ".join(f'"{word}"' for word in words), parse)
 
 
 def _policy(value: object) -> str:

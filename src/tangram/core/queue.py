@@ -351,8 +351,10 @@ class Queue:
         if second.submitted_at <= elder_since:
             return False
         if first.run is not second.run:
-            mine, theirs = first.run.usage.standing(now), second.run.usage.standing(now)
-            return mine < theirs or (mine == theirs and first.run.served < second.run.served)
+            standing, other_standing = first.run.usage.standing(now), second.run.usage.standing(now)
+            if standing != other_standing:
+                return standing < other_standing
+            return first.run.served < second.run.served
         aged_since = now - self.ageing_s
         return _rank(first, aged_since) < _rank(second, aged_since)
 

@@ -128,7 +128,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def today_in_full(self) -> str:
-        """The same with its size and its source."""
+        """Describe today's reservation with its size and its source."""
         size = self.reference.size
         text = f"{size} {self.today}" if self.today != self.like else f"{self.like} on {self._amount(size)}"
         return f"{text}, as recorded" if self.recorded else text

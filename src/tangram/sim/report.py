@@ -225,10 +225,12 @@ def _pools(comparison: Comparison) -> list[charts.PoolChart]:
     pools = setup.size.pools(build_workload(setup.source, setup.seeds[0]))
     result = []
     for kind, title, unit, scale in ((CPU, "Cores", "cores", CORE), (GPU, "Devices", "devices", 1)):
-        own = [pool for pool in pools if pool.kind == kind]
-        if own:
-            total = sum(pool.total for pool in own) / scale
-            result.append(charts.PoolChart(title=title, unit=unit, total=total, nodes=tuple(pool.node for pool in own)))
+        of_kind = [pool for pool in pools if pool.kind == kind]
+        if of_kind:
+            total = sum(pool.total for pool in of_kind) / scale
+            result.append(
+                charts.PoolChart(title=title, unit=unit, total=total, nodes=tuple(pool.node for pool in of_kind))
+            )
     return result
 
 
