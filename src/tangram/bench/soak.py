@@ -237,13 +237,13 @@ class SoakLoad:
         without a grant takes less memory."""
         left = iter(range(count))
 
-        async def holds(t: Client) -> None:
+        async def use_quota(t: Client) -> None:
             for _ in left:  # shared by all
                 async with t.quota(FILLING):
                     pass
 
         async with connect(self._url) as t:
-            await asyncio.gather(*(holds(t) for _ in range(FILLERS)))
+            await asyncio.gather(*(use_quota(t) for _ in range(FILLERS)))
 
     async def run(self, seconds: float) -> None:
         """Run all kinds concurrently for `seconds`, then until each has finished its round."""

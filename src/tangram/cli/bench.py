@@ -95,8 +95,8 @@ def bench(
         if "backend" in options_of(each):
             bench_options["backend"] = backend or _usual_backend()
         with live.progress(f"bench {each}", unit="") as progress:
-            tell = None if progress is None else _share_callback(progress)
-            result = run(each, quick=quick, trace=trace, processes=processes, progress=tell, **bench_options)
+            share_progress = None if progress is None else _share_callback(progress)
+            result = run(each, quick=quick, trace=trace, processes=processes, progress=share_progress, **bench_options)
         if as_json:
             import msgspec
 

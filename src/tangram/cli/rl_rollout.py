@@ -200,7 +200,7 @@ async def _play(
                 log.append(trajectory)
 
         progress = RolloutProgress(groups, quiet=quiet)
-        with live.progress("starting", "steps") as tell:
+        with live.progress("starting", "steps") as starting:
             assembly = await stack.enter_async_context(
                 assembled(
                     settings,
@@ -208,7 +208,9 @@ async def _play(
                     observer=progress,
                     on_event=on_event,
                     began=began,
-                    progress=lambda share, words: tell(round(100 * share), 100, words) if tell is not None else None,
+                    progress=lambda share, words: (
+                        starting(round(100 * share), 100, words) if starting is not None else None
+                    ),
                 )
             )
         stack.enter_context(progress)

@@ -67,7 +67,9 @@ def _size(least: int) -> Validator:
         except InvalidConfig:
             raise ValueError from None
 
-    return Validator('a size such as "512MiB" or "2GB", or a number of bytes' + (", at least 1" if least else ""), parse)
+    return Validator(
+        'a size such as "512MiB" or "2GB", or a number of bytes' + (", at least 1" if least else ""), parse
+    )
 
 
 def _bool(value: object) -> bool:
