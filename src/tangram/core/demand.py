@@ -1,7 +1,8 @@
 """Demand: which amounts of which pools an action can run with.
 
 Owns the admissible amounts. Units are integers: milli-cores for `cpu`, whole devices for `gpu`, requests or
-tokens for a quota. At most one pool of a demand is elastic, that is, admits more than one amount.
+tokens for a quota. All pools of a demand are granted together or none (gang allocation). At most one of them is
+elastic, that is, admits more than one amount.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def _milli_cores(count: float) -> int:
 
 
 class Demand(msgspec.Struct, frozen=True, gc=False):
-    """Per pool kind, the admissible amounts. All are granted together or none (gang allocation)."""
+    """Per pool kind, the admissible amounts. All are granted together or none."""
 
     pools: dict[str, Amounts]
     speedup: Speedup | None = None

@@ -16,7 +16,7 @@ POLICIES = {
     "fcfs": "first come, first served, every action at its minimum",
     "fixed:K": "first come, first served, every elastic action on K cores or devices",
     "paper": "the published elastic algorithm, its printed errors repaired",
-    DEFAULT_POLICY: "size-aware, sharing cores by learned use, resizing running actions (the default)",
+    "adaptive": "size-aware, sharing cores by learned use, resizing running actions (the default)",
     "adaptive:no-resize": "the same without resizing what runs",
 }
 """The policy names, each with a description of one line."""
