@@ -9,8 +9,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tangram.core.demand import CPU, GPU, LEARNED, MEMORY
-from tangram.core.ledger import CORE_KIND, HELD_S, RECENT_S, Holding, Ledger, PoolState
+from tangram.core.demand import CPU, EXCLUSIVE_CORE, GPU, LEARNED, MEMORY
+from tangram.core.ledger import HELD_S, RECENT_S, Holding, Ledger, PoolState
 from tangram.core.messages import NodeState, Pool, Window
 from tangram.errors import InvalidConfig, InvariantError
 
@@ -86,7 +86,7 @@ def test_the_last_rider_frees_the_chunk() -> None:
 
 def test_shared_cores_list_their_numa_cells_and_exclusive_ones_their_ids() -> None:
     ledger, cpu = one(a_pool(CPU, 8000, node="n0", numa=(4000, 4000)))
-    exclusive = ledger.change_pool(a_pool(CORE_KIND, 4, node="n0", numa=(2, 2)), 0.0)
+    exclusive = ledger.change_pool(a_pool(EXCLUSIVE_CORE, 4, node="n0", numa=(2, 2)), 0.0)
     run = ledger.new_usage()
     assert ledger.hold(cpu, 3000, run).cells == (0,)
     assert ledger.hold(cpu, 3000, run).cells == (1,)
@@ -179,16 +179,16 @@ def test_all_free_chunks_can_be_taken() -> None:
 
 
 def test_exclusive_cores_of_a_running_action_stay_taken_when_their_node_shrinks_around_them() -> None:
-    ledger, core = one(a_pool(CORE_KIND, 4, node="n0"))
+    ledger, core = one(a_pool(EXCLUSIVE_CORE, 4, node="n0"))
     run = ledger.new_usage()
     first, second = ledger.hold(core, 1, run), ledger.hold(core, 2, run)
     assert second.cells == (1, 2)
-    ledger.change_pool(a_pool(CORE_KIND, 2, node="n0"), 1.0)
+    ledger.change_pool(a_pool(EXCLUSIVE_CORE, 2, node="n0"), 1.0)
     ledger.give_back(first)
     assert not core.fits(1)
     ledger.give_back(second)
     assert ledger.hold(core, 2, run).cells == (0, 1)
-    ledger.change_pool(a_pool(CORE_KIND, 4, node="n0"), 1.0)
+    ledger.change_pool(a_pool(EXCLUSIVE_CORE, 4, node="n0"), 1.0)
     assert ledger.hold(core, 2, run).cells == (2, 3)
 
 
@@ -603,7 +603,7 @@ def test_check_finds_every_kind_of_wrong_count() -> None:
 
 POOLS = (
     a_pool(CPU, 6000, node="n0", numa=(4000, 2000)),
-    a_pool(CORE_KIND, 5, node="n0", numa=(2, 3)),
+    a_pool(EXCLUSIVE_CORE, 5, node="n0", numa=(2, 3)),
     a_pool(GPU, 8, node="n0"),
     a_pool("api", 5),
     a_pool("tokens", 9, window=FIXED),
@@ -672,7 +672,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.check(self.holdings)
         for state in self.states:
             held = [cell for holding in self.holdings if holding.pool is state for cell in holding.cells]
-            if state.kind in (GPU, CORE_KIND):
+            if state.kind in (GPU, EXCLUSIVE_CORE):
                 assert len(held) == len(set(held)), f"{state.name}: {held} belong to two"
 
     def teardown(self) -> None:

@@ -27,8 +27,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tangram.core.action import Action, Outcome, Usage
-from tangram.core.demand import CPU, GPU, MEMORY, Amounts, Demand, between, cores, fixed, learned, one_of
-from tangram.core.ledger import CORE_KIND
+from tangram.core.demand import (
+    CPU,
+    EXCLUSIVE_CORE,
+    GPU,
+    MEMORY,
+    Amounts,
+    Demand,
+    between,
+    cores,
+    fixed,
+    learned,
+    one_of,
+)
 from tangram.core.limits import Limits
 from tangram.core.messages import (
     Cancel,
@@ -67,7 +78,7 @@ from tangram.core.speedup import PowerLaw
 
 POOLS = (
     Pool(kind=CPU, node="n0", total=8000, numa=(4000, 4000)),
-    Pool(kind=CORE_KIND, node="n0", total=4, numa=(2, 2)),
+    Pool(kind=EXCLUSIVE_CORE, node="n0", total=4, numa=(2, 2)),
     Pool(kind=MEMORY, node="n0", total=4096),
     Pool(kind=CPU, node="n1", total=4000, numa=(2000, 2000)),
     Pool(kind=MEMORY, node="n1", total=2048),
@@ -111,8 +122,8 @@ DEMANDS: st.SearchStrategy[dict[str, Amounts]] = st.one_of(
     st.fixed_dictionaries({"tokens": either(fixed(4), fixed(20)), "calls": either(fixed(1), fixed(2))}),
     st.fixed_dictionaries({"calls": either(fixed(1), fixed(5))}),
     st.fixed_dictionaries({"posts": either(fixed(1), fixed(4)), "api": either(fixed(1))}),
-    st.fixed_dictionaries({CORE_KIND: either(fixed(1), fixed(3), one_of(1, 2, 4))}),
-    st.fixed_dictionaries({CPU: either(cores(1)), CORE_KIND: either(fixed(1))}),
+    st.fixed_dictionaries({EXCLUSIVE_CORE: either(fixed(1), fixed(3), one_of(1, 2, 4))}),
+    st.fixed_dictionaries({CPU: either(cores(1)), EXCLUSIVE_CORE: either(fixed(1))}),
 )
 SECONDS = st.sampled_from([None, None, 0.5, 5.0, 30.0])
 
@@ -149,7 +160,7 @@ class Books:
             if not riding:
                 assert self.free(name) >= share.reserved, f"{name} is oversold by {grant}"
                 self.held[name][grant.action] = share.reserved
-            if name.startswith((GPU, CORE_KIND)):
+            if name.startswith((GPU, EXCLUSIVE_CORE)):
                 self._settle_in(name, holder if riding else grant.action, share.cells, riding)
 
     def spent_now(self, now: float) -> int:

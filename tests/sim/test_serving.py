@@ -34,7 +34,6 @@ from tangram.sim.serving_tasks import (
     FROZENLAKE,
     GEM_MATH,
     SWE,
-    TASKS,
     WEBSHOP,
     ServingTask,
     ServingTrajectory,
@@ -243,7 +242,7 @@ def contexts(trajectories: Sequence[ServingTrajectory]) -> int:
 @pytest.mark.parametrize("split", [None, Disaggregation(prefill="H800", decode="H20")])
 @pytest.mark.parametrize("host", [False, True])
 def test_every_token_is_served_once(split: Disaggregation | None, host: bool) -> None:
-    trajectories = draw_trajectories([*TASKS.values()], 60, 5)
+    trajectories = draw_trajectories(serving.tasks_of(QWEN3_32B), 60, 5)
     pools = [DevicePool(H800, 2), DevicePool(H20, 2)]
     served = serve(pools, QWEN3_8B, 1, CALIBRATED, trajectories, concurrency=40, split=split, host=host)
     assert served.prefilled + served.reused == contexts(trajectories)
@@ -315,7 +314,7 @@ def test_a_split_over_a_class_that_is_not_there_is_refused() -> None:
 # The tasks.
 
 
-@pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)
+@pytest.mark.parametrize("task", serving.tasks_of(QWEN3_32B), ids=lambda task: task.name)
 def test_trajectories_have_the_published_turns_and_never_outgrow_the_context(task: ServingTask) -> None:
     trajectories = draw_trajectories([task], 200, 3)
     assert trajectories == draw_trajectories([task], 200, 3)

@@ -65,13 +65,13 @@ class AffinitySizes(msgspec.Struct, frozen=True, kw_only=True):
     chunk: int = 480
     """Prompt tokens that all readers of an engine prefill between two decode steps."""
     prefill_s_per_token: float = 0.0015
-    """On the compute class."""
+    """Seconds on the compute class."""
     decode_s_per_step: float = 0.06
-    """On the compute class. A decode step takes as long as the prefill of 40 tokens."""
+    """Seconds on the compute class. A decode step takes as long as the prefill of 40 tokens."""
     simulated: tuple[str, ...] = (QWEN3_8B.name, QWEN3_14B.name, QWEN3_32B.name)
-    """Models."""
+    """Models of the simulated gains."""
     simulated_ended: int = 3072
-    """Trajectories."""
+    """Trajectories of the simulated gains."""
 
 
 LABEL = "emulated"
@@ -180,7 +180,7 @@ def _words(count: int, turn: int) -> tuple[int, ...]:
 
 def engine_settings(sizes: AffinitySizes, hardware: str, count: int) -> EngineSettings:
     """Return the settings of a class, with speeds relative to `compute` as published."""
-    own, base = HARDWARE_BY_CLASS[hardware], HARDWARE_BY_CLASS[COMPUTE]
+    gpu, base = HARDWARE_BY_CLASS[hardware], HARDWARE_BY_CLASS[COMPUTE]
     longest = sizes.turns * (sizes.observation * (1.0 + sizes.varied) + sizes.word) + 2
     return EngineSettings(
         name=hardware,
@@ -189,8 +189,8 @@ def engine_settings(sizes: AffinitySizes, hardware: str, count: int) -> EngineSe
         slots=sizes.slots,
         chunk=sizes.chunk,
         context_max=max(round(longest), sizes.question + round(sizes.answer * (1.0 + sizes.varied)) + 2),
-        prefill_s_per_token=sizes.prefill_s_per_token * base.flops / own.flops,
-        decode_s_per_step=sizes.decode_s_per_step * base.bandwidth / own.bandwidth,
+        prefill_s_per_token=sizes.prefill_s_per_token * base.flops / gpu.flops,
+        decode_s_per_step=sizes.decode_s_per_step * base.bandwidth / gpu.bandwidth,
     )
 
 
@@ -268,7 +268,7 @@ class FleetResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one fleet."""
 
     seconds: tuple[float, ...]
-    """By seed."""
+    """Seconds by seed."""
     prefilled: int
     """Tokens prefilled for readers."""
     recommended: tuple[str, ...]

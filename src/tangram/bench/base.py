@@ -232,11 +232,11 @@ def run_in_fresh_process(job: Callable[..., T], arguments: tuple[Any, ...], proc
 def subprogress(progress: Progress, begin: float, end: float) -> Progress:
     """Return the progress callback of one part of a benchmark, which covers the given share of the whole."""
 
-    def tell(share: float, words: str = "", /) -> None:
-        whole = begin + share * (end - begin)
-        progress(whole, words) if words else progress(whole)
+    def report(share: float, words: str = "", /) -> None:
+        total_share = begin + share * (end - begin)
+        progress(total_share, words) if words else progress(total_share)
 
-    return tell
+    return report
 
 
 def step_counter(progress: Progress, total: int) -> Callable[[str], None]:

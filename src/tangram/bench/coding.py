@@ -39,7 +39,7 @@ MetricRow = dict[str, float]
 class CodingSizes(msgspec.Struct, frozen=True, kw_only=True):
     batch: int = 512
     cores: tuple[int, ...] = (16, 32, 64, 256)
-    """From deep overload to a pod's request for every trajectory."""
+    """Sizes from deep overload to a pod's request for every trajectory."""
     learning_cores: int = 32
     """Number of cores at which learning is compared with perfect knowledge."""
     gib_per_core: float = 9.4

@@ -40,8 +40,8 @@ async def measure(sizes: CpuSizes, run: BenchRun) -> None:
     async with connect(cores=2, record=recorded) as t:
         for number, granted in enumerate(rounds):
             used = await t.gather(*(_burn(t, cores, sizes.seconds) for cores in granted))
-            for cores, got in zip(granted, used, strict=True):
-                errors.append(abs(got / cores - 1.0))
+            for cores, used_cores in zip(granted, used, strict=True):
+                errors.append(abs(used_cores / cores - 1.0))
             if len(granted) == 1:
                 run.add(f"used_at_{granted[0]:g}", used[0], PRINTED)
             run.progress((number + 1) / len(rounds))

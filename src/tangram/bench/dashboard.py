@@ -24,7 +24,7 @@ from tangram.managers.work import Close, Exec
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 LONGEST = "longest_task"
 CORES = 16.0
-"""Of the fake machine: fewer than the clients, so that actions also wait."""
+"""Cores of the fake machine: fewer than the clients, so that actions also wait."""
 COMMANDS, LIVE_COMMANDS = (
     ("true", "sleep 0.01", "sleep 0.03", "false", "echo word"),
     ("sleep 0.5", "sleep 1", "sleep 2"),
@@ -46,7 +46,7 @@ class DashboardSizes(msgspec.Struct, frozen=True, kw_only=True):
 LABEL = "measured"
 FULL = DashboardSizes()
 QUICK = DashboardSizes()
-"""The same: the goal applies to this number of actions, and the benchmark takes less than a minute."""
+"""Equal to FULL: the goal applies to this number of actions, and the benchmark takes less than a minute."""
 
 
 def find_browser() -> tuple[str, str]:

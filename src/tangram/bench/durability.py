@@ -57,9 +57,9 @@ class DurabilitySizes(msgspec.Struct, frozen=True, kw_only=True):
     actions: int = 5000
     kills: int = 50
     clients: int = 8
-    """Each with a sandbox of its own."""
+    """Clients, each with a sandbox of its own."""
     at_once: int = 6
-    """Actions in flight of each."""
+    """Actions in flight per client."""
     seed: int = 0
 
 
@@ -114,16 +114,20 @@ def add_metrics(run: BenchRun, clients: Clients, forgotten: int, recoveries: lis
     outcomes = clients.outcome_by_id
     runs = collections.Counter(clients.executed_ids)
     never = len(clients.acknowledged - outcomes.keys())
-    succeeded = [id for id, outcome in outcomes.items() if outcome.status is Status.SUCCEEDED]
-    unseen = sum(not runs[id] for id in succeeded if id not in clients.unobservable)
+    succeeded = [action_id for action_id, outcome in outcomes.items() if outcome.status is Status.SUCCEEDED]
+    unseen = sum(not runs[action_id] for action_id in succeeded if action_id not in clients.unobservable)
     restarted = sum(outcome.reason == RESTARTED_REASON for outcome in outcomes.values())
     run.add("lost", float(never + forgotten), at_most(0.0))
-    run.add("run_twice", float(sum(runs[id] > 1 for id in runs if id not in clients.idempotent)), at_most(0.0))
+    run.add(
+        "run_twice",
+        float(sum(runs[action_id] > 1 for action_id in runs if action_id not in clients.idempotent)),
+        at_most(0.0),
+    )
     run.add("false_success", float(unseen), at_most(0.0))
     run.add("recovery_s_max", max(recoveries), at_most(2.0))
     run.add("recovery_s_p50", statistics.median(recoveries), PRINTED)
     run.add("lost_while_running", float(restarted), PRINTED)
-    run.add("run_again", float(sum(runs[id] > 1 for id in clients.idempotent)), PRINTED)
+    run.add("run_again", float(sum(runs[action_id] > 1 for action_id in clients.idempotent)), PRINTED)
     run.add("sandboxes_lost", float(sum(box.is_gone for box in clients.sandboxes)), PRINTED)
     other = len(outcomes) - len(succeeded) - restarted
     run.add("settled_otherwise", float(other), PRINTED)
@@ -214,51 +218,51 @@ class Clients:
                 return box
         raise ManagerError(f"expected a sandbox within {OPEN_TRIES} tries; the last answer was {reply}", retry=False)
 
-    async def _run_action(self, box: _ClientSandbox, id: str, *, idempotent: bool) -> None:
+    async def _run_action(self, box: _ClientSandbox, action_id: str, *, idempotent: bool) -> None:
         if idempotent:
-            self.idempotent.add(id)
-        box.action_ids.append(id)
-        command = f"echo {id} >> {self._trace}"
-        submission = self._submission(id, Exec(command=command), box.name, idempotent)
+            self.idempotent.add(action_id)
+        box.action_ids.append(action_id)
+        command = f"echo {action_id} >> {self._trace}"
+        submission = self._submission(action_id, Exec(command=command), box.name, idempotent)
         try:
             await self._wire.call("POST", "/v1/actions", submission, wait_s=0.0)
-            self.acknowledged.add(id)
+            self.acknowledged.add(action_id)
         except ManagerError:
             box.is_gone = True  # a service may have accepted it and been killed before it answered
         try:
-            reply = await self._poll_until_settled(id)
+            reply = await self._poll_until_settled(action_id)
         except ManagerError:
-            if id in self.acknowledged:
+            if action_id in self.acknowledged:
                 return  # counted as lost
-            outcome = Outcome(action=id, status=Status.REFUSED, reason="its sandbox is gone")
+            outcome = Outcome(action=action_id, status=Status.REFUSED, reason="its sandbox is gone")
         else:
             assert reply.settled is not None
             outcome = reply.settled.outcome
-        await self._record_outcome(id, outcome)
+        await self._record_outcome(action_id, outcome)
         if outcome.status not in (Status.SUCCEEDED, Status.REFUSED) and outcome.reason != RESTARTED_REASON:
             box.is_gone = True
 
-    def _submission(self, id: str, work: AnyWork, sandbox: str, idempotent: bool) -> Submission:
+    def _submission(self, action_id: str, work: AnyWork, sandbox: str, idempotent: bool) -> Submission:
         demand = DEMAND if isinstance(work, Exec) else None
-        return Submission(id=id, work=work, sandbox=sandbox, idempotent=idempotent, demand=demand)
+        return Submission(id=action_id, work=work, sandbox=sandbox, idempotent=idempotent, demand=demand)
 
     async def _submit_and_wait(self, submission: Submission) -> ActionReply:
         reply = _reply(await self._wire.call("POST", "/v1/actions", submission, wait_s=WAIT_S))
         return reply if reply.settled is not None else await self._poll_until_settled(submission.id)
 
-    async def _poll_until_settled(self, id: str) -> ActionReply:
+    async def _poll_until_settled(self, action_id: str) -> ActionReply:
         """Poll until the action has settled. Raises ManagerError if the service does not have it."""
         while True:
-            reply = _reply(await self._wire.call("GET", f"/v1/actions/{id}", wait_s=WAIT_S))
+            reply = _reply(await self._wire.call("GET", f"/v1/actions/{action_id}", wait_s=WAIT_S))
             if reply.settled is not None:
                 return reply
 
-    async def _record_outcome(self, id: str, outcome: Outcome) -> None:
-        self.outcome_by_id[id] = outcome
+    async def _record_outcome(self, action_id: str, outcome: Outcome) -> None:
+        self.outcome_by_id[action_id] = outcome
         if len(self.outcome_by_id) % ACKNOWLEDGED_EVERY == 0:
-            self._to_acknowledge.append(id)
-        elif id in self.acknowledged:
-            self._unacknowledged.append(id)
+            self._to_acknowledge.append(action_id)
+        elif action_id in self.acknowledged:
+            self._unacknowledged.append(action_id)
         async with self._results_changed:
             self._results_changed.notify_all()
         if len(self._to_acknowledge) >= 50:
@@ -283,10 +287,10 @@ class Clients:
     async def count_forgotten(self) -> int:
         """Return how many unacknowledged results are missing or different."""
         count = 0
-        for id in self._unacknowledged:
+        for action_id in self._unacknowledged:
             try:
-                reply = _reply(await self._wire.call("GET", f"/v1/actions/{id}", wait_s=0.0))
-                count += reply.settled is None or reply.settled.outcome != self.outcome_by_id[id]
+                reply = _reply(await self._wire.call("GET", f"/v1/actions/{action_id}", wait_s=0.0))
+                count += reply.settled is None or reply.settled.outcome != self.outcome_by_id[action_id]
             except ManagerError:
                 count += 1
         return count

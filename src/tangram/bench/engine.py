@@ -62,7 +62,7 @@ QUICK = EngineSizes(repetitions=5, waves=1, rounds=2)
 
 
 COMMANDS_MIN = 5
-"""Of each kind, in one repetition: a median of fewer is unreliable."""
+"""Least number of commands of each kind in one repetition: a median of fewer is unreliable."""
 ATTEMPTS_MAX = 20
 """Attempts to get that many. When other programs use the cores, several commands are taken at once."""
 

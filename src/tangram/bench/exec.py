@@ -125,8 +125,8 @@ async def _measure_idle(t: Client, sizes: ExecSizes, run: BenchRun, progress: Pr
         # Reading /proc for thousands of processes takes CPU itself, so it is outside of the measured interval.
         below_before, own_before = _descendants_cpu_s(), time.process_time()
         await asyncio.sleep(sizes.idle_s)
-        own, below = time.process_time(), _descendants_cpu_s()
-        cpu_s = own - own_before + below - below_before
+        own_cpu_s, below = time.process_time(), _descendants_cpu_s()
+        cpu_s = own_cpu_s - own_before + below - below_before
     run.add("idle_mib", used / MIB / sizes.idle, at_most(2.0))
     run.add("idle_cpu", round(cpu_s / sizes.idle_s / sizes.idle, IDLE_DIGITS), at_most(0.0))
     run.notes.append(

@@ -24,7 +24,7 @@ from tangram.client.client import Client
 from tangram.client.functions import Function, function
 from tangram.client.transport import LocalTransport
 from tangram.core.messages import cpu_node
-from tangram.core.policies import policy
+from tangram.core.policies import DEFAULT_POLICY, policy
 from tangram.core.scheduler import Scheduler
 from tangram.managers.functions.host import FunctionStatistics
 from tangram.managers.functions.manager import FunctionManager
@@ -41,7 +41,8 @@ POLL_S = 0.001
 IDLE_S = 1.0
 FOR_EVER_S = 3600.0
 ELASTIC_IDLE_S = 0.2
-"""In bursts: short compared with the pause between them, as half a minute is compared with a training step."""
+"""Idle time of instances between bursts: short compared with the pause between them, as half a minute is compared with
+a training step."""
 
 
 class FunctionsSizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +51,7 @@ class FunctionsSizes(msgspec.Struct, frozen=True, kw_only=True):
     bursts: int = 10
     burst_calls: int = 24
     pause_s: float = 1.5
-    """Between bursts."""
+    """Pause between bursts."""
     call_s: float = 0.05
 
 
@@ -97,7 +98,7 @@ async def connect_functions() -> AsyncIterator[tuple[Client, FunctionManager]]:
     sink = EventSink()
     quotas = QuotaManager((), sink.send)
     pools = cpu_node("local", len(os.sched_getaffinity(0)))
-    scheduler = Scheduler(policy("adaptive"), pools)
+    scheduler = Scheduler(policy(DEFAULT_POLICY), pools)
     orchestrator = Orchestrator(scheduler, {}, {HoldGrant: quotas, Call: functions}, sink=sink)
     async with Client(LocalTransport(orchestrator, quotas)) as client:
         yield client, functions

@@ -36,7 +36,7 @@ from tangram.bench.shared_http_client import MEMORY_MIB, WAIT_S, SharedHttpClien
 from tangram.core.action import Action, Status
 from tangram.core.demand import CPU, Demand, cores
 from tangram.core.messages import Grant, Pool, cpu_node
-from tangram.core.policies import policy
+from tangram.core.policies import DEFAULT_POLICY, policy
 from tangram.core.scheduler import Scheduler
 from tangram.errors import ManagerError
 from tangram.managers.base import Lease
@@ -93,19 +93,19 @@ async def _measure_service(sizes: HttpSizes, run: BenchRun, progress: Progress) 
     allow_descriptors(sizes.waiting)
     async with ServiceProcess(run.folder, tables) as service:
 
-        async def ask(job: Callable[..., Any], *arguments: Any) -> Any:
+        async def run_in_process(job: Callable[..., Any], *arguments: Any) -> Any:
             return await asyncio.to_thread(
                 run_in_fresh_process, _run_job, (job, service.url, *arguments), run.processes
             )
 
-        await ask(_run_clients, sizes.clients, min(1.0, sizes.round_s))  # warm-up
+        await run_in_process(_run_clients, sizes.clients, min(1.0, sizes.round_s))  # warm-up
         rates, medians, tails, costs = [], [], [], []
         for number in range(sizes.rounds):
             before = service.cpu_s()
-            done, elapsed_s = await ask(_run_clients, sizes.clients, sizes.round_s)
+            done, elapsed_s = await run_in_process(_run_clients, sizes.clients, sizes.round_s)
             rates.append(done / elapsed_s)
             costs.append((service.cpu_s() - before) / done * 1e6)
-            times = await ask(_sequential_latencies, sizes.singles)
+            times = await run_in_process(_sequential_latencies, sizes.singles)
             medians.append(statistics.median(times) * 1e3)
             tails.append(sorted(times)[int(0.99 * len(times))] * 1e3)
             progress(0.8 * (number + 1) / sizes.rounds)
@@ -113,7 +113,7 @@ async def _measure_service(sizes: HttpSizes, run: BenchRun, progress: Progress) 
         run.add("overhead_ms_p50", mean_of(medians), at_most(10.0))
         run.add("overhead_ms_p99", mean_of(tails), PRINTED)
         run.add("cpu_us_per_action", mean_of(costs), PRINTED)
-        waiting, problems = await ask(clients_waiting, sizes.waiting)
+        waiting, problems = await run_in_process(clients_waiting, sizes.waiting)
         run.add("waiting_clients", float(waiting), at_least(float(FULL.waiting)))
         progress(1.0)
     if problems:
@@ -251,7 +251,7 @@ def embedded_rate(count: int, clients: int) -> float:
 
 async def _embedded_rate(count: int, clients: int) -> float:
     """Return the actions per second of orchestrator and scheduler alone."""
-    scheduler = Scheduler(policy("adaptive"), cpu_node("local", CORES))
+    scheduler = Scheduler(policy(DEFAULT_POLICY), cpu_node("local", CORES))
     left = iter(range(count))
     demand = Demand({CPU: cores(1.0)})
 

@@ -48,7 +48,7 @@ class LadderSizes(msgspec.Struct, frozen=True, kw_only=True):
     """Per batch."""
     members: int = 8
     steps: int = 14
-    """With a constant policy, for throughput."""
+    """Steps with a constant policy, which measure throughput."""
     latency_s: float = 0.12
     """Mean of an environment step."""
     spread: float = 1.0
@@ -179,11 +179,11 @@ async def trained_steps(settings: TrainSettings, folder: Path) -> list[Trained]:
     """Train, and return one line per step."""
     lines: list[Trained] = []
 
-    def tell(line: AnyMetricsLine) -> None:
+    def on_line(line: AnyMetricsLine) -> None:
         if isinstance(line, Trained):
             lines.append(line)
 
-    await train(settings, folder, on_line=tell)
+    await train(settings, folder, on_line=on_line)
     return lines
 
 
@@ -193,14 +193,14 @@ async def _seconds_to(score: float, settings: TrainSettings, folder: Path) -> fl
     reached = asyncio.get_running_loop().create_future()
     rewards: list[float] = []
 
-    def tell(line: AnyMetricsLine) -> None:
+    def on_line(line: AnyMetricsLine) -> None:
         if not isinstance(line, Trained):
             return
         rewards.append(line.tasks["frozenlake"].reward)
         if len(rewards) >= 3 and statistics.fmean(rewards[-3:]) >= score and not reached.done():
             reached.set_result(line.at_s)
 
-    running = asyncio.create_task(train(settings, folder, on_line=tell))
+    running = asyncio.create_task(train(settings, folder, on_line=on_line))
     await asyncio.wait({running, reached}, return_when=asyncio.FIRST_COMPLETED)
     if reached.done():
         running.cancel()

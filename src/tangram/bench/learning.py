@@ -62,15 +62,15 @@ class LearningSizes(msgspec.Struct, frozen=True, kw_only=True):
     """Time limit of a run of one task, warm start included."""
     mix_s: float = 300.0
     batch: int = 16
-    """Groups per step ..."""
+    """Groups per step."""
     batch_dear: int = 8
-    """... and per step of a task with expensive episodes."""
+    """Groups per step of a task with expensive episodes."""
     members: int = 8
     epochs: int = 2
     epochs_dear: int = 4
-    """The same for epochs, also of the mix, which contains such tasks."""
+    """Epochs of a task with expensive episodes, and of the mix, which contains such tasks."""
     episodes: int = 64
-    """Per evaluation."""
+    """Episodes per evaluation."""
     every: int = 160
     """Groups trained on between two evaluations."""
     alphas: tuple[int, ...] = (0, 1, 2, 4)
@@ -168,24 +168,24 @@ def settings_of(
 
 async def run_training(settings: TrainSettings, folder: Path, seconds_max: float | None) -> LearningRun:
     """Train until the score is well above the goal or the time is over; without a limit, to the last step."""
-    seen, trajectories = LearningRun(evaluated=[], trajectories=[]), 0
+    run, trajectories = LearningRun(evaluated=[], trajectories=[]), 0
     enough = asyncio.Event()
     tasks = [task.name for task in settings.tasks]
 
-    def tell(line: AnyMetricsLine) -> None:
+    def on_line(line: AnyMetricsLine) -> None:
         nonlocal trajectories
-        seen.seconds = line.at_s
+        run.seconds = line.at_s
         if isinstance(line, WarmStartChecked) and line.over:
-            seen.warm, seen.warm_s = line, line.at_s
+            run.warm, run.warm_s = line, line.at_s
         elif isinstance(line, Trained):
             trajectories += sum(line.staleness)
         elif isinstance(line, Evaluated):
-            seen.evaluated.append(line)
-            seen.trajectories.append(trajectories)
-            if seconds_max is not None and len(seen.evaluated) > LAST and min(map(seen.final, tasks)) >= ENOUGH:
+            run.evaluated.append(line)
+            run.trajectories.append(trajectories)
+            if seconds_max is not None and len(run.evaluated) > LAST and min(map(run.final, tasks)) >= ENOUGH:
                 enough.set()
 
-    training = asyncio.create_task(train(settings, folder, on_line=tell))
+    training = asyncio.create_task(train(settings, folder, on_line=on_line))
     waiting = asyncio.create_task(enough.wait())
     try:
         await asyncio.wait({training, waiting}, timeout=seconds_max, return_when=asyncio.FIRST_COMPLETED)
@@ -195,8 +195,8 @@ async def run_training(settings: TrainSettings, folder: Path, seconds_max: float
         for task in (training, waiting):
             task.cancel()
         await asyncio.gather(training, waiting, return_exceptions=True)
-    assert seen.evaluated, f"{folder.name} was not evaluated once within {seconds_max} s"
-    return seen
+    assert run.evaluated, f"{folder.name} was not evaluated once within {seconds_max} s"
+    return run
 
 
 async def random_score(task: str) -> float:

@@ -103,11 +103,11 @@ async def _serve(units: int, seconds: float, kind: str, latency_s: float) -> Non
         await asyncio.sleep(latency_s)
         return web.json_response({"found": len(served.arrivals)})
 
-    async def tell(_: web.Request) -> web.Response:
+    async def report_served(_: web.Request) -> web.Response:
         return web.Response(body=msgspec.json.encode(served))
 
     app = web.Application()
-    app.add_routes([web.get("/call", call), web.get("/served", tell)])
+    app.add_routes([web.get("/call", call), web.get("/served", report_served)])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

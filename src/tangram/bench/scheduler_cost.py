@@ -39,7 +39,7 @@ from tangram.core.messages import (
     WakeAt,
     cpu_node,
 )
-from tangram.core.policies import policy
+from tangram.core.policies import DEFAULT_POLICY, policy
 from tangram.core.scheduler import Scheduler
 from tangram.processes.process_tree import resident_bytes
 from tangram.sim.episode import SimStep
@@ -82,13 +82,13 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     """Results at one depth of the queue; all times in microseconds."""
 
     fresh: float
-    """Per action before ageing: the best of the repeats."""
+    """Time per action before ageing: the best of the repeats."""
     worst: float
     aged: float
     by_event: dict[str, float]
-    """Per event, in the best repeat."""
+    """Time per event in the best repeat."""
     resizes: float
-    """Per action."""
+    """Resizes per action."""
     running: float
     """Concurrently running actions."""
     bytes: float
@@ -179,7 +179,7 @@ def sim_speed(sizes: SchedulerCostSizes) -> float:
     best = 0.0
     for _ in range(sizes.sim_repeats):
         begin = time.perf_counter_ns()
-        actions = len(simulate(workload, "adaptive", pools).rows)
+        actions = len(simulate(workload, DEFAULT_POLICY, pools).rows)
         best = max(best, actions / (time.perf_counter_ns() - begin) * 1e9)
     return best
 
@@ -239,7 +239,7 @@ class SchedulerTestbed:
 
     def __init__(self, sizes: SchedulerCostSizes, seed: int = 0) -> None:
         pools = cpu_node(NODE, sizes.cores, GIB_PER_CORE * sizes.cores)
-        self.scheduler = Scheduler(policy("adaptive"), pools, limits=Limits(ageing_s=sizes.ageing_s))
+        self.scheduler = Scheduler(policy(DEFAULT_POLICY), pools, limits=Limits(ageing_s=sizes.ageing_s))
         self.now = 0.0
         self.ended = 0
         self.waiting = 0
@@ -252,7 +252,7 @@ class SchedulerTestbed:
         self._cores_wanted = 0.0
         self._progress_s = 0.0
         self._ends: list[tuple[float, int, str]] = []
-        """On the progress clock: time and version of each expected end."""
+        """Time on the progress clock, version and action of each expected end."""
         self._wakes: list[float] = []
         self._pending: deque[Event] = deque()
         self._spent_ns: dict[str, int] = {}

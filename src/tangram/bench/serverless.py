@@ -34,9 +34,10 @@ from tangram.rl.rollout.rollout import Rollout, tickets
 SECONDS = {"code": 0.12, "judge": 0.06, "math": 0.03}
 """Reward durations by task: running tests, calling a small model, comparing an answer."""
 INSTANCES = 4
-"""Per function: at most, or on the reserved side always."""
+"""Instances per function: at most, or on the reserved side always."""
 IDLE_S = 0.25
-"""Elastic: short compared with the pause between rollouts, as half a minute is compared with a training step."""
+"""Idle time of elastic instances: short compared with the pause between rollouts, as half a minute is compared with a
+training step."""
 TOKENS = 4
 
 
@@ -48,7 +49,7 @@ class ServerlessSizes(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: float = 0.25
     spread: float = 0.5
     pause_s: float = 3.0
-    """Between two rollouts."""
+    """Pause between two rollouts."""
 
 
 LABEL = "measured"

@@ -34,7 +34,7 @@ START_TIMEOUT_S = 30.0
 """Time for the service to answer."""
 STOP_TIMEOUT_S = 30.0
 RETRY_S = 0.002
-"""Between two attempts to connect during start-up."""
+"""Pause between two attempts to connect during start-up."""
 LOG_BYTES = 2000
 """Bytes of the log in an error."""
 TRACE_VARIABLE = "TANGRAM_BENCH_TRACEMALLOC"
@@ -231,7 +231,7 @@ def config_text(tables: Mapping[str, Mapping[str, Any]], listen: str, journal: P
 
 
 def _toml(value: object) -> str:
-    """For these values, JSON is valid TOML."""
+    """Format a value as JSON, which is valid TOML for these values."""
     return msgspec.json.encode(value).decode()
 
 

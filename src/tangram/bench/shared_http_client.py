@@ -26,7 +26,7 @@ WAIT_S = 60.0
 """Timeout of one long poll: the maximum of the service."""
 RESPONSE_TIMEOUT_S = 300.0
 ACKNOWLEDGE_S = 0.5
-"""As the SDK does."""
+"""Pause between two acknowledgements, as in the SDK."""
 MEMORY_MIB = 16
 SPEC = SandboxSpec(memory_bytes=MEMORY_MIB * MIB)
 

@@ -102,17 +102,17 @@ def cores_needed(sizes: SizingSizes, seed: int) -> MetricRow:
     workload = build("coding", batch=sizes.batch, seed=seed, memory=sizes.sandbox_mib)
 
     @cache
-    def on(cores: int, name: str = OURS) -> SimulationResult:
+    def simulate_on(cores: int, name: str = OURS) -> SimulationResult:
         return simulate(workload, name, cpu_node("n0", cores, sizes.gib_per_core * cores))
 
-    reserved = on(sizes.cores_reserved, f"pods:{sizes.request_cores}")
+    reserved = simulate_on(sizes.cores_reserved, f"pods:{sizes.request_cores}")
     candidates = [*range(sizes.cores_step, sizes.cores_reserved, sizes.cores_step), sizes.cores_reserved]
     mean_max = sizes.equal * _mean_s(reserved)
     guess = round(sizes.cores_reserved * (1.0 - CORES_GOAL))
-    needed = smallest(lambda cores: _mean_s(on(cores)) <= mean_max, candidates, guess)
+    needed = smallest(lambda cores: _mean_s(simulate_on(cores)) <= mean_max, candidates, guess)
     return {
-        **_row(on(needed), reserved, needed),
-        "use": on(needed).core_s / (needed * on(needed).makespan_s),
+        **_row(simulate_on(needed), reserved, needed),
+        "use": simulate_on(needed).core_s / (needed * simulate_on(needed).makespan_s),
         "reserved use": reserved.core_s / (sizes.cores_reserved * reserved.makespan_s),
     }
 
@@ -121,22 +121,22 @@ def devices_needed(sizes: SizingSizes, seed: int) -> MetricRow:
     workload = build("teachers", batch=sizes.teachers_batch, seed=seed, services=sizes.services)
 
     @cache
-    def on(devices: int, name: str = OURS) -> SimulationResult:
+    def simulate_on(devices: int, name: str = OURS) -> SimulationResult:
         config = PodsConfig(devices_per_service=sizes.devices_per_service)
         return simulate(workload, name, device_nodes(devices, sizes.node_devices), pods=config)
 
-    reserved = on(sizes.devices_reserved, PODS)
+    reserved = simulate_on(sizes.devices_reserved, PODS)
     candidates = list(range(max(service.degrees[0] for service in workload.services), sizes.devices_reserved + 1))
     mean_max, p99_max = sizes.equal * _mean_s(reserved), sizes.equal * _p99_s(reserved)
     guess = round(sizes.devices_reserved * (1.0 - DEVICES_GOAL))
-    needed = smallest(lambda devices: _mean_s(on(devices)) <= mean_max, candidates, guess)
-    calls = on(needed).rows
+    needed = smallest(lambda devices: _mean_s(simulate_on(devices)) <= mean_max, candidates, guess)
+    calls = simulate_on(needed).rows
     return {
-        **_row(on(needed), reserved, needed),
+        **_row(simulate_on(needed), reserved, needed),
         "needed p99": smallest(
-            lambda devices: _p99_s(on(devices)) <= p99_max, candidates[needed - candidates[0] :], needed
+            lambda devices: _p99_s(simulate_on(devices)) <= p99_max, candidates[needed - candidates[0] :], needed
         ),
-        "use": _device_s(on(needed)) / (needed * on(needed).makespan_s),
+        "use": _device_s(simulate_on(needed)) / (needed * simulate_on(needed).makespan_s),
         "reserved use": _device_s(reserved) / (sizes.devices_reserved * reserved.makespan_s),
         "swaps_per_call": float(np.mean([call.overhead_s > 0.0 for call in calls])),
         "degree": float(np.mean([call.width for call in calls])),

@@ -38,7 +38,7 @@ from tangram.runtime.wire import Submission
 OPTIONS = ("backend",)
 
 MEMORY = "32MiB"
-"""Per sandbox."""
+"""Memory per sandbox."""
 QUOTA = "search"
 FILLING, FILLERS = "filling", 16
 """A quota for the warm-up only, and its concurrent users."""
@@ -54,19 +54,19 @@ BYTES = 40_000
 """Size of a file that is written and read back."""
 VANISH_S = 0.05
 CORES = 2.0
-"""Of the service."""
+"""Cores of the service."""
 JSON = {"content-type": "application/json"}
 
 
 class SoakSizes(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 600.0
-    """Under load, without the warm-up."""
+    """Time under load, without the warm-up."""
     warm_s: float = 20.0
-    """Of the whole load, after the history is filled."""
+    """Warm-up under the whole load, after the history is filled."""
     remembered: int = TIMELINE_ROWS_MAX
     """Actions that fill the history."""
     clients: int = 2
-    """Of each kind."""
+    """Clients of each kind."""
     seed: int = 0
 
 
@@ -237,13 +237,13 @@ class SoakLoad:
         without a grant takes less memory."""
         left = iter(range(count))
 
-        async def holds(t: Client) -> None:
+        async def use_quota(t: Client) -> None:
             for _ in left:  # shared by all
                 async with t.quota(FILLING):
                     pass
 
         async with connect(self._url) as t:
-            await asyncio.gather(*(holds(t) for _ in range(FILLERS)))
+            await asyncio.gather(*(use_quota(t) for _ in range(FILLERS)))
 
     async def run(self, seconds: float) -> None:
         """Run all kinds concurrently for `seconds`, then until each has finished its round."""
@@ -316,8 +316,8 @@ class SoakLoad:
         """A separate client that is cut off while it waits, and never fetches its result."""
         http = HttpClient()
         async with t.sandbox(memory=MEMORY) as box:
-            id = f"vanished-{os.getpid()}-{next(self._numbers)}"
-            submission = Submission(id=id, work=Exec(command="sleep 0.1"), sandbox=box.name)
+            action_id = f"vanished-{os.getpid()}-{next(self._numbers)}"
+            submission = Submission(id=action_id, work=Exec(command="sleep 0.1"), sandbox=box.name)
             with contextlib.suppress(HttpError):
                 url, body = f"{self._url}/v1/actions?wait_s=20", msgspec.json.encode(submission)
                 try:

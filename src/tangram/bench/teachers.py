@@ -61,7 +61,7 @@ class TeachersSizes(msgspec.Struct, frozen=True, kw_only=True):
     router_turn_s: float = 1.0
     """Interval in which the released router hands out one call per model."""
     equal: float = 1.02
-    """For devices_saved: a mean ACT within this factor counts as the same."""
+    """A mean ACT within this factor counts as the same for `devices_saved`."""
     seeds: int = 10
 
     @property

@@ -42,20 +42,20 @@ class WeightsSizes(msgspec.Struct, frozen=True, kw_only=True):
     layers: int = 12
     width: int = 640
     heads: int = 10
-    """In total 64 million parameters in float32, 256 MB."""
+    """Attention heads. The model has 64 million parameters in float32, 256 MB."""
     slots: int = 4
-    """Per engine."""
+    """Slots per engine."""
     context_max: int = 96
     prompt: int = 32
     tokens: int = 48
     quiet_steps: int = 12
-    """Per engine, between two versions."""
+    """Steps without an update, per engine, between two versions."""
 
 
 LABEL = "measured"
 FULL = WeightsSizes()
 QUICK = WeightsSizes(versions=4, engines=1, layers=8, width=384, heads=6)
-"""16 million parameters."""
+"""Its model has 16 million parameters."""
 
 WRITERS_PER_SLOT = 2
 """Requests in flight per slot, so that some always wait."""

@@ -87,23 +87,25 @@ def bench(
     options_given = {"report": report, "perfetto": perfetto, "backend": backend}
     given = {option: value for option, value in options_given.items() if value is not None}
     for each in BENCHES if name == "all" else [name]:
-        own = {option: value for option, value in given.items() if name != "all" or option in options_of(each)}
-        if "report" in own and report is not None and name == "all":  # each has a page of its own
-            own["report"] = report.with_name(f"{report.stem}-{each}{report.suffix}")
+        bench_options = {
+            option: value for option, value in given.items() if name != "all" or option in options_of(each)
+        }
+        if "report" in bench_options and report is not None and name == "all":  # each has a page of its own
+            bench_options["report"] = report.with_name(f"{report.stem}-{each}{report.suffix}")
         if "backend" in options_of(each):
-            own["backend"] = backend or _usual_backend()
+            bench_options["backend"] = backend or _usual_backend()
         with live.progress(f"bench {each}", unit="") as progress:
-            tell = None if progress is None else _share_callback(progress)
-            result = run(each, quick=quick, trace=trace, processes=processes, progress=tell, **own)
+            share_progress = None if progress is None else _share_callback(progress)
+            result = run(each, quick=quick, trace=trace, processes=processes, progress=share_progress, **bench_options)
         if as_json:
             import msgspec
 
             typer.echo(msgspec.json.encode(result).decode())
         else:
             _print(result)
-            if isinstance(page := own.get("report"), Path):
+            if isinstance(page := bench_options.get("report"), Path):
                 show.print_report_path(page)
-            if isinstance(timeline := own.get("perfetto"), Path):
+            if isinstance(timeline := bench_options.get("perfetto"), Path):
                 show.print_trace_path(timeline)
 
 

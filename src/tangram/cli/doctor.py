@@ -62,7 +62,7 @@ def doctor(as_json: options.Json = False) -> None:
 
 
 def _try_sandbox() -> dict[str, float]:
-    """Seconds of each step, in a state directory of its own: what dead owners left in the usual one stays there."""
+    """The seconds of each step. Uses a separate state directory: what dead owners left in the usual one stays."""
     from tangram.managers.doctor.diagnostics import restoring_cgroups
 
     with tempfile.TemporaryDirectory(prefix="tangram-doctor-") as scratch, restoring_cgroups():

@@ -132,8 +132,8 @@ def option_group(**readers: Callable[..., Any]) -> Callable[[Callable[..., Any]]
         parameters: list[inspect.Parameter] = []
         for name, parameter in inspect.signature(verb, eval_str=True).parameters.items():
             reader = readers.get(name)
-            own = [parameter] if reader is None else inspect.signature(reader, eval_str=True).parameters.values()
-            parameters += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
+            declared = [parameter] if reader is None else inspect.signature(reader, eval_str=True).parameters.values()
+            parameters += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in declared]
 
         def command(**values: Any) -> Any:
             read = {}

@@ -32,7 +32,7 @@ tangram plan --trace run.jsonl --like pods:1@64
 
 BAR_WIDTH_MAX = 40
 COLUMNS_BESIDE = 58
-"""What the numbers of the table take."""
+"""Columns that the numbers of the table take."""
 
 
 def plan(

@@ -306,26 +306,26 @@ async def _replay_all(
         require_backend(name, maker, backend)
     places = asyncio.Semaphore(CONCURRENCY_MAX)
     done: list[ReplayResult] = []
-    with live.progress("replaying", "trajectories") as tell:
+    with live.progress("replaying", "trajectories") as progress:
         async with AsyncExitStack() as stack:
             client = None
             if backend is not None:
                 needs = await needs_of(makers.values())
                 client = await stack.enter_async_context(connect(backend=backend, **needs))
 
-            async def one(trajectory: Trajectory) -> ReplayResult:
+            async def replay_trajectory(trajectory: Trajectory) -> ReplayResult:
                 async with places:
-                    its = trajectory.task
-                    result = await replay_one(trajectory, settings[its], task=makers[its], client=client)
+                    task = trajectory.task
+                    result = await replay_one(trajectory, settings[task], task=makers[task], client=client)
                 done.append(result)
-                if tell is not None:
-                    tell(len(done), len(trajectories))
+                if progress is not None:
+                    progress(len(done), len(trajectories))
                 return result
 
             with _first_error(backend):
                 await stack.enter_async_context(prepare_tasks(makers.values(), client))
                 async with asyncio.TaskGroup() as group:
-                    playing = [group.create_task(one(each)) for each in trajectories]
+                    playing = [group.create_task(replay_trajectory(each)) for each in trajectories]
     return [each.result() for each in playing]
 
 

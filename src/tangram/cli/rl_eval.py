@@ -245,13 +245,15 @@ async def _play(
             named = msgspec.structs.replace(settings, policy=policy)
             log = stack.enter_context(TrajectoryLog(out, settings=named, words=words, modules=loaded.modules))
         progress = RolloutProgress(len(tickets), quiet=quiet)
-        with live.progress("starting", "steps") as tell:
+        with live.progress("starting", "steps") as starting:
             assembly = await stack.enter_async_context(
                 assembled(
                     settings,
                     on_end=log.append if log is not None else None,
                     observer=progress,
-                    progress=lambda share, words: tell(round(100 * share), 100, words) if tell is not None else None,
+                    progress=lambda share, words: (
+                        starting(round(100 * share), 100, words) if starting is not None else None
+                    ),
                 )
             )
         with progress:

@@ -86,8 +86,8 @@ def rollout(
         binding = explained(settings)
     if explain:
         rewards = {
-            own.name: describe(effective_settings(task, own.reward))
-            for task, own in zip(tasks, settings.tasks, strict=True)
+            task_settings.name: describe(effective_settings(task, task_settings.reward))
+            for task, task_settings in zip(tasks, settings.tasks, strict=True)
         }
         if as_json:
             show.print_json({**msgspec.to_builtins(binding), "rewards": rewards})
@@ -200,7 +200,7 @@ async def _play(
                 log.append(trajectory)
 
         progress = RolloutProgress(groups, quiet=quiet)
-        with live.progress("starting", "steps") as tell:
+        with live.progress("starting", "steps") as starting:
             assembly = await stack.enter_async_context(
                 assembled(
                     settings,
@@ -208,7 +208,9 @@ async def _play(
                     observer=progress,
                     on_event=on_event,
                     began=began,
-                    progress=lambda share, words: tell(round(100 * share), 100, words) if tell is not None else None,
+                    progress=lambda share, words: (
+                        starting(round(100 * share), 100, words) if starting is not None else None
+                    ),
                 )
             )
         stack.enter_context(progress)
@@ -282,7 +284,7 @@ def _lines(collected: CollectedBatch, causes: dict[str, str]) -> list[str]:
     """The first failure of each kind, and the trajectories that were played and left out."""
     from tangram.rl.rollout.redundancy import report
 
-    lines = [f"{what}, first because: {cause}" for what, cause in causes.items()]
+    lines = [f"{kind}, first because: {cause}" for kind, cause in causes.items()]
     if any(group.left_out for group in collected.groups) or collected.left_out:
         lines += report(collected.groups, collected.left_out).lines()
     return lines

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 NAME_WIDTH, CAUSE_WIDTH, LINE_WIDTH = 60, 70, 160
 LINES_MAX = 40
-"""Of one observation or action."""
+"""Lines of one observation or action."""
 TOKENS_MAX = 64
-"""Of one turn."""
+"""Tokens of one turn."""
 GAPS_MAX = 8
 CAUSES_MAX = 4
 DIFFERENCES_MAX = 20
@@ -50,7 +50,7 @@ BINS = 96
 LEVELS = " ▁▂▃▄▅▆▇█"
 LEVELS_ASCII = " .:-=+*%#"
 LETTERS = {"environment": "e", "engine": "g", "reward": "r", "buffer": "b", "rollout": "-", "run": "."}
-"""By party; what is waited for by name is `w`."""
+"""Letters of idle causes by party; a wait for something with a name is `w`."""
 
 
 def print_json(value: Any) -> None:
@@ -85,9 +85,9 @@ class TrajectoryRow(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None
     turns: int
     tokens: int
-    """That the policy wrote."""
+    """Tokens that the policy wrote."""
     versions: tuple[int, int] | None
-    """The first and the last."""
+    """The first and the last version of the weights."""
     began_s: float
     ended_s: float
     time_s: float
@@ -126,8 +126,8 @@ class TrajectoryListing:
     def add(self, record: LogRecord) -> None:
         if isinstance(record, Trajectory):
             self._tasks[record.task] = self._groups[record.group] = None
-            wanted = ((self._task, record.task), (self._ending, record.ending.value), (self._group, record.group))
-            if all(name is None or name == its for name, its in wanted):
+            filters = ((self._task, record.task), (self._ending, record.ending.value), (self._group, record.group))
+            if all(wanted is None or wanted == value for wanted, value in filters):
                 self.rows.append(TrajectoryRow.from_trajectory(record))
         elif isinstance(record, GroupClosing):
             self.closed += 1
@@ -145,17 +145,17 @@ class TrajectoryListing:
         return list(self._groups)
 
     def summary(self) -> dict[str, Any]:
-        """Of the rows: by task."""
+        """Summarize the rows by task."""
         tasks = {}
         for name in self._tasks:
-            own = [row for row in self.rows if row.task == name]
-            rewards = [row.reward for row in own if row.reward is not None]
-            if own:
+            rows = [row for row in self.rows if row.task == name]
+            rewards = [row.reward for row in rows if row.reward is not None]
+            if rows:
                 tasks[name] = {
-                    "trajectories": len(own),
-                    "endings": dict(Counter(row.ending for row in own)),
+                    "trajectories": len(rows),
+                    "endings": dict(Counter(row.ending for row in rows)),
                     "reward": sum(rewards) / len(rewards) if rewards else None,
-                    "tokens": sum(row.tokens for row in own),
+                    "tokens": sum(row.tokens for row in rows),
                 }
         groups = {"closed": self.closed, "whole": self.complete, "dropped": self.dropped}
         return {"tasks": tasks, "groups": groups, "engine_events": self.events}
@@ -214,7 +214,7 @@ def _versions(counts: tuple[int, int] | None) -> str:
 
 
 TextOf = Callable[[int], str]
-"""Of a token."""
+"""Returns the text of a token."""
 
 
 def token_decoder(header: TrajectoryLogHeader) -> TextOf | None:

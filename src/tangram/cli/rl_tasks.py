@@ -75,15 +75,15 @@ async def _run_checks(
         if backend is not None:
             client = await stack.enter_async_context(connect(backend=backend, **await needs_of([task])))
         await stack.enter_async_context(prepare_tasks([task], client))
-        with live.progress("checking", unit="") as tell:
+        with live.progress("checking", unit="") as progress:
 
-            def judging(done: int, total: int, promise: str) -> None:
-                if tell is not None:
-                    tell(done, total, f"{promise}: {done + 1} of {total}, each call within {timeout_s:g} s")
+            def report_progress(done: int, total: int, promise: str) -> None:
+                if progress is not None:
+                    progress(done, total, f"{promise}: {done + 1} of {total}, each call within {timeout_s:g} s")
 
             return await checked(
                 task, outside=ExternalResources(client=client), episodes=episodes, seed=seed, options=given,
-                timeout_s=timeout_s, on_progress=judging,
+                timeout_s=timeout_s, on_progress=report_progress,
             )  # fmt: skip
 
 
@@ -129,13 +129,13 @@ def hardware(as_json: Json = False) -> None:
 
     from tangram.sim.serving import affinity_gains, disaggregation_lines, disaggregation_predictions
 
-    with live.progress("simulating", "predictions") as tell:
+    with live.progress("simulating", "predictions") as progress:
         gains = affinity_gains()
-        if tell is not None:
-            tell(1, 2)
+        if progress is not None:
+            progress(1, 2)
         splits = disaggregation_predictions()
-        if tell is not None:
-            tell(2, 2)
+        if progress is not None:
+            progress(2, 2)
     if as_json:
         show.print_json({"affinity": msgspec.to_builtins(gains), "split": msgspec.to_builtins(splits)})
         return

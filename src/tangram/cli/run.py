@@ -34,7 +34,7 @@ EXIT_TIMED_OUT, EXIT_TANGRAM_FAILED, EXIT_CANCELLED = 124, 125, 130
 STDIN_BYTES_MAX = 256 << 20
 """Standard input is read to its end before the command starts."""
 CAPTURE_BYTES = 4096
-"""Of what was handed on already: why a command could not be started stands only there."""
+"""Bytes of forwarded output that are kept: only there is the reason why a command could not be started."""
 PATH_STARTS, TAR_ENDS = ("/", "./", "../"), (".tar", ".tar.gz", ".tgz")
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -60,9 +60,9 @@ class RunOptions(NamedTuple):
     backend: str
     image: str
     sandbox: dict[str, Any]
-    """For Client.sandbox."""
+    """Arguments of `Client.sandbox`."""
     action: dict[str, Any]
-    """For Sandbox.exec."""
+    """Arguments of `Sandbox.exec`."""
     uploads: list[Path]
     downloads: list[tuple[str, Path]]
     as_json: bool

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from tangram.runtime.views import PoolPart, PoolView, RunView, ServiceView, TimeBreakdown, View
 
 BAR_WIDTH, WIDE_MIN = 24, 100
-"""Half of it on a terminal that is narrower."""
+"""Width of a bar, and the columns below which it is halved."""
 POOLS_SHOWN, RUNS_SHOWN, WAITING_SHOWN = 20, 12, 10
-"""Each says how many more there are."""
+"""Rows of each list; one more line says how many are left out."""
 QUEUE_ROWS_MIN = 3
 """Rows of the queue on the smallest screen."""
 KINDS = ("cpu", "memory", "gpu")
-"""Of pools of a machine, in the order in which they are shown; then quotas, then what counts for one run."""
+"""Kinds of pools of a machine in the order in which they are shown; quotas follow, then what counts for one run."""
 LAST_KINDS = ("function/", "endpoint/", "running/", "instances/")
 
 

@@ -38,11 +38,11 @@ def story(
     try:
         reply = service_client.request(target, "GET", f"/v1/actions/{place}/story", kind=Story)
     except ResourceNotFound:
-        id = escape_unprintable(action)
+        name = escape_unprintable(action)
         message = (
-            f"there is no action {id}: it never was, its run is not that of the token (the admin names the run too:"
+            f"there is no action {name}: it never was, its run is not that of the token (the admin names the run too:"
         )
-        message += f" RUN/{id}), or it settled too long ago"
+        message += f" RUN/{name}), or it settled too long ago"
         raise ResourceNotFound(f"{message}; `tangram trace export` has all", retry=False) from None
     if as_json:
         show.print_json(reply)

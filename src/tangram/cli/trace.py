@@ -70,11 +70,11 @@ async def _download(target: ServiceTarget, path: Path) -> tuple[int, int]:
     """Download the trace; return its bytes and lines."""
     from tangram.files.atomic_file import atomic_write
 
-    with live.progress("downloading the trace", unit="") as tell, atomic_write("file", path) as file:
+    with live.progress("downloading the trace", unit="") as progress, atomic_write("file", path) as file:
 
         def report(done: int, total: int) -> None:
-            if tell is not None:
-                tell(done, total, f"{done / (1 << 20):,.1f} of {total / (1 << 20):,.1f} MiB")
+            if progress is not None:
+                progress(done, total, f"{done / (1 << 20):,.1f} of {total / (1 << 20):,.1f} MiB")
 
         async with ServiceConnection(target) as connection:
             counted = _LineCounter(file)

@@ -156,12 +156,12 @@ def _binding(config: Path, settings: TrainSettings) -> Binding:
 
 def _require_functions(settings: TrainSettings) -> None:
     """Raises InvalidConfig for a custom loss or advantage that cannot be imported."""
-    own = settings.objective
-    if ":" in own.loss or ":" in own.advantage:
+    objective = settings.objective
+    if ":" in objective.loss or ":" in objective.advantage:
         from tangram.rl.model.objective import advantage_named, loss_named
 
-        advantage_named(own.advantage)
-        loss_named(own.loss)
+        advantage_named(objective.advantage)
+        loss_named(objective.loss)
 
 
 def _explain(binding: Binding, settings: TrainSettings, folder: Path, *, as_json: bool) -> None:
@@ -439,7 +439,7 @@ def summary(lines: Sequence[AnyMetricsLine], settings: TrainSettings, folder: Pa
 
 
 def _relative_to_folder(folder: Path, path: str) -> str:
-    """As the folder is called."""
+    """The path with the folder as it was given on the command line; unchanged outside of it."""
     inside = Path(path).is_relative_to(folder.absolute()) if path else False
     return str(folder / Path(path).relative_to(folder.absolute())) if inside else path
 

@@ -61,8 +61,8 @@ def _external_resources(settings: TrainSettings) -> dict[str, Any]:
     from tangram.rl.rollout.rewards import effective_settings
 
     pairs = list(zip(tasks_of(settings), settings.tasks, strict=True))
-    acting = [own.name for task, own in pairs if acts_outside(task)]
-    rewards = {own.name: effective_settings(task, own.reward).kind for task, own in pairs}
+    acting = [task_settings.name for task, task_settings in pairs if acts_outside(task)]
+    rewards = {task_settings.name: effective_settings(task, task_settings.reward).kind for task, task_settings in pairs}
     needed = bool(acting) or any(kind != "environment" for kind in rewards.values())
     outside = settings.outside
     backend = (outside.url or outside.backend) if needed else ""

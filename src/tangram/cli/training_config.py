@@ -95,13 +95,17 @@ def _with_absolute_paths(config: R, path: Path) -> R:
     """Make the paths of a record absolute, relative to the folder of the file."""
     folder = Path(os.path.abspath(path)).parent
 
-    def of(record: Any, keys: Sequence[str]) -> Any:
+    def resolve_paths(record: Any, keys: Sequence[str]) -> Any:
         paths = {key: getattr(record, key) for key in keys}
         return msgspec.structs.replace(record, **{k: os.path.normpath(folder / v) for k, v in paths.items() if v})
 
     for table, keys in type(config).PATH_KEYS.items():
         section = getattr(config, table)
-        changed = tuple(of(each, keys) for each in section) if isinstance(section, tuple) else of(section, keys)
+        changed = (
+            tuple(resolve_paths(each, keys) for each in section)
+            if isinstance(section, tuple)
+            else resolve_paths(section, keys)
+        )
         config = msgspec.structs.replace(config, **{table: changed})
     return config
 

@@ -49,7 +49,7 @@ from tangram.core.demand import CPU, Demand
 from tangram.core.demand import cores as cores_of
 from tangram.core.limits import Limits
 from tangram.core.messages import Decider, Event
-from tangram.core.policies import policy
+from tangram.core.policies import DEFAULT_POLICY, policy
 from tangram.core.scheduler import Scheduler
 from tangram.core.sizes import parse_size
 from tangram.errors import AdmissionRefused, InvalidAction, InvalidConfig
@@ -425,7 +425,7 @@ def connect(
     backend: str = "sandbox",
     cores: float | None = None,
     memory: int | str | None = None,
-    policy_name: str = "adaptive",
+    policy_name: str = DEFAULT_POLICY,
     limits: Limits | None = None,
     quotas: Iterable[Quota] = (),
     services: Iterable[Service] = (),

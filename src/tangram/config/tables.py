@@ -24,6 +24,7 @@ import msgspec
 from tangram.config import validators
 from tangram.config.validators import Validator, address_of, is_loopback, one_of
 from tangram.core.limits import Limits
+from tangram.core.policies import DEFAULT_POLICY
 from tangram.errors import InvalidConfig
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -106,7 +107,7 @@ class ServiceConfig(ConfigTable, frozen=True, kw_only=True):
     event_log: validators.PathOrNone = ""
     """A file that records every event as a line of JSON. Each start begins a new one; the previous file is renamed to
     the time of its end. Recording stops at 4 GiB."""
-    policy: validators.Policy = "adaptive"
+    policy: validators.Policy = DEFAULT_POLICY
     """The scheduling policy."""
     endpoints: validators.Addresses = ()
     """HTTP function endpoints that the service may call for its callers: only addresses that begin with one of

@@ -1,7 +1,7 @@
-"""Validators of config values: one `Valid` for each kind of value.
+"""Validators of config values: one `Validator` for each kind of value.
 
 Owns the checks of single values and their descriptions in errors and on the reference page. Independent of keys and
-files. Promises that `read` returns a value of the type of its field, that reading that value again returns the same,
+files. Promises that `parse` returns a value of the type of its field, that reading that value again returns the same,
 and that an invalid value raises ValueError, with a more precise text than the description if there is one.
 """
 
@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
 
 from tangram.core.action import ID_LENGTH_MAX
-from tangram.core.demand import CPU, GPU, MEMORY
-from tangram.core.ledger import CORE_KIND
+from tangram.core.demand import CPU, EXCLUSIVE_CORE, GPU, MEMORY
 from tangram.core.policies import POLICIES, policy
 from tangram.core.sizes import parse_size
 from tangram.errors import InvalidConfig
@@ -39,18 +38,18 @@ class Validator(NamedTuple):
 
 
 def _count(least: int) -> Validator:
-    def read(value: object) -> int:
+    def parse(value: object) -> int:
         if type(value) is not int or value < least:
             raise ValueError
         if value > COUNT_MAX:
             raise ValueError(f"a whole number, at most {COUNT_MAX}")
         return value
 
-    return Validator(f"a whole number, at least {least}", read)
+    return Validator(f"a whole number, at least {least}", parse)
 
 
 def number(words: str, *, zero: bool = False, most: float = COUNT_MAX) -> Validator:
-    def read(value: object) -> float:
+    def parse(value: object) -> float:
         if type(value) not in (int, float):
             raise ValueError
         assert isinstance(value, int | float)
@@ -58,17 +57,19 @@ def number(words: str, *, zero: bool = False, most: float = COUNT_MAX) -> Valida
             raise ValueError
         return float(value)
 
-    return Validator(words, read)
+    return Validator(words, parse)
 
 
 def _size(least: int) -> Validator:
-    def read(value: Any) -> int:
+    def parse(value: Any) -> int:
         try:
             return parse_size("", value, least=least, most=COUNT_MAX, error=InvalidConfig)
         except InvalidConfig:
             raise ValueError from None
 
-    return Validator('a size such as "512MiB" or "2GB", or a number of bytes' + (", at least 1" if least else ""), read)
+    return Validator(
+        'a size such as "512MiB" or "2GB", or a number of bytes' + (", at least 1" if least else ""), parse
+    )
 
 
 def _bool(value: object) -> bool:
@@ -108,7 +109,7 @@ def _node_name(value: object) -> str:
 
 def _quota_name(value: object) -> str:
     name = _node_name(value)
-    if name in (CPU, GPU, MEMORY, CORE_KIND):
+    if name in (CPU, GPU, MEMORY, EXCLUSIVE_CORE):
         raise ValueError("a name that is not a kind of resource of a machine")
     return name
 
@@ -118,14 +119,14 @@ def one_of(choices: Any, renamed: Mapping[str, str] | None = None) -> Validator:
     words = get_args(choices)
     new_names = renamed or {}
 
-    def read(value: object) -> str:
+    def parse(value: object) -> str:
         if isinstance(value, str) and value in new_names:
             raise ValueError(f'"{new_names[value]}", which is the new name of "{value}"')
         if not isinstance(value, str) or value not in words:
             raise ValueError
         return value
 
-    return Validator("one of " + ", ".join(f'"{word}"' for word in words), read)
+    return Validator("one of " + ", ".join(f'"{word}"' for word in words), parse)
 
 
 def _policy(value: object) -> str:

@@ -1,0 +1,1 @@
+"""The pure scheduler: events in, effects out."""

@@ -1,4 +1,4 @@
-"""Arrange: the best division of units among candidates.
+"""Arrange: the best division of units among candidates, a multiple-choice knapsack problem.
 
 Plain functions of numbers for policies, without queues, pools or clocks. Candidates come in queue order, each with its
 admissible amounts and the seconds that it takes with each of them. Promises optima for *every* prefix of the candidates

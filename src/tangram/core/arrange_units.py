@@ -1,4 +1,5 @@
-"""Arrange identical units: the dynamic programme of the paper's basic operator, vectorised over units.
+"""Arrange identical units: the paper's basic operator, a multiple-choice knapsack solved by dynamic programming over
+units, vectorised.
 
 Separate from `arrange.py` because it needs numpy, which takes longer to import than the whole core.
 """

@@ -1,7 +1,8 @@
 """Demand: which amounts of which pools an action can run with.
 
 Owns the admissible amounts. Units are integers: milli-cores for `cpu`, whole devices for `gpu`, requests or
-tokens for a quota. At most one pool of a demand is elastic, that is, admits more than one amount.
+tokens for a quota. All pools of a demand are granted together or none (gang allocation). At most one of them is
+elastic, that is, admits more than one amount.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ CORE = 1000
 """Milli-cores of one core: the unit of every `cpu` pool."""
 
 CPU = "cpu"
+EXCLUSIVE_CORE = "core"
+"""Exclusive cores: a static partition of a node into whole cores, by id."""
 GPU = "gpu"
 MEMORY = "memory"
-
 
 LEARNED = -1
 """Stands for the minimum of undeclared CPU: the policy decides the reserve."""

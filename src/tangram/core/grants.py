@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from tangram.core.action import State
-from tangram.core.demand import CORE, CPU, GPU, LEARNED, MEMORY, Amounts
+from tangram.core.demand import CORE, CPU, EXCLUSIVE_CORE, GPU, LEARNED, MEMORY, Amounts
 from tangram.core.lanes import Entry, Place
-from tangram.core.ledger import CORE_KIND, Holding, Ledger, PoolState
+from tangram.core.ledger import Holding, Ledger, PoolState
 from tangram.core.messages import Share
 from tangram.core.places import Places
 from tangram.core.policies.base import Adjust, Begin, Hold
@@ -21,7 +21,7 @@ from tangram.core.queue import Queue
 from tangram.core.residents import Residents
 from tangram.errors import InvariantError
 
-WIDTH_KINDS = (CPU, GPU, CORE_KIND)
+WIDTH_KINDS = (CPU, GPU, EXCLUSIVE_CORE)
 """Kinds that define the width of a program. Counted in this order if no pool of its demand is elastic."""
 
 

@@ -1,7 +1,7 @@
-"""Lanes: the records of the queue.
+"""The mutable records of the scheduler: Entry (a live action), Place (its sandbox), Run, and the lanes of the queue.
 
-Owns everything that changes about a live action (Entry), the sandbox it belongs to (Place), and the lanes in which
-actions wait. Decides nothing. A lane holds the waiting actions of one run that need the same pools in about the same
+Owns everything that changes about a live action, the sandbox it belongs to and its run, and the lanes in which actions
+wait. Decides nothing. A lane holds the waiting actions of one run that need the same pools in about the same
 minimum amounts on the same node, so that what blocks its first action blocks them all. The top of its heap and of its
 fifo is always a waiting action.
 """
@@ -13,11 +13,12 @@ from bisect import bisect_right
 from collections import deque
 from heapq import heapify, heappop, heappush
 
-from tangram.core.action import Action, State, Status
+from tangram.core.action import TRANSITIONS, Action, State, Status, wrong_transition
 from tangram.core.demand import LEARNED, Need
 from tangram.core.ledger import Holding, PoolState, RunUsage
 from tangram.core.messages import Grant
 from tangram.core.profile import Estimate
+from tangram.core.stories import Stories
 
 STALE_SPARE = 64
 """Slots of actions that have left a lane are cleared in bulk when they outnumber the others by this many."""
@@ -123,6 +124,18 @@ class Entry:
 
     def __lt__(self, other: Entry) -> bool:
         return self.seq < other.seq
+
+    def transition(self, state: State, stories: Stories) -> None:
+        """Changes the state. Raises InvariantError, with the story of the action, if the table has no such
+        transition."""
+        if state not in TRANSITIONS[self.state]:
+            raise stories.error(wrong_transition(self.state, state, self.id), self.id)
+        self.state = state
+
+    def expect(self, state: State, why: str, stories: Stories) -> None:
+        """Raises InvariantError, with the story of the action, if it is in another state."""
+        if self.state is not state:
+            raise stories.error(f"{self.id} is {self.state.value}, not {state.value}, when {why}", self.id)
 
     @property
     def id(self) -> str:

@@ -11,13 +11,10 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from tangram.core.demand import CORE, CPU, GPU, LEARNED, MEMORY, Need
+from tangram.core.demand import CORE, CPU, EXCLUSIVE_CORE, GPU, LEARNED, MEMORY, Need
 from tangram.core.messages import NodeState, Pool
 from tangram.core.topology import Cells, Chunk, Chunks, CoreSet, Parts, chunk_size
 from tangram.errors import InvalidConfig, InvariantError
-
-CORE_KIND = "core"
-"""The kind of exclusive cores: a static partition of a node into whole cores, by id."""
 
 UNIT_ROUNDING = 1e-9
 """Tolerance for rounding: seconds times a rate may be this much below a whole unit."""
@@ -47,7 +44,8 @@ minute would swing between a whole pool and nothing."""
 
 
 class RunUsage:
-    """What a run holds of every kind, and its weighted dominant share, by which fair share orders runs."""
+    """What a run holds of every kind, and its weighted dominant share, by which fair share orders runs: dominant
+    resource fairness (DRF)."""
 
     __slots__ = ("averaged_at", "recent", "share", "units_by_kind", "weight")
 
@@ -99,7 +97,7 @@ class Holding:
 
     @property
     def cells(self) -> tuple[int, ...]:
-        """The position as a Grant names it: NUMA cells, ids of cores or of devices."""
+        """The position of the units, as in `Share.cells`."""
         place = self.place
         if place is None:
             return ()
@@ -151,7 +149,7 @@ class PoolState:
                 place.resize(pool.total)
             else:
                 self.place = Chunks(pool.total)
-        elif pool.kind == CORE_KIND:
+        elif pool.kind == EXCLUSIVE_CORE:
             ids = iter(range(pool.total))
             numa = [[next(ids) for _ in range(size)] for size in cells]
             if isinstance(place, CoreSet):

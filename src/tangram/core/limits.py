@@ -1,4 +1,4 @@
-"""Limits: every bound of the scheduler by name.
+"""Limits: every bound of the scheduler by name, which admission control enforces.
 
 Owns their defaults and what is valid. A trace records them, since a replay under others decides otherwise.
 """

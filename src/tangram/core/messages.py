@@ -126,7 +126,8 @@ class Share(msgspec.Struct, frozen=True, gc=False):
     limit: int
     """CPU: the quota, which may exceed `reserved`. Other kinds: equal to `reserved`."""
     cells: tuple[int, ...] = ()
-    """NUMA nodes for `cpu`, ids of cores for `core`, ids of devices for `gpu`."""
+    """Where in the node the units are: the numbers of NUMA nodes for `cpu`, ids of cores for `core`, ids of devices for
+    `gpu`. Empty for a pool without positions."""
 
 
 class Grant(msgspec.Struct, frozen=True, gc=False):

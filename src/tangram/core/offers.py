@@ -368,8 +368,9 @@ class Offers:
     # ---- an idle pool is never withheld ----
 
     def withheld(self, entry: Entry) -> list[PoolState]:
-        """Returns idle pools on which a waiting action could start and that no action ahead of it has closed. After an
-        event there are none for the first action of a lane. Changes nothing."""
+        """Checks that the scheduler is work-conserving. Returns idle pools on which a waiting action could start and
+        that no action ahead of it has closed. After an event there are none for the first action of a lane. Changes
+        nothing."""
         queue, now = self._queue, self._ledger.now
         for pools in self._idle_pools(entry):
             if all(queue.pool_closed_by(pool, entry, now) is None for pool in pools):

@@ -29,7 +29,7 @@ from tangram.errors import InvariantError
 
 
 class Plans:
-    """Runs the rounds of one scheduler."""
+    """Calls the policy in each scheduling round, checks its decisions and applies them."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Plans:
         places: Places,
         residents: Residents,
         snapshot: Snapshot,
-        round: Round,
+        current_round: Round,
         offers: Offers,
         policy: SchedulingPolicy,
         knowledge: Knowledge,
@@ -55,7 +55,7 @@ class Plans:
         self._places = places
         self._residents = residents
         self._snapshot = snapshot
-        self._current = round
+        self._current = current_round
         self._offers = offers
         self._policy = policy
         self._knowledge = knowledge
@@ -112,8 +112,7 @@ class Plans:
         try:
             return iter(plan)
         except TypeError:
-            what = f"policy {policy.name} planned {plan!r}, expected an iterator of decisions"
-            raise InvariantError(what) from None
+            raise InvariantError(f"policy {policy.name} planned {plan!r}, expected an iterator of decisions") from None
 
     def _apply(self, decision: Decision) -> bool:
         """Applies one decision and returns whether it started an action. Raises InvariantError, with the story of the
@@ -138,9 +137,9 @@ class Plans:
             if error.story:
                 raise
             name = f"policy {self._policy.name}"
-            what = error.what if error.what.startswith(name) else f"{name}: {error.what}"
+            message = error.what if error.what.startswith(name) else f"{name}: {error.what}"
             story = self._stories.of(entry.id) if isinstance(entry, Entry) else []
-            raise InvariantError(what, story) from error
+            raise InvariantError(message, story) from error
         return False
 
     # ---- checking a decision ----
@@ -213,7 +212,7 @@ class Plans:
     def _begin(self, decision: Begin) -> None:
         entry, node = self._require_begin(decision), decision.node
         if entry.state is not State.QUEUED:
-            self._stories.expect(entry, State.QUEUED, "plan starts it")
+            entry.expect(State.QUEUED, "plan starts it", self._stories)
         if self._held:
             self._grants.release_minimums()
         offered = self._offers.last
@@ -252,7 +251,7 @@ class Plans:
         if entry.elastic:
             self._renew_estimate(entry)
         entry.grant = Grant(entry.id, node, shares, entry.width, entry.attempts, batch)
-        self._stories.transition(entry, State.STARTING)
+        entry.transition(State.STARTING, self._stories)
         self._queue.count_start(entry.run)
         self._effects.append(Start(action=entry.action, grant=entry.grant))
 
@@ -274,12 +273,12 @@ class Plans:
         effect = Resize(action=entry.id, pool=pool.name, reserved=decision.reserved, limit=decision.limit)
         effects = self._effects
         # An action that is resized twice for one event gets a single Resize, with the final size.
-        place = self._resized.setdefault(entry.id, len(effects))
-        effects[place : place + 1] = [effect]
+        index = self._resized.setdefault(entry.id, len(effects))
+        effects[index : index + 1] = [effect]
 
     def _hold(self, decision: Hold) -> None:
         entry = _entry(decision)
-        self._stories.expect(entry, State.QUEUED, "plan holds units for it")
+        entry.expect(State.QUEUED, "plan holds units for it", self._stories)
         self._require_node(entry, decision.node)
         self._renew_reserve(entry, decision.node)
         self._renew_estimate(entry)

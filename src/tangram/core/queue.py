@@ -1,6 +1,8 @@
 """The queue: waiting actions, their order, and what each lane waits for.
 
 Owns the lanes in which live actions wait, and which pools are closed to which actions. Decides nothing about units.
+A closed pool is a reservation, as in batch schedulers: without it later actions that need less would backfill every
+unit that becomes free, and an action that needs many would never start.
 What blocks the first action of a lane blocks the whole lane, so the cost of a scheduling round grows with the number
 of lanes, not of waiting actions.
 
@@ -349,8 +351,10 @@ class Queue:
         if second.submitted_at <= elder_since:
             return False
         if first.run is not second.run:
-            mine, theirs = first.run.usage.standing(now), second.run.usage.standing(now)
-            return mine < theirs or (mine == theirs and first.run.served < second.run.served)
+            standing, other_standing = first.run.usage.standing(now), second.run.usage.standing(now)
+            if standing != other_standing:
+                return standing < other_standing
+            return first.run.served < second.run.served
         aged_since = now - self.ageing_s
         return _rank(first, aged_since) < _rank(second, aged_since)
 
@@ -374,7 +378,7 @@ class Queue:
         return blocker
 
     def close(self, entry: Entry, lack: Lack, now: float) -> None:
-        """Closes what an action lacks to the actions behind it, until it starts or settles."""
+        """Reserves what an action lacks: closes it to the actions behind it, until it starts or settles."""
         to_close = lack.close
         if lack.target and self.is_aged(entry, now):
             if entry.target != lack.target:

@@ -67,9 +67,9 @@ from tangram.core.timers import PoolRetries, Reviews, Timers
 from tangram.errors import InvalidConfig, InvalidInput, InvariantError
 
 STARVED_SHARE = 0.1
-"""A timed-out action counts as starved if it lacked reserved CPU for more than this share of its execution and for"""
+"""A timed-out action counts as starved if it lacked its reserved CPU for more than this share of its execution."""
 STARVED_MIN_S = 0.5
-"""more than this many seconds. Less than that happens on any busy machine."""
+"""It also has to lack it for more than this many seconds: less than that happens on any busy machine."""
 
 
 class Statistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,7 +118,7 @@ class Scheduler:
         self._retries = PoolRetries(self._timers, self.ledger, self.queue)
         self._reviews = Reviews()
         self._stranded = Stranded(self.ledger, self.queue)
-        round = Round()
+        current_round = Round()
         self.snapshot = Snapshot(
             ledger=self.ledger,
             queue=self.queue,
@@ -127,7 +127,7 @@ class Scheduler:
             knowledge=self.knowledge,
             load=self._load,
             policy=policy,
-            round=round,
+            current_round=current_round,
         )
         self._offers = Offers(
             ledger=self.ledger,
@@ -145,7 +145,7 @@ class Scheduler:
             places=self.places,
             residents=self.residents,
             snapshot=self.snapshot,
-            round=round,
+            current_round=current_round,
             offers=self._offers,
             policy=policy,
             knowledge=self.knowledge,
@@ -251,7 +251,8 @@ class Scheduler:
             self._enqueue(entry)
 
     def _refusal(self, action: Action, place: Place | None) -> tuple[str, str] | None:
-        """Returns the name of the limit that keeps the action out and the reason, if there is one."""
+        """Admission control: returns the name of the limit that keeps the action out and the reason, if there is
+        one."""
         limits = self.limits
         run = self.queue.runs.get(action.run)
         if run is None and (full := self._runs_max_refusal(action.run)) is not None:
@@ -292,7 +293,7 @@ class Scheduler:
             return
         stopping = entry.state is State.STOPPING and entry.started_at is None
         if not stopping:
-            self._stories.transition(entry, State.RUNNING)
+            entry.transition(State.RUNNING, self._stories)
         entry.started_at = entry.progress_at = entry.measured_at = self.now
         entry.cpu_s, entry.use = 0.0, None
         if entry.restoring:
@@ -313,7 +314,7 @@ class Scheduler:
         if entry.state is State.STOPPING:
             self._end(entry, *self._stop_reason(entry), refund=True)
             return
-        self._stories.expect(entry, State.STARTING, "StartFailed came")
+        entry.expect(State.STARTING, "StartFailed came", self._stories)
         if event.sandbox:
             self._wait_for_memory(entry, event)
         elif event.retry and entry.attempts < self.limits.attempts_max:
@@ -360,7 +361,7 @@ class Scheduler:
         elif event.lost:
             self._lose(entry, event.lost, usage)
         else:
-            self._stories.expect(entry, State.RUNNING, "Finished came")
+            entry.expect(State.RUNNING, "Finished came", self._stories)
             self._learn(entry, usage)
             self._end(entry, Status.SUCCEEDED, "", usage)
 
@@ -422,7 +423,7 @@ class Scheduler:
     def _requeue(self, entry: Entry, *, refund: bool = False, spent: dict[str, int] | None = None) -> None:
         """Ends the attempt and returns the action to its old turn."""
         self._give_back(entry, refund=refund, spent=spent)
-        self._stories.transition(entry, State.QUEUED)
+        entry.transition(State.QUEUED, self._stories)
         entry.started_at = entry.grant = None
         entry.restoring = False
         entry.width = entry.reserved = entry.limit = 0
@@ -455,7 +456,7 @@ class Scheduler:
             self.queue.dequeue(entry)
         else:
             self._give_back(entry, refund=refund, spent=usage.spent)
-        self._stories.transition(entry, _STATE_BY_STATUS.get(status, State.FAILED))
+        entry.transition(_STATE_BY_STATUS.get(status, State.FAILED), self._stories)
         del self.entries[entry.id]
         self._timers.drop(entry)
         if entry.stranded_at is not None:
@@ -515,7 +516,7 @@ class Scheduler:
         if entry.state is State.QUEUED:
             self._end(entry, status, reason)
         elif entry.state is not State.STOPPING:
-            self._stories.transition(entry, State.STOPPING)
+            entry.transition(State.STOPPING, self._stories)
             entry.stop = (status, reason)
             self._effects.append(Stop(action=entry.id, reason=reason))
 

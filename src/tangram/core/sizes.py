@@ -42,9 +42,9 @@ def parse_size(
 def _format_size(size: int) -> str:
     """Formats a size in the largest unit that is not larger than it."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
-        one = _UNITS[unit[:2].lower()]
-        if size >= one:
-            return f"{math.floor(10 * size / one) / 10:g} {unit}"
+        unit_bytes = _UNITS[unit[:2].lower()]
+        if size >= unit_bytes:
+            return f"{math.floor(10 * size / unit_bytes) / 10:g} {unit}"
     return f"{size} bytes"
 
 

@@ -1,9 +1,10 @@
 """The snapshot: a read-only live view of queue, pools and learned estimates for a policy.
 
-Reading it changes nothing: every value follows from the state of the scheduler at that moment. It is live, so each
-decision that the scheduler applies shows in it at once. Only `candidates` is more than a value: to take the next
-candidate is to decide not to begin the one before. Candidates and due reviews come from the scheduler; between rounds
-there are none.
+It is called a snapshot because events are handled one by one: while a policy plans, nothing changes but by its own
+decisions. Reading it changes nothing: every value follows from the state of the scheduler at that moment. It is live,
+so each decision that the scheduler applies shows in it at once. Only `candidates` is more than a value: to take the
+next candidate is to decide not to begin the one before. Candidates and due reviews come from the scheduler; between
+rounds there are none.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Snapshot:
         knowledge: Knowledge,
         load: OfferedLoad,
         policy: SchedulingPolicy,
-        round: Round,
+        current_round: Round,
     ) -> None:
         self._ledger = ledger
         self._queue = queue
@@ -78,7 +79,7 @@ class Snapshot:
         self._knowledge = knowledge
         self._load = load
         self._policy = policy
-        self._round = round
+        self._round = current_round
         self._estimates: dict[int, Estimate] = {}
         """Estimates that were computed since `_estimates_at`, by sequence number: only a memo."""
         self._estimates_at = (0.0, 0)

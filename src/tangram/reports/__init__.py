@@ -1,0 +1,1 @@
+"""Pages, charts, tables, timelines and live screens, shared by all commands."""

@@ -5,7 +5,7 @@ the data and text in the browser, never markup. Each chart can be read as a tabl
 
     data = InteractiveCharts(axes={"step": "step", "seconds": "wall seconds"}, ...)
     id = data.add("reward", {"label": "Reward", "series": [series("training", "p1", values)]})
-    parts = [axis_choice(data.axes), chart_figure(id, "Reward"), data.render()]
+    parts = [axis_choice(data.axes), chart_figure(chart_id, "Reward"), data.render()]
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ class InteractiveCharts:
         `high` (the least upper end of the y axis), `tall` and `shaded`; or, with `kind` "bars", `names`, `values`,
         `shares`, `heads` and a `limit`.
         """
-        id = f"{name}-{len(self._charts)}"
-        self._charts[id] = chart
-        return id
+        chart_id = f"{name}-{len(self._charts)}"
+        self._charts[chart_id] = chart
+        return chart_id
 
     def render(self) -> str:
         return script_data("charts-data", {**self._shared, "charts": self._charts})
 
 
-def chart_figure(id: str, heading: str) -> str:
+def chart_figure(chart_id: str, heading: str) -> str:
     """The place of a chart."""
-    return f'<figure class="chart" data-chart="{escape(id)}"><h3>{escape(heading)}</h3></figure>'
+    return f'<figure class="chart" data-chart="{escape(chart_id)}"><h3>{escape(heading)}</h3></figure>'
 
 
 def axis_choice(axes: Mapping[str, str]) -> str:

@@ -52,7 +52,7 @@ class LiveView:
         self._clock = clock
         self._line_every_s = line_every_s
         self._background_lines = background_lines
-        self._began_s = self._printed_s = clock()
+        self._began_at = self._printed_at = clock()
         self._live: Live | None = None
         self._printer: threading.Thread | None = None
         self._ended = threading.Event()
@@ -75,7 +75,7 @@ class LiveView:
         return True
 
     def __enter__(self) -> Self:
-        self._began_s = self._printed_s = self._clock()
+        self._began_at = self._printed_at = self._clock()
         if self._quiet:
             return self
         from rich.console import Console
@@ -112,13 +112,13 @@ class LiveView:
         """Print a line if there is no screen and the last line is old enough."""
         if self._quiet or self._live is not None or self.console is None or self._background_lines:
             return
-        if self._clock() - self._printed_s >= self._line_every_s:
+        if self._clock() - self._printed_at >= self._line_every_s:
             self.print_line(self.line())
 
     def print_line(self, text: str) -> None:
         """Print above the screen. The caller must not hold a lock that `render` takes: drawing holds the console."""
         assert self.console is not None
-        self._printed_s = self._clock()
+        self._printed_at = self._clock()
         self.console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def _print_lines(self) -> None:

@@ -169,7 +169,7 @@ def share_bar(parts: Iterable[tuple[str, float, str]], *, track: bool = False) -
 # ---- data for scripts -------------------------------------------------------------------------------------------
 
 
-def script_data(id: str, content: Any) -> str:
+def script_data(element_id: str, content: Any) -> str:
     """JSON that a script of the page reads; no text in it can end the element."""
     text = msgspec.json.encode(content).decode().replace("<", "\\u003c")
-    return f'<script type="application/json" id="{id}">{text}</script>'
+    return f'<script type="application/json" id="{element_id}">{text}</script>'

@@ -23,6 +23,9 @@ import msgspec
 
 from tangram.files.atomic_file import atomic_write, check_writable
 
+OPTION = "perfetto"
+"""The option that names the file, for errors."""
+
 
 class LaneId(NamedTuple):
     process: int
@@ -121,11 +124,11 @@ class TraceEvents:
                 event["dur"] /= 1000
         return metadata + timed
 
-    def write(self, path: Path, *, option: str = "perfetto") -> None:
+    def write(self, path: Path) -> None:
         """Write the trace atomically. Raises InvalidConfig, naming the option, if `path` cannot be written."""
-        check_writable(option, path)
+        check_writable(OPTION, path)
         content = {"traceEvents": self.events(), "displayTimeUnit": "ms"}
-        with atomic_write(option, path) as file:
+        with atomic_write(OPTION, path) as file:
             file.write(msgspec.json.encode(content))
 
     def _process(self, name: str) -> int:

@@ -1,0 +1,1 @@
+"""The scheduler on virtual time: compare policies, replay traces, size pools."""

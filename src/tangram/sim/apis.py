@@ -16,7 +16,7 @@ REFUSAL_S = 0.05
 """Latency of a rejection."""
 
 ROUNDING = 1e-9
-"""Of a window or a unit: tolerance for rounding in sums of seconds."""
+"""Tolerance, as a share of a window or a unit, for rounding in sums of seconds."""
 
 
 class SimulatedApis:

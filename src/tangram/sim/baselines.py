@@ -50,9 +50,9 @@ from tangram.errors import InvalidConfig
 from tangram.sim.episode import ServiceModel
 
 API_RETRIES_MAX = 3
-"""As in the publication's baseline."""
+"""Retries of a rejected API call, as in the publication's baseline."""
 API_BACKOFF_S = 2.0
-"""Before the first retry; doubles with each."""
+"""Pause before the first retry; doubles with each."""
 ATTEMPTS_MAX = Limits().attempts_max
 """Starts of one action before it settles as lost; the same limit as in the scheduler."""
 
@@ -80,7 +80,7 @@ class BaselineCall(msgspec.Struct, eq=False):
     submitted_at: float
     granted_at: float = 0.0
     started_at: float = 0.0
-    """Both of the last attempt."""
+    """Both times are those of the last attempt."""
     attempts: int = 0
     cancelled: bool = False
     """A stop was requested and has not completed."""

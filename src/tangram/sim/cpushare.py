@@ -124,7 +124,7 @@ class _CpuAction:
         self.demand: float
         self.weight: float
         self.finish: float
-        """In the full-speed time of the tier."""
+        """Completion in the full-speed time of the tier."""
         self.since: float
         self.lost: float
         """The tier's `lost` at `since`."""
@@ -146,17 +146,17 @@ class _Tier(msgspec.Struct, eq=False):
     weight: float = 0.0
     count: int = 0
     heap: list[_Entry] = []
-    """By full-speed time; the first entry is always valid."""
+    """Entries by full-speed time; the first is always valid."""
     entry: _Entry | None = None
     """The valid entry, for the tier's first action, in a heap of the node."""
     floating: bool = False
     lost: float = 0.0
-    """Up to now if capped, up to `since` if floating."""
+    """Seconds lost: up to now if capped, up to `since` if floating."""
     since: float = 0.0
     given: float = 0.0
     """The node's clock of the same name at `since`."""
     starved: float = 0.0
-    """Up to now if capped, up to `since` if floating."""
+    """Seconds starved: up to now if capped, up to `since` if floating."""
     short: float = 0.0
     """The node's clock of the same name at `since`."""
 
@@ -480,8 +480,8 @@ class CpuShare:
         rates = [min(action.demand, level * action.weight) for action in actions]
         for action, rate in zip(actions, rates, strict=True):
             tier = action.tier
-            own = min(tier.tau, self._level) * action.weight
-            _require_close(f"rate of {action.key!r}", own, rate, action.demand)
+            expected = min(tier.tau, self._level) * action.weight
+            _require_close(f"rate of {action.key!r}", expected, rate, action.demand)
             if tier.floating != (tier.tau > self._level) and abs(tier.tau / self._level - 1.0) > CHECK_TOLERANCE:
                 raise InvariantError(f"tier {tier.tau!r} floats: {tier.floating}, at level {self._level!r}")
         _require_close("cores busy", self._busy, math.fsum(rates), self._capacity)

@@ -116,9 +116,9 @@ class Simulator:
         self.cpus = {p.node: CpuShare(p.total / CORE) for p in pools if p.kind == CPU}
         self._cpu_next: dict[str, float] = dict.fromkeys(self.cpus, math.inf)
         self._core_s_before = 0.0
-        """Used on nodes that have failed."""
+        """Core-seconds used on nodes that have failed."""
         self._core_s_starting = 0.0
-        """Charged to actions for their start."""
+        """Core-seconds charged to actions for their start."""
         self._devices = SimulatedDevices(workload.services, pools, DEVICE_MEMORY_GIB)
         self._batches: dict[str, int] = {}
         """Number of calls in each batch."""

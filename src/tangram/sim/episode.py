@@ -15,7 +15,7 @@ from tangram.core.speedup import RIGID, Speedup
 from tangram.managers.quotas.manager import REQUESTS, TOKENS, Quota
 
 BATCH_GROWTH = 0.5
-"""Between a model bound by reading its weights (0) and one bound by compute (1)."""
+"""The default growth lies between a model bound by reading its weights (0) and one bound by compute (1)."""
 
 
 class SimStep(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ KINDS = ("node_loss", "slow_start", "crash", "start_failure", "quota_cut", "shri
 SLOWEST_START_S = 10.0
 
 SHARE_LEFT_MIN = 0.1
-"""Of a reduced pool; an action that needs more waits until the pool is restored."""
+"""Least share that remains of a reduced pool; an action that needs more waits until the pool is restored."""
 
 
 class InjectedFault(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +28,7 @@ class InjectedFault(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     """One of KINDS."""
     pick: float = 0.0
-    """In [0, 1): selects the node, action or pool."""
+    """A number in [0, 1) that selects the node, action or pool."""
     lasts_s: float = 30.0
     amount: float = 1.0
     """Relative slowness of a start; the share of starts that fail; the remaining share of a pool."""

@@ -64,18 +64,18 @@ NAME = "on-demand"
 
 class OnDemandConfig(msgspec.Struct, frozen=True, kw_only=True):
     devices_per_instance: int = 4
-    """As many as a static service has. A model that cannot use this number gets the nearest one that it can."""
+    """As many devices as a static service has. A model that cannot use this number gets the nearest one that it can."""
     storage_gib_s: float = 19.0
     host_gib_s: float = 47.0
-    """Loading from storage and from host memory. ServerlessLLM publishes 3.2 s and 1.3 s for the 61 GiB of Qwen3-32B,
-    on H100 with NVMe."""
+    """Rates of loading from storage and from host memory. ServerlessLLM publishes 3.2 s and 1.3 s for the 61 GiB of
+    Qwen3-32B, on H100 with NVMe."""
     start_s: float = 0.0
     """Time to start an engine, in addition to loading. The end-to-end latencies in the publication leave no room for
     any."""
     target: int = 1
     """Calls per instance, as in its default configuration."""
     instances_max: int = 10
-    """Per model; the default of its configuration."""
+    """Instances per model: the default of its configuration."""
     turn_s: float = 0.0
     """Minimum interval between two calls that the router hands to a model; 0: no limit."""
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from tangram.core.demand import CPU, GPU
+from tangram.core.policies import DEFAULT_POLICY
 from tangram.errors import InvalidConfig
 from tangram.processes.process_pool import ProcessPool
 from tangram.reports.formatting import digits_to_distinguish, pluralize, seconds
@@ -45,7 +46,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     size: Size
     """Pools that are not searched keep this size."""
     resource: str = "cores"
-    policy: str = "adaptive"
+    policy: str = DEFAULT_POLICY
     target: str = "mean"
     act_s: float | None = None
     """Target in seconds. None: the ACT that `like` reaches."""
@@ -127,7 +128,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def today_in_full(self) -> str:
-        """The same with its size and its source."""
+        """Describe today's reservation with its size and its source."""
         size = self.reference.size
         text = f"{size} {self.today}" if self.today != self.like else f"{self.like} on {self._amount(size)}"
         return f"{text}, as recorded" if self.recorded else text

@@ -128,7 +128,7 @@ class _RecordedAction(msgspec.Struct, eq=False):
     """Assumed maximum of cores in use; for an elastic action its width decides."""
     devices: int = 0
     batch: str = ""
-    """From its last grant."""
+    """The batch of its last grant."""
     outcome: Outcome | None = None
     width: float = 1.0
     stretches: list[tuple[float, float]] = []
@@ -209,13 +209,13 @@ class _TraceReader:
             since, until = self._loading.pop(message.service, (now, now))
             self.restores_s.setdefault(message.service, []).append((now if until < 0.0 else until) - since)
         elif isinstance(message, Start):
-            if (seen := self.actions.get(message.action.id)) is not None:
-                seen.on_start(message, now)
+            if (recorded := self.actions.get(message.action.id)) is not None:
+                recorded.on_start(message, now)
         elif isinstance(message, Started | Resized):
-            if (seen := self.actions.get(message.action)) is not None:
-                self._on_started_or_resized(seen, message, now)
-        elif isinstance(message, Settle) and (seen := self.actions.get(message.outcome.action)) is not None:
-            self._on_settled(seen, message.outcome, now)
+            if (recorded := self.actions.get(message.action)) is not None:
+                self._on_started_or_resized(recorded, message, now)
+        elif isinstance(message, Settle) and (recorded := self.actions.get(message.outcome.action)) is not None:
+            self._on_settled(recorded, message.outcome, now)
 
     def _add_pool(self, pool: Pool) -> None:
         if pool.kind.startswith(CAP_PREFIXES) and pool.window is None:
@@ -225,21 +225,21 @@ class _TraceReader:
         if not pool.node and (known is None or pool.total > known.total):
             self.quotas[pool.kind] = pool
 
-    def _on_started_or_resized(self, seen: _RecordedAction, message: Started | Resized, now: float) -> None:
+    def _on_started_or_resized(self, recorded: _RecordedAction, message: Started | Resized, now: float) -> None:
         if isinstance(message, Resized):
-            seen.on_resize(message.limit, now)
-        elif seen.action.service:
-            self._loading[seen.action.service] = (seen.granted_at, now)
+            recorded.on_resize(message.limit, now)
+        elif recorded.action.service:
+            self._loading[recorded.action.service] = (recorded.granted_at, now)
 
-    def _on_settled(self, seen: _RecordedAction, outcome: Outcome, now: float) -> None:
-        seen.ended_at = now
-        seen.outcome = outcome
-        if outcome.status.value not in COMPLETED or not seen.stretches or not seen.action.demand.elastic:
+    def _on_settled(self, recorded: _RecordedAction, outcome: Outcome, now: float) -> None:
+        recorded.ended_at = now
+        recorded.outcome = outcome
+        if outcome.status.value not in COMPLETED or not recorded.stretches or not recorded.action.demand.elastic:
             return
-        units = seen.integrate(lambda units: units) / max(outcome.execution_s, SECONDS_MIN)
+        units = recorded.integrate(lambda units: units) / max(outcome.execution_s, SECONDS_MIN)
         self.knowledge.observe(
-            seen.action,
-            execution_s=outcome.execution_s * seen.unthrottled_share(),
+            recorded.action,
+            execution_s=outcome.execution_s * recorded.unthrottled_share(),
             units=max(1.0, units),
             cpu_s=outcome.usage.cpu_s,
         )
@@ -247,11 +247,11 @@ class _TraceReader:
     # ---- what it adds up to ----
 
     def episodes(self) -> tuple[SimEpisode, ...]:
-        self.batch_sizes.update(seen.batch for seen in self.actions.values() if seen.batch)
+        self.batch_sizes.update(recorded.batch for recorded in self.actions.values() if recorded.batch)
         by_trajectory: dict[tuple[str, str], list[_RecordedAction]] = {}
-        for seen in self.actions.values():
-            if seen.outcome is not None and seen.outcome.status.value in COMPLETED and seen.stretches:
-                by_trajectory.setdefault((seen.action.run, _trajectory(seen.action)), []).append(seen)
+        for recorded in self.actions.values():
+            if recorded.outcome is not None and recorded.outcome.status.value in COMPLETED and recorded.stretches:
+                by_trajectory.setdefault((recorded.action.run, _trajectory(recorded.action)), []).append(recorded)
         runs = Counter(name for _, name in by_trajectory)
         return tuple(
             self._episode(name if runs[name] == 1 else f"{run}/{name}", members)
@@ -260,14 +260,16 @@ class _TraceReader:
 
     def _episode(self, name: str, members: list[_RecordedAction]) -> SimEpisode:
         first = members[0]
-        boxes = dict.fromkeys(seen.action.sandbox for seen in members if seen.action.sandbox in self.sandboxes)
+        boxes = dict.fromkeys(
+            recorded.action.sandbox for recorded in members if recorded.action.sandbox in self.sandboxes
+        )
         reserved = [self.sandboxes[box] for box in boxes]
         start_s = min([first.submitted_at, *(at for at, _ in reserved)])
         turns, end = [], start_s
         for together in _turns(members):
-            steps = tuple(self._step(seen, first.action.task) for seen in together)
+            steps = tuple(self._step(recorded, first.action.task) for recorded in together)
             turns.append(SimTurn(think_s=max(0.0, together[0].submitted_at - end), steps=steps))
-            end = max(seen.ended_at for seen in together)
+            end = max(recorded.ended_at for recorded in together)
         return SimEpisode(
             id=name,
             run=first.action.run,
@@ -277,23 +279,23 @@ class _TraceReader:
             turns=tuple(turns),
         )
 
-    def _step(self, seen: _RecordedAction, task: str) -> SimStep:
-        action, outcome = seen.action, seen.outcome
+    def _step(self, recorded: _RecordedAction, task: str) -> SimStep:
+        action, outcome = recorded.action, recorded.outcome
         assert outcome is not None
         law = self._speedup(action)
-        own = seen.unthrottled_share()
-        unit_s = seen.integrate(lambda units: units) * own
+        unthrottled = recorded.unthrottled_share()
+        unit_s = recorded.integrate(lambda units: units) * unthrottled
         overhead_s = 0.0 if GPU in action.demand.pools else outcome.overhead_s
         unit_s += overhead_s
-        slower = self.batch_sizes.get(seen.batch, 1) ** BATCH_GROWTH
+        slower = self.batch_sizes.get(recorded.batch, 1) ** BATCH_GROWTH
         busy = outcome.usage.cpu_s / unit_s if unit_s > 0.0 else 1.0
         return SimStep(
             kind=action.kind,
             key=action.key,
             demand=self._demand(action.demand),
             service=action.service,
-            work_s=max(SECONDS_MIN, seen.integrate(law.at) * own / slower),
-            busy=max(BUSY_MIN, min(busy, seen.cores_max)),
+            work_s=max(SECONDS_MIN, recorded.integrate(law.at) * unthrottled / slower),
+            busy=max(BUSY_MIN, min(busy, recorded.cores_max)),
             speedup=law,
             overhead_s=overhead_s,
             task="" if action.task == task else action.task,
@@ -314,12 +316,12 @@ class _TraceReader:
     def services(self) -> tuple[ServiceModel, ...]:
         degrees: dict[str, tuple[int, ...]] = {}
         smallest: dict[str, float] = {}
-        for seen in self.actions.values():
-            name = seen.action.service
-            if name and GPU in seen.action.demand.pools:
-                amounts = seen.action.demand.pools[GPU]
+        for recorded in self.actions.values():
+            name = recorded.action.service
+            if name and GPU in recorded.action.demand.pools:
+                amounts = recorded.action.demand.pools[GPU]
                 degrees.setdefault(name, amounts.choices or tuple(dict.fromkeys((amounts.min, amounts.max))))
-                smallest[name] = min(smallest.get(name, amounts.min), seen.devices or amounts.min)
+                smallest[name] = min(smallest.get(name, amounts.min), recorded.devices or amounts.min)
         return tuple(
             ServiceModel(
                 name=name,
@@ -336,7 +338,7 @@ class _TraceReader:
         limits: dict[str, list[ApiLimit]] = {}
         for kind, pool in self.quotas.items():
             limits.setdefault(kind.partition("/")[0], []).append(ApiLimit(pool=pool, counting=_counting(pool)))
-        return tuple(ApiModel(name=name, limits=tuple(own)) for name, own in limits.items())
+        return tuple(ApiModel(name=name, limits=tuple(api_limits)) for name, api_limits in limits.items())
 
 
 def _trajectory(action: Action) -> str:
@@ -348,12 +350,12 @@ def _turns(members: list[_RecordedAction]) -> Iterator[list[_RecordedAction]]:
     turn."""
     together: list[_RecordedAction] = []
     end = 0.0
-    for seen in members:
-        if together and seen.submitted_at != together[0].submitted_at and seen.submitted_at >= end:
+    for recorded in members:
+        if together and recorded.submitted_at != together[0].submitted_at and recorded.submitted_at >= end:
             yield together
             together = []
-        end = max(end, seen.ended_at) if together else seen.ended_at
-        together.append(seen)
+        end = max(end, recorded.ended_at) if together else recorded.ended_at
+        together.append(recorded)
     yield together
 
 

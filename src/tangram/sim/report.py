@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tangram.core.demand import CORE, CPU, GPU
+from tangram.core.policies import DEFAULT_POLICY
 from tangram.reports.charts import SizePoint, size_curve
 from tangram.reports.formatting import percent, pluralize, ratio_text, seconds, sooner_text
 from tangram.reports.page import (
@@ -65,9 +66,9 @@ def comparison_page(comparisons: Sequence[Comparison], command: str) -> str:
 
 
 def featured(comparison: Comparison) -> str:
-    """The policy in the headline: `adaptive`, or else the last one that is not the base."""
+    """The policy in the headline: the default policy, or else the last one that is not the base."""
     others = [name for name in comparison.setup.policies if name != comparison.base]
-    return "adaptive" if "adaptive" in others else (others or [comparison.base])[-1]
+    return DEFAULT_POLICY if DEFAULT_POLICY in others else (others or [comparison.base])[-1]
 
 
 def colours(comparison: Comparison) -> dict[str, str]:
@@ -224,10 +225,12 @@ def _pools(comparison: Comparison) -> list[charts.PoolChart]:
     pools = setup.size.pools(build_workload(setup.source, setup.seeds[0]))
     result = []
     for kind, title, unit, scale in ((CPU, "Cores", "cores", CORE), (GPU, "Devices", "devices", 1)):
-        own = [pool for pool in pools if pool.kind == kind]
-        if own:
-            total = sum(pool.total for pool in own) / scale
-            result.append(charts.PoolChart(title=title, unit=unit, total=total, nodes=tuple(pool.node for pool in own)))
+        of_kind = [pool for pool in pools if pool.kind == kind]
+        if of_kind:
+            total = sum(pool.total for pool in of_kind) / scale
+            result.append(
+                charts.PoolChart(title=title, unit=unit, total=total, nodes=tuple(pool.node for pool in of_kind))
+            )
     return result
 
 

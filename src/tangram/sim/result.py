@@ -76,7 +76,7 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     episode_ends: list[float]
     episodes_failed: int
     makespan_s: float
-    """From the first start to the end of the slowest trajectory, lost ones included."""
+    """Seconds from the first start to the end of the slowest trajectory, lost ones included."""
     cores: float
     core_s: float
     """CPU seconds used."""

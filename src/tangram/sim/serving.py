@@ -75,7 +75,7 @@ class AffinityGains(msgspec.Struct, frozen=True, kw_only=True):
     label: str = "simulated"
 
     def lines(self) -> list[str]:
-        rows = [(one.model, f"{one.vs_compute:.2f}", f"{one.vs_bandwidth:.2f}") for one in self.models]
+        rows = [(gain.model, f"{gain.vs_compute:.2f}", f"{gain.vs_bandwidth:.2f}") for gain in self.models]
         compute, bandwidth = self.simulated_vs_compute, self.simulated_vs_bandwidth
         return [
             f"{self.label}; seed {self.seed}; published fleets and batch divided by {SCALE}",
@@ -128,8 +128,8 @@ def affinity_gains(
         gains.append(ModelGain(model=model.name, vs_compute=mix / compute, vs_bandwidth=mix / bandwidth))
     return AffinityGains(
         models=tuple(gains),
-        simulated_vs_compute=_spread([one.vs_compute for one in gains]),
-        simulated_vs_bandwidth=_spread([one.vs_bandwidth for one in gains]),
+        simulated_vs_compute=_spread([gain.vs_compute for gain in gains]),
+        simulated_vs_bandwidth=_spread([gain.vs_bandwidth for gain in gains]),
         seed=seed,
     )
 
@@ -161,7 +161,7 @@ class DisaggregationPrediction(msgspec.Struct, frozen=True, kw_only=True):
     """Number of prefill nodes (H800) and decode nodes (H20): 1P3D."""
     together_s: float
     split_s: float
-    """Until the last trajectory of the batch ends; means over the seeds."""
+    """Seconds until the last trajectory of the batch ends; means over the seeds."""
     simulated: float
     """Speed-up of the split."""
     simulated_without_reuse: float
@@ -212,20 +212,23 @@ def _gain(runs: Sequence[tuple[ServingResult, ServingResult]]) -> float:
 
 
 def disaggregation_lines(predictions: Sequence[DisaggregationPrediction]) -> list[str]:
-    worst = {model: min(one.simulated for one in predictions if one.model == model) for model in _models(predictions)}
+    worst = {
+        model: min(prediction.simulated for prediction in predictions if prediction.model == model)
+        for model in _models(predictions)
+    }
     lines = [
         "simulated; software engineering, batch of 128, 32k context; P: node of 8 H800, D: node of 8 H20",
         f"{'model':<15}{'split':<7}{'together':>10}{'apart':>9}{'gain':>8}{'no reuse':>10}{'published':>11}",
     ]
-    for one in predictions:
-        published = "worst" if one.published is None else f"{one.published:.2f}×"
-        mark = "  worst" if one.simulated == worst[one.model] else ""
+    for prediction in predictions:
+        published = "worst" if prediction.published is None else f"{prediction.published:.2f}×"
+        mark = "  worst" if prediction.simulated == worst[prediction.model] else ""
         lines.append(
-            f"{one.model:<15}{one.split:<7}{one.together_s:>8.0f} s{one.split_s:>7.0f} s"
-            f"{one.simulated:>7.2f}×{one.simulated_without_reuse:>9.2f}×{published:>11}{mark}"
+            f"{prediction.model:<15}{prediction.split:<7}{prediction.together_s:>8.0f} s{prediction.split_s:>7.0f} s"
+            f"{prediction.simulated:>7.2f}×{prediction.simulated_without_reuse:>9.2f}×{published:>11}{mark}"
         )
     return lines
 
 
 def _models(predictions: Sequence[DisaggregationPrediction]) -> list[str]:
-    return list(dict.fromkeys(one.model for one in predictions))
+    return list(dict.fromkeys(prediction.model for prediction in predictions))

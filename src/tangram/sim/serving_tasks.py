@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 CONTEXT_TOKENS = 32_768
-"""In all published runs."""
+"""The context of all published runs."""
 SPREAD = 0.75
 """Standard deviation of the logarithm of an answer's length. The longest of 512 answers is then about 6 times the mean;
 published: 5-9."""
@@ -96,7 +96,6 @@ GEM_GAME = ServingTask(
     name="gem-game", prefers="H20", turns=(1, 1), prompt_tokens=500, observation_tokens=500, answer_tokens=3000,
     environment_s=0.1, reset_s=0.1,
 )  # fmt: skip
-TASKS = {task.name: task for task in (FROZENLAKE, WEBSHOP, SWE, GEM_MATH, GEM_GAME)}
 
 
 def draw_trajectories(tasks: Sequence[ServingTask], count: int, seed: int) -> tuple[ServingTrajectory, ...]:

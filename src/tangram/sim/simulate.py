@@ -9,7 +9,7 @@ import msgspec
 from tangram.core.action import Action
 from tangram.core.limits import Limits
 from tangram.core.messages import Decider, Observer, Pool
-from tangram.core.policies import POLICIES, policy
+from tangram.core.policies import DEFAULT_POLICY, POLICIES, policy
 from tangram.core.profile import Estimate, Knowledge
 from tangram.core.scheduler import Scheduler
 from tangram.errors import InvalidConfig
@@ -91,7 +91,7 @@ def _orchestrator(
     if family == "pods":
         return Baseline(pools, workload.services, pods or pods_config(name))
     if name == "alone":
-        return Scheduler(policy("adaptive"), pools, limits=limits, knowledge=knowledge)
+        return Scheduler(policy(DEFAULT_POLICY), pools, limits=limits, knowledge=knowledge)
     if family not in {known.partition(":")[0] for known in POLICIES}:
         raise InvalidConfig("policy", name, f"one of {', '.join([*POLICIES, *BASELINES])}")
     return Scheduler(policy(name), pools, limits=limits, knowledge=knowledge)

@@ -17,13 +17,13 @@ from tangram.errors import InvalidConfig
 from tangram.sim.episode import ServiceModel, SimEpisode, SimStep, Workload
 
 MEMORY_PER_CORE_GIB = 9.4
-"""As on the nodes in the publication: 2.4 TB for 256 cores."""
+"""Memory per core as on the nodes in the publication: 2.4 TB for 256 cores."""
 DEVICES_PER_NODE = 8
 STATIC_DEGREE = 4
 """Devices per service in today's static deployment, if the service can use that many."""
 TRAJECTORIES_PER_CORE = 8
-"""The default: a quarter of what pods with a request of half a core would admit at once, so that cores are contended;
-512 trajectories on 64 cores, as in the least loaded case of the `coding` benchmark."""
+"""The default number, a quarter of what pods with a request of half a core would admit at once, so that cores are
+contended; 512 trajectories on 64 cores, as in the least loaded case of the `coding` benchmark."""
 CORES_MIN = 4
 
 
@@ -36,7 +36,7 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
     memory_per_core_gib: float = MEMORY_PER_CORE_GIB
     """0: memory is not counted."""
     devices: int = 0
-    """On separate nodes of eight."""
+    """Devices, on separate nodes of eight."""
 
     def __post_init__(self) -> None:
         for name in ("cores", "devices"):
@@ -111,7 +111,7 @@ class LoadEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """Required over available capacity, in the time that the work takes without waiting."""
 
     span_s: float
-    """From the first start to the end of the longest trajectory if nothing ever waits."""
+    """Seconds from the first start to the end of the longest trajectory if nothing ever waits."""
     core_s: float
     """CPU seconds of all actions, each on one core."""
     device_s: float

@@ -28,11 +28,11 @@ class RunTime(msgspec.Struct, frozen=True, kw_only=True):
     actions: int
     statuses: dict[str, int]
     waiting_s: dict[str, float]
-    """By the pool kinds of the demands."""
+    """Seconds by the pool kinds of the demands."""
     execution_s: float
     overhead_s: float
     thinking_s: float
-    """Between the end of a turn and the next submission of its trajectory."""
+    """Seconds between the end of a turn and the next submission of its trajectory."""
 
 
 class TraceSummary(msgspec.Struct, frozen=True, kw_only=True):

@@ -101,7 +101,7 @@ def _merge_apis(apis: Iterable[ApiModel]) -> tuple[ApiModel, ...]:
     limits: dict[str, dict[str, ApiLimit]] = {}
     for api in apis:
         limits.setdefault(api.name, {}).update({limit.pool.kind: limit for limit in api.limits})
-    return tuple(ApiModel(name=name, limits=tuple(own.values())) for name, own in limits.items())
+    return tuple(ApiModel(name=name, limits=tuple(api_limits.values())) for name, api_limits in limits.items())
 
 
 def _sample_trajectories(recorded: Workload, batch: int | None, seed: int) -> Workload:

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from tangram.clock import SimClock
 from tangram.core.action import Action, Outcome, Status, Usage
-from tangram.core.demand import CPU, GPU, Amounts, Demand, cores, fixed, learned, one_of
-from tangram.core.ledger import CORE_KIND
+from tangram.core.demand import CPU, EXCLUSIVE_CORE, GPU, Amounts, Demand, cores, fixed, learned, one_of
 from tangram.core.limits import Limits
 from tangram.core.messages import (
     Cancel,
@@ -490,7 +489,7 @@ def test_pools_show_numa_nodes_devices_and_models() -> None:
     world = World(
         *cpu_node("n0", 4, memory_gib=1, numa_nodes=2),
         Pool(kind=GPU, node="n0", total=4),
-        Pool(kind=CORE_KIND, node="n0", total=4, numa=(2, 2)),
+        Pool(kind=EXCLUSIVE_CORE, node="n0", total=4, numa=(2, 2)),
         Pool(kind="api/tokens", total=100, window=Window(seconds=60.0)),
     )
     world.send(Resident(service="judge", node="n0", devices=(2, 3)))
@@ -498,7 +497,7 @@ def test_pools_show_numa_nodes_devices_and_models() -> None:
     world.send(Evicted(service="gone", node="n0", devices=(1,)))
     world.submit("gpu", {GPU: one_of(1, 2)}, service="judge")
     world.submit("cpu", {CPU: cores(2)})
-    world.submit("core", {CORE_KIND: fixed(1)})
+    world.submit("core", {EXCLUSIVE_CORE: fixed(1)})
     world.submit("tokens", {"api/tokens": fixed(30)})
     cpu, gpu, core, tokens = (world.pool(name) for name in ("cpu@n0", "gpu@n0", "core@n0", "api/tokens"))
     assert (cpu.unit, gpu.unit, core.unit, tokens.unit) == ("milli-cores", "devices", "units", "tokens")

@@ -73,26 +73,26 @@ def read_recording(path: Path, trajectories: Iterable[str], *, name: str, keeps_
         cores = sum(pool.total for pool in header.pools if pool.kind == CPU) / CORE
         for line in lines:
             _apply_message(line.message, line.t, acts, boxes)
-    own = [act for act in acts.values() if act.action.trajectory in wanted]
-    assert all(act.outcome is not None for act in own), "every action of a whole recording has settled"
-    spans = {act.action.sandbox: boxes[act.action.sandbox] for act in own}
+    measured = [act for act in acts.values() if act.action.trajectory in wanted]
+    assert all(act.outcome is not None for act in measured), "every action of a whole recording has settled"
+    spans = {act.action.sandbox: boxes[act.action.sandbox] for act in measured}
     start = min(since for since, _ in spans.values())
     end = max(until for _, until in spans.values())
     moments = _CoreTimeline(cores, start, end)
-    for act in own:
+    for act in measured:
         moments.add_action(act)
     if keeps_cores:
-        moments.add_trajectories(own, spans, keeps_cores)
+        moments.add_trajectories(measured, spans, keeps_cores)
     result = SimulationResult(
         name=name,
         workload="coding agents",
         seed=0,
-        rows=_rows(own, start),
+        rows=_rows(measured, start),
         episode_ends=[until - start for _, until in spans.values()],
-        episodes_failed=len({act.action.sandbox for act in own if not _is_completed(act)}),
+        episodes_failed=len({act.action.sandbox for act in measured if not _is_completed(act)}),
         makespan_s=end - start,
         cores=cores,
-        core_s=sum(act.outcome.usage.cpu_s for act in own if act.outcome is not None),
+        core_s=sum(act.outcome.usage.cpu_s for act in measured if act.outcome is not None),
         busy=moments.busy(),
     )
     return SideMeasurement(result=result, core_time=moments.core_time())

@@ -27,7 +27,7 @@ of its own."""
 POLICY = "adaptive"
 NODE = "local"
 MEMORY_BYTES = 4 * GIB
-"""Of all sandboxes together: more than they reserve, so that only cores are scarce."""
+"""Memory of all sandboxes together: more than they reserve, so that only cores are scarce."""
 
 
 def client(side: str, *, cores: int, backend: str, state: Path, record: Path | None = None) -> Client:

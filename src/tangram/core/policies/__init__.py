@@ -10,6 +10,8 @@ from tangram.core.policies.fcfs import Fcfs
 from tangram.core.policies.fixed import Fixed
 from tangram.errors import InvalidConfig
 
+DEFAULT_POLICY = "adaptive"
+
 POLICIES = {
     "fcfs": "first come, first served, every action at its minimum",
     "fixed:K": "first come, first served, every elastic action on K cores or devices",

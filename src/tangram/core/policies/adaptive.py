@@ -45,7 +45,7 @@ REVIEW_GROWTH = 3.0
 REVIEW_STEP_S = 0.01
 """The least time between two reviews: rounding may put a review just before the moment that it waits for."""
 REVIEW_SHARE = 0.25
-"""A review changes the reserve only by at least this share."""
+"""The least relative change of a reserve by a review (hysteresis)."""
 RESERVE_MAX = 950
 """The largest reserve of undeclared CPU in milli-cores. An action that needs more than a core declares it. A little
 less than a core, because waiting processes hold RESERVE_MIN each and a whole core would not fit beside them."""
@@ -60,7 +60,7 @@ over loads from 0.3 to 0.9 for mean and tail: wide shares use units less efficie
 WIDTH_HEADROOM = 8
 """An action is launched this many times wider than its first share, so that it can grow when other actions end."""
 RESIZE_SHARE = 0.04
-"""The least relative change of a resize: smaller ones cost more than they gain."""
+"""The least relative change of a resize (hysteresis): smaller ones cost more than they gain."""
 RESIZES_MAX = 32
 """The number of shrinking resizes per round and pool, and of growing ones: each is a file write."""
 REST_S = 0.02

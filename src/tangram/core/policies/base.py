@@ -3,6 +3,13 @@
 A policy only decides: `plan(snapshot)` reads the live state through a Snapshot and yields decisions. The scheduler
 checks and applies each decision before it takes the next one, so the snapshot is always up to date and only the
 scheduler writes. A policy keeps no state about actions.
+
+    decision    effect      reply of the manager
+    Begin       Start       Started, or StartFailed
+    Adjust      Resize      Resized
+    Preload     Restore     Resident, or Evicted
+    Hold        none: units are held aside until the first Begin of the plan
+    Retry       WakeAt      Tick
 """
 
 from __future__ import annotations
@@ -79,8 +86,8 @@ class SchedulingPolicy(Protocol):
     name: str
     strict: bool
     """True: an action that cannot start closes the pools that it lacks to all actions behind it. False: only an aged
-    action does, others may be overtaken, and calls whose service is loaded on free devices go first within their
-    run."""
+    action does, others may be overtaken (backfill), and calls whose service is loaded on free devices go first within
+    their run."""
 
     def order(self, entry: Entry, snapshot: Snapshot) -> float:
         """Returns the order of a new action within its run and priority: smaller goes first, ties by arrival."""

@@ -21,8 +21,7 @@ from typing import Self
 import msgspec
 
 from tangram.core.action import Action, Usage
-from tangram.core.demand import CPU, GPU, MEMORY, Amounts, fixed
-from tangram.core.ledger import CORE_KIND
+from tangram.core.demand import CPU, EXCLUSIVE_CORE, GPU, MEMORY, Amounts, fixed
 from tangram.core.messages import Event, Grant, Pool, PoolChanged, Window
 from tangram.errors import InvalidAction, InvalidConfig
 from tangram.managers.quotas.adaptive_rate import AdaptiveRate, RateLimitAdvice
@@ -72,7 +71,7 @@ class Quota(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or not self.name.isprintable() or set(self.name) & set("@/"):
             raise InvalidConfig("quota.name", self.name, "printable characters without '@' and '/'")
-        if self.name in (CPU, GPU, MEMORY, CORE_KIND):
+        if self.name in (CPU, GPU, MEMORY, EXCLUSIVE_CORE):
             raise InvalidConfig("quota.name", self.name, "a name that is not a kind of resource of a machine")
         if self.concurrent is not None and (type(self.concurrent) is not int or self.concurrent < 1):
             raise InvalidConfig(f"quota {self.name} concurrent", self.concurrent, "a whole number, at least 1, or None")

@@ -81,7 +81,7 @@ class RolloutProgress(LiveView):
         self._engines: dict[str, EngineProgress] = {}
         self._tokens = 0
         """Tokens decoded by engines; those of ended trajectories until there are statistics of engines."""
-        self._rates: deque[tuple[float, int]] = deque([(self._began_s, 0)])
+        self._rates: deque[tuple[float, int]] = deque([(self._began_at, 0)])
 
     # ---- events ----
 
@@ -165,7 +165,7 @@ class RolloutProgress(LiveView):
         if not self.groups_done:
             return None
         left = max(0, self.total_groups - self.groups_done)
-        return (self._clock() - self._began_s) / self.groups_done * left
+        return (self._clock() - self._began_at) / self.groups_done * left
 
     def _add_tokens(self, tokens: int) -> None:
         self._tokens += tokens
@@ -244,7 +244,7 @@ class RolloutProgress(LiveView):
 
     def _time_text(self) -> str:
         left = self.remaining_s()
-        so_far = duration(self._clock() - self._began_s)
+        so_far = duration(self._clock() - self._began_at)
         return f"{so_far} so far" + (f", about {duration(left)} left" if left else "")
 
     def _failure_texts(self) -> list[str]:

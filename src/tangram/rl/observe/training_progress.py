@@ -188,7 +188,7 @@ class TrainingProgress(LiveView):
         with self._lock:
             self.status.add_line(line)
             if isinstance(line, RunBegan):  # from here on its time is that of the run, as in its metrics
-                self._began_s = self._clock() - line.at_s
+                self._began_at = self._clock() - line.at_s
         notice = notice_of(line)
         # A screen shows new notices; a log, and a screen after a resumption, get them as lines.
         if notice is not None and (self._printer is not None or (self.is_on_screen and isinstance(line, RunBegan))):
@@ -228,7 +228,7 @@ class TrainingProgress(LiveView):
         """Seconds since the run began, resumptions included; before its begin, since the start of the process."""
         if self.status.end is not None:
             return self.status.end.at_s
-        return self._clock() - self._began_s
+        return self._clock() - self._began_at
 
     # ---- how it is shown ----
 

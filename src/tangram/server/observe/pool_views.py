@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from heapq import nlargest
 
-from tangram.core.demand import CPU, GPU, MEMORY
-from tangram.core.ledger import CORE_KIND, Holding, Ledger, PoolState, RunUsage
+from tangram.core.demand import CPU, EXCLUSIVE_CORE, GPU, MEMORY
+from tangram.core.ledger import Holding, Ledger, PoolState, RunUsage
 from tangram.core.scheduler import Scheduler
 from tangram.core.topology import Cells, Chunks, CoreSet
 from tangram.runtime.views import HIDDEN_NAME, PoolHolder, PoolPart, PoolView
@@ -155,7 +155,7 @@ def _pool_parts(
                 for cell, cores in enumerate(layout.numa)
             ]
         )
-    return (PoolPart(index=0, total=pool.total, held=pool.held),) if pool.kind in (CPU, CORE_KIND) else ()
+    return (PoolPart(index=0, total=pool.total, held=pool.held),) if pool.kind in (CPU, EXCLUSIVE_CORE) else ()
 
 
 class RunShares:

@@ -25,10 +25,10 @@ from tangram.sim.workloads.fit import lognormal, lognormal_by_mean, random_strea
 TURNS = (16, 20)
 QUERIES = (1, 5)
 SEARCH_SHARE = 0.6
-"""Of the turns; in the others the agent fetches pages."""
+"""Share of the turns that search; in the others the agent fetches pages."""
 
 THINK = lognormal(3.0, 0.8)
-"""As for coding agents: the latency of the policy model."""
+"""Latency of the policy model, as for coding agents."""
 SEARCH = lognormal(0.5, 0.345, 60.0)
 FETCH = lognormal_by_mean(9.5, 0.4, 120.0)
 JUDGE = lognormal(1.3, 1.17, 60.0)
