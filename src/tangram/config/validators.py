@@ -1,7 +1,7 @@
-"""Validators of config values: one `Valid` for each kind of value.
+"""Validators of config values: one `Validator` for each kind of value.
 
 Owns the checks of single values and their descriptions in errors and on the reference page. Independent of keys and
-files. Promises that `read` returns a value of the type of its field, that reading that value again returns the same,
+files. Promises that `parse` returns a value of the type of its field, that reading that value again returns the same,
 and that an invalid value raises ValueError, with a more precise text than the description if there is one.
 """
 

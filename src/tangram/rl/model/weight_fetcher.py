@@ -24,7 +24,7 @@ from tangram.rl.model.transformer import Transformer, TransformerConfig
 from tangram.rl.model.weight_store import CHUNK_ELEMENTS, pull_incrementally
 
 NICENESS = 5
-"""Of the reading thread: where cores are short, the decoding thread gets three times its share."""
+"""Niceness of the reading thread: where cores are short, the decoding thread gets three times its share."""
 
 
 class WeightFetcher:
@@ -32,7 +32,7 @@ class WeightFetcher:
         self, config: TransformerConfig, dtype: torch.dtype, send: Callable[[msgspec.Struct], None], beat_s: float
     ) -> None:
         self.fetch_s = 0.0
-        """Spent reading beside the engine's steps."""
+        """Time spent reading while the engine generates."""
         self._config, self._dtype, self._send, self._heartbeat_s = config, dtype, send, beat_s
         self._spare: Transformer | None = None
         self._spare_weights: PolicyWeights | None = None
@@ -43,7 +43,7 @@ class WeightFetcher:
         self._stop = threading.Event()
 
     def begin(self, ask: int, weights: PolicyWeights) -> None:
-        """Starts reading in the background, and sends Updated or UpdateFailed at the end. Cancels the read before
+        """Starts reading in the background, and sends Fetched or UpdateFailed at the end. Cancels the read before
         it."""
         self._cancel()
         self._requested, self._stop = weights, threading.Event()
@@ -74,20 +74,20 @@ class WeightFetcher:
 
     def _run(self, ask: int, weights: PolicyWeights, stop: threading.Event) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        began_s = told_s = time.monotonic()
+        began_at = last_heartbeat_at = time.monotonic()
         try:
             for _ in self._read_spare(weights):
                 if stop.is_set():
                     self._send(UpdateFailed(ask=ask, reason="a later version was requested before it was read"))
                     return
-                if time.monotonic() - told_s > self._heartbeat_s:
-                    told_s = time.monotonic()
+                if time.monotonic() - last_heartbeat_at > self._heartbeat_s:
+                    last_heartbeat_at = time.monotonic()
                     self._send(Fetching(ask=ask))
         except Exception as error:
             self._send(UpdateFailed(ask=ask, reason=error_text(error)))
             return
         finally:
-            self.fetch_s += time.monotonic() - began_s
+            self.fetch_s += time.monotonic() - began_at
         self._send(Fetched(ask=ask, version=weights.version))
 
     def _read_spare(self, weights: PolicyWeights) -> Iterator[None]:

@@ -94,17 +94,17 @@ class RedundancyReport(msgspec.Struct, frozen=True, kw_only=True):
     def lines(self) -> list[str]:
         """As text."""
         lines = []
-        for name, fates in (*self.tasks.items(), *((("all", self.all),) if len(self.tasks) > 1 else ())):
-            waste = fates.waste
+        for name, breakdown in (*self.tasks.items(), *((("all", self.all),) if len(self.tasks) > 1 else ())):
+            waste = breakdown.waste
             lines.append(
                 f"{name}: wasted {waste.tokens:.1%} of tokens, {waste.environment_s:.1%} of environment time,"
                 f" at least {waste.engine_s:.1%} of engine time"
             )
             lines += [
-                f"  {fate:<9} {side.trajectories:>6} trajectories, turns {_number(side.turns_mean)},"
-                f" tokens {_number(side.tokens_mean)}, reward {_number(side.reward_mean)}"
-                for fate in RedundancyBreakdown.__struct_fields__
-                if (side := getattr(fates, fate)).trajectories
+                f"  {category:<9} {totals.trajectories:>6} trajectories, turns {_number(totals.turns_mean)},"
+                f" tokens {_number(totals.tokens_mean)}, reward {_number(totals.reward_mean)}"
+                for category in RedundancyBreakdown.__struct_fields__
+                if (totals := getattr(breakdown, category)).trajectories
             ]
         return lines
 
@@ -113,8 +113,8 @@ def report(kept: Iterable[Group], left_out: Iterable[Group] = ()) -> RedundancyR
     """Reports on groups that were kept, and on those that were not."""
     by_task: dict[str, RedundancyBreakdown] = {}
 
-    def count(group: Group, fates: RedundancyBreakdown) -> None:
-        by_task[group.task] = by_task.get(group.task, RedundancyBreakdown()) + fates
+    def count(group: Group, breakdown: RedundancyBreakdown) -> None:
+        by_task[group.task] = by_task.get(group.task, RedundancyBreakdown()) + breakdown
 
     for group in kept:
         for trajectory in group.members:

@@ -110,9 +110,9 @@ def _require_compatible(teacher: TeacherSettings, settings: RolloutSettings, cod
         raise InvalidConfig(field, f"{teacher.checkpoint} with {described.vocab_size} tokens", expected)
     words = Path(teacher.checkpoint) / WORDS
     if isinstance(codec, WordCodec) and words.is_file():
-        teacher_devices = msgspec.json.decode(words.read_bytes(), type=tuple[str, ...])
+        teacher_words = msgspec.json.decode(words.read_bytes(), type=tuple[str, ...])
         # A vocabulary file may have the marker tokens or not.
-        if WordCodec(teacher_devices).words != codec.words:
+        if WordCodec(teacher_words).words != codec.words:
             raise InvalidConfig(field, str(words), "the words of the policy, in the same order")
     context_max = min(engine.context_max for engine in settings.engines)
     reads = described.max_position_embeddings

@@ -5,7 +5,7 @@ trajectory, a closed group, an event of an engine, or statistics. Promises that 
 that malformed content raises InvalidTrace with file and line. The incomplete last line of a killed process is skipped
 and described by `torn`.
 
-If the name ends in `.gz`, each record is a gzip member, so the file is readable at any time, also by `zcat`.
+If the name ends in `.gz`, each record is a gzip member, so the file is readable at any time, also by zcat.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class HeartbeatThread(threading.Thread):
     """Sends heartbeats while the process computes; a process that waits forever sends none."""
 
     def __init__(self, supervisor: SupervisorConnection[messages.AnyTrainerCommand], beat_s: float) -> None:
-        super().__init__(name="pulse", daemon=True)
+        super().__init__(name="heartbeat", daemon=True)
         self._supervisor, self._heartbeat_s = supervisor, beat_s
         self.current_ask: int | None = None
         """Number of the current command; None if idle."""

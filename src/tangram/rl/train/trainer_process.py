@@ -65,7 +65,7 @@ class ProcessTrainer:
 
     @property
     def pid(self) -> int:
-        """Of the running child."""
+        """The process id of the running child."""
         assert self._child is not None, "the trainer does not run"
         return self._child.pid
 

@@ -80,7 +80,7 @@ class _PendingRequest:
 
 
 class ProcessEngine:
-    """One engine; see Engine. It belongs to the event loop in which it was started."""
+    """One engine; see InferenceEngine. It belongs to the event loop in which it was started."""
 
     output_is_trainable = True
 
@@ -108,7 +108,7 @@ class ProcessEngine:
 
     @property
     def pid(self) -> int:
-        """State of the running child."""
+        """The process id of the running child."""
         assert self._child is not None, f"{self.name} does not run"
         return self._child.pid
 
