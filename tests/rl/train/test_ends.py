@@ -18,7 +18,7 @@ from tangram.errors import InvalidConfig, ManagerError
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.inference.engines.protocol import PolicyWeights
 from tangram.rl.runs.metrics_lines import Evaluated, Noticed, RunEnded, Trained, WarmStartChecked
-from tangram.rl.runs.sample_log import GroupLost, read_after
+from tangram.rl.runs.sample_log import GroupLost, SampleLogs
 from tangram.rl.train import evaluator
 from tangram.rl.train.evaluator import Scores
 from tangram.rl.train.warm_start import collect_demonstrations
@@ -394,7 +394,7 @@ def test_what_a_small_batch_of_a_wave_did_not_wait_for_does_not_hold_up_the_next
         assert len(trainer.trained) == len(set(trainer.trained))
         assert {len(batch.groups) for batch in trainer.batches} <= {2, 3}
         assert max(max(batch.staleness) for batch in trainer.batches) == 0
-        lost = [each for each in read_after(tmp_path / "samples", 0) if isinstance(each, GroupLost)]
+        lost = [each for each in SampleLogs(tmp_path / "samples", 0) if isinstance(each, GroupLost)]
         assert {each.cause for each in lost} == {"left_behind"}, "as it is counted, for the next resumption"
         assert made.of(RunEnded)[0].dropped_so_far == made.training.buffer.dropped
         assert set(made.training.buffer.dropped) == {"left_behind"}

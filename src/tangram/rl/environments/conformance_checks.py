@@ -20,7 +20,7 @@ from tangram.errors import ManagerError
 from tangram.rl.environments import agents
 from tangram.rl.environments.agents import AgentEpisode, RandomAgent, ScriptedAgent, short_repr
 from tangram.rl.environments.calls import cancel_call, start_call
-from tangram.rl.environments.protocol import Agent, Environment, ExternalResources, Step, Task, metrics_of
+from tangram.rl.environments.protocol import Agent, Environment, ExternalResources, Step, Task, metrics_of, reward_range
 from tangram.rl.environments.registry import missing_of, path_of
 from tangram.rl.environments.shared_setup import prepare_tasks
 
@@ -103,7 +103,7 @@ class ConformanceChecker:
         missing = missing_of(self._task)
         if missing:
             raise CheckFailed("a Task", f"{path_of(self._task)}, which lacks {'; '.join(missing)}", "add what it lacks")
-        low, high = self._reward_range()
+        low, high = reward_range(self._task)
         if not (math.isfinite(low) and math.isfinite(high) and low <= high):
             raise CheckFailed(
                 "reward_range = (least, most)", f"({low}, {high})", "write the range that an episode may pay"
@@ -208,7 +208,7 @@ class ConformanceChecker:
                     raise CheckFailed(f"actions of at most tokens_max = {limit}", came, "raise tokens_max, or say less")
 
     async def rewards(self) -> None:
-        low, high = self._reward_range()
+        low, high = reward_range(self._task)
         for episode in self._all_episodes():
             for turn, taken in enumerate(episode.steps):
                 if not math.isfinite(taken.reward):
@@ -330,12 +330,8 @@ class ConformanceChecker:
 
     # ---- helpers of the checks ----
 
-    def _reward_range(self) -> tuple[float, float]:
-        low, high = getattr(self._task, "reward_range", (0.0, 1.0))
-        return float(low), float(high)
-
     def _reward_share(self, agent: str) -> float:
-        low, high = self._reward_range()
+        low, high = reward_range(self._task)
         if low == high:
             raise CheckSkipped("it pays nothing itself: it is rewarded from outside")
         if agent not in self._episodes_by_agent:

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from tangram.errors import InvalidConfig
-from tangram.rl.config.rollout_settings import EngineSettings, RolloutSettings
+from tangram.rl.config.rollout_settings import RolloutSettings
 from tangram.sim.serving_model import H20, H800, Gpu
 
 COMPUTE, BANDWIDTH = "compute", "bandwidth"
@@ -219,14 +219,13 @@ def explain(settings: RolloutSettings) -> Binding:
     """The binding if all engines start. Starts nothing. Raises InvalidConfig."""
     if not settings.engines:
         raise InvalidConfig("engines", [], "at least one table [[engines]]: without an engine no tokens are generated")
-    offers = [PlannedEngine(name, engine.hardware) for engine in settings.engines for name in engine_names(engine)]
-    names = [offer.name for offer in offers]
+    engines = [
+        PlannedEngine(table.engine_name(number), table.hardware)
+        for table in settings.engines
+        for number in range(table.count)
+    ]
+    names = [engine.name for engine in engines]
     if len(set(names)) != len(names):
         raise InvalidConfig("engines.name", names, "a name of its own for each table [[engines]]")
     tasks = [task.name for task in settings.tasks]
-    return bind(affinity_of(settings), tasks, offers, healthy=set(names))
-
-
-def engine_names(engine: EngineSettings) -> list[str]:
-    """Names of the engines of a table, numbered if there are several."""
-    return [engine.name] if engine.count == 1 else [f"{engine.name}-{number}" for number in range(engine.count)]
+    return bind(affinity_of(settings), tasks, engines, healthy=set(names))

@@ -21,7 +21,7 @@ import msgspec
 from tangram.errors import ManagerError, TangramError
 from tangram.rl.inference.engines.protocol import EngineDied, InferenceEngine, PolicyWeights
 from tangram.rl.inference.router_records import (
-    TRANSITIONS,
+    ENGINE_TRANSITIONS,
     AnyRouterEvent,
     EngineLost,
     EngineRemoved,
@@ -377,7 +377,7 @@ class EngineSupervisor:
         self._emit(EngineRemoved(at_s=asyncio.get_running_loop().time(), engine=self.name, reason=reason))
 
     def _transition(self, state: EngineState, reason: str) -> None:
-        assert state in TRANSITIONS[self.state], f"engine {self.name}: {self.state} cannot become {state}"
+        assert state in ENGINE_TRANSITIONS[self.state], f"engine {self.name}: {self.state} cannot become {state}"
         self.state, self.reason = state, reason
         self._on_change()
 

@@ -461,7 +461,7 @@ def _remaining_request(request: GenerationRequest, pieces: Sequence[Generation])
 def _valid_prefix(written: Generation, request: GenerationRequest) -> Generation:
     """The prefix in which each token has a log-probability and a version, up to the end of the request."""
     count = min(len(written.tokens), len(written.logprobs), len(written.versions), request.sampling.tokens_max)
-    if request.sampling.keep_ids and request.sampling.is_truncated:
+    if request.sampling.keep_ids and request.sampling.truncates_distribution:
         count = min(count, len(written.kept or ()))
     ends = [number for number in range(count) if written.tokens[number] in request.sampling.stop]
     if ends:

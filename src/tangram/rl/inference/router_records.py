@@ -26,7 +26,7 @@ class EngineState(StrEnum):
     CLOSED = "closed"
 
 
-TRANSITIONS: Mapping[EngineState, frozenset[EngineState]] = {
+ENGINE_TRANSITIONS: Mapping[EngineState, frozenset[EngineState]] = {
     EngineState.STARTING: frozenset({EngineState.SERVING, EngineState.DOWN, EngineState.REMOVED, EngineState.CLOSED}),
     EngineState.SERVING: frozenset({EngineState.DOWN, EngineState.REMOVED, EngineState.CLOSED}),
     EngineState.DOWN: frozenset({EngineState.STARTING, EngineState.REMOVED, EngineState.CLOSED}),

@@ -109,11 +109,11 @@ class Learner:
     # ---- gradient steps ----
 
     def step(self, batch: TrainingBatch) -> dict[str, float]:
-        """Makes the next version and returns its METRICS; a mean over no trajectories is left out. If the selection
-        leaves no trajectory, `trajectories` is 0 and the weights stay the same. Raises InvalidInput for a batch that
-        cannot be trained on, and NotFinite."""
+        """Makes the next version and returns its metrics, see METRIC_DESCRIPTIONS; a mean over no trajectories is left
+        out. If the selection leaves no trajectory, `trajectories` is 0 and the weights stay the same. Raises
+        InvalidInput for a batch that cannot be trained on, and NotFinite."""
         began_s = self._now()
-        self._require_trainable(batch)
+        self._require_trainable_batch(batch)
         chosen, metrics = objective.select_trajectories(
             batch.groups, self._objective, self._advantage, self._reward_low
         )
@@ -151,11 +151,11 @@ class Learner:
             seed=step_seed(self._settings.seed, self.version),
         )
 
-    def _require_trainable(self, batch: TrainingBatch) -> None:
+    def _require_trainable_batch(self, batch: TrainingBatch) -> None:
         if batch.version != self.version:
             raise InvalidInput("batch.version", batch.version, f"{self.version}, from which the step starts")
         training = self._settings.training
-        oldest = max(0, self.version - training.staleness_bound) if training.bounds_staleness else 0
+        oldest = max(0, self.version - training.staleness_bound) if training.enforces_staleness else 0
         reason = f"in mode {training.mode} with α = {training.staleness_bound}"
         if self._objective.correction == "none":  # whatever the schedule allows
             oldest, reason = self.version, 'as objective.correction = "none" trains on nothing older'

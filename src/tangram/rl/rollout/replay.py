@@ -20,6 +20,7 @@ from tangram.errors import InvalidConfig, InvalidInput
 from tangram.reports.printable import escape_unprintable
 from tangram.rl.config.rollout_settings import RewardSettings, RolloutSettings, TaskSettings
 from tangram.rl.environments.protocol import Environment, ExternalResources, Task
+from tangram.rl.environments.registry import task_of
 from tangram.rl.inference.engines.protocol import Generation, GenerationRequest
 from tangram.rl.rollout.rewards import PlayedTrajectory, effective_settings, make_reward
 from tangram.rl.trajectories.trajectory import Ending, Trajectory
@@ -82,13 +83,6 @@ def settings_of(trajectory: Trajectory, settings: RolloutSettings | None) -> Tas
             if each.name == trajectory.task:
                 return each
     return TaskSettings(name=trajectory.task)
-
-
-def task_of(settings: TaskSettings) -> Task:
-    """Raises InvalidConfig."""
-    from tangram.rl.environments.registry import resolve
-
-    return resolve(settings.environment or settings.name)
 
 
 async def replay(

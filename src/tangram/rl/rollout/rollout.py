@@ -29,7 +29,7 @@ from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.rl.config.rollout_settings import RolloutSettings, TaskSettings
 from tangram.rl.environments.calls import EXIT_EXCEPTIONS
 from tangram.rl.environments.protocol import ExternalResources, Task
-from tangram.rl.environments.registry import path_of, resolve
+from tangram.rl.environments.registry import path_of, tasks_of
 from tangram.rl.environments.shared_setup import prepare_tasks
 from tangram.rl.inference.engines.protocol import Sampling
 from tangram.rl.rollout.contexts import EpisodeSlots, RolloutContext, TaskContext, TokenGenerator
@@ -181,7 +181,7 @@ class Rollout:
     # ---- start and end ----
 
     async def __aenter__(self) -> Self:
-        tasks = [resolve(settings.environment or settings.name) for settings in self.settings.tasks]
+        tasks = tasks_of(self.settings)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(prepare_tasks(tasks, self._client))
             stack.push_async_callback(self._context.closer.drain)
@@ -203,8 +203,6 @@ class Rollout:
             await self._stack.__aexit__(kind, error, trace)
 
     def _make_task_context(self, settings: TaskSettings, task: Task) -> TaskContext:
-        if settings.name in self._context_by_task:
-            raise InvalidConfig("tasks", settings.name, "each task to have a name of its own")
         sampling = self.settings.sampling
         outside = ExternalResources(client=self._client, run=self.settings.run)
         reward = self._rewards.get(settings.name) or self._make_reward(settings, task)

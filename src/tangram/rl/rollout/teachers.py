@@ -20,7 +20,7 @@ from tangram.managers.models.devices import DeviceSpec, Emulated, discover
 from tangram.managers.models.service import Service
 from tangram.rl.config.rollout_settings import RolloutSettings
 from tangram.rl.config.training_settings import TeacherSettings, TrainSettings
-from tangram.rl.trajectories.codec import Codec, WordCodec
+from tangram.rl.trajectories.codec import WORDS_FILE, Codec, WordCodec
 
 ENGINE = "tangram.rl.model.teacher:TeacherEngine"
 DEVICE_BYTES_MIN = 64 << 20
@@ -31,7 +31,7 @@ SPARE_BYTES = 1 << 20
 """For gaps between weights."""
 ANSWER_S_MAX = 60.0
 """Time limit of the first call of a loaded teacher."""
-CONFIG, WORDS = "config.json", "words.json"
+CONFIG = "config.json"
 
 
 class _CheckpointConfig(msgspec.Struct, frozen=True):
@@ -108,7 +108,7 @@ def _require_compatible(teacher: TeacherSettings, settings: RolloutSettings, cod
     if described.vocab_size != vocabulary:
         expected = f"the vocabulary of the policy, which has {vocabulary} tokens"
         raise InvalidConfig(field, f"{teacher.checkpoint} with {described.vocab_size} tokens", expected)
-    words = Path(teacher.checkpoint) / WORDS
+    words = Path(teacher.checkpoint) / WORDS_FILE
     if isinstance(codec, WordCodec) and words.is_file():
         teacher_words = msgspec.json.decode(words.read_bytes(), type=tuple[str, ...])
         # A vocabulary file may have the marker tokens or not.

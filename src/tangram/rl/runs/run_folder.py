@@ -47,7 +47,7 @@ from tangram.rl.runs.checkpoints import (
     read_checkpoint,
     steps_in,
 )
-from tangram.rl.runs.sample_log import SampleLog, SampleLogs, merge_after, prune_logs, read_after
+from tangram.rl.runs.sample_log import SampleLog, SampleLogs, merge_after, prune_logs
 
 OWNER, SETTINGS, METRICS, CHECKPOINTS, SAMPLES = "owner", "settings.json", "metrics.jsonl", "checkpoints", "samples"
 MODULES, REPORT, TENSORBOARD = "modules.json", "report.html", "tensorboard"
@@ -121,8 +121,6 @@ class RunFolder:
         self.metrics = path / METRICS
         self.checkpoints = path / CHECKPOINTS
         self.samples = path / SAMPLES
-        self.report = path / REPORT
-        self.tensorboard = path / TENSORBOARD
         self._lock = lock
 
     def __enter__(self) -> Self:
@@ -216,7 +214,7 @@ class RunFolder:
 
     def samples_after(self, step: int) -> SampleLogs:
         """The groups that entered the buffer, or were lost, since the state of this checkpoint was taken."""
-        return read_after(self.samples, step)
+        return SampleLogs(self.samples, step)
 
     def open_sample_log(self, checkpoint: Checkpoint | None) -> SampleLog:
         """The log of a run that continues from this checkpoint, or starts. Later checkpoints belong to abandoned

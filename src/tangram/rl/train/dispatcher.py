@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 
-from tangram.rl.buffer.sample_buffer import DroppedGroup, SampleBuffer
+from tangram.rl.buffer.records import DroppedGroup
+from tangram.rl.buffer.sample_buffer import SampleBuffer
 from tangram.rl.rollout.rollout import Rollout
 from tangram.rl.train.coordination import ChangeCondition, DispatchPause
 from tangram.rl.train.step_metrics import LEFT_BEHIND_CAUSE, drop_cause

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from tangram.cancellation import run_to_completion
 from tangram.errors import ManagerError
-from tangram.rl.buffer.sample_buffer import DroppedGroup, SampleBuffer
+from tangram.rl.buffer.records import DroppedGroup
+from tangram.rl.buffer.sample_buffer import SampleBuffer
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.environments.shared_setup import Progress
 from tangram.rl.inference.engines.protocol import PolicyWeights
@@ -135,7 +136,7 @@ class TrainingLoop:
         )  # fmt: skip
         self._weight_sync = WeightSync(
             assembly.weights, assembly.router, assembly.rollout, buffer, self._pause, self._evaluation, metrics,
-            in_waves=self._in_waves, stops_stale=self._schedule.mode == "async",
+            in_waves=self._in_waves, aborts_stale=self._schedule.mode == "async",
         )  # fmt: skip
         self._dispatcher = Dispatcher(
             assembly.rollout, buffer, upcoming, self._weight_sync, self._pause, changed,

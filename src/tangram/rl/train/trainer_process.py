@@ -19,12 +19,12 @@ from tangram.processes.child import HEARTBEATS_PER_HANG, ChildProcess
 from tangram.processes.fork_server import ForkServer
 from tangram.processes.framing import FrameTooLong
 from tangram.rl.config.training_settings import TrainSettings
+from tangram.rl.environments.protocol import reward_range
+from tangram.rl.environments.registry import tasks_of
 from tangram.rl.inference.engines.protocol import PolicyWeights
-from tangram.rl.rollout.assembly import tasks_of
 from tangram.rl.train import trainer_messages as messages
 from tangram.rl.train.trainer import TrainerDied, TrainStepResult
-from tangram.rl.trajectories.training_batch import Demonstration, TrainingBatch
-from tangram.rl.trajectories.trajectory import Group, Trajectory
+from tangram.rl.trajectories.training_batch import Demonstration, TrainingBatch, strip_for_training
 
 PROGRAM = "tangram.rl.train.trainer_child"
 LEARNER = "tangram.rl.model.learner:Learner"
@@ -178,25 +178,17 @@ class _TrainerChild(ChildProcess):
 
 
 def strip_batch(batch: TrainingBatch) -> TrainingBatch:
-    """Removes what a trainer does not need: texts, spans, and trajectories that are not trained on."""
-    return msgspec.structs.replace(batch, groups=tuple(map(_strip_group, batch.groups)))
-
-
-def _strip_group(group: Group) -> Group:
-    return msgspec.structs.replace(group, members=tuple(map(_strip_trajectory, group.members)), left_out=())
-
-
-def _strip_trajectory(trajectory: Trajectory) -> Trajectory:
-    turns = tuple(msgspec.structs.replace(turn, observation="", action="") for turn in trajectory.turns)
-    return msgspec.structs.replace(trajectory, turns=turns, observation="", spans=())
+    """Removes what a trainer does not need."""
+    return msgspec.structs.replace(batch, groups=tuple(map(strip_for_training, batch.groups)))
 
 
 def _task_limits(settings: TrainSettings) -> tuple[dict[str, float], int]:
     """Returns the lowest reward of each task, and the most tokens that a policy may write in one trajectory."""
     reward_low: dict[str, float] = {}
     tokens_longest = 1
-    for task, own in zip(tasks_of(settings), settings.tasks, strict=True):
-        reward_low[own.name] = float(getattr(task, "reward_range", (0.0, 1.0))[0])
-        turns, tokens = own.turns_max or task.turns_max, own.tokens_max or task.tokens_max
+    for task, task_settings in zip(tasks_of(settings), settings.tasks, strict=True):
+        reward_low[task_settings.name], _ = reward_range(task)
+        turns = task_settings.turns_max or task.turns_max
+        tokens = task_settings.tokens_max or task.tokens_max
         tokens_longest = max(tokens_longest, turns * tokens)
     return reward_low, tokens_longest

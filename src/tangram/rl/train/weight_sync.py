@@ -31,17 +31,17 @@ class WeightSync:
         metrics: StepMetrics,
         *,
         in_waves: bool,
-        stops_stale: bool,
+        aborts_stale: bool,
     ) -> None:
         """`weights`: what the engines have now. `in_waves`: groups start in waves, so the engines are idle between
         two waves, and a sync waits there for a running evaluation.
-        `stops_stale`: samples that are too stale for the next step are stopped at once (mode `async`)."""
+        `aborts_stale`: samples that are too stale for the next step are stopped at once (mode `async`)."""
         self.newest = weights
         """Published by the trainer."""
         self.engine_version = weights.version
         self._router, self._rollout, self._buffer = router, rollout, buffer
         self._pause, self._evaluation, self._metrics = pause, evaluation, metrics
-        self._in_waves, self._stops_stale = in_waves, stops_stale
+        self._in_waves, self._aborts_stale = in_waves, aborts_stale
         self._lock = asyncio.Lock()
 
     async def sync(self) -> None:
@@ -72,7 +72,7 @@ class WeightSync:
     def discard_stale(self) -> None:
         """Discards what is too stale for the next step: groups in the buffer, and members of groups in flight, whether
         they have ended or not. Does nothing in modes that do not stop stale samples."""
-        if self._stops_stale:
+        if self._aborts_stale:
             self._metrics.on_dropped(self._buffer.drop_stale())
             # A member that replaces a stale one must not be stale at its start: engines may still have older weights.
             oldest = min(self._buffer.version_min, self.engine_version)

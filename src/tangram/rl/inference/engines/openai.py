@@ -135,7 +135,7 @@ class OpenAIEngine:
         """`vocabulary`: size of the vocabulary; None: unknown, every id is accepted."""
         if dialect not in SERVER_ADAPTERS:
             raise InvalidConfig("dialect", dialect, f"one of {', '.join(SERVER_ADAPTERS)}")
-        self.name = settings.name if settings.count == 1 else f"{settings.name}-{number}"
+        self.name = settings.engine_name(number)
         self.hardware = settings.hardware
         self.output_is_trainable = False
         self.shortcoming = "it was not started"
@@ -279,7 +279,7 @@ class OpenAIEngine:
 
     async def generate(self, request: GenerationRequest) -> Generation:
         session = self._require_alive()
-        if request.sampling.keep_ids and request.sampling.is_truncated:
+        if request.sampling.keep_ids and request.sampling.truncates_distribution:
             raise InvalidInput(
                 "keep_ids", True, "top_k = 0 and top_p = 1: this server does not return the ids that it kept"
             )

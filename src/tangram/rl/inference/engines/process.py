@@ -98,7 +98,7 @@ class ProcessEngine:
             raise InvalidConfig("kind", settings.kind, "process: others are not ours to start")
         if dtype not in DTYPES:
             raise InvalidConfig("dtype", dtype, " or ".join(DTYPES))
-        self.name = settings.name if settings.count == 1 else f"{settings.name}-{number}"
+        self.name = settings.engine_name(number)
         self.hardware = settings.hardware
         self.steps: list[StepRecord] = []
         """With `record_steps`: all steps, by the clock of the child."""

@@ -44,7 +44,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidConfig("top_p", self.top_p, "more than 0, at most 1")
 
     @property
-    def is_truncated(self) -> bool:
+    def truncates_distribution(self) -> bool:
         return self.top_k > 0 or self.top_p < 1.0
 
     def require_trainable(self) -> None:
@@ -52,7 +52,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         if self.temperature == 0.0:
             expected = "more than 0: a policy learns nothing from what it always does"
             raise InvalidConfig("sampling.temperature", 0.0, expected)
-        if self.is_truncated and not self.keep_ids:
+        if self.truncates_distribution and not self.keep_ids:
             key, value, everything = ("top_k", self.top_k, 0) if self.top_k else ("top_p", self.top_p, 1)
             expected = f"{everything} for training, or keep_ids = true beside it, to store the tokens that were left"
             raise InvalidConfig(f"sampling.{key}", value, expected)
