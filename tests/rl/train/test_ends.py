@@ -365,7 +365,7 @@ def test_nothing_is_saved_of_a_warm_start_that_failed(tmp_path: Path) -> None:
     asyncio.run(whole())
 
 
-# ---- waves ----------------------------------------------------------------------------------------------------------
+# ---- batches --------------------------------------------------------------------------------------------------------
 
 
 def play(
@@ -381,8 +381,8 @@ def play(
 
 
 @pytest.mark.parametrize("mode", ["sync+", "start-bound", "async"])
-def test_what_a_small_batch_of_a_wave_did_not_wait_for_does_not_hold_up_the_next(mode: str, tmp_path: Path) -> None:
-    """One member of each wave never ends: a batch that is enough without it begins, and it is stopped."""
+def test_what_a_step_did_not_wait_for_does_not_hold_up_the_next_batch(mode: str, tmp_path: Path) -> None:
+    """One member of each batch never ends: a step for which the others are enough begins, and it is stopped."""
     settings = settings_of(
         mode, alpha=0, batch=3, batch_min=2, batch_wait_s=0.01, steps=6, evaluations=0, step_s=0.001,
         stall_s=1000.0,

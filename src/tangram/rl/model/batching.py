@@ -239,7 +239,7 @@ class Batcher:
         return plan
 
     def _decode(self, batch: _DecodeBatch, done: list[tuple[str, Generation]]) -> None:
-        began_s = self._now()
+        began_at = self._now()
         tokens = [state.tokens[state.computed_tokens] for state in batch.requests]
         logits = self._model.forward_cached(
             batch.inputs(tokens),
@@ -251,7 +251,7 @@ class Batcher:
         )
         sampled = self._sample(logits if batch.rows is None else logits[batch.rows], batch.requests, batch.sampler)
         batch.advance()
-        took_s = self._pace(self._now() - began_s, self._decode_s_per_step)
+        took_s = self._pace(self._now() - began_at, self._decode_s_per_step)
         self._decode_s += took_s
         for state in batch.requests:
             state.computed_tokens += 1
@@ -291,7 +291,7 @@ class Batcher:
         return min(self._context_max, -(-needed // KEY_LENGTH_MULTIPLE) * KEY_LENGTH_MULTIPLE)
 
     def _prefill(self, prefill_plan: list[tuple[RequestState, int]], done: list[tuple[str, Generation]]) -> None:
-        began_s = self._now()
+        began_at = self._now()
         counts = [count for _, count in prefill_plan]
         width = self._chunk if self._deterministic else max(counts)
         logits = self._model.forward_cached(
@@ -311,11 +311,11 @@ class Batcher:
             if completed_rows
             else None
         )
-        took_s = self._pace(self._now() - began_s, sum(counts) * self._prefill_s_per_token)
+        took_s = self._pace(self._now() - began_at, sum(counts) * self._prefill_s_per_token)
         self._prefill_s += took_s
         self._prefill_tokens += sum(counts)
         for state, count in prefill_plan:
-            state.mark_started(began_s)
+            state.mark_started(began_at)
             state.computed_tokens += count
             state.prefill_s += took_s
             state.prefilled += count

@@ -112,7 +112,7 @@ class Learner:
         """Makes the next version and returns its metrics, see METRIC_DESCRIPTIONS; a mean over no trajectories is left
         out. If the selection leaves no trajectory, `trajectories` is 0 and the weights stay the same. Raises
         InvalidInput for a batch that cannot be trained on, and NotFinite."""
-        began_s = self._now()
+        began_at = self._now()
         self._require_trainable_batch(batch)
         chosen, metrics = objective.select_trajectories(
             batch.groups, self._objective, self._advantage, self._reward_low
@@ -135,7 +135,7 @@ class Learner:
             "learning_rate": rate,
             "trajectories": float(len(samples)),
             "tokens": float(tokens),
-            "tokens_per_s": tokens * self._objective.epochs / max(self._now() - began_s, 1e-9),
+            "tokens_per_s": tokens * self._objective.epochs / max(self._now() - began_at, 1e-9),
         }
 
     def _step(self, samples: PackedSamples, advantages: Floats) -> GradientStep:

@@ -355,7 +355,7 @@ def _discarded_section(run: RunHistory, charts: Charts) -> str:
 
     rows = [
         ["groups started", f"{started:,}", ""],
-        ["groups trained on", f"{sum(its.groups for line in run.steps for its in line.tasks.values()):,}", ""],
+        ["groups trained on", f"{sum(totals.groups for line in run.steps for totals in line.tasks.values()):,}", ""],
         ["groups trained on that lack members", f"{sum(line.short for line in run.steps):,}", ""],
         *([f"groups dropped: {short_name(cause)}", f"{count:,}", percent(count / started) if started else "-"]
           for cause, count in sorted(dropped.items())),

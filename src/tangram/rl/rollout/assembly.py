@@ -331,16 +331,13 @@ def first_weights(settings: RolloutSettings, codec: Codec, folder: Path) -> Poli
 
 def first_model(settings: RolloutSettings, size: int) -> Transformer:
     """`size`: of the vocabulary. Raises InvalidConfig and ManagerError."""
-    from tangram.rl.model.model_folder import load
+    from tangram.rl.model.model_folder import load, require_vocabulary
     from tangram.rl.model.transformer import Transformer, small_config
 
     policy = settings.policy
     if policy.checkpoint:
         model = load(policy.checkpoint)
-        if model.config.vocabulary < size:
-            raise InvalidConfig(
-                "policy.checkpoint", policy.checkpoint, f"a model that knows all {size} tokens of its vocabulary"
-            )
+        require_vocabulary(policy.checkpoint, model.config.vocabulary, size)
         return model
     context_max = max(engine.context_max for engine in settings.engines)
     config = small_config(size, layers=policy.layers, width=policy.width, heads=policy.heads, context_max=context_max)

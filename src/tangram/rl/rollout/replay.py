@@ -237,17 +237,17 @@ class RecordedGenerator:
 
     def __init__(self, trajectories: Iterable[Trajectory]) -> None:
         self._by_session: dict[str, Trajectory] = {}
-        self._by_noise: dict[tuple[str, int, int, int], Trajectory] = {}
+        self._by_sampling_seed: dict[tuple[str, int, int, int], Trajectory] = {}
         for each in trajectories:
             self._by_session[each.id] = each
-            self._by_noise[each.task, each.seed, each.member, each.attempt] = each
+            self._by_sampling_seed[each.task, each.seed, each.member, each.attempt] = each
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Raises InvalidInput for a request that was not recorded."""
         await asyncio.sleep(0)  # lets other tasks run, as an engine does
         noise = request.noise
         trajectory = self._by_session.get(request.session)
-        trajectory = trajectory or self._by_noise.get((request.task, noise.seed, noise.member, noise.attempt))
+        trajectory = trajectory or self._by_sampling_seed.get((request.task, noise.seed, noise.member, noise.attempt))
         if trajectory is None:
             raise InvalidInput("session", request.session or str(noise), "one of the recorded trajectories")
         return _continue_from(trajectory, request.tokens)

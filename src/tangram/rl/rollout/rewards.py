@@ -344,10 +344,12 @@ class TeacherReward(_RemoteReward):
             raise RewardFailed(f"{source}: expected `logprobs` of {len(at)} tokens, got {shown}")
         logprobs = tuple(finite_reward(each, source) for each in values)
         behaviour = math.fsum(each for turn in played.turns for each in turn.logprobs)
-        apart = (behaviour - math.fsum(logprobs)) / len(at)
+        # KL divergence of the sampling policy from the teacher, over this trajectory (k1). The metric `kl_teacher` of a
+        # step is that of the trained policy, over the batch.
+        kl_per_token = (behaviour - math.fsum(logprobs)) / len(at)
         return Score(
             value=value,
-            metrics={"teacher_kl": apart},
+            metrics={"teacher_kl": kl_per_token},
             waiting_s=waiting_s,
             waited_for=source,
             teacher_logprobs=logprobs,

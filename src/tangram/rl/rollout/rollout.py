@@ -324,14 +324,21 @@ class Rollout:
             self._end_in_flight(groups_in_flight, "its group is not taken: the stream was closed")
 
     def abort(
-        self, which: Callable[[Episode], bool] | Collection[str], ending: Ending = Ending.CANCELLED, cause: str = ""
+        self,
+        which: Callable[[Episode], bool] | Collection[str],
+        ending: Ending = Ending.CANCELLED,
+        cause: str = "",
+        *,
+        replay: bool = False,
     ) -> int:
-        """Stops episodes, in engine and environment, by predicate or by id. Returns how many. Raises InvalidConfig for
-        an ending that only the episode itself can reach."""
+        """Stops episodes, in engine and environment, by predicate or by id. `replay`: their groups play them again, as
+        the settings say. Returns how many. Raises InvalidConfig for an ending that only the episode itself can
+        reach."""
         if ending not in STOP_ENDINGS:
             raise InvalidConfig("ending", ending, f"one of {', '.join(STOP_ENDINGS)}")
         chosen = [each for each in self._playing.values() if (which(each) if callable(which) else each.id in which)]
         for episode in chosen:
+            episode.was_abandoned |= replay
             episode.stop(ending, cause or f"aborted as {ending}")
         return len(chosen)
 

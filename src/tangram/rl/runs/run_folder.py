@@ -194,7 +194,7 @@ class RunFolder:
         assert oldest is not None, "the one that was just made"
         prune_logs(self.samples, oldest)
 
-    # ---- going on ----
+    # ---- resuming ----
 
     def latest_checkpoint(self, before: int | None = None) -> Checkpoint | None:
         """The newest complete checkpoint, or the newest before a step, with a warning for each damaged one that was

@@ -20,7 +20,7 @@ METRIC_DESCRIPTIONS = {
     "loss": "the minimised loss, mean over the minibatches",
     "kl_sampler": "KL divergence of the trainer at the start of the step from the sampler (k3 over action tokens)",
     "kl_reference": "KL divergence from the reference policy (k3), if there is one",
-    "kl_teacher": "KL divergence from the teacher (k3 over action tokens), if there is one",
+    "kl_teacher": "KL divergence of the trainer at the start of the step from the teacher (k3), if there is one",
     "weight_mean": "mean importance weight of all action tokens",
     "weight_truncated": "share of action tokens whose importance weight was truncated",
     "clip_share": "share of action tokens whose ratio was clipped",

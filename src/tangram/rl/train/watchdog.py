@@ -25,7 +25,7 @@ from tangram.managers.quotas.manager import REQUESTS, TOKENS
 from tangram.rl.inference.router import Router
 from tangram.rl.rollout.episode import WAITED_FOR_BY_STAGE, WAITING
 from tangram.rl.rollout.rollout import Rollout
-from tangram.rl.trajectories.trajectory import Ending, Stage
+from tangram.rl.trajectories.trajectory import Stage
 from tangram.runtime.shortage import short_kind
 
 STALL_CAUSE = "nothing moved"
@@ -71,7 +71,7 @@ class Stall(msgspec.Struct, frozen=True, kw_only=True):
     """In a row, from 1."""
     text: str
     """What the run waits for."""
-    abort: tuple[str, ...] = ()
+    stuck_trajectories: tuple[str, ...] = ()
     """Trajectories to be stopped and played again."""
     give_up: bool = False
     """It is the last of the stalls in a row that are allowed."""
@@ -113,7 +113,7 @@ class Watchdog:
             stalled_s=for_s,
             number=self._stalls_in_row,
             text=f"{STALL_CAUSE} for {for_s:.0f} s: {describe_waits(seen)}",
-            abort=() if give_up else self._stuck_trajectories(seen),
+            stuck_trajectories=() if give_up else self._stuck_trajectories(seen),
             give_up=give_up,
         )
 
@@ -221,12 +221,12 @@ def waiting_pools(client: Client | None) -> dict[str, str]:
     """Returns the pool that an action of each trajectory waits for. Empty for a remote service, which does not report
     it."""
     transport = client.transport if client is not None else None
-    decider = transport.orchestrator.decider if isinstance(transport, LocalTransport) else None
-    if not isinstance(decider, Scheduler):
+    scheduler = transport.orchestrator.decider if isinstance(transport, LocalTransport) else None
+    if not isinstance(scheduler, Scheduler):
         return {}
     return {
-        entry.action.trajectory: _pool_name(short_kind(decider, entry))
-        for entry in decider.entries.values()
+        entry.action.trajectory: _pool_name(short_kind(scheduler, entry))
+        for entry in scheduler.entries.values()
         if entry.state is State.QUEUED and entry.action.trajectory
     }
 
@@ -240,9 +240,4 @@ def _pool_name(kind: str) -> str:
 def abort_stuck(rollout: Rollout, stall: Stall) -> int:
     """Stops stuck trajectories, in engine and environment; their groups play them again as the settings say. Returns
     how many."""
-    stuck = set(stall.abort)
-    chosen = [each for each in rollout.in_flight() if each.id in stuck]
-    for episode in chosen:
-        episode.was_abandoned = True
-        episode.stop(Ending.CANCELLED, stall.text)
-    return len(chosen)
+    return rollout.abort(stall.stuck_trajectories, cause=stall.text, replay=True)

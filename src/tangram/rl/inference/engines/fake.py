@@ -191,7 +191,7 @@ class FakeEngine:
         """Makes the next calls fail."""
         self._refusals = {"fetch": fetches, "update": updates, "start": starts}
 
-    # ---- inside ----
+    # ---- internals ----
 
     def _on_hang_noticed(self) -> None:
         if self.hanging:

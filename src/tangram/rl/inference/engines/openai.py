@@ -110,11 +110,11 @@ OWN_WEIGHTS = "it serves weights of its own until it has taken an update"
 
 
 class ServerUnreachable(EngineDied):
-    """The server was not reached, so no request is to blame."""
+    """The server was not reached, so no request caused it."""
 
 
 class ServerOverloaded(ServerUnreachable):
-    """The server accepts no request, so no request is to blame."""
+    """The server accepts no request, so no request caused it."""
 
 
 class OpenAIEngine:
@@ -170,7 +170,7 @@ class OpenAIEngine:
         self._active = 0
         self._statistics = EngineStatistics(name=self.name)
 
-    # ---- its life ----
+    # ---- lifecycle ----
 
     async def start(self, weights: PolicyWeights) -> None:
         self._alive = False
@@ -233,11 +233,11 @@ class OpenAIEngine:
     async def update(self, weights: PolicyWeights) -> None:
         """A server that takes no weights keeps its own; `shortcoming` has the reason."""
         self._require_alive()
-        began_s = time.monotonic()
+        began_at = time.monotonic()
         if self._takes_weights:
             await self._push_weights(weights)
         self._version = weights.version
-        self._count(update_s=time.monotonic() - began_s)
+        self._count(update_s=time.monotonic() - began_at)
 
     async def _push_weights(self, weights: PolicyWeights) -> None:
         """Raises ManagerError if it keeps its old weights, EngineDied if its weights are unknown."""
@@ -275,7 +275,7 @@ class OpenAIEngine:
         waiting = self._requests - self._active
         return msgspec.structs.replace(self._statistics, version=self._version, active=self._active, waiting=waiting)
 
-    # ---- writing ----
+    # ---- generation ----
 
     async def generate(self, request: GenerationRequest) -> Generation:
         session = self._require_alive()
@@ -288,7 +288,7 @@ class OpenAIEngine:
         try:
             async with self._slots:
                 await self._generate_with_retries(session, request, assembler)
-        except HttpSessionClosed as error:  # while it waited for a slot, so the request is not to blame
+        except HttpSessionClosed as error:  # while it waited for a slot, so the request did not cause it
             raise ServerUnreachable(self.name, CLOSED, assembler.partial()) from error
         except EngineDied:
             if session is self._session:
@@ -325,7 +325,7 @@ class OpenAIEngine:
         self, session: HttpSession, request: GenerationRequest, assembler: StreamAssembler, busy_s_max: float
     ) -> None:
         """Retries while the server is busy. Raises _ServerFailed, EngineDied, RequestRefused and HttpSessionClosed."""
-        began_s, tried = time.monotonic(), 0
+        began_at, tried = time.monotonic(), 0
         while True:
             session.require_open()
             try:
@@ -333,7 +333,7 @@ class OpenAIEngine:
                 return
             except _ServerBusy as busy:
                 tried = min(tried + 1, TRIES)
-                if self._is_response_due() and time.monotonic() - max(began_s, self._last_output_s) >= busy_s_max:
+                if self._is_response_due() and time.monotonic() - max(began_at, self._last_output_s) >= busy_s_max:
                     reason = f"{self.url} accepted no request for {busy_s_max:g} s: {busy}"
                     raise ServerOverloaded(self.name, reason, None) from busy
                 await session.pause(busy.wait_s + backoff_s(tried, PAUSE_S, PAUSE_S_MAX))
@@ -456,7 +456,7 @@ class OpenAIEngine:
             return answer.json()
         return None  # some servers answer control calls with a word or with nothing
 
-    # ---- what it is good for ----
+    # ---- probing ----
 
     async def _probe(self) -> str:
         """Returns why its output cannot be trained on; empty if it can. Raises ManagerError if it cannot serve at all,
