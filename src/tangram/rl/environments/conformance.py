@@ -33,8 +33,8 @@ from tangram.rl.environments.registry import path_of, resolve
 CheckVerdict = Literal["ok", "failed", "skipped"]
 
 EPISODES = 20
-"""Of each agent. An agent that succeeds one time in ten then has a share below a quarter in all but one of a hundred
-checks."""
+"""Episodes of each agent. An agent that succeeds one time in ten then has a share below a quarter in all but one of a
+hundred checks."""
 
 
 CALL_S_MAX = 30.0

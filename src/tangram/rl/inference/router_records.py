@@ -76,7 +76,7 @@ class EngineUpdated(RouterEvent, frozen=True, kw_only=True, tag="EngineUpdated")
     engine: str
     version: int
     took_s: float
-    """From the start of fetching to the end of the suspension."""
+    """Time from the start of fetching to the end of the suspension."""
     pull_s: float = 0.0
     """The part in which it read the weights or switched to them."""
     exposed_s: float = 0.0

@@ -30,7 +30,7 @@ DELTA_STEPS = 16
 """Steps between two messages with partial generations: one message for many tokens costs little, and a killed engine
 loses no more."""
 STEPS_RECORDED_MAX = 4096
-"""Between two heartbeats, if steps are recorded."""
+"""Time between two heartbeats, if steps are recorded."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 

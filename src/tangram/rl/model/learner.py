@@ -68,7 +68,7 @@ class Learner:
         self._reward_low, self._tokens_longest, self._now = dict(reward_low), tokens_longest, now
         self._policy_optimizer = self._new_optimizer()
         self._imitation_optimizer: PolicyOptimizer | None = None
-        """Of the warm start, while it runs."""
+        """The optimiser of the warm start, while it runs."""
         self._reference: Policy | None = None
         """Made at the first step, if the objective has a KL penalty."""
 

@@ -62,13 +62,13 @@ class LossInputs(NamedTuple):
     trajectory: Tensor
     """Index of the trajectory within the batch, int64."""
     entropy: Tensor | None
-    """Of π at the token, in nats; None if `settings.entropy` is 0."""
+    """The entropy of π at the token, in nats; None if `settings.entropy` is 0."""
     ref_logprobs: Tensor | None
-    """Under the reference policy; None if `settings.kl` is 0."""
+    """Log-probabilities under the reference policy; None if `settings.kl` is 0."""
 
 
 Metrics = Mapping[str, Tensor | float]
-"""By name; each is a mean over the tokens of the microbatch."""
+"""Metrics by name; each is a mean over the tokens of the microbatch."""
 Loss = Callable[[LossInputs, ObjectiveSettings], tuple[Tensor, Metrics]]
 
 
@@ -80,7 +80,7 @@ class SelectedTrajectory(NamedTuple):
 
     trajectory: Trajectory
     advantage: float
-    """Of all its tokens; 0 in distillation, where each token has its own advantage."""
+    """The advantage of all its tokens; 0 in distillation, where each token has its own advantage."""
 
 
 def select_trajectories(

@@ -219,11 +219,11 @@ def silence_transformers() -> None:
 
 
 class TokenScores(NamedTuple):
-    """Of the action tokens of a microbatch: [N]."""
+    """Scores of the action tokens of a microbatch: [N]."""
 
     logprobs: Tensor
     entropy: Tensor | None
-    """In nats, of the distributions of the tokens; None if not requested."""
+    """The entropy of the distribution of each token, in nats; None if not requested."""
 
 
 def score(

@@ -42,7 +42,7 @@ class BrokenLogits(ManagerError):
 
 
 class SampledTokens(NamedTuple):
-    """By row."""
+    """The sampled tokens, by row."""
 
     tokens: list[int]
     logprobs: list[float]

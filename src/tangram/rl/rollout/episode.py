@@ -56,7 +56,7 @@ class _EpisodeEnd(NamedTuple):
     cause: str = ""
     reward: float | None = None
     teacher_logprobs: tuple[float, ...] | None = None
-    """Of the policy's tokens, if the reward has a teacher."""
+    """The teacher's log-probabilities of the policy's tokens, if the reward has a teacher."""
 
 
 class EpisodeWait(NamedTuple):
@@ -111,7 +111,7 @@ class Episode:
         self.stage = ""
         """The current stage; `queue` while it waits for a slot, empty once it has ended."""
         self.turns: list[Turn] = []
-        """Of the current try."""
+        """The turns of the current try."""
         self.was_abandoned = False
         """Only this episode failed, for example because the engines refused its request: another attempt may
         succeed."""

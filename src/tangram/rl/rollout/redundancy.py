@@ -28,10 +28,10 @@ class TrajectoryTotals(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0
     """Sampled by the policy, as far as recorded: tokens of requests aborted in an engine are not."""
     environment_s: float = 0.0
-    """In calls of environments, without waiting for a slot."""
+    """Time in calls of environments, without waiting for a slot."""
     engine_s: float = 0.0
-    """Of the recorded turns, without waiting; turns that share an engine step count individually. A lower bound:
-    aborted requests, and turns before a retry, are missing."""
+    """Engine time of the recorded turns, without waiting; turns that share an engine step count individually. A lower
+    bound: aborted requests, and turns before a retry, are missing."""
     rewarded: int = 0
     reward_sum: float = 0.0
 
@@ -45,7 +45,7 @@ class TrajectoryTotals(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reward_mean(self) -> float | None:
-        """Of those that have a reward."""
+        """The mean reward of those that have one."""
         return self.reward_sum / self.rewarded if self.rewarded else None
 
     def __add__(self, other: TrajectoryTotals) -> TrajectoryTotals:

@@ -65,7 +65,7 @@ class RolloutObserver(Protocol):
 
 
 class _RollbackCheck(NamedTuple):
-    """To be made when a generation ends that was in flight when the engines were rolled back."""
+    """A check to be made when a generation ends that was in flight when the engines were rolled back."""
 
     turns: int
     """Turns that the episode had at that moment."""

@@ -24,11 +24,11 @@ from tangram.rl.trajectories.codec import WORDS_FILE, Codec, WordCodec
 
 ENGINE = "tangram.rl.model.teacher:TeacherEngine"
 DEVICE_BYTES_MIN = 64 << 20
-"""Of an emulated device: all small teachers fit into it together."""
+"""Memory of an emulated device: all small teachers fit into it together."""
 FLOAT32_GROWTH = 2
 """Weights are computed with in float32: those of a half precision checkpoint grow by this factor."""
 SPARE_BYTES = 1 << 20
-"""For gaps between weights."""
+"""Memory for gaps between weights."""
 ANSWER_S_MAX = 60.0
 """Time limit of the first call of a loaded teacher."""
 CONFIG = "config.json"

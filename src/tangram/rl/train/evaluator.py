@@ -31,10 +31,8 @@ from tangram.rl.trajectories.trajectory import Group, GroupTicket
 SERIES = "eval-"
 SEED_FIRST = 1 << 31
 """Tickets of training have seeds of 31 bits, see rollout.tickets."""
-
-
 NUMBER_STRIDE = 1 << 20
-"""Between the group numbers of two evaluations; larger than the episodes of one."""
+"""Distance between the group numbers of two evaluations; larger than the episodes of one."""
 
 
 class Evaluator:

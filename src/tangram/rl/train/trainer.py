@@ -45,7 +45,7 @@ class TrainStepResult(msgspec.Struct, frozen=True, kw_only=True):
     """By name, see METRIC_DESCRIPTIONS."""
     train_s: float
     push_s: float
-    """Publishing the weights."""
+    """Time to publish the weights."""
 
 
 class TrainerDied(ManagerError):

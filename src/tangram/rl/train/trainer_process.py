@@ -31,9 +31,9 @@ LEARNER = "tangram.rl.model.learner:Learner"
 HEARTBEAT_S_MAX = 1.0
 """Interval between heartbeats of a busy child; shorter if `hang_s` is small."""
 HANG_S = 120.0
-"""Without a heartbeat: far longer than a disk that others use too blocks a write."""
+"""Time without a heartbeat: far longer than a disk that others use too blocks a write."""
 WORK_S_MAX = 1800.0
-"""For one request. A step takes seconds; with a large model on few cores, minutes."""
+"""Time limit of one request. A step takes seconds; with a large model on few cores, minutes."""
 VERSIONS_KEPT = 3
 """Published versions that are kept: a starting or slow engine may still read the version before the newest."""
 

@@ -68,7 +68,7 @@ class Stall(msgspec.Struct, frozen=True, kw_only=True):
     stalled_s: float
     """Seconds without any activity."""
     number: int
-    """In a row, from 1."""
+    """The number of the stall in a row, from 1."""
     text: str
     """What the run waits for."""
     stuck_trajectories: tuple[str, ...] = ()

@@ -166,8 +166,8 @@ class OpenAIEngine:
         self._resumed_at = -math.inf
         self._version = 0
         self._requests = 0
-        """Requests, and the part that has a slot:"""
         self._active = 0
+        """The requests that have a slot."""
         self._statistics = EngineStatistics(name=self.name)
 
     # ---- lifecycle ----

@@ -87,8 +87,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Of each token in the distribution that it was sampled from, after temperature, top-k and top-p; at temperature 0,
-    which does not sample, in that of temperature 1."""
+    """The log-probability of each token in the distribution that it was sampled from, after temperature, top-k and top-p;
+    at temperature 0, which does not sample, in that of temperature 1."""
     versions: tuple[int, ...]
     kept: tuple[tuple[int, ...], ...] | None = None
     finish: Finish
@@ -98,7 +98,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     reused: int = 0
     """Context tokens that were still in the KV cache."""
     waiting_s: float = 0.0
-    """Until the engine began with it."""
+    """Time until the engine began with the request."""
     prefill_s: float = 0.0
     decode_s: float = 0.0
     """Full time of its steps: a step counts in full for each request in its batch."""
@@ -130,7 +130,7 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     decode_s: float = 0.0
     idle_s: float = 0.0
     suspended_s: float = 0.0
-    """Between SUSPEND and RESUME."""
+    """Time between SUSPEND and RESUME."""
     update_s: float = 0.0
     """Weight updates: reading, concurrent with decoding or not, and switching."""
 
