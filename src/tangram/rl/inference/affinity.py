@@ -31,13 +31,8 @@ HARDWARE_BY_CLASS: Mapping[str, Gpu] = {COMPUTE: H800, BANDWIDTH: H20}
 """The device that represents a class, with published numbers and price."""
 CLASS_BY_DEVICE: Mapping[str, str] = {gpu.name: hardware for hardware, gpu in HARDWARE_BY_CLASS.items()}
 
-CLASS_BY_ROLE: Mapping[str, str] = {
-    "training": COMPUTE,
-    "generation": BANDWIDTH,
-    "environment": "cpu",
-    "reward": "gpu",
-}
-"""The default class of each role."""
+GENERATION_CLASS = BANDWIDTH
+"""The default class of generation."""
 
 
 # ---- the binding --------------------------------------------------------------------------------------------------
@@ -196,8 +191,7 @@ def _reason(
 def affinity_of(settings: RolloutSettings) -> dict[str, str]:
     """The binding that a router follows. Raises InvalidConfig for an unknown class without engines."""
     classes = list(dict.fromkeys(engine.hardware for engine in settings.engines))
-    usual = CLASS_BY_ROLE["generation"]
-    classes_by_task = {DEFAULT: usual if usual in classes else ANY}
+    classes_by_task = {DEFAULT: GENERATION_CLASS if GENERATION_CLASS in classes else ANY}
     for task in settings.tasks:
         if task.affinity:
             classes_by_task[task.name] = resolve_class(task.affinity, classes, key=f"tasks.{task.name}.affinity")

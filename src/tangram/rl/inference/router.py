@@ -35,7 +35,6 @@ from tangram.rl.inference.affinity import (
     resolve_class,
 )
 from tangram.rl.inference.engine_supervisor import EngineSupervisor, SupervisorLimits, WeightUpdate
-from tangram.rl.inference.engines.openai import ServerOverloaded, ServerUnreachable
 from tangram.rl.inference.engines.protocol import (
     EngineDied,
     EngineStatistics,
@@ -44,6 +43,8 @@ from tangram.rl.inference.engines.protocol import (
     InferenceEngine,
     PolicyWeights,
     RequestRefused,
+    ServerOverloaded,
+    ServerUnreachable,
 )
 from tangram.rl.inference.router_records import (
     AnyRouterEvent,

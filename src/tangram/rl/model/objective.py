@@ -19,9 +19,9 @@ metrics)` that returns a tensor with one number and replaces `grpo_clipped_loss`
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import math
+import pkgutil
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -184,11 +184,8 @@ def loss_named(name: str) -> Loss:
 def _import_function(key: str, path: str) -> Any:
     """Wraps a custom function: its exceptions become InvalidInput, since it would raise them again for the same
     samples."""
-    module, _, attribute = path.partition(":")
     try:
-        target: Any = importlib.import_module(module)
-        for name in attribute.split("."):
-            target = getattr(target, name)
+        target: Any = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise InvalidConfig(key, path, f"`module:name` of a function ({error})") from None
     if not callable(target):

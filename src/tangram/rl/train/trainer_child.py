@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
+import pkgutil
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -81,7 +81,7 @@ class TrainerWorker:
         torch.set_num_threads(settings.training.threads)
         self._folder, self._keep = Path(hello.folder), hello.keep
         self._policy = first_policy(settings, hello.vocabulary)
-        self._learner: LearnerLike = _import_learner(hello.learner)(
+        self._learner: LearnerLike = pkgutil.resolve_name(hello.learner)(
             settings, self._policy, reward_low=hello.reward_low, tokens_longest=hello.tokens_longest
         )
         if hello.checkpoint is not None:
@@ -139,12 +139,6 @@ def first_policy(settings: TrainSettings, vocabulary: int) -> Policy:
     policy = load(checkpoint, for_external_servers=for_others)
     require_vocabulary(checkpoint, policy.vocabulary, vocabulary)
     return policy
-
-
-def _import_learner(learner: str) -> Callable[..., LearnerLike]:
-    module, _, name = learner.partition(":")
-    learner_class: Callable[..., LearnerLike] = getattr(importlib.import_module(module), name)
-    return learner_class
 
 
 @contextlib.contextmanager

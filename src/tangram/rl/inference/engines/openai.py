@@ -60,6 +60,8 @@ from tangram.rl.inference.engines.protocol import (
     RequestRefused,
     Sampling,
     SamplingSeed,
+    ServerOverloaded,
+    ServerUnreachable,
 )
 from tangram.rl.inference.engines.server_adapters import (
     LOGPROB_TOLERANCE,
@@ -107,14 +109,6 @@ TEXT_ONLY = (
 )
 CLOSED = "it was closed meanwhile"
 OWN_WEIGHTS = "it serves weights of its own until it has taken an update"
-
-
-class ServerUnreachable(EngineDied):
-    """The server was not reached, so no request caused it."""
-
-
-class ServerOverloaded(ServerUnreachable):
-    """The server accepts no request, so no request caused it."""
 
 
 class OpenAIEngine:

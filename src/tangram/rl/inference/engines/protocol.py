@@ -87,8 +87,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """The log-probability of each token in the distribution that it was sampled from, after temperature, top-k and top-p;
-    at temperature 0, which does not sample, in that of temperature 1."""
+    """The log-probability of each token in the distribution that it was sampled from: after temperature, top-k and
+    top-p; at temperature 0, which does not sample, in that of temperature 1."""
     versions: tuple[int, ...]
     kept: tuple[tuple[int, ...], ...] | None = None
     finish: Finish
@@ -143,6 +143,14 @@ class EngineDied(ManagerError):
         self.written = written
         """The known output until then; its `finish` has no meaning."""
         super().__init__(f"engine {name}: {reason}")
+
+
+class ServerUnreachable(EngineDied):
+    """The server was not reached, so no request caused it."""
+
+
+class ServerOverloaded(ServerUnreachable):
+    """The server accepts no request, so no request caused it."""
 
 
 class RequestRefused(ManagerError):
