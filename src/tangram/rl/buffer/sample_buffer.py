@@ -18,9 +18,9 @@ reported once. Staleness and memory are bounded by starting fewer groups; groups
 enough. Memory may exceed its bound by the batch in training and one that waits: without them training could not
 continue.
 
-Staleness is enforced in four places: here (`version_min`, the oldest version that may still be trained on), when a turn
-of an episode ends (`Rollout._stop_if_stale`), when engines take new weights (`WeightSync.discard_stale`), and before a
-gradient step (`Learner._require_trainable_batch`).
+Staleness is enforced in four places: here (`version_min`, the oldest version that may still be trained on), before each
+turn and after each generation of an episode (`Rollout._stop_if_stale`), when engines take new weights
+(`WeightSync.discard_stale`), and before a gradient step (`Learner._require_trainable_batch`).
 """
 
 from __future__ import annotations

@@ -61,7 +61,9 @@ class _DecodeBatch:
         self.positions = torch.tensor(starts, dtype=torch.long)
         self.longest = max((state.computed_tokens for state in self.requests), default=0)
         self.rows = (
-            None if all(taken) else torch.tensor([row for row, mine in enumerate(taken) if mine], dtype=torch.long)
+            None
+            if all(taken)
+            else torch.tensor([row for row, has_request in enumerate(taken) if has_request], dtype=torch.long)
         )
         self.counts = torch.tensor(taken).long() if deterministic or not all(taken) else None
         self.sampler = Sampler([state.request.sampling for state in self.requests])

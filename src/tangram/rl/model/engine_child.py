@@ -67,7 +67,7 @@ class EngineLoop:
         self._idle_s = self._update_s = 0.0
         self._steps_since_deltas = 0
         """Since partial generations were sent."""
-        self._last_heartbeat_s = time.monotonic()
+        self._last_heartbeat_at = time.monotonic()
         self._steps: list[messages.StepRecord] = []
         self._commands_since_step: list[str] = []
         """Tags of the commands since the last step."""
@@ -147,7 +147,7 @@ class EngineLoop:
             self._send_deltas()
         if self._hello.record_steps:
             self._record_step(result)
-        if time.monotonic() - self._last_heartbeat_s > self._hello.beat_s:
+        if time.monotonic() - self._last_heartbeat_at > self._hello.beat_s:
             self._send_heartbeat()
 
     def _send_deltas(self) -> None:
@@ -166,7 +166,7 @@ class EngineLoop:
         self._commands_since_step = []
 
     def _send_heartbeat(self) -> None:
-        self._last_heartbeat_s = time.monotonic()
+        self._last_heartbeat_at = time.monotonic()
         steps, self._steps = tuple(self._steps), []
         self._supervisor.send(messages.EngineHeartbeat(statistics=self._statistics(), steps=steps))
 

@@ -232,8 +232,8 @@ class _Replay:
 
 
 class RecordedGenerator:
-    """Generates from records. A request is matched to a trajectory by its session, else by task and noise; and to a
-    turn by the tokens before it."""
+    """Generates from records. A request is matched to a trajectory by its session, else by task and sampling seed;
+    and to a turn by the tokens before it."""
 
     def __init__(self, trajectories: Iterable[Trajectory]) -> None:
         self._by_session: dict[str, Trajectory] = {}
@@ -245,11 +245,11 @@ class RecordedGenerator:
     async def generate(self, request: GenerationRequest) -> Generation:
         """Raises InvalidInput for a request that was not recorded."""
         await asyncio.sleep(0)  # lets other tasks run, as an engine does
-        noise = request.noise
+        seed = request.noise
         trajectory = self._by_session.get(request.session)
-        trajectory = trajectory or self._by_sampling_seed.get((request.task, noise.seed, noise.member, noise.attempt))
+        trajectory = trajectory or self._by_sampling_seed.get((request.task, seed.seed, seed.member, seed.attempt))
         if trajectory is None:
-            raise InvalidInput("session", request.session or str(noise), "one of the recorded trajectories")
+            raise InvalidInput("session", request.session or str(seed), "one of the recorded trajectories")
         return _continue_from(trajectory, request.tokens)
 
 

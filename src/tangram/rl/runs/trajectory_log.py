@@ -221,9 +221,11 @@ def _is_finite(value: Any) -> bool:
     match value:
         case _TrajectoryLine(record=trajectory):
             times = (getattr(span, name) for span in trajectory.spans for name in ("began_s", "ended_s", "waiting_s"))
-            own = (trajectory.reward or 0.0, trajectory.began_s, trajectory.ended_s)
-            engine = (seconds for turn in trajectory.turns for seconds in (turn.prefill_s, turn.decode_s))
-            return math.isfinite(sum(chain(own, trajectory.logprobs, trajectory.metrics.values(), times, engine)))
+            totals = (trajectory.reward or 0.0, trajectory.began_s, trajectory.ended_s)
+            engine_times = (seconds for turn in trajectory.turns for seconds in (turn.prefill_s, turn.decode_s))
+            return math.isfinite(
+                sum(chain(totals, trajectory.logprobs, trajectory.metrics.values(), times, engine_times))
+            )
         case _GroupLine(record=closing):
             return math.isfinite(closing.at_s)
         case TrajectoryLogHeader():

@@ -135,11 +135,11 @@ class _TrainerChild(ChildProcess):
         self.initial_weights: PolicyWeights | None = None
         """Published when it became ready."""
         self._work_s_max = work_s_max
-        self._working_since_s = 0.0
+        self._working_since = 0.0
 
     async def call(self, command: messages.AnyTrainerCommand, kind: type[_Reply]) -> _Reply:
         if not self.has_work:
-            self._working_since_s = self._loop.time()
+            self._working_since = self._loop.time()
         try:
             reply: messages.AnyTrainerReply = await self.request(command.ask, command)
         except FrameTooLong as error:
@@ -164,14 +164,14 @@ class _TrainerChild(ChildProcess):
             case messages.TrainerHeartbeat():
                 pass  # its arrival is all that counts
             case _:
-                self._working_since_s = self._loop.time()  # it begins with the next thing
+                self._working_since = self._loop.time()  # it begins with the next thing
                 self.resolve(answer.ask, answer)
 
     def death_error(self, reason: str) -> TrainerDied:
         return TrainerDied(reason)
 
     def hang_reason(self, silent_s: float) -> str:
-        worked_s = self._loop.time() - self._working_since_s
+        worked_s = self._loop.time() - self._working_since
         if self.has_work and worked_s > self._work_s_max:
             return f"it worked at one request for {worked_s:.1f} s without an end"
         return super().hang_reason(silent_s)

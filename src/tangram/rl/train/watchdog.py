@@ -86,14 +86,14 @@ class Watchdog:
     def __init__(self, stall_s: float, stalls_max: int, now: float) -> None:
         self._stall_s = stall_s
         self._stalls_max = stalls_max
-        self._last_activity_s = self._last_stall_s = now
+        self._last_activity_at = self._last_stall_at = now
         self._stalls_in_row = 0
         self._tokens = 0
 
     def on_progress(self, now: float) -> None:
         """Records a step that is done, or a group that ended with members. A trajectory without a reward, such as a
         stopped one, is no evidence that its next attempt will do better."""
-        self._last_activity_s = max(self._last_activity_s, now)
+        self._last_activity_at = max(self._last_activity_at, now)
         self._stalls_in_row = 0
 
     def check(self, now: float, seen: RunSnapshot) -> Stall | None:
@@ -102,12 +102,12 @@ class Watchdog:
         moved = [now - since_s for since_s in _stage_ages(seen)]
         if self._has_new_tokens(seen):
             moved.append(now)
-        self._last_activity_s = max([self._last_activity_s, *moved])
-        if now - max(self._last_activity_s, self._last_stall_s) < self._stall_s:
+        self._last_activity_at = max([self._last_activity_at, *moved])
+        if now - max(self._last_activity_at, self._last_stall_at) < self._stall_s:
             return None
-        self._last_stall_s = now
+        self._last_stall_at = now
         self._stalls_in_row += 1
-        for_s = now - self._last_activity_s
+        for_s = now - self._last_activity_at
         give_up = self._stalls_in_row >= self._stalls_max
         return Stall(
             stalled_s=for_s,

@@ -145,7 +145,7 @@ class OpenAIEngine:
         self._slots = asyncio.Semaphore(settings.slots)
         self._http = HttpClient()
         self._session: HttpSession | None = None
-        self._last_output_s = -math.inf
+        self._last_output_at = -math.inf
         """When the server last sent output."""
         self._alive = False
         self._takes_weights = False
@@ -327,7 +327,7 @@ class OpenAIEngine:
                 return
             except _ServerBusy as busy:
                 tried = min(tried + 1, TRIES)
-                if self._is_response_due() and time.monotonic() - max(began_at, self._last_output_s) >= busy_s_max:
+                if self._is_response_due() and time.monotonic() - max(began_at, self._last_output_at) >= busy_s_max:
                     reason = f"{self.url} accepted no request for {busy_s_max:g} s: {busy}"
                     raise ServerOverloaded(self.name, reason, None) from busy
                 await session.pause(busy.wait_s + backoff_s(tried, PAUSE_S, PAUSE_S_MAX))
@@ -352,7 +352,7 @@ class OpenAIEngine:
                     text = (await response.read_up_to(SHOWN_CHARACTERS)).decode(errors="replace")
                     self._raise_for_status(response.status, text, response.headers)
                 async for answer in session.response_parts(response, streams=self._adapter.streams):
-                    self._last_output_s = time.monotonic()
+                    self._last_output_at = time.monotonic()
                     assembler.add(self._adapter.parse(answer), self._version, logprobs=self._tells_logprobs)
                 assembler.require_stop()
         except HttpSessionClosed as error:
