@@ -45,8 +45,9 @@ from tangram.rl.observe.timeline import timeline_of_log
 from tangram.rl.runs.checkpoints import read_checkpoint
 from tangram.rl.runs.metrics_log import read_metrics
 from tangram.rl.runs.run_folder import open_run, read_modules, read_settings
-from tangram.rl.runs.sample_log import GroupLost, GroupPut, strip_for_training
+from tangram.rl.runs.sample_log import GroupLost, GroupPut
 from tangram.rl.runs.trajectory_log import EngineEvent, GroupClosing, StatisticsRecord, read
+from tangram.rl.trajectories.training_batch import strip_for_training
 from tangram.runtime.trace_recorder import open_trace
 from tangram.runtime.wire import AnyWork, Submission
 from tangram.server.actions.tenant_images import TenantImages

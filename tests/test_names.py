@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections import defaultdict
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "tangram"
 DESCRIBED = re.compile(r"`([A-Za-z_]\w*)`(?=: | is | gets )")
+MENTIONED = re.compile(
+    r"(?<![\w-])(?:`([A-Za-z_]\w*)`|([A-Z][a-z]{2,}[A-Z][a-z]{2,}\w*)|([A-Z][A-Z0-9]*_[A-Z0-9_]+))(?![\w-])"
+)
+"""`name`, CapWords, UPPER_CASE"""
 
 
 def test_no_two_classes_share_a_name() -> None:
@@ -49,3 +55,43 @@ def test_a_docstring_names_only_what_its_module_has() -> None:
                     f"{path.relative_to(SOURCE)}:{node.lineno}: {name}" for name in described if name not in names
                 ]
     assert unknown == []
+
+
+def test_a_module_docstring_names_only_what_exists() -> None:
+    """Catches a class, function or constant that was renamed while a mention of it was not. Indented blocks show output
+    or other languages, so they are not read."""
+    mentioned, existing = {}, set()
+    for path in sorted(SOURCE.rglob("*.py")):
+        text = path.read_text()
+        tree = ast.parse(text)
+        docstring = ast.get_docstring(tree) or ""
+        prose = "\n".join(line for line in docstring.splitlines() if not line.startswith("    "))
+        mentioned |= {f"{path.relative_to(SOURCE)}: {name}": name for name in _mentions(prose)}
+        existing |= {path.stem, *_names_in_code(text, tree)}
+    assert len(mentioned) > 200
+    assert [place for place, name in mentioned.items() if name not in existing] == []
+
+
+def test_a_mention_of_a_missing_name_is_found() -> None:
+    text = '"""Sends `Gone`, OldClass and OLD_MAX to NewClass."""\nclass NewClass:\n    """Was OldClass."""\n'
+    tree = ast.parse(text)
+    mentions = _mentions(ast.get_docstring(tree) or "")
+    assert sorted(set(mentions) - _names_in_code(text, tree)) == ["Gone", "OLD_MAX", "OldClass"]
+
+
+def _mentions(prose: str) -> list[str]:
+    return [next(filter(None, match.groups())) for match in MENTIONED.finditer(prose)]
+
+
+def _names_in_code(text: str, tree: ast.Module) -> set[str]:
+    """All identifiers, and the words of all strings that are not docstrings."""
+    docstrings = {
+        (node.lineno, node.col_offset)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    names = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.start not in docstrings and token.type != tokenize.COMMENT:
+            names.update(re.findall(r"\w+", token.string))
+    return names

@@ -15,7 +15,8 @@ from tangram.reports.charts import LineSeries, draw_lines
 from tangram.reports.formatting import tick_seconds
 from tangram.reports.svg import Drawing, LinearScale
 from tangram.rl.runs.metrics_lines import Evaluated, WarmStartChecked
-from tangram.rl.runs.metrics_log import METRICS_FILE, read_metrics
+from tangram.rl.runs.metrics_log import read_metrics
+from tangram.rl.runs.run_folder import METRICS
 
 WIDTH, HEIGHT = 760, 300
 AREA = LEFT, RIGHT, TOP, BOTTOM = 52.0, 622.0, 50.0, 258.0
@@ -23,7 +24,7 @@ COLOURS = ("k0", "p1", "k1")
 
 
 def draw(run: Path) -> Drawing:
-    records = read_metrics(run / METRICS_FILE)
+    records = read_metrics(run / METRICS)
     evaluations = [record for record in records if isinstance(record, Evaluated)]
     checks = [record for record in records if isinstance(record, WarmStartChecked)]
     warm_s = next((check.at_s for check in checks if check.over), 0.0)

@@ -48,16 +48,15 @@ def saved(folder: Path, seed: int) -> None:
     """A checkpoint of a policy that has learned nothing."""
     from tangram.rl.model.model_folder import save
     from tangram.rl.model.transformer import Transformer, small_config
-    from tangram.rl.rollout.assembly import WORDS
-    from tangram.rl.trajectories.codec import WordCodec
+    from tangram.rl.trajectories.codec import WORDS_FILE, WordCodec
 
     words = WordCodec(words_of([resolve("frozenlake"), resolve("chain")])).words
     save(Transformer.new(small_config(len(words), layers=1, width=16, heads=2, context_max=256), seed), folder)
-    (folder / WORDS).write_bytes(msgspec.json.encode(words))
+    (folder / WORDS_FILE).write_bytes(msgspec.json.encode(words))
 
 
 def run_state(step: int) -> RunState:
-    from tangram.rl.buffer.sample_buffer import BufferState
+    from tangram.rl.buffer.records import BufferState
 
     empty = BufferState(
         version=step, waiting=(), in_flight=(), trained=(), dropped=(), dropped_by_cause={}, trajectories_discarded=0,
@@ -124,14 +123,14 @@ def test_a_named_checkpoint_that_is_damaged_is_not_played(cli: Cli, trained: Pat
 def test_deleting_the_checkpoint_meanwhile_does_no_harm(
     cli: Cli, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tangram.rl.rollout import assembly
+    from tangram.rl.environments import registry
 
     def retained(settings: RolloutSettings) -> Any:
         shutil.rmtree(trained / CHECKPOINTS, ignore_errors=True)
         return tasks_of(settings)
 
-    tasks_of, out = assembly.tasks_of, tmp_path / "played.jsonl"
-    monkeypatch.setattr(assembly, "tasks_of", retained)
+    tasks_of, out = registry.tasks_of, tmp_path / "played.jsonl"
+    monkeypatch.setattr(registry, "tasks_of", retained)
     before = set(trained.iterdir())
     document = cli("rl", "eval", trained, "--task", "chain", "--episodes", 1, "--out", out, "--json").json
     assert document["step"] == 20 and document["tasks"]["chain"]["episodes"] == 1

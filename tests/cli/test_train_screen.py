@@ -15,7 +15,8 @@ from tests.rl import recordings
 from tangram.reports.terminal import sparkline
 from tangram.rl.config.rollout_settings import TaskSettings
 from tangram.rl.config.training_settings import TrainingSettings, TrainSettings
-from tangram.rl.observe.training_progress import TRAINING, WARMING, TrainingProgress
+from tangram.rl.observe.training_progress import TrainingProgress
+from tangram.rl.observe.training_status import TRAINING, WARMING
 from tangram.rl.runs.metrics_lines import (
     EngineUse,
     Evaluated,

@@ -145,7 +145,7 @@ def test_4_alpha_bounds_the_staleness(tmp_path: Path) -> None:
     modes = {mode: settings_of(tmp_path, f"training.mode={mode}").training for mode in ("sync", "sync+", "one-off")}
     assert {mode: training.staleness_bound for mode, training in modes.items()} == {"sync": 0, "sync+": 0, "one-off": 1}
     default = settings_of(tmp_path, "training.staleness=2").training
-    assert (default.staleness_bound, default.bounds_staleness) == (2, True)
+    assert (default.staleness_bound, default.enforces_staleness) == (2, True)
 
 
 def test_5_metrics_are_the_one_record_of_a_run(finished: Path) -> None:

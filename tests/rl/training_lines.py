@@ -28,7 +28,7 @@ from tangram.rl.runs.metrics_lines import (
     Trained,
     WarmStartChecked,
 )
-from tangram.rl.train.trainer import METRICS
+from tangram.rl.train.trainer import METRIC_DESCRIPTIONS
 
 TASKS = ("frozenlake", "codefix", "lookup")
 POOLS = (("cpu@local", 2.0), ("gpu@local", 1.0), ("search", 4.0))
@@ -139,7 +139,7 @@ def trained(step: int, at_s: float, tasks: Sequence[str], alpha: int, engines: i
 
 
 def _metrics(step: int, count: int, random_: random.Random) -> dict[str, float]:
-    metrics = dict.fromkeys(METRICS, 0.0)
+    metrics = dict.fromkeys(METRIC_DESCRIPTIONS, 0.0)
     metrics |= {
         "loss": -0.02 + random_.gauss(0.0, 0.01),
         "kl_sampler": 0.002 + abs(random_.gauss(0.0, 0.001)),

@@ -30,7 +30,8 @@ from tangram.rl.config.training_settings import (
 )
 from tangram.rl.environments.agents import demonstrations
 from tangram.rl.environments.protocol import ExternalResources
-from tangram.rl.rollout.assembly import connect_client, tasks_of
+from tangram.rl.environments.registry import tasks_of
+from tangram.rl.rollout.assembly import connect_client
 from tangram.rl.runs.metrics_lines import AnyMetricsLine, Evaluated, Trained, WarmStartChecked
 from tangram.rl.train.evaluator import SEED_FIRST
 from tangram.rl.train.pipeline import train

@@ -297,9 +297,9 @@ async def _replay_all(
     from contextlib import AsyncExitStack
 
     from tangram.client.client import connect
+    from tangram.rl.environments.registry import task_of
     from tangram.rl.environments.shared_setup import needs_of, prepare_tasks, require_backend
     from tangram.rl.rollout.replay import replay as replay_one
-    from tangram.rl.rollout.replay import task_of
 
     makers = {name: task_of(each) for name, each in settings.items()}
     for name, maker in makers.items():

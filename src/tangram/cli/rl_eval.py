@@ -230,8 +230,9 @@ async def _play(
 
     import msgspec
 
+    from tangram.rl.environments.registry import tasks_of
     from tangram.rl.observe.rollout_progress import RolloutProgress
-    from tangram.rl.rollout.assembly import assembled, codec_of, tasks_of
+    from tangram.rl.rollout.assembly import assembled, codec_of
     from tangram.rl.runs.trajectory_log import TrajectoryLog
     from tangram.rl.train.evaluator import evaluate
     from tangram.rl.trajectories.codec import WordCodec

@@ -56,8 +56,8 @@ def _policy(settings: TrainSettings) -> str:
 
 def _external_resources(settings: TrainSettings) -> dict[str, Any]:
     """Tasks that run actions, their rewards, and what both need on this machine."""
+    from tangram.rl.environments.registry import tasks_of
     from tangram.rl.environments.shared_setup import acts_outside
-    from tangram.rl.rollout.assembly import tasks_of
     from tangram.rl.rollout.rewards import effective_settings
 
     pairs = list(zip(tasks_of(settings), settings.tasks, strict=True))

@@ -15,15 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tangram.rl.buffer.number_ranges import NumberRanges
-from tangram.rl.buffer.sample_buffer import (
-    FULL,
-    LOST_LINEAGE,
-    STALE,
-    BufferState,
-    DroppedGroup,
-    SampleBuffer,
-    group_bytes,
-)
+from tangram.rl.buffer.records import FULL, LOST_LINEAGE, STALE, BufferState, DroppedGroup
+from tangram.rl.buffer.sample_buffer import SampleBuffer
+from tangram.rl.buffer.sample_size import group_bytes
 from tangram.rl.trajectories.training_batch import TrainingBatch
 from tangram.rl.trajectories.trajectory import Ending, Group, GroupTicket, Span, Stage, Trajectory, Turn
 
@@ -188,7 +182,7 @@ def test_samples_dropped_by_take_are_reported_by_evict() -> None:
 
 
 def test_if_only_the_age_at_the_start_counts_nothing_is_ever_too_old() -> None:
-    it = buffer(batch=1, staleness_bound=0, enforce_staleness=False, version=9)
+    it = buffer(batch=1, staleness_bound=0, enforces_staleness=False, version=9)
     started(it, 0)
     assert put(it, 0, (1, 9)) == () and it.version_min == 0 and it.drop_stale() == ()
     assert taken(it).staleness == (8,)
@@ -211,18 +205,6 @@ def test_a_group_without_any_token_is_as_new_as_the_moment_it_comes() -> None:
     started(it, 0)
     assert put(it, 0, ()) == ()
     assert taken(it).staleness == (0,)
-
-
-def test_a_step_that_failed_gives_its_groups_back() -> None:
-    it = buffer(batch=1, staleness_bound=1)
-    started(it, 0, 1)
-    put(it, 0, (0,))
-    batch = taken(it)
-    put(it, 1, (0, 1))  # by the weights that this step has made, as it seemed
-    it.requeue(batch, 1.0)
-    assert it.version == 0 and it.trained_groups == 0
-    assert [(each.group.seed, each.cause) for each in it.drop_stale()] == [(1, LOST_LINEAGE)]
-    assert numbers(taken(it).groups) == [0]
 
 
 def test_what_was_sampled_by_weights_that_are_not_there_is_of_a_lost_lineage() -> None:
@@ -376,7 +358,6 @@ def test_a_new_process_goes_on_with_what_the_old_one_had_written_down() -> None:
     started(it, 0, 1, 2)
     put(it, 0, (0,))
     saved = msgspec.msgpack.decode(msgspec.msgpack.encode(it.state()), type=BufferState)
-    assert saved.next_number == 3
     log = [group(ticket(1), (0,)), group(ticket(3), (0,)), group(ticket(4), (0, 1))]
     again = SampleBuffer.restore(saved, now=0.0, batch=2, staleness_bound=1, bytes_max=MIB)
     dropped = again.rollback(saved, log, 0.0)
@@ -457,7 +438,7 @@ class Life(RuleBasedStateMachine):
         self.options: dict[str, Any] = {
             "batch": batch,
             "staleness_bound": staleness_bound,
-            "enforce_staleness": enforced,
+            "enforces_staleness": enforced,
             "bytes_max": groups_max * group_bytes(group(ticket(0), (0,), (0,))),
             "batch_min": 1 if wait_s is not None else None,
             "wait_s": wait_s,
@@ -557,13 +538,6 @@ class Life(RuleBasedStateMachine):
         self.consumed.update(numbers(self.training.groups))
         self.used += self.training.groups
         self.training = None
-
-    @precondition(lambda self: self.training is not None)
-    @rule()
-    def give_back(self) -> None:
-        self.all("requeue", self.training, self.now)
-        self.training = None
-        self.engine = min(self.engine, self.it.version)
 
     @rule(chance=st.randoms(use_true_random=False), rounds=st.integers(1, 8))
     def go_round(self, chance: random.Random, rounds: int) -> None:

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from tests.rl.rollout.world import CODEC, PATH, Judge, Plan, World, chance, run
 
 from tangram.clock import VirtualLoop
-from tangram.rl.buffer.sample_buffer import BufferState, DroppedGroup, SampleBuffer
+from tangram.rl.buffer.records import BufferState, DroppedGroup
+from tangram.rl.buffer.sample_buffer import SampleBuffer
 from tangram.rl.config.rollout_settings import EngineSettings, GroupSettings, RolloutSettings, TaskSettings
 from tangram.rl.inference.engines.fake import FakeEngine, text_script
 from tangram.rl.inference.engines.protocol import Generation, GenerationRequest, PolicyWeights
@@ -49,7 +50,7 @@ class Run:
         self.chance = chance("run", seed)
         self.staleness_bound, self.enforced, self.deaths = staleness_bound, enforced, deaths
         self.buffer = SampleBuffer(
-            batch=BATCH, staleness_bound=staleness_bound, enforce_staleness=enforced, bytes_max=1 << 30
+            batch=BATCH, staleness_bound=staleness_bound, enforces_staleness=enforced, bytes_max=1 << 30
         )
         self.world = World(lambda trajectory, number: self.plan(seed, trajectory))
         self.engine = FakeEngine(text_script(CODEC, lambda request: "go"), token_s=self.chance.choice([0.1, 1.0]))

@@ -308,7 +308,7 @@ def test_the_agents_have_the_knowledge_that_they_declare() -> None:
     assert teacher.act(f"unknown {observation}").startswith("EDIT L1 ")
 
 
-# ---- benches ----
+# ---- warm sandboxes ----
 
 
 def test_within_prepare_a_sandbox_is_kept_while_all_that_ran_in_it_was_read(tmp_path: Path) -> None:

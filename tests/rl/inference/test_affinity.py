@@ -7,7 +7,7 @@ import pytest
 
 from tangram.errors import InvalidConfig
 from tangram.rl.config.rollout_settings import EngineSettings, RolloutSettings, TaskSettings
-from tangram.rl.inference.affinity import CLASS_BY_ROLE, H20, H800, HARDWARE_BY_CLASS, affinity_of, explain
+from tangram.rl.inference.affinity import H20, H800, HARDWARE_BY_CLASS, affinity_of, explain
 from tangram.rl.inference.engines.protocol import Generation
 from tangram.rl.inference.profiler import TRAJECTORIES_MIN, Assumptions, InferenceWork, Profiler, predicted_s
 from tangram.rl.trajectories.trajectory import Ending, Trajectory, Turn
@@ -27,7 +27,6 @@ def test_the_published_classes_are_as_published() -> None:
     assert (H800.flops, H800.memory_bytes, H800.bandwidth, H800.cost) == (989.5e12, 80e9, 3.35e12, 2.85)
     assert (H20.flops, H20.memory_bytes, H20.bandwidth, H20.cost) == (148e12, 96e9, 4e12, 1.0)
     assert set(HARDWARE_BY_CLASS) == {"compute", "bandwidth"}
-    assert (CLASS_BY_ROLE["training"], CLASS_BY_ROLE["generation"]) == ("compute", "bandwidth")
 
 
 def test_the_binding_is_explained_before_anything_starts() -> None:

@@ -19,8 +19,6 @@ from tangram.rl.inference.engines.openai import (
     OWN_WEIGHTS,
     SEED_BITS,
     OpenAIEngine,
-    ServerOverloaded,
-    ServerUnreachable,
     seed_of,
 )
 from tangram.rl.inference.engines.protocol import (
@@ -30,6 +28,8 @@ from tangram.rl.inference.engines.protocol import (
     RequestRefused,
     Sampling,
     SamplingSeed,
+    ServerOverloaded,
+    ServerUnreachable,
 )
 from tangram.rl.inference.router import Router
 from tangram.rl.rollout.assembly import require_trainable_engines

@@ -12,13 +12,13 @@ from tests.rl.inference.conftest import Rig, a_request, at_gateway, drawn, fake,
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.rl.inference.engine_supervisor import ABANDONED_MAX, REFUSED_MAX
 from tangram.rl.inference.engines.fake import FakeEngine
-from tangram.rl.inference.engines.openai import ServerOverloaded
 from tangram.rl.inference.engines.protocol import (
     EngineDied,
     Generation,
     GenerationRequest,
     PolicyWeights,
     RequestRefused,
+    ServerOverloaded,
 )
 from tangram.rl.inference.router import ABANDON_DEATHS, PREFILL_COST, Router
 from tangram.rl.inference.router_records import (

@@ -14,7 +14,7 @@ from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.rl.config.rollout_settings import SamplingSettings
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.model.learner import REFERENCE
-from tangram.rl.train.trainer import METRICS
+from tangram.rl.train.trainer import METRIC_DESCRIPTIONS
 from tangram.rl.trajectories.training_batch import Demonstration, TrainingBatch
 
 torch = pytest.importorskip("torch", reason="PyTorch is an extra, which is not installed")
@@ -103,7 +103,7 @@ def test_a_step_makes_a_version_and_reports_every_metric() -> None:
     metrics = one.step(played(0))
     assert one.version == 1
     assert far(weights(one), before) > 0.0
-    assert set(metrics) == set(METRICS) - {"kl_teacher"}
+    assert set(metrics) == set(METRIC_DESCRIPTIONS) - {"kl_teacher"}
     assert all(map(math.isfinite, metrics.values()))
     assert metrics["trajectories"] == 16
     assert metrics["tokens"] == sum(len(each.logprobs) for group in played(0).groups for each in group.members)
@@ -149,7 +149,7 @@ def test_accumulated_gradients_are_those_of_the_undivided_minibatch(normalise: A
     undivided, divided = (learner(of=model(torch.float64), microbatch=rows, **options) for rows in (64, microbatch))
     metrics, told_divided = undivided.step(played(1)), divided.step(played(1))
     assert far(weights(undivided), weights(divided)) < 1e-9
-    for name in set(METRICS) - {"tokens_per_s", "kl_teacher"}:
+    for name in set(METRIC_DESCRIPTIONS) - {"tokens_per_s", "kl_teacher"}:
         assert metrics[name] == pytest.approx(told_divided[name], abs=1e-9), name
 
 
@@ -589,7 +589,7 @@ def test_ours_and_the_same_weights_in_transformers_make_the_same_step(tmp_path: 
     one, other = learner(**options), learner(of=theirs, **options)
     assert one.imitate(shown(0)) == pytest.approx(other.imitate(shown(0)), abs=1e-5)
     metrics, told_there = one.step(played(0)), other.step(played(0))
-    for name in set(METRICS) - {"tokens_per_s", "kl_teacher"}:
+    for name in set(METRIC_DESCRIPTIONS) - {"tokens_per_s", "kl_teacher"}:
         assert metrics[name] == pytest.approx(told_there[name], abs=1e-5), name
     other.save(tmp_path)
     there = model_folder.load(tmp_path)

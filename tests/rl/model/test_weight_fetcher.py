@@ -185,7 +185,7 @@ class Recorder:
 
 
 def fetcher(recorder: Recorder) -> WeightFetcher:
-    return WeightFetcher(model(0).config, torch.float32, recorder, beat_s=60.0)
+    return WeightFetcher(model(0).config, torch.float32, recorder, heartbeat_s=60.0)
 
 
 def weights_of(model: Transformer) -> list[torch.Tensor]:

@@ -43,12 +43,12 @@ def test_waste_is_the_share_of_what_was_done_in_vain() -> None:
         record(2, Ending.FINISHED, 1, reward=0.0),
         record(3, Ending.STALE, 1, stage_s=2.0),
     )
-    fates = report([group(kept, left_out=vain)]).all
-    assert fates.waste.tokens == pytest.approx(0.4)
-    assert fates.waste.environment_s == pytest.approx(8.0 / 10.0)
-    assert fates.waste.engine_s == pytest.approx(4.0 / 5.0)
-    assert (fates.kept.trajectories, fates.cancelled.trajectories) == (1, 1)
-    assert (fates.surplus.trajectories, fates.failed.trajectories) == (1, 1)
+    breakdown = report([group(kept, left_out=vain)]).all
+    assert breakdown.waste.tokens == pytest.approx(0.4)
+    assert breakdown.waste.environment_s == pytest.approx(8.0 / 10.0)
+    assert breakdown.waste.engine_s == pytest.approx(4.0 / 5.0)
+    assert (breakdown.kept.trajectories, breakdown.cancelled.trajectories) == (1, 1)
+    assert (breakdown.surplus.trajectories, breakdown.failed.trajectories) == (1, 1)
 
 
 def test_the_time_that_aborted_requests_waited_is_no_engine_time() -> None:

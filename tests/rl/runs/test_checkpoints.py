@@ -25,7 +25,8 @@ from tangram.rl.runs import checkpoints
 from tangram.rl.runs.checkpoints import CHECKSUMS_FILE, STATE, RunState, read_checkpoint, steps_in, write_state
 from tangram.rl.runs.metrics_lines import WarmStartChecked
 from tangram.rl.runs.run_folder import RunFolder, open_run
-from tangram.rl.runs.sample_log import log_files, strip_for_training
+from tangram.rl.runs.sample_log import log_files
+from tangram.rl.trajectories.training_batch import strip_for_training
 
 SETTINGS = TrainSettings(checkpoints=CheckpointSettings(keep=2))
 

@@ -28,7 +28,8 @@ from tangram.rl.runs.metrics_lines import (
     Trained,
     WarmStartChecked,
 )
-from tangram.rl.runs.metrics_log import METRICS_FILE, TENSORBOARD, MetricsLog, last_logged, read_metrics, scalars
+from tangram.rl.runs.metrics_log import MetricsLog, last_logged, read_metrics, scalars
+from tangram.rl.runs.run_folder import METRICS, TENSORBOARD
 
 if os.environ.get("CI") != "true":
     pytest.importorskip("tensorboardX")
@@ -70,7 +71,7 @@ def written(folder: Path, *lines: AnyMetricsLine, resume: bool = False) -> Path:
         for line in lines:
             log.append(line)
         assert not log.tensorboard_error
-    return folder / METRICS_FILE
+    return folder / METRICS
 
 
 def steps(path: Path) -> list[tuple[str, int]]:
@@ -156,7 +157,7 @@ def test_what_a_killed_process_left_of_a_line_is_cut_off(tmp_path: Path, torn: b
 
 
 def test_a_file_of_one_torn_line_starts_over(tmp_path: Path) -> None:
-    (tmp_path / METRICS_FILE).write_bytes(b'{"type":"Beg')
+    (tmp_path / METRICS).write_bytes(b'{"type":"Beg')
     assert steps(written(tmp_path, began(), resume=True)) == [("RunBegan", 0)]
 
 
@@ -211,7 +212,7 @@ def test_the_last_logged_time_and_evaluation_of_a_resumed_run(tmp_path: Path) ->
     over = RunEnded(at_s=99.0, step=3, cause="killed")
     late = msgspec.structs.replace(evaluated(2), at_s=50.0)
     written(tmp_path, began(), trained(1), evaluated(1), trained(2), trained(3), late, over)
-    path = tmp_path / METRICS_FILE
+    path = tmp_path / METRICS
     assert last_logged(path, 1) == (evaluated(1).at_s, 1)
     assert last_logged(path, 2) == (50.0, 2), "an evaluation that came late counts, the steps that are lost do not"
     assert last_logged(path, 3) == (99.0, 2)

@@ -17,8 +17,8 @@ from tangram.rl.buffer.records import BufferState
 from tangram.rl.buffer.sample_buffer import SampleBuffer
 from tangram.rl.runs.checkpoints import Checkpoint, RunState
 from tangram.rl.runs.recovery import recover_buffer
-from tangram.rl.runs.sample_log import GroupLost, GroupPut, SampleEntry, SampleLog, read_after, strip_for_training
-from tangram.rl.trajectories.training_batch import TrainingBatch
+from tangram.rl.runs.sample_log import GroupLost, GroupPut, SampleEntry, SampleLog, SampleLogs
+from tangram.rl.trajectories.training_batch import TrainingBatch, strip_for_training
 
 
 def checkpoint(state: RunState, *warnings: str) -> Checkpoint:
@@ -88,7 +88,7 @@ def test_the_text_contains_all_of_it(tmp_path: Path) -> None:
     with log.path.open("ab") as file:
         file.write(b"torn")
     state = run_state(40, waiting=[waiting(3, 39)], in_flight=[8])
-    back = recover_buffer(checkpoint(state, "checkpoint 60 is damaged"), read_after(tmp_path, 40))
+    back = recover_buffer(checkpoint(state, "checkpoint 60 is damaged"), SampleLogs(tmp_path, 40))
     notes = f"checkpoint 60 is damaged; {log.path}: 4 bytes at its end could not be read"
     assert back.describe(SampleBuffer.restore(back.buffer, now=0.0, **BOUNDS).statistics()) == (
         "from step 40, version 40: 2 groups wait to be trained on, 1 in flight are played again, "

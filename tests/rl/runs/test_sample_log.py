@@ -23,17 +23,17 @@ from tangram.rl.runs.sample_log import (
     GroupLost,
     GroupPut,
     SampleLog,
+    SampleLogs,
     log_files,
     merge_after,
     prune_logs,
-    read_after,
-    strip_for_training,
 )
+from tangram.rl.trajectories.training_batch import strip_for_training
 from tangram.rl.trajectories.trajectory import Group
 
 
 def ids(folder: Path, step: int = 0) -> list[str]:
-    return [each.group.id if isinstance(each, GroupPut) else f"-{each.id}" for each in read_after(folder, step)]
+    return [each.group.id if isinstance(each, GroupPut) else f"-{each.id}" for each in SampleLogs(folder, step)]
 
 
 def test_what_training_needs_of_a_group_is_kept_and_the_rest_is_not(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_what_training_needs_of_a_group_is_kept_and_the_rest_is_not(tmp_path: Pa
     with SampleLog(tmp_path, 0) as log:
         log.append(played)
         log.append_lost("lake/4", "stale")
-    (put, lost) = read_after(tmp_path, 0)
+    (put, lost) = SampleLogs(tmp_path, 0)
     assert lost == GroupLost(id="lake/4", cause="stale")
     assert isinstance(put, GroupPut) and put.group == strip_for_training(played)
     before, after = played.members[1], put.group.members[1]
@@ -73,7 +73,7 @@ def test_any_group_that_may_be_is_read_as_it_was(tmp_path_factory: pytest.TempPa
     with SampleLog(folder, 0) as log:
         for each in played:
             log.append(each)
-    back = [each.group for each in read_after(folder, 0) if isinstance(each, GroupPut)]
+    back = [each.group for each in SampleLogs(folder, 0) if isinstance(each, GroupPut)]
     assert msgspec.msgpack.encode(back) == msgspec.msgpack.encode([strip_for_training(each) for each in played])
 
 
@@ -112,7 +112,7 @@ def test_an_incomplete_last_frame_is_skipped_with_a_warning_and_the_log_continue
         whole = log.path.stat().st_size
         log.append(group(2, 0))
     os.truncate(log.path, whole + cut)
-    logs = read_after(tmp_path, 0)
+    logs = SampleLogs(tmp_path, 0)
     assert len(list(logs)) == 1
     assert logs.torn == [f"{log.path}: {cut} bytes at its end could not be read"]
     with SampleLog(tmp_path, 0) as again:
@@ -136,7 +136,7 @@ def test_a_flipped_bit_costs_what_follows_and_nothing_else(
     at %= len(content)
     content[at] ^= 1 << bit
     log.path.write_bytes(content)
-    logs = read_after(folder, 0)
+    logs = SampleLogs(folder, 0)
     group_ids = [each.group.id for each in logs if isinstance(each, GroupPut)]
     assert group_ids == [f"lake/{number}" for number in range(4)][: sum(end <= at for end in ends[1:])]
     assert len(logs.torn) == 1
@@ -161,7 +161,7 @@ def test_a_full_disk_is_reported_and_leaves_only_complete_records(tmp_path: Path
         assert log.step == 0
         log.rotate(20)
         log.append(group(4, 0))
-    logs = read_after(tmp_path, 0)
+    logs = SampleLogs(tmp_path, 0)
     assert [each.group.id for each in logs if isinstance(each, GroupPut)] == ["lake/1", "lake/3", "lake/4"]
     assert logs.torn == []
 
@@ -177,7 +177,7 @@ def test_a_log_of_another_format_is_not_guessed_at(tmp_path: Path) -> None:
     content = msgspec.msgpack.encode({"type": "log", "format": 2, "step": 0})
     (tmp_path / "00000000.log").write_bytes(encode_frame(content))
     with pytest.raises(ManagerError, match="expected a log of format 1, got 2"):
-        list(read_after(tmp_path, 0))
+        list(SampleLogs(tmp_path, 0))
     with pytest.raises(ManagerError, match="expected a log of format 1, got 2"):
         SampleLog(tmp_path, 0)
     assert (tmp_path / "00000000.log").stat().st_size > FRAME_HEADER.size

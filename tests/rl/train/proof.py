@@ -15,7 +15,7 @@ from tangram.rl.buffer.records import group_number
 from tangram.rl.inference.weights_folder import PREFIX, SHARED_MEMORY
 from tangram.rl.runs.metrics_lines import AnyMetricsLine, Trained
 from tangram.rl.runs.metrics_log import read_metrics
-from tangram.rl.runs.sample_log import GroupPut, read_after
+from tangram.rl.runs.sample_log import GroupPut, SampleLogs
 from tangram.rl.trajectories.trajectory import Group
 
 
@@ -26,7 +26,7 @@ def lines_of(folder: Path, kind: type | None = None) -> list[Any]:
 
 
 def samples_of(folder: Path) -> dict[int, Group]:
-    logged = [entry.group for entry in read_after(folder / "samples", 0) if isinstance(entry, GroupPut)]
+    logged = [entry.group for entry in SampleLogs(folder / "samples", 0) if isinstance(entry, GroupPut)]
     by_number = {group_number(group.id): group for group in logged}
     for group in logged:
         assert by_number[group_number(group.id)].members == group.members, "a number stands for one group"

@@ -18,7 +18,7 @@ from tangram.errors import InvalidConfig, ManagerError
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.inference.engines.protocol import PolicyWeights
 from tangram.rl.runs.metrics_lines import Evaluated, Noticed, RunEnded, Trained, WarmStartChecked
-from tangram.rl.runs.sample_log import GroupLost, read_after
+from tangram.rl.runs.sample_log import GroupLost, SampleLogs
 from tangram.rl.train import evaluator
 from tangram.rl.train.evaluator import Scores
 from tangram.rl.train.warm_start import collect_demonstrations
@@ -365,7 +365,7 @@ def test_nothing_is_saved_of_a_warm_start_that_failed(tmp_path: Path) -> None:
     asyncio.run(whole())
 
 
-# ---- waves ----------------------------------------------------------------------------------------------------------
+# ---- batches --------------------------------------------------------------------------------------------------------
 
 
 def play(
@@ -381,8 +381,8 @@ def play(
 
 
 @pytest.mark.parametrize("mode", ["sync+", "start-bound", "async"])
-def test_what_a_small_batch_of_a_wave_did_not_wait_for_does_not_hold_up_the_next(mode: str, tmp_path: Path) -> None:
-    """One member of each wave never ends: a batch that is enough without it begins, and it is stopped."""
+def test_what_a_step_did_not_wait_for_does_not_hold_up_the_next_batch(mode: str, tmp_path: Path) -> None:
+    """One member of each batch never ends: a step for which the others are enough begins, and it is stopped."""
     settings = settings_of(
         mode, alpha=0, batch=3, batch_min=2, batch_wait_s=0.01, steps=6, evaluations=0, step_s=0.001,
         stall_s=1000.0,
@@ -394,7 +394,7 @@ def test_what_a_small_batch_of_a_wave_did_not_wait_for_does_not_hold_up_the_next
         assert len(trainer.trained) == len(set(trainer.trained))
         assert {len(batch.groups) for batch in trainer.batches} <= {2, 3}
         assert max(max(batch.staleness) for batch in trainer.batches) == 0
-        lost = [each for each in read_after(tmp_path / "samples", 0) if isinstance(each, GroupLost)]
+        lost = [each for each in SampleLogs(tmp_path / "samples", 0) if isinstance(each, GroupLost)]
         assert {each.cause for each in lost} == {"left_behind"}, "as it is counted, for the next resumption"
         assert made.of(RunEnded)[0].dropped_so_far == made.training.buffer.dropped
         assert set(made.training.buffer.dropped) == {"left_behind"}

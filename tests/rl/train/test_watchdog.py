@@ -70,7 +70,7 @@ def test_with_the_last_of_those_that_there_may_be_in_a_row_it_is_given_up() -> N
     watch = Watchdog(STALL_S, 3, now=0.0)
     stuck = RunSnapshot(trajectories=(live(1, stage_s=1000.0),))
     notices = [watch.check(STALL_S * (number + 1), stuck) for number in range(3)]
-    assert [(each.number, each.give_up, each.abort) for each in notices if each] == [
+    assert [(each.number, each.give_up, each.stuck_trajectories) for each in notices if each] == [
         (1, False, ("lake/1/0.0",)),
         (2, False, ("lake/1/0.0",)),
         (3, True, ()),
@@ -150,9 +150,15 @@ def test_episodes_that_wait_behind_others_are_stopped_only_as_the_last_resort() 
     behind = (live(3, "queue", 400.0, "concurrency of lake"), live(4, "generate", 250.0, "the slowest environment"))
     behind = (*behind, live(5, stage_s=350.0, pool="cpu"))
     first = watch.check(200.0, RunSnapshot(trajectories=(*stuck, *behind)))
-    assert first is not None and first.abort == ("lake/2/0.0", "lake/1/0.0")
+    assert first is not None and first.stuck_trajectories == ("lake/2/0.0", "lake/1/0.0")
     second = watch.check(400.0, RunSnapshot(trajectories=(*stuck, *behind)))
-    assert second is not None and [each.split("/")[1] for each in second.abort] == ["3", "5", "2", "4", "1"]
+    assert second is not None and [each.split("/")[1] for each in second.stuck_trajectories] == [
+        "3",
+        "5",
+        "2",
+        "4",
+        "1",
+    ]
 
 
 # ---- a real rollout ----
@@ -192,7 +198,7 @@ def test_an_environment_that_hangs_is_named_and_played_again(stage: str) -> None
         async with Rollout(chosen, Talker(), CODEC, on_end=world.ended.append, clock=clock()) as rollout:
             playing = asyncio.create_task(rollout.play(ticket()))
             stall = await stalled(rollout, lambda: snapshot_run(rollout))
-            assert stall.abort == ("scripted/0/1.0",)
+            assert stall.stuck_trajectories == ("scripted/0/1.0",)
             assert f"waits for the environment of task scripted in {stage} since" in stall.text
             assert abort_stuck(rollout, stall) == 1
             played = await playing
@@ -210,7 +216,7 @@ def test_holders_of_the_slots_of_a_task_are_stopped_and_waiters_are_not() -> Non
         async with Rollout(chosen, Talker(), CODEC, clock=clock()) as rollout:
             playing = asyncio.create_task(rollout.play(ticket()))
             stall = await stalled(rollout, lambda: snapshot_run(rollout))
-            assert stall.abort == ("scripted/0/0.0",)
+            assert stall.stuck_trajectories == ("scripted/0/0.0",)
             assert "1 trajectory waits for concurrency of scripted" in stall.text
             abort_stuck(rollout, stall)
             assert is_whole(await playing)
@@ -225,7 +231,7 @@ def test_behind_a_barrier_the_slowest_is_named() -> None:
         async with Rollout(refilled(step_timeout_s=1e5), Talker(), CODEC, barrier=True, clock=clock()) as rollout:
             playing = asyncio.create_task(rollout.play(ticket()))
             stall = await stalled(rollout, lambda: snapshot_run(rollout))
-            assert stall.abort == ("scripted/0/0.0",)
+            assert stall.stuck_trajectories == ("scripted/0/0.0",)
             assert "1 trajectory waits for the slowest environment" in stall.text
             abort_stuck(rollout, stall)
             assert is_whole(await playing)
@@ -250,7 +256,7 @@ def test_an_engine_that_generates_nothing_is_named_and_its_requests_move_to_othe
             playing = asyncio.create_task(rollout.play(ticket()))
             stall = await stalled(rollout, lambda: snapshot_run(rollout, gateway))
             assert "waits for engine e0" in stall.text and "e1" not in stall.text
-            (aborted,) = stall.abort
+            (aborted,) = stall.stuck_trajectories
             abort_stuck(rollout, stall)
             if kind == "suspended":
                 await engines[0].resume()
@@ -322,7 +328,7 @@ def test_a_pool_held_by_another_run_is_named_and_no_longer_waited_for(quota: Quo
             playing = asyncio.create_task(rollout.play(replace(ticket(), task="search")))
             stall = await stalled(rollout, lambda: snapshot_run(rollout, None, client))
             assert "all 2 trajectories wait for pool `search` since" in stall.text
-            assert sorted(stall.abort) == ["search/0/0.0", "search/0/1.0"]
+            assert sorted(stall.stuck_trajectories) == ["search/0/0.0", "search/0/1.0"]
             assert abort_stuck(rollout, stall) == 2
             await asyncio.sleep(10.0)
             assert sorted(waiting_pools(client)) == ["search/0/0.1", "search/0/1.1"], "they are played again"

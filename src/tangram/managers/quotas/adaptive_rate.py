@@ -6,8 +6,9 @@ under way at that time belong to the same event: they refine its estimate and do
 refusals the share grows back along a cubic curve (as in TCP CUBIC): fast at first, slowly around the rate that was let
 through, then ever faster, so that a raised limit is soon used.
 
-Parses the headers in which APIs state their limits: `Retry-After`, `RateLimit`, `RateLimit-*`, `X-RateLimit-*`,
-`X-Rate-Limit-*` (with the suffixes `-requests` and `-tokens` that some add) and `anthropic-ratelimit-*`.
+Parses the headers in which APIs state their limits: `Retry-After`, `RateLimit-*`, also without a suffix,
+`X-RateLimit-*`, `X-Rate-Limit-*` (with the suffixes `-requests` and `-tokens` that some add) and
+`anthropic-ratelimit-*`.
 """
 
 from __future__ import annotations

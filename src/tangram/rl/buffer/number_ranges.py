@@ -37,11 +37,6 @@ class NumberRanges:
     def ranges(self) -> tuple[Range, ...]:
         return tuple(zip(self._firsts, self._lasts, strict=True))
 
-    @property
-    def end(self) -> int:
-        """One more than the highest number; 0 if empty."""
-        return self._lasts[-1] + 1 if self._lasts else 0
-
     def add(self, number: int) -> None:
         assert number not in self, f"{number} is there already"
         at = bisect_right(self._firsts, number)

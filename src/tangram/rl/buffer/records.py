@@ -42,7 +42,7 @@ class BufferState(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     waiting: tuple[WaitingGroup, ...]
     in_flight: tuple[GroupTicket, ...]
-    """To be played, or played again."""
+    """Groups to be played, or played again."""
     trained: tuple[Range, ...]
     """Numbers of the groups that the weights of this version were trained on."""
     dropped: tuple[Range, ...]
@@ -53,28 +53,25 @@ class BufferState(msgspec.Struct, frozen=True, kw_only=True):
     bytes_mean: float
     puts: int
 
-    @property
-    def next_number(self) -> int:
-        """The lowest number above all that were started."""
-        known = [group_number(each.group.id) + 1 for each in self.waiting]
-        known += [ticket.number + 1 for ticket in self.in_flight]
-        return max((*known, *(last + 1 for _, last in (*self.trained[-1:], *self.dropped[-1:]))), default=0)
-
 
 class BufferStatistics(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     started: int
-    """Number of groups; likewise the next five."""
+    """Number of groups that were started."""
     trained: int
+    """Number of groups that were trained on."""
     dropped: dict[str, int]
-    """By cause."""
+    """Number of dropped groups by cause."""
     in_flight: int
+    """Number of groups that are being played."""
     waiting: int
+    """Number of groups that wait for a step."""
     training: int
-    """In the current step."""
+    """Number of groups in the current step."""
     bytes: int
+    """Estimated memory of the groups that wait or are being trained on."""
     bytes_max: int
     trajectories_discarded: int
-    """Played but not trained on, for any cause."""
+    """Trajectories that were played but not trained on, for any cause."""
     tokens_discarded: int
     """Tokens of the policy in these."""

@@ -6,7 +6,8 @@ Pure: time is an argument. Never plays or trains.
     while buffer.may_start(): buffer.start(ticket)              # then play it
     buffer.put(group, now)  |  buffer.drop(group_id, cause)     # it ended, with or without members
     batch = buffer.take(now)                                    # the oldest groups; None if there are too few
-    buffer.finish_step(batch)  |  buffer.requeue(batch, now)    # the step is done, or failed
+    buffer.finish_step(batch)                                   # the step is done
+    buffer.rollback(state, groups, now)                         # the trainer restarts from a checkpoint
 
     started ──▶ in flight ──▶ waiting ◀──▶ training ──▶ trained
                     └────────────┴─────────────┴──────▶ dropped, with its cause
@@ -16,11 +17,15 @@ with a staleness above α; each started group is settled once, as trained or as 
 reported once. Staleness and memory are bounded by starting fewer groups; groups are discarded only if that is not
 enough. Memory may exceed its bound by the batch in training and one that waits: without them training could not
 continue.
+
+Staleness is enforced in four places: here (`version_min`, the oldest version that may still be trained on), before each
+turn and after each generation of an episode (`Rollout._stop_if_stale`), when engines take new weights
+(`WeightSync.discard_stale`), and before a gradient step (`Learner._require_trainable_batch`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Self
 
 from tangram.rl.buffer.number_ranges import NumberRanges, Range
@@ -34,36 +39,12 @@ from tangram.rl.buffer.records import (
     WaitingGroup,
     group_number,
 )
+from tangram.rl.buffer.sample_size import group_bytes
 from tangram.rl.trajectories.training_batch import TrainingBatch
-from tangram.rl.trajectories.trajectory import Group, GroupTicket, Trajectory, Turn
-
-__all__ = [
-    "FULL",
-    "LOST_LINEAGE",
-    "STALE",
-    "BufferState",
-    "BufferStatistics",
-    "DroppedGroup",
-    "SampleBuffer",
-    "WaitingGroup",
-]
+from tangram.rl.trajectories.trajectory import Group, GroupTicket, Trajectory
 
 MEAN_OVER = 64
 """Window, in groups, of the moving average of their size, which changes as the policy writes longer or shorter."""
-
-
-POINTER = 8
-NUMBER = 32
-"""A float or an int: 24 and 28 bytes, in blocks of 16."""
-SMALL_MAX = 256
-"""CPython caches integers up to this."""
-TUPLE = 56
-TEXT = 64
-"""An empty string."""
-TURN, SPAN, TRAJECTORY, GROUP = 192, 192, 512, 256
-"""The record itself, with its own numbers and short strings."""
-METRIC = 128
-"""Its name, its value and its slot in the dict."""
 
 
 class _BufferedGroup(NamedTuple):
@@ -89,21 +70,21 @@ class SampleBuffer:
         *,
         batch: int,
         staleness_bound: int,
-        enforce_staleness: bool = True,
+        enforces_staleness: bool = True,
         bytes_max: int,
         batch_min: int | None = None,
         wait_s: float | None = None,
         version: int = 0,
     ) -> None:
-        """`enforce_staleness`: whether staleness is checked again after the start. `batch_min`: groups that suffice
+        """`enforces_staleness`: whether staleness is checked again after the start. `batch_min`: groups that suffice
         once one of them has waited `wait_s`."""
         assert batch >= 1 and staleness_bound >= 0 and version >= 0 and (batch_min is None) == (wait_s is None)
         assert batch_min is None or 1 <= batch_min <= batch
         self.version = version
-        """From which the current step started; between steps, from which the next one will start."""
+        """The version from which the current step started; between steps, from which the next one will start."""
         self._batch = batch
         self._staleness_bound = staleness_bound
-        self._enforce_staleness = enforce_staleness
+        self._enforces_staleness = enforces_staleness
         self._bytes_max = bytes_max
         self._batch_min = batch_min
         self._wait_s = wait_s
@@ -113,9 +94,9 @@ class SampleBuffer:
         self._settled = SettledGroups()
         self._started = 0
         self._unreported: list[DroppedGroup] = []
-        """Dropped by a call that does not return it; `drop_stale` does."""
+        """Groups dropped by a call that does not return them; `drop_stale` does."""
         self._bytes = 0
-        """Of the groups that wait or are being trained on."""
+        """Memory of the groups that wait or are being trained on."""
         self._bytes_mean = 0.0
         self._puts = 0
 
@@ -145,12 +126,12 @@ class SampleBuffer:
 
     @property
     def in_flight(self) -> tuple[GroupTicket, ...]:
-        """In the order in which they were started; after `restore`, those to be played again."""
+        """Tickets in the order in which they were started; after `restore`, those to be played again."""
         return tuple(self._in_flight.values())
 
     @property
     def waiting(self) -> tuple[Group, ...]:
-        """In the order in which they were put."""
+        """Groups in the order in which they were put."""
         return tuple(each.group for each in self._waiting.values())
 
     @property
@@ -161,7 +142,7 @@ class SampleBuffer:
     def version_min(self) -> int:
         """The lowest version of a first token that can still be trained on. While a step runs, the next one starts a
         version later, so what is too stale for that step is already lost."""
-        return max(0, self._next_version - self._staleness_bound) if self._enforce_staleness else 0
+        return max(0, self._next_version - self._staleness_bound) if self._enforces_staleness else 0
 
     def has_started(self, number: int) -> bool:
         """Whether a group of this number was ever started. After `restore`, such tickets are skipped."""
@@ -271,17 +252,6 @@ class SampleBuffer:
         self._training = {}
         self.version += 1
 
-    def requeue(self, batch: TrainingBatch, now: float) -> None:
-        """The step failed: its groups wait again."""
-        self._require_training(batch)
-        back, self._training = self._training, {}
-        for each in back.values():
-            waiting = WaitingGroup(group=each.group, version=each.waiting.version, since=min(each.waiting.since, now))
-            self._waiting[each.group.id] = each._replace(waiting=waiting)
-        # The step may have failed after a crash after which newer weights were rolled back.
-        self._unreported += [self._drop_waiting(each, LOST_LINEAGE) for each in self._from_later_weights()]
-        self._unreported += self._fit()
-
     # ---- save, restore, roll back ----
 
     def state(self) -> BufferState:
@@ -306,7 +276,7 @@ class SampleBuffer:
         now: float,
         batch: int,
         staleness_bound: int,
-        enforce_staleness: bool = True,
+        enforces_staleness: bool = True,
         bytes_max: int,
         batch_min: int | None = None,
         wait_s: float | None = None,
@@ -316,7 +286,7 @@ class SampleBuffer:
         self = cls(
             batch=batch,
             staleness_bound=staleness_bound,
-            enforce_staleness=enforce_staleness,
+            enforces_staleness=enforces_staleness,
             bytes_max=bytes_max,
             batch_min=batch_min,
             wait_s=wait_s,
@@ -374,7 +344,7 @@ class SampleBuffer:
 
     @property
     def _next_version(self) -> int:
-        """From which the next step starts that has not begun."""
+        """The version from which the next step starts that has not begun."""
         return self.version + 1 if self._training else self.version
 
     def _fresh(self) -> list[_BufferedGroup]:
@@ -441,7 +411,7 @@ class SampleBuffer:
         assert self._bytes <= self._bytes_max or len(self._waiting) <= self._batch, f"{self._bytes} bytes are too many"
         for each in self._training.values():
             first = each.group.version_first
-            fresh = not self._enforce_staleness or first is None or first >= self.version - self._staleness_bound
+            fresh = not self._enforces_staleness or first is None or first >= self.version - self._staleness_bound
             assert fresh, f"{each.group.id} is trained on at {self.version}, and began at {first}"
             assert (each.group.version_last or 0) <= self.version, (
                 f"{each.group.id} has tokens of weights that were rolled back"
@@ -489,52 +459,3 @@ class SettledGroups:
         assert sum(self.by_cause.values()) == len([*self.dropped]), f"{self.by_cause} were dropped"
         both = [*self.trained, *self.dropped]
         assert len(both) == len(set(both)) == len(self), "a group is settled twice"
-
-
-# Memory of a sample, estimated from its contents alone. For a group that was decoded, or sampled token by token, the
-# estimate is within a factor of 1.5 of what CPython uses; it is too high where records share numbers or strings.
-
-
-def group_bytes(group: Group) -> int:
-    return GROUP + sum(POINTER + trajectory_bytes(each) for each in group.all_trajectories())
-
-
-def trajectory_bytes(trajectory: Trajectory) -> int:
-    teacher_logprobs = trajectory.teacher_logprobs
-    return (
-        TRAJECTORY
-        + sum(POINTER + turn_bytes(turn) for turn in trajectory.turns)
-        + sum(POINTER + SPAN + _text(span.failed) + _text(span.waited_for) for span in trajectory.spans)
-        + METRIC * len(trajectory.metrics)
-        + (_floats(len(teacher_logprobs)) if teacher_logprobs is not None else 0)
-        + _text(trajectory.observation)
-        + _text(trajectory.cause)
-    )
-
-
-def turn_bytes(turn: Turn) -> int:
-    return (
-        TURN
-        + _text(turn.observation)
-        + _text(turn.action)
-        + _ints(turn.observation_tokens)
-        + _ints(turn.tokens)
-        + _ints(turn.versions)
-        + _floats(len(turn.logprobs))
-        + (TUPLE + sum(POINTER + _ints(ids) for ids in turn.kept) if turn.kept is not None else 0)
-    )
-
-
-def _floats(count: int) -> int:
-    return TUPLE + (POINTER + NUMBER) * count
-
-
-def _ints(numbers: Sequence[int]) -> int:
-    # SMALL_MAX < number, for each; written without a Python frame per number because there are many.
-    return TUPLE + POINTER * len(numbers) + NUMBER * sum(map(SMALL_MAX.__lt__, numbers))
-
-
-def _text(text: str) -> int:
-    if not text:
-        return 0
-    return TEXT + len(text) * (1 if text.isascii() else 2 if ord(max(text)) < 0x10000 else 4)

@@ -46,7 +46,7 @@ class SettingChange(NamedTuple):
     key: str
     """As in --set; with the element of an array table in brackets."""
     fixed_key: str
-    """The key to look up in FIXED."""
+    """The key to look up in FIXED_KEYS."""
     before: Any
     after: Any
 

@@ -100,6 +100,10 @@ class EngineSettings(ConfigTable, frozen=True, kw_only=True):
         if self.kind == "process" and self.context_max > CONTEXT_MAX:
             raise InvalidConfig("context_max", self.context_max, f"at most {CONTEXT_MAX}")
 
+    def engine_name(self, number: int) -> str:
+        """The name of one of these engines, numbered if there are several."""
+        return self.name if self.count == 1 else f"{self.name}-{number}"
+
 
 class RewardSettings(ConfigTable, frozen=True, kw_only=True):
     """The source of a task's reward."""

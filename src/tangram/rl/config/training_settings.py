@@ -83,7 +83,7 @@ class TrainingSettings(ConfigTable, frozen=True, kw_only=True):
         return {"sync": 0, "sync+": 0, "one-off": 1}.get(self.mode, self.staleness)
 
     @property
-    def bounds_staleness(self) -> bool:
+    def enforces_staleness(self) -> bool:
         """Whether nothing staler than α is ever trained on. Only `start-bound` with α above 0 does not check staleness
         after a group has started."""
         return self.mode != "start-bound" or self.staleness_bound == 0

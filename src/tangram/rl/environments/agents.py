@@ -173,20 +173,20 @@ async def demonstrations(
     closing the other environments."""
     task = resolve(task) if isinstance(task, str) else task
     outside = outside or ExternalResources()
-    turn = asyncio.Semaphore(DEMONSTRATIONS_CONCURRENT_MAX)
+    slots = asyncio.Semaphore(DEMONSTRATIONS_CONCURRENT_MAX)
 
-    async def one(seed: int) -> AgentEpisode:
-        own = msgspec.structs.replace(outside, trajectory=f"{outside.trajectory}-{agent}-{seed}")
+    async def play_seed(seed: int) -> AgentEpisode:
+        resources = msgspec.structs.replace(outside, trajectory=f"{outside.trajectory}-{agent}-{seed}")
         player = agent_of(task, agent, seed)
-        async with turn:
-            environment = task(own, **(options or {}))
+        async with slots:
+            environment = task(resources, **(options or {}))
             limit = turns_max or turns_of(task, environment)
             episode = await play(environment, player, seed, turns_max=limit, timeout_s=timeout_s)
         return msgspec.structs.replace(episode, task=path_of(task), agent=agent)
 
     try:
         async with prepare_tasks([task], outside.client), asyncio.TaskGroup() as group:
-            played = [group.create_task(one(seed)) for seed in seeds]
+            played = [group.create_task(play_seed(seed)) for seed in seeds]
     except BaseExceptionGroup as errors:
         raise unwrap_first(errors) from None
     return [each.result() for each in played]
@@ -273,9 +273,9 @@ async def close(environment: Environment, timeout_s: float) -> None:
         raise CloseFailed(f"{type(error).__name__}: {error}") from error
 
 
-async def _call_with_timeout(timeout_s: float, what: str, ask: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+async def _call_with_timeout(timeout_s: float, what: str, function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
     """Awaits a call; its exceptions get a note about the call."""
-    call = start_call(ask, *arguments)
+    call = start_call(function, *arguments)
     try:
         await asyncio.wait({call}, timeout=timeout_s)
         answered = call.done()

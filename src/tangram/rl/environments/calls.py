@@ -25,13 +25,13 @@ class CallExited(Exception):
     """The call used sys.exit, or raised SystemExit or KeyboardInterrupt."""
 
 
-def start_call(ask: Callable[..., Awaitable[T]], *arguments: Any) -> asyncio.Task[T]:
-    return asyncio.create_task(_run_call(ask, *arguments))
+def start_call(function: Callable[..., Awaitable[T]], *arguments: Any) -> asyncio.Task[T]:
+    return asyncio.create_task(_run_call(function, *arguments))
 
 
-async def _run_call(ask: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+async def _run_call(function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
     try:
-        return await ask(*arguments)
+        return await function(*arguments)
     except EXIT_EXCEPTIONS as error:
         raise CallExited(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
 

@@ -16,7 +16,7 @@ from tangram.rl.environments.protocol import Environment, ExternalResources, Mak
 
 LENGTH = 24
 LENGTH_MAX = 1024
-"""Of an answer, in values: some thousand tokens are the limit of a small policy."""
+"""Length of an answer, in values: some thousand tokens are the limit of a small policy."""
 DIGITS = tuple("0123456789")
 STEPS = tuple(f"+{number}" for number in range(1, 10))
 """Separate words: a policy that reads a step cannot confuse it with a value."""

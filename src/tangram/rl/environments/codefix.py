@@ -66,7 +66,7 @@ SUITE_CASES = tuple((a, b) for a in ARGUMENTS for b in ARGUMENTS)
 
 FILE = "solution.py"
 PYTHON = "/usr/bin/python3"
-"""That of the machine, which every sandbox can see."""
+"""The interpreter of the machine, which every sandbox can see."""
 CANNOT_RUN = (126, 127)
 """Exit codes for a missing program, or one that cannot be executed."""
 MEMORY, DISK, PROCESSES = "64MiB", "1MiB", 32
@@ -81,7 +81,7 @@ VERDICT_PRIORITY = 1
 OUTPUT_BYTES_MAX = 64 << 10
 """Output limit of a test run, which writes a few bytes per case."""
 NUMBER_CHARACTERS_MAX = 4
-"""Of a case or its result."""
+"""Most characters of a case or its result."""
 EDIT_CHARACTERS_MAX = 200
 """Longest text that an edit may write."""
 

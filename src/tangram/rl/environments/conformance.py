@@ -33,8 +33,8 @@ from tangram.rl.environments.registry import path_of, resolve
 CheckVerdict = Literal["ok", "failed", "skipped"]
 
 EPISODES = 20
-"""Of each agent. An agent that succeeds one time in ten then has a share below a quarter in all but one of a hundred
-checks."""
+"""Episodes of each agent. An agent that succeeds one time in ten then has a share below a quarter in all but one of a
+hundred checks."""
 
 
 CALL_S_MAX = 30.0
@@ -54,8 +54,8 @@ class ConformanceFinding(msgspec.Struct, frozen=True, kw_only=True):
 
     def text(self) -> str:
         lines = [f"{self.verdict:8} {self.name:16} {self.promise}"]
-        came = "because" if self.verdict == "skipped" else "got"
-        details = (("expected", self.expected), (came, self.came), ("do", self.advice))
+        label = "because" if self.verdict == "skipped" else "got"
+        details = (("expected", self.expected), (label, self.came), ("do", self.advice))
         lines += [f"{'':25} {key}: {value}" for key, value in details if value]
         return "\n".join(lines)
 
@@ -133,15 +133,15 @@ async def check(
 async def _run_check(name: str, judging: Awaitable[None]) -> ConformanceFinding:
     """Checks a promise. Returns a finding for it, or for `closes` if that kept it from being checked."""
     verdict: CheckVerdict = "ok"
-    expected = came = advice = ""
+    expected = actual = advice = ""
     try:
         await judging
     except CheckSkipped as why:
-        verdict, came = "skipped", str(why)
+        verdict, actual = "skipped", str(why)
     except CheckFailed as broken:
-        verdict, (expected, came, advice) = "failed", broken.args
+        verdict, (expected, actual, advice) = "failed", broken.args
     except CloseFailed as error:
-        name, verdict, expected, came, advice = (
+        name, verdict, expected, actual, advice = (
             "closes",
             "failed",
             "close to work after an episode",
@@ -149,12 +149,12 @@ async def _run_check(name: str, judging: Awaitable[None]) -> ConformanceFinding:
             CLOSE_ADVICE,
         )
     except Exception as error:
-        verdict, expected, came = "failed", "an answer as the protocol knows it", error_text(error)
+        verdict, expected, actual = "failed", "an answer as the protocol knows it", error_text(error)
         advice = "raise only if the infrastructure failed; answer what an agent does wrong with an observation"
         if isinstance(error, ProtocolViolation):
             advice = "return a text from reset, and a Step of this kind from step"
         if isinstance(error, TimeoutError):
             advice = "answer within the limit, or raise the limit if it needs more"
     return ConformanceFinding(
-        name=name, promise=CHECKS[name][0], verdict=verdict, expected=expected, came=came, advice=advice
+        name=name, promise=CHECKS[name][0], verdict=verdict, expected=expected, came=actual, advice=advice
     )

@@ -20,7 +20,7 @@ from tangram.errors import ManagerError
 from tangram.rl.environments import agents
 from tangram.rl.environments.agents import AgentEpisode, RandomAgent, ScriptedAgent, short_repr
 from tangram.rl.environments.calls import cancel_call, start_call
-from tangram.rl.environments.protocol import Agent, Environment, ExternalResources, Step, Task, metrics_of
+from tangram.rl.environments.protocol import Agent, Environment, ExternalResources, Step, Task, metrics_of, reward_range
 from tangram.rl.environments.registry import missing_of, path_of
 from tangram.rl.environments.shared_setup import prepare_tasks
 
@@ -57,8 +57,8 @@ CLOSE_ADVICE = "let close give back what there is, and nothing if there is nothi
 class CheckFailed(Exception):
     """A promise is broken: what was expected, what happened, what to do."""
 
-    def __init__(self, expected: str, came: object, advice: str) -> None:
-        super().__init__(expected, str(came), advice)
+    def __init__(self, expected: str, actual: object, advice: str) -> None:
+        super().__init__(expected, str(actual), advice)
 
 
 class CheckSkipped(Exception):
@@ -103,10 +103,12 @@ class ConformanceChecker:
         missing = missing_of(self._task)
         if missing:
             raise CheckFailed("a Task", f"{path_of(self._task)}, which lacks {'; '.join(missing)}", "add what it lacks")
-        low, high = self._reward_range()
+        low, high = reward_range(self._task)
         if not (math.isfinite(low) and math.isfinite(high) and low <= high):
             raise CheckFailed(
-                "reward_range = (least, most)", f"({low}, {high})", "write the range that an episode may pay"
+                "reward_range = (least, most)",
+                f"({low}, {high})",
+                "write the range that the rewards of an episode may have",
             )
 
     async def plays(self) -> None:
@@ -121,9 +123,9 @@ class ConformanceChecker:
         for episode in next(iter(self._episodes_by_agent.values())):
             again = await self._first_observation(episode.seed)
             if episode.observation != again:
-                came = f"seed {episode.seed}: {short_repr(episode.observation)}, and then {short_repr(again)}"
+                actual = f"seed {episode.seed}: {short_repr(episode.observation)}, and then {short_repr(again)}"
                 advice = "make all chance of random.Random(seed): no time, no global random, no hash() of text"
-                raise CheckFailed("the same observation for the same seed", came, advice)
+                raise CheckFailed("the same observation for the same seed", actual, advice)
 
     async def steps_repeat(self) -> None:
         for episode in self._some_episodes():
@@ -143,8 +145,8 @@ class ConformanceChecker:
             traces.add(_trace(await self._play(ScriptedAgent(actions), episode.seed)))
         if len(traces) == 1:
             start = short_repr(one[0].observation)
-            came = f"{len(self._seeds)} seeds, each of which begins with {start} and goes on alike"
-            raise CheckFailed("seeds that make different episodes", came, "use the seed that reset is given")
+            actual = f"{len(self._seeds)} seeds, each of which begins with {start} and goes on alike"
+            raise CheckFailed("seeds that make different episodes", actual, "use the seed that reset is given")
 
     async def instances_apart(self) -> None:
         some = self._some_episodes()
@@ -159,7 +161,7 @@ class ConformanceChecker:
                         "two episodes at once that go as each does alone", _difference(alone, again), advice
                     )
 
-    # ---- what it says ----
+    # ---- its observations, actions and rewards ----
 
     async def garbage(self) -> None:
         good = self._some_episodes()[0].actions[0]
@@ -204,21 +206,23 @@ class ConformanceChecker:
             for text in episode.actions:
                 count = len(text.split()) + 1
                 if count > limit:
-                    came = f"{count} tokens, the end included, of agent {episode.agent}: {short_repr(text)}"
-                    raise CheckFailed(f"actions of at most tokens_max = {limit}", came, "raise tokens_max, or say less")
+                    actual = f"{count} tokens, the end included, of agent {episode.agent}: {short_repr(text)}"
+                    raise CheckFailed(
+                        f"actions of at most tokens_max = {limit}", actual, "raise tokens_max, or say less"
+                    )
 
     async def rewards(self) -> None:
-        low, high = self._reward_range()
+        low, high = reward_range(self._task)
         for episode in self._all_episodes():
             for turn, taken in enumerate(episode.steps):
                 if not math.isfinite(taken.reward):
-                    came = f"{taken.reward} in turn {turn} of seed {episode.seed}, agent {episode.agent}"
-                    raise CheckFailed("finite rewards", came, "divide by nothing that may be 0")
+                    actual = f"{taken.reward} in turn {turn} of seed {episode.seed}, agent {episode.agent}"
+                    raise CheckFailed("finite rewards", actual, "divide by nothing that may be 0")
             # Sums of many rewards have rounding errors.
             if not low - 1e-9 <= episode.reward <= high + 1e-9:
-                came = f"{episode.reward:g} for seed {episode.seed}, agent {episode.agent}"
-                advice = "scale what it pays, or declare reward_range = (least, most)"
-                raise CheckFailed(f"a sum from {low:g} to {high:g} for each episode", came, advice)
+                actual = f"{episode.reward:g} for seed {episode.seed}, agent {episode.agent}"
+                advice = "scale its rewards, or declare reward_range = (least, most)"
+                raise CheckFailed(f"a sum from {low:g} to {high:g} for each episode", actual, advice)
         for what, step in self._garbage_steps:
             if not math.isfinite(step.reward):
                 raise CheckFailed("finite rewards", f"{step.reward} after {what}", "divide by nothing that may be 0")
@@ -236,15 +240,15 @@ class ConformanceChecker:
                 advice = "report numbers only, each by a name; a text belongs into the observation"
                 raise CheckFailed("metrics that are numbers", f"{error}, in {where}", advice) from error
 
-    # ---- its ends ----
+    # ---- end, cancellation and close ----
 
     async def ends(self) -> None:
         if not any(episode.done for episode in self._all_episodes()):
             longest = max(len(episode.steps) for episode in self._all_episodes())
             count = sum(1 for _ in self._all_episodes())
-            came = f"{count} episodes of up to {longest} turns, none of which was done"
+            actual = f"{count} episodes of up to {longest} turns, none of which was done"
             advice = "set done when the goal is reached or lost; let turns_max suffice for it"
-            raise CheckFailed("an end that some agent reaches within turns_max", came, advice)
+            raise CheckFailed("an end that some agent reaches within turns_max", actual, advice)
 
     async def after_done(self) -> None:
         episode = next(episode for episode in self._all_episodes() if episode.done)
@@ -311,7 +315,7 @@ class ConformanceChecker:
         share = self._reward_share("random")
         if share > RANDOM_MAX:
             advice = "make it harder to reach by chance: more turns that must be right, fewer ways that lead there"
-            raise CheckFailed(f"at most {RANDOM_MAX} of the most that it pays", f"{share:.2f}", advice)
+            raise CheckFailed(f"at most {RANDOM_MAX} of the highest reward", f"{share:.2f}", advice)
 
     async def teacher_agent(self) -> None:
         share = self._reward_share("teacher")
@@ -326,18 +330,14 @@ class ConformanceChecker:
                 "let it see the environment (a method `see`) if what it reads is not enough, and see whether every "
                 "seed can be solved; a task that is rewarded from outside says reward_range = (0.0, 0.0)"
             )
-            raise CheckFailed(f"at least {EXPERT_MIN} of the most that it pays", f"{share:.2f}", advice)
+            raise CheckFailed(f"at least {EXPERT_MIN} of the highest reward", f"{share:.2f}", advice)
 
     # ---- helpers of the checks ----
 
-    def _reward_range(self) -> tuple[float, float]:
-        low, high = getattr(self._task, "reward_range", (0.0, 1.0))
-        return float(low), float(high)
-
     def _reward_share(self, agent: str) -> float:
-        low, high = self._reward_range()
+        low, high = reward_range(self._task)
         if low == high:
-            raise CheckSkipped("it pays nothing itself: it is rewarded from outside")
+            raise CheckSkipped("it gives no reward itself: it is rewarded from outside")
         if agent not in self._episodes_by_agent:
             raise CheckSkipped(f"it has no agent `{agent}`")
         rewards = [episode.reward for episode in self._episodes_by_agent[agent]]
@@ -420,8 +420,8 @@ class ConformanceChecker:
             raise CheckFailed(f"{what} to end when it is cancelled", f"it goes on after {self._timeout_s:g} s", advice)
         error = None if running.cancelled() else running.exception()
         if not over and not running.cancelled():
-            came = error_text(error) if error is not None else "it went on to its end"
-            raise CheckFailed(f"{what} to end with CancelledError when it is cancelled", came, advice)
+            actual = error_text(error) if error is not None else "it went on to its end"
+            raise CheckFailed(f"{what} to end with CancelledError when it is cancelled", actual, advice)
 
 
 # ---- comparing and describing ----
@@ -462,9 +462,9 @@ async def _require_none_left(before: set[asyncio.Task[Any]], cancelled: str) -> 
         for task in remaining:
             task.cancel()
         await asyncio.wait(remaining, timeout=TASK_END_S)
-        came = f"{', '.join(names)}, {TASK_END_S:g} s after close"
+        actual = f"{', '.join(names)}, {TASK_END_S:g} s after close"
         advice = "start tasks in a task group inside the call, or cancel and await them in close"
-        raise CheckFailed(f"no task left of a {cancelled} that was cancelled", came, advice)
+        raise CheckFailed(f"no task left of a {cancelled} that was cancelled", actual, advice)
 
 
 def error_text(error: BaseException) -> str:

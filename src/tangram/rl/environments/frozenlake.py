@@ -175,19 +175,19 @@ class FrozenLake:
         return self.lake
 
     def _observation(self, known: bool = True) -> str:
-        lake, (row, column) = self._require_lake(), self.position
+        lake, (agent_row, agent_column) = self._require_lake(), self.position
         words = [] if known else ["unknown"]
         if self._encoding == "grid":
-            for cells in range(lake.size):
-                marks = [lake.at((cells, each)) for each in range(lake.size)]
-                if cells == row:
-                    marks[column] = "you"
+            for lake_row in range(lake.size):
+                marks = [lake.at((lake_row, each)) for each in range(lake.size)]
+                if lake_row == agent_row:
+                    marks[agent_column] = "you"
                 words += ["row", *marks]
             return " ".join(words)
         if self._encoding == "direction":
-            words += ["towards", DIRECTIONS[_sign(lake.goal[0] - row), _sign(lake.goal[1] - column)]]
+            words += ["towards", DIRECTIONS[_sign(lake.goal[0] - agent_row), _sign(lake.goal[1] - agent_column)]]
         else:
-            words += ["at", str(row), str(column), "goal", str(lake.goal[0]), str(lake.goal[1])]
+            words += ["at", str(agent_row), str(agent_column), "goal", str(lake.goal[0]), str(lake.goal[1])]
         words += [f"{name}:{lake.at(_sum(self.position, move))}" for name, move in MOVES.items()]
         return " ".join(words)
 

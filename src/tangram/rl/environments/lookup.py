@@ -59,7 +59,7 @@ REQUESTS_PER_S, CONCURRENT = 500, 64
 REQUEST_S_MAX = 10.0
 """Time limit of one request."""
 DEVICE = Emulated(memory_bytes=64 << 20)
-"""For the judge, which is small and needs no GPU: part of this machine's memory, and its cores."""
+"""Resources of the judge, which is small and needs no GPU: part of this machine's memory, and its cores."""
 TABLE_NAMES = tuple(name for names in ENTITIES for name in names[:SPELLINGS])
 """The names that tables and questions use."""
 SEEDS = 1 << 62

@@ -25,7 +25,7 @@ from tangram.files.atomic_file import write_file
 log = logging.getLogger("tangram")
 
 VERSION = 1
-"""Of the cached format and the training; another version is another file."""
+"""Version of the cached format and the training; another version is another file."""
 QUIET_S = 2.0
 """Slower phases are logged."""
 

@@ -148,3 +148,9 @@ class Task(Protocol):
     goal, `expert` always reaches it."""
 
     def __call__(self, outside: ExternalResources, **options: Any) -> Environment: ...
+
+
+def reward_range(task: Task) -> tuple[float, float]:
+    """The lowest and the highest sum of the rewards of an episode."""
+    low, high = getattr(task, "reward_range", (0.0, 1.0))
+    return float(low), float(high)

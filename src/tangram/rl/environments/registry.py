@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast, overload
 
 from tangram.errors import InvalidConfig
+from tangram.rl.config.rollout_settings import RolloutSettings, TaskSettings
 from tangram.rl.environments.protocol import Task
 
 BUILT_IN: Mapping[str, str] = {
@@ -86,6 +87,21 @@ def resolve(name: str) -> Task:
     imported = _import_path(path)
     _require_task(name, imported)
     return cast(Task, imported)
+
+
+def task_of(settings: TaskSettings) -> Task:
+    """Raises InvalidConfig."""
+    return resolve(settings.environment or settings.name)
+
+
+def tasks_of(settings: RolloutSettings) -> list[Task]:
+    """Raises InvalidConfig, also for no task and for two of the same name."""
+    if not settings.tasks:
+        raise InvalidConfig("tasks", settings.tasks, "at least one task to be played: [[tasks]] with a name")
+    names = [task.name for task in settings.tasks]
+    if len(set(names)) < len(names):
+        raise InvalidConfig("tasks.name", names, "each table [[tasks]] to have its own name")
+    return [task_of(task) for task in settings.tasks]
 
 
 def words_of(tasks: Iterable[Task | str]) -> tuple[str, ...]:

@@ -167,7 +167,7 @@ class WarmSandboxes:
     async def enter(self) -> None:
         self._users += 1
         if self._sweeping is None:
-            self._sweeping = asyncio.create_task(self._sweep(), name="benches")
+            self._sweeping = asyncio.create_task(self._sweep(), name="close idle test sandboxes")
 
     async def leave(self) -> None:
         self._users -= 1

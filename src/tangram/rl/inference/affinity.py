@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from tangram.errors import InvalidConfig
-from tangram.rl.config.rollout_settings import EngineSettings, RolloutSettings
+from tangram.rl.config.rollout_settings import RolloutSettings
 from tangram.sim.serving_model import H20, H800, Gpu
 
 COMPUTE, BANDWIDTH = "compute", "bandwidth"
@@ -31,13 +31,8 @@ HARDWARE_BY_CLASS: Mapping[str, Gpu] = {COMPUTE: H800, BANDWIDTH: H20}
 """The device that represents a class, with published numbers and price."""
 CLASS_BY_DEVICE: Mapping[str, str] = {gpu.name: hardware for hardware, gpu in HARDWARE_BY_CLASS.items()}
 
-CLASS_BY_ROLE: Mapping[str, str] = {
-    "training": COMPUTE,
-    "generation": BANDWIDTH,
-    "environment": "cpu",
-    "reward": "gpu",
-}
-"""The default class of each role."""
+GENERATION_CLASS = BANDWIDTH
+"""The default class of generation."""
 
 
 # ---- the binding --------------------------------------------------------------------------------------------------
@@ -126,65 +121,67 @@ def preferred_class(affinity: Mapping[str, str], task: str) -> str:
     return affinity.get(task, affinity.get(DEFAULT, ANY))
 
 
-def preferred_engines(offers: Sequence[T], preferred: str) -> list[T]:
+def preferred_engines(engines: Sequence[T], preferred: str) -> list[T]:
     """Engines of the preferred class. Without a preference: engines for training, if there are any. Tokens of an
     evaluation-only engine are useless to a trainer, so it serves only tasks that prefer its class."""
     if preferred != ANY:
-        return [offer for offer in offers if offer.hardware == preferred]
-    return _trainable_if(offers, any(offer.output_is_trainable for offer in offers))
+        return [engine for engine in engines if engine.hardware == preferred]
+    return _trainable_if(engines, any(engine.output_is_trainable for engine in engines))
 
 
-def fallback_engines(offers: Sequence[T], preferred: str) -> list[T]:
+def fallback_engines(engines: Sequence[T], preferred: str) -> list[T]:
     """Engines of other classes that may take over; only engines for training if the preferred ones are, or if there are
     none."""
-    own = [offer for offer in offers if offer.hardware == preferred]
-    others = [offer for offer in offers if offer.hardware != preferred]
-    needed = any(offer.output_is_trainable for offer in own or others)
+    preferred_ones = [engine for engine in engines if engine.hardware == preferred]
+    others = [engine for engine in engines if engine.hardware != preferred]
+    needed = any(engine.output_is_trainable for engine in preferred_ones or others)
     return _trainable_if(others, needed)
 
 
-def _trainable_if(offers: Sequence[T], output_is_trainable: bool) -> list[T]:
-    return [offer for offer in offers if offer.output_is_trainable or not output_is_trainable]
+def _trainable_if(engines: Sequence[T], output_is_trainable: bool) -> list[T]:
+    return [engine for engine in engines if engine.output_is_trainable or not output_is_trainable]
 
 
-def bind(affinity: Mapping[str, str], tasks: Iterable[str], offers: Sequence[T], *, healthy: set[str]) -> Binding:
+def bind(affinity: Mapping[str, str], tasks: Iterable[str], engines: Sequence[T], *, healthy: set[str]) -> Binding:
     """`healthy`: names of the engines that serve now."""
-    engines: dict[str, tuple[str, ...]] = {}
-    for offer in offers:
-        engines[offer.hardware] = (*engines.get(offer.hardware, ()), offer.name)
-    names = dict.fromkeys((*tasks, *(task for task in affinity if task != DEFAULT), DEFAULT))
-    return Binding(tasks=tuple(_bind_task(affinity, task, offers, healthy) for task in names), engines=engines)
+    names_by_class: dict[str, tuple[str, ...]] = {}
+    for engine in engines:
+        names_by_class[engine.hardware] = (*names_by_class.get(engine.hardware, ()), engine.name)
+    tasks = dict.fromkeys((*tasks, *(task for task in affinity if task != DEFAULT), DEFAULT))
+    return Binding(tasks=tuple(_bind_task(affinity, task, engines, healthy) for task in tasks), engines=names_by_class)
 
 
-def _bind_task(affinity: Mapping[str, str], task: str, offers: Sequence[T], healthy: set[str]) -> TaskBinding:
+def _bind_task(affinity: Mapping[str, str], task: str, engines: Sequence[T], healthy: set[str]) -> TaskBinding:
     preferred = preferred_class(affinity, task)
-    own = preferred_engines(offers, preferred)
-    others = fallback_engines(offers, preferred) if preferred != ANY else []
-    serving = [offer for offer in own if offer.name in healthy]
+    preferred_ones = preferred_engines(engines, preferred)
+    others = fallback_engines(engines, preferred) if preferred != ANY else []
+    serving = [engine for engine in preferred_ones if engine.name in healthy]
     falls_back = not serving and preferred != ANY
     if falls_back:
-        serving = [offer for offer in others if offer.name in healthy]
+        serving = [engine for engine in others if engine.name in healthy]
     return TaskBinding(
         task=task,
         wanted=preferred,
-        used="+".join(dict.fromkeys(offer.hardware for offer in serving)),
-        why=_reason(affinity, task, preferred, has_own=bool(own), falls_back=falls_back, served=bool(serving)),
-        engines=tuple(offer.name for offer in serving),
+        used="+".join(dict.fromkeys(engine.hardware for engine in serving)),
+        why=_reason(
+            affinity, task, preferred, has_preferred=bool(preferred_ones), falls_back=falls_back, served=bool(serving)
+        ),
+        engines=tuple(engine.name for engine in serving),
         falls_back=falls_back,
-        fallback=tuple(dict.fromkeys(offer.hardware for offer in others)),
-        output_is_trainable=bool(serving) and all(offer.output_is_trainable for offer in serving),
+        fallback=tuple(dict.fromkeys(engine.hardware for engine in others)),
+        output_is_trainable=bool(serving) and all(engine.output_is_trainable for engine in serving),
     )
 
 
 def _reason(
-    affinity: Mapping[str, str], task: str, preferred: str, *, has_own: bool, falls_back: bool, served: bool
+    affinity: Mapping[str, str], task: str, preferred: str, *, has_preferred: bool, falls_back: bool, served: bool
 ) -> str:
     if preferred == ANY:
         return "no preference: the least loaded engine"
     source = "its affinity" if task in affinity and task != DEFAULT else "the default of generation"
     if not falls_back:
         return f"{source} is {preferred}"
-    lack = f"no engine of class {preferred} serves" if has_own else f"there is no engine of class {preferred}"
+    lack = f"no engine of class {preferred} serves" if has_preferred else f"there is no engine of class {preferred}"
     return f"{source} is {preferred}, but {lack}" + ("" if served else ", and no other either")
 
 
@@ -194,8 +191,7 @@ def _reason(
 def affinity_of(settings: RolloutSettings) -> dict[str, str]:
     """The binding that a router follows. Raises InvalidConfig for an unknown class without engines."""
     classes = list(dict.fromkeys(engine.hardware for engine in settings.engines))
-    usual = CLASS_BY_ROLE["generation"]
-    classes_by_task = {DEFAULT: usual if usual in classes else ANY}
+    classes_by_task = {DEFAULT: GENERATION_CLASS if GENERATION_CLASS in classes else ANY}
     for task in settings.tasks:
         if task.affinity:
             classes_by_task[task.name] = resolve_class(task.affinity, classes, key=f"tasks.{task.name}.affinity")
@@ -219,14 +215,13 @@ def explain(settings: RolloutSettings) -> Binding:
     """The binding if all engines start. Starts nothing. Raises InvalidConfig."""
     if not settings.engines:
         raise InvalidConfig("engines", [], "at least one table [[engines]]: without an engine no tokens are generated")
-    offers = [PlannedEngine(name, engine.hardware) for engine in settings.engines for name in engine_names(engine)]
-    names = [offer.name for offer in offers]
+    engines = [
+        PlannedEngine(table.engine_name(number), table.hardware)
+        for table in settings.engines
+        for number in range(table.count)
+    ]
+    names = [engine.name for engine in engines]
     if len(set(names)) != len(names):
         raise InvalidConfig("engines.name", names, "a name of its own for each table [[engines]]")
     tasks = [task.name for task in settings.tasks]
-    return bind(affinity_of(settings), tasks, offers, healthy=set(names))
-
-
-def engine_names(engine: EngineSettings) -> list[str]:
-    """Names of the engines of a table, numbered if there are several."""
-    return [engine.name] if engine.count == 1 else [f"{engine.name}-{number}" for number in range(engine.count)]
+    return bind(affinity_of(settings), tasks, engines, healthy=set(names))

@@ -5,7 +5,7 @@ these cannot race. Never routes and never reads a token. Promises that the engin
 serves, that it is suspended only to switch weights, that a death leads to a restart or a removal, that an engine which
 completes no request is removed even if it starts well, and that waiters are notified of every change. An engine that
 refuses weights keeps serving with its old ones; the router decides what follows, because that depends on the other
-engines.
+engines. The router also retries the requests of a dead engine (`Router.generate`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 from tangram.errors import ManagerError, TangramError
 from tangram.rl.inference.engines.protocol import EngineDied, InferenceEngine, PolicyWeights
 from tangram.rl.inference.router_records import (
-    TRANSITIONS,
+    ENGINE_TRANSITIONS,
     AnyRouterEvent,
     EngineLost,
     EngineRemoved,
@@ -35,8 +35,9 @@ BACKOFF_S, BACKOFF_S_MAX = 0.2, 30.0
 """Exponential backoff of restarts within the window: an engine that dies at once should not use up a core, and one that
 died by accident should be back soon."""
 ABANDONED_MAX = 5
-"""Consecutive requests abandoned after this engine died with them, while it completed none. From then on the engine is
-to blame. Otherwise an engine that answers probes and fails at everything else would never be removed."""
+"""Consecutive requests abandoned after this engine died with them, while it completed none. From then on these deaths
+count against the engine, not as caused by poison requests. Otherwise an engine that answers probes and fails at
+everything else would never be removed."""
 REFUSED_MAX = 32
 """Consecutive refusals without a completed request, after which the engine counts as dead. More than the members of a
 group with their replacements, because these share their faults."""
@@ -61,7 +62,7 @@ class WeightUpdate(NamedTuple):
 
 
 class EngineDeath(NamedTuple):
-    at_s: float
+    at: float
     incarnation: int
     """0: it did not start."""
 
@@ -93,7 +94,7 @@ class EngineSupervisor:
         self.load = 0
         self.requests = 0
         self.served = 0
-        self._served_s = -math.inf
+        self._served_at = -math.inf
         """When it last completed a request."""
         self._abandoned_in_row = self._refused_in_row = 0
         """Requests since then that were abandoned, and that it refused."""
@@ -171,7 +172,7 @@ class EngineSupervisor:
 
     def on_death(self, incarnation: int, reason: str, *, exonerate_requests: bool = False) -> None:
         """A request reports that the engine died. Only the first report counts. `exonerate_requests`: no request inside
-        is to blame for this death."""
+        caused this death, so none of them is a poison request."""
         if self.is_serving and incarnation == self.incarnation:
             self.closed_incarnation = incarnation if exonerate_requests else self.closed_incarnation
             self._active_at_death = self.requests + 1  # already gone, but waiters are not yet notified
@@ -181,12 +182,12 @@ class EngineSupervisor:
     def on_served(self) -> None:
         """It completed a request."""
         self.served += 1
-        self._served_s = asyncio.get_running_loop().time()
+        self._served_at = asyncio.get_running_loop().time()
         self._abandoned_in_row = self._refused_in_row = 0
 
     def exonerate(self, incarnations: Collection[int]) -> None:
-        """These deaths were caused by a request, so they do not count. If that is reported for one request after the
-        other while none completes, the engine is to blame."""
+        """These deaths were caused by a poison request (one that kills each engine that serves it), so they do not
+        count against the engine. If that is reported for one request after the other while none completes, they do."""
         self._abandoned_in_row += 1
         if self._abandoned_in_row < ABANDONED_MAX:
             self._exonerated.update(incarnations)
@@ -225,7 +226,7 @@ class EngineSupervisor:
     async def _start(self) -> None:
         assert self._target is not None, "weights are set before it runs"
         loop, update = asyncio.get_running_loop(), self._target
-        began_s = loop.time()
+        began_at = loop.time()
         if self.state is not EngineState.STARTING:
             self._transition(EngineState.STARTING, self.reason)
         try:
@@ -245,7 +246,7 @@ class EngineSupervisor:
         self.incarnation += 1
         self.current = update
         self._transition(EngineState.SERVING, "")
-        took_s = loop.time() - began_s
+        took_s = loop.time() - began_at
         self._emit(
             EngineStarted(
                 at_s=loop.time(),
@@ -270,12 +271,12 @@ class EngineSupervisor:
     async def _update(self, update: WeightUpdate) -> None:
         """The engine fetches weights while it decodes, and is suspended only to switch."""
         loop, incarnation = asyncio.get_running_loop(), self.incarnation
-        began_s = loop.time()
+        began_at = loop.time()
         spent = _UpdateTimes()
         try:
             async with asyncio.timeout(self._limits.update_s_max):
                 refusal = await self._refusal_of(self.engine.fetch(update.weights))
-                spent.pull_s += loop.time() - began_s
+                spent.pull_s += loop.time() - began_at
                 if refusal is None and self.is_serving and not self._is_superseded(update):
                     refusal = await self._switch(update, spent)
         except EXPECTED_ERRORS as error:
@@ -291,13 +292,13 @@ class EngineSupervisor:
             return
         self._wake.set()  # there may be newer ones
         if self.current is update:
-            now_s = loop.time()
+            now = loop.time()
             self._emit(
                 EngineUpdated(
-                    at_s=now_s,
+                    at_s=now,
                     engine=self.name,
                     version=self._version,
-                    took_s=now_s - began_s,
+                    took_s=now - began_at,
                     pull_s=spent.pull_s,
                     exposed_s=spent.exposed_s,
                 )
@@ -308,11 +309,11 @@ class EngineSupervisor:
         """Returns why the engine keeps its current weights; None if it took these. Raises EngineDied."""
         loop = asyncio.get_running_loop()
         await self.engine.suspend()
-        suspended_s = loop.time()
+        suspended_at = loop.time()
         refusal = await self._refusal_of(self.engine.update(update.weights))
-        spent.pull_s += loop.time() - suspended_s
+        spent.pull_s += loop.time() - suspended_at
         await self.engine.resume()
-        spent.exposed_s = loop.time() - suspended_s
+        spent.exposed_s = loop.time() - suspended_at
         if refusal is None:
             self.current = update
         return refusal
@@ -334,36 +335,36 @@ class EngineSupervisor:
         return None
 
     def _end_incarnation(self, reason: str) -> None:
-        """The supervisor ends it and starts it with the newest weights; its requests are not to blame."""
+        """The supervisor ends it and starts it with the newest weights; its requests are not suspects."""
         self.closed_incarnation, self._active_at_death = self.incarnation, self.requests
         self._transition(EngineState.DOWN, reason)
 
     async def _handle_death(self, incarnation: int, reason: str) -> None:
         """After a death: close it, wait, and remove it if it died too often."""
-        now_s = asyncio.get_running_loop().time()
-        self._deaths.append(EngineDeath(now_s, incarnation))
+        now = asyncio.get_running_loop().time()
+        self._deaths.append(EngineDeath(now, incarnation))
         if self.state is not EngineState.DOWN:
             self._transition(EngineState.DOWN, reason)
-        recent = self._recent_deaths(now_s)
+        recent = self._recent_deaths(now)
         inside, self._active_at_death = self._active_at_death, 0
-        self._emit(EngineLost(at_s=now_s, engine=self.name, reason=reason, requests=inside, deaths=max(1, recent)))
+        self._emit(EngineLost(at_s=now, engine=self.name, reason=reason, requests=inside, deaths=max(1, recent)))
         await self.close_engine()
         await asyncio.sleep(min(BACKOFF_S * 2.0 ** max(0, recent - 1), BACKOFF_S_MAX))
-        # Only now, after the requests that were inside have reported whether they are to blame.
-        recent = self._recent_deaths(now_s)
+        # Only now, after the requests that were inside have reported whether one of them is a poison request.
+        recent = self._recent_deaths(now)
         if recent >= self._limits.deaths_max:
             within = (
                 f"within {self._limits.window_s:g} s"
-                if self._served_s > self._deaths[0].at_s
+                if self._served_at > self._deaths[0].at
                 else "and completed no request"
             )
             self._remove(f"died {recent} times {within}; the last time: {reason}")
 
-    def _recent_deaths(self, now_s: float) -> int:
-        """Deaths for which no request is to blame, within the window or since its last completed request: an engine
+    def _recent_deaths(self, now: float) -> int:
+        """Deaths that no poison request caused, within the window or since its last completed request: an engine
         that dies of every request may take longer than the window for it."""
-        begin_s = min(now_s - self._limits.window_s, self._served_s)
-        self._deaths = [death for death in self._deaths if death.at_s > begin_s]
+        window_start = min(now - self._limits.window_s, self._served_at)
+        self._deaths = [death for death in self._deaths if death.at > window_start]
         return sum(death.incarnation not in self._exonerated for death in self._deaths)
 
     async def close_engine(self) -> None:
@@ -377,7 +378,7 @@ class EngineSupervisor:
         self._emit(EngineRemoved(at_s=asyncio.get_running_loop().time(), engine=self.name, reason=reason))
 
     def _transition(self, state: EngineState, reason: str) -> None:
-        assert state in TRANSITIONS[self.state], f"engine {self.name}: {self.state} cannot become {state}"
+        assert state in ENGINE_TRANSITIONS[self.state], f"engine {self.name}: {self.state} cannot become {state}"
         self.state, self.reason = state, reason
         self._on_change()
 

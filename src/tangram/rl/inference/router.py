@@ -35,7 +35,6 @@ from tangram.rl.inference.affinity import (
     resolve_class,
 )
 from tangram.rl.inference.engine_supervisor import EngineSupervisor, SupervisorLimits, WeightUpdate
-from tangram.rl.inference.engines.openai import ServerOverloaded, ServerUnreachable
 from tangram.rl.inference.engines.protocol import (
     EngineDied,
     EngineStatistics,
@@ -44,6 +43,8 @@ from tangram.rl.inference.engines.protocol import (
     InferenceEngine,
     PolicyWeights,
     RequestRefused,
+    ServerOverloaded,
+    ServerUnreachable,
 )
 from tangram.rl.inference.router_records import (
     AnyRouterEvent,
@@ -64,9 +65,9 @@ counts several times. Below this, moving costs more than it gains."""
 SESSIONS_MAX = 65_536
 """LRU size: far more than there are open trajectories. The prefix of an evicted session is prefilled again."""
 SUSPECT_DEATHS, ABANDON_DEATHS = 2, 3
-"""A request is a suspect after this many engines died with it inside. No two suspects are served at once, so a further
-death identifies the request that kills. It is abandoned, and its deaths do not count against the engines, unless these
-complete no other requests either (ABANDONED_MAX of engine_supervisor.py)."""
+"""A request is suspected to be a poison request after this many engines died with it inside. No two suspects are served
+at once, so a further death identifies the poison request. It is abandoned, and its deaths do not count against the
+engines, unless these complete no other requests either (ABANDONED_MAX of engine_supervisor.py)."""
 
 
 class _SessionPlacement(NamedTuple):
@@ -221,12 +222,12 @@ class Router:
         """Engines that died with it inside, with their incarnation."""
         waited_s = 0.0
         while True:
-            began_s = loop.time()
+            began_at = loop.time()
             rest = _remaining_request(request, pieces)
             async with self._suspect_lock if len(deaths) >= SUSPECT_DEATHS else contextlib.nullcontext():
                 supervisor = await self._choose_engine(rest)
                 incarnation = supervisor.incarnation
-                waited_s += loop.time() - began_s
+                waited_s += loop.time() - began_at
                 try:
                     generation = await self._generate_once(supervisor, rest)
                 except RequestRefused as refusal:
@@ -254,8 +255,10 @@ class Router:
     async def _generate_once(
         self, supervisor: EngineSupervisor, request: GenerationRequest
     ) -> Generation | _FailedAttempt:
-        home, epoch = self._placement_by_session.get(request.session), supervisor.kv_cache_epoch
-        cached_tokens = home.tokens if home is not None and home.supervisor is supervisor and home.epoch == epoch else 0
+        placement, epoch = self._placement_by_session.get(request.session), supervisor.kv_cache_epoch
+        cached_tokens = 0
+        if placement is not None and placement.supervisor is supervisor and placement.epoch == epoch:
+            cached_tokens = placement.tokens
         load = max(0, len(request.tokens) - cached_tokens) + request.sampling.tokens_max
         supervisor.load += load
         supervisor.requests += 1
@@ -308,9 +311,9 @@ class Router:
         while True:
             self._require_open()
             preferred = preferred_class(self._affinity, request.task)
-            own = preferred_engines(self._supervisors, preferred)
+            engines = preferred_engines(self._supervisors, preferred)
             others = fallback_engines(self._supervisors, preferred) if preferred != ANY else []
-            serving = [supervisor for supervisor in own if supervisor.is_serving]
+            serving = [supervisor for supervisor in engines if supervisor.is_serving]
             if serving:
                 self._on_preferred_class(request.task, preferred)
                 return self._least_loaded(request, serving)
@@ -319,8 +322,8 @@ class Router:
                 chosen = self._least_loaded(request, serving)
                 self._on_fallback(request.task, preferred, chosen.hardware)
                 return chosen
-            if all(supervisor.is_gone for supervisor in (*own, *others)):
-                raise self._no_engine([*own, *others], f"no engine is left for task {request.task}")
+            if all(supervisor.is_gone for supervisor in (*engines, *others)):
+                raise self._no_engine([*engines, *others], f"no engine is left for task {request.task}")
             self._counts["waiting"] += 1
             try:
                 await self._changed.wait()
@@ -328,15 +331,19 @@ class Router:
                 self._counts["waiting"] -= 1
 
     def _least_loaded(self, request: GenerationRequest, serving: list[EngineSupervisor]) -> EngineSupervisor:
+        """Session affinity: the engine that has the prefix of the session, unless it is overloaded; else the least
+        loaded one."""
         least = min(serving, key=lambda supervisor: supervisor.load)
-        home = self._placement_by_session.get(request.session) if request.session else None
-        if home is None or home.supervisor not in serving or home.supervisor.kv_cache_epoch != home.epoch:
+        placement = self._placement_by_session.get(request.session) if request.session else None
+        if placement is None or placement.supervisor not in serving:
             return least
-        if home.supervisor.load > OVERLOAD * least.load + PREFILL_COST * home.tokens:
+        if placement.supervisor.kv_cache_epoch != placement.epoch:
+            return least
+        if placement.supervisor.load > OVERLOAD * least.load + PREFILL_COST * placement.tokens:
             self._counts["moved"] += 1
             return least
         self._counts["stayed"] += 1
-        return home.supervisor
+        return placement.supervisor
 
     def _on_preferred_class(self, task: str, hardware: str) -> None:
         if self._fallback_by_task.pop(task, None) is not None:
@@ -348,7 +355,7 @@ class Router:
             self._fallback_by_task[task] = used
             self._emit(FallbackBegan(at_s=asyncio.get_running_loop().time(), task=task, wanted=preferred, used=used))
 
-    # ---- looking at it ----
+    # ---- statistics ----
 
     def binding(self) -> Binding:
         """The current binding of tasks to classes."""
@@ -377,7 +384,7 @@ class Router:
         """Statistics of the serving engines."""
         return tuple(supervisor.engine.statistics() for supervisor in self._supervisors if supervisor.is_serving)
 
-    # ---- inside ----
+    # ---- internals ----
 
     def _begin_sync(self, weights: PolicyWeights) -> int:
         self._sync_count += 1
@@ -461,7 +468,7 @@ def _remaining_request(request: GenerationRequest, pieces: Sequence[Generation])
 def _valid_prefix(written: Generation, request: GenerationRequest) -> Generation:
     """The prefix in which each token has a log-probability and a version, up to the end of the request."""
     count = min(len(written.tokens), len(written.logprobs), len(written.versions), request.sampling.tokens_max)
-    if request.sampling.keep_ids and request.sampling.is_truncated:
+    if request.sampling.keep_ids and request.sampling.truncates_distribution:
         count = min(count, len(written.kept or ()))
     ends = [number for number in range(count) if written.tokens[number] in request.sampling.stop]
     if ends:

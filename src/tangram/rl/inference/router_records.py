@@ -26,7 +26,7 @@ class EngineState(StrEnum):
     CLOSED = "closed"
 
 
-TRANSITIONS: Mapping[EngineState, frozenset[EngineState]] = {
+ENGINE_TRANSITIONS: Mapping[EngineState, frozenset[EngineState]] = {
     EngineState.STARTING: frozenset({EngineState.SERVING, EngineState.DOWN, EngineState.REMOVED, EngineState.CLOSED}),
     EngineState.SERVING: frozenset({EngineState.DOWN, EngineState.REMOVED, EngineState.CLOSED}),
     EngineState.DOWN: frozenset({EngineState.STARTING, EngineState.REMOVED, EngineState.CLOSED}),
@@ -76,7 +76,7 @@ class EngineUpdated(RouterEvent, frozen=True, kw_only=True, tag="EngineUpdated")
     engine: str
     version: int
     took_s: float
-    """From the start of fetching to the end of the suspension."""
+    """Time from the start of fetching to the end of the suspension."""
     pull_s: float = 0.0
     """The part in which it read the weights or switched to them."""
     exposed_s: float = 0.0

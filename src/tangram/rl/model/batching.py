@@ -61,7 +61,9 @@ class _DecodeBatch:
         self.positions = torch.tensor(starts, dtype=torch.long)
         self.longest = max((state.computed_tokens for state in self.requests), default=0)
         self.rows = (
-            None if all(taken) else torch.tensor([row for row, mine in enumerate(taken) if mine], dtype=torch.long)
+            None
+            if all(taken)
+            else torch.tensor([row for row, has_request in enumerate(taken) if has_request], dtype=torch.long)
         )
         self.counts = torch.tensor(taken).long() if deterministic or not all(taken) else None
         self.sampler = Sampler([state.request.sampling for state in self.requests])
@@ -239,7 +241,7 @@ class Batcher:
         return plan
 
     def _decode(self, batch: _DecodeBatch, done: list[tuple[str, Generation]]) -> None:
-        began_s = self._now()
+        began_at = self._now()
         tokens = [state.tokens[state.computed_tokens] for state in batch.requests]
         logits = self._model.forward_cached(
             batch.inputs(tokens),
@@ -251,7 +253,7 @@ class Batcher:
         )
         sampled = self._sample(logits if batch.rows is None else logits[batch.rows], batch.requests, batch.sampler)
         batch.advance()
-        took_s = self._pace(self._now() - began_s, self._decode_s_per_step)
+        took_s = self._pace(self._now() - began_at, self._decode_s_per_step)
         self._decode_s += took_s
         for state in batch.requests:
             state.computed_tokens += 1
@@ -291,7 +293,7 @@ class Batcher:
         return min(self._context_max, -(-needed // KEY_LENGTH_MULTIPLE) * KEY_LENGTH_MULTIPLE)
 
     def _prefill(self, prefill_plan: list[tuple[RequestState, int]], done: list[tuple[str, Generation]]) -> None:
-        began_s = self._now()
+        began_at = self._now()
         counts = [count for _, count in prefill_plan]
         width = self._chunk if self._deterministic else max(counts)
         logits = self._model.forward_cached(
@@ -311,11 +313,11 @@ class Batcher:
             if completed_rows
             else None
         )
-        took_s = self._pace(self._now() - began_s, sum(counts) * self._prefill_s_per_token)
+        took_s = self._pace(self._now() - began_at, sum(counts) * self._prefill_s_per_token)
         self._prefill_s += took_s
         self._prefill_tokens += sum(counts)
         for state, count in prefill_plan:
-            state.mark_started(began_s)
+            state.mark_started(began_at)
             state.computed_tokens += count
             state.prefill_s += took_s
             state.prefilled += count

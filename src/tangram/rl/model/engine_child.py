@@ -30,7 +30,7 @@ DELTA_STEPS = 16
 """Steps between two messages with partial generations: one message for many tokens costs little, and a killed engine
 loses no more."""
 STEPS_RECORDED_MAX = 4096
-"""Between two heartbeats, if steps are recorded."""
+"""Time between two heartbeats, if steps are recorded."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -67,7 +67,7 @@ class EngineLoop:
         self._idle_s = self._update_s = 0.0
         self._steps_since_deltas = 0
         """Since partial generations were sent."""
-        self._last_heartbeat_s = time.monotonic()
+        self._last_heartbeat_at = time.monotonic()
         self._steps: list[messages.StepRecord] = []
         self._commands_since_step: list[str] = []
         """Tags of the commands since the last step."""
@@ -78,10 +78,10 @@ class EngineLoop:
                 commands = self._supervisor.receive(wait=False)
             else:
                 self._send_heartbeat()
-                began_s = time.monotonic()
+                began_at = time.monotonic()
                 commands = self._supervisor.receive(wait=True)
                 if not self._batcher.suspended:
-                    self._idle_s += time.monotonic() - began_s
+                    self._idle_s += time.monotonic() - began_at
             for command in commands:
                 self._handle(command)
             if self._batcher.busy:
@@ -104,69 +104,69 @@ class EngineLoop:
                     )
             case messages.AbortRequest(id=id):
                 self._batcher.abort(id)
-            case messages.Suspend(ask=ask):
+            case messages.Suspend(ask=request_id):
                 self._batcher.suspend()
                 self._send_deltas()
-                self._supervisor.send(messages.EngineAcknowledged(ask=ask))
-            case messages.Fetch(ask=ask, weights=weights):
-                self._fetcher.begin(ask, weights)
-            case messages.Update(ask=ask, weights=weights):
-                self._supervisor.send(self._update(ask, weights))
-            case messages.Resume(ask=ask):
+                self._supervisor.send(messages.EngineAcknowledged(ask=request_id))
+            case messages.Fetch(ask=request_id, weights=weights):
+                self._fetcher.begin(request_id, weights)
+            case messages.Update(ask=request_id, weights=weights):
+                self._supervisor.send(self._update(request_id, weights))
+            case messages.Resume(ask=request_id):
                 self._batcher.resume()
-                self._supervisor.send(messages.EngineAcknowledged(ask=ask))
+                self._supervisor.send(messages.EngineAcknowledged(ask=request_id))
             case messages.CloseEngine():
                 self._supervisor.exit_process()
             case messages.EngineHello():
                 raise AssertionError("a second Hello")
 
-    def _update(self, ask: int, weights: PolicyWeights) -> messages.AnyEngineReply:
-        began_s = time.monotonic()
+    def _update(self, request_id: int, weights: PolicyWeights) -> messages.AnyEngineReply:
+        began_at = time.monotonic()
         try:
             self._model = self._fetcher.swap(weights, self._model)
         except Exception as error:
-            return messages.UpdateFailed(ask=ask, reason=error_text(error))
+            return messages.UpdateFailed(ask=request_id, reason=error_text(error))
         finally:
-            self._update_s += time.monotonic() - began_s
+            self._update_s += time.monotonic() - began_at
         self._batcher.update(self._model, weights.version)
-        return messages.Updated(ask=ask, version=weights.version)
+        return messages.Updated(ask=request_id, version=weights.version)
 
     # ---- steps ----
 
     def _step(self) -> None:
         try:
-            happened = self._batcher.step()
+            result = self._batcher.step()
         except BrokenLogits as error:
             sys.exit(f"version {self._batcher.version}: {error}")
-        if happened.done:
+        if result.done:
             self._supervisor.send(
-                *(messages.GenerationDone(id=id, generation=generation) for id, generation in happened.done)
+                *(messages.GenerationDone(id=id, generation=generation) for id, generation in result.done)
             )
         self._steps_since_deltas += 1
         if self._steps_since_deltas >= DELTA_STEPS:
             self._send_deltas()
         if self._hello.record_steps:
-            self._record_step(happened)
-        if time.monotonic() - self._last_heartbeat_s > self._hello.beat_s:
+            self._record_step(result)
+        if time.monotonic() - self._last_heartbeat_at > self._hello.beat_s:
             self._send_heartbeat()
 
     def _send_deltas(self) -> None:
         self._steps_since_deltas = 0
         self._supervisor.send(*self._batcher.take_deltas())
 
-    def _record_step(self, happened: BatcherStepResult) -> None:
+    def _record_step(self, result: BatcherStepResult) -> None:
         if len(self._steps) < STEPS_RECORDED_MAX:
             record = messages.StepRecord(
                 ended_s=time.monotonic(),
                 commands=tuple(self._commands_since_step),
-                prefilled=happened.prefilled,
-                decoded=happened.decoded,
+                prefilled=result.prefilled,
+                decoded=result.decoded,
             )
             self._steps.append(record)
         self._commands_since_step = []
 
     def _send_heartbeat(self) -> None:
-        self._last_heartbeat_s = time.monotonic()
+        self._last_heartbeat_at = time.monotonic()
         steps, self._steps = tuple(self._steps), []
         self._supervisor.send(messages.EngineHeartbeat(statistics=self._statistics(), steps=steps))
 

@@ -227,6 +227,7 @@ class GradientStep:
             "entropy": self._entropy,
         }
         if self._teacher_logprobs is not None:
+            # Of the trained policy; `teacher_kl` of a trajectory (rollout/rewards.py) is that of the sampling policy.
             means["kl_teacher"] = objective.kl_divergence(old_logprobs, self._teacher_logprobs)
         token_passes = len(old_logprobs) * settings.epochs
         return {

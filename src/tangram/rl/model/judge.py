@@ -112,7 +112,7 @@ def load_or_train(settings: JudgeSettings, folder: Path, progress: Progress | No
     if not accuracy >= settings.accuracy_min:
         raise ManagerError(
             f"the judge is right about {accuracy:.3f} of the pairs of names, and {settings.accuracy_min:g} are "
-            "needed, or it would pay for wrong answers; train it for more steps (steps_max), or give it another seed",
+            "needed, or it would reward wrong answers; train it for more steps (steps_max), or give it another seed",
             retry=False,
         )
     if trained:

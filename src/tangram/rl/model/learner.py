@@ -68,7 +68,7 @@ class Learner:
         self._reward_low, self._tokens_longest, self._now = dict(reward_low), tokens_longest, now
         self._policy_optimizer = self._new_optimizer()
         self._imitation_optimizer: PolicyOptimizer | None = None
-        """Of the warm start, while it runs."""
+        """The optimiser of the warm start, while it runs."""
         self._reference: Policy | None = None
         """Made at the first step, if the objective has a KL penalty."""
 
@@ -109,11 +109,11 @@ class Learner:
     # ---- gradient steps ----
 
     def step(self, batch: TrainingBatch) -> dict[str, float]:
-        """Makes the next version and returns its METRICS; a mean over no trajectories is left out. If the selection
-        leaves no trajectory, `trajectories` is 0 and the weights stay the same. Raises InvalidInput for a batch that
-        cannot be trained on, and NotFinite."""
-        began_s = self._now()
-        self._require_trainable(batch)
+        """Makes the next version and returns its metrics, see METRIC_DESCRIPTIONS; a mean over no trajectories is left
+        out. If the selection leaves no trajectory, `trajectories` is 0 and the weights stay the same. Raises
+        InvalidInput for a batch that cannot be trained on, and NotFinite."""
+        began_at = self._now()
+        self._require_trainable_batch(batch)
         chosen, metrics = objective.select_trajectories(
             batch.groups, self._objective, self._advantage, self._reward_low
         )
@@ -135,7 +135,7 @@ class Learner:
             "learning_rate": rate,
             "trajectories": float(len(samples)),
             "tokens": float(tokens),
-            "tokens_per_s": tokens * self._objective.epochs / max(self._now() - began_s, 1e-9),
+            "tokens_per_s": tokens * self._objective.epochs / max(self._now() - began_at, 1e-9),
         }
 
     def _step(self, samples: PackedSamples, advantages: Floats) -> GradientStep:
@@ -151,11 +151,11 @@ class Learner:
             seed=step_seed(self._settings.seed, self.version),
         )
 
-    def _require_trainable(self, batch: TrainingBatch) -> None:
+    def _require_trainable_batch(self, batch: TrainingBatch) -> None:
         if batch.version != self.version:
             raise InvalidInput("batch.version", batch.version, f"{self.version}, from which the step starts")
         training = self._settings.training
-        oldest = max(0, self.version - training.staleness_bound) if training.bounds_staleness else 0
+        oldest = max(0, self.version - training.staleness_bound) if training.enforces_staleness else 0
         reason = f"in mode {training.mode} with α = {training.staleness_bound}"
         if self._objective.correction == "none":  # whatever the schedule allows
             oldest, reason = self.version, 'as objective.correction = "none" trains on nothing older'

@@ -121,6 +121,14 @@ def make_readable(folder: Path) -> None:
         shutil.copymode(folder / CONFIG, file)
 
 
+def require_vocabulary(checkpoint: str, vocabulary: int, needed: int) -> None:
+    """Raises InvalidConfig for a policy that knows fewer tokens than its codec has."""
+    if vocabulary < needed:
+        raise InvalidConfig(
+            "policy.checkpoint", checkpoint, f"a model that knows all {needed} tokens of its vocabulary"
+        )
+
+
 # ---- the config ----
 
 

@@ -19,9 +19,9 @@ metrics)` that returns a tensor with one number and replaces `grpo_clipped_loss`
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import math
+import pkgutil
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -62,13 +62,13 @@ class LossInputs(NamedTuple):
     trajectory: Tensor
     """Index of the trajectory within the batch, int64."""
     entropy: Tensor | None
-    """Of π at the token, in nats; None if `settings.entropy` is 0."""
+    """The entropy of π at the token, in nats; None if `settings.entropy` is 0."""
     ref_logprobs: Tensor | None
-    """Under the reference policy; None if `settings.kl` is 0."""
+    """Log-probabilities under the reference policy; None if `settings.kl` is 0."""
 
 
 Metrics = Mapping[str, Tensor | float]
-"""By name; each is a mean over the tokens of the microbatch."""
+"""Metrics by name; each is a mean over the tokens of the microbatch."""
 Loss = Callable[[LossInputs, ObjectiveSettings], tuple[Tensor, Metrics]]
 
 
@@ -80,7 +80,7 @@ class SelectedTrajectory(NamedTuple):
 
     trajectory: Trajectory
     advantage: float
-    """Of all its tokens; 0 in distillation, where each token has its own advantage."""
+    """The advantage of all its tokens; 0 in distillation, where each token has its own advantage."""
 
 
 def select_trajectories(
@@ -184,11 +184,8 @@ def loss_named(name: str) -> Loss:
 def _import_function(key: str, path: str) -> Any:
     """Wraps a custom function: its exceptions become InvalidInput, since it would raise them again for the same
     samples."""
-    module, _, attribute = path.partition(":")
     try:
-        target: Any = importlib.import_module(module)
-        for name in attribute.split("."):
-            target = getattr(target, name)
+        target: Any = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise InvalidConfig(key, path, f"`module:name` of a function ({error})") from None
     if not callable(target):

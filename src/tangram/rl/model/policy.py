@@ -219,11 +219,11 @@ def silence_transformers() -> None:
 
 
 class TokenScores(NamedTuple):
-    """Of the action tokens of a microbatch: [N]."""
+    """Scores of the action tokens of a microbatch: [N]."""
 
     logprobs: Tensor
     entropy: Tensor | None
-    """In nats, of the distributions of the tokens; None if not requested."""
+    """The entropy of the distribution of each token, in nats; None if not requested."""
 
 
 def score(
@@ -248,9 +248,9 @@ def score(
     return TokenScores(logprobs, entropy_of(logits if entropy_gradient else logits.detach(), microbatch.excluded_ids))
 
 
-def entropy_of(logits: Tensor, left_out: Tensor | None) -> Tensor:
+def entropy_of(logits: Tensor, excluded_ids: Tensor | None) -> Tensor:
     logs = logits.log_softmax(-1)
-    if left_out is None:
+    if excluded_ids is None:
         return -(logs.exp() * logs).sum(-1)
     # An excluded id has probability 0, and 0 * -inf would be NaN.
-    return -(logs.exp() * logs.masked_fill(left_out, 0.0)).sum(-1)
+    return -(logs.exp() * logs.masked_fill(excluded_ids, 0.0)).sum(-1)

@@ -54,7 +54,7 @@ class PackedSamples:
         """`lengths`: of the concatenated sequences, each of which has an action token."""
         self.names = names
         self._tokens = tokens
-        self._text_starts = start_offsets(lengths)
+        self._sequence_starts = start_offsets(lengths)
         owner = np.repeat(np.arange(len(lengths)), lengths)
         actions = np.flatnonzero(is_action)
         self.trajectory_index: Ints = owner[actions]
@@ -62,7 +62,7 @@ class PackedSamples:
         self.action_counts: Ints = np.bincount(self.trajectory_index, minlength=len(lengths))
         assert self.action_counts.all(), "a sequence without an action"
         self._action_starts = start_offsets(self.action_counts)
-        self._positions: Ints = actions - self._text_starts[self.trajectory_index]
+        self._positions: Ints = actions - self._sequence_starts[self.trajectory_index]
         self.targets: Ints = tokens[actions]
         self.lengths: Ints = self._positions[self._action_starts + self.action_counts - 1]
         """[trajectories]: number of tokens to read, which is all before the last action token."""
@@ -183,7 +183,7 @@ class PackedSamples:
         width = int(lengths.max())
         tokens = np.zeros((len(rows), width), dtype=np.int64)
         tokens[np.arange(width) < lengths[:, None]] = self._tokens[
-            concatenated_ranges(self._text_starts[rows], lengths)
+            concatenated_ranges(self._sequence_starts[rows], lengths)
         ]
         chosen = concatenated_ranges(self._action_starts[rows], counts)
         at = np.repeat(np.arange(len(rows)) * width, counts) + self._positions[chosen] - 1
@@ -199,11 +199,11 @@ class PackedSamples:
         if self._kept_counts is None:
             return None
         counts = self._kept_counts[chosen]
-        left_out = np.ones((len(chosen), vocabulary), dtype=np.bool_)
-        left_out[counts == 0] = False
+        excluded_ids = np.ones((len(chosen), vocabulary), dtype=np.bool_)
+        excluded_ids[counts == 0] = False
         ids = self._kept_ids[concatenated_ranges(start_offsets(self._kept_counts)[chosen], counts)]
-        left_out[np.repeat(np.arange(len(chosen)), counts), ids] = False
-        return torch.from_numpy(left_out).to(device)
+        excluded_ids[np.repeat(np.arange(len(chosen)), counts), ids] = False
+        return torch.from_numpy(excluded_ids).to(device)
 
 
 def start_offsets(counts: Ints) -> Ints:

@@ -42,7 +42,7 @@ class BrokenLogits(ManagerError):
 
 
 class SampledTokens(NamedTuple):
-    """By row."""
+    """The sampled tokens, by row."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -97,7 +97,9 @@ class Sampler:
         self._temperatures: NDArray[np.float64] | None = None
         if any(sampling.temperature not in (0.0, 1.0) for sampling in samplings):
             self._temperatures = np.array([sampling.temperature or 1.0 for sampling in samplings])[:, None]
-        self._truncated_rows = [(row, sampling) for row, sampling in enumerate(samplings) if sampling.is_truncated]
+        self._truncated_rows = [
+            (row, sampling) for row, sampling in enumerate(samplings) if sampling.truncates_distribution
+        ]
         self._greedy_rows = [row for row, sampling in enumerate(samplings) if sampling.temperature == 0.0]
         self._rows = np.arange(len(samplings))
 

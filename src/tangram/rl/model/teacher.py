@@ -78,11 +78,11 @@ def logprobs_of(teacher: Policy, requests: Sequence[TeacherRequest]) -> list[lis
     at = torch.tensor(
         [row * length + place for row, each in enumerate(requests) for place in each.at], dtype=torch.int64
     )
-    colder = torch.tensor([each.temperature or 1.0 for each in requests]).repeat_interleave(torch.tensor(counts))
+    temperatures = torch.tensor([each.temperature or 1.0 for each in requests]).repeat_interleave(torch.tensor(counts))
     targets = tokens.flatten()[at].to(teacher.device)
     with torch.inference_mode():
         logits = teacher.logits(tokens.to(teacher.device), (at - 1).to(teacher.device)).float()
-        logits /= colder.to(teacher.device).unsqueeze(1)
+        logits /= temperatures.to(teacher.device).unsqueeze(1)
         logprobs = logits.gather(1, targets.unsqueeze(1)).squeeze(1) - logits.logsumexp(1)
     if not bool(logprobs.isfinite().all()):
         raise ManagerError("the log-probabilities of the teacher are not finite: its weights are broken")

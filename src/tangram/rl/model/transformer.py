@@ -33,7 +33,7 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
     low: float
     high: float
     context: int
-    """Of the first training."""
+    """Context length of the first training."""
 
     def __post_init__(self) -> None:
         if self.factor < 1.0:
@@ -52,7 +52,7 @@ class TransformerConfig(msgspec.Struct, frozen=True, kw_only=True):
     layers: int
     heads: int
     kv_heads: int
-    """Of keys and values; each serves as many heads of queries."""
+    """Heads of keys and values; each serves as many heads of queries."""
     head_width: int
     inner: int
     """Width inside the SwiGLU."""

@@ -24,16 +24,16 @@ from tangram.rl.model.transformer import Transformer, TransformerConfig
 from tangram.rl.model.weight_store import CHUNK_ELEMENTS, pull_incrementally
 
 NICENESS = 5
-"""Of the reading thread: where cores are short, the decoding thread gets three times its share."""
+"""Niceness of the reading thread: where cores are short, the decoding thread gets three times its share."""
 
 
 class WeightFetcher:
     def __init__(
-        self, config: TransformerConfig, dtype: torch.dtype, send: Callable[[msgspec.Struct], None], beat_s: float
+        self, config: TransformerConfig, dtype: torch.dtype, send: Callable[[msgspec.Struct], None], heartbeat_s: float
     ) -> None:
         self.fetch_s = 0.0
-        """Spent reading beside the engine's steps."""
-        self._config, self._dtype, self._send, self._heartbeat_s = config, dtype, send, beat_s
+        """Time spent reading while the engine generates."""
+        self._config, self._dtype, self._send, self._heartbeat_s = config, dtype, send, heartbeat_s
         self._spare: Transformer | None = None
         self._spare_weights: PolicyWeights | None = None
         """Version of the spare set, if it is usable."""
@@ -42,13 +42,13 @@ class WeightFetcher:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
-    def begin(self, ask: int, weights: PolicyWeights) -> None:
-        """Starts reading in the background, and sends Updated or UpdateFailed at the end. Cancels the read before
+    def begin(self, request_id: int, weights: PolicyWeights) -> None:
+        """Starts reading in the background, and sends Fetched or UpdateFailed at the end. Cancels the read before
         it."""
         self._cancel()
         self._requested, self._stop = weights, threading.Event()
         self._thread = threading.Thread(
-            target=self._run, args=(ask, weights, self._stop), name=f"fetch {weights.version}", daemon=True
+            target=self._run, args=(request_id, weights, self._stop), name=f"fetch {weights.version}", daemon=True
         )
         self._thread.start()
 
@@ -72,23 +72,23 @@ class WeightFetcher:
             self._thread.join()
             self._thread = None
 
-    def _run(self, ask: int, weights: PolicyWeights, stop: threading.Event) -> None:
+    def _run(self, request_id: int, weights: PolicyWeights, stop: threading.Event) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        began_s = told_s = time.monotonic()
+        began_at = last_heartbeat_at = time.monotonic()
         try:
             for _ in self._read_spare(weights):
                 if stop.is_set():
-                    self._send(UpdateFailed(ask=ask, reason="a later version was requested before it was read"))
+                    self._send(UpdateFailed(ask=request_id, reason="a later version was requested before it was read"))
                     return
-                if time.monotonic() - told_s > self._heartbeat_s:
-                    told_s = time.monotonic()
-                    self._send(Fetching(ask=ask))
+                if time.monotonic() - last_heartbeat_at > self._heartbeat_s:
+                    last_heartbeat_at = time.monotonic()
+                    self._send(Fetching(ask=request_id))
         except Exception as error:
-            self._send(UpdateFailed(ask=ask, reason=error_text(error)))
+            self._send(UpdateFailed(ask=request_id, reason=error_text(error)))
             return
         finally:
-            self.fetch_s += time.monotonic() - began_s
-        self._send(Fetched(ask=ask, version=weights.version))
+            self.fetch_s += time.monotonic() - began_at
+        self._send(Fetched(ask=request_id, version=weights.version))
 
     def _read_spare(self, weights: PolicyWeights) -> Iterator[None]:
         self._spare_weights = None

@@ -105,7 +105,7 @@ class _Trajectory(msgspec.Struct, eq=False):
     key: tuple[str, str] | None
     """Run and name; None for a single action without either."""
     reservations: dict[str, TrajectoryReservation] = {}
-    """By pool."""
+    """Reservations by pool."""
     live_actions: int = 0
     sandboxes: int = 0
     """Opened and not closed."""
@@ -123,12 +123,12 @@ class LocalPoolUsage:
     def __init__(self, orchestrator: Orchestrator) -> None:
         self._is_closed = False
         self._trajectory_by_action: dict[str, _Trajectory] = {}
-        """Of live actions."""
+        """The trajectory of each live action."""
         self._by_key: dict[tuple[str, str], _Trajectory] = {}
         self._idle: dict[tuple[str, str], _Trajectory] = {}
         """Trajectories without a live action, longest idle first."""
         self._reserved_unit_s: defaultdict[str, float] = defaultdict(float)
-        """By pool."""
+        """Unit-seconds by pool."""
         self.observer = PoolUsageObserver(orchestrator, self)
 
     def close(self) -> None:

@@ -128,12 +128,12 @@ class RunHistory:
         self.steps = sorted(_lines_of_type(Trained, self.lines), key=lambda line: line.step)
         self.evaluations = sorted(_lines_of_type(Evaluated, self.lines), key=lambda line: line.step)
         self.notices = _lines_of_type(Noticed, self.lines)
-        over = _lines_of_type(RunEnded, self.lines)
-        resumed_last = bool(over) and any(
-            isinstance(line, RunBegan) for line in self.lines[self.lines.index(over[-1]) :]
+        ends = _lines_of_type(RunEnded, self.lines)
+        resumed_last = bool(ends) and any(
+            isinstance(line, RunBegan) for line in self.lines[self.lines.index(ends[-1]) :]
         )
-        self.end = over[-1] if over and not resumed_last else None
-        """None: it goes on, or was killed."""
+        self.end = ends[-1] if ends and not resumed_last else None
+        """None if the run goes on or was killed."""
         self.tasks = tuple(
             dict.fromkeys(
                 [task for line in self.steps[-1:] for task in line.tasks]
@@ -259,10 +259,10 @@ class RunHistory:
         sums: dict[str, tuple[float, float]] = {}
         points = []
         for line in self.steps:
-            for task, its in line.tasks.items():
-                if its.trajectories and math.isfinite(its.reward):
+            for task, totals in line.tasks.items():
+                if totals.trajectories and math.isfinite(totals.reward):
                     top, bottom = sums.get(task, (0.0, 0.0))
-                    sums[task] = (decay * top + its.reward, decay * bottom + 1.0)
+                    sums[task] = (decay * top + totals.reward, decay * bottom + 1.0)
             points.append({task: top / bottom for task, (top, bottom) in sums.items()})
         return points
 
@@ -297,13 +297,13 @@ class RunHistory:
 
 def _bound_of_steps(lines: Iterable[AnyMetricsLine]) -> dict[int, int]:
     """By step, the α that it was made with."""
-    differences, bound = {}, 0
+    bound_by_step, bound = {}, 0
     for line in lines:
         if isinstance(line, RunBegan):
             bound = line.alpha
         elif isinstance(line, Trained):
-            differences[line.step] = bound
-    return differences
+            bound_by_step[line.step] = bound
+    return bound_by_step
 
 
 def step_time_parts(line: Trained) -> dict[str, float]:
@@ -322,19 +322,19 @@ def step_time_parts(line: Trained) -> dict[str, float]:
 
 
 class TokenTotals(NamedTuple):
-    """That the policy wrote, of some steps."""
+    """Tokens that the policy wrote in some steps."""
 
     written: float
     in_no_batch: float
-    """Of groups that were dropped and of trajectories that were left out."""
+    """Tokens of dropped groups and of trajectories that were left out."""
     idle: float
-    """In a batch, and not trained on: of groups that teach nothing."""
+    """Tokens in a batch that were not trained on: of groups that teach nothing."""
 
 
 def token_totals(lines: Iterable[Trained]) -> TokenTotals:
     batches = lost = idle = 0.0
     for line in lines:
-        batch = sum(its.trajectories * its.tokens for its in line.tasks.values())
+        batch = sum(totals.trajectories * totals.tokens for totals in line.tasks.values())
         trained = finite_or_none(line.metrics.get("tokens"))
         batches, lost = batches + batch, lost + line.tokens_discarded
         idle += max(0.0, batch - trained) if trained is not None else 0.0
@@ -346,7 +346,7 @@ def finite_or_none(value: float | None) -> float | None:
 
 
 def _trajectories(line: Trained) -> int:
-    return sum(its.trajectories for its in line.tasks.values()) or sum(line.staleness)
+    return sum(totals.trajectories for totals in line.tasks.values()) or sum(line.staleness)
 
 
 def _pool_totals(name: str, uses: Sequence[PoolUse]) -> PoolTotals:
@@ -369,13 +369,13 @@ def _pool_totals(name: str, uses: Sequence[PoolUse]) -> PoolTotals:
 
 
 def _p99(uses: Sequence[PoolUse]) -> float | None:
-    """Of all actions of these steps together: a mean of percentiles is none."""
-    whole = LatencyHistogram()
+    """The p99 of all actions of these steps together; the mean of their percentiles would not be a percentile."""
+    histogram = LatencyHistogram()
     for use in uses:
-        whole.count += sum(use.act_cells.values())
+        histogram.count += sum(use.act_cells.values())
         for cell, count in use.act_cells.items():
-            whole.cells[cell] = whole.cells.get(cell, 0) + count
-    return whole.quantiles((0.99,))[0] if whole.count else None
+            histogram.cells[cell] = histogram.cells.get(cell, 0) + count
+    return histogram.quantiles((0.99,))[0] if histogram.count else None
 
 
 def _lines_of_type(kind: type[L], lines: Iterable[object]) -> list[L]:

@@ -45,6 +45,7 @@ MAIN_METRICS = {
 MORE_METRICS = {
     "loss": ("Loss", ""),
     "kl_reference": ("KL to the reference", ""),
+    "kl_teacher": ("KL to the teacher", ""),
     "weight_mean": ("Mean off-policy weight", ""),
     "weight_truncated": ("Weights truncated", "percent"),
     "overlong_share": ("Trajectories cut off", "percent"),

@@ -44,11 +44,11 @@ from tangram.rl.observe.timeline import RolloutTimeline, timeline_of_log
 from tangram.rl.observe.timeline_page import headline as timeline_headline
 from tangram.rl.observe.training_charts import AXES, CHARTS_MAX, MAIN_METRICS, MORE_METRICS, Charts
 from tangram.rl.runs.metrics_lines import dropped_groups
-from tangram.rl.runs.metrics_log import METRICS_FILE, read_metrics
+from tangram.rl.runs.metrics_log import read_metrics
+from tangram.rl.runs.run_folder import METRICS, REPORT
 from tangram.rl.runs.trajectory_log import read
 from tangram.rl.trajectories.trajectory import Stage
 
-REPORT_FILE = "report.html"
 TRAJECTORIES = "trajectories.jsonl*"
 """The trajectory logs in the folder of a run."""
 LOG_BYTES_MAX = 64 << 20
@@ -72,8 +72,8 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
     Raises InvalidConfig if there is no run or the file cannot be written, InvalidTrace for malformed lines.
     """
     folder = Path(folder)
-    path = Path(out) if out is not None else folder / REPORT_FILE
-    run = RunHistory(read_metrics(folder / METRICS_FILE))
+    path = Path(out) if out is not None else folder / REPORT
+    run = RunHistory(read_metrics(folder / METRICS))
     write_page(path, report_page(run, folder, summarise_trajectory_logs(folder)))
     return path
 
@@ -355,7 +355,7 @@ def _discarded_section(run: RunHistory, charts: Charts) -> str:
 
     rows = [
         ["groups started", f"{started:,}", ""],
-        ["groups trained on", f"{sum(its.groups for line in run.steps for its in line.tasks.values()):,}", ""],
+        ["groups trained on", f"{sum(totals.groups for line in run.steps for totals in line.tasks.values()):,}", ""],
         ["groups trained on that lack members", f"{sum(line.short for line in run.steps):,}", ""],
         *([f"groups dropped: {short_name(cause)}", f"{count:,}", percent(count / started) if started else "-"]
           for cause, count in sorted(dropped.items())),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tangram.reports.formatting import duration, elapsed
 from tangram.reports.printable import escape_unprintable
 from tangram.reports.terminal import cell, progress_bar, row, sparkline
-from tangram.rl.observe.training_progress import (
+from tangram.rl.observe.training_status import (
     ENDED,
     STARTING,
     TRAINING,

@@ -25,7 +25,7 @@ from tangram.errors import InvalidConfig, ManagerError
 from tangram.processes.fork_server import ForkServer
 from tangram.rl.config.rollout_settings import EngineSettings, OutsideSettings, PolicySettings, RolloutSettings
 from tangram.rl.environments.protocol import Task
-from tangram.rl.environments.registry import resolve, words_of
+from tangram.rl.environments.registry import tasks_of, words_of
 from tangram.rl.environments.shared_setup import Progress, acts_outside, needs_of
 from tangram.rl.inference.affinity import affinity_of
 from tangram.rl.inference.engines.protocol import InferenceEngine, PolicyWeights
@@ -41,14 +41,12 @@ from tangram.rl.rollout.teachers import (
     teacher_services,
     vocabulary_of,
 )
-from tangram.rl.trajectories.codec import Codec, WordCodec
+from tangram.rl.trajectories.codec import WORDS_FILE, Codec, WordCodec
 from tangram.rl.trajectories.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from tangram.rl.model.transformer import Transformer
 
-WORDS = "words.json"
-"""Vocabulary file in a checkpoint folder, for vocabularies of words."""
 MISSING_SHOWN = 8
 """Words in the message about words that a policy lacks."""
 
@@ -214,35 +212,28 @@ def _require_known(words: Sequence[str], codec: WordCodec, checkpoint: str) -> N
         raise InvalidConfig("policy.checkpoint", checkpoint, expected)
 
 
-def tasks_of(settings: RolloutSettings) -> list[Task]:
-    if not settings.tasks:
-        raise InvalidConfig("tasks", settings.tasks, "at least one task to be played: [[tasks]] with a name")
-    names = [task.name for task in settings.tasks]
-    if len(set(names)) < len(names):
-        raise InvalidConfig("tasks.name", names, "each table [[tasks]] to have its own name")
-    return [resolve(task.environment or task.name) for task in settings.tasks]
-
-
 def codec_of(settings: RolloutSettings, tasks: Sequence[Task]) -> Codec:
     """The codec of the checkpoint, or all words of the tasks."""
     if settings.policy.checkpoint:
         from tangram.rl.trajectories.tokenizer import TextCodec, has_tokenizer
 
         folder = Path(settings.policy.checkpoint)
-        if (folder / WORDS).is_file():
+        if (folder / WORDS_FILE).is_file():
             return _read_words(folder)
         if has_tokenizer(folder):
             return TextCodec(folder)
-        raise InvalidConfig("policy.checkpoint", settings.policy.checkpoint, f"a folder with {WORDS} or a tokenizer")
+        raise InvalidConfig(
+            "policy.checkpoint", settings.policy.checkpoint, f"a folder with {WORDS_FILE} or a tokenizer"
+        )
     return WordCodec(words_of(tasks))
 
 
 def _read_words(folder: Path) -> WordCodec:
     try:
-        return WordCodec(msgspec.json.decode((folder / WORDS).read_bytes(), type=tuple[str, ...]))
+        return WordCodec(msgspec.json.decode((folder / WORDS_FILE).read_bytes(), type=tuple[str, ...]))
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, InvalidConfig) as error:
         raise InvalidConfig(
-            "policy.checkpoint", str(folder), f"a folder whose {WORDS} is a list of words, as we save it ({error})"
+            "policy.checkpoint", str(folder), f"a folder whose {WORDS_FILE} is a list of words, as we save it ({error})"
         ) from error
 
 
@@ -252,7 +243,7 @@ def save_codec(codec: Codec, folder: Path) -> None:
 
     try:
         if isinstance(codec, WordCodec):
-            (folder / WORDS).write_bytes(msgspec.json.encode(codec.words))
+            (folder / WORDS_FILE).write_bytes(msgspec.json.encode(codec.words))
         elif isinstance(codec, TextCodec):
             codec.save(folder)
     except OSError as error:
@@ -340,16 +331,13 @@ def first_weights(settings: RolloutSettings, codec: Codec, folder: Path) -> Poli
 
 def first_model(settings: RolloutSettings, size: int) -> Transformer:
     """`size`: of the vocabulary. Raises InvalidConfig and ManagerError."""
-    from tangram.rl.model.model_folder import load
+    from tangram.rl.model.model_folder import load, require_vocabulary
     from tangram.rl.model.transformer import Transformer, small_config
 
     policy = settings.policy
     if policy.checkpoint:
         model = load(policy.checkpoint)
-        if model.config.vocabulary < size:
-            raise InvalidConfig(
-                "policy.checkpoint", policy.checkpoint, f"a model that knows all {size} tokens of its vocabulary"
-            )
+        require_vocabulary(policy.checkpoint, model.config.vocabulary, size)
         return model
     context_max = max(engine.context_max for engine in settings.engines)
     config = small_config(size, layers=policy.layers, width=policy.width, heads=policy.heads, context_max=context_max)

@@ -56,7 +56,7 @@ class _EpisodeEnd(NamedTuple):
     cause: str = ""
     reward: float | None = None
     teacher_logprobs: tuple[float, ...] | None = None
-    """Of the policy's tokens, if the reward has a teacher."""
+    """The teacher's log-probabilities of the policy's tokens, if the reward has a teacher."""
 
 
 class EpisodeWait(NamedTuple):
@@ -111,7 +111,7 @@ class Episode:
         self.stage = ""
         """The current stage; `queue` while it waits for a slot, empty once it has ended."""
         self.turns: list[Turn] = []
-        """Of the current try."""
+        """The turns of the current try."""
         self.was_abandoned = False
         """Only this episode failed, for example because the engines refused its request: another attempt may
         succeed."""
@@ -124,7 +124,7 @@ class Episode:
         self._sampling = task_context.sampling
         if ticket.temperature is not None:
             self._sampling = msgspec.structs.replace(task_context.sampling, temperature=ticket.temperature)
-        self._noise = SamplingSeed(seed=ticket.seed, member=member, attempt=attempt)
+        self._sampling_seed = SamplingSeed(seed=ticket.seed, member=member, attempt=attempt)
         self._began_s = self._now()
         self._environment: Environment | None = None
         self._call: asyncio.Task[Any] | None = None
@@ -148,7 +148,7 @@ class Episode:
         self._stopped: _EpisodeEnd | None = None
         self._cancel_sent = False
         self._is_over = False
-        self._stage_began_s = self._began_s
+        self._stage_began_at = self._began_s
         self._blocked_by = ""
         """What keeps it from sending its request, if anything does."""
         self._enter_stage(WAITING)
@@ -160,7 +160,7 @@ class Episode:
 
     def current_wait(self) -> EpisodeWait:
         return EpisodeWait(
-            self.stage, self._now() - self._stage_began_s, self._blocked_by or WAITED_FOR_BY_STAGE[self.stage]
+            self.stage, self._now() - self._stage_began_at, self._blocked_by or WAITED_FOR_BY_STAGE[self.stage]
         )
 
     def stop(self, ending: Ending, cause: str) -> None:
@@ -411,7 +411,7 @@ class Episode:
                 task=self.task,
                 tokens=self._tokens + self._observation_tokens,
                 sampling=sampling,
-                noise=self._noise,
+                noise=self._sampling_seed,
             )
             try:
                 generation = await context.generator.generate(request)
@@ -546,7 +546,7 @@ class Episode:
 
     def _enter_stage(self, stage: str) -> None:
         before, self.stage = self.stage, stage
-        self._stage_began_s, self._blocked_by = self._now(), ""
+        self._stage_began_at, self._blocked_by = self._now(), ""
         self._rollout_context.on_stage_change(self, before)
 
     def _now(self) -> float:

@@ -28,10 +28,10 @@ class TrajectoryTotals(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0
     """Sampled by the policy, as far as recorded: tokens of requests aborted in an engine are not."""
     environment_s: float = 0.0
-    """In calls of environments, without waiting for a slot."""
+    """Time in calls of environments, without waiting for a slot."""
     engine_s: float = 0.0
-    """Of the recorded turns, without waiting; turns that share an engine step count individually. A lower bound:
-    aborted requests, and turns before a retry, are missing."""
+    """Engine time of the recorded turns, without waiting; turns that share an engine step count individually. A lower
+    bound: aborted requests, and turns before a retry, are missing."""
     rewarded: int = 0
     reward_sum: float = 0.0
 
@@ -45,7 +45,7 @@ class TrajectoryTotals(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reward_mean(self) -> float | None:
-        """Of those that have a reward."""
+        """The mean reward of those that have one."""
         return self.reward_sum / self.rewarded if self.rewarded else None
 
     def __add__(self, other: TrajectoryTotals) -> TrajectoryTotals:
@@ -94,17 +94,17 @@ class RedundancyReport(msgspec.Struct, frozen=True, kw_only=True):
     def lines(self) -> list[str]:
         """As text."""
         lines = []
-        for name, fates in (*self.tasks.items(), *((("all", self.all),) if len(self.tasks) > 1 else ())):
-            waste = fates.waste
+        for name, breakdown in (*self.tasks.items(), *((("all", self.all),) if len(self.tasks) > 1 else ())):
+            waste = breakdown.waste
             lines.append(
                 f"{name}: wasted {waste.tokens:.1%} of tokens, {waste.environment_s:.1%} of environment time,"
                 f" at least {waste.engine_s:.1%} of engine time"
             )
             lines += [
-                f"  {fate:<9} {side.trajectories:>6} trajectories, turns {_number(side.turns_mean)},"
-                f" tokens {_number(side.tokens_mean)}, reward {_number(side.reward_mean)}"
-                for fate in RedundancyBreakdown.__struct_fields__
-                if (side := getattr(fates, fate)).trajectories
+                f"  {category:<9} {totals.trajectories:>6} trajectories, turns {_number(totals.turns_mean)},"
+                f" tokens {_number(totals.tokens_mean)}, reward {_number(totals.reward_mean)}"
+                for category in RedundancyBreakdown.__struct_fields__
+                if (totals := getattr(breakdown, category)).trajectories
             ]
         return lines
 
@@ -113,8 +113,8 @@ def report(kept: Iterable[Group], left_out: Iterable[Group] = ()) -> RedundancyR
     """Reports on groups that were kept, and on those that were not."""
     by_task: dict[str, RedundancyBreakdown] = {}
 
-    def count(group: Group, fates: RedundancyBreakdown) -> None:
-        by_task[group.task] = by_task.get(group.task, RedundancyBreakdown()) + fates
+    def count(group: Group, breakdown: RedundancyBreakdown) -> None:
+        by_task[group.task] = by_task.get(group.task, RedundancyBreakdown()) + breakdown
 
     for group in kept:
         for trajectory in group.members:

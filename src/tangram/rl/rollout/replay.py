@@ -20,6 +20,7 @@ from tangram.errors import InvalidConfig, InvalidInput
 from tangram.reports.printable import escape_unprintable
 from tangram.rl.config.rollout_settings import RewardSettings, RolloutSettings, TaskSettings
 from tangram.rl.environments.protocol import Environment, ExternalResources, Task
+from tangram.rl.environments.registry import task_of
 from tangram.rl.inference.engines.protocol import Generation, GenerationRequest
 from tangram.rl.rollout.rewards import PlayedTrajectory, effective_settings, make_reward
 from tangram.rl.trajectories.trajectory import Ending, Trajectory
@@ -82,13 +83,6 @@ def settings_of(trajectory: Trajectory, settings: RolloutSettings | None) -> Tas
             if each.name == trajectory.task:
                 return each
     return TaskSettings(name=trajectory.task)
-
-
-def task_of(settings: TaskSettings) -> Task:
-    """Raises InvalidConfig."""
-    from tangram.rl.environments.registry import resolve
-
-    return resolve(settings.environment or settings.name)
 
 
 async def replay(
@@ -238,24 +232,24 @@ class _Replay:
 
 
 class RecordedGenerator:
-    """Generates from records. A request is matched to a trajectory by its session, else by task and noise; and to a
-    turn by the tokens before it."""
+    """Generates from records. A request is matched to a trajectory by its session, else by task and sampling seed;
+    and to a turn by the tokens before it."""
 
     def __init__(self, trajectories: Iterable[Trajectory]) -> None:
         self._by_session: dict[str, Trajectory] = {}
-        self._by_noise: dict[tuple[str, int, int, int], Trajectory] = {}
+        self._by_sampling_seed: dict[tuple[str, int, int, int], Trajectory] = {}
         for each in trajectories:
             self._by_session[each.id] = each
-            self._by_noise[each.task, each.seed, each.member, each.attempt] = each
+            self._by_sampling_seed[each.task, each.seed, each.member, each.attempt] = each
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Raises InvalidInput for a request that was not recorded."""
         await asyncio.sleep(0)  # lets other tasks run, as an engine does
-        noise = request.noise
+        seed = request.noise
         trajectory = self._by_session.get(request.session)
-        trajectory = trajectory or self._by_noise.get((request.task, noise.seed, noise.member, noise.attempt))
+        trajectory = trajectory or self._by_sampling_seed.get((request.task, seed.seed, seed.member, seed.attempt))
         if trajectory is None:
-            raise InvalidInput("session", request.session or str(noise), "one of the recorded trajectories")
+            raise InvalidInput("session", request.session or str(seed), "one of the recorded trajectories")
         return _continue_from(trajectory, request.tokens)
 
 

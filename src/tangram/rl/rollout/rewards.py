@@ -46,7 +46,7 @@ from tangram.rl.trajectories.trajectory import Turn
 BACKOFF_S, BACKOFF_S_MAX = 0.2, 5.0
 """Wait before the first retry, doubled before each that follows, with random jitter; its upper bound."""
 SHOWN_CHARACTERS = 300
-"""Of a value or a reason in an error message."""
+"""Length of a value or a reason in an error message."""
 
 
 class RewardFailed(TangramError):
@@ -69,9 +69,9 @@ class PlayedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     total: float
     """Sum of the rewards of the steps."""
     metrics: dict[str, float] = {}
-    """Of the environment."""
+    """The metrics of the environment."""
     temperature: float = 1.0
-    """With which its tokens were sampled."""
+    """The temperature with which its tokens were sampled."""
     environment: Environment
     """Still open."""
     outside: ExternalResources
@@ -99,7 +99,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     waited_for: str = ""
     """What that queue was for."""
     teacher_logprobs: tuple[float, ...] | None = None
-    """Of the policy's own tokens, in order; None without a teacher."""
+    """The teacher's log-probabilities of the policy's own tokens, in order; None without a teacher."""
 
 
 class Reward(Protocol):
@@ -344,10 +344,12 @@ class TeacherReward(_RemoteReward):
             raise RewardFailed(f"{source}: expected `logprobs` of {len(at)} tokens, got {shown}")
         logprobs = tuple(finite_reward(each, source) for each in values)
         behaviour = math.fsum(each for turn in played.turns for each in turn.logprobs)
-        apart = (behaviour - math.fsum(logprobs)) / len(at)
+        # KL divergence of the sampling policy from the teacher, over this trajectory (k1). The metric `kl_teacher` of a
+        # step is that of the trained policy, over the batch.
+        kl_per_token = (behaviour - math.fsum(logprobs)) / len(at)
         return Score(
             value=value,
-            metrics={"teacher_kl": apart},
+            metrics={"teacher_kl": kl_per_token},
             waiting_s=waiting_s,
             waited_for=source,
             teacher_logprobs=logprobs,

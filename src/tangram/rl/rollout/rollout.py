@@ -29,7 +29,7 @@ from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.rl.config.rollout_settings import RolloutSettings, TaskSettings
 from tangram.rl.environments.calls import EXIT_EXCEPTIONS
 from tangram.rl.environments.protocol import ExternalResources, Task
-from tangram.rl.environments.registry import path_of, resolve
+from tangram.rl.environments.registry import path_of, tasks_of
 from tangram.rl.environments.shared_setup import prepare_tasks
 from tangram.rl.inference.engines.protocol import Sampling
 from tangram.rl.rollout.contexts import EpisodeSlots, RolloutContext, TaskContext, TokenGenerator
@@ -65,7 +65,7 @@ class RolloutObserver(Protocol):
 
 
 class _RollbackCheck(NamedTuple):
-    """To be made when a generation ends that was in flight when the engines were rolled back."""
+    """A check to be made when a generation ends that was in flight when the engines were rolled back."""
 
     turns: int
     """Turns that the episode had at that moment."""
@@ -181,7 +181,7 @@ class Rollout:
     # ---- start and end ----
 
     async def __aenter__(self) -> Self:
-        tasks = [resolve(settings.environment or settings.name) for settings in self.settings.tasks]
+        tasks = tasks_of(self.settings)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(prepare_tasks(tasks, self._client))
             stack.push_async_callback(self._context.closer.drain)
@@ -203,8 +203,6 @@ class Rollout:
             await self._stack.__aexit__(kind, error, trace)
 
     def _make_task_context(self, settings: TaskSettings, task: Task) -> TaskContext:
-        if settings.name in self._context_by_task:
-            raise InvalidConfig("tasks", settings.name, "each task to have a name of its own")
         sampling = self.settings.sampling
         outside = ExternalResources(client=self._client, run=self.settings.run)
         reward = self._rewards.get(settings.name) or self._make_reward(settings, task)
@@ -326,14 +324,21 @@ class Rollout:
             self._end_in_flight(groups_in_flight, "its group is not taken: the stream was closed")
 
     def abort(
-        self, which: Callable[[Episode], bool] | Collection[str], ending: Ending = Ending.CANCELLED, cause: str = ""
+        self,
+        which: Callable[[Episode], bool] | Collection[str],
+        ending: Ending = Ending.CANCELLED,
+        cause: str = "",
+        *,
+        replay: bool = False,
     ) -> int:
-        """Stops episodes, in engine and environment, by predicate or by id. Returns how many. Raises InvalidConfig for
-        an ending that only the episode itself can reach."""
+        """Stops episodes, in engine and environment, by predicate or by id. `replay`: their groups play them again, as
+        the settings say. Returns how many. Raises InvalidConfig for an ending that only the episode itself can
+        reach."""
         if ending not in STOP_ENDINGS:
             raise InvalidConfig("ending", ending, f"one of {', '.join(STOP_ENDINGS)}")
         chosen = [each for each in self._playing.values() if (which(each) if callable(which) else each.id in which)]
         for episode in chosen:
+            episode.was_abandoned |= replay
             episode.stop(ending, cause or f"aborted as {ending}")
         return len(chosen)
 

@@ -20,18 +20,18 @@ from tangram.managers.models.devices import DeviceSpec, Emulated, discover
 from tangram.managers.models.service import Service
 from tangram.rl.config.rollout_settings import RolloutSettings
 from tangram.rl.config.training_settings import TeacherSettings, TrainSettings
-from tangram.rl.trajectories.codec import Codec, WordCodec
+from tangram.rl.trajectories.codec import WORDS_FILE, Codec, WordCodec
 
 ENGINE = "tangram.rl.model.teacher:TeacherEngine"
 DEVICE_BYTES_MIN = 64 << 20
-"""Of an emulated device: all small teachers fit into it together."""
+"""Memory of an emulated device: all small teachers fit into it together."""
 FLOAT32_GROWTH = 2
 """Weights are computed with in float32: those of a half precision checkpoint grow by this factor."""
 SPARE_BYTES = 1 << 20
-"""For gaps between weights."""
+"""Memory for gaps between weights."""
 ANSWER_S_MAX = 60.0
 """Time limit of the first call of a loaded teacher."""
-CONFIG, WORDS = "config.json", "words.json"
+CONFIG = "config.json"
 
 
 class _CheckpointConfig(msgspec.Struct, frozen=True):
@@ -108,11 +108,11 @@ def _require_compatible(teacher: TeacherSettings, settings: RolloutSettings, cod
     if described.vocab_size != vocabulary:
         expected = f"the vocabulary of the policy, which has {vocabulary} tokens"
         raise InvalidConfig(field, f"{teacher.checkpoint} with {described.vocab_size} tokens", expected)
-    words = Path(teacher.checkpoint) / WORDS
+    words = Path(teacher.checkpoint) / WORDS_FILE
     if isinstance(codec, WordCodec) and words.is_file():
-        teacher_devices = msgspec.json.decode(words.read_bytes(), type=tuple[str, ...])
+        teacher_words = msgspec.json.decode(words.read_bytes(), type=tuple[str, ...])
         # A vocabulary file may have the marker tokens or not.
-        if WordCodec(teacher_devices).words != codec.words:
+        if WordCodec(teacher_words).words != codec.words:
             raise InvalidConfig(field, str(words), "the words of the policy, in the same order")
     context_max = min(engine.context_max for engine in settings.engines)
     reads = described.max_position_embeddings

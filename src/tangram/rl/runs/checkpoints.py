@@ -33,7 +33,7 @@ from tangram.files.atomic_directory import remove_atomically
 from tangram.rl.buffer.records import BufferState
 from tangram.rl.inference.weights_folder import weights_folder
 from tangram.rl.runs.metrics_lines import WarmStartChecked
-from tangram.rl.runs.sample_log import strip_for_training
+from tangram.rl.trajectories.training_batch import strip_for_training
 
 STATE, CHECKSUMS_FILE = "state.msgpack", "whole.json"
 STATE_FORMAT = 1

@@ -21,11 +21,11 @@ class RunBegan(MetricsLine, frozen=True, kw_only=True, tag="Began"):
     began_at: float
     """Unix time at which `at_s` is 0."""
     step: int = 0
-    """From which the run continues."""
+    """The step from which the run continues."""
     mode: str
     alpha: int
     settings: dict[str, object] = {}
-    """Of the run, as JSON."""
+    """The settings of the run, as JSON."""
     resumed_from: str = ""
     """Path of the checkpoint."""
     left: str = ""
@@ -68,7 +68,7 @@ class PoolUse(msgspec.Struct, frozen=True, kw_only=True):
     total: float
     """Units: cores, devices, requests at once."""
     actions: int = 0
-    """That ended."""
+    """Actions that ended."""
     act_mean_s: float = 0.0
     act_p99_s: float = 0.0
     act_cells: dict[int, int] = {}
@@ -101,11 +101,11 @@ class Trained(MetricsLine, frozen=True, kw_only=True, tag="Trained"):
     step: int
     """Counts from 1; equals the version that the step made."""
     step_s: float
-    """From the end of the step before to the end of this one."""
+    """Time from the end of the step before to the end of this one."""
     wait_s: float
-    """For the batch."""
+    """Time that the step waited for the batch."""
     waited_for: dict[str, float] = {}
-    """Of these seconds, by stage of the missing trajectories: generate, step, reset, reward, buffer, ..."""
+    """The seconds of `wait_s` by stage of the missing trajectories: generate, step, reset, reward, buffer, ..."""
     train_s: float
     push_s: float
     pull_s: float = 0.0
@@ -113,7 +113,7 @@ class Trained(MetricsLine, frozen=True, kw_only=True, tag="Trained"):
     exposed_s: float = 0.0
     """The part of `pull_s` in which the engine could not generate."""
     evaluation_s: float = 0.0
-    """That the step waited for an evaluation."""
+    """Time that the step waited for an evaluation."""
     metrics: dict[str, float]
     tasks: dict[str, TaskStep]
     staleness: tuple[int, ...]
@@ -123,17 +123,17 @@ class Trained(MetricsLine, frozen=True, kw_only=True, tag="Trained"):
     short: int = 0
     """Groups of the batch with fewer members than configured, because lost ones could not be replaced."""
     started: int = 0
-    """Groups since the step before; likewise the next three."""
+    """Groups that were started since the step before."""
     dropped: dict[str, int] = {}
-    """Groups that were not trained on, by cause: stale, failed, full, left_behind, lost_lineage."""
+    """Groups since the step before that were dropped, by cause: stale, failed, full, left_behind, lost_lineage."""
     aborted: int = 0
-    """Trajectories that were stopped as stale."""
+    """Trajectories since the step before that were stopped as stale."""
     tokens_discarded: int = 0
-    """Sampled by the policy, but in no batch."""
+    """Tokens since the step before that the policy sampled and that are in no batch."""
     started_so_far: int = 0
-    """Groups since the run began, in lost lineages too; likewise the next one."""
+    """Groups that were started since the run began, in lost lineages too."""
     dropped_so_far: dict[str, int] = {}
-    """By cause."""
+    """Groups that were dropped since the run began, in lost lineages too, by cause."""
     buffered: int = 0
     """Groups that wait to be trained on."""
     in_flight: int = 0

@@ -6,12 +6,12 @@ a failure of TensorBoard never stops a run: its files end, and `tensorboard_erro
 
     with MetricsLog(folder, resume=False) as log:
         log.append(RunBegan(...))
-    lines = read_metrics(folder / METRICS_FILE)
+    lines = read_metrics(folder / METRICS)
 
 TensorBoard shows, by step:
 
     reward/TASK eval/TASK warm/TASK       mean rewards: of the batch, of held-out seeds, of the warm start
-    loss/NAME                             metrics of the trainer, see METRICS in rl/train/trainer.py
+    loss/NAME                             metrics of the trainer, see METRIC_DESCRIPTIONS in rl/train/trainer.py
     staleness/mean max                    of the trajectories of the batch
     time/NAME wait/STAGE                  seconds of the step, and of its waiting
     throughput/trajectories_per_s tokens_per_s trainer_tokens_per_s
@@ -48,10 +48,8 @@ from tangram.rl.runs.metrics_lines import (
     Trained,
     WarmStartChecked,
 )
+from tangram.rl.runs.run_folder import METRICS, TENSORBOARD
 
-METRICS_FILE = "metrics.jsonl"
-TENSORBOARD = "tensorboard"
-"""Names in the folder of a run."""
 NUMBER_KEY = "$number"
 """JSON has no NaN and no infinity; they are written as `{"$number": "nan"}`."""
 NOT_FINITE = ("nan", "inf", "-inf")
@@ -73,7 +71,7 @@ class MetricsLog:
     def __init__(self, folder: Path, *, resume: bool) -> None:
         """`resume` appends to the existing log and cuts off an incomplete last line; otherwise the log must be new.
         Raises InvalidConfig."""
-        self.path = folder / METRICS_FILE
+        self.path = folder / METRICS
         self._log = _open(self.path, resume=resume)
         self._tensorboard = _TensorBoardWriter(folder / TENSORBOARD)
 

@@ -8,7 +8,7 @@ entry does no harm: its group is played again.
     recovered = recover_buffer(checkpoint, folder.samples_after(checkpoint.step))
     buffer = SampleBuffer.restore(recovered.buffer, now=now, ...)   # groups in flight are to be played again
     text = recovered.describe(buffer.statistics())
-    upcoming = (each for each in tickets(settings) if not buffer.knows(each.number))
+    upcoming = (each for each in tickets(settings) if not buffer.has_started(each.number))
 """
 
 from __future__ import annotations

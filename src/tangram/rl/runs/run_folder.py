@@ -47,7 +47,7 @@ from tangram.rl.runs.checkpoints import (
     read_checkpoint,
     steps_in,
 )
-from tangram.rl.runs.sample_log import SampleLog, SampleLogs, merge_after, prune_logs, read_after
+from tangram.rl.runs.sample_log import SampleLog, SampleLogs, merge_after, prune_logs
 
 OWNER, SETTINGS, METRICS, CHECKPOINTS, SAMPLES = "owner", "settings.json", "metrics.jsonl", "checkpoints", "samples"
 MODULES, REPORT, TENSORBOARD = "modules.json", "report.html", "tensorboard"
@@ -121,8 +121,6 @@ class RunFolder:
         self.metrics = path / METRICS
         self.checkpoints = path / CHECKPOINTS
         self.samples = path / SAMPLES
-        self.report = path / REPORT
-        self.tensorboard = path / TENSORBOARD
         self._lock = lock
 
     def __enter__(self) -> Self:
@@ -196,7 +194,7 @@ class RunFolder:
         assert oldest is not None, "the one that was just made"
         prune_logs(self.samples, oldest)
 
-    # ---- going on ----
+    # ---- resuming ----
 
     def latest_checkpoint(self, before: int | None = None) -> Checkpoint | None:
         """The newest complete checkpoint, or the newest before a step, with a warning for each damaged one that was
@@ -216,7 +214,7 @@ class RunFolder:
 
     def samples_after(self, step: int) -> SampleLogs:
         """The groups that entered the buffer, or were lost, since the state of this checkpoint was taken."""
-        return read_after(self.samples, step)
+        return SampleLogs(self.samples, step)
 
     def open_sample_log(self, checkpoint: Checkpoint | None) -> SampleLog:
         """The log of a run that continues from this checkpoint, or starts. Later checkpoints belong to abandoned

@@ -20,7 +20,8 @@ import msgspec
 from tangram.errors import ManagerError
 from tangram.files.append_log import AppendLog, encode_frame, read_frame
 from tangram.files.atomic_file import atomic_file
-from tangram.rl.trajectories.trajectory import Group, Trajectory, Turn
+from tangram.rl.trajectories.training_batch import strip_for_training, valid_text
+from tangram.rl.trajectories.trajectory import Group
 
 LOG_FORMAT = 1
 
@@ -55,45 +56,6 @@ DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, AssertionError)
 """Errors of decoding; records assert what holds between their fields."""
 
 
-def strip_for_training(group: Group) -> Group:
-    """The parts of a group that training needs: without excluded members, text and timings."""
-    return msgspec.structs.replace(
-        group,
-        members=tuple(_strip_trajectory(each) for each in group.members),
-        left_out=(),
-        cause=_valid_text(group.cause),
-    )
-
-
-def _strip_trajectory(trajectory: Trajectory) -> Trajectory:
-    return msgspec.structs.replace(
-        trajectory,
-        turns=tuple(_strip_turn(each) for each in trajectory.turns),
-        observation="",
-        cause=_valid_text(trajectory.cause),
-        metrics={},
-        spans=(),
-    )
-
-
-def _strip_turn(turn: Turn) -> Turn:
-    return Turn(
-        observation="",
-        observation_tokens=turn.observation_tokens,
-        action="",
-        tokens=turn.tokens,
-        logprobs=turn.logprobs,
-        versions=turn.versions,
-        kept=turn.kept,
-        cut=turn.cut,
-    )
-
-
-def _valid_text(text: str) -> str:
-    """Environments may return text with lone surrogates."""
-    return text if text.isprintable() else text.encode("utf-8", "backslashreplace").decode()
-
-
 # ---- writing --------------------------------------------------------------------------------------------------
 
 
@@ -114,7 +76,7 @@ class SampleLog:
 
     def append_lost(self, group: str, cause: str) -> None:
         """Raises ManagerError like `append`."""
-        self._log.append(_frame(GroupLost(id=group, cause=_valid_text(cause))))
+        self._log.append(_frame(GroupLost(id=group, cause=valid_text(cause))))
 
     def rotate(self, step: int) -> None:
         """Start the log of the next checkpoint. Call it at the moment when the state of the buffer is taken, whether
@@ -225,11 +187,6 @@ class SampleLogs:
                 self.torn.append(reading.torn)
 
 
-def read_after(folder: Path | str, step: int) -> SampleLogs:
-    """The entries since the state of a checkpoint was taken."""
-    return SampleLogs(folder, step)
-
-
 def log_files(folder: Path | str) -> list[tuple[int, Path]]:
     """The logs with their steps, oldest first."""
     return sorted((int(path.stem), path) for path in Path(folder).glob("*.log") if path.stem.isdecimal())
@@ -239,7 +196,7 @@ def merge_after(folder: Path | str, step: int) -> None:
     """Merges all logs since a checkpoint into one, under its step, so that a resumed run can use the names of later
     steps. If it is killed, the same entries remain, some of them twice. Raises ManagerError."""
     folder = Path(folder)
-    logs = read_after(folder, step)
+    logs = SampleLogs(folder, step)
     own = folder / log_name(step)
     if all(path == own for path in logs.paths):
         return

@@ -5,7 +5,7 @@ trajectory, a closed group, an event of an engine, or statistics. Promises that 
 that malformed content raises InvalidTrace with file and line. The incomplete last line of a killed process is skipped
 and described by `torn`.
 
-If the name ends in `.gz`, each record is a gzip member, so the file is readable at any time, also by `zcat`.
+If the name ends in `.gz`, each record is a gzip member, so the file is readable at any time, also by zcat.
 """
 
 from __future__ import annotations
@@ -221,9 +221,11 @@ def _is_finite(value: Any) -> bool:
     match value:
         case _TrajectoryLine(record=trajectory):
             times = (getattr(span, name) for span in trajectory.spans for name in ("began_s", "ended_s", "waiting_s"))
-            own = (trajectory.reward or 0.0, trajectory.began_s, trajectory.ended_s)
-            engine = (seconds for turn in trajectory.turns for seconds in (turn.prefill_s, turn.decode_s))
-            return math.isfinite(sum(chain(own, trajectory.logprobs, trajectory.metrics.values(), times, engine)))
+            totals = (trajectory.reward or 0.0, trajectory.began_s, trajectory.ended_s)
+            engine_times = (seconds for turn in trajectory.turns for seconds in (turn.prefill_s, turn.decode_s))
+            return math.isfinite(
+                sum(chain(totals, trajectory.logprobs, trajectory.metrics.values(), times, engine_times))
+            )
         case _GroupLine(record=closing):
             return math.isfinite(closing.at_s)
         case TrajectoryLogHeader():

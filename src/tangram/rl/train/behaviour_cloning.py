@@ -13,16 +13,14 @@ import asyncio
 import random
 from pathlib import Path
 
-import msgspec
-
 from tangram.client.client import Client
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.environments.agents import demonstrations
 from tangram.rl.environments.protocol import ExternalResources
+from tangram.rl.environments.registry import tasks_of
 from tangram.rl.environments.shared_setup import Progress
-from tangram.rl.rollout.assembly import WORDS, codec_of, first_model, tasks_of
+from tangram.rl.rollout.assembly import codec_of, first_model, save_codec
 from tangram.rl.train.warm_start import tokenise_episode
-from tangram.rl.trajectories.codec import WordCodec
 from tangram.rl.trajectories.training_batch import Demonstration
 
 
@@ -30,16 +28,19 @@ async def demonstrate(
     settings: TrainSettings, agent: str, episodes: int, client: Client | None = None, tasks: tuple[str, ...] = ()
 ) -> list[Demonstration]:
     """Returns episodes of an agent for each of the tasks, or for all."""
-    tasks_made, demonstrations_made = tasks_of(settings), []
-    codec = codec_of(settings, tasks_made)
-    for task, own in zip(tasks_made, settings.tasks, strict=True):
-        if tasks and own.name not in tasks:
+    all_tasks, tokenised = tasks_of(settings), []
+    codec = codec_of(settings, all_tasks)
+    for task, task_settings in zip(all_tasks, settings.tasks, strict=True):
+        name = task_settings.name
+        if tasks and name not in tasks:
             continue
-        seeds = random.Random(f"{settings.seed}/{own.name}/{agent}").sample(range(1 << 31), episodes)
-        outside = ExternalResources(client=client, run=settings.run, trajectory=f"shown-{own.name}")
-        played = await demonstrations(task, agent, seeds, outside=outside, turns_max=own.turns_max, options=own.options)
-        demonstrations_made += [tokenise_episode(own.name, each, codec) for each in played]
-    return demonstrations_made
+        seeds = random.Random(f"{settings.seed}/{name}/{agent}").sample(range(1 << 31), episodes)
+        outside = ExternalResources(client=client, run=settings.run, trajectory=f"shown-{name}")
+        played = await demonstrations(
+            task, agent, seeds, outside=outside, turns_max=task_settings.turns_max, options=task_settings.options
+        )
+        tokenised += [tokenise_episode(name, each, codec) for each in played]
+    return tokenised
 
 
 async def clone_behaviour(
@@ -64,15 +65,14 @@ async def clone_behaviour(
     learner = Learner(settings, model, reward_low={}, tokens_longest=1)
     examples = await demonstrate(settings, agent, episodes, client, tasks)
     rng, loss = random.Random(f"{settings.seed}/imitated"), 0.0
-    deck: list[Demonstration] = []
+    size, shuffled = settings.warm_start.batch, list[Demonstration]()
     for step in range(steps):
-        if len(deck) < settings.warm_start.batch:
-            deck += rng.sample(examples, len(examples))
-        batch, deck = deck[: settings.warm_start.batch], deck[settings.warm_start.batch :]
+        if len(shuffled) < size:
+            shuffled += rng.sample(examples, len(examples))
+        batch, shuffled = shuffled[:size], shuffled[size:]
         loss = await asyncio.to_thread(learner.imitate, tuple(batch))
         if progress is not None:
             progress((step + 1) / steps, f"imitating {agent}: loss {loss:.3f}")
     save(model, folder)
-    if isinstance(codec, WordCodec):
-        (folder / WORDS).write_bytes(msgspec.json.encode(codec.words))
+    save_codec(codec, folder)
     return loss

@@ -1,10 +1,10 @@
 """The dispatcher: plays groups as the sample buffer admits them, and puts the results into it.
 
 Owns which groups are in flight. It works in one of two ways, depending on the training mode: as a stream, in which a
-group starts whenever the buffer has room, or in waves, in which a whole batch starts once the batch before has ended
-and the engines are up to date. Never trains, and never judges staleness. Promises that every group that it starts is
-put into the buffer or counted as dropped there, after `on_group_end` has recorded it. A group that cannot be written to
-the sample log enters the buffer all the same.
+group starts whenever the buffer has room, or in batches, in which a whole batch starts once the batch before has
+ended and the engines are up to date. Never trains, and never judges staleness. Promises that every group that it starts
+is put into the buffer or counted as dropped there, after `on_group_end` has recorded it. A group that cannot be written
+to the sample log enters the buffer all the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 from tangram.cancellation import unwrap_first
-from tangram.rl.buffer.sample_buffer import DroppedGroup, SampleBuffer
+from tangram.rl.buffer.records import DroppedGroup
+from tangram.rl.buffer.sample_buffer import SampleBuffer
 from tangram.rl.rollout.rollout import Rollout
 from tangram.rl.train.coordination import ChangeCondition, DispatchPause
 from tangram.rl.train.step_metrics import LEFT_BEHIND_CAUSE, drop_cause
@@ -34,13 +35,13 @@ class Dispatcher:
         pause: DispatchPause,
         changed: ChangeCondition,
         *,
-        wave: int | None,
+        batch: int | None,
         now: Callable[[], float],
         ticket_next: int,
         on_group_end: Callable[[Group], None],
         on_dropped: Callable[[tuple[DroppedGroup, ...]], None],
     ) -> None:
-        """`wave`: groups that start together; None for a stream. `changed`: notified at each change here; the
+        """`batch`: groups that start together; None for a stream. `changed`: notified at each change here; the
         dispatcher wakes when it is notified. `on_group_end`: records each group before it enters the buffer.
         `on_dropped`: gets the groups that the buffer drops to make room for it."""
         self.in_flight: dict[str, GroupTicket] = {}
@@ -52,20 +53,20 @@ class Dispatcher:
         self._weight_sync = weight_sync
         self._pause = pause
         self._changed = changed
-        self._wave = wave or 0
+        self._batch = batch or 0
         self._now = now
         self._on_group_end = on_group_end
         self._on_dropped = on_dropped
-        self._lost_in_wave = 0
-        """Groups of this wave that ended without members and need a replacement."""
+        self._lost_in_batch = 0
+        """Groups of this batch that ended without members and need a replacement."""
         self._tasks: asyncio.TaskGroup | None = None
 
     def abandon_in_flight(self) -> None:
-        """Stops all groups of the wave that are in flight, and replaces none.
+        """Stops all groups in flight, and replaces none.
 
-        Called when a batch is complete before its wave has ended, which `batch_min` makes possible: no later step could
-        use the rest of the wave."""
-        self._lost_in_wave = -len(self.in_flight)
+        Called when enough groups of a batch have ended for a step, which `batch_min` makes possible: no later step
+        could use the rest of the batch."""
+        self._lost_in_batch = -len(self.in_flight)
         self._rollout.abort(lambda episode: episode.group in self.in_flight, cause=LEFT_BEHIND_CAUSE)
 
     async def run(self) -> None:
@@ -74,7 +75,7 @@ class Dispatcher:
             async with asyncio.TaskGroup() as self._tasks:
                 for ticket in self._buffer.in_flight:  # of a resumed run
                     self._start_group(ticket)
-                await (self._dispatch_waves() if self._wave else self._dispatch_stream())
+                await (self._dispatch_batches() if self._batch else self._dispatch_stream())
         except BaseExceptionGroup as errors:
             raise unwrap_first(errors) from None
 
@@ -84,17 +85,17 @@ class Dispatcher:
                 self._dispatch_next()
             await self._changed.wait()
 
-    async def _dispatch_waves(self) -> None:
+    async def _dispatch_batches(self) -> None:
         while True:
             while self.in_flight or not self._can_dispatch():
                 await self._changed.wait()
             await self._weight_sync.sync()
-            self._lost_in_wave = 0
-            while len(self.in_flight) < self._wave and self._can_dispatch():
+            self._lost_in_batch = 0
+            while len(self.in_flight) < self._batch and self._can_dispatch():
                 self._dispatch_next()
             while self.in_flight:
-                if self._lost_in_wave > 0 and self._can_dispatch():  # otherwise the batch would be short
-                    self._lost_in_wave -= 1
+                if self._lost_in_batch > 0 and self._can_dispatch():  # otherwise the batch would be short
+                    self._lost_in_batch -= 1
                     self._dispatch_next()
                 else:
                     await self._changed.wait()
@@ -123,6 +124,6 @@ class Dispatcher:
         if group.members:
             self._on_dropped(self._buffer.put(group, self._now()))
         else:
-            self._lost_in_wave += 1
+            self._lost_in_batch += 1
             self._buffer.drop(group.id, drop_cause(group), group)
             self._rollout.require_progress(group)

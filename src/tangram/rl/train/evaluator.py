@@ -31,10 +31,8 @@ from tangram.rl.trajectories.trajectory import Group, GroupTicket
 SERIES = "eval-"
 SEED_FIRST = 1 << 31
 """Tickets of training have seeds of 31 bits, see rollout.tickets."""
-
-
 NUMBER_STRIDE = 1 << 20
-"""Between the group numbers of two evaluations; larger than the episodes of one."""
+"""Distance between the group numbers of two evaluations; larger than the episodes of one."""
 
 
 class Evaluator:
@@ -59,14 +57,16 @@ class Evaluator:
 
     async def evaluate(self, version: int) -> None:
         """Scores the engines, which have this version."""
-        own, began_s = self._settings.evaluation, self._reporter.now()
+        evaluation, began_at = self._settings.evaluation, self._reporter.now()
         self.evaluations += 1
         self.last_evaluated = version
-        upcoming = held_out_tickets(self._settings, own.episodes, temperature=own.temperature, number=self.evaluations)
+        upcoming = held_out_tickets(
+            self._settings, evaluation.episodes, temperature=evaluation.temperature, number=self.evaluations
+        )
         scores = await evaluate(self._assembly.rollout, upcoming)
         line = Evaluated(
-            at_s=self._reporter.now(), step=version, seconds=self._reporter.now() - began_s, scores=scores.mean,
-            spread=scores.spread, episodes=scores.episodes, temperature=own.temperature,
+            at_s=self._reporter.now(), step=version, seconds=self._reporter.now() - began_at, scores=scores.mean,
+            spread=scores.spread, episodes=scores.episodes, temperature=evaluation.temperature,
         )  # fmt: skip
         self._reporter.write(line)
 

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from tangram.cancellation import run_to_completion
 from tangram.errors import ManagerError
-from tangram.rl.buffer.sample_buffer import DroppedGroup, SampleBuffer
+from tangram.rl.buffer.records import DroppedGroup
+from tangram.rl.buffer.sample_buffer import SampleBuffer
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.environments.shared_setup import Progress
 from tangram.rl.inference.engines.protocol import PolicyWeights
@@ -124,7 +125,7 @@ class TrainingLoop:
         self._resumed = state is not None
         self._dropped_by_resume = dropped
         self._training_began_s = 0.0
-        self._in_waves = self._schedule.mode in ("sync", "sync+", "one-off") or self._schedule.staleness_bound == 0
+        self._in_batches = self._schedule.mode in ("sync", "sync+", "one-off") or self._schedule.staleness_bound == 0
         self._watchdog = Watchdog(self._schedule.stall_s, self._schedule.stalls_max, reporter.now())
         self._recorder = SampleRecorder(run, log, metrics, self._watchdog, reporter)
         self._pause = DispatchPause(changed)
@@ -135,11 +136,11 @@ class TrainingLoop:
         )  # fmt: skip
         self._weight_sync = WeightSync(
             assembly.weights, assembly.router, assembly.rollout, buffer, self._pause, self._evaluation, metrics,
-            in_waves=self._in_waves, stops_stale=self._schedule.mode == "async",
+            in_batches=self._in_batches, aborts_stale=self._schedule.mode == "async",
         )  # fmt: skip
         self._dispatcher = Dispatcher(
             assembly.rollout, buffer, upcoming, self._weight_sync, self._pause, changed,
-            wave=self._schedule.batch if self._in_waves else None, now=reporter.now,
+            batch=self._schedule.batch if self._in_batches else None, now=reporter.now,
             ticket_next=state.ticket_next if state is not None else 0,
             on_group_end=self._recorder.on_group_end, on_dropped=self._recorder.on_dropped,
         )  # fmt: skip
@@ -222,7 +223,7 @@ class TrainingLoop:
                 self._reporter.notice("checkpoint", f"no checkpoint of step {self.buffer.version}: {error}")
                 return True
             self._stop_cause = ""
-            await self._roll_back(error)
+            await self._rollback(error)
             return False
         return True
 
@@ -266,18 +267,18 @@ class TrainingLoop:
 
     async def _train_steps(self) -> None:
         while (batch := await self._next_batch()) is not None:
-            if self._in_waves and self.buffer.version_min > self._weight_sync.engine_version:
+            if self._in_batches and self.buffer.version_min > self._weight_sync.engine_version:
                 # Groups still in flight are sampled by the version of the engines, which is too old for the next step.
                 self._dispatcher.abandon_in_flight()
             self._weight_sync.discard_stale()
-            if self._schedule.pull == "after_batch" and not self._in_waves:
+            if self._schedule.pull == "after_batch" and not self._in_batches:
                 await self._weight_sync.sync()
                 self._weight_sync.discard_stale()
             self._step_began_s = self._reporter.now()
             try:
                 result = await self._trainer.step(batch)
             except ManagerError as error:  # it died, or published a version that engines cannot read
-                await self._roll_back(error)
+                await self._rollback(error)
                 continue
             finally:
                 self._step_began_s = None
@@ -304,14 +305,14 @@ class TrainingLoop:
             await self._after_step()
 
     async def _after_step(self) -> None:
-        if not self._in_waves and self._schedule.pull == "at_once":
+        if not self._in_batches and self._schedule.pull == "at_once":
             self._background.start(self._weight_sync.sync(), f"update to {self._weight_sync.newest.version}")
         last = self.buffer.version >= self._schedule.steps  # `_train_to_end` saves the last step
         if self.buffer.version % self._settings.checkpoints.every == 0 and not last:
             try:
                 await self._save()
             except TrainerDied as error:
-                await self._roll_back(error)
+                await self._rollback(error)
                 return
         if self._evaluator.is_due(self.buffer.version) and not last:
             if self._schedule.staleness_bound == 0:
@@ -380,7 +381,7 @@ class TrainingLoop:
     # ---- evaluation ----
 
     async def _evaluate(self) -> None:
-        if not self._in_waves and self._schedule.pull == "at_once":
+        if not self._in_batches and self._schedule.pull == "at_once":
             await self._weight_sync.sync()
         await self._evaluator.evaluate(self._weight_sync.engine_version)
 
@@ -439,7 +440,7 @@ class TrainingLoop:
             except TrainerDied as another:
                 error = another
 
-    async def _roll_back(self, error: ManagerError) -> None:
+    async def _rollback(self, error: ManagerError) -> None:
         """Takes trainer, engines and samples back to the last checkpoint: samples trained on since wait again, samples
         with tokens of later versions are dropped. Raises ManagerError without a checkpoint."""
         self._can_save = False
@@ -451,7 +452,7 @@ class TrainingLoop:
             self._evaluator.last_evaluated = -1
             self._evaluation.cancel()
         with self._pause.held():
-            await self._weight_sync.roll_back(
+            await self._weight_sync.rollback(
                 partial(self._restart_trainer, error, checkpoint.path),
                 version,
                 f"sampled by weights that were rolled back: training continues from version {version}",

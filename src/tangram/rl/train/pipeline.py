@@ -198,7 +198,7 @@ def buffer_options(settings: TrainSettings) -> dict[str, Any]:
     return dict(
         batch=schedule.batch,
         staleness_bound=schedule.staleness_bound,
-        enforce_staleness=schedule.bounds_staleness,
+        enforces_staleness=schedule.enforces_staleness,
         bytes_max=schedule.buffer_bytes,
         batch_min=schedule.batch_min,
         wait_s=schedule.batch_wait_s,

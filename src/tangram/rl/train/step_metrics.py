@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from tangram.rl.buffer.records import FAILED, LEFT_BEHIND, STALE, group_number
-from tangram.rl.buffer.sample_buffer import DroppedGroup
+from tangram.rl.buffer.records import FAILED, LEFT_BEHIND, STALE, DroppedGroup, group_number
 from tangram.rl.inference.engines.protocol import EngineStatistics
 from tangram.rl.inference.router_records import EngineUpdated
 from tangram.rl.runs.metrics_lines import EngineUse, PoolUse, TaskStep, Trained

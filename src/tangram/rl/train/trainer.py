@@ -16,11 +16,11 @@ from tangram.errors import ManagerError
 from tangram.rl.inference.engines.protocol import PolicyWeights
 from tangram.rl.trajectories.training_batch import Demonstration, TrainingBatch
 
-METRICS = {
+METRIC_DESCRIPTIONS = {
     "loss": "the minimised loss, mean over the minibatches",
     "kl_sampler": "KL divergence of the trainer at the start of the step from the sampler (k3 over action tokens)",
     "kl_reference": "KL divergence from the reference policy (k3), if there is one",
-    "kl_teacher": "KL divergence from the teacher (k3 over action tokens), if there is one",
+    "kl_teacher": "KL divergence of the trainer at the start of the step from the teacher (k3), if there is one",
     "weight_mean": "mean importance weight of all action tokens",
     "weight_truncated": "share of action tokens whose importance weight was truncated",
     "clip_share": "share of action tokens whose ratio was clipped",
@@ -33,7 +33,7 @@ METRICS = {
     "tokens_per_s": "action tokens trained on, all epochs, per second of training",
     "overlong_share": "share of trajectories that were cut off",
 }
-"""Metrics that a trainer reports of a step."""
+"""Metrics of a step that a trainer reports, by name."""
 
 
 class TrainStepResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,10 +42,10 @@ class TrainStepResult(msgspec.Struct, frozen=True, kw_only=True):
     weights: PolicyWeights
     """The new version: one more than that of the batch."""
     metrics: dict[str, float]
-    """By name, see METRICS."""
+    """By name, see METRIC_DESCRIPTIONS."""
     train_s: float
     push_s: float
-    """Publishing the weights."""
+    """Time to publish the weights."""
 
 
 class TrainerDied(ManagerError):

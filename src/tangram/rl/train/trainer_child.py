@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
+import pkgutil
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn, Protocol
 
 import torch
 
-from tangram.errors import InvalidConfig, InvalidInput, ManagerError, TangramError
+from tangram.errors import InvalidInput, ManagerError, TangramError
 from tangram.processes.child_side import SupervisorConnection
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.inference.engines.protocol import PolicyWeights
+from tangram.rl.model.model_folder import require_vocabulary
 from tangram.rl.model.policy import Policy, TransformerPolicy, load
 from tangram.rl.model.weight_store import prune_versions, rollback
 from tangram.rl.rollout.assembly import first_model
@@ -56,20 +57,20 @@ class LearnerLike(Protocol):
 class HeartbeatThread(threading.Thread):
     """Sends heartbeats while the process computes; a process that waits forever sends none."""
 
-    def __init__(self, supervisor: SupervisorConnection[messages.AnyTrainerCommand], beat_s: float) -> None:
-        super().__init__(name="pulse", daemon=True)
-        self._supervisor, self._heartbeat_s = supervisor, beat_s
-        self.current_ask: int | None = None
-        """Number of the current command; None if idle."""
+    def __init__(self, supervisor: SupervisorConnection[messages.AnyTrainerCommand], heartbeat_s: float) -> None:
+        super().__init__(name="heartbeat", daemon=True)
+        self._supervisor, self._heartbeat_s = supervisor, heartbeat_s
+        self.current_request_id: int | None = None
+        """The current command; None if idle."""
 
     def run(self) -> None:
         before_s = time.process_time()
         while True:
             time.sleep(self._heartbeat_s)
             used_s = time.process_time()
-            ask = self.current_ask
-            if ask is not None and used_s - before_s > BUSY_CPU_SHARE * self._heartbeat_s:
-                self._supervisor.send(messages.TrainerHeartbeat(ask=ask))
+            request_id = self.current_request_id
+            if request_id is not None and used_s - before_s > BUSY_CPU_SHARE * self._heartbeat_s:
+                self._supervisor.send(messages.TrainerHeartbeat(ask=request_id))
             before_s = used_s
 
 
@@ -80,7 +81,7 @@ class TrainerWorker:
         torch.set_num_threads(settings.training.threads)
         self._folder, self._keep = Path(hello.folder), hello.keep
         self._policy = first_policy(settings, hello.vocabulary)
-        self._learner: LearnerLike = _import_learner(hello.learner)(
+        self._learner: LearnerLike = pkgutil.resolve_name(hello.learner)(
             settings, self._policy, reward_low=hello.reward_low, tokens_longest=hello.tokens_longest
         )
         if hello.checkpoint is not None:
@@ -91,31 +92,31 @@ class TrainerWorker:
     def handle(self, command: messages.AnyTrainerCommand) -> messages.AnyTrainerReply:
         """Raises InvalidInput; ManagerError and OSError for what cannot be written."""
         match command:
-            case messages.Imitate(ask=ask, episodes=episodes):
-                return messages.Imitated(ask=ask, loss=self._learner.imitate(episodes))
-            case messages.PublishWeights(ask=ask, version=version):
-                return messages.WeightsPublished(ask=ask, weights=self._publish(version))
-            case messages.TrainStep(ask=ask, batch=batch):
-                return messages.TrainStepDone(ask=ask, stepped=self._step(batch))
-            case messages.SaveCheckpoint(ask=ask, folder=folder):
+            case messages.Imitate(ask=request_id, episodes=episodes):
+                return messages.Imitated(ask=request_id, loss=self._learner.imitate(episodes))
+            case messages.PublishWeights(ask=request_id, version=version):
+                return messages.WeightsPublished(ask=request_id, weights=self._publish(version))
+            case messages.TrainStep(ask=request_id, batch=batch):
+                return messages.TrainStepDone(ask=request_id, stepped=self._step(batch))
+            case messages.SaveCheckpoint(ask=request_id, folder=folder):
                 with _remove_partial_files(Path(folder)):
                     self._learner.save(Path(folder))
-                return messages.CheckpointSaved(ask=ask)
+                return messages.CheckpointSaved(ask=request_id)
         raise AssertionError(f"a second {type(command).__name__}")
 
     def _step(self, batch: TrainingBatch) -> TrainStepResult:
         if batch.version != self._learner.version:
             raise InvalidInput("version", batch.version, f"{self._learner.version}, which is that of the trainer")
-        began_s = time.monotonic()
+        began_at = time.monotonic()
         try:
             metrics = self._learner.step(batch)
         except ManagerError as error:  # e.g. a gradient that is not finite; nothing has changed
             raise InvalidInput("batch", str(error), "groups that can be trained on") from error
         assert self._learner.version == batch.version + 1, "a step makes one version"
-        made_s = time.monotonic()
+        made_at = time.monotonic()
         weights = self._publish(self._learner.version)
         return TrainStepResult(
-            weights=weights, metrics=metrics, train_s=made_s - began_s, push_s=time.monotonic() - made_s
+            weights=weights, metrics=metrics, train_s=made_at - began_at, push_s=time.monotonic() - made_at
         )
 
     def _publish(self, version: int) -> PolicyWeights:
@@ -136,17 +137,8 @@ def first_policy(settings: TrainSettings, vocabulary: int) -> Policy:
     if not checkpoint:
         return TransformerPolicy(first_model(settings, vocabulary), for_external_servers=for_others)
     policy = load(checkpoint, for_external_servers=for_others)
-    if policy.vocabulary < vocabulary:
-        raise InvalidConfig(
-            "policy.checkpoint", checkpoint, f"a model that knows all {vocabulary} tokens of its vocabulary"
-        )
+    require_vocabulary(checkpoint, policy.vocabulary, vocabulary)
     return policy
-
-
-def _import_learner(learner: str) -> Callable[..., LearnerLike]:
-    module, _, name = learner.partition(":")
-    learner_class: Callable[..., LearnerLike] = getattr(importlib.import_module(module), name)
-    return learner_class
 
 
 @contextlib.contextmanager
@@ -185,7 +177,7 @@ def main(fd: int) -> NoReturn:
         for command in commands:
             if isinstance(command, messages.CloseTrainer):
                 supervisor.exit_process()
-            heartbeat.current_ask = command.ask
+            heartbeat.current_request_id = command.ask
             try:
                 reply = trainer.handle(command)
             except InvalidInput as error:
@@ -194,6 +186,6 @@ def main(fd: int) -> NoReturn:
                 )
             except (ManagerError, OSError) as error:
                 reply = messages.TrainerFailed(ask=command.ask, reason=str(error), retry=getattr(error, "retry", True))
-            heartbeat.current_ask = None
+            heartbeat.current_request_id = None
             supervisor.send(reply)
         commands = supervisor.receive_first()

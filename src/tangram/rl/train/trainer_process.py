@@ -19,21 +19,21 @@ from tangram.processes.child import HEARTBEATS_PER_HANG, ChildProcess
 from tangram.processes.fork_server import ForkServer
 from tangram.processes.framing import FrameTooLong
 from tangram.rl.config.training_settings import TrainSettings
+from tangram.rl.environments.protocol import reward_range
+from tangram.rl.environments.registry import tasks_of
 from tangram.rl.inference.engines.protocol import PolicyWeights
-from tangram.rl.rollout.assembly import tasks_of
 from tangram.rl.train import trainer_messages as messages
 from tangram.rl.train.trainer import TrainerDied, TrainStepResult
-from tangram.rl.trajectories.training_batch import Demonstration, TrainingBatch
-from tangram.rl.trajectories.trajectory import Group, Trajectory
+from tangram.rl.trajectories.training_batch import Demonstration, TrainingBatch, strip_for_training
 
 PROGRAM = "tangram.rl.train.trainer_child"
 LEARNER = "tangram.rl.model.learner:Learner"
 HEARTBEAT_S_MAX = 1.0
 """Interval between heartbeats of a busy child; shorter if `hang_s` is small."""
 HANG_S = 120.0
-"""Without a heartbeat: far longer than a disk that others use too blocks a write."""
+"""Time without a heartbeat: far longer than a disk that others use too blocks a write."""
 WORK_S_MAX = 1800.0
-"""For one request. A step takes seconds; with a large model on few cores, minutes."""
+"""Time limit of one request. A step takes seconds; with a large model on few cores, minutes."""
 VERSIONS_KEPT = 3
 """Published versions that are kept: a starting or slow engine may still read the version before the newest."""
 
@@ -65,7 +65,7 @@ class ProcessTrainer:
 
     @property
     def pid(self) -> int:
-        """Of the running child."""
+        """The process id of the running child."""
         assert self._child is not None, "the trainer does not run"
         return self._child.pid
 
@@ -135,11 +135,11 @@ class _TrainerChild(ChildProcess):
         self.initial_weights: PolicyWeights | None = None
         """Published when it became ready."""
         self._work_s_max = work_s_max
-        self._working_since_s = 0.0
+        self._working_since = 0.0
 
     async def call(self, command: messages.AnyTrainerCommand, kind: type[_Reply]) -> _Reply:
         if not self.has_work:
-            self._working_since_s = self._loop.time()
+            self._working_since = self._loop.time()
         try:
             reply: messages.AnyTrainerReply = await self.request(command.ask, command)
         except FrameTooLong as error:
@@ -164,39 +164,31 @@ class _TrainerChild(ChildProcess):
             case messages.TrainerHeartbeat():
                 pass  # its arrival is all that counts
             case _:
-                self._working_since_s = self._loop.time()  # it begins with the next thing
+                self._working_since = self._loop.time()  # it begins with the next thing
                 self.resolve(answer.ask, answer)
 
     def death_error(self, reason: str) -> TrainerDied:
         return TrainerDied(reason)
 
     def hang_reason(self, silent_s: float) -> str:
-        worked_s = self._loop.time() - self._working_since_s
+        worked_s = self._loop.time() - self._working_since
         if self.has_work and worked_s > self._work_s_max:
             return f"it worked at one request for {worked_s:.1f} s without an end"
         return super().hang_reason(silent_s)
 
 
 def strip_batch(batch: TrainingBatch) -> TrainingBatch:
-    """Removes what a trainer does not need: texts, spans, and trajectories that are not trained on."""
-    return msgspec.structs.replace(batch, groups=tuple(map(_strip_group, batch.groups)))
-
-
-def _strip_group(group: Group) -> Group:
-    return msgspec.structs.replace(group, members=tuple(map(_strip_trajectory, group.members)), left_out=())
-
-
-def _strip_trajectory(trajectory: Trajectory) -> Trajectory:
-    turns = tuple(msgspec.structs.replace(turn, observation="", action="") for turn in trajectory.turns)
-    return msgspec.structs.replace(trajectory, turns=turns, observation="", spans=())
+    """Removes what a trainer does not need."""
+    return msgspec.structs.replace(batch, groups=tuple(map(strip_for_training, batch.groups)))
 
 
 def _task_limits(settings: TrainSettings) -> tuple[dict[str, float], int]:
     """Returns the lowest reward of each task, and the most tokens that a policy may write in one trajectory."""
     reward_low: dict[str, float] = {}
     tokens_longest = 1
-    for task, own in zip(tasks_of(settings), settings.tasks, strict=True):
-        reward_low[own.name] = float(getattr(task, "reward_range", (0.0, 1.0))[0])
-        turns, tokens = own.turns_max or task.turns_max, own.tokens_max or task.tokens_max
+    for task, task_settings in zip(tasks_of(settings), settings.tasks, strict=True):
+        reward_low[task_settings.name], _ = reward_range(task)
+        turns = task_settings.turns_max or task.turns_max
+        tokens = task_settings.tokens_max or task.tokens_max
         tokens_longest = max(tokens_longest, turns * tokens)
     return reward_low, tokens_longest

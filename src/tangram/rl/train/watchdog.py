@@ -25,7 +25,7 @@ from tangram.managers.quotas.manager import REQUESTS, TOKENS
 from tangram.rl.inference.router import Router
 from tangram.rl.rollout.episode import WAITED_FOR_BY_STAGE, WAITING
 from tangram.rl.rollout.rollout import Rollout
-from tangram.rl.trajectories.trajectory import Ending, Stage
+from tangram.rl.trajectories.trajectory import Stage
 from tangram.runtime.shortage import short_kind_when_queued
 
 STALL_CAUSE = "nothing moved"
@@ -68,10 +68,10 @@ class Stall(msgspec.Struct, frozen=True, kw_only=True):
     stalled_s: float
     """Seconds without any activity."""
     number: int
-    """In a row, from 1."""
+    """The number of the stall in a row, from 1."""
     text: str
     """What the run waits for."""
-    abort: tuple[str, ...] = ()
+    stuck_trajectories: tuple[str, ...] = ()
     """Trajectories to be stopped and played again."""
     give_up: bool = False
     """It is the last of the stalls in a row that are allowed."""
@@ -86,14 +86,14 @@ class Watchdog:
     def __init__(self, stall_s: float, stalls_max: int, now: float) -> None:
         self._stall_s = stall_s
         self._stalls_max = stalls_max
-        self._last_activity_s = self._last_stall_s = now
+        self._last_activity_at = self._last_stall_at = now
         self._stalls_in_row = 0
         self._tokens = 0
 
     def on_progress(self, now: float) -> None:
         """Records a step that is done, or a group that ended with members. A trajectory without a reward, such as a
         stopped one, is no evidence that its next attempt will do better."""
-        self._last_activity_s = max(self._last_activity_s, now)
+        self._last_activity_at = max(self._last_activity_at, now)
         self._stalls_in_row = 0
 
     def check(self, now: float, seen: RunSnapshot) -> Stall | None:
@@ -102,18 +102,18 @@ class Watchdog:
         moved = [now - since_s for since_s in _stage_ages(seen)]
         if self._has_new_tokens(seen):
             moved.append(now)
-        self._last_activity_s = max([self._last_activity_s, *moved])
-        if now - max(self._last_activity_s, self._last_stall_s) < self._stall_s:
+        self._last_activity_at = max([self._last_activity_at, *moved])
+        if now - max(self._last_activity_at, self._last_stall_at) < self._stall_s:
             return None
-        self._last_stall_s = now
+        self._last_stall_at = now
         self._stalls_in_row += 1
-        for_s = now - self._last_activity_s
+        for_s = now - self._last_activity_at
         give_up = self._stalls_in_row >= self._stalls_max
         return Stall(
             stalled_s=for_s,
             number=self._stalls_in_row,
             text=f"{STALL_CAUSE} for {for_s:.0f} s: {describe_waits(seen)}",
-            abort=() if give_up else self._stuck_trajectories(seen),
+            stuck_trajectories=() if give_up else self._stuck_trajectories(seen),
             give_up=give_up,
         )
 
@@ -221,12 +221,12 @@ def waiting_pools(client: Client | None) -> dict[str, str]:
     """Returns the pool that an action of each trajectory waits for. Empty for a remote service, which does not report
     it."""
     transport = client.transport if client is not None else None
-    decider = transport.orchestrator.decider if isinstance(transport, LocalTransport) else None
-    if not isinstance(decider, Scheduler):
+    scheduler = transport.orchestrator.decider if isinstance(transport, LocalTransport) else None
+    if not isinstance(scheduler, Scheduler):
         return {}
     return {
-        entry.action.trajectory: _pool_name(short_kind_when_queued(decider, entry))
-        for entry in decider.entries.values()
+        entry.action.trajectory: _pool_name(short_kind_when_queued(scheduler, entry))
+        for entry in scheduler.entries.values()
         if entry.state is State.QUEUED and entry.action.trajectory
     }
 
@@ -240,9 +240,4 @@ def _pool_name(kind: str) -> str:
 def abort_stuck(rollout: Rollout, stall: Stall) -> int:
     """Stops stuck trajectories, in engine and environment; their groups play them again as the settings say. Returns
     how many."""
-    stuck = set(stall.abort)
-    chosen = [each for each in rollout.in_flight() if each.id in stuck]
-    for episode in chosen:
-        episode.was_abandoned = True
-        episode.stop(Ending.CANCELLED, stall.text)
-    return len(chosen)
+    return rollout.abort(stall.stuck_trajectories, cause=stall.text, replay=True)

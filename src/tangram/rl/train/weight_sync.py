@@ -30,35 +30,34 @@ class WeightSync:
         evaluation: BackgroundEvaluation,
         metrics: StepMetrics,
         *,
-        in_waves: bool,
-        stops_stale: bool,
+        in_batches: bool,
+        aborts_stale: bool,
     ) -> None:
-        """`weights`: what the engines have now. `in_waves`: groups start in waves, so the engines are idle between
-        two waves, and a sync waits there for a running evaluation.
-        `stops_stale`: samples that are too stale for the next step are stopped at once (mode `async`)."""
+        """`weights`: what the engines have now. `in_batches`: groups start in batches, so the engines are idle between
+        two batches, and a sync waits there for a running evaluation. `aborts_stale`: samples that are too stale for the
+        next step are stopped at once (mode `async`)."""
         self.newest = weights
-        """Published by the trainer."""
+        """The newest weights that the trainer has published."""
         self.engine_version = weights.version
         self._router, self._rollout, self._buffer = router, rollout, buffer
         self._pause, self._evaluation, self._metrics = pause, evaluation, metrics
-        self._in_waves, self._stops_stale = in_waves, stops_stale
+        self._in_batches, self._aborts_stale = in_batches, aborts_stale
         self._lock = asyncio.Lock()
 
     async def sync(self) -> None:
         """Blocks until the engines have the newest weights. Raises NoEngine, and ManagerError if no engine takes
         them."""
         async with self._lock:
-            if self._in_waves:
-                await (
-                    self._evaluation.wait()
-                )  # so that one version plays all of it; no group is in flight between two waves
+            if self._in_batches:
+                # So that one version plays all of it; no group is in flight between two batches.
+                await self._evaluation.wait()
             if self.newest.version == self.engine_version:
                 return
             with self._pause.held():
                 self.engine_version = await self._update_engines()
             self.discard_stale()
 
-    async def roll_back(self, restart: Callable[[], Awaitable[PolicyWeights]], version: int, cause: str) -> None:
+    async def rollback(self, restart: Callable[[], Awaitable[PolicyWeights]], version: int, cause: str) -> None:
         """Restarts the trainer at `version`, rolls the engines back to it, and discards members with tokens of later
         versions. Raises what `restart` raises."""
         async with self._lock:
@@ -71,8 +70,8 @@ class WeightSync:
 
     def discard_stale(self) -> None:
         """Discards what is too stale for the next step: groups in the buffer, and members of groups in flight, whether
-        they have ended or not. Does nothing in modes that do not stop stale samples."""
-        if self._stops_stale:
+        they have ended or not. Does nothing in modes that do not abort stale samples."""
+        if self._aborts_stale:
             self._metrics.on_dropped(self._buffer.drop_stale())
             # A member that replaces a stale one must not be stale at its start: engines may still have older weights.
             oldest = min(self._buffer.version_min, self.engine_version)

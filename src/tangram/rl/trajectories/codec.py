@@ -11,10 +11,13 @@ from typing import Protocol
 
 from tangram.errors import InvalidConfig
 
+WORDS_FILE = "words.json"
+"""Vocabulary file in a checkpoint folder, for vocabularies of words."""
+
 
 class Codec(Protocol):
     size: int
-    """Of the vocabulary."""
+    """Size of the vocabulary."""
     stop: tuple[int, ...]
     """Stop tokens: each ends an action. They are part of its tokens, not of its text."""
 

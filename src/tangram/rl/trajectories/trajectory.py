@@ -72,25 +72,26 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
     observation: str
     observation_tokens: tuple[int, ...]
-    """As the policy saw it, with the marker tokens around it."""
+    """The observation as the policy saw it, with the marker tokens around it."""
     action: str
     tokens: tuple[int, ...]
-    """Of the action, exactly as sampled, with its stop token. They are never encoded from text again."""
+    """The tokens of the action, exactly as sampled, with its stop token. They are never encoded from text again."""
     logprobs: tuple[float, ...]
-    """Of each token, in the distribution that it was sampled from."""
+    """The log-probability of each token, in the distribution that it was sampled from."""
     versions: tuple[int, ...]
-    """Of the weights that sampled each token."""
+    """The version of the weights that sampled each token."""
     kept: tuple[tuple[int, ...], ...] | None = None
     """For top-k and top-p sampling: for each token, the ids among which it was sampled."""
     cut: bool = False
     """The action reached its token limit before its stop token."""
     engine: str = ""
-    """That sampled the last token."""
+    """The engine that sampled the last token."""
     prefilled: int = 0
     """Tokens that an engine prefilled for it, for the first time or again."""
     prefill_s: float = 0.0
+    """Engine time of prefill."""
     decode_s: float = 0.0
-    """Engine time of prefill and of decode."""
+    """Engine time of decode."""
 
     def __post_init__(self) -> None:
         count = len(self.tokens)
@@ -109,7 +110,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     """0, or one more than the attempt that it replaces."""
     seed: int
-    """Of the group: it determines the environment. With member and attempt it determines the sampling noise."""
+    """The seed of the group: it determines the environment, and with member and attempt the sampling noise."""
     turns: tuple[Turn, ...]
     observation: str = ""
     """The last observation, to which there is no action."""
@@ -158,7 +159,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def version_first(self) -> int | None:
-        """Of its first token, from which its staleness is counted; None without tokens."""
+        """The version of its first token, from which its staleness is counted; None without tokens."""
         return next((turn.versions[0] for turn in self.turns if turn.versions), None)
 
 
@@ -187,12 +188,12 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def version_first(self) -> int | None:
-        """Of the first token of its oldest member; None without tokens."""
+        """The version of the first token of its oldest member; None without tokens."""
         return min((each.version_first for each in self.members if each.version_first is not None), default=None)
 
     @property
     def version_last(self) -> int | None:
-        """Of its newest token; None without tokens."""
+        """The version of its newest token; None without tokens."""
         return max((max(turn.versions) for each in self.members for turn in each.turns if turn.versions), default=None)
 
     def all_trajectories(self) -> Iterator[Trajectory]:
@@ -205,7 +206,7 @@ class GroupTicket(msgspec.Struct, frozen=True, kw_only=True):
 
     task: str
     number: int
-    """Of the group within the run; with the task it forms the id."""
+    """The number of the group within the run; with the task it forms the id."""
     seed: int
     series: str = ""
     """Prefix of the number in the ids of groups that are not trained on, such as those of an evaluation."""

@@ -1,13 +1,13 @@
 """The fake engine: generates scripted tokens. For tests, and to try an environment or a router without PyTorch.
 
 Keeps the contract of engines on any event loop, virtual time included, because it uses time only through timers of the
-loop. Owns nothing outside itself. Records the last ASKED_MAX requests.
+loop. Owns nothing outside itself. Records the last REQUESTS_MAX requests.
 
     engine = FakeEngine(lambda request: (5, 6, END), token_s=0.02)
 
 A script returns what follows the tokens of a request. After the death of an engine these include what was generated
-before, so a script has to continue from there: it does if it chooses each token by its context, and `spoken` does for
-whole texts.
+before, so a script has to continue from there: it does if it chooses each token by its context, and the script of
+`text_script` does for whole texts.
 
 It can fail on purpose: `die` ends it with all its requests, `hang` stops it silently, `refuse` makes its next updates
 or starts fail.
@@ -191,7 +191,7 @@ class FakeEngine:
         """Makes the next calls fail."""
         self._refusals = {"fetch": fetches, "update": updates, "start": starts}
 
-    # ---- inside ----
+    # ---- internals ----
 
     def _on_hang_noticed(self) -> None:
         if self.hanging:

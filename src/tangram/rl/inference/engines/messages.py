@@ -20,7 +20,7 @@ class EngineCommand(msgspec.Struct, frozen=True, kw_only=True, tag=False):
 
 
 class EngineHello(EngineCommand, frozen=True, kw_only=True, tag="Hello"):
-    """The first command. The response is Ready when the engine can serve, or NotReady."""
+    """The first command. The response is EngineReady when the engine can serve, or EngineNotReady."""
 
     name: str
     settings: EngineSettings
@@ -32,7 +32,7 @@ class EngineHello(EngineCommand, frozen=True, kw_only=True, tag="Hello"):
 
 
 class AddRequest(EngineCommand, frozen=True, kw_only=True, tag="Add"):
-    """The response is Done or Refused, preceded by any number of Written."""
+    """The response is GenerationDone or GenerationRefused, preceded by any number of TokenDelta."""
 
     request: GenerationRequest
 
@@ -71,7 +71,7 @@ class CloseEngine(EngineCommand, frozen=True, kw_only=True, tag="Close"):
     """The only response is the end of the process."""
 
 
-# ---- answers ----------------------------------------------------------------------------------------------------
+# ---- replies ----------------------------------------------------------------------------------------------------
 
 
 class EngineReply(msgspec.Struct, frozen=True, kw_only=True, tag=False):
@@ -87,7 +87,7 @@ class EngineNotReady(EngineReply, frozen=True, kw_only=True, tag="NotReady"):
 
 
 class TokenDelta(EngineReply, frozen=True, kw_only=True, tag="Written"):
-    """Tokens of a running request since its last message. Done repeats all of them."""
+    """Tokens of a running request since its last message. GenerationDone repeats all of them."""
 
     id: str
     tokens: tuple[int, ...]

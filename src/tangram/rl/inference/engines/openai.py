@@ -60,6 +60,8 @@ from tangram.rl.inference.engines.protocol import (
     RequestRefused,
     Sampling,
     SamplingSeed,
+    ServerOverloaded,
+    ServerUnreachable,
 )
 from tangram.rl.inference.engines.server_adapters import (
     LOGPROB_TOLERANCE,
@@ -109,14 +111,6 @@ CLOSED = "it was closed meanwhile"
 OWN_WEIGHTS = "it serves weights of its own until it has taken an update"
 
 
-class ServerUnreachable(EngineDied):
-    """The server was not reached, so no request is to blame."""
-
-
-class ServerOverloaded(ServerUnreachable):
-    """The server accepts no request, so no request is to blame."""
-
-
 class OpenAIEngine:
     """`number` fills `{number}` in the address, so that one table describes several servers. `temperature` is that of
     training: a server that returns log-probabilities of another temperature cannot train."""
@@ -135,7 +129,7 @@ class OpenAIEngine:
         """`vocabulary`: size of the vocabulary; None: unknown, every id is accepted."""
         if dialect not in SERVER_ADAPTERS:
             raise InvalidConfig("dialect", dialect, f"one of {', '.join(SERVER_ADAPTERS)}")
-        self.name = settings.name if settings.count == 1 else f"{settings.name}-{number}"
+        self.name = settings.engine_name(number)
         self.hardware = settings.hardware
         self.output_is_trainable = False
         self.shortcoming = "it was not started"
@@ -151,7 +145,7 @@ class OpenAIEngine:
         self._slots = asyncio.Semaphore(settings.slots)
         self._http = HttpClient()
         self._session: HttpSession | None = None
-        self._last_output_s = -math.inf
+        self._last_output_at = -math.inf
         """When the server last sent output."""
         self._alive = False
         self._takes_weights = False
@@ -166,11 +160,11 @@ class OpenAIEngine:
         self._resumed_at = -math.inf
         self._version = 0
         self._requests = 0
-        """Requests, and the part that has a slot:"""
         self._active = 0
+        """The requests that have a slot."""
         self._statistics = EngineStatistics(name=self.name)
 
-    # ---- its life ----
+    # ---- lifecycle ----
 
     async def start(self, weights: PolicyWeights) -> None:
         self._alive = False
@@ -233,11 +227,11 @@ class OpenAIEngine:
     async def update(self, weights: PolicyWeights) -> None:
         """A server that takes no weights keeps its own; `shortcoming` has the reason."""
         self._require_alive()
-        began_s = time.monotonic()
+        began_at = time.monotonic()
         if self._takes_weights:
             await self._push_weights(weights)
         self._version = weights.version
-        self._count(update_s=time.monotonic() - began_s)
+        self._count(update_s=time.monotonic() - began_at)
 
     async def _push_weights(self, weights: PolicyWeights) -> None:
         """Raises ManagerError if it keeps its old weights, EngineDied if its weights are unknown."""
@@ -275,11 +269,11 @@ class OpenAIEngine:
         waiting = self._requests - self._active
         return msgspec.structs.replace(self._statistics, version=self._version, active=self._active, waiting=waiting)
 
-    # ---- writing ----
+    # ---- generation ----
 
     async def generate(self, request: GenerationRequest) -> Generation:
         session = self._require_alive()
-        if request.sampling.keep_ids and request.sampling.is_truncated:
+        if request.sampling.keep_ids and request.sampling.truncates_distribution:
             raise InvalidInput(
                 "keep_ids", True, "top_k = 0 and top_p = 1: this server does not return the ids that it kept"
             )
@@ -288,7 +282,7 @@ class OpenAIEngine:
         try:
             async with self._slots:
                 await self._generate_with_retries(session, request, assembler)
-        except HttpSessionClosed as error:  # while it waited for a slot, so the request is not to blame
+        except HttpSessionClosed as error:  # while it waited for a slot, so the request did not cause it
             raise ServerUnreachable(self.name, CLOSED, assembler.partial()) from error
         except EngineDied:
             if session is self._session:
@@ -325,7 +319,7 @@ class OpenAIEngine:
         self, session: HttpSession, request: GenerationRequest, assembler: StreamAssembler, busy_s_max: float
     ) -> None:
         """Retries while the server is busy. Raises _ServerFailed, EngineDied, RequestRefused and HttpSessionClosed."""
-        began_s, tried = time.monotonic(), 0
+        began_at, tried = time.monotonic(), 0
         while True:
             session.require_open()
             try:
@@ -333,7 +327,7 @@ class OpenAIEngine:
                 return
             except _ServerBusy as busy:
                 tried = min(tried + 1, TRIES)
-                if self._is_response_due() and time.monotonic() - max(began_s, self._last_output_s) >= busy_s_max:
+                if self._is_response_due() and time.monotonic() - max(began_at, self._last_output_at) >= busy_s_max:
                     reason = f"{self.url} accepted no request for {busy_s_max:g} s: {busy}"
                     raise ServerOverloaded(self.name, reason, None) from busy
                 await session.pause(busy.wait_s + backoff_s(tried, PAUSE_S, PAUSE_S_MAX))
@@ -358,7 +352,7 @@ class OpenAIEngine:
                     text = (await response.read_up_to(SHOWN_CHARACTERS)).decode(errors="replace")
                     self._raise_for_status(response.status, text, response.headers)
                 async for answer in session.response_parts(response, streams=self._adapter.streams):
-                    self._last_output_s = time.monotonic()
+                    self._last_output_at = time.monotonic()
                     assembler.add(self._adapter.parse(answer), self._version, logprobs=self._tells_logprobs)
                 assembler.require_stop()
         except HttpSessionClosed as error:
@@ -456,7 +450,7 @@ class OpenAIEngine:
             return answer.json()
         return None  # some servers answer control calls with a word or with nothing
 
-    # ---- what it is good for ----
+    # ---- probing ----
 
     async def _probe(self) -> str:
         """Returns why its output cannot be trained on; empty if it can. Raises ManagerError if it cannot serve at all,

@@ -80,7 +80,7 @@ class _PendingRequest:
 
 
 class ProcessEngine:
-    """One engine; see Engine. It belongs to the event loop in which it was started."""
+    """One engine; see InferenceEngine. It belongs to the event loop in which it was started."""
 
     output_is_trainable = True
 
@@ -98,7 +98,7 @@ class ProcessEngine:
             raise InvalidConfig("kind", settings.kind, "process: others are not ours to start")
         if dtype not in DTYPES:
             raise InvalidConfig("dtype", dtype, " or ".join(DTYPES))
-        self.name = settings.name if settings.count == 1 else f"{settings.name}-{number}"
+        self.name = settings.engine_name(number)
         self.hardware = settings.hardware
         self.steps: list[StepRecord] = []
         """With `record_steps`: all steps, by the clock of the child."""
@@ -108,7 +108,7 @@ class ProcessEngine:
 
     @property
     def pid(self) -> int:
-        """State of the running child."""
+        """The process id of the running child."""
         assert self._child is not None, f"{self.name} does not run"
         return self._child.pid
 
@@ -195,26 +195,26 @@ class _EngineChild(ChildProcess):
 
     async def suspend(self) -> None:
         self.require_ready()
-        ask = self.next_number()
+        request_id = self.next_number()
         self._suspended = True
-        await self.request(ask, Suspend(ask=ask))
+        await self.request(request_id, Suspend(ask=request_id))
 
     async def resume(self) -> None:
         self.require_ready()
-        ask = self.next_number()
+        request_id = self.next_number()
         self.reset_hang_timer()
         self._suspended = False
-        await self.request(ask, Resume(ask=ask))
+        await self.request(request_id, Resume(ask=request_id))
 
     async def fetch(self, weights: PolicyWeights) -> None:
-        ask = self.next_number()
-        self._require_accepted(weights, await self.request(ask, Fetch(ask=ask, weights=weights)))
+        request_id = self.next_number()
+        self._require_accepted(weights, await self.request(request_id, Fetch(ask=request_id, weights=weights)))
 
     async def update(self, weights: PolicyWeights) -> None:
-        ask = self.next_number()
+        request_id = self.next_number()
         self._updating += 1
         try:
-            self._require_accepted(weights, await self.request(ask, Update(ask=ask, weights=weights)))
+            self._require_accepted(weights, await self.request(request_id, Update(ask=request_id, weights=weights)))
         finally:
             self._updating -= 1
 
@@ -222,7 +222,7 @@ class _EngineChild(ChildProcess):
         if isinstance(answer, UpdateFailed):
             raise ManagerError(f"engine {self.name} keeps its weights: version {weights.version}: {answer.reason}")
 
-    # ---- answers ----
+    # ---- replies ----
 
     def on_message(self, answer: AnyEngineReply) -> None:
         match answer:
@@ -238,8 +238,13 @@ class _EngineChild(ChildProcess):
                 pending = self._pending_by_id.get(id)
                 if pending is not None and not pending.future.done():
                     pending.future.set_exception(InvalidAction(answer.field, answer.value, answer.expected))
-            case EngineAcknowledged(ask=ask) | Fetched(ask=ask) | Updated(ask=ask) | UpdateFailed(ask=ask):
-                self.resolve(ask, answer)
+            case (
+                EngineAcknowledged(ask=request_id)
+                | Fetched(ask=request_id)
+                | Updated(ask=request_id)
+                | UpdateFailed(ask=request_id)
+            ):
+                self.resolve(request_id, answer)
             case EngineHeartbeat(statistics=statistics, steps=steps):
                 self._statistics, self._statistics_s = statistics, self._loop.time()
                 self._steps += steps
@@ -250,7 +255,7 @@ class _EngineChild(ChildProcess):
             case EngineNotReady(reason=reason):
                 self.fail_start(ManagerError(reason, retry=False))
 
-    # ---- silence and end ----
+    # ---- hang and death ----
 
     @property
     def has_work(self) -> bool:
@@ -268,7 +273,7 @@ class _EngineChild(ChildProcess):
             if not pending.future.done():
                 pending.future.set_exception(EngineDied(self.name, reason, pending.partial(self.name)))
 
-    # ---- what is known of it ----
+    # ---- statistics ----
 
     def statistics(self) -> EngineStatistics:
         """The last statistics of the child, with the number of requests as this process counts them."""

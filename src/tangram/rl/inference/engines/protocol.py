@@ -44,7 +44,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidConfig("top_p", self.top_p, "more than 0, at most 1")
 
     @property
-    def is_truncated(self) -> bool:
+    def truncates_distribution(self) -> bool:
         return self.top_k > 0 or self.top_p < 1.0
 
     def require_trainable(self) -> None:
@@ -52,7 +52,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         if self.temperature == 0.0:
             expected = "more than 0: a policy learns nothing from what it always does"
             raise InvalidConfig("sampling.temperature", 0.0, expected)
-        if self.is_truncated and not self.keep_ids:
+        if self.truncates_distribution and not self.keep_ids:
             key, value, everything = ("top_k", self.top_k, 0) if self.top_k else ("top_p", self.top_p, 1)
             expected = f"{everything} for training, or keep_ids = true beside it, to store the tokens that were left"
             raise InvalidConfig(f"sampling.{key}", value, expected)
@@ -87,8 +87,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Of each token in the distribution that it was sampled from, after temperature, top-k and top-p; at temperature 0,
-    which does not sample, in that of temperature 1."""
+    """The log-probability of each token in the distribution that it was sampled from: after temperature, top-k and
+    top-p; at temperature 0, which does not sample, in that of temperature 1."""
     versions: tuple[int, ...]
     kept: tuple[tuple[int, ...], ...] | None = None
     finish: Finish
@@ -98,7 +98,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     reused: int = 0
     """Context tokens that were still in the KV cache."""
     waiting_s: float = 0.0
-    """Until the engine began with it."""
+    """Time until the engine began with the request."""
     prefill_s: float = 0.0
     decode_s: float = 0.0
     """Full time of its steps: a step counts in full for each request in its batch."""
@@ -130,7 +130,7 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     decode_s: float = 0.0
     idle_s: float = 0.0
     suspended_s: float = 0.0
-    """Between SUSPEND and RESUME."""
+    """Time between SUSPEND and RESUME."""
     update_s: float = 0.0
     """Weight updates: reading, concurrent with decoding or not, and switching."""
 
@@ -143,6 +143,14 @@ class EngineDied(ManagerError):
         self.written = written
         """The known output until then; its `finish` has no meaning."""
         super().__init__(f"engine {name}: {reason}")
+
+
+class ServerUnreachable(EngineDied):
+    """The server was not reached, so no request caused it."""
+
+
+class ServerOverloaded(ServerUnreachable):
+    """The server accepts no request, so no request caused it."""
 
 
 class RequestRefused(ManagerError):

@@ -35,8 +35,9 @@ class CompletionChunk(NamedTuple):
     finish: str | None
     version: int | None = None
     prompt: int | None = None
-    """Prefilled tokens, and the part that was cached:"""
+    """Tokens of the prompt."""
     cached: int | None = None
+    """The part of the prompt that was in the KV cache."""
 
 
 class ServerAdapter(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,13 +36,13 @@ class StreamAssembler:
         self._versions: list[int] = []
         self._prefilled = len(request.tokens)
         self._reused = 0
-        self._queued_s = self._began_s = time.monotonic()
+        self._queued_at = self._began_at = time.monotonic()
         self._first_s: float | None = None
         self.finish: str | None = None
 
     def begin(self) -> None:
         """The request is sent now; the time before was waiting."""
-        self._began_s = time.monotonic()
+        self._began_at = time.monotonic()
 
     def add(self, chunk: CompletionChunk, version: int, *, logprobs: bool) -> None:
         """Raises ValueError and UnexpectedFinish."""
@@ -93,7 +93,7 @@ class StreamAssembler:
 
     def generation(self) -> Generation:
         now_s = time.monotonic()
-        first_s = self._first_s if self._first_s is not None else now_s
+        first_at = self._first_s if self._first_s is not None else now_s
         return Generation(
             tokens=tuple(self._tokens),
             logprobs=tuple(self._logprobs),
@@ -102,7 +102,7 @@ class StreamAssembler:
             engine=self._engine,
             prefilled=self._prefilled,
             reused=self._reused,
-            waiting_s=self._began_s - self._queued_s,
-            prefill_s=first_s - self._began_s,
-            decode_s=now_s - first_s,
+            waiting_s=self._began_at - self._queued_at,
+            prefill_s=first_at - self._began_at,
+            decode_s=now_s - first_at,
         )

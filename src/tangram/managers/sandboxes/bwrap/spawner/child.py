@@ -1,7 +1,7 @@
 """What a fork of the spawner does before it executes a program: the holder of a sandbox, a runner in it, a copy.
 
 Standard library only, imported by the spawner before it forks. Owns every step between fork and exec. A function named
-`become_` never returns: it executes a program, or reports an error and exits. Promises that a waiting runner has
+`become_*` never returns: it executes a program, or reports an error and exits. Promises that a waiting runner has
 nothing of the spawner: no descriptor, no privilege, no namespace.
 """
 
