@@ -112,7 +112,7 @@ def test_one_that_is_kept_is_examined_as_well(tmp_path: Path, folder: Path) -> N
     spoilt = io.BytesIO()
     torch.save(state, spoilt)
     store_cached(tmp_path, lazy, spoilt.getvalue())
-    with pytest.raises(ManagerError, match="it would pay for wrong answers"):
+    with pytest.raises(ManagerError, match="it would reward wrong answers"):
         load_or_train(lazy, tmp_path)
 
 
