@@ -68,14 +68,14 @@ def fsync_path(path: Path) -> None:
 @contextmanager
 def atomic_write(option: str, path: str | Path) -> Iterator[BinaryIO]:
     """`atomic_file` for the path of an option. Raises InvalidConfig with the option, the path and the reason."""
-    with _os_error_as_invalid_config(option, path), atomic_file(Path(path).resolve()) as file:
+    with os_error_as_invalid_config(option, path), atomic_file(Path(path).resolve()) as file:
         yield file
 
 
 def check_writable(option: str, path: Path) -> None:
     """Raises InvalidConfig unless a file can be written at `path`. Creates the directory and tries it, because
     permissions alone do not decide."""
-    with _os_error_as_invalid_config(option, path):
+    with os_error_as_invalid_config(option, path):
         if path.is_dir():
             raise IsADirectoryError(21, "it is a folder")
         if path.exists() and not path.is_file():
@@ -89,7 +89,8 @@ def check_writable(option: str, path: Path) -> None:
 
 
 @contextmanager
-def _os_error_as_invalid_config(option: str, path: str | Path) -> Iterator[None]:
+def os_error_as_invalid_config(option: str, path: str | Path) -> Iterator[None]:
+    """Raises InvalidConfig with the option, the path and the reason for an OSError in the block."""
     try:
         yield
     except OSError as error:

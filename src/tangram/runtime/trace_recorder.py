@@ -1,41 +1,112 @@
 """The trace recorder: writes what a scheduler received and decided to a file, and reads such a file back.
 
-Owns the files; core/trace.py owns the format of a line. A file appears under its name only when it is complete. Reading
-checks every line and raises InvalidTrace with file and line for what is malformed.
+Owns the files; core/trace.py owns the format of a line. `TraceLog` is the observer that writes: the event log of the
+server, and what `connect(record=...)` and `tangram sim --record` keep. Promises that every line in a file is complete,
+and that an error of writing ends the trace and nothing else. Reading checks every line and raises InvalidTrace with
+file and line for what is malformed.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from tangram.core.action import Outcome
 from tangram.core.limits import Limits
-from tangram.core.messages import Concluded, Effect, Event, Observer, Pool, Settle
+from tangram.core.messages import Concluded, Effect, Event, Pool, Settle
 from tangram.core.trace import EVENTS, Header, Line, Recorder, read
-from tangram.errors import InvalidConfig, InvalidTrace
-from tangram.files.atomic_file import atomic_write
+from tangram.errors import InvalidConfig, InvalidTrace, ManagerError
+from tangram.files.append_log import AppendLog
+from tangram.files.atomic_file import os_error_as_invalid_config, partial_path_of, replace_file
 
+FLUSH_BYTES = 64 << 10
+FLUSH_INTERVAL_S = 1.0
+"""Buffered events are written above this many bytes, or with the first event after this time. Limits what a killed
+process loses."""
 SECONDS_MAX = 1e10
 """Largest time in a trace, Unix time included: beyond it, a float has no precision for fractions of seconds."""
 SECONDS_MIN_ROUNDED = -1e-6
 """A difference of two times may be slightly negative by rounding."""
 
 
+log = logging.getLogger("tangram.trace")
+
+
+class TraceLog:
+    """An observer of the orchestrator that appends each event and its effects. Writes to the page cache only, so an
+    action never waits for a disk."""
+
+    def __init__(self, path: Path, header: Header, *, permissions: int = 0o644, bytes_max: int | None = None) -> None:
+        """Raises OSError if the file cannot be opened."""
+        self.error: ManagerError | None = None
+        """Why the trace ended before the orchestrator did; its lines until then are complete."""
+        self._path = path
+        self._recorder = Recorder()
+        self._flush_at = 0.0
+        self._log = AppendLog(path, permissions=permissions, buffer_bytes=FLUSH_BYTES, bytes_max=bytes_max)
+        self._append(self._recorder.header(header))
+        self.flush()
+
+    def __call__(self, now: float, event: Event, effects: list[Effect]) -> None:
+        if self.error is not None:
+            return
+        self._append(self._recorder.lines(now, event, effects))
+        if now >= self._flush_at:
+            self._flush_at = now + FLUSH_INTERVAL_S
+            self.flush()
+
+    def _append(self, lines: bytes) -> None:
+        try:
+            self._log.append(lines)
+        except ManagerError as error:
+            self._stop(error)
+
+    def flush(self) -> None:
+        """Write the buffered events."""
+        if self.error is not None:
+            return
+        try:
+            self._log.flush()
+        except ManagerError as error:
+            self._stop(error)
+
+    def _stop(self, error: ManagerError) -> None:
+        self.error = error
+        log.warning("the trace %s ended: %s", self._path, error)
+
+    def open_snapshot(self) -> tuple[BinaryIO, int]:
+        """A reader of all events until now, and its size. Its caller closes it."""
+        self.flush()
+        return self._log.open_snapshot(), self._log.size
+
+    def close(self) -> None:
+        self.flush()
+        self._log.close()
+
+
 @contextmanager
 def record_trace(
     path: str | Path, *, policy: str, pools: tuple[Pool, ...], limits: Limits, note: str = ""
-) -> Iterator[Observer]:
-    """Yields an observer that writes every event and its effects to the file."""
-    recorder = Recorder()
-    with atomic_write("record", path) as file:
-        file.write(recorder.header(Header(policy=policy, pools=pools, limits=limits, note=note)))
-
-        def record(now: float, event: Event, effects: list[Effect]) -> None:
-            file.write(recorder.lines(now, event, effects))
-
-        yield record
+) -> Iterator[TraceLog]:
+    """Yields an observer that writes every event and its effects. The trace appears under its name at the end of the
+    block; until then, and if the process is killed, it is under the name of `partial_path_of`. An error in the block
+    removes it. Raises InvalidConfig if the file cannot be created."""
+    partial = partial_path_of(path)
+    with os_error_as_invalid_config("record", path):
+        partial.unlink(missing_ok=True)
+        trace = TraceLog(partial, Header(policy=policy, pools=pools, limits=limits, note=note))
+    try:
+        try:
+            yield trace
+        finally:
+            trace.close()
+        with os_error_as_invalid_config("record", path):
+            replace_file(partial, Path(path).resolve())
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from tangram.managers.quotas.manager import Quota, QuotaManager, Rate
 from tangram.managers.work import CAPTURE_BYTES_DEFAULT, MAINTENANCE_CORES, MEMORY_BYTES_MIN, MIB, HoldGrant, Work
 from tangram.runtime.event_sink import EventSink
 from tangram.runtime.orchestrator import Orchestrator
+from tangram.runtime.trace_recorder import TraceLog
 from tangram.runtime.wire import ServerInfo
 from tangram.server.actions.instance_limits import InstanceLimits
 from tangram.server.actions.registry import ActionRegistry
@@ -46,7 +47,7 @@ from tangram.server.http.middleware import ApiMiddleware
 from tangram.server.http.routes import RouteHandlers
 from tangram.server.journal.adapter import JournalAdapter
 from tangram.server.journal.journal import RECORD_BYTES_MAX, Journal
-from tangram.server.observe.event_log import EventLog
+from tangram.server.observe.event_log import open_event_log
 from tangram.server.observe.metrics import MetricsCollector, ReportedMetrics
 from tangram.server.observe.state_observer import StateObserver
 from tangram.server.observe.visibility import VisibilityFilter
@@ -160,11 +161,11 @@ class Components:
         self.action_service.is_draining = self.observer.is_draining = True
 
 
-def _open_event_log(config: Config, pools: tuple[Pool, ...]) -> EventLog | None:
+def _open_event_log(config: Config, pools: tuple[Pool, ...]) -> TraceLog | None:
     if not config.service.event_log:
         return None
     header = Header(policy=config.service.policy, pools=pools, limits=config.scheduler, note=config.node.backend)
-    return EventLog(Path(config.service.event_log), header)
+    return open_event_log(Path(config.service.event_log), header)
 
 
 def create_node_manager(config: Config, expected: Sequence[str]) -> Manager:

@@ -157,6 +157,8 @@ def simulate_task(task: SimulationTask, progress: Progress) -> SimulationRun:
             observer=observer,
             progress=progress,
         )
+    if observer is not None and observer.error is not None:
+        raise observer.error
     return SimulationRun(
         policy=name,
         seed=task.seed,

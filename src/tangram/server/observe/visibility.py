@@ -13,9 +13,9 @@ import msgspec
 from tangram.core.messages import Pool
 from tangram.errors import InvalidAction
 from tangram.managers.models import ModelManager
+from tangram.runtime.trace_recorder import TraceLog
 from tangram.runtime.views import Story, TimelineView, View
 from tangram.runtime.wire import ServiceReply
-from tangram.server.observe.event_log import EventLog
 from tangram.server.observe.state_observer import StateObserver
 from tangram.server.tenants import Principal
 
@@ -27,7 +27,7 @@ class VisibilityFilter:
         observer: StateObserver,
         metrics: Callable[[], str],
         models: ModelManager | None,
-        event_log: EventLog | None,
+        event_log: TraceLog | None,
     ) -> None:
         self._pools = {pool.name: pool for pool in pools}
         """The pools of this machine at full size."""
