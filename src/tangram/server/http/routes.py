@@ -485,6 +485,7 @@ LIMIT = QueryParam(
     {"type": "integer", "minimum": 0, "maximum": 1 << 20, "default": TIMELINE_ROWS_PER_PAGE},
     "maximum number of rows",
 )
+
 ROUTES = (
     # Most frequent first: routes are matched in this order.
     Route(
