@@ -37,6 +37,7 @@ from tangram.managers.quotas.manager import Quota
 from tangram.managers.work import Close, Commit, HoldGrant, Open, Work
 from tangram.processes.streams import STDERR, STDOUT, Output
 from tangram.runtime.orchestrator import SettledAction
+from tangram.runtime.views import PoolUsageView
 from tangram.runtime.wire import (
     Acknowledgement,
     ActionReply,
@@ -371,6 +372,14 @@ class RemoteTransport:
         timeout."""
         with contextlib.suppress(ManagerError, InvalidAction):
             await self.connection.call(method, path, record, closing=True)
+
+    def pool_usage(self) -> asyncio.Future[PoolUsageView]:
+        reading = asyncio.ensure_future(self._read_pool_usage())
+        self.track_task(reading)
+        return reading
+
+    async def _read_pool_usage(self) -> PoolUsageView:
+        return msgspec.json.decode(await self.connection.call("GET", "/v1/pool-usage"), type=PoolUsageView)
 
     # ---- files and images ----
 

@@ -15,6 +15,7 @@ from typing import Protocol, Self
 
 from tangram.core.action import Action
 from tangram.core.messages import Observer, Pool, PoolChanged, RunChanged
+from tangram.core.scheduler import Scheduler
 from tangram.errors import InvalidAction
 from tangram.managers.base import Files, Images
 from tangram.managers.models import ModelManager, Service
@@ -23,6 +24,8 @@ from tangram.managers.quotas.manager import Quota, QuotaManager
 from tangram.managers.work import Work
 from tangram.processes.streams import Output
 from tangram.runtime.orchestrator import ActionTicket, Orchestrator, SettledAction
+from tangram.runtime.pool_usage import PoolUsageObserver
+from tangram.runtime.views import PoolUsageView
 
 
 class Pending(Protocol):
@@ -88,6 +91,11 @@ class Transport(Protocol):
         """Reports the response of an API to the quota that the action holds."""
         ...
 
+    def pool_usage(self) -> asyncio.Future[PoolUsageView]:
+        """Reads the use of pools by all actions that this client may see. The future is done at once if the
+        orchestrator is in this process."""
+        ...
+
     def files(self, sandbox: str) -> Files: ...
 
     @property
@@ -140,6 +148,8 @@ class LocalTransport:
         self._recorder = recorder
         self._stack = ExitStack()
         """Ends the recording."""
+        self._pool_usage: PoolUsageObserver | None = None
+        """Counts from the first reading on."""
 
     def submit(self, action: Action, work: Work, output: Output | None = None) -> Pending:
         return LocalPending(self.orchestrator, self.orchestrator.submit(action, work, output))
@@ -166,6 +176,17 @@ class LocalTransport:
 
     def report_upstream_response(self, quota: str, status: int, headers: Mapping[str, str], action: str) -> None:
         self._quotas.advise(quota, parse_rate_limit(status, headers, time.time()), self._quotas.granted_at(action))
+
+    def pool_usage(self) -> asyncio.Future[PoolUsageView]:
+        """Has no pools if the decider is not a Scheduler."""
+        decider = self.orchestrator.decider
+        if self._pool_usage is None and isinstance(decider, Scheduler):
+            self._pool_usage = PoolUsageObserver(decider, self.orchestrator.now)
+            self.orchestrator.observe(self._pool_usage.observe)
+        pools = self._pool_usage.reading() if self._pool_usage is not None else ()
+        reading: asyncio.Future[PoolUsageView] = asyncio.get_running_loop().create_future()
+        reading.set_result(PoolUsageView(instance="", pools=pools))
+        return reading
 
     def files(self, sandbox: str) -> Files:
         return self.orchestrator.manager_of(sandbox)

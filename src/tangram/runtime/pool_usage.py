@@ -1,21 +1,26 @@
-"""Pool usage: what actions did to each pool, counted from the events and effects of an orchestrator.
+"""Pool usage: what the actions of each run did to each pool, counted from the events and effects of the scheduler.
 
-An observer of the orchestrator. Counts for each pool the units that actions hold over time, the actions that settled,
-and those that wait for it now. Needs no scheduler: a baseline is counted too. The cost of an event does not grow with
-the events before it; memory is bounded by live actions and pools.
+Counts settled actions with their completion times, the units that actions hold over time, and the units that they would
+hold if each trajectory had reserved its maximum. All counts only rise, so the use in between is the difference of two
+readings. The cost of an event does not grow with the events before it. Memory is bounded by live actions, by
+TRAJECTORIES_MAX, and by the pools of each run that the scheduler knows.
 
 Units are held from the grant until the manager has finished. Actions of one batch hold its devices together and count
-once. CPU counts in cores. The pools of one quota appear as one, under its name: its units are requests in flight, its
-total the concurrency limit, or the requests per window where only a rate is limited.
+once, for the run that took them. CPU counts in cores. The pools of one quota appear as one, under its name: its units
+are requests in flight, its total the concurrency limit, or the requests per window where only a rate is limited.
+
+A trajectory is the one that the action names, else its sandbox, else the action itself. It ends when its last sandbox
+closes, or after IDLE_TIMEOUT_S without an action: a later action under its name starts another. Memory of sandboxes is
+not counted: trajectories reserve it either way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
 
-from tangram.core.action import Action, State
+from tangram.core.action import Action
 from tangram.core.demand import CORE, CPU, GPU, MEMORY
+from tangram.core.ledger import PoolState
 from tangram.core.messages import (
     Effect,
     Event,
@@ -23,8 +28,6 @@ from tangram.core.messages import (
     Grant,
     NodeChanged,
     NodeState,
-    Pool,
-    PoolChanged,
     Refuse,
     Resize,
     Settle,
@@ -35,117 +38,194 @@ from tangram.core.messages import (
 from tangram.core.scheduler import Scheduler
 from tangram.managers.quotas.manager import REQUESTS, TOKENS
 from tangram.runtime.latency_histogram import LatencyHistogram
-from tangram.runtime.orchestrator import Orchestrator
-from tangram.runtime.shortage import short_kind_when_queued
+from tangram.runtime.shortage import waiting_by_kind
+from tangram.runtime.views import PoolUseReading
+
+IDLE_TIMEOUT_S = 3600.0
+"""A trajectory without an action for this long has ended."""
+TRAJECTORIES_MAX = 20_000
+"""Idle trajectories that are remembered; beyond, the longest idle one is forgotten."""
 
 
-class PoolUsage:
-    """Usage of one pool, or of all pools of one quota."""
+class _CountedPool:
+    """A pool, or all pools of one quota."""
 
-    __slots__ = ("held", "held_unit_s", "is_private", "name", "latencies", "total", "updated_at")
+    __slots__ = ("is_memory", "is_private", "name", "scale", "total")
 
-    def __init__(self, name: str, now: float, *, is_private: bool = False) -> None:
+    def __init__(self, name: str, kind: str, *, is_private: bool) -> None:
         self.name = name
+        self.is_memory = kind == MEMORY
         self.is_private = is_private
+        self.scale = 1.0 / CORE if kind == CPU else 1.0
+        """What a unit of the ledger counts in readings."""
         self.total = 0.0
+
+
+class _Reservation:
+    """What a trajectory would hold of one pool if it always held its maximum, from its first grant to its last end.
+
+    The time between two actions counts once the second begins; a higher maximum counts from the beginning.
+    """
+
+    __slots__ = ("peak", "since_s", "units", "until_s")
+
+    def __init__(self, now: float) -> None:
+        self.since_s = self.until_s = now
+        """Counted in between; beyond, as long as the trajectory holds units."""
+        self.units = self.peak = 0
+
+
+class _PoolUse:
+    """Use of one pool by one run, in units of the ledger."""
+
+    __slots__ = ("held", "held_unit_s", "latencies", "pool", "reserved", "reserved_unit_s", "updated_at")
+
+    def __init__(self, pool: _CountedPool, now: float) -> None:
+        self.pool = pool
         self.latencies = LatencyHistogram()
-        """Actions that settled since `reset`."""
-        self.held = 0.0
-        self.held_unit_s = 0.0
-        """Units times seconds since `reset`."""
+        """Of settled actions."""
+        self.held = self.reserved = 0
+        """Now; of trajectories, by those that hold units."""
+        self.held_unit_s = self.reserved_unit_s = 0.0
         self.updated_at = now
 
-    def change(self, units: float, now: float) -> None:
-        """Adds units from now on; 0 brings `held_unit_s` up to date."""
-        self.held_unit_s += self.held * (now - self.updated_at)
+    def advance(self, now: float) -> None:
+        elapsed_s = now - self.updated_at
+        if elapsed_s > 0.0:
+            self.held_unit_s += self.held * elapsed_s
+            self.reserved_unit_s += self.reserved * elapsed_s
+            self.updated_at = now
+
+    def hold(self, units: int, now: float) -> None:
+        self.advance(now)
         self.held += units
-        self.updated_at = now
 
-    def reset(self) -> None:
-        self.latencies = LatencyHistogram()
-        self.held_unit_s = 0.0
+    def reserve(self, reservation: _Reservation, units: int, now: float) -> None:
+        """The trajectory holds that many units more from now on, or fewer."""
+        self.advance(now)
+        if not reservation.units:
+            self.reserved_unit_s += reservation.peak * (now - reservation.until_s)
+            self.reserved += reservation.peak
+        reservation.units += units
+        higher = reservation.units - reservation.peak
+        if higher > 0:
+            self.reserved_unit_s += higher * (now - reservation.since_s)
+            self.reserved += higher
+            reservation.peak = reservation.units
+        if not reservation.units:
+            self.reserved -= reservation.peak
+            reservation.until_s = now
+
+    def add(self, other: _PoolUse) -> None:
+        """Adds the past of another use."""
+        self.latencies.merge(other.latencies)
+        self.held_unit_s += other.held_unit_s
+        self.reserved_unit_s += other.reserved_unit_s
+
+    def reading(self, waiting: int) -> PoolUseReading:
+        pool, latencies = self.pool, self.latencies
+        return PoolUseReading(
+            name=pool.name,
+            total=pool.total,
+            private=pool.is_private,
+            actions=latencies.count,
+            act_s=latencies.total_s,
+            act_cells=latencies.cells,
+            waiting_s=latencies.waiting_s,
+            held_unit_s=self.held_unit_s * pool.scale,
+            reserved_unit_s=self.reserved_unit_s * pool.scale,
+            waiting=waiting,
+        )
 
 
-class UsageListener(Protocol):
-    """Gets what each action does, for sums other than those of pools."""
+class _RunUse:
+    __slots__ = ("by_name", "by_pool")
 
-    def on_submitted(self, action: Action) -> None: ...
-
-    def on_units(self, action: Action, pool: str, units: float, now: float) -> None:
-        """The action holds that many units more from now on, or fewer."""
-        ...
-
-    def on_settled(self, action: Action, now: float) -> None: ...
+    def __init__(self) -> None:
+        self.by_name: dict[str, _PoolUse] = {}
+        self.by_pool: dict[str, tuple[_PoolUse, int]] = {}
+        """By pool of the ledger: where it is counted, and 0 if only its actions are, not its units."""
 
 
-class _ActionUsage:
-    """The units that a live action holds."""
+class _Trajectory:
+    __slots__ = ("idle_since_s", "key", "live_actions", "reservations", "sandboxes")
 
-    __slots__ = ("action", "attempt", "batch", "node", "pool_names", "units_by_pool")
+    def __init__(self, key: tuple[str, str] | None) -> None:
+        self.key = key
+        """Run and name; None for a single action without either."""
+        self.reservations: dict[_PoolUse, _Reservation] = {}
+        self.live_actions = 0
+        self.sandboxes = 0
+        """Opened and not closed."""
+        self.idle_since_s = 0.0
 
-    def __init__(self, action: Action) -> None:
+
+class _LiveAction:
+    __slots__ = ("action", "attempt", "batch", "held", "node", "run", "trajectory", "uses")
+
+    def __init__(self, action: Action, run: _RunUse, trajectory: _Trajectory) -> None:
         self.action = action
+        self.run = run
+        self.trajectory = trajectory
         self.attempt = 0
         self.node = self.batch = ""
-        self.units_by_pool: dict[str, float] = {}
-        self.pool_names: tuple[str, ...] = ()
-        """Pools of its last grant."""
+        self.held: dict[_PoolUse, int] = {}
+        self.uses: Iterable[_PoolUse] = ()
+        """Of its last grant."""
 
 
 class PoolUsageObserver:
-    def __init__(self, orchestrator: Orchestrator, listener: UsageListener) -> None:
-        self._orchestrator = orchestrator
-        self._listener = listener
-        self._live: dict[str, _ActionUsage] = {}
-        self._usage_by_name: dict[str, PoolUsage] = {}
-        self._display_by_pool: dict[str, tuple[str, float]] = {}
-        """By pool: the name under which it is counted, and what one of its units counts there."""
-        self._reported_pools: dict[str, Pool] = {}
-        """Pools as managers reported them, for a decider without a ledger."""
-        self._batch_counts: dict[tuple[str, str], int] = {}
-        """By batch and pool: the number of actions that share one grant."""
-        if not isinstance(orchestrator.decider, Scheduler):
-            self._reported_pools = {pool.name: pool for pool in orchestrator.any_manager.pools()}
-        self._now = orchestrator.now()
-        self._stop_observing = orchestrator.observe(self.observe)
+    """Its `observe` must be called for every event. `now` returns the present time, on the clock of the events."""
 
-    def close(self) -> None:
-        self._stop_observing()
+    def __init__(self, scheduler: Scheduler, now: Callable[[], float]) -> None:
+        self._scheduler = scheduler
+        self._clock = now
+        self._now = 0.0
+        """Time of the last event or reading."""
+        self._live: dict[str, _LiveAction] = {}
+        self._runs: dict[str, _RunUse] = {}
+        self._ended_runs = _RunUse()
+        """Use of public pools by all runs that were dropped."""
+        self._counted_by_name: dict[str, _CountedPool] = {}
+        self._counted_by_pool: dict[str, tuple[_CountedPool, int]] = {}
+        """As in _RunUse."""
+        self._batches: dict[tuple[str, str], tuple[_PoolUse, int]] = {}
+        """By batch and pool: the use for which its devices count, and the number of actions that share them."""
+        self._trajectories: dict[tuple[str, str], _Trajectory] = {}
+        self._idle: dict[tuple[str, str], _Trajectory] = {}
+        """Trajectories without a live action, longest idle first."""
 
-    def advance(self) -> float:
-        """Brings all sums up to now, which it returns."""
-        now = self._now = max(self._now, self._orchestrator.now())
-        for name in self._pools():
-            self._display_of(name)
-        for usage in self._usage_by_name.values():
-            usage.change(0.0, now)
-        return now
+    def reading(self, run: str | None = None) -> tuple[PoolUseReading, ...]:
+        """Returns the use of each pool by a run, or by all, since construction. Leaves out memory that no action waits
+        for, and private pools that were not used."""
+        now = self._now = max(self._now, self._clock())
+        self._update_totals()
+        runs = [self._ended_runs, *self._runs.values()] if run is None else [self._runs.get(run, _RunUse())]
+        waiting = self._waiting_by_name(run)
+        sums = {pool.name: _PoolUse(pool, now) for pool in self._counted_by_name.values()}
+        for each in runs:
+            for name, use in each.by_name.items():
+                use.advance(now)
+                sums[name].add(use)
+        return tuple(
+            [
+                use.reading(waiting.get(name, 0))
+                for name, use in sums.items()
+                if waiting.get(name)
+                or not (use.pool.is_memory or use.pool.is_private)
+                or (use.pool.is_private and (use.latencies.count or use.held_unit_s))
+            ]
+        )
 
-    def usages(self) -> Iterator[tuple[PoolUsage, int]]:
-        """Each pool with the number of actions that wait for it. Skips memory, and private pools that nothing used."""
-        waiting_by_pool = self._waiting_by_pool()
-        for name, usage in self._usage_by_name.items():
-            waiting = waiting_by_pool.get(name, 0)
-            is_used = not usage.is_private or usage.latencies.count or usage.held_unit_s or waiting
-            if is_used and (name.partition("@")[0] != MEMORY or waiting):
-                yield usage, waiting
-
-    def _waiting_by_pool(self) -> dict[str, int]:
-        decider = self._orchestrator.decider
-        count_by_name: dict[str, int] = {}
-        for id, live in self._live.items():
-            if live.units_by_pool:
-                continue
-            kind = ""
-            if isinstance(decider, Scheduler):
-                entry = decider.entries.get(id)
-                if entry is None or entry.state is not State.QUEUED:
-                    continue
-                kind = short_kind_when_queued(decider, entry)
-            demand = live.action.demand.pools
-            for name in self._names_of([kind if kind in demand else next(iter(demand))])[:1]:
-                count_by_name[name] = count_by_name.get(name, 0) + 1
-        return count_by_name
+    def drop_run(self, run: str) -> None:
+        """The run has ended: a later run of that name starts at zero."""
+        for name, use in self._runs.pop(run, _RunUse()).by_name.items():
+            use.advance(self._now)
+            if not use.pool.is_private:
+                self._use_by_name(self._ended_runs, name).add(use)
+        for key in [key for key in self._trajectories if key[0] == run]:
+            del self._trajectories[key]
+            self._idle.pop(key, None)
 
     # ---- events and effects ----
 
@@ -153,13 +233,11 @@ class PoolUsageObserver:
         now = self._now = max(self._now, now)
         if isinstance(event, Submit):
             if not any(isinstance(effect, Refuse) and effect.action == event.action.id for effect in effects):
-                self._track(event.action)
+                self._track(event.action, now)
         elif isinstance(event, Finished | StartFailed):
             live = self._live.get(event.action)
             if live is not None and event.attempt in (0, live.attempt):
                 self._release(live, now)
-        elif isinstance(event, PoolChanged):
-            self._reported_pools[event.pool.name] = event.pool
         elif isinstance(event, NodeChanged) and event.state is NodeState.DOWN:
             for live in self._live.values():
                 if live.node == event.node:
@@ -167,101 +245,177 @@ class PoolUsageObserver:
         for effect in effects:
             if isinstance(effect, Start):
                 self._on_grant(effect.action, effect.grant, now)
-            elif isinstance(effect, Resize):
-                self._on_resize(effect, now)
             elif isinstance(effect, Settle):
                 self._on_settle(effect, now)
+            elif isinstance(effect, Resize):
+                self._on_resize(effect, now)
 
-    def _track(self, action: Action) -> _ActionUsage:
-        live = self._live[action.id] = _ActionUsage(action)
-        self._listener.on_submitted(action)
+    def _track(self, action: Action, now: float) -> _LiveAction:
+        run = self._runs.get(action.run)
+        if run is None:
+            run = self._runs[action.run] = _RunUse()
+        live = self._live[action.id] = _LiveAction(action, run, self._trajectory_of(action, now))
+        live.trajectory.live_actions += 1
         return live
 
     def _on_grant(self, action: Action, grant: Grant, now: float) -> None:
-        live = self._live.get(action.id) or self._track(action)
-        self._release(live, now)
+        live = self._live.get(action.id) or self._track(action, now)
+        if live.held:
+            self._release(live, now)
         live.attempt, live.node, live.batch = grant.attempt, grant.node, grant.batch
+        held: dict[_PoolUse, int] = {}
         for share in grant.shares:
-            name, scale = self._display_of(share.pool)
-            live.units_by_pool[name] = live.units_by_pool.get(name, 0.0) + share.reserved * scale
-        live.pool_names = tuple(live.units_by_pool)
-        for name, units in live.units_by_pool.items():
-            self._add_units(live, name, units, now)
+            use, counts = live.run.by_pool.get(share.pool) or self._use_of(live.run, share.pool)
+            held[use] = held.get(use, 0) + share.reserved * counts
+        live.held = live.uses = held
+        for use, units in held.items():
+            self._add_units(live, use, units, now)
 
-    def _add_units(self, live: _ActionUsage, name: str, units: float, now: float) -> None:
-        self._listener.on_units(live.action, name, units, now)
-        if live.batch and name.partition("@")[0] == GPU:
-            key = (live.batch, name)
-            count = self._batch_counts.get(key, 0) + (1 if units > 0.0 else -1)
-            if count > 0:
-                self._batch_counts[key] = count
-            else:
-                del self._batch_counts[key]
-            if count != (1 if units > 0.0 else 0):
-                return  # another action of the batch took the devices, or still holds them
-        self._usage_by_name[name].change(units, now)
-
-    def _release(self, live: _ActionUsage, now: float) -> None:
-        for name, units in live.units_by_pool.items():
-            self._add_units(live, name, -units, now)
-        live.units_by_pool = {}
+    def _release(self, live: _LiveAction, now: float) -> None:
+        for use, units in live.held.items():
+            self._add_units(live, use, -units, now)
+        live.held = {}
 
     def _on_resize(self, effect: Resize, now: float) -> None:
         live = self._live.get(effect.action)
-        name, scale = self._display_of(effect.pool)
-        if live is not None and name in live.units_by_pool:
-            units = effect.reserved * scale
-            self._add_units(live, name, units - live.units_by_pool[name], now)
-            live.units_by_pool[name] = units
+        if live is None:
+            return
+        use, counts = self._use_of(live.run, effect.pool)
+        if use in live.held:
+            units = effect.reserved * counts
+            self._add_units(live, use, units - live.held[use], now)
+            live.held[use] = units
+
+    def _add_units(self, live: _LiveAction, use: _PoolUse, units: int, now: float) -> None:
+        if not units:
+            return
+        reservations = live.trajectory.reservations
+        reservation = reservations.get(use)
+        if reservation is None:
+            reservation = reservations[use] = _Reservation(now)
+        use.reserve(reservation, units, now)
+        if live.batch and use.pool.name.partition("@")[0] == GPU:
+            self._share_devices(live.batch, use, units, now)
+        else:
+            use.hold(units, now)
+
+    def _share_devices(self, batch: str, use: _PoolUse, units: int, now: float) -> None:
+        """The first action of a batch takes its devices; the last one to end returns them."""
+        key = (batch, use.pool.name)
+        owner, count = self._batches.get(key, (use, 0))
+        if count == (0 if units > 0 else 1):
+            owner.hold(units, now)
+        count += 1 if units > 0 else -1
+        if count:
+            self._batches[key] = owner, count
+        else:
+            del self._batches[key]
 
     def _on_settle(self, effect: Settle, now: float) -> None:
         outcome = effect.outcome
         live = self._live.pop(outcome.action, None)
         if live is None:
             return
-        self._release(live, now)
-        for name in live.pool_names or self._names_of(live.action.demand.pools):
-            self._usage_by_name[name].latencies.add(outcome.waiting_s, outcome.execution_s, outcome.overhead_s)
-        self._listener.on_settled(live.action, now)
+        if live.held:
+            self._release(live, now)
+        for use in live.uses or self._uses_of_demand(live):
+            use.latencies.add(outcome.waiting_s, outcome.execution_s, outcome.overhead_s)
+        self._leave_trajectory(live.trajectory, live.action.kind, now)
+
+    # ---- trajectories ----
+
+    def _trajectory_of(self, action: Action, now: float) -> _Trajectory:
+        self._forget_idle(now - IDLE_TIMEOUT_S)
+        name = action.trajectory or action.sandbox
+        if not name:
+            return _Trajectory(None)
+        key = (action.run, name)
+        trajectory = self._trajectories.get(key)
+        if trajectory is None:
+            trajectory = self._trajectories[key] = _Trajectory(key)
+        else:
+            self._idle.pop(key, None)
+        return trajectory
+
+    def _leave_trajectory(self, trajectory: _Trajectory, kind: str, now: float) -> None:
+        """An action of this kind has settled."""
+        trajectory.live_actions -= 1
+        if kind == "open":
+            trajectory.sandboxes += 1
+        elif kind == "close":
+            trajectory.sandboxes -= 1
+        key = trajectory.key
+        if key is None or trajectory.live_actions or self._trajectories.get(key) is not trajectory:
+            return
+        if kind == "close" and trajectory.sandboxes <= 0:
+            del self._trajectories[key]
+            return
+        trajectory.idle_since_s = now
+        self._idle[key] = trajectory
+        if len(self._idle) > TRAJECTORIES_MAX:
+            self._drop_longest_idle()
+
+    def _forget_idle(self, since_s: float) -> None:
+        while self._idle and next(iter(self._idle.values())).idle_since_s <= since_s:
+            self._drop_longest_idle()
+
+    def _drop_longest_idle(self) -> None:
+        key = next(iter(self._idle))
+        del self._idle[key], self._trajectories[key]
 
     # ---- names of pools ----
 
-    def _pools(self) -> dict[str, Any]:
-        """By name: records with `kind`, `total` and `window`."""
-        decider = self._orchestrator.decider
-        return decider.ledger.pools if isinstance(decider, Scheduler) else self._reported_pools
+    def _use_of(self, run: _RunUse, pool: str) -> tuple[_PoolUse, int]:
+        found = run.by_pool.get(pool)
+        if found is None:
+            counted, counts = self._counted_pool(pool)
+            found = run.by_pool[pool] = self._use_by_name(run, counted.name), counts
+        return found
 
-    def _names_of(self, kinds: Iterable[str]) -> list[str]:
-        """The names under which the first pool of each kind is counted."""
-        names = []
-        for kind in kinds:
-            pool = next((name for name in self._pools() if name.partition("@")[0] == kind), kind)
-            names.append(self._display_of(pool)[0])
-        return list(dict.fromkeys(names))
+    def _use_by_name(self, run: _RunUse, name: str) -> _PoolUse:
+        use = run.by_name.get(name)
+        if use is None:
+            use = run.by_name[name] = _PoolUse(self._counted_by_name[name], self._now)
+        return use
 
-    def _display_of(self, name: str) -> tuple[str, float]:
-        pools = self._pools()
-        pool = pools.get(name)
-        display = self._display_by_pool.get(name)
-        kind = name.partition("@")[0]
-        if display is None:
-            display = self._display_by_pool[name] = self._choose_display(name, kind, pool, pools)
-            if display[0] not in self._usage_by_name:
-                usage = PoolUsage(display[0], self._now, is_private=self._is_private(kind, pool))
-                self._usage_by_name[display[0]] = usage
-        if pool is not None and display[1]:
-            self._usage_by_name[display[0]].total = pool.total * display[1]
-        return display
+    def _uses_of_demand(self, live: _LiveAction) -> list[_PoolUse]:
+        """Of an action that was never granted: the first pool of each kind that it demands."""
+        uses = [self._use_of(live.run, self._pool_of_kind(kind, ""))[0] for kind in live.action.demand.pools]
+        return list(dict.fromkeys(uses))
 
-    def _choose_display(self, name: str, kind: str, pool: Any, pools: Iterable[str]) -> tuple[str, float]:
-        if kind == CPU:
-            return name, 1.0 / CORE
+    def _pool_of_kind(self, kind: str, node: str) -> str:
+        """The pool on the node, or the first."""
+        pools = self._scheduler.ledger.kinds.get(kind, {})
+        pool = pools.get(node) or next(iter(pools.values()), None)
+        return kind if pool is None else pool.name
+
+    def _counted_pool(self, name: str) -> tuple[_CountedPool, int]:
+        found = self._counted_by_pool.get(name)
+        if found is None:
+            ledger, kind = self._scheduler.ledger, name.partition("@")[0]
+            shown, counts = self._name_shown(name, kind, ledger.pools.get(name))
+            counted = self._counted_by_name.get(shown)
+            if counted is None:
+                counted = _CountedPool(shown, kind, is_private=kind in ledger.private_kinds)
+                self._counted_by_name[shown] = counted
+            found = self._counted_by_pool[name] = counted, counts
+        return found
+
+    def _name_shown(self, name: str, kind: str, pool: PoolState | None) -> tuple[str, int]:
         quota, _, unit = kind.rpartition("/")
-        if quota and unit in (REQUESTS, TOKENS) and getattr(pool, "window", None) is not None:
-            return quota, 1.0 if unit == REQUESTS and quota not in pools else 0.0
-        return name, 1.0
+        if quota and unit in (REQUESTS, TOKENS) and pool is not None and pool.window is not None:
+            return quota, int(unit == REQUESTS and quota not in self._scheduler.ledger.pools)
+        return name, 1
 
-    def _is_private(self, kind: str, pool: Any) -> bool:
-        decider = self._orchestrator.decider
-        private = decider.ledger.private_kinds if isinstance(decider, Scheduler) else ()
-        return kind in private or bool(getattr(pool, "private", False))
+    def _update_totals(self) -> None:
+        for name, pool in self._scheduler.ledger.pools.items():
+            counted, counts = self._counted_pool(name)
+            if counts:
+                counted.total = pool.total * counted.scale
+
+    def _waiting_by_name(self, run: str | None) -> dict[str, int]:
+        count_by_name: dict[str, int] = {}
+        for (kind, node), count in waiting_by_kind(self._scheduler, run).items():
+            name = self._counted_pool(self._pool_of_kind(kind, node))[0].name
+            count_by_name[name] = count_by_name.get(name, 0) + count
+        return count_by_name

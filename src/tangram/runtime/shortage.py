@@ -43,6 +43,20 @@ def short_kind_when_queued(scheduler: Scheduler, entry: Entry) -> str:
     return tightest
 
 
+def waiting_by_kind(scheduler: Scheduler, run: str | None) -> dict[tuple[str, str], int]:
+    """Counts waiting actions of a run, or of all, by the kind that they wait for now, of those that they demand, and by
+    node; '' stands for any. What blocks the first action of a lane counts for all of it."""
+    runs = scheduler.queue.runs
+    counts: dict[tuple[str, str], int] = {}
+    for each in runs.values() if run is None else [runs[run]] if run in runs else []:
+        for lane in each.lanes.values() if each.waiting else ():
+            if lane.waiting:
+                kind = short_kind_when_queued(scheduler, lane.first())
+                key = kind if kind in lane.kinds else lane.kinds[0], lane.node
+                counts[key] = counts.get(key, 0) + lane.waiting
+    return counts
+
+
 def short_kind_when_granted(
     scheduler: Scheduler, action: Action, event: Event, freed: tuple[str, ...], short: str
 ) -> str:

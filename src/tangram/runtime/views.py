@@ -243,6 +243,38 @@ class TimelineView(msgspec.Struct, frozen=True, kw_only=True):
     """Rows after the requested number that were forgotten."""
 
 
+class PoolUseReading(msgspec.Struct, frozen=True, kw_only=True):
+    """Use of one pool, or of all pools of one quota. Counts only rise, so the use in between is the difference of two
+    readings."""
+
+    name: str
+    total: float
+    """Units now: cores, devices, requests at once."""
+    private: bool = False
+    """It belongs to one run, such as the pool of a function."""
+    actions: int
+    """That settled; likewise the sums of their times."""
+    act_s: float
+    """Sum of their completion times."""
+    act_cells: dict[int, int]
+    """Completion times, counted by cell of the grid of `tangram.runtime.latency_histogram`."""
+    waiting_s: float
+    held_unit_s: float
+    """Units times seconds held by actions."""
+    reserved_unit_s: float
+    """Unit-seconds held if each trajectory had reserved its largest amount from its first action to its last."""
+    waiting: int
+    """Actions that wait for the pool now."""
+
+
+class PoolUsageView(msgspec.Struct, frozen=True, kw_only=True):
+    """Use of pools since the service started, by one run or by all."""
+
+    instance: str
+    """As in ServiceView: counts of another instance began at 0."""
+    pools: tuple[PoolUseReading, ...]
+
+
 class StoryLine(msgspec.Struct, frozen=True, kw_only=True):
     at_s: float
     text: str

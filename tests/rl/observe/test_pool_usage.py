@@ -1,56 +1,31 @@
-"""Use of pools since the last query: exact on virtual time, and of real programs."""
+"""Use of pools since the last query: of an embedded client, of real programs, and of a remote service."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import random
-from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.client.conftest import why_not
+from tests.runtime.test_pool_usage import CPU_POOL, on_virtual_time
 from tests.server.shared import serving, shared
 
 from tangram.client.client import Client, connect
 from tangram.client.remote_transport import RemoteTransport
 from tangram.client.transport import LocalTransport
-from tangram.clock import VirtualLoop
-from tangram.core.action import Action, Outcome, Status
-from tangram.core.demand import GPU, Demand, fixed
-from tangram.core.messages import Decider, Effect, Event, Finished, Grant, Pool, Settle, Share, Start, Submit, cpu_node
-from tangram.core.policies import policy
+from tangram.config import DeviceConfig, ModelConfig
+from tangram.core.messages import Effect, Event, cpu_node
 from tangram.core.scheduler import Scheduler
-from tangram.managers.fake import FakeManager
-from tangram.managers.quotas.manager import Quota, QuotaManager, Rate
-from tangram.managers.work import HoldGrant
-from tangram.rl.observe.pool_usage import LocalPoolUsage, PoolUsageMonitor
+from tangram.managers.quotas.manager import Quota
+from tangram.rl.observe import pool_usage
+from tangram.rl.observe.pool_usage import PoolUsageMonitor, use_between
 from tangram.rl.runs.metrics_lines import PoolUse
-from tangram.runtime.event_sink import EventSink
 from tangram.runtime.orchestrator import Orchestrator
+from tangram.runtime.views import PoolUsageView, PoolUseReading
 from tangram.sim.baselines import Baseline, PodsConfig
-
-CPU_POOL = "cpu@node0"
-
-
-def on_virtual_time(
-    test: Callable[[Client], Awaitable[None]], *quotas: Quota, cores: float = 2.0, decider: Decider | None = None
-) -> None:
-    """A client with a fake manager, on which sleeps take exactly as long as they say."""
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
-        manager = FakeManager(node="node0", cores=cores)
-        sink = EventSink()
-        held = QuotaManager(quotas, sink.send)
-        scheduler = decider or Scheduler(policy("adaptive"), (*manager.pools(), *held.pools()))
-        orchestrator = Orchestrator(scheduler, {"node0": manager}, {HoldGrant: held}, clock=loop.clock, sink=sink)
-        async with Client(LocalTransport(orchestrator, held)) as client:
-            await test(client)
-
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(main())
 
 
 def use_of(watch: PoolUsageMonitor, name: str = CPU_POOL) -> PoolUse:
@@ -84,26 +59,6 @@ def test_without_a_client_pool_usage_is_empty() -> None:
     assert PoolUsageMonitor(None).since_last() == ()
 
 
-def test_known_sleeps_give_their_counts_and_unit_seconds() -> None:
-    async def test(client: Client) -> None:
-        watch = PoolUsageMonitor(client)
-        async with client.sandbox(trajectory="t1") as box:
-            for _ in range(3):
-                await box.exec("sleep 2", cpus=1)
-                await asyncio.sleep(10.0)
-        use = use_of(watch)
-        assert use.actions == 5, "made, three sleeps, closed"
-        assert use.total == 2.0
-        assert use.act_mean_s == pytest.approx(6.0 / 5)
-        assert use.act_p99_s == pytest.approx(2.0, rel=0.15)
-        assert use.waiting_mean_s == 0.0
-        assert use.held_unit_s == pytest.approx(6.0)
-        assert use.reserved_unit_s == pytest.approx(36.0), "one core from making to closing"
-        assert use.waiting == 0
-
-    on_virtual_time(test)
-
-
 def test_waiting_shows_while_a_pool_is_short_and_afterwards() -> None:
     async def test(client: Client) -> None:
         watch = PoolUsageMonitor(client)
@@ -123,41 +78,6 @@ def test_waiting_shows_while_a_pool_is_short_and_afterwards() -> None:
         assert early.held_unit_s + late.held_unit_s == pytest.approx(12.0)
 
     on_virtual_time(test, cores=1.0)
-
-
-def test_a_trajectory_reserves_its_peak_from_its_beginning() -> None:
-    async def test(client: Client) -> None:
-        watch = PoolUsageMonitor(client)
-        async with client.sandbox(trajectory="t1") as box:
-            await box.exec("sleep 1", cpus=1)
-            first = use_of(watch)
-            assert first.reserved_unit_s == pytest.approx(1.0)
-            await asyncio.sleep(5.0)
-            assert use_of(watch).reserved_unit_s == 0.0, "its continuation is not known yet"
-            await asyncio.gather(*(box.exec("sleep 1", cpus=1) for _ in range(2)))
-        rest = use_of(watch)
-        assert first.reserved_unit_s + rest.reserved_unit_s == pytest.approx(2 * 7.0)
-        assert first.held_unit_s + rest.held_unit_s == pytest.approx(3.0)
-
-    on_virtual_time(test)
-
-
-def test_what_is_under_way_counts_up_to_now() -> None:
-    async def test(client: Client) -> None:
-        watch = PoolUsageMonitor(client)
-        async with client.sandbox() as box:
-            doing = asyncio.create_task(box.exec("sleep 10", cpus=2))
-            await asyncio.sleep(4.0)
-            early = use_of(watch)
-            assert early.actions == 1, "it was made"
-            assert early.held_unit_s == pytest.approx(8.0)
-            assert early.reserved_unit_s == pytest.approx(8.0)
-            await doing
-        late = use_of(watch)
-        assert late.held_unit_s == pytest.approx(12.0)
-        assert late.reserved_unit_s == pytest.approx(12.0)
-
-    on_virtual_time(test)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -198,128 +118,30 @@ def test_many_answers_add_up_to_one_and_never_hold_more_than_is_reserved(seed: i
     on_virtual_time(test)
 
 
-def test_the_pools_of_a_quota_are_reported_as_one_in_concurrent_requests() -> None:
+def test_monitors_are_independent_and_a_closed_one_reports_nothing() -> None:
     async def test(client: Client) -> None:
-        watch = PoolUsageMonitor(client)
-        for _ in range(2):
-            async with client.quota("search", trajectory="t1"):
-                await asyncio.sleep(3.0)
-            await asyncio.sleep(2.0)
-        use = use_of(watch, "search")
-        assert (use.total, use.actions) == (5.0, 2)
-        assert use.held_unit_s == pytest.approx(6.0)
-        assert use.reserved_unit_s == pytest.approx(8.0)
-        assert {each.name for each in watch.since_last()} == {CPU_POOL, "search", "slow"}
-
-    on_virtual_time(
-        test,
-        Quota(name="search", concurrent=5, requests=Rate(60, 60.0)),
-        Quota(name="slow", requests=Rate(1, 60.0)),
-    )
-
-
-def test_a_rate_alone_counts_requests_under_way() -> None:
-    async def test(client: Client) -> None:
-        watch = PoolUsageMonitor(client)
-        async with client.quota("slow"):
-            await asyncio.sleep(3.0)
-        waiting = asyncio.create_task(_use_quota(client, "slow"))
-        await asyncio.sleep(1.0)
-        use = use_of(watch, "slow")
-        assert (use.total, use.actions, use.waiting) == (1.0, 1, 1)
-        assert use.held_unit_s == pytest.approx(3.0)
-        await waiting
-        assert use_of(watch, "slow").waiting_mean_s > 10.0
-
-    on_virtual_time(test, Quota(name="slow", requests=Rate(1, 60.0)))
-
-
-async def _use_quota(client: Client, name: str) -> None:
-    async with client.quota(name):
-        await asyncio.sleep(1.0)
-
-
-def test_calls_that_share_a_batch_hold_its_devices_once() -> None:
-    async def test(client: Client) -> None:
-        usage = LocalPoolUsage(orchestrator_of(client))
-        actions = [
-            Action(id=f"a{number}", demand=Demand({GPU: fixed(2)}), trajectory=f"t{number}") for number in range(3)
-        ]
-        share = (Share("gpu@node0", 2, 2, (0, 1)),)
-        start = orchestrator_of(client).now()
-        for each in actions:
-            usage.observer.observe(start, Submit(action=each), [])
-        grants = [Start(action=each, grant=Grant(each.id, "node0", share, 2, 1, "a0")) for each in actions]
-        usage.observer.observe(start, Submit(action=Action(id="b", demand=Demand({GPU: fixed(2)}))), list(grants))
-        for seconds, each in zip((1.0, 2.0, 4.0), actions, strict=True):
-            outcome = Outcome(action=each.id, status=Status.SUCCEEDED, execution_s=seconds, attempts=1)
-            usage.observer.observe(start + seconds, Finished(action=each.id), [Settle(outcome=outcome)])
-        (uses,) = (each for each in usage.since_last() if each.name == "gpu@node0")
-        assert uses.actions == 3
-        assert uses.held_unit_s == pytest.approx(8.0), "the last one out frees them"
-        assert uses.reserved_unit_s == pytest.approx(14.0), "each trajectory would have had its own"
-
-    on_virtual_time(test)
-
-
-def test_other_observers_go_on_and_a_closed_watch_sees_nothing() -> None:
-    async def test(client: Client) -> None:
-        values: list[float] = []
         first = PoolUsageMonitor(client)
-        orchestrator_of(client).observe(lambda now, event, effects: values.append(now))
+        async with client.sandbox():
+            pass
         second = PoolUsageMonitor(client)
         async with client.sandbox():
             pass
-        count = len(values)
-        assert count
+        assert use_of(first).actions == 4
+        assert use_of(second).actions == 2
         first.close()
-        async with client.sandbox():
-            pass
-        assert len(values) == 2 * count
         assert first.since_last() == ()
-        assert use_of(second).actions == 4
-        second.close()
+        assert use_of(second).actions == 0
 
     on_virtual_time(test)
 
 
-def test_a_baseline_is_watched_as_well() -> None:
-    pools: tuple[Pool, ...] = cpu_node("node0", 2.0, 4.0)
+def test_a_decider_of_ones_own_has_no_ledger_to_report() -> None:
+    pools = cpu_node("node0", 2.0, 4.0)
 
     async def test(client: Client) -> None:
-        watch = PoolUsageMonitor(client)
-        async with client.sandbox(trajectory="t1") as box:
-            await box.exec("sleep 2", cpus=1)
-        use = use_of(watch)
-        assert (use.total, use.actions) == (2.0, 3)
-        assert use.held_unit_s <= use.reserved_unit_s
+        assert PoolUsageMonitor(client).since_last() == ()
 
     on_virtual_time(test, decider=Baseline(pools, (), PodsConfig(request=1.0, limit=1.0)))
-
-
-def test_an_idle_trajectory_is_evicted_after_a_time_or_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes later under its name is another one, so the time between the two is not reserved."""
-    monkeypatch.setattr("tangram.rl.observe.pool_usage.TRAJECTORIES_MAX", 10)
-
-    async def test(client: Client) -> None:
-        watch = PoolUsageMonitor(client)
-
-        async def reserved(*numbers: int) -> float:
-            for number in numbers:
-                async with client.quota("search", trajectory=f"t{number}"):
-                    await asyncio.sleep(1.0)
-            use = use_of(watch, "search")
-            assert (use.actions, use.waiting) == (len(numbers), 0)
-            return use.reserved_unit_s
-
-        assert await reserved(*range(50)) == pytest.approx(50.0)
-        assert await reserved(40) == pytest.approx(10.0), "one of the last ten: the gap counts"
-        assert await reserved(40, 39) == pytest.approx(2.0), "older ones were forgotten"
-        await asyncio.sleep(7200.0)
-        assert use_of(watch, "search").actions == 0
-        assert await reserved(49) == pytest.approx(1.0)
-
-    on_virtual_time(test, Quota(name="search", concurrent=5))
 
 
 @pytest.mark.parametrize("backend", ["process", "sandbox"])
@@ -351,34 +173,121 @@ def test_real_programs_are_counted(tmp_path: Path, backend: str) -> None:
     asyncio.run(main())
 
 
-def test_an_external_service_reports_its_cpu(tmp_path: Path) -> None:
+SIZE = 256 << 10
+
+
+def test_a_remote_service_reports_cpu_quotas_and_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_usage, "POLL_S", 0.01)
+    judge = ModelConfig(
+        name="judge", engine="tests.managers.models.bytes_engine:BytesEngine", arguments={"seed": 1, "size": SIZE}
+    )
+    device = DeviceConfig(kind="emulated", memory_bytes=4 * SIZE, bandwidth=1e12)
+    options: dict[str, Any] = dict(
+        cores=2.0, quotas=[Quota(name="search", concurrent=5)], services=[judge], devices=[device]
+    )
+
     async def main() -> None:
-        async with shared(tmp_path, backend="fake", cores=2.0) as client, asyncio.timeout(60.0):
+        async with shared(tmp_path, backend="fake", **options) as client, asyncio.timeout(60.0):
             async with client.sandbox(trajectory="before"):
                 pass
             watch = PoolUsageMonitor(client)
-            uses: list[PoolUse] = []
-            while not uses:  # until it has looked for the first time
+            assert watch.since_last() == (), "its first reading is on its way"
+            first: tuple[PoolUse, ...] = ()
+            while not first:
                 await asyncio.sleep(0.01)
-                uses += watch.since_last()
-            assert [(each.actions, each.total) for each in uses] == [(0, 2.0)], "what was before does not count"
+                first = watch.since_last()
+            names = {each.name.partition("@")[0]: each.name for each in first}
+            assert set(names) == {"cpu", "gpu", "search"}
+            assert {each.actions for each in first} == {0}, "what was before does not count"
+            assert {names[kind]: total for kind, total in (("cpu", 2.0), ("gpu", 1.0), ("search", 5.0))} == {
+                each.name: each.total for each in first
+            }
             for name in ("t1", "t2"):
                 async with client.sandbox(trajectory=name) as box:
                     for _ in range(2):
                         await box.exec("sleep 0.05", cpus=1)
-            while sum(each.actions for each in uses) < 8:
+                async with client.quota("search", trajectory=name):
+                    await asyncio.sleep(0.05)
+                await client.infer("judge", "x")
+            expected = {names["cpu"]: 8, names["search"]: 2, names["gpu"]: 2}
+            uses: list[PoolUse] = []
+            actions: dict[str, int] = {}
+            while actions != expected:
                 await asyncio.sleep(0.01)
                 uses += watch.since_last()
-            assert sum(each.actions for each in uses) == 8
-            held, reserved = sum(each.held_unit_s for each in uses), sum(each.reserved_unit_s for each in uses)
-            assert 0.2 <= held <= reserved
+                actions = {name: sum(each.actions for each in uses if each.name == name) for name in expected}
+            for name, least in ((names["cpu"], 0.2), (names["search"], 0.1), (names["gpu"], 0.0)):
+                held = sum(each.held_unit_s for each in uses if each.name == name)
+                assert least <= held <= sum(each.reserved_unit_s for each in uses if each.name == name)
             watch.close()
             assert watch.since_last() == ()
 
     asyncio.run(main())
 
 
-def test_a_service_that_stopped_answering_breaks_nothing(tmp_path: Path) -> None:
+def reading(**changes: Any) -> PoolUseReading:
+    fields: dict[str, Any] = dict(
+        name="cpu", total=2.0, actions=0, act_s=0.0, act_cells={}, waiting_s=0.0, held_unit_s=0.0,
+        reserved_unit_s=0.0, waiting=0,
+    )  # fmt: skip
+    return PoolUseReading(**fields | changes)
+
+
+class Recorded:
+    """A client whose transport returns these readings."""
+
+    def __init__(self, *views: PoolUsageView) -> None:
+        self._views = list(views)
+
+    @property
+    def transport(self) -> Recorded:
+        return self
+
+    def pool_usage(self) -> asyncio.Future[PoolUsageView]:
+        reading: asyncio.Future[PoolUsageView] = asyncio.get_running_loop().create_future()
+        reading.set_result(self._views.pop(0))
+        return reading
+
+
+def reports(*views: PoolUsageView) -> list[tuple[PoolUse, ...]]:
+    """A report for each reading after the first."""
+
+    async def main() -> list[tuple[PoolUse, ...]]:
+        watch = PoolUsageMonitor(Recorded(*views))  # type: ignore[arg-type]
+        return [watch.since_last() for _ in views[1:]]
+
+    return asyncio.run(main())
+
+
+def test_the_counts_of_a_restarted_service_begin_at_zero() -> None:
+    made = reports(
+        PoolUsageView(instance="one", pools=(reading(actions=5, held_unit_s=5.0, act_cells={3: 5}),)),
+        PoolUsageView(instance="one", pools=(reading(actions=6, held_unit_s=6.0, act_cells={3: 5, 4: 1}),)),
+        PoolUsageView(instance="two", pools=(reading(actions=9, held_unit_s=2.0, act_cells={3: 9}),)),
+    )
+    uses = [(use.actions, use.held_unit_s, use.act_cells) for (use,) in made]
+    assert uses == [(1, 1.0, {4: 1}), (9, 2.0, {3: 9})]
+
+
+def test_a_private_pool_appears_in_the_reports_in_which_it_was_used() -> None:
+    def view(*pools: PoolUseReading) -> PoolUsageView:
+        return PoolUsageView(instance="one", pools=(reading(), *pools))
+
+    used = reading(name="function/f", private=True, held_unit_s=1.0)
+    waiting = reading(name="function/f", private=True, held_unit_s=1.0, waiting=1)
+    made = reports(view(), view(used), view(used), view(waiting))
+    assert [len(uses) for uses in made] == [2, 1, 2]
+
+
+def test_a_run_that_was_dropped_in_between_is_not_subtracted() -> None:
+    before = reading(actions=5, held_unit_s=9.0, act_cells={3: 5})
+    use = use_between(before, reading(actions=2, held_unit_s=3.0, act_cells={3: 2}))
+    assert (use.actions, use.held_unit_s) == (2, 3.0)
+
+
+def test_a_service_that_stopped_answering_breaks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_usage, "POLL_S", 0.01)
+
     async def main() -> None:
         async with serving(tmp_path, backend="fake") as up:
             client = connect(up.address, reconnect_s=0.5)

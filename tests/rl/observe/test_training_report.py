@@ -25,7 +25,7 @@ from tangram.cli.train import summary
 from tangram.errors import InvalidConfig, InvalidTrace
 from tangram.reports.formatting import percent
 from tangram.rl.config.training_settings import TrainSettings
-from tangram.rl.observe.pool_usage import take_report
+from tangram.rl.observe.pool_usage import use_between
 from tangram.rl.observe.run_history import RunHistory, step_time_parts
 from tangram.rl.observe.timeline_trace import trace_of_training
 from tangram.rl.observe.training_progress import TrainingProgress
@@ -44,7 +44,8 @@ from tangram.rl.runs.metrics_lines import (
 from tangram.rl.runs.metrics_log import read_metrics
 from tangram.rl.runs.trajectory_log import TrajectoryLog
 from tangram.rl.trajectories.trajectory import Stage
-from tangram.runtime.pool_usage import PoolUsage
+from tangram.runtime.latency_histogram import LatencyHistogram
+from tangram.runtime.views import PoolUseReading
 
 BYTES_MAX = 1 << 20
 
@@ -179,10 +180,14 @@ def test_the_p99_of_a_pool_is_that_of_all_its_actions(tmp_path: Path) -> None:
     hundredth, though it is all of its step."""
 
     def use(*lengths_s: float) -> PoolUse:
-        usage = PoolUsage("cpu", 0.0)
+        latencies = LatencyHistogram()
         for length_s in lengths_s:
-            usage.latencies.add(0.0, length_s, 0.0)
-        return take_report(usage, 0.0, 0)
+            latencies.add(0.0, length_s, 0.0)
+        reading = PoolUseReading(
+            name="cpu", total=0.0, actions=latencies.count, act_s=latencies.total_s, act_cells=latencies.cells,
+            waiting_s=0.0, held_unit_s=0.0, reserved_unit_s=0.0, waiting=0,
+        )  # fmt: skip
+        return use_between(None, reading)
 
     uses = [*(use(*[0.95] * 100) for _ in range(10)), use(60.0)]
     pools = RunHistory(replaced(run_lines(steps=11), uses)).pools()

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import pytest
 from msgspec.structs import replace
-from tests.rl.observe.test_pool_usage import on_virtual_time
 from tests.rl.rollout.world import CODEC, Plan, Talker, World, run, settings, ticket
+from tests.runtime.test_pool_usage import on_virtual_time
 
 from tangram.client.client import Client
 from tangram.clock import Clock, VirtualLoop

@@ -35,10 +35,11 @@ from tangram.core.messages import (
 )
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
+from tangram.runtime.pool_usage import IDLE_TIMEOUT_S
 from tangram.runtime.views import TimeBreakdown
 from tangram.server.observe import time_breakdown
 from tangram.server.observe.state_observer import StateObserver
-from tangram.server.observe.time_breakdown import IDLE_TIMEOUT_S, START
+from tangram.server.observe.time_breakdown import START
 
 NODE = cpu_node("n0", 2)
 WAITING, STARTING, EXECUTING = "waiting", "starting", "executing"

@@ -32,7 +32,7 @@ from tangram.managers.base import Manager
 from tangram.managers.quotas.manager import Quota
 from tangram.runtime.error_records import NotFound, error_record_of
 from tangram.runtime.orchestrator import SettledAction
-from tangram.runtime.views import Story, TimelineView, View
+from tangram.runtime.views import PoolUsageView, Story, TimelineView, View
 from tangram.runtime.wire import (
     Acknowledgement,
     ActionReply,
@@ -433,6 +433,9 @@ class RouteHandlers:
         limit = context.query_int("limit", TIMELINE_ROWS_PER_PAGE, 1 << 20)
         return json_response(self._visibility.timeline(after, min(limit, TIMELINE_ROWS_PER_PAGE), context.caller))
 
+    async def pool_usage(self, context: RequestContext) -> Response:
+        return json_response(self._visibility.pool_usage(context.caller))
+
     async def trace(self, context: RequestContext) -> Response:
         context.require_admin()
         file, size = self._visibility.open_trace()
@@ -684,6 +687,15 @@ ROUTES = (
         None,
         TimelineView,
         (AFTER, LIMIT),
+    ),
+    Route(
+        "GET",
+        "/v1/pool-usage",
+        RouteHandlers.pool_usage,
+        "pool_usage",
+        "Use of pools since the service started",
+        None,
+        PoolUsageView,
     ),
     Route("GET", "/v1/runs", RouteHandlers.runs, "runs", "Runs that have a token (admin)", None, RunsReply),
     Route(

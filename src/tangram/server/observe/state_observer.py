@@ -42,7 +42,16 @@ from tangram.core.messages import (
 from tangram.core.scheduler import Scheduler
 from tangram.core.trace import EVENTS
 from tangram.managers.functions.manager import FunctionInstanceView
-from tangram.runtime.views import TIMELINE_ROWS_MAX, ServiceView, Story, TimelineRow, TimelineView, View
+from tangram.runtime.pool_usage import IDLE_TIMEOUT_S, PoolUsageObserver
+from tangram.runtime.views import (
+    TIMELINE_ROWS_MAX,
+    PoolUsageView,
+    ServiceView,
+    Story,
+    TimelineRow,
+    TimelineView,
+    View,
+)
 from tangram.server.observe import view_builders
 from tangram.server.observe.accounts import Accounts
 from tangram.server.observe.action_tracker import ActionTracker
@@ -50,7 +59,6 @@ from tangram.server.observe.buckets import Buckets
 from tangram.server.observe.pool_views import LoadedServices
 from tangram.server.observe.sandbox_stats import SandboxStats
 from tangram.server.observe.stories import SettledActionRecord, live_lines, settled_lines
-from tangram.server.observe.time_breakdown import IDLE_TIMEOUT_S
 
 
 class StateObserver:
@@ -78,6 +86,7 @@ class StateObserver:
         self.sandboxes = SandboxStats()
         self.tracker = ActionTracker(scheduler, self.accounts, self.buckets, self.sandboxes)
         self.settled_actions = SettledActionLog()
+        self._pool_usage = PoolUsageObserver(scheduler, self.now)
         self.instances = instances
         """Returns the instances of functions."""
         self.loaded: dict[str, LoadedServices] = {}
@@ -141,6 +150,7 @@ class StateObserver:
                 on_effect(effect, now)
         if tracked is not None:
             tracker.on_waiting(tracked, now)
+        self._pool_usage.observe(now, event, effects)
 
     def _close_buckets(self, now: float) -> None:
         self.buckets.close(now, self.scheduler.ledger.pools)
@@ -242,10 +252,14 @@ class StateObserver:
         """Returns up to `limit` rows after that number."""
         return self.settled_actions.after(max(0, after), max(0, min(limit, TIMELINE_ROWS_MAX)), run, self.instance)
 
+    def pool_usage(self, run: str | None) -> PoolUsageView:
+        return PoolUsageView(instance=self.instance, pools=self._pool_usage.reading(run))
+
     def hide_run(self, run: str) -> None:
         """Hides the past of a run that has ended from a later run of that name."""
         self.settled_actions.hide_run(run)
         self.accounts.drop_run(run)
+        self._pool_usage.drop_run(run)
 
     def story(self, id: str, run: str | None) -> Story | None:
         """None if there is no such action, or the run may not see it."""

@@ -22,7 +22,6 @@ from __future__ import annotations
 from tangram.core.action import Action
 from tangram.runtime.views import TimeBreakdown
 
-IDLE_TIMEOUT_S = 3600.0
 IDLE_TRAJECTORIES_MAX = 100_000
 """Idle trajectories that are kept; beyond, the longest idle one is forgotten."""
 KINDS_MAX = 64

@@ -14,7 +14,7 @@ from tangram.core.messages import Pool
 from tangram.errors import InvalidAction
 from tangram.managers.models import ModelManager
 from tangram.runtime.trace_recorder import TraceLog
-from tangram.runtime.views import Story, TimelineView, View
+from tangram.runtime.views import PoolUsageView, Story, TimelineView, View
 from tangram.runtime.wire import ServiceReply
 from tangram.server.observe.state_observer import StateObserver
 from tangram.server.tenants import Principal
@@ -43,6 +43,10 @@ class VisibilityFilter:
 
     def timeline(self, after: int, limit: int, caller: Principal) -> TimelineView:
         return self._observer.timeline(after, limit, _visible_run(caller))
+
+    def pool_usage(self, caller: Principal) -> PoolUsageView:
+        """Use by the run for which the caller acts; of the admin outside of a run, by all."""
+        return self._observer.pool_usage(caller.run or None)
 
     def story(self, id: str, caller: Principal) -> Story | None:
         """`id` is qualified, as views show it, or as its caller chose it."""
