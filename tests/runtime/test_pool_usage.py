@@ -279,6 +279,20 @@ def test_private_pools_appear_once_they_are_used_and_only_to_their_run() -> None
     assert {pool.name for pool in world.usage.reading("r2")} == {"cpu@n0"}
 
 
+def test_closed_private_pools_are_forgotten() -> None:
+    world = World(*cpu_node("n0", 2.0))
+    for number in range(50):
+        kind = f"function/{number}"
+        world.send(PoolChanged(pool=Pool(kind=kind, total=1, private=True)))
+        world.send(Submit(action=Action(id=f"a{number}", demand=Demand({kind: fixed(1)}), run="r1", trajectory="t")))
+        world.now += 1.0
+        world.finish(f"a{number}")
+        assert world.use("r1", kind).actions == 1
+        world.send(PoolChanged(pool=Pool(kind=kind, total=0, private=True)))
+        for run in ("r1", None):
+            assert [pool.name for pool in world.usage.reading(run)] == ["cpu@n0"]
+
+
 def test_what_a_lost_node_held_is_returned() -> None:
     world = World(*cpu_node("n0", 2.0), *cpu_node("n1", 2.0))
     demand = Demand({CPU: cores(2)})

@@ -3,7 +3,7 @@
 Counts settled actions with their completion times, the units that actions hold over time, and the units that they would
 hold if each trajectory had reserved its maximum. All counts only rise, so the use in between is the difference of two
 readings. The cost of an event does not grow with the events before it. Memory is bounded by live actions, by
-TRAJECTORIES_MAX, and by the pools of each run that the scheduler knows.
+TRAJECTORIES_MAX, and by the pools of each run that the scheduler knows; closed private pools are forgotten.
 
 Units are held from the grant until the manager has finished. Actions of one batch hold its devices together and count
 once, for the run that took them. CPU counts in cores. The pools of one quota appear as one, under its name: its units
@@ -11,7 +11,7 @@ are requests in flight, its total the concurrency limit, or the requests per win
 
 A trajectory is the one that the action names, else its sandbox, else the action itself. It ends when its last sandbox
 closes, or after IDLE_TIMEOUT_S without an action: a later action under its name starts another. Memory of sandboxes is
-not counted: trajectories reserve it either way.
+not counted: trajectories reserve it either way. Of private pools, which are limits on calls, nothing is reserved.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from tangram.core.messages import (
     Grant,
     NodeChanged,
     NodeState,
+    PoolChanged,
     Refuse,
     Resize,
     Settle,
@@ -242,6 +243,8 @@ class PoolUsageObserver:
             for live in self._live.values():
                 if live.node == event.node:
                     self._release(live, now)
+        elif isinstance(event, PoolChanged) and event.pool.private and not event.pool.total:
+            self._forget_pool(event.pool.name)
         for effect in effects:
             if isinstance(effect, Start):
                 self._on_grant(effect.action, effect.grant, now)
@@ -289,11 +292,12 @@ class PoolUsageObserver:
     def _add_units(self, live: _LiveAction, use: _PoolUse, units: int, now: float) -> None:
         if not units:
             return
-        reservations = live.trajectory.reservations
-        reservation = reservations.get(use)
-        if reservation is None:
-            reservation = reservations[use] = _Reservation(now)
-        use.reserve(reservation, units, now)
+        if not use.pool.is_private:
+            reservations = live.trajectory.reservations
+            reservation = reservations.get(use)
+            if reservation is None:
+                reservation = reservations[use] = _Reservation(now)
+            use.reserve(reservation, units, now)
         if live.batch and use.pool.name.partition("@")[0] == GPU:
             self._share_devices(live.batch, use, units, now)
         else:
@@ -365,12 +369,25 @@ class PoolUsageObserver:
 
     # ---- names of pools ----
 
+    def _forget_pool(self, pool: str) -> None:
+        """A private pool is closed. A tenant may open any number of them, one after the other."""
+        counted, _ = self._counted_by_pool.pop(pool, (None, 0))
+        if counted is None:
+            return
+        is_last = all(other is not counted for other, _ in self._counted_by_pool.values())
+        if is_last:
+            del self._counted_by_name[counted.name]
+        for run in self._runs.values():
+            run.by_pool.pop(pool, None)
+            if is_last:
+                run.by_name.pop(counted.name, None)
+
     def _use_of(self, run: _RunUse, pool: str) -> tuple[_PoolUse, int]:
-        found = run.by_pool.get(pool)
-        if found is None:
+        use = run.by_pool.get(pool)
+        if use is None:
             counted, counts = self._counted_pool(pool)
-            found = run.by_pool[pool] = self._use_by_name(run, counted.name), counts
-        return found
+            use = run.by_pool[pool] = self._use_by_name(run, counted.name), counts
+        return use
 
     def _use_by_name(self, run: _RunUse, name: str) -> _PoolUse:
         use = run.by_name.get(name)
@@ -390,16 +407,16 @@ class PoolUsageObserver:
         return kind if pool is None else pool.name
 
     def _counted_pool(self, name: str) -> tuple[_CountedPool, int]:
-        found = self._counted_by_pool.get(name)
-        if found is None:
+        known = self._counted_by_pool.get(name)
+        if known is None:
             ledger, kind = self._scheduler.ledger, name.partition("@")[0]
             shown, counts = self._name_shown(name, kind, ledger.pools.get(name))
             counted = self._counted_by_name.get(shown)
             if counted is None:
                 counted = _CountedPool(shown, kind, is_private=kind in ledger.private_kinds)
                 self._counted_by_name[shown] = counted
-            found = self._counted_by_pool[name] = counted, counts
-        return found
+            known = self._counted_by_pool[name] = counted, counts
+        return known
 
     def _name_shown(self, name: str, kind: str, pool: PoolState | None) -> tuple[str, int]:
         quota, _, unit = kind.rpartition("/")
@@ -409,6 +426,8 @@ class PoolUsageObserver:
 
     def _update_totals(self) -> None:
         for name, pool in self._scheduler.ledger.pools.items():
+            if not pool.total and name not in self._counted_by_pool:
+                continue  # closed and forgotten
             counted, counts = self._counted_pool(name)
             if counts:
                 counted.total = pool.total * counted.scale
