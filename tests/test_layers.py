@@ -10,7 +10,7 @@ under TYPE_CHECKING it is the same dependency.
 The same holds between the packages inside a layer:
 
     managers    work < base | quotas < http < sandboxes | models | functions | fake < backends | doctor
-    server      tenants < journal | observe < actions < http < components | recovery < serve
+    server      tenants | drain_gate < journal | observe < actions < http < components | recovery < serve
     rl          config | trajectories < environments | inference < model < rollout | buffer < runs < observe < train
 """
 
@@ -61,7 +61,7 @@ INNER_ORDER_BY_LAYER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("backends", "doctor"),
     ),
     "server": (
-        ("tenants",),
+        ("tenants", "drain_gate"),
         ("journal", "observe"),
         ("actions",),
         ("http",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 
 import pytest
 from tests.processes.process_pool_tasks import ERRORS, die, oversell, raise_error, square
@@ -41,3 +42,13 @@ def test_every_error_survives_the_way_from_a_worker(error: Exception) -> None:
 def test_a_worker_that_dies_is_an_error_and_no_hang() -> None:
     with ProcessPool(2) as workers, pytest.raises(ManagerError, match="worker process was killed"):
         workers.map(die, [1, 2, 3])
+
+
+def test_a_single_task_can_have_a_process_of_its_own() -> None:
+    with ProcessPool(1) as worker:
+        assert worker.run(process_id, None) != os.getpid()
+        assert worker.map(process_id, [None]) == [os.getpid()]
+
+
+def process_id(task: None, report: object) -> int:
+    return os.getpid()

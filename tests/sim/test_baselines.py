@@ -26,7 +26,7 @@ from tangram.core.speedup import LINEAR
 from tangram.errors import InvalidConfig
 from tangram.managers.quotas.manager import Quota
 from tangram.sim.baselines import API_BACKOFF_S, API_RETRIES_MAX, ATTEMPTS_MAX, Baseline, PodsConfig
-from tangram.sim.engine import Simulator
+from tangram.sim.engine import Simulator, StartFaults
 from tangram.sim.episode import ServiceModel, SimEpisode, SimStep, SimTurn, Workload, api_model
 from tangram.sim.faults import InjectedFault, draw_faults
 from tangram.sim.result import SimulationResult
@@ -282,11 +282,19 @@ def test_pods_that_wait_are_admitted_when_the_node_is_back() -> None:
 
 
 def test_a_failed_start_is_tried_again_in_its_pod_and_given_up_in_the_end() -> None:
+    class FirstAttemptsFail(StartFaults):
+        def __init__(self, failures: int) -> None:
+            super().__init__()
+            self.failures = failures
+
+        def failure(self, attempt: int) -> str:
+            return "no such image" if attempt <= self.failures else ""
+
     def play(failures: int) -> SimulationResult:
         pools = cpu_node("n0", 1, 1.0)
-        engine = Simulator(workload(episode("a", turn(call()))), Baseline(pools, (), PodsConfig(request=1.0)), pools)
-        engine.fail_start = lambda action, attempt: "no such image" if attempt <= failures else ""
-        return engine.run()
+        baseline = Baseline(pools, (), PodsConfig(request=1.0))
+        work = workload(episode("a", turn(call())))
+        return Simulator(work, baseline, pools, start_faults=FirstAttemptsFail(failures)).run()
 
     assert statuses(play(ATTEMPTS_MAX - 1)) == {"a.0.0": "succeeded"}
     assert statuses(play(ATTEMPTS_MAX)) == {"a.0.0": "lost"}

@@ -10,12 +10,10 @@ import asyncio
 import inspect
 import itertools
 import math
-import multiprocessing
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -225,8 +223,9 @@ def run_in_fresh_process(job: Callable[..., T], arguments: tuple[Any, ...], proc
     """Run `job(*arguments)` in a new process, or in this one if `processes` is 1."""
     if processes == 1:
         return job(*arguments)
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(job, *arguments).result()
+    with ProcessPool(1) as worker:
+        result: T = worker.run(_run_job, (job, arguments))
+    return result
 
 
 def subprogress(progress: Progress, begin: float, end: float) -> Progress:

@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -254,15 +254,14 @@ def _unstarted_result(options: RunOptions, status: str, reason: str) -> Result:
 
 
 class _SignalHandler:
-    """The first signal cancels the action and waits for its end; further signals are ignored."""
+    """The first signal requests a stop, which waits for the end of the action; further signals are ignored."""
 
-    def __init__(self) -> None:
+    def __init__(self, stop: asyncio.Future[None]) -> None:
         self.signal = 0
-        self._stop: Callable[[], object] = lambda: None
+        self._stop = stop
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        self._loop = asyncio.get_running_loop()
         before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         try:
             yield
@@ -275,20 +274,15 @@ class _SignalHandler:
         for each in SIGNALS:
             signal.signal(each, signal.SIG_IGN)
         self.signal = number
-        self._loop.call_soon_threadsafe(lambda: self._stop())
-
-    def set_stop(self, stop: Callable[[], object]) -> None:
-        self._stop = stop
-        if self.signal:
-            stop()
+        self._stop.get_loop().call_soon_threadsafe(_request_stop, self._stop)
 
 
 class _LiveOutput:
-    """Forwards the output of a program. Stops the program if its output cannot be written."""
+    """Forwards the output of a program. Requests a stop if it cannot be written."""
 
-    def __init__(self) -> None:
+    def __init__(self, stop: asyncio.Future[None]) -> None:
         self.error: OSError | None = None
-        self.stop: Callable[[], object] = lambda: None
+        self._stop = stop
         self._bytes = {"stdout": 0, "stderr": 0}
 
     def __call__(self, stream: str, data: bytes) -> None:
@@ -301,7 +295,7 @@ class _LiveOutput:
             target.buffer.flush()
         except OSError as error:
             self.error = error
-            self.stop()
+            _request_stop(self._stop)
 
     def finish(self, result: Result) -> None:
         """The message that was added at the end: why the program did not start."""
@@ -311,16 +305,21 @@ class _LiveOutput:
             self("stderr", executed.stderr[-added:])
 
 
+def _request_stop(stop: asyncio.Future[None]) -> None:
+    if not stop.done():
+        stop.set_result(None)
+
+
 async def _execute_async(options: RunOptions) -> tuple[Result | None, int]:
-    interruption, live = _SignalHandler(), _LiveOutput()
+    stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    interruption, live = _SignalHandler(stop), _LiveOutput(stop)
     with interruption.installed():
         from tangram.client.client import connect  # takes a while: a signal meanwhile must not cancel the connecting
 
         # Connecting and closing are not interrupted: both are short, and only complete ones leave nothing behind.
         async with connect(backend=options.backend) as client:
             doing = asyncio.ensure_future(_execute_in_sandbox(client, options, live))
-            live.stop = doing.cancel
-            interruption.set_stop(doing.cancel)
+            stop.add_done_callback(lambda _: doing.cancel())
             await asyncio.wait({doing})
     if live.error is not None:
         raise live.error

@@ -56,7 +56,7 @@ def _shares(spending: TimeBreakdown) -> dict[str, Any]:
 
 
 def _print(view: View) -> None:
-    from tangram.reports.formatting import duration
+    from tangram.reports.formatting import duration, percent
 
     sums: dict[str, float] = {}
     for run in view.runs:
@@ -74,7 +74,8 @@ def _print(view: View) -> None:
         shown = [spending.waiting_s.get(kind, 0.0) for kind in kinds]
         rest = [sum(spending.waiting_s.values()) - sum(shown)] if others else []
         parts = [spending.thinking_s, *shown, *rest, spending.execution_s, spending.overhead_s]
-        cells = [_percent(seconds, spending.total_s) for seconds in parts]
+        total_s = spending.total_s
+        cells = [percent(each / total_s if min(each, total_s) > 0.0 else None) for each in parts]
         table.add_row(escape_unprintable(run.name), duration(spending.total_s), *cells)
     console = terminal.stdout_console()
     if not view.runs:
@@ -82,9 +83,3 @@ def _print(view: View) -> None:
         return
     terminal.print_plain(console, table)
     terminal.print_plain(console, "waiting: start is what was granted and had yet to be started")
-
-
-def _percent(seconds: float, total: float) -> str:
-    if total <= 0.0 or seconds <= 0.0:
-        return "-"
-    return f"{seconds / total:.1%}"

@@ -12,8 +12,8 @@ import inspect
 import json
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -64,6 +64,7 @@ from tangram.managers.models.devices import Cuda, DeviceSpec, Emulated
 from tangram.managers.models.service import require_all
 from tangram.managers.quotas.manager import REQUESTS, TOKENS, Quota, QuotaManager
 from tangram.managers.work import KIB, MAINTENANCE_CORES, MEMORY_BYTES_MIN, HoldGrant, Prepare, SandboxSpec, Work
+from tangram.reports import live
 from tangram.runtime.event_sink import EventSink
 from tangram.runtime.orchestrator import Orchestrator
 
@@ -373,11 +374,13 @@ class Client:
 
         When one raises, the others are cancelled and its error is raised.
         """
-        with _progress(label, len(doing)) as advance:
+        with live.progress(label, "done") if label else nullcontext() as report:
+            numbers = count(1)
 
             async def one(each: Awaitable[T]) -> T:
                 result = await each
-                advance()
+                if report is not None:
+                    report(next(numbers), len(doing))
                 return result
 
             tasks = []
@@ -387,21 +390,6 @@ class Client:
             except BaseExceptionGroup as errors:
                 raise unwrap_first(errors) from None
         return [task.result() for task in tasks]
-
-
-@contextmanager
-def _progress(label: str, total: int) -> Iterator[Callable[[], None]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    if not label or not console.is_terminal:
-        yield lambda: None
-        return
-    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(label, total=total)
-        yield lambda: progress.advance(task)
 
 
 def _image_name(field: str, image: str | Image) -> str:

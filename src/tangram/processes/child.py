@@ -121,7 +121,9 @@ class ChildProcess(asyncio.Protocol, ABC):
     def alive(self) -> bool:
         return self._process is not None and self._ending is None
 
-    async def start(self, program: str, threads: int, hello: msgspec.Struct, fork_server: ForkServer | None) -> None:
+    async def start(
+        self, program: str, threads: int, hello: msgspec.Struct | None, fork_server: ForkServer | None
+    ) -> None:
         """Run the module `program`, forked by the fork server if there is one, and block until it is ready. Raises
         ManagerError, and InvalidInput if the child rejects its settings; then nothing is left of it."""
         await self.launch(

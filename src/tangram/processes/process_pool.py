@@ -66,6 +66,11 @@ class ProcessPool:
         self._start(min(self.count, len(tasks)))
         return self._run_parallel(call, tasks, report_progress)
 
+    def run(self, call: Callable[[Any, Progress], Any], task: Any) -> Any:
+        """`call(task, report)` in a worker process, even if there is only one."""
+        self._start(1)
+        return self._run_parallel(call, [task], lambda done, total: None)[0]
+
     def _start(self, count: int) -> None:
         # Spawned, not forked, because the caller may have threads, such as that of a progress bar. With SIGINT blocked,
         # because Ctrl-C reaches the whole group, and the parent ends the workers.

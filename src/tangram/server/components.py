@@ -42,6 +42,7 @@ from tangram.server.actions.registry import ActionRegistry
 from tangram.server.actions.service import ActionService, quota_pools
 from tangram.server.actions.tenant_images import TenantImages
 from tangram.server.actions.translate import AdmissionPolicy
+from tangram.server.drain_gate import DrainGate
 from tangram.server.http.auth import RunRegistry
 from tangram.server.http.middleware import ApiMiddleware
 from tangram.server.http.routes import RouteHandlers
@@ -68,6 +69,7 @@ class Components:
     def __init__(self, config: Config, journal: Journal, metrics: ReportedMetrics, clock: Clock) -> None:
         node, limits, recovered = config.node.name, config.limits, journal.recovered
         sink = EventSink()
+        self.drain_gate = DrainGate()
 
         self.manager = create_node_manager(config, [sandbox.name for sandbox in recovered.sandboxes])
         quotas = QuotaManager(map(to_quota, config.quotas), sink.send)
@@ -100,6 +102,7 @@ class Components:
             version=VERSION,
             durability=config.service.durability,
             clock=clock,
+            drain_gate=self.drain_gate,
         )
         self.event_log = _open_event_log(config, pools)
         event_logs = [self.event_log] if self.event_log is not None else []
@@ -126,6 +129,7 @@ class Components:
             functions,
             registry,
             instance_limits,
+            self.drain_gate,
             admission_policy=AdmissionPolicy(
                 quota_pools=quota_pools(quotas.all()),
                 services=frozenset(service.name for service in config.services),
@@ -155,10 +159,6 @@ class Components:
         collector = MetricsCollector(metrics, self.observer)
         visibility = VisibilityFilter(machine, self.observer, collector.render, models, self.event_log)
         self.handlers = RouteHandlers(self.action_service, self.runs, self.manager, images, visibility, about)
-
-    def begin_draining(self) -> None:
-        """Refuses new actions from now on; views show it."""
-        self.action_service.is_draining = self.observer.is_draining = True
 
 
 def _open_event_log(config: Config, pools: tuple[Pool, ...]) -> TraceLog | None:

@@ -146,9 +146,9 @@ async def running_server(config: Config, clock: Clock | None = None) -> AsyncIte
                 try:
                     yield server
                 finally:
-                    components.begin_draining()
+                    components.drain_gate.begin_draining()
                     await _drain(components.orchestrator, server, service.drain_s)
-                    aborted = await components.action_service.drain_gate.close(
+                    aborted = await components.drain_gate.close(
                         0.0 if server.stop_now.is_set() else DRAIN_GATE_TIMEOUT_S
                     )
                     if aborted:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +86,24 @@ class _EpisodeState(msgspec.Struct, eq=False):
     failed: bool = False
 
 
+class StartFaults:
+    """The faults of starts that are in effect now; without any, every start succeeds and takes no extra time."""
+
+    def __init__(self) -> None:
+        self.delays_s: list[float] = []
+        """Extra seconds before an action is Started; the longest counts."""
+        self.failing: list[tuple[float, random.Random]] = []
+        """Shares of starts that fail, each with its random numbers."""
+
+    def delay_s(self) -> float:
+        return max(self.delays_s, default=0.0)
+
+    def failure(self, attempt: int) -> str:
+        """Return why this attempt cannot start; empty if it can."""
+        fails = [rng.random() < share for share, rng in self.failing]
+        return "no such image" if any(fails) else ""
+
+
 class Simulator:
     """Plays one workload against one scheduler."""
 
@@ -100,6 +119,7 @@ class Simulator:
         truth: dict[str, SimStep] | None = None,
         observer: Observer | None = None,
         progress: Callable[[int, int], None] | None = None,
+        start_faults: StartFaults | None = None,
     ) -> None:
         self.workload = workload
         self.scheduler = scheduler
@@ -132,10 +152,7 @@ class Simulator:
         self._rows: list[ActionRow] = []
         self._ends: list[float] = []
         self._samples = SampledCurve()
-        self.slow_start_s: Callable[[Action], float] | None = None
-        """Fault: extra seconds before an action is Started."""
-        self.fail_start: Callable[[Action, int], str] | None = None
-        """Fault: why an attempt cannot start; empty if it can."""
+        self.start_faults = start_faults or StartFaults()
         self._truth = truth if truth is not None else {}
         """Per live action, what only the simulator knows."""
         self.down: dict[str, bool] = {}
@@ -285,14 +302,10 @@ class Simulator:
         live.grant, live.node, live.attempt = grant, grant.node, grant.attempt
         self._join_batch(live, grant.batch)
         live.started_at = -1.0
-        if self.fail_start is not None:
-            reason = self.fail_start(effect.action, grant.attempt)
-            if reason:
-                self.call_at(self.now, self._on_start_failed, live, grant.attempt, reason)
-                return
-        delay = live.step.overhead_s
-        if self.slow_start_s is not None:
-            delay += self.slow_start_s(effect.action)
+        if reason := self.start_faults.failure(grant.attempt):
+            self.call_at(self.now, self._on_start_failed, live, grant.attempt, reason)
+            return
+        delay = live.step.overhead_s + self.start_faults.delay_s()
         if GPU in effect.action.demand.pools:
             delay += self._load(live.action.service, grant.node, _devices_of(grant))
         if delay > 0.0 or grant.batch:  # a batch starts when all members are present

@@ -7,14 +7,15 @@ when both reductions end, and a node that comes back gets the pools that it shou
 from __future__ import annotations
 
 import random
+from typing import TypeVar
 
 import msgspec
 
-from tangram.core.action import Action
 from tangram.core.demand import CPU, MEMORY
 from tangram.core.messages import Pool
 from tangram.sim.engine import Simulator
 
+T = TypeVar("T")
 KINDS = ("node_loss", "slow_start", "crash", "start_failure", "quota_cut", "shrink")
 
 SLOWEST_START_S = 10.0
@@ -67,8 +68,6 @@ class _FaultInjector:
         self._original_pools = dict(engine.pools)
         self._cuts: dict[str, list[float]] = {name: [] for name in engine.pools}
         """By pool, the shares that active faults leave."""
-        self._slow: list[InjectedFault] = []
-        self._failing: list[tuple[InjectedFault, random.Random]] = []
 
     def node_loss(self, fault: InjectedFault) -> None:
         engine = self._engine
@@ -84,22 +83,15 @@ class _FaultInjector:
     # ---- starts ----
 
     def slow_start(self, fault: InjectedFault) -> None:
-        self._slow.append(fault)
-        self._engine.slow_start_s = self._slow_start_s
-        self._engine.call_at(self._engine.now + fault.lasts_s, self._slow.remove, fault)
-
-    def _slow_start_s(self, action: Action) -> float:
-        return max([SLOWEST_START_S * fault.amount for fault in self._slow], default=0.0)
+        self._add_until_end(fault, self._engine.start_faults.delays_s, SLOWEST_START_S * fault.amount)
 
     def start_failure(self, fault: InjectedFault) -> None:
-        failing = (fault, random.Random(f"start/{fault.at}/{fault.pick}"))
-        self._failing.append(failing)
-        self._engine.fail_start = self._fail_start
-        self._engine.call_at(self._engine.now + fault.lasts_s, self._failing.remove, failing)
+        rng = random.Random(f"start/{fault.at}/{fault.pick}")
+        self._add_until_end(fault, self._engine.start_faults.failing, (fault.amount, rng))
 
-    def _fail_start(self, action: Action, attempt: int) -> str:
-        fails = [rng.random() < fault.amount for fault, rng in self._failing]
-        return "no such image" if any(fails) else ""
+    def _add_until_end(self, fault: InjectedFault, active: list[T], entry: T) -> None:
+        active.append(entry)
+        self._engine.call_at(self._engine.now + fault.lasts_s, active.remove, entry)
 
     # ---- pools ----
 

@@ -18,6 +18,8 @@ from tests.fork_servers import Pool, pooled_for_models
 
 from tangram import Emulated, Service, Status, connect
 from tangram.errors import InvalidAction, InvalidConfig, ManagerError
+from tangram.processes import child
+from tangram.processes.fork_server import ForkServer
 from tangram.rl.environments import lookup_judge
 from tangram.rl.environments.lookup_judge import (
     JudgeSettings,
@@ -206,6 +208,13 @@ def test_an_error_in_the_process_is_raised_here(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture
+def executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that trains is a child of this one, as in any run."""
+    monkeypatch.setattr(child, "NO_FORK_SERVER", ForkServer())
+
+
+@pytest.mark.usefixtures("executed")
 def test_cancelling_ends_the_training(tmp_path: Path) -> None:
     long = msgspec.structs.replace(TINY, steps_max=10_000_000, accuracy_min=1.0, rate=1e-9)
 
@@ -223,6 +232,7 @@ def test_cancelling_ends_the_training(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("executed")
 def test_a_training_that_is_killed_is_an_error(tmp_path: Path) -> None:
     long = msgspec.structs.replace(TINY, steps_max=10_000_000, accuracy_min=1.0, rate=1e-9)
 
@@ -232,7 +242,7 @@ def test_a_training_that_is_killed_is_an_error(tmp_path: Path) -> None:
         while not (new := own_children() - before):  # noqa: ASYNC110 - another process appears
             await asyncio.sleep(0.01)
         os.kill(new.pop(), signal.SIGKILL)
-        with pytest.raises(ManagerError, match="cannot be trained"):
+        with pytest.raises(ManagerError, match="cannot be trained: it ended with signal 9"):
             await training
 
     within(main())

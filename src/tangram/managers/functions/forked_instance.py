@@ -11,7 +11,6 @@ this process is killed by SIGKILL, they die, but processes that they have starte
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import fcntl
 import logging
@@ -40,7 +39,7 @@ from tangram.managers.functions.instance import (
 )
 from tangram.managers.functions.program import PRELOADED, PROGRAM_FAILED, SPEC_VARIABLE
 from tangram.managers.functions.work import Failure, FunctionSpec, loaded_spec
-from tangram.managers.work import KIB, MIB, ExecResult, LeaseResult
+from tangram.managers.work import MIB, ExecResult, LeaseResult
 from tangram.processes.capture import Capture
 from tangram.processes.fork_server import ForkedChild, ForkServer
 from tangram.processes.process_tree import ACTION_MARK, Process, ProcessTable, ProcessTree, WatchedProcess, read_process
@@ -50,8 +49,6 @@ from tangram.processes.width import with_width
 PROGRAM = "tangram.managers.functions.program"
 FORK_SERVER_IDLE_FACTOR = 2.0
 """A fork server without an instance ends after the idle time of instances multiplied by this."""
-INLINE_BYTES_MAX = 64 * KIB
-"""The largest arguments that are sent with the command; longer ones are passed as a file in memory."""
 FD_MIN = 64
 """The lowest descriptor of the socket in an instance: imported modules have opened the lower ones."""
 STATUS = re.compile(rb"\d{1,3}\n?")
@@ -463,14 +460,11 @@ class ForkedLease:
         self._cpu_s_before = 0.0
 
     def text(self, spec_path: str) -> bytes:
-        token, arguments = self._command.token, self._command.arguments
-        if arguments is None:
-            return f"tangram:load:{token}:file:{_encoded(spec_path.encode())}\0".encode()
-        if len(arguments) <= INLINE_BYTES_MAX:
-            return f"tangram:call:{token}:inline:{_encoded(arguments)}\0".encode()
-        self._arguments_fd = standard_input(arguments)
-        path = f"/proc/{os.getpid()}/fd/{self._arguments_fd}"
-        return f"tangram:call:{token}:file:{_encoded(path.encode())}\0".encode()
+        path, arguments = spec_path, self._command.arguments
+        if arguments is not None and not self._command.is_inline:
+            self._arguments_fd = standard_input(arguments)
+            path = f"/proc/{os.getpid()}/fd/{self._arguments_fd}"
+        return f"{self._command.text(path)}\0".encode()
 
     def watch_processes(self) -> None:
         assert self._instance.process is not None
@@ -528,10 +522,6 @@ class ForkedLease:
 def _is_alive(process: Process) -> bool:
     now = read_process(process.pid)
     return now is not None and now.started == process.started and now.is_alive
-
-
-def _encoded(data: bytes) -> str:
-    return base64.b64encode(data).decode()
 
 
 def count_tasks(top: int) -> int:

@@ -7,6 +7,7 @@ that has imported the function (`forked_instance`). It executes one command at a
 from __future__ import annotations
 
 import asyncio
+import base64
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
@@ -17,11 +18,14 @@ from tangram.core.action import Action
 from tangram.core.messages import Grant
 from tangram.managers.base import Lease
 from tangram.managers.functions.work import Failure
-from tangram.managers.work import LeaseResult
+from tangram.managers.work import KIB, LeaseResult
 from tangram.processes.streams import Output
 
 SHOWN_CHARACTERS = 1000
 """How much of the output of an instance a reason quotes, from its end."""
+INLINE_BYTES_MAX = 64 * KIB
+"""The largest arguments that are sent with the command; longer ones are passed as a file. The kernel limits one word of
+a command line to 128 KiB."""
 
 
 class FunctionLoadFailed(Exception):
@@ -44,6 +48,20 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     arguments: bytes | None
     """The pickled arguments of a call; None: load the function."""
     output: Output
+
+    @property
+    def is_inline(self) -> bool:
+        return self.arguments is not None and len(self.arguments) <= INLINE_BYTES_MAX
+
+    def text(self, path: str) -> str:
+        """As the program reads it. `path`: the file of the function or of the arguments; not used if they are
+        inline."""
+        verb = "load" if self.arguments is None else "call"
+        if self.arguments is not None and self.is_inline:
+            form, content = "inline", self.arguments
+        else:
+            form, content = "file", path.encode()
+        return f"tangram:{verb}:{self.token}:{form}:{base64.b64encode(content).decode()}"
 
 
 AwaitLease = Callable[[Awaitable[Lease]], Awaitable[LeaseResult]]

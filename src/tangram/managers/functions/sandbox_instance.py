@@ -7,7 +7,6 @@ are only unpickled inside. Whatever ends the program is the doing of the functio
 
 from __future__ import annotations
 
-import base64
 import functools
 import importlib.util
 import io
@@ -36,7 +35,7 @@ from tangram.managers.functions.instance import (
 )
 from tangram.managers.functions.program import DIRECTORY, LIBRARY, PACKAGE, SPEC_FILE, STARTER
 from tangram.managers.functions.work import Failure, FunctionSpec, loaded_spec
-from tangram.managers.work import KIB, WORKSPACE, Exec, LeaseResult, Open, SandboxSpec
+from tangram.managers.work import WORKSPACE, Exec, LeaseResult, Open, SandboxSpec
 from tangram.processes import orphans, prctl
 from tangram.processes.exit_codes import NOT_FOUND, signal_of
 from tangram.processes.streams import COMMANDS_FD, STATUSES_FD
@@ -46,9 +45,6 @@ SESSION = "function"
 HOLDING_BACKENDS = ("sandbox", "process")
 """Whose held shells read commands and write statuses as `processes.streams` describes. Elsewhere each call is a
 program."""
-INLINE_BYTES_MAX = 64 * KIB
-"""The largest arguments that are sent with the command; longer ones are passed as a file. The kernel limits one word of
-a command line to 128 KiB."""
 MODULES = ("program", "plain_values", "msgpack_encoder")
 """Modules of this package that run inside the sandbox."""
 LIBRARIES = ("cloudpickle",)
@@ -110,19 +106,14 @@ class SandboxInstance(Instance):
         return await self._manager.start(self._inside(action), grant, work, command.output)
 
     async def _request(self, command: Command) -> Exec:
-        token, arguments = command.token, command.arguments
+        path, arguments = SPEC_FILE, command.arguments
         if not self.loads_once:
-            words = ("python3", "-c", STARTER, "once", token)
+            words = ("python3", "-c", STARTER, "once", command.token)
             return Exec(command=words, cwd=DIRECTORY, stdin=arguments or b"", capture_bytes_max=0)
-        if arguments is None:
-            text = f"load:{token}:file:{_encoded(SPEC_FILE.encode())}"
-        elif len(arguments) <= INLINE_BYTES_MAX:
-            text = f"call:{token}:inline:{_encoded(arguments)}"
-        else:
-            path = f"{DIRECTORY}/arguments-{token}"
+        if arguments is not None and not command.is_inline:
+            path = f"{DIRECTORY}/arguments-{command.token}"
             await self._manager.write(self.name, path, arguments, mode=0o600)
-            text = f"call:{token}:file:{_encoded(path.encode())}"
-        return Exec(command=f"tangram:{text}", session=SESSION, capture_bytes_max=0)
+        return Exec(command=command.text(path), session=SESSION, capture_bytes_max=0)
 
     # ---- what ended the program ----
 
@@ -140,10 +131,6 @@ class SandboxInstance(Instance):
     def exit_failure(self, ended: LeaseResult, stderr: str) -> Failure:
         code = ended.executed.exit_code if ended.executed is not None else None
         return Failure(kind="exited", message=exit_message(code, signal_of(code)))
-
-
-def _encoded(data: bytes) -> str:
-    return base64.b64encode(data).decode()
 
 
 # ---- the files of an instance -------------------------------------------------------------------------------------

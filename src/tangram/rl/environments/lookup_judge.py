@@ -7,12 +7,10 @@ file is valid.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
 import os
 import secrets
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,11 +19,14 @@ import msgspec
 from tangram.cancellation import run_to_completion
 from tangram.errors import InvalidConfig, ManagerError
 from tangram.files.atomic_file import write_file
+from tangram.processes.child import ChildProcess
+from tangram.processes.framing import FrameDecoder
 
 log = logging.getLogger("tangram")
 
 VERSION = 1
 """Version of the cached format and the training; another version is another file."""
+PROGRAM = "tangram.rl.model.judge"
 QUIET_S = 2.0
 """Slower phases are logged."""
 
@@ -98,44 +99,65 @@ def _checksum(settings: JudgeSettings, content: bytes) -> bytes:
     return hashlib.sha256(settings.digest.encode() + content).digest()
 
 
+# ---- training in a child process ----
+
+
+class TrainJudge(msgspec.Struct, frozen=True, kw_only=True, tag="TrainJudge"):
+    ask: int
+    settings: JudgeSettings
+    folder: str
+
+
+class JudgeProgress(msgspec.Struct, frozen=True, kw_only=True, tag="JudgeProgress"):
+    share: float
+    text: str
+
+
+class JudgeTrained(msgspec.Struct, frozen=True, kw_only=True, tag="JudgeTrained"):
+    ask: int
+    error: str = ""
+    """Why there is none."""
+
+
 async def ensure_judge(settings: JudgeSettings, folder: Path, progress: Progress | None = None) -> None:
     """Ensures that the folder has a judge, by training one if needed. Cancellation ends the training. Raises
     ManagerError."""
     if load_cached(folder, settings) is not None:
         return
     log.info("training the judge of lookup, once for this machine")
-    pipe = asyncio.subprocess.PIPE
-    command = (sys.executable, "-m", "tangram.rl.model.judge", str(folder))
-    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe)
+    child = _JudgeChild(progress or _log_progress)
     try:
-        complaint = await _follow_training(process, settings, progress or _log_progress)
+        await child.start(PROGRAM, 1, None, None)
+        number = child.next_number()
+        trained = await child.request(number, TrainJudge(ask=number, settings=settings, folder=str(folder)))
     finally:
-        await run_to_completion(_kill(process))
-    if process.returncode:
-        last = complaint.strip().rpartition("\n")[2]
-        raise ManagerError(f"the judge of lookup cannot be trained: {last}", retry=False)
+        # Safe at any time: the file appears only when it is complete.
+        await run_to_completion(child.end("it is not needed any more"))
+    if trained.error:
+        raise child.death_error(trained.error)
 
 
-async def _follow_training(process: asyncio.subprocess.Process, settings: JudgeSettings, progress: Progress) -> str:
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-    began_s = asyncio.get_running_loop().time()
-    process.stdin.write(msgspec.json.encode(settings))
-    process.stdin.close()
-    async with asyncio.TaskGroup() as group:
-        complaint = group.create_task(process.stderr.read())
-        async for line in process.stdout:
-            share, _, text = line.decode(errors="replace").strip().partition(" ")
-            if asyncio.get_running_loop().time() - began_s > QUIET_S:
-                progress(float(share), text)
-        await process.wait()
-    return complaint.result().decode(errors="replace")
+class _JudgeChild(ChildProcess):
+    """The process that trains. It imports PyTorch before it reads its request."""
 
+    def __init__(self, progress: Progress) -> None:
+        super().__init__("the judge of lookup", FrameDecoder(JudgeProgress | JudgeTrained), None)
+        self._progress = progress
+        self._began_s = self._loop.time()
 
-async def _kill(process: asyncio.subprocess.Process) -> None:
-    """Safe at any time: the file appears only when it is complete."""
-    if process.returncode is None:
-        process.kill()
-    await process.communicate()  # also closes its pipes
+    async def greet(self, hello: None) -> None:
+        self.mark_ready()
+
+    def on_message(self, answer: JudgeProgress | JudgeTrained) -> None:
+        match answer:
+            case JudgeProgress(share=share, text=text):
+                if self._loop.time() - self._began_s > QUIET_S:
+                    self._progress(share, text)
+            case JudgeTrained(ask=number):
+                self.resolve(number, answer)
+
+    def death_error(self, reason: str) -> ManagerError:
+        return ManagerError(f"{self._title} cannot be trained: {reason}", retry=False)
 
 
 def _log_progress(share: float, text: str) -> None:

@@ -3,18 +3,14 @@
 Owns its training, evaluation and serving. It is trained on pairs of names and evaluated on held-out pairs, so it has to
 infer which names belong together. Promises that a judge that starts has passed: `accuracy_min` holds for held-out pairs
 and for all pairs, with equal weight of positive and negative ones.
-
-    python -m tangram.rl.model.judge FOLDER    settings as JSON on stdin; progress as `share text` lines on stdout
 """
 
 from __future__ import annotations
 
 import io
 import json
-import signal
-import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -23,7 +19,17 @@ from torch import Tensor, nn
 
 from tangram.errors import ManagerError, TangramError
 from tangram.managers.models.torch_engine import TorchEngine
-from tangram.rl.environments.lookup_judge import JudgeSettings, Progress, load_cached, store_cached
+from tangram.processes.child_side import SupervisorConnection
+from tangram.processes.framing import FrameDecoder
+from tangram.rl.environments.lookup_judge import (
+    JudgeProgress,
+    JudgeSettings,
+    JudgeTrained,
+    Progress,
+    TrainJudge,
+    load_cached,
+    store_cached,
+)
 from tangram.rl.model.transformer import Transformer, small_config
 
 EVALUATE_EVERY = 50
@@ -167,15 +173,20 @@ def _pair(judge: NameJudge, payload: bytes) -> list[int]:
     return [at for at in ids if at is not None]
 
 
-def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent ends this process
+# ---- the process that trains ----
+
+
+def main(fd: int) -> NoReturn:
+    supervisor = SupervisorConnection(fd, FrameDecoder[TrainJudge](TrainJudge))
     torch.set_num_threads(1)
-    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=JudgeSettings)
-    try:
-        load_or_train(settings, Path(sys.argv[1]), lambda share, text: print(f"{share:.3f} {text}", flush=True))
-    except TangramError as error:
-        sys.exit(str(error))
-
-
-if __name__ == "__main__":
-    main()
+    for command in supervisor.receive_first():
+        try:
+            load_or_train(
+                command.settings,
+                Path(command.folder),
+                lambda share, text: supervisor.send(JudgeProgress(share=share, text=text)),
+            )
+            supervisor.send(JudgeTrained(ask=command.ask))
+        except TangramError as error:
+            supervisor.send(JudgeTrained(ask=command.ask, error=str(error)))
+    supervisor.exit_process()

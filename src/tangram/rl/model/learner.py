@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -173,21 +171,16 @@ class Learner:
     def save(self, folder: Path | str) -> None:
         """Writes into an existing folder, which may have other files: the weights in the Hugging Face layout, so that
         it also serves as `policy.checkpoint`, and all other state of the next step. Random decisions are a function of
-        seed and version and need no state. The optimiser of a warm start is not kept. Raises ManagerError."""
+        seed and version and need no state. The optimiser of a warm start is not kept. The owner of the folder makes it
+        atomic and durable: an error may leave some of the files. Raises ManagerError."""
         folder = Path(folder)
         reference = self._reference or (self.policy if self._objective.kl else None)
         try:
-            with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder) as unfinished:
-                inside = Path(unfinished) / "learner"
-                self.policy.save(inside)
-                if reference is not None:
-                    reference.save(inside / REFERENCE)
-                with (inside / STATE).open("wb") as file:
-                    file.write(self._state())
-                    file.flush()
-                    os.fsync(file.fileno())
-                for each in inside.iterdir():
-                    each.rename(folder / each.name)
+            self.policy.save(folder)
+            if reference is not None:
+                (folder / REFERENCE).mkdir()
+                reference.save(folder / REFERENCE)
+            (folder / STATE).write_bytes(self._state())
         except OSError as error:
             raise ManagerError(f"{folder} cannot be written: {error.strerror or error}") from error
 

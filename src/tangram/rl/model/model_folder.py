@@ -10,9 +10,10 @@ cannot compute are refused by name, and damaged or mismatched files are named.
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,20 +99,33 @@ def load(folder: Path | str, *, dtype: torch.dtype = torch.float32) -> Transform
 
 def save(model: Transformer, folder: Path | str, *, replace: bool = False) -> None:
     """Writes atomically into a new or empty folder, or replaces it; see `atomic_directory`. Raises ManagerError."""
+    with atomic_directory(Path(folder), replace=replace) as unfinished:
+        write(model, unfinished)
+
+
+def write(model: Transformer, folder: Path) -> None:
+    """Writes into an existing folder, whose owner makes it atomic. Raises OSError."""
     safetensors = import_safetensors()
     state = model.state_dict()
     tensors: dict[str, Tensor] = {}
     for name, parts in parts_by_name(model.config).items():
         pieces = state[name].cpu().split([part.shape[0] for part in parts])
         tensors |= {part.name: piece.contiguous() for part, piece in zip(parts, pieces, strict=True)}
-    with atomic_directory(Path(folder), replace=replace) as unfinished:
-        described = to_huggingface_config(model.config, str(model.dtype).removeprefix("torch."))
-        (unfinished / CONFIG).write_bytes(msgspec.json.format(msgspec.json.encode(described), indent=2) + b"\n")
-        try:
-            safetensors.torch.save_file(tensors, unfinished / WEIGHTS, metadata={"format": "pt"})
-        except safetensors.SafetensorError as error:
-            raise ManagerError(f"{folder} cannot be written: {error}") from error
-        make_readable(unfinished)
+    described = to_huggingface_config(model.config, str(model.dtype).removeprefix("torch."))
+    (folder / CONFIG).write_bytes(msgspec.json.format(msgspec.json.encode(described), indent=2) + b"\n")
+    with safetensors_errors():
+        safetensors.torch.save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    make_readable(folder)
+
+
+@contextmanager
+def safetensors_errors() -> Iterator[None]:
+    """Turns errors of writing into OSError, which safetensors does not raise, even if the disk is full."""
+    safetensors = import_safetensors()
+    try:
+        yield
+    except safetensors.SafetensorError as error:
+        raise OSError(errno.EIO, str(error)) from error
 
 
 def make_readable(folder: Path) -> None:

@@ -56,9 +56,8 @@ class Policy(Protocol):
         not set."""
         ...
 
-    def save(self, folder: Path | str, *, replace: bool = False) -> None:
-        """Writes the Hugging Face layout into a new or empty folder; with `replace`, in the place of an old one. Raises
-        ManagerError."""
+    def save(self, folder: Path | str) -> None:
+        """Writes the Hugging Face layout into an existing folder, whose owner makes it atomic. Raises OSError."""
         ...
 
     def restore(self, folder: Path | str) -> None:
@@ -96,8 +95,8 @@ class TransformerPolicy:
             return publish_checkpoint(self, folder, version, replace=replace)
         return publish(self.module, self.module.config, folder, version, replace=replace)
 
-    def save(self, folder: Path | str, *, replace: bool = False) -> None:
-        model_folder.save(self.module, folder, replace=replace)
+    def save(self, folder: Path | str) -> None:
+        model_folder.write(self.module, Path(folder))
 
     def restore(self, folder: Path | str) -> None:
         stored = model_folder.load(folder, dtype=self.module.dtype)
@@ -141,15 +140,11 @@ class HuggingFacePolicy:
         """Publishes a checkpoint, which is what servers of such a model read."""
         return publish_checkpoint(self, folder, version, replace=replace)
 
-    def save(self, folder: Path | str, *, replace: bool = False) -> None:
+    def save(self, folder: Path | str) -> None:
         silence_transformers()
-        safetensors = model_folder.import_safetensors()
-        with atomic_directory(Path(folder), replace=replace) as unfinished:
-            try:
-                self.module.save_pretrained(unfinished)
-            except safetensors.SafetensorError as error:
-                raise ManagerError(f"{folder} cannot be written: {error}") from error
-            model_folder.make_readable(unfinished)
+        with model_folder.safetensors_errors():
+            self.module.save_pretrained(folder)
+        model_folder.make_readable(Path(folder))
 
     def restore(self, folder: Path | str) -> None:
         stored = load_pretrained(folder, self.module.dtype).state_dict()
@@ -163,7 +158,8 @@ def publish_checkpoint(policy: Policy, folder: Path | str, version: int, *, repl
     """Publishes a checkpoint for external servers. Raises ManagerError, and keeps an existing version then."""
     path = Path(folder) / f"{version:08d}"
     remove_unfinished(path.parent)
-    policy.save(path, replace=replace)
+    with atomic_directory(path, replace=replace) as unfinished:
+        policy.save(unfinished)
     return PolicyWeights(version=version, folder=str(path))
 
 

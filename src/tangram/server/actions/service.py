@@ -31,7 +31,6 @@ from tangram.managers.work import MAINTENANCE_CORES, MIB, Close, Commit, Exec, H
 from tangram.runtime.error_records import Draining, NotFound
 from tangram.runtime.orchestrator import Orchestrator, SettledAction
 from tangram.runtime.wire import ActionReply, AnyWork, Caps, OutputChunk, SandboxReply, SettledReply, Submission
-from tangram.server.actions.drain_gate import DrainGate
 from tangram.server.actions.instance_limits import InstanceLimits
 from tangram.server.actions.output_buffer import EndedOutputs, OutputBuffer
 from tangram.server.actions.registry import ActionRegistry, RegisteredAction, refused_action
@@ -45,6 +44,7 @@ from tangram.server.actions.translate import (
     translate,
     with_running_cap,
 )
+from tangram.server.drain_gate import DrainGate
 from tangram.server.journal.adapter import decode_settled, encode
 from tangram.server.journal.journal import Journal, JournalFailed
 from tangram.server.journal.store import JournalPhase
@@ -72,6 +72,7 @@ class ActionService:
         functions: FunctionManager,
         registry: ActionRegistry,
         instance_limits: InstanceLimits,
+        drain_gate: DrainGate,
         *,
         admission_policy: AdmissionPolicy,
         limits: RunLimits,
@@ -83,8 +84,7 @@ class ActionService:
         self.orchestrator = orchestrator
         self.journal = journal
         self.limits = limits
-        self.is_draining = False
-        self.drain_gate = DrainGate()
+        self.drain_gate = drain_gate
         self._lost_sandboxes: dict[str, str] = {}
         """Sandboxes that did not survive a restart, with the reason."""
         self._quotas = quotas
@@ -146,7 +146,7 @@ class ActionService:
 
     def _require_capacity(self, caller: Principal, action: Action, work: AnyWork, size: int) -> None:
         """`size`: bytes of the encoded action. Raises AdmissionRefused, NotFound or Draining."""
-        if self.is_draining:
+        if self.drain_gate.is_draining:
             raise Draining
         if (
             isinstance(work, Exec | Commit)
@@ -312,7 +312,7 @@ class ActionService:
         finally:
             live.last_polled_at = self._now()
         if live.settled.done():
-            if self.is_draining and live.settled.exception() is not None:
+            if self.drain_gate.is_draining and live.settled.exception() is not None:
                 raise Draining  # the next server will finish it; the client retries
             return self.reply(caller, id, live.settled.result())
         return ActionReply(id=id, state=live.state)
@@ -527,7 +527,7 @@ class ActionService:
             if (
                 not sandbox.active_actions
                 and now - sandbox.last_used_at > self.limits.sandbox_idle_s
-                and not self.is_draining
+                and not self.drain_gate.is_draining
             ):
                 log.warning("sandbox closed sandbox=%s: unused for %.0f s", name, self.limits.sandbox_idle_s)
                 try:

@@ -451,7 +451,7 @@ class RouteHandlers:
         return Response("alive\n", media_type="text/plain")
 
     async def readyz(self, context: RequestContext) -> Response:
-        ready = not self._action_service.is_draining
+        ready = not self._drain_gate.is_draining
         return Response("ready\n" if ready else "draining\n", 200 if ready else 503, media_type="text/plain")
 
 

@@ -52,6 +52,7 @@ from tangram.runtime.views import (
     TimelineView,
     View,
 )
+from tangram.server.drain_gate import DrainGate
 from tangram.server.observe import view_builders
 from tangram.server.observe.accounts import Accounts
 from tangram.server.observe.action_tracker import ActionTracker
@@ -71,14 +72,14 @@ class StateObserver:
         calendar: Callable[[], float] = time.time,
         version: str = "",
         durability: str = "none",
+        drain_gate: DrainGate | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.version = version
         self.durability = durability
         self.recovered = ""
         """What this start recovered, in a sentence. Set after recovery, which this object observes."""
-        self.is_draining = False
-        """Set when draining begins; shown in views."""
+        self._drain_gate = drain_gate or DrainGate()
         self.instance = secrets.token_hex(8)
         self.began_at = calendar()
         self.accounts = Accounts()
@@ -239,7 +240,7 @@ class StateObserver:
     def service(self) -> ServiceView:
         return ServiceView(
             version=self.version,
-            state="draining" if self.is_draining else "up",
+            state="draining" if self._drain_gate.is_draining else "up",
             began_at=self.began_at,
             instance=self.instance,
             policy=self.scheduler.policy.name,

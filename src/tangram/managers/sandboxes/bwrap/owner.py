@@ -121,7 +121,7 @@ class SandboxOwner:
 
     def tie_image(self, image: str) -> None:
         """Delete this image when the owner ends, in whichever way."""
-        _image_note(self._images, image).write_text(image, encoding="utf-8")
+        write_file(_image_note(self._images, image), image.encode(), partial=self._directory / "image.part")
 
     def untie_image(self, image: str) -> None:
         _image_note(self._images, image).unlink(missing_ok=True)

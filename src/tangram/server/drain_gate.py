@@ -1,7 +1,8 @@
-"""The drain gate: counts requests to managers and rejects them once the server shuts down.
+"""The drain gate: how far the shutdown of the server is, and the requests to managers that it waits for.
 
-After it is closed, new requests, and those that fail because their manager has closed, raise Draining: the client
-should retry when the server is back.
+begin_draining()    new actions are refused; views show it
+close(timeout_s)    new requests to managers, and those that fail because their manager has closed, raise Draining:
+                    the client should retry when the server is back
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ from tangram.runtime.error_records import Draining
 class DrainGate:
     def __init__(self) -> None:
         self._in_flight = 0
+        self.is_draining = False
         self.is_closed = False
         self._idle = asyncio.Event()
         self._idle.set()
+
+    def begin_draining(self) -> None:
+        self.is_draining = True
 
     @contextmanager
     def admit(self) -> Iterator[None]:
