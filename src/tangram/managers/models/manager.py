@@ -60,7 +60,6 @@ class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Loaded services, the least recently used first."""
     loads: int
     load_s: float
-    load_bytes: int
     evictions: int
     calls: int
     call_s: float
@@ -115,7 +114,7 @@ class ModelManager:
         self._memory_usage: EmulatedMemoryUsage | None = None
         self._descriptors: list[int] = []
         self._closed_reason = "the manager of model services is not entered"
-        self._loads = self._load_bytes = self._evictions = self._calls = 0
+        self._loads = self._evictions = self._calls = 0
         self._load_s = self._call_s = 0.0
 
     def _require_fit(self) -> None:
@@ -145,7 +144,6 @@ class ModelManager:
             residents=tuple(self._placements.residents()),
             loads=self._loads,
             load_s=self._load_s,
-            load_bytes=self._load_bytes,
             evictions=self._evictions,
             calls=self._calls,
             call_s=self._call_s,
@@ -372,9 +370,6 @@ class ModelManager:
         self._circuit_breakers[placement.service].on_loaded(placement.devices)
         self._loads += 1
         self._load_s += loop.time() - begun_s
-        self._load_bytes += next(
-            known.layout.total_bytes for known in self._prepared_services if known.service == placement.service
-        )
         self._publish(
             Resident(
                 service=placement.service,
