@@ -166,7 +166,6 @@ async def demonstrations(
     *,
     outside: ExternalResources | None = None,
     turns_max: int | None = None,
-    timeout_s: float = CALL_TIMEOUT_S,
     options: Mapping[str, Any] | None = None,
 ) -> list[AgentEpisode]:
     """Plays an agent of the task, one episode per seed, in the order of the seeds. Raises the first failure, after
@@ -181,7 +180,7 @@ async def demonstrations(
         async with slots:
             environment = task(resources, **(options or {}))
             limit = turns_max or turns_of(task, environment)
-            episode = await play(environment, player, seed, turns_max=limit, timeout_s=timeout_s)
+            episode = await play(environment, player, seed, turns_max=limit)
         return msgspec.structs.replace(episode, task=path_of(task), agent=agent)
 
     try:
