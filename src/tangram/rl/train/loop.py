@@ -18,7 +18,6 @@ from pathlib import Path
 
 from tangram.cancellation import run_to_completion
 from tangram.errors import ManagerError
-from tangram.rl.buffer.records import DroppedGroup
 from tangram.rl.buffer.sample_buffer import SampleBuffer
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.environments.shared_setup import Progress
@@ -76,9 +75,6 @@ class SampleRecorder:
         self._metrics.on_group_end(group)
         if group.members:
             self._watchdog.on_progress(self._reporter.now())
-
-    def on_dropped(self, dropped: tuple[DroppedGroup, ...]) -> None:
-        self._metrics.on_dropped(dropped)
 
     def rotate(self, step: int) -> None:
         self._log.rotate(step)
@@ -142,7 +138,7 @@ class TrainingLoop:
             assembly.rollout, buffer, upcoming, self._weight_sync, self._pause, changed,
             batch=self._schedule.batch if self._in_batches else None, now=reporter.now,
             ticket_next=state.ticket_next if state is not None else 0,
-            on_group_end=self._recorder.on_group_end, on_dropped=self._recorder.on_dropped,
+            on_group_end=self._recorder.on_group_end, on_dropped=metrics.on_dropped,
         )  # fmt: skip
         self._pool_usage = PoolUsageMonitor(assembly.client)
         self._saved_step = state.step if state is not None else None
