@@ -32,7 +32,7 @@ class DevicesManager(Protocol):
 
     async def ensure_loaded(self, placement: ServicePlacement) -> DeviceProcess: ...
 
-    def end_use(self, placement: ServicePlacement, calls: int, seconds: float) -> None: ...
+    def end_use(self, placement: ServicePlacement, calls: int) -> None: ...
 
     async def evict(self, placement: ServicePlacement) -> None: ...
 
@@ -166,7 +166,7 @@ class BatchLease:
             self._waiting.clear()
             self._fail_ready(error)
             return
-        calls, begun_s = 0, self._loop.time()
+        calls = 0
         try:
             if not self._ready.done():
                 self._ready.set_result(None)
@@ -174,7 +174,7 @@ class BatchLease:
                 calls += 1
                 await self._call_next_batch(process)
         finally:
-            self._manager.end_use(self._placement, calls, self._loop.time() - begun_s)
+            self._manager.end_use(self._placement, calls)
         if self._needs_reload:
             self._needs_reload = False
             await self._manager.evict(self._placement)

@@ -62,7 +62,6 @@ class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     load_s: float
     evictions: int
     calls: int
-    call_s: float
 
 
 class ModelManager:
@@ -115,7 +114,7 @@ class ModelManager:
         self._descriptors: list[int] = []
         self._closed_reason = "the manager of model services is not entered"
         self._loads = self._evictions = self._calls = 0
-        self._load_s = self._call_s = 0.0
+        self._load_s = 0.0
 
     def _require_fit(self) -> None:
         for service in self._services.values():
@@ -146,7 +145,6 @@ class ModelManager:
             load_s=self._load_s,
             evictions=self._evictions,
             calls=self._calls,
-            call_s=self._call_s,
         )
 
     def process_ids(self) -> dict[int, int]:
@@ -288,11 +286,10 @@ class ModelManager:
         self._placements.begin_use(placement)
         return self._processes[placement.devices[0]]
 
-    def end_use(self, placement: ServicePlacement, calls: int, seconds: float) -> None:
+    def end_use(self, placement: ServicePlacement, calls: int) -> None:
         """Counts the calls that were made since `ensure_loaded`."""
         self._placements.end_use(placement)
         self._calls += calls
-        self._call_s += seconds
 
     async def kill(self, process: DeviceProcess, why: str) -> None:
         await process.end(why)
