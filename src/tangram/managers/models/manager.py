@@ -161,10 +161,10 @@ class ModelManager:
             os.ftruncate(counts_fd, EmulatedMemoryUsage.size(len(self._devices)))
             self._memory_usage = EmulatedMemoryUsage(counts_fd, len(self._devices))
             await self._prepare_all()
-            begun_s = asyncio.get_running_loop().time()
+            began_at = asyncio.get_running_loop().time()
             log.info("starting the processes of %d devices", len(self._devices))
             await asyncio.gather(*(self._ensure_process(index) for index in range(len(self._devices))))
-            log.info("devices are ready, after %.1f s", asyncio.get_running_loop().time() - begun_s)
+            log.info("devices are ready, after %.1f s", asyncio.get_running_loop().time() - began_at)
         except BaseException:
             await run_to_completion(self._end_all("the manager of model services could not be entered"))
             raise
@@ -346,7 +346,7 @@ class ModelManager:
         process = await self._ensure_process(placement.devices[0])  # now, because a failed eviction kills the process
         self._failed_loads.add(placement.service)
         loop = asyncio.get_running_loop()
-        begun_s = loop.time()
+        began_at = loop.time()
         try:
             async with asyncio.timeout(service.load_s_max):
                 await process.call(
@@ -366,7 +366,7 @@ class ModelManager:
         self._placements.add(placement, need)
         self._circuit_breakers[placement.service].on_loaded(placement.devices)
         self._loads += 1
-        self._load_s += loop.time() - begun_s
+        self._load_s += loop.time() - began_at
         self._publish(
             Resident(
                 service=placement.service,

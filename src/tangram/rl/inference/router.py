@@ -201,8 +201,8 @@ class Router:
         except BaseException as error:
             self._counts["failed"] += 1
             if isinstance(error, RequestAbandoned | RequestRefused):
-                now_s = asyncio.get_running_loop().time()
-                self._emit(RequestDropped(at_s=now_s, request=request.id, reason=str(error)))
+                now = asyncio.get_running_loop().time()
+                self._emit(RequestDropped(at_s=now, request=request.id, reason=str(error)))
             raise
         finally:
             self._active_requests.discard(request.id)

@@ -278,7 +278,7 @@ class Rollout:
         once they are not needed. `in_flight` bounds the groups played at once.
         Returns fewer groups if the tickets run out. Raises what the generator raised, and ManagerError if too many
         groups of a task end without members."""
-        began_s = self._now()
+        began_at = self._now()
         needed = groups + self.settings.groups.groups_extra
         kept: list[Group] = []
         left_out: list[Group] = []
@@ -295,7 +295,7 @@ class Rollout:
                 self.require_progress(group, max(EMPTY_GROUPS_MAX, 2 * groups))
             groups_in_flight.stop(Ending.CANCELLED, "enough other groups ended before it")
             left_out += await groups_in_flight.drain()
-        return CollectedBatch(groups=tuple(kept), left_out=tuple(left_out), began_s=began_s, ended_s=self._now())
+        return CollectedBatch(groups=tuple(kept), left_out=tuple(left_out), began_s=began_at, ended_s=self._now())
 
     async def stream(self, tickets: Iterable[GroupTicket], in_flight: int) -> AsyncGenerator[Group, None]:
         """Yields groups as they end, also those without members. Each is replaced as long as at most `in_flight` groups
