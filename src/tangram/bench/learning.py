@@ -87,7 +87,6 @@ QUICK = LearningSizes(seeds=1, tasks=("frozenlake",), mix=False, task_s=60.0, al
 class LearningRun(msgspec.Struct, kw_only=True):
     """The evaluations of one run."""
 
-    warm_s: float = 0.0
     warm: WarmStartChecked | None = None
     evaluated: list[Evaluated] = []
     trajectories: list[int] = []
@@ -177,7 +176,7 @@ async def run_training(settings: TrainSettings, folder: Path, seconds_max: float
         nonlocal trajectories
         run.seconds = line.at_s
         if isinstance(line, WarmStartChecked) and line.over:
-            run.warm, run.warm_s = line, line.at_s
+            run.warm = line
         elif isinstance(line, Trained):
             trajectories += sum(line.staleness)
         elif isinstance(line, Evaluated):

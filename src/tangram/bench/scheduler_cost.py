@@ -237,17 +237,17 @@ class SchedulerTestbed:
     which measures their progress, then runs slower than `now`.
     """
 
-    def __init__(self, sizes: SchedulerCostSizes, seed: int = 0) -> None:
+    def __init__(self, sizes: SchedulerCostSizes) -> None:
         pools = cpu_node(NODE, sizes.cores, GIB_PER_CORE * sizes.cores)
         self.scheduler = Scheduler(policy(DEFAULT_POLICY), pools, limits=Limits(ageing_s=sizes.ageing_s))
         self.now = 0.0
         self.ended = 0
         self.waiting = 0
         self._depth = 0
-        self._random = random.Random(seed)
+        self._random = random.Random(0)
         self._sizes = sizes
         self._number = 0
-        self._tools, self._rewards = _templates(seed)
+        self._tools, self._rewards = _templates()
         self._running: dict[str, _RunningAction] = {}
         self._cores_wanted = 0.0
         self._progress_s = 0.0
@@ -364,11 +364,11 @@ class SchedulerTestbed:
         self._pending.append(Started(action=action))
 
 
-def _templates(seed: int) -> tuple[list[tuple[bytes, SimStep]], list[tuple[bytes, SimStep]]]:
+def _templates() -> tuple[list[tuple[bytes, SimStep]], list[tuple[bytes, SimStep]]]:
     """Encoded actions with their ground truth: tool calls and rewards."""
     tools: list[tuple[bytes, SimStep]] = []
     rewards: list[tuple[bytes, SimStep]] = []
-    for episode in build("coding", batch=MIX_BATCH, seed=seed).episodes:
+    for episode in build("coding", batch=MIX_BATCH, seed=0).episodes:
         for step in (step for turn in episode.turns for step in turn.steps):
             action = Action(
                 id="@id",

@@ -27,7 +27,7 @@ from tangram.core.limits import Limits
 from tangram.core.policies import DEFAULT_POLICY
 from tangram.errors import InvalidConfig
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 
 BANDWIDTH = 25e9
 """Link speed of an emulated device: what PCIe 4.0 with 16 lanes reaches of its 32e9 bytes per second."""

@@ -65,7 +65,6 @@ Replica = tuple[str, tuple[int, ...]]
 class Pod(msgspec.Struct, eq=False):
     """One trajectory's reservation."""
 
-    sandbox: str
     memory: int
     node: str = ""
     waiting: list[_PodCall] = []
@@ -179,7 +178,7 @@ class Baseline:
         elif isinstance(event, StartFailed):
             self._on_start_failed(event)
         elif isinstance(event, Reserve):
-            pod = self._pods[event.sandbox] = Pod(event.sandbox, event.memory)
+            pod = self._pods[event.sandbox] = Pod(event.memory)
             self._admission.append(pod)
             self._admit()
         elif isinstance(event, Release):

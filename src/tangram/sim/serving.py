@@ -37,6 +37,7 @@ SCALE = 2
 """Divisor of the published fleets and trajectories in flight, to finish in seconds."""
 IN_FLIGHT = 512 // SCALE
 """One batch in the publication."""
+AFFINITY_SEED = 1
 WARM_UP, ENDED = 1024, 3072
 """The rate is measured between the ends of these two trajectories. The window is long because `swe` trajectories are
 long and the rate settles only when as many end as begin."""
@@ -99,7 +100,6 @@ def tasks_of(model: Model) -> tuple[ServingTask, ...]:
 def affinity_gains(
     *,
     models: Sequence[Model] = (QWEN3_8B, QWEN3_14B, QWEN3_32B),
-    seed: int = 1,
     warm_up: int = WARM_UP,
     ended: int = ENDED,
 ) -> AffinityGains:
@@ -110,7 +110,7 @@ def affinity_gains(
     """
     gains = []
     for model in models:
-        trajectories = draw_trajectories(tasks_of(model), ended + IN_FLIGHT, seed)
+        trajectories = draw_trajectories(tasks_of(model), ended + IN_FLIGHT, AFFINITY_SEED)
         by_task = {task.name: task.prefers for task in tasks_of(model)}
         mix, compute, bandwidth = (
             serve(
@@ -130,7 +130,7 @@ def affinity_gains(
         models=tuple(gains),
         simulated_vs_compute=_spread([gain.vs_compute for gain in gains]),
         simulated_vs_bandwidth=_spread([gain.vs_bandwidth for gain in gains]),
-        seed=seed,
+        seed=AFFINITY_SEED,
     )
 
 

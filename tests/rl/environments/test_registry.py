@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from tangram.errors import InvalidConfig
+from tangram.rl.environments import registry
 from tangram.rl.environments.chain import Chain
 from tangram.rl.environments.frozenlake import FrozenLake
-from tangram.rl.environments.protocol import ExternalResources, Step, Task
-from tangram.rl.environments.registry import BUILT_IN, missing_of, names, register, resolve, unregister, words_of
+from tangram.rl.environments.protocol import ExternalResources, Step
+from tangram.rl.environments.registry import missing_of, names, register, resolve, words_of
 from tangram.rl.trajectories.codec import WordCodec
 
 
@@ -35,29 +35,10 @@ class Maze:
     async def close(self) -> None: ...
 
 
-def registered() -> dict[str, Task]:
-    return {name: resolve(name) for name in names() if name not in BUILT_IN}
-
-
 @pytest.fixture(autouse=True)
-def _own_names() -> Iterator[None]:
-    path, before = list(sys.path), registered()
-    for name in before:
-        unregister(name)
-    yield
-    for name in registered():
-        unregister(name)
-    for name, task in before.items():
-        register(name, task)
-    sys.path[:] = path
-
-
-def test_a_name_that_is_unregistered_is_free_again() -> None:
-    register("own", Maze)
-    unregister("own")
-    assert "own" not in names()
-    with pytest.raises(InvalidConfig, match="one that is registered"):
-        unregister("own")
+def _own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_task_by_name", {})
+    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 def refused(name: str) -> str:

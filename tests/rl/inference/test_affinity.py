@@ -7,7 +7,7 @@ import pytest
 
 from tangram.errors import InvalidConfig
 from tangram.rl.config.rollout_settings import EngineSettings, RolloutSettings, TaskSettings
-from tangram.rl.inference.affinity import H20, H800, HARDWARE_BY_CLASS, affinity_of, explain
+from tangram.rl.inference.affinity import H20, H800, HARDWARE_BY_CLASS, PlannedEngine, affinity_of, bind, explain
 from tangram.rl.inference.engines.protocol import Generation
 from tangram.rl.inference.profiler import TRAJECTORIES_MIN, Assumptions, InferenceWork, Profiler, predicted_s
 from tangram.rl.trajectories.trajectory import Ending, Trajectory, Turn
@@ -52,6 +52,13 @@ def test_a_class_without_engines_falls_back_with_a_warning() -> None:
     assert (bound.falls_back, bound.used) == (True, "bandwidth")
     assert "there is no engine of class compute" in bound.why
     assert "! frozenlake falls back: it prefers compute, bandwidth serves it" in binding.lines()
+
+
+def test_a_task_on_evaluation_engines_is_not_trained_on() -> None:
+    engines = (PlannedEngine("server", "remote", output_is_trainable=False), PlannedEngine("own", "default"))
+    binding = bind({"evaluation": "remote"}, ["evaluation", "chain"], engines)
+    assert not binding.task("evaluation").output_is_trainable and binding.task("chain").output_is_trainable
+    assert "! evaluation: what remote writes cannot be trained on, only evaluated" in binding.lines()
 
 
 def test_an_unknown_class_is_refused_and_the_nearest_suggested() -> None:

@@ -176,11 +176,11 @@ def test_groups_that_are_not_taken_hold_up_the_stream() -> None:
 
     @in_rollout(None, configured)
     async def streamed(rollout: Rollout, world: World, talker: Talker) -> None:
-        stream = rollout.stream(tickets(configured), in_flight=2, ready_max=3)
+        stream = rollout.stream(tickets(configured), in_flight=2)
         first = await anext(aiter(stream))
         assert first.is_complete
         await asyncio.sleep(100.0)
-        assert len(world.ended) == 2 * (1 + 5)
+        assert len(world.ended) == 2 * (1 + 4)
         await stream.aclose()
 
 

@@ -229,14 +229,6 @@ def test_without_a_complete_checkpoint_an_error_is_raised(tmp_path: Path) -> Non
             folder.latest_checkpoint()
 
 
-def test_the_newest_before_a_step_can_be_had_for_a_trainer_that_cannot_read_the_newest(tmp_path: Path) -> None:
-    with open_run(tmp_path / "run", SETTINGS, resume=False) as folder:
-        save(folder, run_state(20))
-        save(folder, run_state(40))
-        assert (checkpoint := folder.latest_checkpoint(before=40)) is not None and checkpoint.step == 20
-        assert folder.latest_checkpoint(before=20) is None
-
-
 def test_a_state_of_another_release_is_not_guessed_at(tmp_path: Path) -> None:
     with open_run(tmp_path / "run", SETTINGS, resume=False) as folder:
         save(folder, run_state(20))

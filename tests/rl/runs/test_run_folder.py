@@ -33,7 +33,7 @@ USUAL = TrainSettings(seed=3, tasks=(LAKE, CHAIN), engines=(EngineSettings(slots
 
 def test_a_new_run_has_its_folder_and_its_settings(tmp_path: Path) -> None:
     with open_run(tmp_path / "runs" / "first", USUAL, resume=False) as folder:
-        assert folder.path == tmp_path / "runs" / "first" and folder.setting_changes == ()
+        assert folder.metrics.parent == tmp_path / "runs" / "first" and folder.setting_changes == ()
         assert folder.latest_checkpoint() is None
         with folder.open_sample_log(None) as log:
             log.append(group(1, 0))

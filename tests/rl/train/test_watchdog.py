@@ -51,10 +51,10 @@ def test_a_run_without_progress_is_reported_once_each_time() -> None:
     watch = Watchdog(STALL_S, 3, now=1000.0)
     assert watch.check(1119.0, RunSnapshot()) is None
     first = watch.check(1121.0, RunSnapshot())
-    assert first is not None and (first.number, first.stalled_s, first.give_up) == (1, 121.0, False)
+    assert first is not None and (first.number, first.give_up) == (1, False) and "for 121 s" in first.text
     assert watch.check(1122.0, RunSnapshot()) is None
     second = watch.check(1242.0, RunSnapshot())
-    assert second is not None and (second.number, second.stalled_s) == (2, 242.0)
+    assert second is not None and second.number == 2 and "for 242 s" in second.text
 
 
 def test_progress_puts_a_stall_off_and_the_row_is_forgotten() -> None:

@@ -309,8 +309,10 @@ def test_options_that_cannot_be_meant_are_refused(path: Path, options: dict[str,
 
 
 def test_writers_at_the_same_time_share_commits_and_each_gets_its_own(path: Path) -> None:
+    commits: list[tuple[float, int, int]] = []
+
     async def main() -> None:
-        async with Journal(path) as journal:
+        async with Journal(path, on_commit=lambda *commit: commits.append(commit)) as journal:
 
             async def writer(number: int) -> None:
                 for step in range(5):
@@ -325,7 +327,7 @@ def test_writers_at_the_same_time_share_commits_and_each_gets_its_own(path: Path
     assert {known.id: known.result for known in recovered.actions} == {
         f"{number}-{step}": f"{number}-{step}".encode() for number in range(64) for step in range(5)
     }
-    assert 15 <= recovered.commits < 64 * 15, "operations that came together were not committed together"
+    assert 15 <= len(commits) < 64 * 15, "operations that came together were not committed together"
 
 
 def test_a_cancelled_writer_has_still_written(path: Path) -> None:
@@ -360,16 +362,17 @@ def test_closing_commits_what_is_pending(path: Path) -> None:
 def test_large_records_are_committed_in_batches_of_bounded_size(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "BATCH_BYTES_MAX", 1000)
     monkeypatch.setattr(journal_module, "CHECKPOINT_THRESHOLD_BYTES", 50_000)
+    commits: list[tuple[float, int, int]] = []
 
     async def main() -> None:
-        async with Journal(path) as journal:
+        async with Journal(path, on_commit=lambda *commit: commits.append(commit)) as journal:
             await asyncio.gather(*(journal.record_submission(str(n), "run", b"", b"x" * 900) for n in range(50)))
             await journal.put_note("last", b"")
             assert size_of(wal_of(path)) < 100_000
 
     run(main())
     recovered = found(path)
-    assert recovered.commits >= 50
+    assert len(commits) >= 50
     assert list(phases(recovered)) == list(map(str, range(50)))
 
 
@@ -444,9 +447,8 @@ def test_a_second_owner_is_refused_until_the_first_is_dead(path: Path) -> None:
         try:
             assert child.stdout is not None
             assert child.stdout.readline().startswith(b"submitted")
-            with pytest.raises(JournalBusy, match=f"process {child.pid}") as refusal:
+            with pytest.raises(JournalBusy, match=f"process {child.pid}"):
                 found(path)
-            assert refusal.value.owner == str(child.pid)
         finally:
             child.kill()
         child.stdout.read()

@@ -32,7 +32,7 @@ class DevicesManager(Protocol):
 
     async def ensure_loaded(self, placement: ServicePlacement) -> DeviceProcess: ...
 
-    def end_use(self, placement: ServicePlacement, calls: int, seconds: float) -> None: ...
+    def end_use(self, placement: ServicePlacement, calls: int) -> None: ...
 
     async def evict(self, placement: ServicePlacement) -> None: ...
 
@@ -49,7 +49,7 @@ class InferLease(UnmeteredLease):
         self.was_retried = False
         """Its process had ended before the call began."""
         self.is_stopped = False
-        self.started_s = self.called_s = 0.0
+        self.started_at = self.called_at = 0.0
         self.ended: asyncio.Future[LeaseResult] = asyncio.get_running_loop().create_future()
 
     async def wait(self) -> LeaseResult:
@@ -61,7 +61,7 @@ class InferLease(UnmeteredLease):
     def finish(self, answer: bytes = b"", lost: str = "") -> None:
         """The time between start and call is overhead: earlier batches were called first."""
         if not self.ended.done():
-            usage = Usage(overhead_s=max(0.0, self.called_s - self.started_s) if self.called_s else 0.0)
+            usage = Usage(overhead_s=max(0.0, self.called_at - self.started_at) if self.called_at else 0.0)
             self.ended.set_result(LeaseResult(answer=answer, lost="" if self.is_stopped else lost, usage=usage))
 
     def fail(self, error: Exception) -> None:
@@ -107,7 +107,7 @@ class BatchLease:
         except asyncio.CancelledError:
             await self.stop(lease)
             raise
-        lease.started_s = self._loop.time()
+        lease.started_at = self._loop.time()
         return lease
 
     async def stop(self, lease: InferLease) -> None:
@@ -166,7 +166,7 @@ class BatchLease:
             self._waiting.clear()
             self._fail_ready(error)
             return
-        calls, begun_s = 0, self._loop.time()
+        calls = 0
         try:
             if not self._ready.done():
                 self._ready.set_result(None)
@@ -174,7 +174,7 @@ class BatchLease:
                 calls += 1
                 await self._call_next_batch(process)
         finally:
-            self._manager.end_use(self._placement, calls, self._loop.time() - begun_s)
+            self._manager.end_use(self._placement, calls)
         if self._needs_reload:
             self._needs_reload = False
             await self._manager.evict(self._placement)
@@ -185,7 +185,7 @@ class BatchLease:
         batch = [first] if first.runs_alone else [first, *(o for o in others if not o.runs_alone)][: self._batch_max]
         for lease in batch:
             del self._waiting[lease]
-            lease.called_s = self._loop.time()
+            lease.called_at = self._loop.time()
         return batch
 
     async def _call_next_batch(self, process: DeviceProcess) -> None:

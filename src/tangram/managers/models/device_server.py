@@ -177,11 +177,11 @@ class DeviceServer:
         assert key not in self._loaded_services, f"{key} is loaded already"
         devices = [self._devices[index] for index in request.devices]
         before = self._blocks_of(request)
-        begun_s = time.monotonic()
+        began_at = time.monotonic()
         loaded = self._engines[request.service].load(self._weights[request.service], devices)
         blocks = {block: device for block, device in self._blocks_of(request).items() if block not in before}
         self._loaded_services[key] = LoadedService(loaded, blocks)
-        return RequestDone(id=request.id, seconds=time.monotonic() - begun_s)
+        return RequestDone(id=request.id, seconds=time.monotonic() - began_at)
 
     def _unload(self, request: UnloadService) -> RequestDone:
         holding = self._loaded_services.pop((request.service, request.devices))
@@ -196,13 +196,13 @@ class DeviceServer:
         engine = self._engines[request.service]
         loaded = self._loaded_services[request.service, request.devices].loaded
         self._reply(CallStarted(id=request.id))
-        begun_s = time.monotonic()
+        began_at = time.monotonic()
         try:
             self._running_call = request.id
             answers = engine.call(loaded, request.payloads)
         finally:
             self._running_call = 0  # later interrupts are ignored
-        seconds = time.monotonic() - begun_s
+        seconds = time.monotonic() - began_at
         if not isinstance(answers, list) or len(answers) != len(request.payloads):
             count = len(answers) if isinstance(answers, list) else f"no list but {type(answers).__name__} of"
             raise TypeError(f"the engine gave {count} answers to {len(request.payloads)} payloads")

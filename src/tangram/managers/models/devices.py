@@ -121,8 +121,8 @@ class Device(Protocol):
 
     def copy(self, block: Block, offset: int, content: memoryview) -> None: ...
 
-    def synchronize(self, block: Block, begun_s: float) -> None:
-        """Block until the copies into the block since `begun_s` are complete."""
+    def synchronize(self, block: Block, began_at: float) -> None:
+        """Block until the copies into the block since `began_at` are complete."""
         ...
 
     def free(self, block: Block) -> None: ...
@@ -190,9 +190,9 @@ class EmulatedDevice:
                 part = source[start : start + COPY_BYTES]
                 target[offset + start : offset + start + part.nbytes] = part
 
-    def synchronize(self, block: Block, begun_s: float) -> None:
-        """The links of several devices work in parallel: each began at `begun_s`."""
-        left_s = begun_s + block.size / self._spec.bandwidth - time.monotonic()
+    def synchronize(self, block: Block, began_at: float) -> None:
+        """The links of several devices work in parallel: each began at `began_at`."""
+        left_s = began_at + block.size / self._spec.bandwidth - time.monotonic()
         if left_s > 0.0:
             time.sleep(left_s)
 
@@ -237,7 +237,7 @@ class CudaDevice:
             source = torch.frombuffer(content, dtype=torch.uint8)
             block.memory[offset : offset + content.nbytes].copy_(source, non_blocking=True)
 
-    def synchronize(self, block: Block, begun_s: float) -> None:
+    def synchronize(self, block: Block, began_at: float) -> None:
         import torch
 
         if self.place != "cpu":

@@ -94,12 +94,12 @@ def place(weights: Weights, devices: Sequence[Device]) -> list[tuple[Block, tupl
     """Copy the weights to the devices: for each a block, and the consecutive pieces in it."""
     parts = weights.split(len(devices))
     blocks = [device.allocate(sum(p.size for p in part)) for device, part in zip(devices, parts, strict=True)]
-    begun_s = time.monotonic()
+    began_at = time.monotonic()
     for device, block, part in zip(devices, blocks, parts, strict=True):
         for offset, piece in offsets(part):
             device.copy(block, offset, piece.content)
     for device, block in zip(devices, blocks, strict=True):
-        device.synchronize(block, begun_s)
+        device.synchronize(block, began_at)
     return list(zip(blocks, parts, strict=True))
 
 

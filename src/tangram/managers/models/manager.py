@@ -60,10 +60,8 @@ class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Loaded services, the least recently used first."""
     loads: int
     load_s: float
-    load_bytes: int
     evictions: int
     calls: int
-    call_s: float
 
 
 class ModelManager:
@@ -115,8 +113,8 @@ class ModelManager:
         self._memory_usage: EmulatedMemoryUsage | None = None
         self._descriptors: list[int] = []
         self._closed_reason = "the manager of model services is not entered"
-        self._loads = self._load_bytes = self._evictions = self._calls = 0
-        self._load_s = self._call_s = 0.0
+        self._loads = self._evictions = self._calls = 0
+        self._load_s = 0.0
 
     def _require_fit(self) -> None:
         for service in self._services.values():
@@ -145,10 +143,8 @@ class ModelManager:
             residents=tuple(self._placements.residents()),
             loads=self._loads,
             load_s=self._load_s,
-            load_bytes=self._load_bytes,
             evictions=self._evictions,
             calls=self._calls,
-            call_s=self._call_s,
         )
 
     def process_ids(self) -> dict[int, int]:
@@ -165,10 +161,10 @@ class ModelManager:
             os.ftruncate(counts_fd, EmulatedMemoryUsage.size(len(self._devices)))
             self._memory_usage = EmulatedMemoryUsage(counts_fd, len(self._devices))
             await self._prepare_all()
-            begun_s = asyncio.get_running_loop().time()
+            began_at = asyncio.get_running_loop().time()
             log.info("starting the processes of %d devices", len(self._devices))
             await asyncio.gather(*(self._ensure_process(index) for index in range(len(self._devices))))
-            log.info("devices are ready, after %.1f s", asyncio.get_running_loop().time() - begun_s)
+            log.info("devices are ready, after %.1f s", asyncio.get_running_loop().time() - began_at)
         except BaseException:
             await run_to_completion(self._end_all("the manager of model services could not be entered"))
             raise
@@ -290,11 +286,10 @@ class ModelManager:
         self._placements.begin_use(placement)
         return self._processes[placement.devices[0]]
 
-    def end_use(self, placement: ServicePlacement, calls: int, seconds: float) -> None:
+    def end_use(self, placement: ServicePlacement, calls: int) -> None:
         """Counts the calls that were made since `ensure_loaded`."""
         self._placements.end_use(placement)
         self._calls += calls
-        self._call_s += seconds
 
     async def kill(self, process: DeviceProcess, why: str) -> None:
         await process.end(why)
@@ -351,7 +346,7 @@ class ModelManager:
         process = await self._ensure_process(placement.devices[0])  # now, because a failed eviction kills the process
         self._failed_loads.add(placement.service)
         loop = asyncio.get_running_loop()
-        begun_s = loop.time()
+        began_at = loop.time()
         try:
             async with asyncio.timeout(service.load_s_max):
                 await process.call(
@@ -371,10 +366,7 @@ class ModelManager:
         self._placements.add(placement, need)
         self._circuit_breakers[placement.service].on_loaded(placement.devices)
         self._loads += 1
-        self._load_s += loop.time() - begun_s
-        self._load_bytes += next(
-            known.layout.total_bytes for known in self._prepared_services if known.service == placement.service
-        )
+        self._load_s += loop.time() - began_at
         self._publish(
             Resident(
                 service=placement.service,

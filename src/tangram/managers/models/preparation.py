@@ -54,7 +54,7 @@ async def prepare(
 
 async def _prepare(process: DeviceProcess, service: Service, copy_fd: int) -> PreparationResult:
     engine = service.pickled()
-    begun_s = asyncio.get_running_loop().time()
+    began_at = asyncio.get_running_loop().time()
     log.info("preparing service %s", service.name)
     request = PrepareService(id=process.next_number(), engine=engine, copy_fd=copy_fd, degrees=service.degrees)
     try:
@@ -68,7 +68,7 @@ async def _prepare(process: DeviceProcess, service: Service, copy_fd: int) -> Pr
             raise InvalidConfig(f"service {service.name} {failed.field}", failed.reason, failed.expected) from None
         raise ManagerError(f"service {service.name} cannot be prepared: {error}", retry=False) from error
     assert done.layout is not None
-    log.info("service %s is prepared, after %.1f s", service.name, asyncio.get_running_loop().time() - begun_s)
+    log.info("service %s is prepared, after %.1f s", service.name, asyncio.get_running_loop().time() - began_at)
     service.require_memory(external_weights=done.external_weights)
     weights_bytes, declared_bytes = done.layout.total_bytes, service.memory_bytes
     if declared_bytes and declared_bytes < weights_bytes:

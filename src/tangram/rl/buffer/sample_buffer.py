@@ -135,10 +135,6 @@ class SampleBuffer:
         return tuple(each.group for each in self._waiting.values())
 
     @property
-    def bytes(self) -> int:
-        return self._bytes
-
-    @property
     def version_min(self) -> int:
         """The lowest version of a first token that can still be trained on. While a step runs, the next one starts a
         version later, so what is too stale for that step is already lost."""

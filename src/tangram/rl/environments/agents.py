@@ -130,7 +130,7 @@ async def play(
     The agent may be the name of one of the task's agents, whose random numbers derive from its name and the seed.
     Exceptions of the environment are raised with a note about the call; a call that takes longer than `timeout_s`
     raises TimeoutError. An exception of `close` is the cause of a CloseFailed, unless another exception came first."""
-    began_s = time.monotonic()
+    began_at = time.monotonic()
     task = resolve(what) if isinstance(what, str) else what
     named = agent if isinstance(agent, str) else type(agent).__name__
     player = agent_of(task, agent, seed) if isinstance(agent, str) else agent
@@ -140,7 +140,7 @@ async def play(
             environment = cast(Task, task)(outside, **(options or {}))
             limit = turns_max or turns_of(task, environment)
             episode = await play(environment, player, seed, turns_max=limit, timeout_s=timeout_s)
-        return msgspec.structs.replace(episode, task=path_of(task), agent=named, seconds=time.monotonic() - began_s)
+        return msgspec.structs.replace(episode, task=path_of(task), agent=named, seconds=time.monotonic() - began_at)
     environment = cast(Environment, task)
     try:
         observation = await reset(environment, seed, timeout_s)
@@ -155,7 +155,7 @@ async def play(
     await close(environment, timeout_s)
     return AgentEpisode(
         task=path_of(task), agent=named, seed=seed, observation=observation, actions=tuple(actions), steps=tuple(steps),
-        truncated=not (steps and steps[-1].done), seconds=time.monotonic() - began_s,
+        truncated=not (steps and steps[-1].done), seconds=time.monotonic() - began_at,
     )  # fmt: skip
 
 
@@ -166,7 +166,6 @@ async def demonstrations(
     *,
     outside: ExternalResources | None = None,
     turns_max: int | None = None,
-    timeout_s: float = CALL_TIMEOUT_S,
     options: Mapping[str, Any] | None = None,
 ) -> list[AgentEpisode]:
     """Plays an agent of the task, one episode per seed, in the order of the seeds. Raises the first failure, after
@@ -181,7 +180,7 @@ async def demonstrations(
         async with slots:
             environment = task(resources, **(options or {}))
             limit = turns_max or turns_of(task, environment)
-            episode = await play(environment, player, seed, turns_max=limit, timeout_s=timeout_s)
+            episode = await play(environment, player, seed, turns_max=limit)
         return msgspec.structs.replace(episode, task=path_of(task), agent=agent)
 
     try:

@@ -105,7 +105,7 @@ async def check(
 ) -> ConformanceReport:
     """Plays a task in all the ways that a rollout may. `timeout_s`: limit of one call of an environment. `on_progress`
     gets how many of how many promises are checked, and the next one. Raises InvalidConfig for an unknown name."""
-    began_s = time.monotonic()
+    began_at = time.monotonic()
     assert episodes >= 2, "one episode cannot show whether seeds differ"
     task = resolve(what) if isinstance(what, str) else what
     checking = ConformanceChecker(task, outside or ExternalResources(), episodes, seed, options or {}, timeout_s)
@@ -126,7 +126,7 @@ async def check(
                 findings[name] = ConformanceFinding(name=name, promise=CHECKS[name][0], verdict="skipped", came=reason)
     return ConformanceReport(
         task=what if isinstance(what, str) else path_of(what), episodes=episodes, seed=seed,
-        findings=tuple(findings[name] for name in CHECKS), seconds=time.monotonic() - began_s,
+        findings=tuple(findings[name] for name in CHECKS), seconds=time.monotonic() - began_at,
     )  # fmt: skip
 
 

@@ -63,12 +63,6 @@ def register(name: str, task: Any = None) -> Any:
     return task
 
 
-def unregister(name: str) -> None:
-    """Frees a registered name. Raises InvalidConfig for an unknown one."""
-    if _task_by_name.pop(name, None) is None:
-        raise InvalidConfig("name", name, "one that is registered")
-
-
 def names() -> tuple[str, ...]:
     """All names that `resolve` accepts, apart from import paths."""
     return (*BUILT_IN, *sorted(_task_by_name))

@@ -1,8 +1,8 @@
 """Hardware affinity: which hardware class generates the tokens of which task, and why.
 
 Owns the known classes, the default class of each role, and the binding of tasks to classes. Never starts, routes or
-measures. The router follows a binding; `explain` computes one from settings before anything is started. Promises that a
-class without engines is rejected or reported as a fallback, never ignored.
+measures. `explain` computes a binding from settings before anything is started. Promises that a class without engines
+is rejected or reported as a fallback, never ignored.
 
 Compute-bound work (prefill of long contexts, training) belongs on hardware with much compute for its price,
 bandwidth-bound work (decoding) on hardware with much memory bandwidth for its price.
@@ -45,10 +45,10 @@ class TaskBinding(msgspec.Struct, frozen=True, kw_only=True):
     wanted: str
     """The preferred class; empty: any."""
     used: str
-    """The classes that serve it now, joined by `+`."""
+    """The classes that serve it, joined by `+`."""
     why: str
     engines: tuple[str, ...]
-    """Engines that serve it now."""
+    """Engines that serve it."""
     falls_back: bool = False
     """It is not served by its preferred class."""
     fallback: tuple[str, ...] = ()
@@ -142,47 +142,38 @@ def _trainable_if(engines: Sequence[T], output_is_trainable: bool) -> list[T]:
     return [engine for engine in engines if engine.output_is_trainable or not output_is_trainable]
 
 
-def bind(affinity: Mapping[str, str], tasks: Iterable[str], engines: Sequence[T], *, healthy: set[str]) -> Binding:
-    """`healthy`: names of the engines that serve now."""
+def bind(affinity: Mapping[str, str], tasks: Iterable[str], engines: Sequence[T]) -> Binding:
+    """The binding if all engines serve."""
     names_by_class: dict[str, tuple[str, ...]] = {}
     for engine in engines:
         names_by_class[engine.hardware] = (*names_by_class.get(engine.hardware, ()), engine.name)
     tasks = dict.fromkeys((*tasks, *(task for task in affinity if task != DEFAULT), DEFAULT))
-    return Binding(tasks=tuple(_bind_task(affinity, task, engines, healthy) for task in tasks), engines=names_by_class)
+    return Binding(tasks=tuple(_bind_task(affinity, task, engines) for task in tasks), engines=names_by_class)
 
 
-def _bind_task(affinity: Mapping[str, str], task: str, engines: Sequence[T], healthy: set[str]) -> TaskBinding:
+def _bind_task(affinity: Mapping[str, str], task: str, engines: Sequence[T]) -> TaskBinding:
     preferred = preferred_class(affinity, task)
     preferred_ones = preferred_engines(engines, preferred)
     others = fallback_engines(engines, preferred) if preferred != ANY else []
-    serving = [engine for engine in preferred_ones if engine.name in healthy]
-    falls_back = not serving and preferred != ANY
-    if falls_back:
-        serving = [engine for engine in others if engine.name in healthy]
+    serving = preferred_ones or others
+    falls_back = not preferred_ones
     return TaskBinding(
         task=task,
         wanted=preferred,
         used="+".join(dict.fromkeys(engine.hardware for engine in serving)),
-        why=_reason(
-            affinity, task, preferred, has_preferred=bool(preferred_ones), falls_back=falls_back, served=bool(serving)
-        ),
+        why=_reason(affinity, task, preferred, falls_back=falls_back),
         engines=tuple(engine.name for engine in serving),
         falls_back=falls_back,
         fallback=tuple(dict.fromkeys(engine.hardware for engine in others)),
-        output_is_trainable=bool(serving) and all(engine.output_is_trainable for engine in serving),
+        output_is_trainable=all(engine.output_is_trainable for engine in serving),
     )
 
 
-def _reason(
-    affinity: Mapping[str, str], task: str, preferred: str, *, has_preferred: bool, falls_back: bool, served: bool
-) -> str:
+def _reason(affinity: Mapping[str, str], task: str, preferred: str, *, falls_back: bool) -> str:
     if preferred == ANY:
         return "no preference: the least loaded engine"
     source = "its affinity" if task in affinity and task != DEFAULT else "the default of generation"
-    if not falls_back:
-        return f"{source} is {preferred}"
-    lack = f"no engine of class {preferred} serves" if has_preferred else f"there is no engine of class {preferred}"
-    return f"{source} is {preferred}, but {lack}" + ("" if served else ", and no other either")
+    return f"{source} is {preferred}" + (f", but there is no engine of class {preferred}" if falls_back else "")
 
 
 # ---- of settings --------------------------------------------------------------------------------------------------
@@ -224,4 +215,4 @@ def explain(settings: RolloutSettings) -> Binding:
     if len(set(names)) != len(names):
         raise InvalidConfig("engines.name", names, "a name of its own for each table [[engines]]")
     tasks = [task.name for task in settings.tasks]
-    return bind(affinity_of(settings), tasks, engines, healthy=set(names))
+    return bind(affinity_of(settings), tasks, engines)

@@ -104,12 +104,7 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
 class Profiler:
     """Collects trajectories or generations, and recommends classes."""
 
-    def __init__(
-        self, classes: Mapping[str, Gpu] = HARDWARE_BY_CLASS, *, assumptions: Assumptions | None = None
-    ) -> None:
-        assert len(classes) >= 2, "a recommendation needs at least two classes"
-        self._classes = classes
-        self._assumptions = assumptions or Assumptions()
+    def __init__(self) -> None:
         self._work_by_task: dict[str, InferenceWork] = {}
         self._votes_by_task: dict[str, dict[str, int]] = {}
 
@@ -148,12 +143,12 @@ class Profiler:
     def _add(self, task: str, work: InferenceWork) -> None:
         self._work_by_task[task] = self._work_by_task.get(task, InferenceWork()) + work
         if work.prefilled or work.decoded:
-            votes = self._votes_by_task.setdefault(task, dict.fromkeys(self._classes, 0))
+            votes = self._votes_by_task.setdefault(task, dict.fromkeys(HARDWARE_BY_CLASS, 0))
             votes[cheapest(self._costs(work))] += 1
 
     def _costs(self, work: InferenceWork) -> dict[str, float]:
         """Seconds times cost, by class."""
-        return {name: predicted_s(work, gpu, self._assumptions) * gpu.cost for name, gpu in self._classes.items()}
+        return {name: predicted_s(work, gpu, Assumptions()) * gpu.cost for name, gpu in HARDWARE_BY_CLASS.items()}
 
     def _recommend(self, task: str) -> Recommendation:
         work = self._work_by_task[task]
@@ -168,7 +163,7 @@ class Profiler:
             task=task,
             hardware=chosen,
             ratio=ratio,
-            seconds_by_class={name: costs[name] / self._classes[name].cost / each for name in costs},
+            seconds_by_class={name: costs[name] / HARDWARE_BY_CLASS[name].cost / each for name in costs},
             work=work,
             agreement=agreement,
             confident=not doubts,

@@ -27,8 +27,6 @@ import msgspec
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.rl.inference.affinity import (
     ANY,
-    Binding,
-    bind,
     fallback_engines,
     preferred_class,
     preferred_engines,
@@ -123,8 +121,6 @@ class Router:
         self._active_requests: set[str] = set()
         self._placement_by_session: OrderedDict[str, _SessionPlacement] = OrderedDict()
         self._suspect_lock = asyncio.Lock()
-        self._tasks_seen: dict[str, None] = {}
-        """Tasks in order of their first request."""
         self._fallback_by_task: dict[str, str] = {}
         """Tasks in fallback, with the class that serves them."""
         self._fallbacks: Counter[str] = Counter()
@@ -196,7 +192,6 @@ class Router:
         self._require_open()
         if request.id in self._active_requests:
             raise InvalidInput("id", request.id, "a request that is not being served already")
-        self._tasks_seen.setdefault(request.task)
         self._active_requests.add(request.id)
         try:
             generation = await self._generate_with_retries(request)
@@ -206,8 +201,8 @@ class Router:
         except BaseException as error:
             self._counts["failed"] += 1
             if isinstance(error, RequestAbandoned | RequestRefused):
-                now_s = asyncio.get_running_loop().time()
-                self._emit(RequestDropped(at_s=now_s, request=request.id, reason=str(error)))
+                now = asyncio.get_running_loop().time()
+                self._emit(RequestDropped(at_s=now, request=request.id, reason=str(error)))
             raise
         finally:
             self._active_requests.discard(request.id)
@@ -357,12 +352,6 @@ class Router:
 
     # ---- statistics ----
 
-    def binding(self) -> Binding:
-        """The current binding of tasks to classes."""
-        remaining = [supervisor for supervisor in self._supervisors if not supervisor.is_gone]
-        healthy = {supervisor.name for supervisor in remaining if supervisor.is_serving}
-        return bind(self._affinity, self._tasks_seen, remaining, healthy=healthy)
-
     def statistics(self) -> RouterStatistics:
         counts = self._counts
         return RouterStatistics(
@@ -377,7 +366,6 @@ class Router:
             stayed=counts["stayed"],
             moved=counts["moved"],
             fallbacks=dict(self._fallbacks),
-            falling_back=tuple(self._fallback_by_task),
         )
 
     def engine_statistics(self) -> tuple[EngineStatistics, ...]:

@@ -218,5 +218,3 @@ class RouterStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that left that engine because of its load."""
     fallbacks: Mapping[str, int]
     """By task: requests served by a class that is not preferred."""
-    falling_back: tuple[str, ...]
-    """Tasks in fallback at the moment."""

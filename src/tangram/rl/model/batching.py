@@ -125,7 +125,7 @@ class Batcher:
         """The decoding requests; None if it has to be rebuilt."""
         self._steps = self._prefill_tokens = self._decode_tokens = 0
         self._prefill_s = self._decode_s = self._suspended_s = 0.0
-        self._suspended_at_s = 0.0
+        self._suspended_at = 0.0
 
     # ---- commands ----
 
@@ -166,12 +166,12 @@ class Batcher:
 
     def suspend(self) -> None:
         if not self.suspended:
-            self.suspended, self._suspended_at_s = True, self._now()
+            self.suspended, self._suspended_at = True, self._now()
 
     def resume(self) -> None:
         if self.suspended:
             self.suspended = False
-            self._suspended_s += self._now() - self._suspended_at_s
+            self._suspended_s += self._now() - self._suspended_at
 
     def update(self, model: Transformer, version: int) -> None:
         """Switches weights from the next token on. The model has the same sizes."""
@@ -370,7 +370,7 @@ class Batcher:
 
     def statistics(self) -> EngineStatistics:
         """Without idle and update times, which only the process knows."""
-        now_s = self._now()
+        now = self._now()
         return EngineStatistics(
             name=self.name,
             version=self.version,
@@ -382,7 +382,7 @@ class Batcher:
             decode_tokens=self._decode_tokens,
             prefill_s=self._prefill_s,
             decode_s=self._decode_s,
-            suspended_s=self._suspended_s + (now_s - self._suspended_at_s if self.suspended else 0.0),
+            suspended_s=self._suspended_s + (now - self._suspended_at if self.suspended else 0.0),
         )
 
     def check(self) -> None:

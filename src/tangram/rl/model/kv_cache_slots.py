@@ -49,7 +49,7 @@ class SlotMove(NamedTuple):
 class RequestState:
     """A request and its progress."""
 
-    def __init__(self, request: GenerationRequest, now_s: float) -> None:
+    def __init__(self, request: GenerationRequest, now: float) -> None:
         self.request = request
         self.tokens = list(request.tokens)
         """The prompt, followed by the decoded tokens."""
@@ -67,7 +67,7 @@ class RequestState:
         self.kept_ids: list[tuple[int, ...]] = []
         self.reported = 0
         """Number of decoded tokens that `take_delta` has returned."""
-        self.arrived_s = now_s
+        self.arrived_at = now
         self.waiting_s: float | None = None
         """Seconds until its first work; None before."""
         self.prefilled = self.reused = 0
@@ -79,10 +79,10 @@ class RequestState:
         assert self.slot is not None, f"{self.request.id} has no slot"
         return self.slot.number
 
-    def mark_started(self, now_s: float) -> None:
+    def mark_started(self, now: float) -> None:
         """Records the first work for the request."""
         if self.waiting_s is None:
-            self.waiting_s = now_s - self.arrived_s
+            self.waiting_s = now - self.arrived_at
 
     @property
     def tokens_uncomputed(self) -> int:

@@ -166,14 +166,14 @@ def publish_checkpoint(policy: Policy, folder: Path | str, version: int, *, repl
 # ---- loading ----
 
 
-def load(folder: Path | str, *, dtype: torch.dtype = torch.float32, for_external_servers: bool = False) -> Policy:
+def load(folder: Path | str, *, for_external_servers: bool = False) -> Policy:
     """Loads our transformer if it fits the checkpoint, because our engines serve only that; else a model of
     transformers. `for_external_servers`: see TransformerPolicy. Raises ManagerError, with the reasons of both."""
     try:
-        return TransformerPolicy(model_folder.load(folder, dtype=dtype), for_external_servers=for_external_servers)
+        return TransformerPolicy(model_folder.load(folder), for_external_servers=for_external_servers)
     except (InvalidConfig, ManagerError) as refused:
         try:
-            return HuggingFacePolicy(load_pretrained(folder, dtype))
+            return HuggingFacePolicy(load_pretrained(folder, torch.float32))
         except (InvalidConfig, ManagerError) as error:
             raise ManagerError(f"{folder} cannot be trained: {error}; and ours: {refused}", retry=False) from error
 

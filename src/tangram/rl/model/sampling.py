@@ -37,7 +37,6 @@ class BrokenLogits(ManagerError):
     """A model returned logits that are not finite: its weights are broken, and no output may be used."""
 
     def __init__(self, rows: Sequence[int]) -> None:
-        self.rows = rows
         super().__init__(f"the logits of rows {list(rows)} are not finite: the weights are broken", retry=False)
 
 

@@ -114,20 +114,18 @@ class KVCache:
         slots: int,
         length: int,
         dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
     ) -> None:
         if slots < 1:
             raise InvalidConfig("slots", slots, "at least 1")
         if not 1 <= length <= config.context_max:
             raise InvalidConfig("length", length, f"from 1 to context_max of the model, which is {config.context_max}")
-        self.slots = slots
         self.length = length
         # One extra position, into which padding is written.
         shape = (slots, config.kv_heads, length + 1, config.head_width)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
-        self.slot_indices = torch.arange(slots, device=device)
-        self.positions = torch.arange(length, device=device)
+        self.keys = [torch.zeros(shape, dtype=dtype) for _ in range(config.layers)]
+        self.values = [torch.zeros(shape, dtype=dtype) for _ in range(config.layers)]
+        self.slot_indices = torch.arange(slots)
+        self.positions = torch.arange(length)
 
 
 class TransformerLayer(nn.Module):

@@ -268,8 +268,8 @@ class RunHistory:
 
     # ---- over time -----------------------------------------------------------------------------------------------
 
-    def buckets(self, most: int = BUCKETS_MAX) -> list[StepBucket]:
-        size = max(1, -(-len(self.steps) // most))
+    def buckets(self) -> list[StepBucket]:
+        size = max(1, -(-len(self.steps) // BUCKETS_MAX))
         smoothed = self.smoothed()
         points = []
         for start in range(0, len(self.steps), size):

@@ -23,8 +23,7 @@ CLOSE_S_MAX = 30.0
 class EnvironmentCloser:
     """Call `close` any time, and `drain` at the end."""
 
-    def __init__(self, timeout_s: float = CLOSE_S_MAX) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
         self.failed = 0
         """Environments that could not be closed; their resources may leak."""
@@ -45,9 +44,9 @@ class EnvironmentCloser:
         if call is not None:
             await self._cancel_call(call, "a call", trajectory)
         closing = start_call(environment.close)
-        await asyncio.wait({closing}, timeout=self._timeout_s)
+        await asyncio.wait({closing}, timeout=CLOSE_S_MAX)
         if not closing.done():
-            cause = f"not within {self._timeout_s:g} s"
+            cause = f"not within {CLOSE_S_MAX:g} s"
         elif closing.cancelled():
             cause = "it cancelled itself"
         elif (error := closing.exception()) is not None:

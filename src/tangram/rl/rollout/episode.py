@@ -125,7 +125,7 @@ class Episode:
         if ticket.temperature is not None:
             self._sampling = msgspec.structs.replace(task_context.sampling, temperature=ticket.temperature)
         self._sampling_seed = SamplingSeed(seed=ticket.seed, member=member, attempt=attempt)
-        self._began_s = self._now()
+        self._began_at = self._now()
         self._environment: Environment | None = None
         self._call: asyncio.Task[Any] | None = None
         """Pending call of the environment or the reward."""
@@ -148,7 +148,7 @@ class Episode:
         self._stopped: _EpisodeEnd | None = None
         self._cancel_sent = False
         self._is_over = False
-        self._stage_began_at = self._began_s
+        self._stage_began_at = self._began_at
         self._blocked_by = ""
         """What keeps it from sending its request, if anything does."""
         self._enter_stage(WAITING)
@@ -484,28 +484,28 @@ class Episode:
         """Acquires a slot once for all tries."""
         if slots in self._held_slots:
             return
-        began_s, stage, what = self._now(), self.stage, f"concurrency of {self.task}"
+        began_at, stage, what = self._now(), self.stage, f"concurrency of {self.task}"
         if slots.locked():
             self._enter_stage(WAITING)
             self._blocked_by = what
         await slots.acquire()
         self._held_slots.append(slots)
         self._enter_stage(stage)
-        timer.add_wait(self._now() - began_s, what)
+        timer.add_wait(self._now() - began_at, what)
 
     async def _arrive_at_barrier(self, timer: _StageTimer, what: str) -> None:
         if self._rollout_context.barrier is not None:
-            began_s, self._blocked_by = self._now(), what
+            began_at, self._blocked_by = self._now(), what
             await self._rollout_context.barrier.arrive(self.id)
             self._blocked_by = ""
-            timer.add_wait(self._now() - began_s, what)
+            timer.add_wait(self._now() - began_at, what)
 
     async def _wait_until_all_played(self, timer: _StageTimer) -> None:
         if self._rollout_context.barrier is not None:
-            began_s, self._blocked_by = self._now(), "the slowest episode"
+            began_at, self._blocked_by = self._now(), "the slowest episode"
             await self._rollout_context.barrier.wait_until_empty()
             self._blocked_by = ""
-            timer.add_wait(self._now() - began_s, "the slowest episode")
+            timer.add_wait(self._now() - began_at, "the slowest episode")
 
     def _release_slots(self) -> None:
         if self._rollout_context.barrier is not None:
@@ -520,7 +520,7 @@ class Episode:
 
     @contextmanager
     def _time_stage(self, stage: Stage) -> Iterator[_StageTimer]:
-        began_s, timer = self._now(), _StageTimer()
+        began_at, timer = self._now(), _StageTimer()
         self._enter_stage(stage.value)
         try:
             yield timer
@@ -531,13 +531,13 @@ class Episode:
             timer.failed = _error_text(error)
             raise
         finally:
-            ended_s = self._now()
+            ended_at = self._now()
             self._spans.append(
                 Span(
                     stage=stage,
-                    began_s=began_s,
-                    ended_s=ended_s,
-                    waiting_s=min(timer.waiting_s, ended_s - began_s),
+                    began_s=began_at,
+                    ended_s=ended_at,
+                    waiting_s=min(timer.waiting_s, ended_at - began_at),
                     waited_for=timer.waited_for,
                     attempt=self._try_number,
                     failed=timer.failed[:CAUSE_LENGTH_MAX],
@@ -568,7 +568,7 @@ class Episode:
             teacher_logprobs=end.teacher_logprobs,
             metrics=self._metrics,
             spans=tuple(self._spans),
-            began_s=self._began_s,
+            began_s=self._began_at,
             ended_s=self._now(),
         )
 

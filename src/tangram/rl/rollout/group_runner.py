@@ -166,14 +166,14 @@ class GroupRunner:
 
     def _with_wait_span(self, record: Trajectory) -> Trajectory:
         """Adds the time that it waited for its siblings."""
-        now_s = self._now()
-        waiting_s = now_s - record.ended_s
+        now = self._now()
+        waiting_s = now - record.ended_s
         if waiting_s <= 0.0:
             return record
         span = Span(
             stage=Stage.BUFFER,
             began_s=record.ended_s,
-            ended_s=now_s,
+            ended_s=now,
             waiting_s=waiting_s,
             waited_for=f"others of {record.group}",
         )

@@ -279,7 +279,7 @@ class Rollout:
         more groups are played, and stopped once they are not needed. `in_flight` bounds the groups played at once.
         Returns fewer groups if the tickets run out. Raises what the generator raised, and ManagerError if too many
         groups of a task end without members."""
-        began_s = self._now()
+        began_at = self._now()
         needed = groups + (self.settings.groups.groups_extra if extra is None else extra)
         kept: list[Group] = []
         left_out: list[Group] = []
@@ -296,19 +296,13 @@ class Rollout:
                 self.require_progress(group, max(EMPTY_GROUPS_MAX, 2 * groups))
             groups_in_flight.stop(Ending.CANCELLED, "enough other groups ended before it")
             left_out += await groups_in_flight.drain()
-        return CollectedBatch(groups=tuple(kept), left_out=tuple(left_out), began_s=began_s, ended_s=self._now())
+        return CollectedBatch(groups=tuple(kept), left_out=tuple(left_out), began_s=began_at, ended_s=self._now())
 
-    async def stream(
-        self, tickets: Iterable[GroupTicket], in_flight: int, *, ready_max: int | None = None
-    ) -> AsyncGenerator[Group, None]:
-        """Yields groups as they end, also those without members. Each is replaced as long as at most `ready_max`
-        (default: `in_flight`) groups wait to be taken. Raises what the generator raised, and ManagerError if too many
-        groups of a task end without members."""
-        groups_in_flight = self._begin_in_flight(
-            tickets,
-            in_flight,
-            in_flight + (in_flight if ready_max is None else ready_max),
-        )
+    async def stream(self, tickets: Iterable[GroupTicket], in_flight: int) -> AsyncGenerator[Group, None]:
+        """Yields groups as they end, also those without members. Each is replaced as long as at most `in_flight` groups
+        wait to be taken. Raises what the generator raised, and ManagerError if too many groups of a task end without
+        members."""
+        groups_in_flight = self._begin_in_flight(tickets, in_flight, 2 * in_flight)
         try:
             while True:
                 groups_in_flight.refill()

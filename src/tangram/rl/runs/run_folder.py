@@ -114,7 +114,6 @@ class RunFolder:
     """Created by `open_run`. Use it as a context manager."""
 
     def __init__(self, path: Path, settings: TrainSettings, lock: int, changed: tuple[str, ...]) -> None:
-        self.path = path
         self.settings = settings
         self.setting_changes = changed
         """Describes each setting that differs from the previous start of the run."""
@@ -196,13 +195,11 @@ class RunFolder:
 
     # ---- resuming ----
 
-    def latest_checkpoint(self, before: int | None = None) -> Checkpoint | None:
-        """The newest complete checkpoint, or the newest before a step, with a warning for each damaged one that was
-        skipped. Reads and checks all its files. Raises NoCheckpoint if all are damaged, and ManagerError."""
+    def latest_checkpoint(self) -> Checkpoint | None:
+        """The newest complete checkpoint, with a warning for each damaged one that was skipped. Reads and checks all
+        its files. Raises NoCheckpoint if all are damaged, and ManagerError."""
         warnings: list[str] = []
         for step in reversed(steps_in(self.checkpoints)):
-            if before is not None and step >= before:
-                continue
             try:
                 checkpoint = read_checkpoint(self.checkpoints / folder_name(step))
                 return msgspec.structs.replace(checkpoint, warnings=tuple(warnings))

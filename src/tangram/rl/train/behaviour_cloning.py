@@ -18,7 +18,6 @@ from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.environments.agents import demonstrations
 from tangram.rl.environments.protocol import ExternalResources
 from tangram.rl.environments.registry import tasks_of
-from tangram.rl.environments.shared_setup import Progress
 from tangram.rl.rollout.assembly import codec_of, first_model, save_codec
 from tangram.rl.train.warm_start import tokenise_episode
 from tangram.rl.trajectories.training_batch import Demonstration
@@ -52,7 +51,6 @@ async def clone_behaviour(
     steps: int = 200,
     tasks: tuple[str, ...] = (),
     client: Client | None = None,
-    progress: Progress | None = None,
 ) -> float:
     """Trains a policy as described by `[policy]`, with batch and learning rate of `[warm_start]`. The vocabulary is
     that of all tasks of the settings, even if it learns only some. Returns the last loss, in nats per token. The same
@@ -66,13 +64,11 @@ async def clone_behaviour(
     examples = await demonstrate(settings, agent, episodes, client, tasks)
     rng, loss = random.Random(f"{settings.seed}/imitated"), 0.0
     size, shuffled = settings.warm_start.batch, list[Demonstration]()
-    for step in range(steps):
+    for _ in range(steps):
         if len(shuffled) < size:
             shuffled += rng.sample(examples, len(examples))
         batch, shuffled = shuffled[:size], shuffled[size:]
         loss = await asyncio.to_thread(learner.imitate, tuple(batch))
-        if progress is not None:
-            progress((step + 1) / steps, f"imitating {agent}: loss {loss:.3f}")
     save(model, folder)
     save_codec(codec, folder)
     return loss

@@ -150,11 +150,11 @@ def held_out_tickets(
     ]
 
 
-async def evaluate(rollout: Rollout, tickets: Sequence[GroupTicket], *, in_flight: int | None = None) -> Scores:
-    """Plays the tickets, all at once or `in_flight` at a time. Raises what the generator raised."""
+async def evaluate(rollout: Rollout, tickets: Sequence[GroupTicket]) -> Scores:
+    """Plays the tickets, all at once. Raises what the generator raised."""
     groups: list[Group] = []
     if tickets:
-        async with aclosing(rollout.stream(tickets, in_flight or len(tickets))) as playing:
+        async with aclosing(rollout.stream(tickets, in_flight=len(tickets))) as playing:
             async for group in playing:
                 groups.append(group)
     return scores_of(groups)

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from tangram.cancellation import run_to_completion
 from tangram.errors import ManagerError
-from tangram.rl.buffer.records import DroppedGroup
 from tangram.rl.buffer.sample_buffer import SampleBuffer
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.environments.shared_setup import Progress
@@ -77,9 +76,6 @@ class SampleRecorder:
         if group.members:
             self._watchdog.on_progress(self._reporter.now())
 
-    def on_dropped(self, dropped: tuple[DroppedGroup, ...]) -> None:
-        self._metrics.on_dropped(dropped)
-
     def rotate(self, step: int) -> None:
         self._log.rotate(step)
 
@@ -124,7 +120,7 @@ class TrainingLoop:
         self._progress = progress
         self._resumed = state is not None
         self._dropped_by_resume = dropped
-        self._training_began_s = 0.0
+        self._training_began_at = 0.0
         self._in_batches = self._schedule.mode in ("sync", "sync+", "one-off") or self._schedule.staleness_bound == 0
         self._watchdog = Watchdog(self._schedule.stall_s, self._schedule.stalls_max, reporter.now())
         self._recorder = SampleRecorder(run, log, metrics, self._watchdog, reporter)
@@ -142,7 +138,7 @@ class TrainingLoop:
             assembly.rollout, buffer, upcoming, self._weight_sync, self._pause, changed,
             batch=self._schedule.batch if self._in_batches else None, now=reporter.now,
             ticket_next=state.ticket_next if state is not None else 0,
-            on_group_end=self._recorder.on_group_end, on_dropped=self._recorder.on_dropped,
+            on_group_end=self._recorder.on_group_end, on_dropped=metrics.on_dropped,
         )  # fmt: skip
         self._pool_usage = PoolUsageMonitor(assembly.client)
         self._saved_step = state.step if state is not None else None
@@ -156,7 +152,7 @@ class TrainingLoop:
         self._trainer_deaths = 0
         """Since the highest version was reached."""
         self._highest_version = buffer.version
-        self._step_began_s: float | None = None
+        self._step_began_at: float | None = None
         """When the trainer got the step that it works on."""
 
     def close(self) -> None:
@@ -190,9 +186,9 @@ class TrainingLoop:
     async def _run_phases(self) -> None:
         if not self._resumed:
             await self._run_warm_start()
-        self._training_began_s = self._reporter.now()
+        self._training_began_at = self._reporter.now()
         self._metrics.begin(
-            self._training_began_s, started=self.buffer.started, engines=self._assembly.router.engine_statistics()
+            self._training_began_at, started=self.buffer.started, engines=self._assembly.router.engine_statistics()
         )
         self._metrics.on_resume_dropped(self._dropped_by_resume)
         self._pool_usage.since_last()
@@ -274,14 +270,14 @@ class TrainingLoop:
             if self._schedule.pull == "after_batch" and not self._in_batches:
                 await self._weight_sync.sync()
                 self._weight_sync.discard_stale()
-            self._step_began_s = self._reporter.now()
+            self._step_began_at = self._reporter.now()
             try:
                 result = await self._trainer.step(batch)
             except ManagerError as error:  # it died, or published a version that engines cannot read
                 await self._rollback(error)
                 continue
             finally:
-                self._step_began_s = None
+                self._step_began_at = None
             if batch.version >= self._highest_version:  # all steps lost by rollbacks are made again
                 self._highest_version, self._trainer_deaths = batch.version + 1, 0
             self._watchdog.on_progress(self._reporter.now())
@@ -292,7 +288,7 @@ class TrainingLoop:
                 self._metrics.finish_step(
                     batch,
                     result,
-                    now_s=self._reporter.now(),
+                    now=self._reporter.now(),
                     started=self.buffer.started,
                     dropped=self.buffer.dropped,
                     buffered=self.buffer.statistics().waiting,
@@ -316,12 +312,12 @@ class TrainingLoop:
                 return
         if self._evaluator.is_due(self.buffer.version) and not last:
             if self._schedule.staleness_bound == 0:
-                began_s = self._reporter.now()
+                began_at = self._reporter.now()
                 with self._pause.held():
                     await self._weight_sync.sync()
                     self._evaluate_in_background()
                     await self._evaluation.wait()
-                self._metrics.add_evaluation(self._reporter.now() - began_s)
+                self._metrics.add_evaluation(self._reporter.now() - began_at)
             else:
                 self._evaluate_in_background()
         self._changed.notify_all()
@@ -337,22 +333,22 @@ class TrainingLoop:
                 self.stop("seconds")
             if self._stop_cause:
                 return None
-            now_s = self._reporter.now()
+            now = self._reporter.now()
             self._metrics.on_dropped(self.buffer.drop_stale())
-            batch = self.buffer.take(now_s)
+            batch = self.buffer.take(now)
             if batch is not None:
                 return batch
             wake_at = self.buffer.wake_at()
             timeout_s = min(
-                STAGE_SAMPLE_S, self._seconds_left(), wake_at - now_s if wake_at is not None else STAGE_SAMPLE_S
+                STAGE_SAMPLE_S, self._seconds_left(), wake_at - now if wake_at is not None else STAGE_SAMPLE_S
             )
             stages = self._stage_counts()
             await self._changed.wait(timeout_s)
-            self._metrics.add_wait(self._reporter.now() - now_s, stages)
+            self._metrics.add_wait(self._reporter.now() - now, stages)
 
     def _seconds_left(self) -> float:
         seconds_max = self._schedule.seconds_max
-        return math.inf if seconds_max is None else self._training_began_s + seconds_max - self._reporter.now()
+        return math.inf if seconds_max is None else self._training_began_at + seconds_max - self._reporter.now()
 
     def _stage_counts(self) -> dict[str, int]:
         counts: Counter[str] = Counter()
@@ -364,11 +360,11 @@ class TrainingLoop:
         """Raises ManagerError after `stalls_max` stalls in a row."""
         while True:
             await asyncio.sleep(min(WATCHDOG_S, self._schedule.stall_s / 4.0))
-            now_s = self._reporter.now()
-            since_s = self._step_began_s
-            training = (self.buffer.version + 1, now_s - since_s) if since_s is not None else None
+            now = self._reporter.now()
+            began_at = self._step_began_at
+            training = (self.buffer.version + 1, now - began_at) if began_at is not None else None
             stall = self._watchdog.check(
-                now_s,
+                now,
                 snapshot_run(self._assembly.rollout, self._assembly.router, self._assembly.client, training=training),
             )
             if stall is None:

@@ -23,10 +23,10 @@ class StepMetrics:
     def __init__(self) -> None:
         self.begin(0.0)
 
-    def begin(self, now_s: float, *, started: int = 0, engines: Iterable[EngineStatistics] = ()) -> None:
+    def begin(self, now: float, *, started: int = 0, engines: Iterable[EngineStatistics] = ()) -> None:
         """Starts to count the first step. `started`: groups ever started. `engines`: their statistics now; what they
         did before belongs to no step."""
-        self._began_s = now_s
+        self._began_at = now
         self._engines = {each.name: each for each in engines}
         """As of the end of the previous step."""
         self._started = started
@@ -78,7 +78,7 @@ class StepMetrics:
         batch: TrainingBatch,
         stepped: TrainStepResult,
         *,
-        now_s: float,
+        now: float,
         started: int,
         dropped: Mapping[str, int],
         buffered: int,
@@ -88,9 +88,9 @@ class StepMetrics:
         engines: Iterable[EngineStatistics],
     ) -> Trained:
         """Ends the step and starts the next. `started`, `dropped`: groups since the run began."""
-        step_s = now_s - self._began_s
+        step_s = now - self._began_at
         line = Trained(
-            at_s=now_s,
+            at_s=now,
             step=stepped.weights.version,
             step_s=step_s,
             wait_s=self._wait_s,
@@ -117,7 +117,7 @@ class StepMetrics:
             pools=pools,
             engines=self._engine_uses(engines, step_s),
         )
-        self._began_s, self._started = now_s, started
+        self._began_at, self._started = now, started
         self._reset()
         return line
 

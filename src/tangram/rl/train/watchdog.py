@@ -65,8 +65,6 @@ class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stall(msgspec.Struct, frozen=True, kw_only=True):
-    stalled_s: float
-    """Seconds without any activity."""
     number: int
     """The number of the stall in a row, from 1."""
     text: str
@@ -107,12 +105,11 @@ class Watchdog:
             return None
         self._last_stall_at = now
         self._stalls_in_row += 1
-        for_s = now - self._last_activity_at
+        stalled_s = now - self._last_activity_at
         give_up = self._stalls_in_row >= self._stalls_max
         return Stall(
-            stalled_s=for_s,
             number=self._stalls_in_row,
-            text=f"{STALL_CAUSE} for {for_s:.0f} s: {describe_waits(seen)}",
+            text=f"{STALL_CAUSE} for {stalled_s:.0f} s: {describe_waits(seen)}",
             stuck_trajectories=() if give_up else self._stuck_trajectories(seen),
             give_up=give_up,
         )

@@ -179,13 +179,13 @@ def _translate_demand(submission: Submission, work: AnyWork, caller: Principal, 
     for kind, amounts in given.items():
         _require_amounts(kind, amounts)
     speedup = submission.demand.speedup if submission.demand is not None else None
-    own = _work_pools(submission, work, caller, given)
+    work_pools = _work_pools(work, caller, given)
     quotas = {kind: amounts for kind, amounts in given.items() if kind in policy.quota_pools}
-    pools: dict[str, Amounts] = own | quotas
+    pools: dict[str, Amounts] = work_pools | quotas
     for kind in given:
         if kind not in pools and not kind.startswith(("function/", "endpoint/")):
             raise InvalidAction(
-                "demand", kind, f"pools of such work: {', '.join([*own, *sorted(policy.quota_pools)]) or 'none'}"
+                "demand", kind, f"pools of such work: {', '.join([*work_pools, *sorted(policy.quota_pools)]) or 'none'}"
             )
     if not pools:
         raise InvalidAction(
@@ -208,9 +208,7 @@ def _require_amounts(kind: str, amounts: Amounts) -> None:
         raise InvalidAction("demand", {kind: f"{len(amounts.choices)} choices"}, f"at most {CHOICES_MAX}")
 
 
-def _work_pools(
-    submission: Submission, work: AnyWork, caller: Principal, given: dict[str, Amounts]
-) -> dict[str, Amounts]:
+def _work_pools(work: AnyWork, caller: Principal, given: dict[str, Amounts]) -> dict[str, Amounts]:
     """What such work holds beside quotas."""
     if isinstance(work, Exec):
         return {CPU: given.get(CPU, learned())}

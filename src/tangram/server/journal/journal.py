@@ -114,8 +114,6 @@ class JournalBusy(ManagerError):
     """Another server owns the journal."""
 
     def __init__(self, path: Path, owner: str) -> None:
-        self.owner = owner
-        """Process id of the owner."""
         super().__init__(
             f"the journal {path} belongs to process {owner}, which is running; stop that service, or give this one"
             " another journal",

@@ -122,8 +122,6 @@ class RecoveredState(msgspec.Struct, frozen=True, kw_only=True):
     sandboxes: tuple[JournaledSandbox, ...] = ()
     runs: tuple[JournaledRun, ...] = ()
     notes: tuple[JournaledNote, ...] = ()
-    commits: int = 0
-    """Number of the last commit since the journal was created."""
     report: tuple[str, ...] = ()
     """Damage that was found, in sentences."""
 
@@ -420,7 +418,6 @@ class JournalStore:
             sandboxes=tuple(fact for fact in facts if isinstance(fact, JournaledSandbox)),
             runs=tuple(fact for fact in facts if isinstance(fact, JournaledRun)),
             notes=tuple(fact for fact in facts if isinstance(fact, JournaledNote)),
-            commits=self.commits,
         )
 
     def _check_row_counts(self, actions: int, live: int, running: int) -> None:

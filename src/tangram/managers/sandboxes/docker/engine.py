@@ -26,7 +26,6 @@ READ_TIMEOUT_S = 600.0
 """Silence during the transfer of a file. Longer than any disk takes."""
 REQUEST = Timeouts(REQUEST_S, connect_s=None)
 TRANSFER = Timeouts(connect_s=CONNECT_S, read_s=READ_TIMEOUT_S)
-EVENTS = Timeouts(connect_s=CONNECT_S)
 EVENT_BYTES_MAX = 1 << 20
 CONNECTIONS_MAX = 64
 """Concurrent requests; a further one waits. Streams of programs do not count."""

@@ -61,7 +61,7 @@ class DockerProgramLease(ExecLease):
         self._run_output = CommandRun(self._claim.token, self._captures, output)
         self._shell: Shell | None = None
         self._began_ticks = 0
-        self._began_s = 0.0
+        self._began_at = 0.0
         self._resize_tasks: set[asyncio.Task[None]] = set()
 
     # ---- start ----
@@ -69,7 +69,7 @@ class DockerProgramLease(ExecLease):
     async def _launch(self) -> None:
         try:
             await self.container.enter(self._claim)
-            self._began_ticks, self._began_s = now_ticks(), self._loop.time()
+            self._began_ticks, self._began_at = now_ticks(), self._loop.time()
             await self._start_program()
         except BaseException:
             await run_to_completion(self._rollback())
@@ -111,8 +111,8 @@ class DockerProgramLease(ExecLease):
 
     def _environment(self) -> dict[str, str]:
         container = self.container
-        own = BASE_ENVIRONMENT | {"HOME": home_directory(container.user), "USER": container.spec.user}
-        return with_width(self.width, own | container.image.env | container.spec.env | self.work.env)
+        defaults = BASE_ENVIRONMENT | {"HOME": home_directory(container.user), "USER": container.spec.user}
+        return with_width(self.width, defaults | container.image.env | container.spec.env | self.work.env)
 
     # ---- while it runs ----
 
@@ -204,7 +204,7 @@ class DockerProgramLease(ExecLease):
     def _self_reported_usage(self) -> tuple[float, int]:
         """The usage that the script reports from inside, limited to plausible values."""
         cpu_s, peak = self._run_output.reported_usage
-        elapsed_s = self._loop.time() - self._began_s
+        elapsed_s = self._loop.time() - self._began_at
         return min(cpu_s, elapsed_s * len(self._cpusets.cpus)), min(peak, self.container.spec.memory_bytes)
 
     def _session_ended(self) -> bool:

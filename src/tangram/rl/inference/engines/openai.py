@@ -190,7 +190,7 @@ class OpenAIEngine:
             unfit = await self._probe()
         except (EngineDied, HttpSessionClosed) as error:
             raise ManagerError(str(error)) from error
-        self._untrainable_reason = "; ".join(each for each in (missing, unfit) if each)
+        self._untrainable_reason = "; ".join(filter(None, (missing, unfit)))
         if self._has_taken_weights:
             if missing:
                 raise ManagerError(f"engine {self.name}: it had taken weights, and now {missing}")
@@ -210,8 +210,8 @@ class OpenAIEngine:
         return ""
 
     def _assess(self) -> None:
-        its_own = OWN_WEIGHTS if self._takes_weights and not self._has_taken_weights else ""
-        self.shortcoming = "; ".join(each for each in (self._untrainable_reason, its_own) if each)
+        weights_reason = OWN_WEIGHTS if self._takes_weights and not self._has_taken_weights else ""
+        self.shortcoming = "; ".join(filter(None, (self._untrainable_reason, weights_reason)))
         self.output_is_trainable = not self.shortcoming
         self._has_trained = self._has_trained or self.output_is_trainable
 

@@ -37,7 +37,7 @@ class StreamAssembler:
         self._prefilled = len(request.tokens)
         self._reused = 0
         self._queued_at = self._began_at = time.monotonic()
-        self._first_s: float | None = None
+        self._first_token_at: float | None = None
         self.finish: str | None = None
 
     def begin(self) -> None:
@@ -63,8 +63,8 @@ class StreamAssembler:
             )
         if chunk.tokens and self.finish is not None:
             raise ValueError("tokens after the end")
-        if self._first_s is None and chunk.tokens:
-            self._first_s = time.monotonic()
+        if self._first_token_at is None and chunk.tokens:
+            self._first_token_at = time.monotonic()
         self._tokens += chunk.tokens
         self._logprobs += values
         self._versions += [version if chunk.version is None else chunk.version] * len(chunk.tokens)
@@ -92,8 +92,8 @@ class StreamAssembler:
         return self.generation() if self._tokens else None
 
     def generation(self) -> Generation:
-        now_s = time.monotonic()
-        first_at = self._first_s if self._first_s is not None else now_s
+        now = time.monotonic()
+        first_token_at = self._first_token_at if self._first_token_at is not None else now
         return Generation(
             tokens=tuple(self._tokens),
             logprobs=tuple(self._logprobs),
@@ -103,6 +103,6 @@ class StreamAssembler:
             prefilled=self._prefilled,
             reused=self._reused,
             waiting_s=self._began_at - self._queued_at,
-            prefill_s=first_at - self._began_at,
-            decode_s=now_s - first_at,
+            prefill_s=first_token_at - self._began_at,
+            decode_s=now - first_token_at,
         )
