@@ -70,7 +70,7 @@ def test_show_lists_every_trajectory_and_what_came_of_each_task(cli, rollout: Pa
         "engine",
     ):
         assert words in done.out or words == "engine"
-    assert "groups: 3 closed, 3 of them whole, 0 dropped" in done.out and "note: a first try" in done.out
+    assert "groups: 3 closed, 3 of them complete, 0 dropped" in done.out and "note: a first try" in done.out
 
 
 def test_show_filters_sorts_and_limits(cli, rollout: Path) -> None:

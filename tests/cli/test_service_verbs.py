@@ -325,10 +325,13 @@ def test_change_changes_only_what_is_given(service: Served) -> None:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (("create", "Bad!"), "run: expected 1 to 40 of a-z"),
-        (("create", "Bad/Name"), "run: expected 1 to 40 of a-z, 0-9 and '-', the first no '-', got 'Bad/Name'"),
-        (("renew", "Bad/Name"), "run: expected 1 to 40 of a-z"),
-        (("revoke", "Bad/Name", "--yes"), "run: expected 1 to 40 of a-z"),
+        (("create", "Bad!"), "run: expected 1 to 40 characters of a-z"),
+        (
+            ("create", "Bad/Name"),
+            "run: expected 1 to 40 characters of a-z, 0-9 and '-', the first not '-', got 'Bad/Name'",
+        ),
+        (("renew", "Bad/Name"), "run: expected 1 to 40 characters of a-z"),
+        (("revoke", "Bad/Name", "--yes"), "run: expected 1 to 40 characters of a-z"),
         (("create", "a", "--weight", 0), "weight: expected a number above 0"),
         (("create", "a", "--weight", "nan"), "weight: expected a number above 0"),
         (("create", "a", "--sandboxes", -1), "sandboxes: expected"),
@@ -411,7 +414,7 @@ def test_a_pool_without_anything_left_is_warned_of(tmp_path: Path, cli: Cli) -> 
         assert service("pool", "resize", "cpu@local", "1").err == ""
         done = service("pool", "resize", "cpu@local", "0")
     assert (done.code, done.out) == (0, "cpu@local: 0 cores, was 1\n")
-    assert "cpu@local has nothing left to give" in done.err and "lost after scheduler.stranded_s" in done.err
+    assert "cpu@local has no units left to grant" in done.err and "lost after scheduler.stranded_s" in done.err
 
 
 def test_a_run_gets_another_token(service: Served) -> None:

@@ -38,7 +38,7 @@ def doctor(as_json: options.Json = False) -> None:
 
     Opens a real sandbox and runs a command in it; leaves no changes behind.
 
-    Exits with 0 if sandboxes work, and with 1 if only other backends do.
+    Exits with 0 if sandboxes work, and with 1 if only other backends work.
     """
     from tangram.managers.doctor.diagnostics import DOCKER, PROCESS, SANDBOX, diagnose
 

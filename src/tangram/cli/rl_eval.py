@@ -36,7 +36,7 @@ tangram rl show frozenlake.jsonl
 def evaluate(
     checkpoint: Annotated[
         Path,
-        typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run folder for its newest one."),
+        typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run folder, for its newest checkpoint."),
     ],
     config: Annotated[
         Path | None,
@@ -44,27 +44,32 @@ def evaluate(
     ] = None,
     episodes: Annotated[
         int | None,
-        typer.Option("--episodes", metavar="N", min=1, help="Per task. Default: evaluation.episodes of the run."),
+        typer.Option(
+            "--episodes", metavar="N", min=1, help="Episodes per task. Default: evaluation.episodes of the run."
+        ),
     ] = None,
     greedy: Annotated[
         bool, typer.Option("--greedy", metavar="", help="Always take the most likely token: temperature 0.")
     ] = False,
     temperature: Annotated[
         float | None,
-        typer.Option("--temperature", metavar="T", help="Of sampling. Default: evaluation.temperature of the run."),
+        typer.Option(
+            "--temperature", metavar="T", help="Sampling temperature. Default: evaluation.temperature of the run."
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="The first of the held-out seeds.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="The first held-out seed.")] = 0,
     task: Annotated[str | None, typer.Option("--task", metavar="NAME", help="Only this task.")] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Write all trajectories there; .gz compresses.")
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Write all trajectories to this file; .gz compresses it."),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", metavar="", help="No live view.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", metavar="", help="Show no live view.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Play episodes of seeds that are never trained on with the weights of a checkpoint.
+    """Play held-out episodes, which are never trained on, with the weights of a checkpoint.
 
-    The seeds and episodes are those of the evaluations during training. A running training is not disturbed. Exits
-    with 1 if a task has no score.
+    The seeds and episodes are those of the evaluations during training. A training run in progress is not
+    disturbed. Exits with 1 if a task has no score.
     """
     if greedy and temperature is not None:
         raise InvalidConfig("--temperature", temperature, "either --greedy or --temperature")

@@ -43,15 +43,16 @@ def rollout(
     config: Annotated[
         Path,
         typer.Argument(
-            metavar="CONFIG", help="A TOML file: engines, tasks, groups. The config of a training run works too."
+            metavar="CONFIG", help="A TOML file with engines, tasks and groups. The config of a training run works too."
         ),
     ],
-    groups: Annotated[int, typer.Option("--groups", metavar="N", min=1, help="Groups to play.")] = 16,
+    groups: Annotated[int, typer.Option("--groups", metavar="N", min=1, help="Number of groups to play.")] = 16,
     in_flight: Annotated[
-        int | None, typer.Option("--in-flight", metavar="N", min=1, help="Groups at once. Default: all of them.")
+        int | None, typer.Option("--in-flight", metavar="N", min=1, help="Groups played at once. Default: all.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Write all trajectories there; .gz compresses.")
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Write all trajectories to this file; .gz compresses it."),
     ] = None,
     seed: Annotated[
         int | None, typer.Option("--seed", metavar="N", min=0, help="Override the seed of the config.")
@@ -59,15 +60,16 @@ def rollout(
     explain: Annotated[
         bool,
         typer.Option(
-            "--explain", help="Print which engines would serve which task and why, and what rewards it; start nothing."
+            "--explain",
+            help="Print the engines of each task with the reason, and the source of its reward; start nothing.",
         ),
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No live view.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no live view.")] = False,
     as_json: Json = False,
 ) -> None:
     """Play the tasks of a config, each trajectory at its own pace, and print how they ended.
 
-    There is no trainer: use it to test environments, engines and rewards, to evaluate, and to collect data.
+    No trainer runs: use it to test environments, engines and rewards, to evaluate, and to collect data.
     """
     import msgspec
 

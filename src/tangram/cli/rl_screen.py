@@ -193,7 +193,7 @@ def print_listing(
     if listing.closed:
         terminal.print_plain(
             console,
-            f"groups: {listing.closed:,} closed, {listing.complete:,} of them whole, {listing.dropped:,} dropped",
+            f"groups: {listing.closed:,} closed, {listing.complete:,} of them complete, {listing.dropped:,} dropped",
         )
     if header.note:
         terminal.print_plain(console, f"note: {truncate(header.note, LINE_WIDTH)}")
@@ -390,9 +390,9 @@ def _print_stages(console: Console, timeline: RolloutTimeline) -> None:
     causes = _cause_letters(timeline.stages[Stage.GENERATE], wide)
     terminal.print_plain(console, f"{'':10}{causes}")
     letters = "e environment, g engine, r reward, b buffer, w waiting, - between stages, . start or end"
-    terminal.print_plain(console, f"the last row is why no engine was decoding: {letters}")
-    title = "why each stage stood idle, in shares of the whole time"
-    table = terminal.table(title, "stage", "busy", "idle", "because of", right=("busy", "idle"))
+    terminal.print_plain(console, f"the last row shows why no engine was decoding: {letters}")
+    title = "why each stage was idle, as shares of the total time"
+    table = terminal.table(title, "stage", "busy", "idle", "causes", right=("busy", "idle"))
     for stage, each in timeline.stages.items():
         idle = 1.0 - each.busy_share
         table.add_row(
@@ -406,7 +406,7 @@ def _print_gaps(console: Console, timeline: RolloutTimeline) -> None:
     if not gaps:
         return
     title = f"the longest of {len(gaps):,} gaps in which no engine was decoding"
-    table = terminal.table(title, "since", "length", "because of", "longest under way", right=("since", "length"))
+    table = terminal.table(title, "since", "length", "causes", "longest under way", right=("since", "length"))
     for gap in sorted(gaps, key=lambda gap: (-gap.length, gap.began))[:GAPS_MAX]:
         explainers = ", ".join(truncate(name, NAME_WIDTH) for name, _, _ in timeline.explainers(gap))
         times = (f"{seconds_of(gap.began):.3f} s", elapsed(seconds_of(gap.length)))

@@ -29,8 +29,8 @@ OTHERS = "others"
 def where(target: ServiceTarget, as_json: Json = False) -> None:
     """Show where the time of trajectories went: per run, the shares of waiting, execution and thinking.
 
-    The whole is the time from the first submission of each trajectory to its last end, since the start of the service.
-    Actions count when they have ended.
+    The total is the time from the first submission of each trajectory to the end of its last action, since the start
+    of the service. Only actions that have ended count.
     """
     view = service_client.fetch_view(target)
     if as_json:
