@@ -222,17 +222,17 @@ def require_safe_member(path: str, member: str) -> None:
 
 class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int | None = None
-    """128 + the signal if one ended it, as in a shell. None: it did not run to its end."""
+    """128 + the number of the signal that killed it, as in a shell. None: it did not run to its end."""
     stdout: bytes = b""
     stderr: bytes = b""
-    """The captured output; a line in the middle states how much is missing."""
+    """The captured output; a line in the middle states how many bytes are missing."""
     stdout_bytes: int = 0
     stderr_bytes: int = 0
-    """The bytes that it wrote, captured or not."""
+    """Bytes written to each stream, captured or not."""
     out_of_memory: bool = False
     """The kernel killed a process in the sandbox meanwhile because its memory was exhausted."""
     cpus: int = 0
-    """Whole cores that it could use: the value of `{cpus}`."""
+    """Whole cores that the command could use: the value of `{cpus}`."""
     session_ended: bool = False
     """The shell of the session has ended: its variables, functions and directory are lost."""
 
