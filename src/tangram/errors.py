@@ -8,7 +8,7 @@ TangramError
 ├── AdmissionRefused      a limit: names it, its value and what to do
 ├── ManagerError          the infrastructure: a machine, a process, a network
 ├── FileFailed            a file inside a sandbox: it is missing, not allowed, too large, or the disk is full
-├── SessionEnded          the caller: a held shell is gone; names the command that ended it
+├── SessionEnded          the caller: the shell of a session has ended; names the command that ended it
 ├── ActionFailed          an action, raised by `Result.check()` only; carries the Result
 │   ├── CommandFailed     ... the agent: its exit code was not 0
 │   ├── FunctionFailed    ... the function: it raised, ended its process or used up its memory
