@@ -250,7 +250,7 @@ def test_names_from_elsewhere_cannot_steer_a_terminal(service: Served, cli: Cli)
 
 
 def test_where_the_time_went_adds_up(service: Served) -> None:
-    assert "no run has done anything" in service("where").out
+    assert "no run has been active" in service("where").out
     token = service.token("math")
     with tangram.connect_sync(service.url, token=token) as client, client.sandbox(memory="64MiB") as box:
         for _ in range(3):
@@ -439,7 +439,7 @@ def test_a_drained_node_takes_no_new_sandbox_until_it_is_taken_up_again(service:
         service.until(lambda view: view.running_total == 1)
         done = service("pool", "drain", "local")
         assert done.code == 0 and "local is draining" in done.out
-        assert "nodes that drain: local" in service("status").out
+        assert "draining nodes: local" in service("status").out
         assert "it has 1 sandbox, and 1 action runs there" in done.out
         thread = threading.Thread(target=another)
         thread.start()

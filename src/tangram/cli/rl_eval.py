@@ -76,7 +76,7 @@ def evaluate(
     if out is not None:
         options.check_output_files(out=out)
         if out.exists() and out.stat().st_size:
-            raise InvalidConfig("out", str(out), "a file that is not there yet")
+            raise InvalidConfig("out", str(out), "a file that does not exist")
     with ExitStack() as stack:
         loaded = _find_checkpoint(checkpoint, config, stack)
         settings = only_task(loaded.settings, task)
@@ -85,7 +85,9 @@ def evaluate(
 
         for engine in settings.engines:
             if engine.kind == "openai":
-                message = f"engine {engine.name} plays what its server has loaded, which has to be {loaded.path}"
+                message = (
+                    f"engine {engine.name} uses the weights that its server has loaded, which must be {loaded.path}"
+                )
                 typer.echo(f"tangram: {message}", err=True)
         tickets = held_out_tickets(settings, eval_options.episodes, temperature=eval_options.temperature, first=seed)
         began = time.monotonic()
@@ -304,6 +306,6 @@ def _print(result: dict[str, Any], out: Path | None) -> None:
     terminal.stdout_console().print(table, markup=False, highlight=False, emoji=False)
     for row in result["tasks"].values():
         if row["cause"]:
-            typer.echo(f"lost, first of all: {escape_unprintable(row['cause'])}")
+            typer.echo(f"first lost episode: {escape_unprintable(row['cause'])}")
     if out is not None:
         typer.echo(f"wrote {out}; look at it with: tangram rl show {shlex.quote(str(out))}")

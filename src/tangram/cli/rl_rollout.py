@@ -99,7 +99,7 @@ def rollout(
     if out is not None:
         options.check_output_files(out=out)
         if out.exists() and out.stat().st_size:
-            raise InvalidConfig("out", str(out), "a file that is not there yet")
+            raise InvalidConfig("out", str(out), "a file that does not exist")
     happened = EngineEventSummary()
     endings: Counter[str] = Counter()
     try:
@@ -158,7 +158,7 @@ class EngineEventSummary:
 
     def lines(self) -> list[str]:
         return [
-            f"{sentence} And {self._counts[kind] - 1:,} more like it." if self._counts[kind] > 1 else sentence
+            f"{sentence} {self._counts[kind] - 1:,} more of this kind." if self._counts[kind] > 1 else sentence
             for kind, sentence in self._first.items()
         ]
 
@@ -278,7 +278,7 @@ def _interrupted(endings: Counter[str], out: Path | None) -> str:
         f"interrupted: {pluralize(endings.total(), 'trajectory', 'trajectories')} ended{f' ({how})' if how else ''}"
     )
     if out is None:
-        return f"{message}; none is kept without --out FILE"
+        return f"{message}; without --out FILE they are not saved"
     return f"{message}; the trajectories are in {out}: tangram rl show {shlex.quote(str(out))}"
 
 
@@ -286,7 +286,7 @@ def _lines(collected: CollectedBatch, causes: dict[str, str]) -> list[str]:
     """The first failure of each kind, and the trajectories that were played and left out."""
     from tangram.rl.rollout.redundancy import report
 
-    lines = [f"{kind}, first because: {cause}" for kind, cause in causes.items()]
+    lines = [f"{kind}, first cause: {cause}" for kind, cause in causes.items()]
     if any(group.left_out for group in collected.groups) or collected.left_out:
         lines += report(collected.groups, collected.left_out).lines()
     return lines
@@ -298,7 +298,7 @@ def _print(collected: CollectedBatch, out: Path | None) -> None:
     summary = _summary(collected)
     console = terminal.stdout_console()
     title = f"{pluralize(summary['groups'], 'group')} in {summary['seconds']:.1f} s"
-    numbers = ("trajectories", "turns", "tokens written", "reward")
+    numbers = ("trajectories", "turns", "tokens decoded", "reward")
     table = terminal.table(title, "task", *numbers, "endings", right=numbers)
     for name, row in sorted(summary["tasks"].items()):
         endings = ", ".join(f"{count} {ending}" for ending, count in sorted(row["endings"].items()))

@@ -284,7 +284,7 @@ def _print_turn(console: Console, place: int, turn: Turn, text_of: TextOf | None
     terminal.print_plain(console, Padding(table, (0, 0, 0, 4)))
     if len(turn.tokens) > len(shown):
         terminal.print_plain(
-            console, f"    and {pluralize(len(turn.tokens) - len(shown), 'token')} more; --json has all"
+            console, f"    and {pluralize(len(turn.tokens) - len(shown), 'token')} more; --json prints all"
         )
 
 
@@ -465,7 +465,7 @@ def print_replays(results: Sequence[ReplayResult]) -> None:
             if (shown := shown + 1) > DIFFERENCES_MAX:
                 continue
             terminal.print_plain(
-                console, f"{truncate(each.id, NAME_WIDTH)}, turn {difference.turn}: another {difference.what}"
+                console, f"{truncate(each.id, NAME_WIDTH)}, turn {difference.turn}: different {difference.what}"
             )
             terminal.print_plain(console, f"  recorded  {truncate(difference.recorded, LINE_WIDTH) or 'nothing'}")
             terminal.print_plain(console, f"  replayed  {truncate(difference.replayed, LINE_WIDTH) or 'nothing'}")
@@ -474,6 +474,6 @@ def print_replays(results: Sequence[ReplayResult]) -> None:
                 console, f"{truncate(each.id, NAME_WIDTH)}: could not be played: {truncate(each.failed, LINE_WIDTH)}"
             )
     if shown > DIFFERENCES_MAX:
-        terminal.print_plain(console, f"and {shown - DIFFERENCES_MAX:,} differences more; --json has all")
+        terminal.print_plain(console, f"and {shown - DIFFERENCES_MAX:,} more differences; --json prints all")
     for words, count in Counter(each.not_compared for each in results if each.not_compared).items():
         terminal.print_plain(console, f"not compared in {_count_text(count, count)}: {words}")

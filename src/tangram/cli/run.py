@@ -188,7 +188,7 @@ def _cpus(text: str | None) -> Cpus:
     match = re.fullmatch(rf"({_NUMBER})(?:-({_NUMBER}))?", text)
     if match is not None:
         return float(match[1]) if match[2] is None else (float(match[1]), float(match[2]))
-    raise InvalidConfig("cpus", text, "a number of cores such as 2 or 0.5, or the least and the most, such as 1-4")
+    raise InvalidConfig("cpus", text, "a number of cores such as 2 or 0.5, or a minimum and a maximum, such as 1-4")
 
 
 def _environment(texts: list[str]) -> dict[str, str]:
@@ -374,8 +374,8 @@ def _print_result(result: Result, options: RunOptions, *, summary: bool) -> None
     elif result.reason:
         typer.echo(f"tangram: {_status_text(result)}: {result.reason}", err=True)
     if result.out_of_memory and not options.as_json:
-        used_up = f"the sandbox has used up its memory of {options.sandbox['memory']}, and something in it was killed"
-        typer.echo(f"tangram: {used_up}; --memory gives it more", err=True)
+        used_up = f"the sandbox has used up its memory of {options.sandbox['memory']}, and a process in it was killed"
+        typer.echo(f"tangram: {used_up}; increase --memory", err=True)
     if summary:
         typer.echo(f"tangram: {_summary(result)}", err=True)
 

@@ -78,10 +78,10 @@ def _print(view: View) -> None:
         table.add_row(escape_unprintable(run.name), duration(spending.total_s), *cells)
     console = terminal.stdout_console()
     if not view.runs:
-        terminal.print_plain(console, "no run has done anything since the service began")
+        terminal.print_plain(console, "no run has been active since the service started")
         return
     terminal.print_plain(console, table)
-    terminal.print_plain(console, "waiting: start is what was granted and had yet to be started")
+    terminal.print_plain(console, "waiting: start is the time from the grant of an action to its start")
 
 
 def _percent(seconds: float, total: float) -> str:
