@@ -111,14 +111,14 @@ class Exec(Work, frozen=True, kw_only=True, tag="Exec"):
     """Run a program to its end."""
 
     command: str | tuple[str, ...]
-    """A string runs in a shell; words are executed as they are. `{cpus}` becomes the width."""
+    """A string runs in a shell; a list of words runs without one. `{cpus}` is replaced with the number of cores."""
     cwd: str = ""
-    """Relative to the workspace."""
+    """The working directory, relative to the workspace."""
     env: dict[str, str] = {}
     stdin: bytes = b""
     capture_bytes_max: int = CAPTURE_BYTES_DEFAULT
     session: str = ""
-    """The session whose shell runs it, which is started if there is none of this name; empty: a process of its own."""
+    """The session whose shell runs it; a missing session is started. Empty: a process of its own."""
 
     def __post_init__(self) -> None:
         words = (self.command,) if isinstance(self.command, str) else self.command
@@ -230,7 +230,7 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
     stderr_bytes: int = 0
     """Bytes written to each stream, captured or not."""
     out_of_memory: bool = False
-    """The kernel killed a process in the sandbox meanwhile because its memory was exhausted."""
+    """The kernel killed a process in the sandbox during the command, because its memory was exhausted."""
     cpus: int = 0
     """Whole cores that the command could use: the value of `{cpus}`."""
     session_ended: bool = False

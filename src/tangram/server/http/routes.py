@@ -527,7 +527,7 @@ ROUTES = (
         OutputChunk,
         (AFTER,),
     ),
-    Route("POST", "/v1/actions/{id}/cancel", RouteHandlers.cancel, "cancel", "Cancel it", status=204),
+    Route("POST", "/v1/actions/{id}/cancel", RouteHandlers.cancel, "cancel", "Cancel an action", status=204),
     Route(
         "POST",
         "/v1/actions/{id}/release",
@@ -628,7 +628,7 @@ ROUTES = (
         bytes,
         ImageReply,
     ),
-    Route("DELETE", "/v1/images/{name}", RouteHandlers.forget_image, "forget_image", "Forget an image", status=204),
+    Route("DELETE", "/v1/images/{name}", RouteHandlers.forget_image, "forget_image", "Remove an image", status=204),
     Route(
         "GET",
         "/v1/image-keys/{key}",
@@ -647,8 +647,8 @@ ROUTES = (
         ImageKeyRequest,
         status=204,
     ),
-    Route("GET", "/v1/services", RouteHandlers.services, "services", "Model services", None, ServicesReply),
-    Route("GET", "/v1/quotas", RouteHandlers.quotas, "quotas", "Quotas of APIs", None, QuotasReply),
+    Route("GET", "/v1/services", RouteHandlers.services, "services", "List model services", None, ServicesReply),
+    Route("GET", "/v1/quotas", RouteHandlers.quotas, "quotas", "List API quotas", None, QuotasReply),
     Route(
         "PUT",
         "/v1/quotas",
@@ -676,7 +676,9 @@ ROUTES = (
         None,
         ServerInfo,
     ),
-    Route("GET", "/v1/view", RouteHandlers.view, "view", "Present pools, queue, runs and sandboxes", None, View),
+    Route(
+        "GET", "/v1/view", RouteHandlers.view, "view", "Get the current pools, queue, runs and sandboxes", None, View
+    ),
     Route(
         "GET",
         "/v1/timeline",
@@ -687,7 +689,7 @@ ROUTES = (
         TimelineView,
         (AFTER, LIMIT),
     ),
-    Route("GET", "/v1/runs", RouteHandlers.runs, "runs", "Runs that have a token (admin)", None, RunsReply),
+    Route("GET", "/v1/runs", RouteHandlers.runs, "runs", "List runs that have a token (admin)", None, RunsReply),
     Route(
         "POST",
         "/v1/runs/{name}",
