@@ -74,7 +74,7 @@ def http_page(note: str) -> str:
     rows += [
         f"| `{name}` | {_default(each.schema)} | {cell(each.description)} |" for name, each in sorted(queries.items())
     ]
-    rows.append("| `run` | | for the admin: the run that names in the request belong to |")
+    rows.append("| `run` | | for the admin: the run to which names in the request belong |")
     parts.append("\n".join(rows) + "\n")
     parts.append("## Records\n")
     roots = [each for route in ROUTES for each in (route.request_type, route.response_type) if _is_record(each)]
