@@ -7,15 +7,15 @@ TangramError
 │   └── InvalidTrace      ... in a trace file; names the line
 ├── AdmissionRefused      a limit: names it, its value and what to do
 ├── ManagerError          the infrastructure: a machine, a process, a network
-├── FileFailed            a file inside a sandbox: it is not there, not allowed, too large, or the disk is full
-├── SessionEnded          the caller: a held shell is gone; names the command that ended it
+├── FileFailed            a file inside a sandbox: it is missing, not allowed, too large, or the disk is full
+├── SessionEnded          the caller: the shell of a session has ended; names the command that ended it
 ├── ActionFailed          an action, raised by `Result.check()` only; carries the Result
 │   ├── CommandFailed     ... the agent: its exit code was not 0
 │   ├── FunctionFailed    ... the function: it raised, ended its process or used up its memory
 │   ├── ActionTimedOut    ... the agent: it took longer than its time limit
 │   ├── ActionCancelled   ... the caller: it was cancelled
-│   └── ActionLost        ... our side failed; never the agent's fault
-└── InvariantError        us: a bug in Tangram; carries the story of what led there
+│   └── ActionLost        ... the infrastructure failed; never the agent's fault
+└── InvariantError        a bug in Tangram; carries the events that led to it
 """
 
 from __future__ import annotations

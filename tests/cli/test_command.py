@@ -207,7 +207,7 @@ def test_sigterm_ends_a_rollout_during_a_reward(tmp_path: Path) -> None:
     (tmp_path / "play.toml").write_text(PLAYED.format(environment="chain") + reward)
     ended, out, err = signalled(tmp_path, signal.SIGTERM, "rl", "rollout", "play.toml", "--groups", "1", "--quiet")
     assert (ended, out) == (143, "")
-    assert err == "interrupted: 1 trajectory ended (1 cancelled); none is kept without --out FILE\n"
+    assert err == "interrupted: 1 trajectory ended (1 cancelled); without --out FILE they are not saved\n"
 
 
 # ---- streams --------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def test_a_machine_that_has_all_opens_a_sandbox_and_exits_with_0(cli) -> None:
     for words in ("bubblewrap", "overlayfs", "cgroup memory", "user namespaces", "state directory", "docker engine"):
         assert words in done.out
     assert "backends that work: sandbox" in done.out
-    assert "a sandbox was opened in " in done.out
+    assert "opened a sandbox in " in done.out
 
 
 @needs_root
@@ -107,7 +107,7 @@ def test_the_trial_has_the_last_word(cli, programs: Path) -> None:
     (programs / "bwrap").chmod(0o755)
     done = cli("doctor")
     assert done.code == 1
-    assert "sandbox does not work: a sandbox was tried: " in done.out
+    assert "sandbox does not work: opening a sandbox failed: " in done.out
     assert "backends that work: process" in done.out
     assert left_by_us() == []
     assert os.listdir(tempfile.gettempdir()) == []

@@ -70,7 +70,7 @@ def test_show_lists_every_trajectory_and_what_came_of_each_task(cli, rollout: Pa
         "engine",
     ):
         assert words in done.out or words == "engine"
-    assert "groups: 3 closed, 3 of them whole, 0 dropped" in done.out and "note: a first try" in done.out
+    assert "groups: 3 closed, 3 of them complete, 0 dropped" in done.out and "note: a first try" in done.out
 
 
 def test_show_filters_sorts_and_limits(cli, rollout: Path) -> None:
@@ -228,7 +228,7 @@ def test_replay_of_another_recording_exits_with_1_and_names_the_first_difference
         log.append(msgspec.structs.replace(first, turns=turns))
     done = cli("rl", "replay", path)
     assert done.code == 1
-    assert "different: 1 of 1 trajectory" in done.out and "turn 0: another observation" in done.out
+    assert "different: 1 of 1 trajectory" in done.out and "turn 0: different observation" in done.out
     assert "\\x1b[2J[bold]</b>" in done.out and "\x1b" not in done.out
     result = cli("rl", "replay", path, "--json")
     assert result.code == 1 and result.json[0]["differences"][0]["turn"] == 0

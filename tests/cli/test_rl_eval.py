@@ -214,7 +214,7 @@ def test_a_server_is_reported_with_the_model_that_it_has_loaded(cli: Cli, traine
     config.write_text('[[tasks]]\nname = "chain"\n[[engines]]\nkind = "openai"\nurl = "http://127.0.0.1:1"\n')
     result = cli("rl", "eval", trained, "--config", config, "--episodes", "1")
     assert result.code == 2, "no server listens there"
-    assert f"engine engine plays what its server has loaded, which has to be {trained}" in result.err
+    assert f"engine engine uses the weights that its server has loaded, which must be {trained}" in result.err
 
 
 def test_evaluating_one_task_of_a_run_needs_no_teachers_of_its_other_tasks(tmp_path: Path) -> None:

@@ -155,8 +155,8 @@ def test_a_repeated_warning_is_printed_once_with_its_count() -> None:
     happened.add(EngineLost(at_s=0.0, engine="b", reason="killed", requests=0, deaths=1))
     happened.add(EngineRemoved(at_s=0.0, engine="a", reason="died 3 times"))
     assert happened.lines() == [
-        "engine a was lost and is restarted (death 1): bad token 0. And 259 more like it.",
-        "request r0 is given up. And 259 more like it.",
+        "engine a was lost and is restarted (death 1): bad token 0. 259 more of this kind.",
+        "request r0 is given up. 259 more of this kind.",
         "engine b was lost and is restarted (death 1): killed.",
         "engine a is removed: died 3 times.",
     ]

@@ -250,7 +250,7 @@ def test_names_from_elsewhere_cannot_steer_a_terminal(service: Served, cli: Cli)
 
 
 def test_where_the_time_went_adds_up(service: Served) -> None:
-    assert "no run has done anything" in service("where").out
+    assert "no run has been active" in service("where").out
     token = service.token("math")
     with tangram.connect_sync(service.url, token=token) as client, client.sandbox(memory="64MiB") as box:
         for _ in range(3):
@@ -325,10 +325,13 @@ def test_change_changes_only_what_is_given(service: Served) -> None:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (("create", "Bad!"), "run: expected 1 to 40 of a-z"),
-        (("create", "Bad/Name"), "run: expected 1 to 40 of a-z, 0-9 and '-', the first no '-', got 'Bad/Name'"),
-        (("renew", "Bad/Name"), "run: expected 1 to 40 of a-z"),
-        (("revoke", "Bad/Name", "--yes"), "run: expected 1 to 40 of a-z"),
+        (("create", "Bad!"), "run: expected 1 to 40 characters of a-z"),
+        (
+            ("create", "Bad/Name"),
+            "run: expected 1 to 40 characters of a-z, 0-9 and '-', the first not '-', got 'Bad/Name'",
+        ),
+        (("renew", "Bad/Name"), "run: expected 1 to 40 characters of a-z"),
+        (("revoke", "Bad/Name", "--yes"), "run: expected 1 to 40 characters of a-z"),
         (("create", "a", "--weight", 0), "weight: expected a number above 0"),
         (("create", "a", "--weight", "nan"), "weight: expected a number above 0"),
         (("create", "a", "--sandboxes", -1), "sandboxes: expected"),
@@ -411,7 +414,7 @@ def test_a_pool_without_anything_left_is_warned_of(tmp_path: Path, cli: Cli) -> 
         assert service("pool", "resize", "cpu@local", "1").err == ""
         done = service("pool", "resize", "cpu@local", "0")
     assert (done.code, done.out) == (0, "cpu@local: 0 cores, was 1\n")
-    assert "cpu@local has nothing left to give" in done.err and "lost after scheduler.stranded_s" in done.err
+    assert "cpu@local has no units left to grant" in done.err and "lost after scheduler.stranded_s" in done.err
 
 
 def test_a_run_gets_another_token(service: Served) -> None:
@@ -436,7 +439,7 @@ def test_a_drained_node_takes_no_new_sandbox_until_it_is_taken_up_again(service:
         service.until(lambda view: view.running_total == 1)
         done = service("pool", "drain", "local")
         assert done.code == 0 and "local is draining" in done.out
-        assert "nodes that drain: local" in service("status").out
+        assert "draining nodes: local" in service("status").out
         assert "it has 1 sandbox, and 1 action runs there" in done.out
         thread = threading.Thread(target=another)
         thread.start()

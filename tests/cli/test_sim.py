@@ -140,7 +140,7 @@ def test_a_csv_trace_is_played(cli, tmp_path: Path) -> None:
         (["--policies", ","], "policies: expected names"),
         (
             ["--policies", ""],
-            "policies: expected names with commas between them; without --policies: the usual ones, got ''",
+            "policies: expected names with commas between them; without --policies: the defaults, got ''",
         ),
         ([""], "workload: expected one of coding"),
         (["--seeds", ""], "seeds: expected whole numbers"),

@@ -239,7 +239,7 @@ def test_resume_goes_on_and_counts_all(cli: Cli, config: Path, pipeline: Scripte
 
 def test_there_must_be_something_to_resume(cli: Cli, config: Path, pipeline: Scripted) -> None:
     wrong = cli("train", config, "--resume")
-    assert wrong.code == 2 and "begin without --resume" in wrong.err and pipeline.settings is None
+    assert wrong.code == 2 and "start one without --resume" in wrong.err and pipeline.settings is None
     assert cli("train", config, "--resume", "--fresh").code == 2
 
 
@@ -292,7 +292,7 @@ def test_a_run_that_failed_ends_with_1_and_its_cause(cli: Cli, config: Path, pip
     pipeline.fail = ManagerError("the trainer died 4 times in a row")
     failed = cli("train", config)
     assert failed.code == 1 and "the run failed: the trainer died 4 times in a row" in failed.err
-    assert "frozenlake" in failed.out and f"go on with it: tangram train {config} --resume" in failed.err
+    assert "frozenlake" in failed.out and f"resume it: tangram train {config} --resume" in failed.err
 
 
 def test_a_damaged_line_of_metrics_costs_the_summary_alone(cli: Cli, config: Path, pipeline: Scripted) -> None:
@@ -307,7 +307,7 @@ def test_a_damaged_line_of_metrics_costs_the_summary_alone(cli: Cli, config: Pat
 def test_a_run_without_a_complete_checkpoint_cannot_be_resumed(cli: Cli, config: Path, pipeline: Scripted) -> None:
     pipeline.fail = NoCheckpoint(["checkpoint 00000004 is damaged"])
     failed = cli("train", config)
-    assert failed.code == 1 and "go on with it" not in failed.err
+    assert failed.code == 1 and "resume it" not in failed.err
     assert "there is no other: start again with --fresh, or with other weights by policy.checkpoint" in failed.err
 
 
@@ -326,7 +326,7 @@ def test_what_is_wrong_with_a_run_that_began_is_a_failure_of_it(
     pipeline.fail = error
     failed = cli("train", config)
     assert failed.code == 1 and f"the run failed: {error}" in failed.err
-    assert (f"go on with it: tangram train {config} --resume" in failed.err) is again
+    assert (f"resume it: tangram train {config} --resume" in failed.err) is again
     assert "4 steps in" in failed.out and Path("build/runs/small/report.html").is_file()
 
 
@@ -380,14 +380,14 @@ main()
 def test_a_signal_saves_and_prints_how_to_resume(config: Path, number: int, code: int) -> None:
     out, err, ended = _signalled(config, [number], patient=False)
     assert ended == code
-    assert f"go on with it: tangram train {config} --resume" in err
+    assert f"resume it: tangram train {config} --resume" in err
     assert "checkpoint:  there" in out and "Traceback" not in err
-    assert "nothing is saved of a warm start that is not over" in err
+    assert "an unfinished warm start is not saved" in err
 
 
 def test_after_a_signal_the_current_step_finishes_with_a_notice(config: Path) -> None:
     _, err, _ = _signalled(config, [signal.SIGINT], patient=False, resumed_from="a checkpoint")
-    assert "the step that is under way is finished and saved; once more stops it at once" in err
+    assert "the current step is finished and saved; a second signal stops it at once" in err
 
 
 def test_a_second_signal_does_not_wait(config: Path) -> None:
@@ -486,7 +486,7 @@ def test_what_training_could_not_do_is_refused_before_anything_starts(
 def test_explain_prints_external_effects(cli: Cli, config: Path) -> None:
     config.write_text(CONFIG + '[[tasks]]\nname = "codefix"\n')
     result = cli("train", config, "--explain", "--set", "outside.backend=process")
-    assert "process; acts there: codefix; rewarded there: codefix by command" in result.out
+    assert "process; actions of codefix; rewards of codefix by command" in result.out
 
 
 def test_a_loss_that_is_not_there_is_refused_before_anything_starts(cli: Cli, config: Path) -> None:

@@ -97,9 +97,9 @@ def _token(folder: Path) -> Path:
 def test_the_check_makes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANGRAM_STATE", str(tmp_path / "state"))
     done = CliRunner().invoke(app, ["serve", "--check"], catch_exceptions=False)
-    assert done.exit_code == 0 and "the defaults: right" in done.stdout
+    assert done.exit_code == 0 and "the defaults: valid" in done.stdout
     code, result = check(tmp_path, "[service]\njournal = 'to/be/made/journal.db'\n[node]\nstate = 'state'")
-    assert code == 0 and "right; would listen on 127.0.0.1:7433" in result
+    assert code == 0 and "valid; would listen on 127.0.0.1:7433" in result
     assert [each.name for each in tmp_path.iterdir()] == ["t.toml"]
 
 

@@ -40,7 +40,7 @@ MORE = {
     "services": """Built-in engines: `tangram.managers.models.torch_engine:TorchEngine`; `RewardModel`, `Teacher`
 and `Judge` of `tangram.managers.models.transformers_engine`; and
 `tangram.managers.models.server_engine:ServerEngine`. [Bring your own
-engine](../guides/bring-your-own-engine.md#engines-that-are-there) describes them.""",
+engine](../guides/bring-your-own-engine.md#built-in-engines) describes them.""",
 }
 
 EXAMPLE_HEAD = """## An example with every key

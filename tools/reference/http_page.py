@@ -60,7 +60,7 @@ def http_page(note: str) -> str:
 
     parts = [note, HEAD + "\n".join(f"| `{code}` | {status} |" for code, status in STATUS_BY_CODE.items()) + "\n"]
     parts.append("## Routes\n")
-    rows = ["| | takes | gives | |", "|---|---|---|---|"]
+    rows = ["| route | request | response | |", "|---|---|---|---|"]
     for route in ROUTES:
         query = f"?{'&'.join(each.name for each in route.query)}" if route.query else ""
         path = re.sub(r":path", "", route.path) + query
@@ -68,13 +68,13 @@ def http_page(note: str) -> str:
         request, response = _shown(route.request_type), _shown(route.response_type)
         rows.append(f"| `{route.method} {path}` | {request} | {response} | {cell(about)} |")
     parts.append("\n".join(rows) + "\n")
-    parts.append("### In the query\n")
+    parts.append("### Query parameters\n")
     queries = {each.name: each for route in ROUTES for each in route.query}
     rows = ["| | default | |", "|---|---|---|"]
     rows += [
         f"| `{name}` | {_default(each.schema)} | {cell(each.description)} |" for name, each in sorted(queries.items())
     ]
-    rows.append("| `run` | | of the admin: in the name of which run it asks, so that names are that run's |")
+    rows.append("| `run` | | for the admin: the run to which names in the request belong |")
     parts.append("\n".join(rows) + "\n")
     parts.append("## Records\n")
     roots = [each for route in ROUTES for each in (route.request_type, route.response_type) if _is_record(each)]

@@ -1,7 +1,7 @@
-"""The tables of results, from what `tangram bench all --json` printed: headlines in the README, everything on a page.
+"""The tables of results, from the output of `tangram bench all --json`: headlines in the README, everything on a page.
 
 Owns that page, and the text between the markers of the README. The numbers are in docs/reference/results.jsonl, one
-benchmark a line.
+line per benchmark.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ HEADLINES = (
 )  # fmt: skip
 
 RATIOS = ("_ratio", "_vs_sync", "_vs_one_off")
-"""Ends of names whose numbers are ratios of the two sides."""
+"""Suffixes of the metrics that are ratios of two sides."""
 
 PAGE = """# Results
 
-Each number is *measured* (real execution on two cores), *emulated* (likewise, with device speeds that are stated) or
-*simulated* (virtual time), with all sides in one run on the same work; an interval is over seeds.
-[Benchmarks](benchmarks.md) says what each one means. `tangram bench NAME` reproduces a table;
-`tangram bench all --json > docs/reference/results.jsonl` and `make docs` write this page again.
+Each number is *measured* (real execution on two cores), *emulated* (real execution with stated device speeds) or
+*simulated* (virtual time). All sides of a benchmark run on the same work; intervals are over seeds.
+[Benchmarks](benchmarks.md) explains each metric. `tangram bench NAME` reproduces a table;
+`tangram bench all --json > docs/reference/results.jsonl` and `make docs` regenerate this page.
 
 `act_ratio` compares means, which short calls dominate; `p99_ratio` compares the p99. `weighted_act_ratio` weights every
-action by its own length: below 1, long calls take longer than in pods, so they pay for the short ones.
+action by its own length: below 1, long calls take longer than in pods, which is the price of faster short calls.
 """
 
 BEST: dict[str, tuple[str, ...]] = {
@@ -76,7 +76,7 @@ BEST: dict[str, tuple[str, ...]] = {
     "step_ratio_": ("step_ceiling_ratio_",),
     "bound_ratio_": ("bound_least_",),
 }
-"""Which metric says the best that could be reached at all."""
+"""The metrics with the best possible value of a goal, by the prefixes of their names."""
 
 DIGITS_MAX = 6
 
@@ -96,14 +96,14 @@ def headlines(results: list[BenchResult]) -> str:
     rows = ["| | result | command |", "|---|---|---|"]
     for row in HEADLINES:
         if result := result_by_name.get(row.benchmark):
-            numbers = [_told(result, name) for name in row.metrics]
+            numbers = [_formatted(result, name) for name in row.metrics]
             first = row.claim.count("{}")
             claim, text = row.claim.format(*numbers[:first]), row.text.format(*numbers[first:])
             rows.append(f"| {claim} | {text} ({result.label}) | `tangram bench {row.benchmark}` |")
     return "\n".join(rows)
 
 
-def _told(result: BenchResult, name: str) -> str:
+def _formatted(result: BenchResult, name: str) -> str:
     value = result.metrics[name]
     if name.endswith("_saved"):
         return f"{value:.0%}"
@@ -114,7 +114,7 @@ def _told(result: BenchResult, name: str) -> str:
 
 
 def results_page(note: str, lines: bytes) -> str:
-    """All that was printed, with the settings and notes of each benchmark."""
+    """The page of all metrics, with the settings and notes of each benchmark."""
     return "\n".join([note, PAGE, *map(_section, _results(lines))])
 
 
@@ -157,16 +157,16 @@ def _row(result: BenchResult, name: str) -> str:
 
 
 def _best(result: BenchResult, name: str, digits: int) -> str:
-    """How near anything could come to a goal that was missed, where that is known."""
+    """The best possible value of a missed goal, if it is known."""
     best = [number(result.metrics[near], digits) for near in _related(name, BEST) if near in result.metrics]
     return f"; the best possible is {best[0]}" if best else ""
 
 
 def _digits_apart(value: float, goal: float) -> int:
-    """As many digits as it takes for a number that misses its goal to look different from it."""
+    """The fewest digits that distinguish a number from the goal that it misses."""
     return next((d for d in range(3, DIGITS_MAX) if number(value, d) != number(goal, d)), DIGITS_MAX)
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Three digits where they mean something."""
+    """The number, rounded to `digits` significant digits or to an integer."""
     return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"

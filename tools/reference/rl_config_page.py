@@ -50,5 +50,5 @@ def rl_config_page(note: str) -> str:
 
 
 def _section(head: str, record: type[msgspec.Struct], *, training: bool = False) -> list[str]:
-    words = inspect.cleandoc(record.__doc__ or "") + (" Of training runs alone." if training else "")
+    words = inspect.cleandoc(record.__doc__ or "") + (" Only for training runs." if training else "")
     return [f"## `{head}`\n", wrapped(words), table_of(record)]

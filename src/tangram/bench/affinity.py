@@ -342,7 +342,7 @@ def _compare(run: BenchRun, sides: Mapping[str, FleetResult]) -> None:
             "prefilled": side.prefilled / len(side.seconds),
         }
     run.notes += [
-        f"emulated_gain_min is that against {least} alone; fleets cost "
+        f"emulated_gain_min is the gain over {least} alone; fleets cost "
         + ", ".join(f"{cost(name):g} ({name})" for name in FLEETS)
         + ".",
         "Emulated: router and engines are real; speeds are delays with the published ratios of the classes.",

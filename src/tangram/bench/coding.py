@@ -61,13 +61,13 @@ def measure(sizes: CodingSizes, run: BenchRun) -> None:
         _compare(run, sizes, None, subprogress(run.progress, 0.0, 0.5))
         _compare(run, sizes, path, subprogress(run.progress, 0.5, 1.0))
     run.notes.append(
-        "load is the CPU time that all actions need, each on one core, over the cores times the mean length of a"
-        " trajectory of which no action waits or shares: above 1 the cores cannot keep up with the whole batch at once."
-        " ceiling_ratio is against such actions: the most that any scheduler could reach."
+        "load: the CPU time of all actions, each on one core, divided by cores x the mean length of a trajectory whose"
+        " actions neither wait nor share cores. Above 1 the cores cannot keep up with the whole batch at once."
+        " ceiling_ratio: act_ratio if no action waited or shared cores, the maximum for any scheduler."
     )
     run.notes.append(
-        "weighted_act_ratio counts every action by its own length, because the mean is made by calls of 50 ms;"
-        " a value below 1 means that long actions pay for short ones."
+        "weighted_act_ratio weights every action by its own length, because calls of 50 ms dominate the mean;"
+        " below 1, long actions take longer than in pods."
     )
 
 

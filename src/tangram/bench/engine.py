@@ -124,13 +124,15 @@ async def measure(sizes: EngineSizes, run: BenchRun) -> None:
     run.add("update_ms", 1e3 * statistics.median(update_s), PRINTED)
     run.add("step_ms_p50", 1e3 * statistics.median(quiet_p50), PRINTED)
     run.add("step_ms_p99", 1e3 * statistics.median(quiet_p99), PRINTED)
-    run.notes.append("Gaps are those between the ends of steps, by the clock of the engine's process.")
+    run.notes.append("Gaps are times between the ends of two steps, by the clock of the engine process.")
     run.notes.append(
-        "control_cost_steps is of the step in which the command is taken; add_whole_cost_steps is what an ADD costs "
-        "other requests in all steps that prefill its prompt. A prompt with more tokens than there are running "
-        "requests is prefilled in separate calls instead, each of which costs chunk_cost_steps."
+        "control_cost_steps: cost in the step in which the engine accepts the command; add_whole_cost_steps: cost of "
+        "an ADD to other requests over all steps that prefill its prompt. A prompt with more tokens than running "
+        "requests is prefilled in separate calls instead, and each costs chunk_cost_steps."
     )
-    run.notes.append("add_ms and abort_ms: from sending the command to the end of the first step after it was taken.")
+    run.notes.append(
+        "add_ms and abort_ms: from sending the command to the end of the first step after the engine accepted it."
+    )
 
 
 @contextlib.asynccontextmanager

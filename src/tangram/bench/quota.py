@@ -59,7 +59,7 @@ async def measure(sizes: QuotaSizes, run: BenchRun) -> None:
     run.add("seconds", fixed.arrivals[-1] - fixed.arrivals[0], PRINTED)
     run.add("uncontrolled_seconds", uncontrolled_s, PRINTED)
     run.add("run_spread", max(waits) / min(waits), PRINTED)
-    run.notes.append("run_spread: mean ACT of the run with the highest over that of the one with the lowest.")
+    run.notes.append("run_spread: the highest mean ACT of a run divided by the lowest.")
 
 
 def _quota_used(arrivals: list[float], sizes: QuotaSizes) -> float:

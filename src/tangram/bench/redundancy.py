@@ -87,7 +87,7 @@ async def measure(sizes: RedundancySizes, run: BenchRun) -> None:
         run.add(f"waste_tokens_{name}", mean_of([each.waste.tokens for each in reports]), PRINTED)
         run.add(f"bias_turns_{name}", mean_of([_bias(batch, sizes) for batch in played]), PRINTED)
     last = batches[cells[-1]][-1]
-    run.notes.append("The last batch with most redundancy: " + "; ".join(report(last.groups, last.left_out).lines()))
+    run.notes.append("Last batch with the highest redundancy: " + "; ".join(report(last.groups, last.left_out).lines()))
 
 
 def _engine(sizes: RedundancySizes) -> EngineSettings:

@@ -121,8 +121,8 @@ def measure(sizes: SchedulerCostSizes, run: BenchRun) -> None:
 def _notes(sizes: SchedulerCostSizes, growth: float, growth_aged: float) -> list[str]:
     large = depth_name(sizes.depth_large)
     notes = [
-        "The node is saturated: as many actions wait as stated, at every moment.",
-        f"growth_{large} is the larger of {growth:.2f} (nothing has aged) and {growth_aged:.2f} (everything has).",
+        "The node is saturated: the stated number of actions waits at every moment.",
+        f"growth_{large} is the larger of {growth:.2f} (no action aged) and {growth_aged:.2f} (all actions aged).",
         "us_per_action is the time in handle for Submit, Started, Finished, and of Resized and Tick where they occur:"
         " the best of the repeats, us_per_action_worst the worst, both with garbage collection on.",
         "bytes_per_waiting is the growth of resident memory while the queue was filled, the actions included.",

@@ -69,7 +69,7 @@ async def measure(sizes: ServicesSizes, run: BenchRun) -> None:
     advance("")
     run.add("resident_overhead_ms_p50", await _measure_resident(sizes), at_most(2.0))
     advance("")
-    run.notes.append("load: of the two devices, restores not counted.")
+    run.notes.append("load: use of the two devices, without restores.")
 
 
 def _service(number: int, size: int) -> Service:

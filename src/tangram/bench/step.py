@@ -203,8 +203,8 @@ def _add_metrics(sizes: StepSizes, timings: dict[str, list[StepTiming]], run: Be
     run.notes += [
         f"A step: {sizes.groups} groups of {sizes.members}, played in mode sync+, and trained on; {sizes.cores}"
         f" cores; backend {run.backend}. Decoding a token takes {sizes.decode_s_per_step:g} s: emulated.",
-        "thinking_s, acting_s: time of a trajectory for decoding and for its environment; by action, the latter has"
-        " waiting for cores in it.",
+        "thinking_s, acting_s: time of a trajectory in decoding and in its environment; by action, acting_s includes"
+        " waiting for cores.",
         "same_actions_share: trajectories with identical actions on both sides.",
     ]
 

@@ -187,7 +187,7 @@ def add_notes(run: BenchRun, sizes: TeachersSizes) -> None:
         run.notes.append(
             f"Static at {batch}: {value[f'busiest_share_{batch}']:.0%} of the calls are for one model, and in the worst"
             f" minute of a model {value[f'peak_load_{batch}']:.2g} times as much work arrives for it as its"
-            f" {sizes.devices_per_service} devices can do. With equally popular models that is"
+            f" {sizes.devices_per_service} devices can process. With equally popular models that is"
             f" {value[f'peak_load_{batch}_even']:.2g} times, and act_vs_static is"
             f" {value[f'act_vs_static_{batch}_even']:.3g}; with calls twice as bursty it is"
             f" {value[f'act_vs_static_{batch}_half']:.3g}, half as bursty {value[f'act_vs_static_{batch}_twice']:.3g}."

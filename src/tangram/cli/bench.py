@@ -32,10 +32,12 @@ tangram bench all --json
 def bench(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="reservation, coding, elastic and others, or all. Without one: the list."),
+        typer.Argument(
+            metavar="NAME", help="reservation, coding, elastic and others, or all. Without it: list all benchmarks."
+        ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", metavar="", help="Fewer seeds and sizes; each ends within a minute.")
+        bool, typer.Option("--quick", metavar="", help="Fewer seeds and sizes; each benchmark ends within a minute.")
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", metavar="", help="Print one JSON object per benchmark and nothing else on stdout.")
@@ -48,8 +50,8 @@ def bench(
         typer.Option(
             "--report",
             metavar="FILE",
-            help="For reservation and learning: write a page to open in a browser; reservation also writes its"
-            " recordings to that folder, which is made. With all: a page for each, by its name.",
+            help="For reservation and learning: write an HTML page; reservation also writes its recordings to the"
+            " same folder. Creates the folder. With all: one page per benchmark, with its name in the file name.",
         ),
     ] = None,
     perfetto: Annotated[
@@ -58,7 +60,7 @@ def bench(
             "--perfetto",
             metavar="FILE",
             help="For reservation: write the timeline of both sides as a Chrome trace (JSON) to open in"
-            " https://ui.perfetto.dev. Its folder is made.",
+            " https://ui.perfetto.dev. Creates its folder.",
         ),
     ] = None,
     backend: Annotated[
@@ -72,7 +74,7 @@ def bench(
     ] = None,
     workers: options.WorkerCount = None,
 ) -> None:
-    """Run a benchmark, all its sides on the same work, and print which goals it meets."""
+    """Run all sides of a benchmark on the same work and print which goals it meets."""
     from tangram.bench import BENCHES, options_of, run
     from tangram.sim.workloads.options import check_choice
 
@@ -151,16 +153,16 @@ SIDE_LABELS = {
     "act_mean_s": "mean ACT",
     "act_p50_s": "p50",
     "act_p99_s": "p99",
-    "waiting_mean_s": "of the mean, waiting",
+    "waiting_mean_s": "waiting, in the mean",
     "step_s": "step",
     "core_use": "core use",
     "held_share": "held by an action, unused",
-    "thinking_share": "kept for an agent that thinks",
+    "thinking_share": "reserved while the agent thinks",
     "wanted_share": "free while an action waits",
-    "unwanted_share": "free, and no action waits",
+    "unwanted_share": "free, no action waiting",
     "others_use": "used by other programs",
     "reward_mean": "reward",
-    "waiting_share": "of the mean, waiting",
+    "waiting_share": "waiting, share of the mean",
     "device_use": "device use",
     "restores_per_call": "restores per call",
 }

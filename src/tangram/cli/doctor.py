@@ -38,7 +38,7 @@ def doctor(as_json: options.Json = False) -> None:
 
     Opens a real sandbox and runs a command in it; leaves no changes behind.
 
-    Exits with 0 if sandboxes work, and with 1 if only other backends do.
+    Exits with 0 if sandboxes work, and with 1 if only other backends work.
     """
     from tangram.managers.doctor.diagnostics import DOCKER, PROCESS, SANDBOX, diagnose
 
@@ -49,7 +49,7 @@ def doctor(as_json: options.Json = False) -> None:
         try:
             trial = _try_sandbox()
         except (TangramError, OSError) as error:
-            why_not[SANDBOX] = f"a sandbox was tried: {error}"
+            why_not[SANDBOX] = f"opening a sandbox failed: {error}"
     if as_json:
         show.print_json(_as_dict(report, why_not, trial))
     else:
@@ -106,9 +106,7 @@ def _print(report: MachineReport, why_not: dict[str, str], trial: dict[str, floa
     lines += [f"{backend} does not work: {reason}" for backend, reason in why_not.items() if reason]
     if trial:
         open_ms, exec_ms = 1000 * trial["open_s"], 1000 * trial["exec_s"]
-        lines.append(
-            f"a sandbox was opened in {open_ms:.0f} ms, a command ran in it in {exec_ms:.0f} ms; it is gone again"
-        )
+        lines.append(f"opened a sandbox in {open_ms:.0f} ms, ran a command in it in {exec_ms:.0f} ms and deleted it")
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 

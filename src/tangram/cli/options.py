@@ -35,7 +35,7 @@ WorkloadName = Annotated[
     str | None,
     typer.Argument(
         metavar="WORKLOAD",
-        help="coding, search, teachers, mixed or elastic. Without one, and without --trace: coding.",
+        help="coding, search, teachers, mixed or elastic. Default, without --trace: coding.",
     ),
 ]
 Traces = Annotated[
@@ -43,7 +43,7 @@ Traces = Annotated[
     typer.Option(
         "--trace",
         metavar="FILE",
-        help="Play a recorded file instead: a csv trace, or what --record wrote. Several may be given.",
+        help="Play a recording instead: a CSV trace, or a file that --record wrote. Several may be given.",
     ),
 ]
 Batch = Annotated[
@@ -51,28 +51,28 @@ Batch = Annotated[
     typer.Option(
         "--batch",
         metavar="N",
-        help="Trajectories; of a trace, drawn whole. Default: "
-        + ", ".join(f"{count} of {name}" for name, count in BATCHES.items())
-        + "; of a trace each once.",
+        help="Number of trajectories; a trace is sampled by whole trajectories. Default: "
+        + ", ".join(f"{count} for {name}" for name, count in BATCHES.items())
+        + "; each trajectory of a trace once.",
     ),
 ]
 Nodes = Annotated[
     int | None,
     typer.Option(
-        "--nodes", metavar="N", help="Machines that share the cores evenly. Default: 1; of a recording as recorded."
+        "--nodes", metavar="N", help="Machines that share the cores evenly. Default: 1; for a recording, its own."
     ),
 ]
 Memory = Annotated[
     float | None,
-    typer.Option("--memory-per-core", metavar="GIB", help="Memory of a node for each of its cores. Default: 9.4."),
+    typer.Option("--memory-per-core", metavar="GIB", help="Memory of a node per core. Default: 9.4."),
 ]
 Devices = Annotated[
     int | None,
     typer.Option(
         "--devices",
         metavar="N",
-        help="GPUs, eight to a machine of their own. Default: four for each model service, or the nearest that it runs"
-        " on; of a recording as recorded.",
+        help="GPUs, on separate machines of eight. Default: four per model service, or the nearest number that it"
+        " supports; for a recording, its own.",
     ),
 ]
 Seeds = Annotated[
@@ -80,8 +80,8 @@ Seeds = Annotated[
     typer.Option(
         "--seeds",
         metavar="N|LIST",
-        help=f"How many, counted from 0; or which, such as 4,7 (one alone: 7,). Default: {SEEDS}; 1 for a trace without"
-        " --batch.",
+        help=f"Number of seeds, counted from 0, or a list such as 4,7 (a single seed: 7,). Default: {SEEDS}; 1 for a"
+        " trace without --batch.",
     ),
 ]
 KnowledgeOf = Annotated[
@@ -98,16 +98,14 @@ Options = Annotated[
 ]
 Report = Annotated[
     Path | None,
-    typer.Option(
-        "--report", metavar="FILE", help="Write a page to open in a browser, all in one file. Its folder is made."
-    ),
+    typer.Option("--report", metavar="FILE", help="Write the report as a single HTML file. Creates its folder."),
 ]
 Perfetto = Annotated[
     Path | None,
     typer.Option(
         "--perfetto",
         metavar="FILE",
-        help="Write the timeline as a Chrome trace (JSON) to open in https://ui.perfetto.dev. Its folder is made.",
+        help="Write the timeline as a Chrome trace (JSON) to open in https://ui.perfetto.dev. Creates its folder.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON and nothing else on stdout.")]
@@ -233,7 +231,7 @@ def parse_names(option: str, text: str) -> tuple[str, ...]:
     """Names with commas between them, each once."""
     values = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not values:
-        raise InvalidConfig(option, text, f"names with commas between them; without --{option}: the usual ones")
+        raise InvalidConfig(option, text, f"names with commas between them; without --{option}: the defaults")
     return values
 
 

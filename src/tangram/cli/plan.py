@@ -25,7 +25,7 @@ tangram plan coding --act 4  [dim]# cores for a mean ACT of 4 s[/dim]
 
 tangram plan teachers --resource devices
 
-tangram plan --trace run.jsonl  [dim]# would fewer cores have done?[/dim]
+tangram plan --trace run.jsonl  [dim]# would fewer cores be enough?[/dim]
 
 tangram plan --trace run.jsonl --like pods:1@64
 """
@@ -43,34 +43,33 @@ def plan(
         typer.Option(
             "--target",
             metavar="mean|p95",
-            help="Which ACT has to come down to the seconds of --act: the mean over all actions, or the time within"
-            " which 95 % of them complete.",
+            help="The statistic of the ACT that must be at most --act: the mean or the 95th percentile.",
         ),
     ] = "mean",
     act: Annotated[
         float | None,
-        typer.Option("--act", metavar="SECONDS", help="The seconds to reach. Default: what --like reaches."),
+        typer.Option("--act", metavar="SECONDS", help="The ACT to reach. Default: the ACT of --like."),
     ] = None,
     like: Annotated[
         str | None,
         typer.Option(
             "--like",
             metavar="NAME@SIZE",
-            help="Today's reservation, such as pods:1@256. Default: of a recording its policy on its pools; else"
-            " pods:0.5 with its request for every trajectory, and fixed devices for every service.",
+            help="The baseline and its size, such as pods:1@256. Default: for a recording, its policy and pools;"
+            " otherwise pods:0.5 with a pod for every trajectory, and fixed devices for every service.",
         ),
     ] = None,
     resource: Annotated[
         str | None,
         typer.Option(
-            "--resource", metavar="cores|devices", help="The pool to size. Default: cores if the work uses any."
+            "--resource", metavar="cores|devices", help="The pool to size. Default: cores if the workload uses any."
         ),
     ] = None,
     policy: Annotated[str, typer.Option("--policy", metavar="NAME", help="The policy to plan for.")] = "adaptive",
     batch: options.Batch = None,
     cores: Annotated[
         int | None,
-        typer.Option("--cores", metavar="N", help="Cores, while devices are sized. Default: as tangram sim."),
+        typer.Option("--cores", metavar="N", help="Cores, if devices are sized. Default: as in tangram sim."),
     ] = None,
     nodes: options.Nodes = None,
     memory_per_core: options.Memory = None,
@@ -84,7 +83,7 @@ def plan(
 ) -> None:
     """Find the fewest cores (or devices) with which a policy reaches a mean or p95 ACT.
 
-    Simulates today's reservation, then searches for the smallest size that performs as well, and prints the curve.
+    Simulates the baseline, then searches for the smallest size that performs as well, and prints the curve.
     """
     from tangram.sim import plan as planning
     from tangram.sim.compare import check_policy

@@ -29,7 +29,10 @@ POOLS_MAX = 1_000_000
 PoolName = Annotated[
     str, typer.Argument(metavar="NAME", help="A pool of a machine, such as cpu@local; see tangram pool list.")
 ]
-NodeName = Annotated[str, typer.Argument(metavar="NODE", help="The part after the @ of its pools, such as local.")]
+NodeName = Annotated[
+    str,
+    typer.Argument(metavar="NODE", help="The name of the node, after the @ in the names of its pools, such as local."),
+]
 
 LIST = "[bold]Example[/bold]\n\ntangram pool list"
 RESIZE = """[bold]Examples[/bold]
@@ -94,10 +97,10 @@ def resize(
         held = amount_with_unit(after.held, after)
         verb = "is held and comes" if amount(after.held, after) == "1" else "are held and come"
         over = f"{held} {verb} back as actions and sandboxes end"
-        typer.echo(f"{over}; until then nothing more is given out", err=True)
+        typer.echo(f"{over}; until then no more units are granted", err=True)
     if not after.total:
         lost = "actions that need it wait, and are lost after scheduler.stranded_s of the config (300 s unless it says"
-        typer.echo(f"warning: {escape_unprintable(name)} has nothing left to give: {lost} otherwise)", err=True)
+        typer.echo(f"warning: {escape_unprintable(name)} has no units left to grant: {lost} otherwise)", err=True)
 
 
 @app.command("drain", epilog=DRAIN)
@@ -141,7 +144,7 @@ def _set_node_state(target: ServiceTarget, node: str, state: str, as_json: bool)
     if as_json:
         show.print_json({"node": node, "state": state, "running": running, "sandboxes": boxes})
     elif state == "up":
-        typer.echo(f"{escape_unprintable(node)} is up: it takes new sandboxes and actions again")
+        typer.echo(f"{escape_unprintable(node)} is up: it accepts new sandboxes and actions again")
     else:
         state_text = f"{escape_unprintable(node)} is draining: it takes no new sandbox, and no action without one"
         verb = "runs" if running == 1 else "run"

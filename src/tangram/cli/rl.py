@@ -57,7 +57,7 @@ tangram rl show rollout.jsonl frozenlake/3/0.0  [dim]# the whole trajectory, tok
 def show_log(
     file: File,
     trajectory: Annotated[
-        str | None, typer.Argument(metavar="ID", help="A trajectory, such as frozenlake/3/0.0: show all of it.")
+        str | None, typer.Argument(metavar="ID", help="A trajectory to show in full, such as frozenlake/3/0.0.")
     ] = None,
     task: TaskName = None,
     ending: Annotated[
@@ -65,17 +65,19 @@ def show_log(
         typer.Option(
             "--ending",
             metavar="NAME",
-            help="Only these: finished, truncated, stale, cancelled, env_failed or reward_failed.",
+            help="Only trajectories with this end: finished, truncated, stale, cancelled, env_failed or reward_failed.",
         ),
     ] = None,
     group: Annotated[
-        str | None, typer.Option("--group", metavar="ID", help="Only those of this group, such as frozenlake/3.")
+        str | None, typer.Option("--group", metavar="ID", help="Only trajectories of this group, such as frozenlake/3.")
     ] = None,
     sort: Annotated[
         str,
-        typer.Option("--sort", metavar="KEY", help=f"By {', '.join(SORTS)}; with a - before it, the largest first."),
+        typer.Option(
+            "--sort", metavar="KEY", help=f"Sort by {', '.join(SORTS)}; a leading - sorts in descending order."
+        ),
     ] = "began",
-    limit: Annotated[int, typer.Option("--limit", metavar="N", help="The largest number of rows.")] = LIMIT,
+    limit: Annotated[int, typer.Option("--limit", metavar="N", help="Maximum number of rows.")] = LIMIT,
     as_json: Json = False,
 ) -> None:
     """Show the trajectories of a rollout: how each ended, its reward, its turns, tokens and time."""
@@ -183,14 +185,14 @@ def timeline(
     file: File,
     html: Annotated[
         Path | None,
-        typer.Option("--html", metavar="OUT", help="Write a page to open in a browser, all in one file."),
+        typer.Option("--html", metavar="OUT", help="Write the timeline as a single HTML file."),
     ] = None,
     perfetto: options.Perfetto = None,
     as_json: Json = False,
 ) -> None:
     """Show when each stage was busy, why it was idle, and where the time of each task went.
 
-    Busy time and the causes of idle time add up to the whole time, and so do the parts of a task.
+    Busy time and the causes of idle time add up to the total time; so do the parts of each task.
     """
     from tangram.cli import rl_screen
 
@@ -249,9 +251,9 @@ def replay(
 ) -> None:
     """Replay environments with the recorded actions and seeds, and compare their observations, without a model.
 
-    Observations, how it ended and the reward are compared; a reward that a command, a function or a model gave needs
-    --backend, as do environments that run commands. Ends with 1 if something differs or cannot be played. The
-    environments that the log names are imported and run: replay only logs that you trust.
+    Compares observations, endings and rewards. Rewards by a command, a function or a model need --backend, and so do
+    environments that run commands. Exits with 1 if a trajectory differs or cannot be replayed. Imports and runs the
+    environments that the log names: replay only logs that you trust.
     """
     import asyncio
 

@@ -36,7 +36,7 @@ tangram rl show frozenlake.jsonl
 def evaluate(
     checkpoint: Annotated[
         Path,
-        typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run folder for its newest one."),
+        typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run folder, for its newest checkpoint."),
     ],
     config: Annotated[
         Path | None,
@@ -44,34 +44,39 @@ def evaluate(
     ] = None,
     episodes: Annotated[
         int | None,
-        typer.Option("--episodes", metavar="N", min=1, help="Per task. Default: evaluation.episodes of the run."),
+        typer.Option(
+            "--episodes", metavar="N", min=1, help="Episodes per task. Default: evaluation.episodes of the run."
+        ),
     ] = None,
     greedy: Annotated[
         bool, typer.Option("--greedy", metavar="", help="Always take the most likely token: temperature 0.")
     ] = False,
     temperature: Annotated[
         float | None,
-        typer.Option("--temperature", metavar="T", help="Of sampling. Default: evaluation.temperature of the run."),
+        typer.Option(
+            "--temperature", metavar="T", help="Sampling temperature. Default: evaluation.temperature of the run."
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="The first of the held-out seeds.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="The first held-out seed.")] = 0,
     task: Annotated[str | None, typer.Option("--task", metavar="NAME", help="Only this task.")] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Write all trajectories there; .gz compresses.")
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Write all trajectories to this file; .gz compresses it."),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", metavar="", help="No live view.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", metavar="", help="Show no live view.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Play episodes of seeds that are never trained on with the weights of a checkpoint.
+    """Play held-out episodes, which are never trained on, with the weights of a checkpoint.
 
-    The seeds and episodes are those of the evaluations during training. A running training is not disturbed. Exits
-    with 1 if a task has no score.
+    The seeds and episodes are those of the evaluations during training. A training run in progress is not
+    disturbed. Exits with 1 if a task has no score.
     """
     if greedy and temperature is not None:
         raise InvalidConfig("--temperature", temperature, "either --greedy or --temperature")
     if out is not None:
         options.check_output_files(out=out)
         if out.exists() and out.stat().st_size:
-            raise InvalidConfig("out", str(out), "a file that is not there yet")
+            raise InvalidConfig("out", str(out), "a file that does not exist")
     with ExitStack() as stack:
         loaded = _find_checkpoint(checkpoint, config, stack)
         settings = only_task(loaded.settings, task)
@@ -80,7 +85,9 @@ def evaluate(
 
         for engine in settings.engines:
             if engine.kind == "openai":
-                message = f"engine {engine.name} plays what its server has loaded, which has to be {loaded.path}"
+                message = (
+                    f"engine {engine.name} uses the weights that its server has loaded, which must be {loaded.path}"
+                )
                 typer.echo(f"tangram: {message}", err=True)
         tickets = held_out_tickets(settings, eval_options.episodes, temperature=eval_options.temperature, first=seed)
         began = time.monotonic()
@@ -299,6 +306,6 @@ def _print(result: dict[str, Any], out: Path | None) -> None:
     terminal.stdout_console().print(table, markup=False, highlight=False, emoji=False)
     for row in result["tasks"].values():
         if row["cause"]:
-            typer.echo(f"lost, first of all: {escape_unprintable(row['cause'])}")
+            typer.echo(f"first lost episode: {escape_unprintable(row['cause'])}")
     if out is not None:
         typer.echo(f"wrote {out}; look at it with: tangram rl show {shlex.quote(str(out))}")

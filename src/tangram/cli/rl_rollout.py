@@ -43,15 +43,16 @@ def rollout(
     config: Annotated[
         Path,
         typer.Argument(
-            metavar="CONFIG", help="A TOML file: engines, tasks, groups. The config of a training run works too."
+            metavar="CONFIG", help="A TOML file with engines, tasks and groups. The config of a training run works too."
         ),
     ],
-    groups: Annotated[int, typer.Option("--groups", metavar="N", min=1, help="Groups to play.")] = 16,
+    groups: Annotated[int, typer.Option("--groups", metavar="N", min=1, help="Number of groups to play.")] = 16,
     in_flight: Annotated[
-        int | None, typer.Option("--in-flight", metavar="N", min=1, help="Groups at once. Default: all of them.")
+        int | None, typer.Option("--in-flight", metavar="N", min=1, help="Groups played at once. Default: all.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Write all trajectories there; .gz compresses.")
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Write all trajectories to this file; .gz compresses it."),
     ] = None,
     seed: Annotated[
         int | None, typer.Option("--seed", metavar="N", min=0, help="Override the seed of the config.")
@@ -59,15 +60,16 @@ def rollout(
     explain: Annotated[
         bool,
         typer.Option(
-            "--explain", help="Print which engines would serve which task and why, and what rewards it; start nothing."
+            "--explain",
+            help="Print the engines of each task with the reason, and the source of its reward; start nothing.",
         ),
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No live view.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no live view.")] = False,
     as_json: Json = False,
 ) -> None:
     """Play the tasks of a config, each trajectory at its own pace, and print how they ended.
 
-    There is no trainer: use it to test environments, engines and rewards, to evaluate, and to collect data.
+    No trainer runs: use it to test environments, engines and rewards, to evaluate, and to collect data.
     """
     import msgspec
 
@@ -97,7 +99,7 @@ def rollout(
     if out is not None:
         options.check_output_files(out=out)
         if out.exists() and out.stat().st_size:
-            raise InvalidConfig("out", str(out), "a file that is not there yet")
+            raise InvalidConfig("out", str(out), "a file that does not exist")
     happened = EngineEventSummary()
     endings: Counter[str] = Counter()
     try:
@@ -156,7 +158,7 @@ class EngineEventSummary:
 
     def lines(self) -> list[str]:
         return [
-            f"{sentence} And {self._counts[kind] - 1:,} more like it." if self._counts[kind] > 1 else sentence
+            f"{sentence} {self._counts[kind] - 1:,} more of this kind." if self._counts[kind] > 1 else sentence
             for kind, sentence in self._first.items()
         ]
 
@@ -276,7 +278,7 @@ def _interrupted(endings: Counter[str], out: Path | None) -> str:
         f"interrupted: {pluralize(endings.total(), 'trajectory', 'trajectories')} ended{f' ({how})' if how else ''}"
     )
     if out is None:
-        return f"{message}; none is kept without --out FILE"
+        return f"{message}; without --out FILE they are not saved"
     return f"{message}; the trajectories are in {out}: tangram rl show {shlex.quote(str(out))}"
 
 
@@ -284,7 +286,7 @@ def _lines(collected: CollectedBatch, causes: dict[str, str]) -> list[str]:
     """The first failure of each kind, and the trajectories that were played and left out."""
     from tangram.rl.rollout.redundancy import report
 
-    lines = [f"{kind}, first because: {cause}" for kind, cause in causes.items()]
+    lines = [f"{kind}, first cause: {cause}" for kind, cause in causes.items()]
     if any(group.left_out for group in collected.groups) or collected.left_out:
         lines += report(collected.groups, collected.left_out).lines()
     return lines
@@ -296,7 +298,7 @@ def _print(collected: CollectedBatch, out: Path | None) -> None:
     summary = _summary(collected)
     console = terminal.stdout_console()
     title = f"{pluralize(summary['groups'], 'group')} in {summary['seconds']:.1f} s"
-    numbers = ("trajectories", "turns", "tokens written", "reward")
+    numbers = ("trajectories", "turns", "tokens decoded", "reward")
     table = terminal.table(title, "task", *numbers, "endings", right=numbers)
     for name, row in sorted(summary["tasks"].items()):
         endings = ", ".join(f"{count} {ending}" for ending, count in sorted(row["endings"].items()))

@@ -193,7 +193,7 @@ def print_listing(
     if listing.closed:
         terminal.print_plain(
             console,
-            f"groups: {listing.closed:,} closed, {listing.complete:,} of them whole, {listing.dropped:,} dropped",
+            f"groups: {listing.closed:,} closed, {listing.complete:,} of them complete, {listing.dropped:,} dropped",
         )
     if header.note:
         terminal.print_plain(console, f"note: {truncate(header.note, LINE_WIDTH)}")
@@ -284,7 +284,7 @@ def _print_turn(console: Console, place: int, turn: Turn, text_of: TextOf | None
     terminal.print_plain(console, Padding(table, (0, 0, 0, 4)))
     if len(turn.tokens) > len(shown):
         terminal.print_plain(
-            console, f"    and {pluralize(len(turn.tokens) - len(shown), 'token')} more; --json has all"
+            console, f"    and {pluralize(len(turn.tokens) - len(shown), 'token')} more; --json prints all"
         )
 
 
@@ -390,9 +390,9 @@ def _print_stages(console: Console, timeline: RolloutTimeline) -> None:
     causes = _cause_letters(timeline.stages[Stage.GENERATE], wide)
     terminal.print_plain(console, f"{'':10}{causes}")
     letters = "e environment, g engine, r reward, b buffer, w waiting, - between stages, . start or end"
-    terminal.print_plain(console, f"the last row is why no engine was decoding: {letters}")
-    title = "why each stage stood idle, in shares of the whole time"
-    table = terminal.table(title, "stage", "busy", "idle", "because of", right=("busy", "idle"))
+    terminal.print_plain(console, f"the last row shows why no engine was decoding: {letters}")
+    title = "why each stage was idle, as shares of the total time"
+    table = terminal.table(title, "stage", "busy", "idle", "causes", right=("busy", "idle"))
     for stage, each in timeline.stages.items():
         idle = 1.0 - each.busy_share
         table.add_row(
@@ -406,7 +406,7 @@ def _print_gaps(console: Console, timeline: RolloutTimeline) -> None:
     if not gaps:
         return
     title = f"the longest of {len(gaps):,} gaps in which no engine was decoding"
-    table = terminal.table(title, "since", "length", "because of", "longest under way", right=("since", "length"))
+    table = terminal.table(title, "since", "length", "causes", "longest under way", right=("since", "length"))
     for gap in sorted(gaps, key=lambda gap: (-gap.length, gap.began))[:GAPS_MAX]:
         explainers = ", ".join(truncate(name, NAME_WIDTH) for name, _, _ in timeline.explainers(gap))
         times = (f"{seconds_of(gap.began):.3f} s", elapsed(seconds_of(gap.length)))
@@ -465,7 +465,7 @@ def print_replays(results: Sequence[ReplayResult]) -> None:
             if (shown := shown + 1) > DIFFERENCES_MAX:
                 continue
             terminal.print_plain(
-                console, f"{truncate(each.id, NAME_WIDTH)}, turn {difference.turn}: another {difference.what}"
+                console, f"{truncate(each.id, NAME_WIDTH)}, turn {difference.turn}: different {difference.what}"
             )
             terminal.print_plain(console, f"  recorded  {truncate(difference.recorded, LINE_WIDTH) or 'nothing'}")
             terminal.print_plain(console, f"  replayed  {truncate(difference.replayed, LINE_WIDTH) or 'nothing'}")
@@ -474,6 +474,6 @@ def print_replays(results: Sequence[ReplayResult]) -> None:
                 console, f"{truncate(each.id, NAME_WIDTH)}: could not be played: {truncate(each.failed, LINE_WIDTH)}"
             )
     if shown > DIFFERENCES_MAX:
-        terminal.print_plain(console, f"and {shown - DIFFERENCES_MAX:,} differences more; --json has all")
+        terminal.print_plain(console, f"and {shown - DIFFERENCES_MAX:,} more differences; --json prints all")
     for words, count in Counter(each.not_compared for each in results if each.not_compared).items():
         terminal.print_plain(console, f"not compared in {_count_text(count, count)}: {words}")

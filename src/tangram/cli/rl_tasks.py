@@ -21,12 +21,12 @@ tangram rl check frozenlake
 
 tangram rl check my_package.maze:Maze --option size=9
 
-tangram rl check codefix --backend sandbox  [dim]# one that runs commands[/dim]
+tangram rl check codefix --backend sandbox  [dim]# an environment that runs commands[/dim]
 """
 
 
 def check(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A registered task, or module:name of one.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A registered task, or module:name of a task.")],
     episodes: Annotated[int, typer.Option("--episodes", metavar="N", min=2, help="Episodes of each agent.")] = 20,
     seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="The seed of the first episode.")] = 0,
     option: Annotated[
@@ -36,7 +36,7 @@ def check(
     backend: Backend = None,
     timeout: Annotated[
         float,
-        typer.Option("--timeout", metavar="SECONDS", min=0.1, help="Limit of one call of the environment."),
+        typer.Option("--timeout", metavar="SECONDS", min=0.1, help="Time limit of one call of the environment."),
     ] = 30.0,
     as_json: Json = False,
 ) -> None:
@@ -99,8 +99,8 @@ def profile(
 ) -> None:
     """Recommend a class of hardware for each task, from the tokens that its trajectories read and decoded.
 
-    Prefill is bound by compute, decoding by memory bandwidth; the classes are the published ones, at equal cost. To
-    accept a recommendation, write it into `affinity` of the task.
+    Prefill is bound by compute, decoding by memory bandwidth; the published classes are compared at equal cost. To
+    accept a recommendation, set `affinity` of the task to it.
     """
     import msgspec
 

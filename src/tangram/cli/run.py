@@ -73,8 +73,8 @@ def run(
         list[str],
         typer.Argument(
             metavar="CMD",
-            help="The command. Several words are executed as they are; one word with blanks goes through a shell."
-            " {cpus} in it becomes the number of cores that it got.",
+            help="The command. Several words are executed without a shell; a single word with blanks runs in a shell."
+            " {cpus} is replaced with the number of granted cores.",
         ),
     ],
     cpus: Annotated[
@@ -82,7 +82,7 @@ def run(
         typer.Option(
             "--cpus",
             metavar="N|A-B",
-            help="Cores, or their minimum and maximum. Default: learned from its use.",
+            help="Number of cores, or minimum and maximum. Default: learned from measured use.",
         ),
     ] = None,
     memory: Annotated[
@@ -91,15 +91,15 @@ def run(
     disk: Annotated[str, typer.Option("--disk", metavar="SIZE", help="Limit of the files that it writes.")] = "512MiB",
     timeout: Annotated[
         float | None,
-        typer.Option("--timeout", metavar="SECONDS", help="From the start of the command. Default: none."),
+        typer.Option("--timeout", metavar="SECONDS", help="Time limit, from the start of the command. Default: none."),
     ] = None,
     image: Annotated[
         str,
         typer.Option(
             "--image",
             metavar="IMAGE",
-            help="A root directory, a tar as `docker save` or OCI write it, or the name of an image; host is this"
-            " machine's own /usr.",
+            help="A root directory, a tar archive in `docker save` or OCI format, or the name of an image; host is"
+            " the /usr of this machine.",
         ),
     ] = "host",
     network: Annotated[
@@ -107,11 +107,13 @@ def run(
     ] = False,
     user: Annotated[
         str,
-        typer.Option("--user", metavar="agent|root", help="root is root only inside the sandbox."),
+        typer.Option(
+            "--user", metavar="agent|root", help="The user of the command; root has privileges only inside the sandbox."
+        ),
     ] = "agent",
     env: Annotated[
         list[str] | None,
-        typer.Option("--env", metavar="KEY=VALUE", help="A variable of the environment; repeatable."),
+        typer.Option("--env", metavar="KEY=VALUE", help="An environment variable. Several may be given."),
     ] = None,
     cwd: Annotated[
         str, typer.Option("--cwd", metavar="DIR", help="The working directory. Default: /work, the workspace.")
@@ -122,7 +124,9 @@ def run(
     upload: Annotated[
         list[Path] | None,
         typer.Option(
-            "--upload", metavar="PATH", help="Copy a file or directory into the workspace first. Several may be given."
+            "--upload",
+            metavar="PATH",
+            help="Copy a file or directory into the workspace before the command. Several may be given.",
         ),
     ] = None,
     download: Annotated[
@@ -130,7 +134,7 @@ def run(
         typer.Option(
             "--download",
             metavar="PATH:DIR",
-            help="Copy a file or directory of the sandbox below a directory here, after the end. Several may be given.",
+            help="Copy a file or directory of the sandbox to a local directory afterwards. Several may be given.",
         ),
     ] = None,
     backend: Annotated[
@@ -138,21 +142,24 @@ def run(
     ] = "sandbox",
     key: Annotated[
         str,
-        typer.Option("--key", metavar="WORD", help="A name for commands that behave alike, in the trace."),
+        typer.Option(
+            "--key", metavar="WORD", help="The key of the action in the trace: one name for commands that behave alike."
+        ),
     ] = "",
     summary: Annotated[
         bool,
         typer.Option(
-            "--summary", "--verbose", metavar="", help="Print one line on stderr about the result, as on a terminal."
+            "--summary", "--verbose", metavar="", help="Print a one-line summary on stderr. Default on a terminal."
         ),
     ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Run one command as an action, in a fresh sandbox that is deleted afterwards.
 
-    Options come before the command. Its output is shown as it is written. Ctrl-C ends it and deletes the sandbox.
+    Options come before the command. Its output is streamed. Ctrl-C ends it and deletes the sandbox.
 
-    Exits with the code of the command; 124 after a timeout, 125 if Tangram refused or failed, 130 after Ctrl-C.
+    Exits with the exit code of the command, 124 after a timeout, 125 if Tangram refuses or loses the action, and 130
+    after Ctrl-C.
     """
     run_options = RunOptions(
         command=command[0] if len(command) == 1 and re.search(r"\s", command[0].strip()) else command,
@@ -181,7 +188,7 @@ def _cpus(text: str | None) -> Cpus:
     match = re.fullmatch(rf"({_NUMBER})(?:-({_NUMBER}))?", text)
     if match is not None:
         return float(match[1]) if match[2] is None else (float(match[1]), float(match[2]))
-    raise InvalidConfig("cpus", text, "a number of cores such as 2 or 0.5, or the least and the most, such as 1-4")
+    raise InvalidConfig("cpus", text, "a number of cores such as 2 or 0.5, or a minimum and a maximum, such as 1-4")
 
 
 def _environment(texts: list[str]) -> dict[str, str]:
@@ -366,8 +373,8 @@ def _print_result(result: Result, options: RunOptions, *, summary: bool) -> None
     elif result.reason:
         typer.echo(f"tangram: {_status_text(result)}: {result.reason}", err=True)
     if result.out_of_memory and not options.as_json:
-        used_up = f"the sandbox has used up its memory of {options.sandbox['memory']}, and something in it was killed"
-        typer.echo(f"tangram: {used_up}; --memory gives it more", err=True)
+        used_up = f"the sandbox has used up its memory of {options.sandbox['memory']}, and a process in it was killed"
+        typer.echo(f"tangram: {used_up}; increase --memory", err=True)
     if summary:
         typer.echo(f"tangram: {_summary(result)}", err=True)
 

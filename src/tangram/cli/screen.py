@@ -61,9 +61,9 @@ def _service(view: View, url: str) -> Text:
     text.append(f", started {_since(service, view.at)}")
     text.append(f"\npolicy {escape_unprintable(service.policy)}, durability {escape_unprintable(service.durability)}")
     if service.draining:
-        text.append(f"\nnodes that drain: {escape_unprintable(', '.join(service.draining))}", style="yellow")
+        text.append(f"\ndraining nodes: {escape_unprintable(', '.join(service.draining))}", style="yellow")
     if service.recovered:
-        text.append(f"\nrecovered at its start: {escape_unprintable(service.recovered)}")
+        text.append(f"\nrecovered at the start: {escape_unprintable(service.recovered)}")
     text.append("\n")
     return text
 
@@ -220,8 +220,8 @@ def _sandboxes(view: View) -> Text:
     text = f"sandboxes: {view.sandboxes_total:,} open"
     if view.sandboxes_total:
         of = f" of the last {shown:,}" if shown < view.sandboxes_total else ""
-        text += f", {active:,}{of} with an action that runs"
+        text += f", {active:,}{of} with a running action"
     instances = sum(bool(box.function) for box in view.sandboxes)
     if instances:
         text += f", {pluralize(instances, 'instance')} of functions"
-    return Text(f"{text}; actions that run: {view.running_total:,}")
+    return Text(f"{text}; running actions: {view.running_total:,}")

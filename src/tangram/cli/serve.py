@@ -50,7 +50,9 @@ def serve(
     config: Annotated[
         Path | None,
         typer.Option(
-            "--config", metavar="FILE", help="A TOML file; see docs/reference/config.md. Default: all defaults."
+            "--config",
+            metavar="FILE",
+            help="A TOML file; see docs/reference/config.md. Without it, every key has its default.",
         ),
     ] = None,
     listen: Annotated[
@@ -75,12 +77,12 @@ def serve(
         from tangram.server.serve import require_usable
         from tangram.server.serve import serve as run
     except ImportError as error:
-        said_missing = f"the service needs {error.name}, which is not here: pip install 'arl-tangram[serve]'"
-        raise TangramError(said_missing) from None
+        message = f"the service needs {error.name}, which is not installed: pip install 'arl-tangram[serve]'"
+        raise TangramError(message) from None
     with add_error_location(config, () if listen is None else ("service.listen",)):
         if check:
             require_usable(settings)
-            typer.echo(f"{config or 'the defaults'}: right; would listen on {settings.service.listen}")
+            typer.echo(f"{config or 'the defaults'}: valid; would listen on {settings.service.listen}")
             return
         _configure_logging(verbose)
         _allow_open_files()

@@ -41,9 +41,9 @@ def sim(
         typer.Option(
             "--policies",
             metavar="A,B,C",
-            help="fcfs, fixed:K, paper, adaptive, adaptive:no-resize; pods:R is a pod of R cores per trajectory,"
-            " on-demand loads a model when it is asked for, alone is what no scheduler can beat."
-            " Default: pods:0.5,fcfs,paper,adaptive; without sandboxes to give pods fcfs,fixed:4,paper,adaptive.",
+            help="fcfs, fixed:K, paper, adaptive, adaptive:no-resize. Baselines: pods:R, R cores per trajectory;"
+            " on-demand, which loads a model when it is called; alone, the bound for any scheduler."
+            " Default: pods:0.5,fcfs,paper,adaptive; for a workload without sandboxes fcfs,fixed:4,paper,adaptive.",
         ),
     ] = None,
     batch: options.Batch = None,
@@ -52,8 +52,8 @@ def sim(
         typer.Option(
             "--cores",
             metavar="N,...",
-            help="Cores in all; a table for each number. Default: one for eight sandboxes, at least 4;"
-            f" {options.UNITS} for independent rewards; of a recording as recorded.",
+            help="Total cores; one table per number. Default: one core per eight sandboxes, at least 4;"
+            f" {options.UNITS} for independent rewards; for a recording, its own.",
         ),
     ] = None,
     nodes: options.Nodes = None,
@@ -66,7 +66,7 @@ def sim(
         typer.Option(
             "--faults",
             metavar="N",
-            help="Faults in each simulation, drawn from its seed. A lost node loses its trajectories: use it with"
+            help="Number of faults in each simulation, drawn from its seed. A lost node loses its trajectories: use"
             " several --nodes.",
         ),
     ] = 0,
@@ -75,13 +75,15 @@ def sim(
         typer.Option(
             "--ageing",
             metavar="SECONDS",
-            help="Wait after which no later action of its run overtakes an action. Default: 600.",
+            help="Wait after which later actions of the same run no longer overtake an action. Default: 600.",
         ),
     ] = None,
     option: options.Options = None,
     base: Annotated[
         str | None,
-        typer.Option("--base", metavar="NAME", help="The policy that others are compared with. Default: the first."),
+        typer.Option(
+            "--base", metavar="NAME", help="The policy that the others are compared with. Default: the first."
+        ),
     ] = None,
     report: options.Report = None,
     perfetto: options.Perfetto = None,
@@ -90,8 +92,8 @@ def sim(
         typer.Option(
             "--record",
             metavar="FILE",
-            help="Record the last-named policy under the first seed and on the first number of cores. Its folder is"
-            " made.",
+            help="Record a trace of the last policy in --policies, with the first seed and the first number of"
+            " cores. Creates its folder.",
         ),
     ] = None,
     as_json: options.Json = False,
@@ -99,7 +101,7 @@ def sim(
 ) -> None:
     """Compare scheduling policies on the same work, on virtual time.
 
-    Prints the action completion time (ACT) under each, and how many times less it is than under the first.
+    Prints the action completion time (ACT) of each policy, and how many times shorter it is than that of --base.
     """
     from tangram.sim.compare import Setup, compare
     from tangram.sim.report import write_comparison

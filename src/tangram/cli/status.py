@@ -21,7 +21,7 @@ tangram status --json
 def status(target: ServiceTarget, as_json: Json = False) -> None:
     """Show what a shared service is doing: pools, queue, runs and sandboxes.
 
-    The token of a run shows that run; of other runs only what they hold.
+    The token of a run shows all of that run, and of other runs only the units that they hold.
     """
     view = service_client.fetch_view(target)
     if as_json:

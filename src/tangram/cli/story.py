@@ -25,7 +25,7 @@ def story(
         str,
         typer.Argument(
             metavar="ID",
-            help="The id in `tangram status` and the dashboard, or the one chosen by the run.",
+            help="The id in `tangram status` and the dashboard, or the id that the run chose.",
         ),
     ],
     target: ServiceTarget,

@@ -23,31 +23,34 @@ app = typer.Typer(help="Create, list, change and revoke the tokens of runs (admi
 EXIT_DECLINED = 1
 WEIGHT = 1.0
 
-NAME_RULE = "1 to 40 of a-z, 0-9 and '-', the first no '-'"
+NAME_RULE = "1 to 40 characters of a-z, 0-9 and '-', the first not '-'"
 RunName = Annotated[str, typer.Argument(metavar="RUN", help=f"{NAME_RULE}.")]
 Weight = Annotated[
     float | None,
-    typer.Option("--weight", metavar="W", help="Share of a contended pool, relative to 1 of the other runs."),
+    typer.Option("--weight", metavar="W", help="Weight in fair share, relative to 1 of the other runs."),
 ]
 Sandboxes = Annotated[
     int | None,
-    typer.Option("--sandboxes", metavar="N", help="Open sandboxes, including function calls. 0: as in the config."),
+    typer.Option(
+        "--sandboxes", metavar="N", help="Open sandboxes, including function calls. 0: the limit of the config."
+    ),
 ]
 Waiting = Annotated[
     int | None,
-    typer.Option("--waiting", metavar="N", help="Actions that wait or run. 0: as in the config."),
+    typer.Option("--waiting", metavar="N", help="Actions that wait or run. 0: the limit of the config."),
 ]
 Running = Annotated[
     int | None,
-    typer.Option("--running", metavar="N", help="Actions that run at once; others wait. 0: as in the config."),
+    typer.Option("--running", metavar="N", help="Actions that run at once; others wait. 0: the limit of the config."),
 ]
 Requests = Annotated[
-    float | None, typer.Option("--requests-per-s", metavar="R", help="HTTP requests per second. 0: as in the config.")
+    float | None,
+    typer.Option("--requests-per-s", metavar="R", help="HTTP requests per second. 0: the limit of the config."),
 ]
 Network = Annotated[
     bool | None,
     typer.Option(
-        "--network/--no-network", metavar="", help="Whether its sandboxes may use the network of the machine."
+        "--network/--no-network", metavar="", help="Whether sandboxes of the run may use the network of the machine."
     ),
 ]
 
@@ -111,7 +114,7 @@ CHANGE = """[bold]Examples[/bold]
 
 tangram token change math --weight 3
 
-tangram token change math --running 8 --sandboxes 0  [dim]# 0: as in the config[/dim]
+tangram token change math --running 8 --sandboxes 0  [dim]# 0: the limit of the config[/dim]
 """
 REVOKE = """[bold]Examples[/bold]
 
@@ -129,9 +132,9 @@ def create(
     target: ServiceTarget,
     as_json: Json = False,
 ) -> None:
-    """Create a run and print its token, alone on stdout and only once.
+    """Create a run and print its token on stdout. The token cannot be shown again.
 
-    The service keeps only a hash of it. If it is lost, `tangram token renew` replaces it.
+    The service stores only a hash of it. `tangram token renew` replaces a lost token.
     """
     from tangram.runtime.wire import Caps, RunReply
 
@@ -164,7 +167,7 @@ def renew(
     target: ServiceTarget,
     as_json: Json = False,
 ) -> None:
-    """Replace the token of a run and print it. The old one is void at once; sandboxes and actions continue."""
+    """Replace the token of a run and print the new one. The old one is void at once; sandboxes and actions continue."""
     from tangram.runtime.wire import RunReply
 
     _check_name(run)

@@ -39,7 +39,7 @@ def top(
     target: ServiceTarget,
     every: Annotated[float, typer.Option("--every", metavar="SECONDS", help="Seconds between two refreshes.")] = 1.0,
     once: Annotated[
-        bool, typer.Option("--once", metavar="", help="Print the state once and exit, as without a terminal.")
+        bool, typer.Option("--once", metavar="", help="Print the state once and exit. Default without a terminal.")
     ] = False,
 ) -> None:
     """Watch a shared service: pools, queue, runs and sandboxes, refreshed every second.

@@ -35,7 +35,7 @@ def export(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="The file to write, replaced atomically at the end. Its folder is made.",
+            help="The file to write, replaced atomically at the end. Creates its folder.",
         ),
     ],
     target: ServiceTarget,
@@ -181,9 +181,9 @@ def _cells(run: RunTime, kinds: list[str]) -> list[str]:
 
 @app.command("replay", epilog="[bold]Example[/bold]\n\ntangram trace replay run.jsonl")
 def replay_trace(file: File, as_json: Json = False) -> None:
-    """Feed the events to the scheduler again and check that the same effects come out.
+    """Feed the events to the scheduler again and check that it returns the same effects.
 
-    Ends with 1 if they do not, and shows the first difference.
+    Exits with 1 if it does not, and prints the first difference.
     """
     from tangram.sim.trace_summary import replay
 

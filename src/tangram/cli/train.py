@@ -51,25 +51,23 @@ tangram train examples/multitask.toml --explain  [dim]# print the plan, start no
 
 tangram train examples/multitask.toml --set training.staleness=2 --set tasks.frozenlake.weight=2 --out build/runs/a2
 
-tangram train examples/multitask.toml --resume  [dim]# go on after Ctrl-C, or after a crash[/dim]
+tangram train examples/multitask.toml --resume  [dim]# resume after Ctrl-C or a crash[/dim]
 
 tangram rl eval build/runs/multitask  [dim]# play held-out episodes with the newest checkpoint[/dim]
 """
 
 
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file: engines, tasks, training.")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file with engines, tasks and training.")],
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", metavar="RUN", help=f"The folder of the run. Default: {RUNS_FOLDER}/ and the name of the config."
-        ),
+        typer.Option("--out", metavar="RUN", help=f"The folder of the run. Default: {RUNS_FOLDER}/NAME for NAME.toml."),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", metavar="", help="Resume the run in the folder from its last checkpoint.")
     ] = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh", metavar="", help="Delete the run in the folder first, and start again.")
+        bool, typer.Option("--fresh", metavar="", help="Delete the run in the folder and start a new one.")
     ] = False,
     changes: Annotated[
         list[str] | None,
@@ -80,27 +78,27 @@ def train(
             " several may be given.",
         ),
     ] = None,
-    explain: Annotated[
-        bool, typer.Option("--explain", metavar="", help="Print what would run, and start nothing.")
-    ] = False,
+    explain: Annotated[bool, typer.Option("--explain", metavar="", help="Print the plan and start nothing.")] = False,
     steps: Annotated[
         int | None, typer.Option("--steps", metavar="N", min=1, help="Override training.steps of the config.")
     ] = None,
     seed: Annotated[
         int | None, typer.Option("--seed", metavar="N", min=0, help="Override the seed of the config.")
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", metavar="", help="No live view.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", metavar="", help="Show no live view.")] = False,
     as_json: Json = False,
     report: Annotated[
         Path | None,
-        typer.Option("--report", metavar="FILE", help="Write the report there. Default: report.html in the run."),
+        typer.Option(
+            "--report", metavar="FILE", help="Where to write the report. Default: report.html in the run folder."
+        ),
     ] = None,
     perfetto: options.Perfetto = None,
 ) -> None:
     """Train a policy on the tasks of a config by reinforcement learning.
 
     While it runs, a live view shows rewards, held-out scores, throughput and staleness. Ctrl-C finishes and saves the
-    current step and prints how to resume; a second Ctrl-C does not wait for it.
+    current step and prints how to resume; a second Ctrl-C exits without finishing it.
     """
     from tangram.cli.training_config import add_config_folders
 
@@ -195,10 +193,12 @@ def _require_folder(folder: Path, again: str, *, resume: bool, fresh: bool) -> N
     _require_writable(folder, make=not resume)
     there = any((folder / name).exists() for name in (SETTINGS, METRICS))
     if resume and not there:
-        raise InvalidConfig("--resume", str(folder), "the folder of a run: there is none in it; begin without --resume")
+        raise InvalidConfig(
+            "--resume", str(folder), "the folder of a run; it contains none, start one without --resume"
+        )
     if not resume and there:
         if not fresh:
-            expected = f"a folder without a run. Go on with the one in it: {again}; or begin another with --out RUN;"
+            expected = f"a folder without a run. Resume its run: {again}; start another with --out RUN;"
             raise InvalidConfig("--out", str(folder), f"{expected} or delete it and start again with --fresh")
         _delete(folder)
 
@@ -343,7 +343,7 @@ class _StopSignals:
 
         if self.signal_number is None:
             self.signal_number = number
-            text = f"{self._view.stop_text()}; once more stops it at once"
+            text = f"{self._view.stop_text()}; a second signal stops it at once"
             self._view.on_line(Noticed(at_s=self._view.elapsed_s(), kind=signal.Signals(number).name, text=text))
         self._running.cancel()
 
@@ -374,11 +374,11 @@ def _print_end(
         print_summary(result)
         print_locations(result, tensorboard if tensorboard.is_dir() else None, written)
         if not tensorboard.is_dir():
-            typer.echo("no log for TensorBoard: pip install 'arl-tangram[rl]' brings what writes it", err=True)
+            typer.echo("no TensorBoard log: pip install 'arl-tangram[rl]' installs its writer", err=True)
     if ended.code == EXIT_FAILED:
         typer.echo(f"tangram: the run failed: {ended.cause}", err=True)
     if ended.code and ended.is_resumable and folder.joinpath(METRICS).exists():
-        typer.echo(f"go on with it: {again}", err=True)
+        typer.echo(f"resume it: {again}", err=True)
 
 
 def _write_trace(folder: Path, perfetto: Path, *, as_json: bool) -> None:

@@ -13,8 +13,8 @@ ORDER = {
     "sync": "a batch is played turn by turn, then trained on",
     "sync+": "a batch is played, each trajectory at its own pace, then trained on",
     "one-off": "the next batch is played by the old weights while one is trained on",
-    "start-bound": "trajectories go on across updates; only their start is bounded",
-    "async": "trajectories go on across updates; what gets too old is stopped",
+    "start-bound": "trajectories continue across weight updates; staleness is bounded at their start",
+    "async": "trajectories continue across weight updates; those that become too stale are stopped",
 }
 
 
@@ -50,8 +50,8 @@ def build_plan(settings: TrainSettings, folder: Path) -> dict[str, Any]:
 def _policy(settings: TrainSettings) -> str:
     policy = settings.policy
     if policy.checkpoint:
-        return f"the one in {policy.checkpoint}"
-    return f"a new one of {policy.layers} layers, width {policy.width}, {policy.heads} heads"
+        return f"checkpoint {policy.checkpoint}"
+    return f"new, {policy.layers} layers, width {policy.width}, {policy.heads} heads"
 
 
 def _external_resources(settings: TrainSettings) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def plan_lines(plan: dict[str, Any]) -> list[str]:
     lines = [
         f"mode        {plan['mode']}, α {plan['alpha']}: {_order(plan['mode'], plan['alpha'])}",
         f"steps       {plan['steps']:,}{most}; each of {batch['groups']} groups of {batch['members']}, "
-        f"{batch['trajectories']:,} trajectories; at most {plan['in_play_max']} groups begun and not trained on",
+        f"{batch['trajectories']:,} trajectories; at most {plan['in_play_max']} groups started and not yet trained on",
         f"objective   {_objective(plan['objective'])}",
         f"policy      {plan['policy']}",
         f"warm start  {_warm_start(plan['warm_start'])}",
@@ -133,7 +133,7 @@ def _external_lines(outside: dict[str, Any]) -> str:
     rewards = ", ".join(f"{name} by {kind}" for name, kind in outside["rewards"].items() if kind != "environment")
     cores = f" with {outside['cores']:g} cores" if outside["cores"] is not None else ""
     parts = [f"{outside['where']}{cores}"]
-    parts += [f"acts there: {acting}"] if acting else []
-    parts += [f"rewarded there: {rewards}"] if rewards else []
+    parts += [f"actions of {acting}"] if acting else []
+    parts += [f"rewards of {rewards}"] if rewards else []
     parts += [f"teachers: {', '.join(outside['teachers'])}"] if outside["teachers"] else []
     return "; ".join(parts)

@@ -29,8 +29,8 @@ OTHERS = "others"
 def where(target: ServiceTarget, as_json: Json = False) -> None:
     """Show where the time of trajectories went: per run, the shares of waiting, execution and thinking.
 
-    The whole is the time from the first submission of each trajectory to its last end, since the start of the service.
-    Actions count when they have ended.
+    The total is the time from the first submission of each trajectory to the end of its last action, since the start
+    of the service. Only actions that have ended count.
     """
     view = service_client.fetch_view(target)
     if as_json:
@@ -79,7 +79,7 @@ def _print(view: View) -> None:
         table.add_row(escape_unprintable(run.name), duration(spending.total_s), *cells)
     console = terminal.stdout_console()
     if not view.runs:
-        terminal.print_plain(console, "no run has done anything since the service began")
+        terminal.print_plain(console, "no run has been active since the service started")
         return
     terminal.print_plain(console, table)
-    terminal.print_plain(console, "waiting: start is what was granted and had yet to be started")
+    terminal.print_plain(console, "waiting: start is the time from the grant of an action to its start")

@@ -94,14 +94,14 @@ class ServiceConfig(ConfigTable, frozen=True, kw_only=True):
     """A file with the token of the admin, who creates runs and their tokens. Other users must not be able to read
     it."""
     open_on_loopback: validators.Flag = True
-    """Without an admin token: whether every user of this machine may do everything. Ignored with a token."""
+    """Whether every user of this machine has the rights of the admin. Ignored if there is an admin token."""
     journal: validators.PathText = "journal.db"
-    """The database of the journal. Its log and its lock are beside it."""
+    """The database of the journal. Its write-ahead log and its lock file are in the same folder."""
     durability: Annotated[validators.Durability, one_of(validators.Durability)] = "process"
-    """What an acknowledged action survives: the death of the process, or also a loss of power, which costs a write to
-    disk for each group of actions."""
+    """What acknowledged actions survive: `process`: a crash of the service; `power`: also a power failure, at the cost
+    of a disk write per batch of actions."""
     results_keep_s: validators.Seconds = 86_400.0
-    """How long a result is kept that was not fetched."""
+    """How long an unacknowledged result is kept."""
     drain_s: validators.SecondsOr0 = 30.0
     """How long running actions may continue after SIGTERM before they are stopped."""
     event_log: validators.PathOrNone = ""
@@ -110,11 +110,10 @@ class ServiceConfig(ConfigTable, frozen=True, kw_only=True):
     policy: validators.Policy = DEFAULT_POLICY
     """The scheduling policy."""
     endpoints: validators.Addresses = ()
-    """HTTP function endpoints that the service may call for its callers: only addresses that begin with one of
-    these."""
+    """URL prefixes of the HTTP function endpoints that the service may call for its callers."""
     sandboxes_on_stop: Annotated[validators.OnStop, one_of(validators.OnStop)] = "keep"
-    """Whether sandboxes outlive the service, so that its next process adopts them, or are closed when it stops, adopted
-    ones included."""
+    """`keep`: sandboxes outlive the service and its next process adopts them; `close`: the service closes all sandboxes
+    when it stops, including adopted ones."""
 
     def check_consistency(self) -> None:
         if bool(self.tls_certificate) != bool(self.tls_key):
@@ -141,10 +140,10 @@ class NodeConfig(ConfigTable, frozen=True, kw_only=True):
     name: validators.NodeName = "local"
     """The name of the node in pools, traces and the dashboard."""
     backend: Annotated[validators.Backend, one_of(validators.Backend)] = "sandbox"
-    """How commands run: in sandboxes, which need root; as plain processes, without isolation; through a Docker engine;
-    or not at all, for tests."""
+    """How commands run: `sandbox`, which needs root; `process`, plain processes without isolation; `docker`, containers
+    of a Docker engine; `fake`, not at all, for tests."""
     cores: validators.MaybeCores = None
-    """The cores that all sandboxes may use together. Default: all of the machine."""
+    """The cores that all sandboxes may use together. Default: all cores of the machine."""
     memory: validators.MaybeSize = None
     """The memory that all sandboxes may reserve together. Default: nine tenths of the available memory."""
     state: validators.PathOrNone = ""
@@ -158,20 +157,20 @@ class NodeConfig(ConfigTable, frozen=True, kw_only=True):
 
 
 class RunLimits(ConfigTable, frozen=True, kw_only=True):
-    """What each run may use, unless the admin gave it other limits. The last limit is for all runs together."""
+    """Limits of each run, unless the admin sets others for it. `connections_max` applies to all runs together."""
 
     body_bytes_max: validators.Size = 64 * MIB
-    """The JSON body of a request."""
+    """Size of the JSON body of a request."""
     file_bytes_max: validators.Size = 4 * GIB
-    """A file or archive that is streamed in."""
+    """Size of an uploaded file or archive."""
     sandboxes_max: validators.Count = 1000
     """Sandboxes that are open or wait for memory, those of running function calls included."""
     images_max: validators.Count = 200
-    """Images that it has and has not removed."""
+    """Images that the run has created and not removed."""
     waiting_max: validators.Count = 20_000
-    """Actions that wait or run."""
+    """Actions that are waiting or running."""
     waiting_bytes_max: validators.Size = 256 * MIB
-    """The total size of the requests of its live actions, which are in memory and in the journal."""
+    """Total size of the requests of live actions, which are in memory and in the journal."""
     results_bytes_max: validators.Size = 1 * GIB
     """The total size of unacknowledged results. Beyond it new actions are refused, and actions that end settle as lost,
     without their output."""

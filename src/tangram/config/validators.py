@@ -241,9 +241,7 @@ Policy = Annotated[str, Validator(f"one of {', '.join(POLICIES)}", _policy)]
 EngineName = Annotated[str, Validator('"module:name" of an engine', _engine)]
 Addresses = Annotated[
     tuple[str, ...],
-    Validator(
-        'beginnings of addresses, each with a "/" after the host, such as ["https://judge.example/"]', _addresses
-    ),
+    Validator('URL prefixes, each with a "/" after the host, such as ["https://judge.example/"]', _addresses),
 ]
 Degrees = Annotated[tuple[int, ...], Validator("increasing powers of two, such as [1, 2, 4]", _degrees)]
 Arguments = Annotated[dict[str, Any], Validator("a table of values by name", _arguments)]

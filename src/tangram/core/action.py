@@ -123,7 +123,7 @@ NO_USAGE = Usage()
 
 
 class Outcome(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """The one end of an action."""
+    """The result of an action: every action has exactly one."""
 
     action: str
     status: Status

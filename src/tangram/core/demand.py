@@ -125,11 +125,11 @@ def _milli_cores(count: float) -> int:
 
 
 class Demand(msgspec.Struct, frozen=True, gc=False):
-    """Per pool kind, the admissible amounts. All are granted together or none."""
+    """The admissible amounts per kind of pool. Either all pools are granted or none."""
 
     pools: dict[str, Amounts]
     speedup: Speedup | None = None
-    """Along the elastic pool. None: learned from the actions of the same class."""
+    """Speed-up over the units of the elastic pool. None: learned from the actions of the same class."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.pools, dict) or not self.pools:

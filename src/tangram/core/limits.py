@@ -16,19 +16,19 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """A name for every limit of the scheduler."""
 
     queue_max: int = 2_000_000
-    """Actions that wait, over all runs."""
+    """Waiting actions, over all runs."""
     run_queue_max: int = 2_000_000
-    """Actions of one run that wait."""
+    """Waiting actions of one run."""
     runs_max: int = 10_000
-    """Runs that were ever named. Each keeps its lanes and its share."""
+    """Different names of runs since the start. Each run keeps its lanes and its share."""
     sandboxes_max: int = 1_000_000
     """Sandboxes that hold or wait for memory."""
     ageing_s: float = 600.0
-    """After this wait no later action of its run overtakes an action."""
+    """Wait after which later actions of the same run no longer overtake an action."""
     attempts_max: int = 3
     """Starts of one action, failed ones included, before it is lost."""
     stranded_s: float = 300.0
-    """How long an action waits for a pool that can no longer hold it, before it is lost."""
+    """How long an action waits for a pool that can no longer satisfy it, before it is lost."""
 
     def __post_init__(self) -> None:
         for field in self.__struct_fields__:

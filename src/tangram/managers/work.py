@@ -111,14 +111,14 @@ class Exec(Work, frozen=True, kw_only=True, tag="Exec"):
     """Run a program to its end."""
 
     command: str | tuple[str, ...]
-    """A string runs in a shell; words are executed as they are. `{cpus}` becomes the width."""
+    """A string runs in a shell; a list of words runs without one. `{cpus}` is replaced with the number of cores."""
     cwd: str = ""
-    """Relative to the workspace."""
+    """The working directory, relative to the workspace."""
     env: dict[str, str] = {}
     stdin: bytes = b""
     capture_bytes_max: int = CAPTURE_BYTES_DEFAULT
     session: str = ""
-    """The session whose shell runs it, which is started if there is none of this name; empty: a process of its own."""
+    """The session whose shell runs it; a missing session is started. Empty: a process of its own."""
 
     def __post_init__(self) -> None:
         words = (self.command,) if isinstance(self.command, str) else self.command
@@ -222,17 +222,17 @@ def require_safe_member(path: str, member: str) -> None:
 
 class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int | None = None
-    """128 + the signal if one ended it, as in a shell. None: it did not run to its end."""
+    """128 + the number of the signal that killed it, as in a shell. None: it did not run to its end."""
     stdout: bytes = b""
     stderr: bytes = b""
-    """The captured output; a line in the middle states how much is missing."""
+    """The captured output; a line in the middle states how many bytes are missing."""
     stdout_bytes: int = 0
     stderr_bytes: int = 0
-    """The bytes that it wrote, captured or not."""
+    """Bytes written to each stream, captured or not."""
     out_of_memory: bool = False
-    """The kernel killed a process in the sandbox meanwhile because its memory was exhausted."""
+    """The kernel killed a process in the sandbox during the command, because its memory was exhausted."""
     cpus: int = 0
-    """Whole cores that it could use: the value of `{cpus}`."""
+    """Whole cores that the command could use: the value of `{cpus}`."""
     session_ended: bool = False
     """The shell of the session has ended: its variables, functions and directory are lost."""
 

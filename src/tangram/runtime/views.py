@@ -34,7 +34,7 @@ class PoolPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolHolder(msgspec.Struct, frozen=True, kw_only=True):
-    """A holder of units: an action, or, of memory, a sandbox."""
+    """A holder of units: an action; of memory, a sandbox."""
 
     id: str
     run: str
@@ -57,23 +57,23 @@ class PoolView(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     """Queued actions that wait for this pool."""
     window_s: float | None = None
-    """Window of a quota, to which its total applies."""
+    """Length of the window of a quota, in which `total` units may be used."""
     parts: tuple[PoolPart, ...] = ()
     holders: tuple[PoolHolder, ...] = ()
-    """The largest first; at most 200."""
+    """The largest holders, at most 200, in descending order."""
 
 
 class TimeBreakdown(msgspec.Struct, frozen=True, kw_only=True):
     """Where the time of trajectories went. `waiting_s` + `execution_s` + `overhead_s` + `thinking_s` = `total_s`."""
 
     total_s: float = 0.0
-    """From the first submission of each trajectory to its last end, summed."""
+    """Sum over trajectories, from the first submission to the end of the last action."""
     waiting_s: dict[str, float] = {}
-    """By kind of pool that was short; `start` is waiting for a manager to start a granted action."""
+    """By kind of pool that lacked units; `start` is the wait for a manager to start a granted action."""
     execution_s: float = 0.0
     overhead_s: float = 0.0
     thinking_s: float = 0.0
-    """No action of the trajectory was under way, mostly because the model was generating."""
+    """Time without an action of the trajectory, mostly while the model was generating."""
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,14 +95,14 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     running: int
     sandboxes: int
     settled: dict[str, int]
-    """By status, since the service started."""
+    """Number of settled actions by status, since the service started."""
     act: Percentiles
-    """Actions that settled within the hour."""
+    """Over actions that settled within the hour."""
     spending: TimeBreakdown
 
 
 class ClassView(msgspec.Struct, frozen=True, kw_only=True):
-    """Actions that behave alike, within the hour."""
+    """Actions of one class that settled within the hour."""
 
     name: str
     """`task/kind/key`, without empty parts."""
@@ -110,7 +110,7 @@ class ClassView(msgspec.Struct, frozen=True, kw_only=True):
     waiting_s: float
     execution_s: float
     overhead_s: float
-    """Means."""
+    """Mean waiting, execution and overhead time."""
 
 
 class WaitingView(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,7 +121,7 @@ class WaitingView(msgspec.Struct, frozen=True, kw_only=True):
     """Name of its class."""
     since_s: float
     reason: str
-    """Why it waits, in a sentence."""
+    """A sentence: why it waits."""
 
 
 class RunningView(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,10 +133,10 @@ class RunningView(msgspec.Struct, frozen=True, kw_only=True):
     """`starting`, `running` or `stopping`."""
     submitted_s: float
     started_s: float
-    """When its units were granted."""
+    """Time at which its units were granted."""
     node: str
     units: dict[str, int]
-    """By pool."""
+    """Granted units by pool."""
 
 
 class SandboxView(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,16 +146,16 @@ class SandboxView(msgspec.Struct, frozen=True, kw_only=True):
     memory_mib: int
     opened_s: float
     active: int
-    """Actions running in it; 0: it is frozen."""
+    """Number of actions that run in it; 0: the sandbox is frozen."""
     actions: int
-    """All its actions so far."""
+    """Number of its actions so far."""
     last_used_s: float
     function: str = ""
-    """Set if it is an instance of this function; its actions are calls."""
+    """The function, if the sandbox is one of its instances; its actions are calls."""
 
 
 class HistoryBucket(msgspec.Struct, frozen=True, kw_only=True):
-    """BUCKET_S of history."""
+    """Statistics of `BUCKET_S` seconds."""
 
     from_s: float
     ended: int
@@ -165,12 +165,12 @@ class HistoryBucket(msgspec.Struct, frozen=True, kw_only=True):
     waiting_s: float
     execution_s: float
     overhead_s: float
-    """Sums over settled actions."""
+    """Waiting, execution and overhead time, each summed over settled actions."""
     waiting: int
     running: int
-    """Actions at its end."""
+    """Waiting and running actions at the end of the bucket."""
     busy: dict[str, float]
-    """By pool: mean fraction held or spent, from 0 to 1."""
+    """Mean held or spent fraction of each pool, from 0 to 1."""
 
 
 class ServiceView(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,14 +180,14 @@ class ServiceView(msgspec.Struct, frozen=True, kw_only=True):
     began_at: float
     """Unix time."""
     instance: str
-    """Changes with every start: numbers and rows of an earlier instance are void."""
+    """Changes with every start, which invalidates the numbers and rows of an earlier instance."""
     policy: str
     durability: str
     """`process`, `power`, or `none`."""
     recovered: str
-    """What the last start recovered, in a sentence; empty: nothing."""
+    """A sentence about what the last start recovered; empty: nothing."""
     draining: tuple[str, ...] = ()
-    """Nodes that take no new sandbox."""
+    """Nodes that accept no new sandboxes."""
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,7 +198,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     pools: tuple[PoolView, ...]
     runs: tuple[RunView, ...]
     classes: tuple[ClassView, ...]
-    """Those that took most time, at most 50."""
+    """The classes that took the most time, at most 50."""
     waiting: tuple[WaitingView, ...]
     waiting_total: int
     running: tuple[RunningView, ...]
@@ -210,7 +210,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimelineRow(msgspec.Struct, frozen=True, array_like=True):
-    """A settled action, for the timeline. An array in JSON, since there are thousands."""
+    """A settled action, for the timeline. Encoded as an array, because there are thousands."""
 
     seq: int
     """Increases by one with every settled action."""
@@ -234,13 +234,13 @@ class TimelineRow(msgspec.Struct, frozen=True, array_like=True):
 
 class TimelineView(msgspec.Struct, frozen=True, kw_only=True):
     instance: str
-    """As in ServiceView."""
+    """`instance` of ServiceView."""
     rows: tuple[TimelineRow, ...]
     """Rows after the requested number, oldest first."""
     last: int
     """The `seq` to request from next."""
     forgotten: int
-    """Rows after the requested number that were forgotten."""
+    """Number of rows after the requested number that the service has dropped."""
 
 
 class PoolUseReading(msgspec.Struct, frozen=True, kw_only=True):
@@ -287,5 +287,5 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
     status: str
     """The state of a live action, or the status of a settled one."""
     explanation: str
-    """Why it waits or where it runs, in a sentence; of a settled action, the reason of its end."""
+    """A sentence: why it waits, where it runs, or why it settled."""
     lines: tuple[StoryLine, ...]

@@ -29,8 +29,8 @@ WAIT_S_MAX = 60.0
 """Longest wait of a long poll: proxies may cut off longer ones."""
 WAIT_S = 20.0
 
-NAME_DESCRIPTION = f"1 to {NAME_LENGTH_MAX} letters, digits, '.', '_' or '-', the first no '.' or '-'"
-OPTIONAL_NAME_DESCRIPTION = f"nothing, or {NAME_DESCRIPTION}"
+NAME_DESCRIPTION = f"1 to {NAME_LENGTH_MAX} letters, digits, '.', '_' or '-', the first not '.' or '-'"
+OPTIONAL_NAME_DESCRIPTION = f"an empty string, or {NAME_DESCRIPTION}"
 DESCRIPTION_BY_PATTERN = {f"^{NAME.pattern}$": NAME_DESCRIPTION, f"^({NAME.pattern})?$": OPTIONAL_NAME_DESCRIPTION}
 
 Name = Annotated[
@@ -57,7 +57,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     id: Name
     work: AnyWork
     demand: Demand | None = None
-    """None: the usual demand of such work; for a program, the learned one."""
+    """None: the default demand of the work; for a program, the learned demand."""
     run: Text = ""
     """Empty: the run of the token. A token for all runs must name one."""
     task: Text = ""
@@ -65,7 +65,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Trajectory to which its time is charged; by default its sandbox."""
     sandbox: OptionalName = ""
     kind: Text = ""
-    """Empty: the kind of its work. `server`: a program that stays up."""
+    """Empty: the kind of its work. `server`: a long-running program."""
     key: Text = ""
     service: Text = ""
     duration_s: Seconds | None = None

@@ -159,7 +159,7 @@ class Run:
         """Wait until it is notified."""
         self.comes_to(name)
         self.process.send_signal(number)
-        until(self._or_ended(lambda: "once more stops it at once" in self.said.read_text()), "it has heard")
+        until(self._or_ended(lambda: "a second signal stops it at once" in self.said.read_text()), "it has heard")
 
     def _or_ended(self, condition: Callable[[], bool]) -> Callable[[], bool]:
         def looked() -> bool:

@@ -360,7 +360,7 @@ def test_instances_are_listed_to_their_run_and_the_admin_with_their_details(tmp_
         view = msgspec.json.decode((await harness.admin.ask("GET", "/v1/view")).content, type=View)
         console = Console(file=io.StringIO(), width=200, record=True)
         console.print(screen(view, harness.admin.address, console))
-        assert "sandboxes: 1 open, 0 with an action that runs, 1 instance of functions" in console.export_text()
+        assert "sandboxes: 1 open, 0 with a running action, 1 instance of functions" in console.export_text()
         assert await harness.functions(harness.caller_b) == []
         assert (await harness.caller_b.ask("GET", "/v1/view")).json["sandboxes"] == []
 

@@ -100,10 +100,10 @@ def test_a_body_that_is_wrong_is_refused_and_changes_nothing(tmp_path: Path) -> 
     asyncio.run(main())
 
 
-NAMED = f"1 to {NAME_LENGTH_MAX} letters, digits, '.', '_' or '-', the first no '.' or '-'"
+NAMED = f"1 to {NAME_LENGTH_MAX} letters, digits, '.', '_' or '-', the first not '.' or '-'"
 FIELDS = {
     b'{"id":"a b",%s}' % WORK: f"id: expected {NAMED}, got 'a b'",
-    b'{"id":"x","sandbox":"/","work":{"type":"Close"}}': f"sandbox: expected nothing, or {NAMED}, got '/'",
+    b'{"id":"x","sandbox":"/","work":{"type":"Close"}}': f"sandbox: expected an empty string, or {NAMED}, got '/'",
     b'{"id":"%s",%s}' % (b"y" * 101, WORK): "id: expected `str` of length <= 100, got 'yyy",
     b'{"id":7,%s}' % WORK: "id: expected `str`, got `int`",
     b'{"id":"x","idd":"y",%s}' % WORK: "idd: expected no field of this name, got 'y'",

@@ -51,7 +51,7 @@ def test_the_rule_for_names_is_described_in_the_document_and_on_the_page() -> No
     assert submission["id"]["description"] == NAME_DESCRIPTION
     rows = http_page("").partition("### Submission")[2].partition("###")[0].splitlines()
     assert f"| `id` | text: {NAME_DESCRIPTION} |  |" in rows
-    assert f'| `sandbox` | text: nothing, or {NAME_DESCRIPTION}; default `""` |  |' in rows
+    assert f'| `sandbox` | text: an empty string, or {NAME_DESCRIPTION}; default `""` |  |' in rows
 
 
 def test_every_reference_leads_somewhere() -> None:

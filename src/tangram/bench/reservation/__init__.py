@@ -251,8 +251,8 @@ def _notes(sizes: ReservationSizes, backend: str, played: list[SeedResult]) -> l
         f"{len(played[0].scripts)} trajectories per seed, {actions} actions under seed 0, opening and closing included;"
         f" think times are drawn from the fit to real agents, divided by {sizes.think_faster:g}. ACT counts from"
         " submission, waiting for admission included.",
-        "core use: CPU seconds of actions / (cores x step). The rest of the core time was held by an action that did"
-        " not use it, kept for an agent that was thinking, free while some action waited, or free while none did.",
+        "core use: CPU seconds of actions / (cores x step). The rest of the core time was held by an action, unused;"
+        " reserved while the agent was thinking; free while an action waited; or free with no action waiting.",
         "sim_error: |mean ACT of the recording simulated / measured - 1|; sim_error_reserved: the same for the reserved"
         " side, simulated from the recording of the other side.",
     ]
@@ -260,5 +260,5 @@ def _notes(sizes: ReservationSizes, backend: str, played: list[SeedResult]) -> l
     if disturbance:
         notes.append(disturbance)
     if backend == "process":
-        notes.append("The programs ran as plain processes: nothing was isolated, and no limit of CPU held.")
+        notes.append("The programs ran as plain processes: without isolation and without CPU limits.")
     return notes

@@ -45,10 +45,10 @@ THINKING, WAITING, EXECUTING = "pale p0", "half k1", "fill p1"
 """The marks of the three activities of a trajectory."""
 CORE_TIME = {
     "core_use": ("fill p1", "used by actions"),
-    "held_share": ("half p1", "held by an action that did not use it"),
-    "thinking_share": ("half p0", "kept for an agent that was thinking"),
+    "held_share": ("half p1", "held by an action, unused"),
+    "thinking_share": ("half p0", "reserved while the agent was thinking"),
     "wanted_share": ("half k1", "free while an action waited"),
-    "unwanted_share": ("pale p0", "free, and no action waited"),
+    "unwanted_share": ("pale p0", "free, no action waiting"),
 }
 """Parts of the core time by the name of their share: the mark and the text of each."""
 

@@ -183,7 +183,7 @@ def _user() -> Diagnostic:
         component="user",
         state=MISSING,
         found=f"{name} ({user}), not root",
-        to_do="sandboxes need root: use sudo; `--backend process` does without, and isolates nothing",
+        to_do="sandboxes need root: use sudo; `--backend process` works without root, and isolates nothing",
         needed_by=(SANDBOX,),
     )
 
@@ -424,9 +424,11 @@ def _state(state: Path) -> Diagnostic:
     elif not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         problem = f"{existing} may not be written"
     if problem:
-        return _missing(component, f"{state}: {problem}", "name another one with TANGRAM_STATE=DIR")
+        return _missing(component, f"{state}: {problem}", "choose another directory with TANGRAM_STATE=DIR")
     free = shutil.disk_usage(existing).free
-    details = f"{state}{'' if existing == state else ' (will be made)'}, {_format_size(free)} free{_leftovers(state)}"
+    details = (
+        f"{state}{'' if existing == state else ' (will be created)'}, {_format_size(free)} free{_leftovers(state)}"
+    )
     if free < FREE_BYTES_MIN:
         to_do = f"images of other machines need {_format_size(FREE_BYTES_MIN)} free: make room, or TANGRAM_STATE=DIR"
         return Diagnostic(component=component, state=LIMITED, found=details, to_do=to_do, needed_by=(SANDBOX,))

@@ -47,16 +47,16 @@ class FunctionSpec(msgspec.Struct, frozen=True, kw_only=True):
     pickled: bytes = b""
     """The function by value, as cloudpickle writes it; empty: `qualname` of `module`."""
     paths: tuple[str, ...] = ()
-    """The import path."""
+    """The import path (`sys.path`) of its instances."""
     cpu_units: int = CORE
     """Milli-cores of a call; the width of its instances."""
     memory_bytes: int = 512 * MIB
     """Memory limit of each process of an instance."""
     max_instances: int = 8
     idle_s: float = 30.0
-    """After this time without a call an instance ends."""
+    """Time without a call after which an instance ends."""
     retries: int = 2
-    """How often a lost call is repeated."""
+    """Maximum retries of a lost call."""
     processes_max: int = 512
     """Limit of the processes of an instance, itself included. Threads count as well."""
 
@@ -114,7 +114,7 @@ class Call(Work, frozen=True, kw_only=True, tag="Call"):
 
 
 class EndpointSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A function behind an HTTP address."""
+    """A function that is called over HTTP."""
 
     name: str
     url: str

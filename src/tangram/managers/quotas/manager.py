@@ -61,7 +61,7 @@ class Rate(msgspec.Struct, frozen=True):
 
 
 class Quota(msgspec.Struct, frozen=True):
-    """The limits of one API: any mix of requests under way, requests per window and tokens per window."""
+    """The limits of one API: on concurrent requests, requests per window, tokens per window, or several of these."""
 
     name: str
     concurrent: int | None = None

@@ -1,0 +1,1 @@
+"""The sample buffer between rollout and training."""

@@ -1,0 +1,1 @@
+"""Settings of rollouts and training, as records of their TOML tables."""

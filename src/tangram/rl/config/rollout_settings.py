@@ -54,7 +54,7 @@ class EngineSettings(ConfigTable, frozen=True, kw_only=True):
     """Engines of one kind on one hardware class."""
 
     name: validators.Name = "engine"
-    """Name of the engine; several get a number."""
+    """Name of the engine; if `count` is above 1, each engine appends its number."""
     hardware: validators.Name = "default"
     """Their hardware class, such as `compute` or `bandwidth`, which tasks name in `affinity`."""
     count: validators.Count = 1
@@ -62,7 +62,7 @@ class EngineSettings(ConfigTable, frozen=True, kw_only=True):
     kind: Annotated[EngineKind, one_of(EngineKind)] = "process"
     """`process`: our own engine in a child process; `openai`: a server with the OpenAI API."""
     url: validators.Text = ""
-    """Address of the server; `{number}` in it becomes the number of each of several."""
+    """Address of the server; `{number}` is replaced with the number of the engine."""
     dialect: Annotated[Dialect, one_of(Dialect)] = "vllm"
     """API of the server for weight updates and aborts; `plain` has none."""
     model: validators.Text = ""
@@ -70,26 +70,26 @@ class EngineSettings(ConfigTable, frozen=True, kw_only=True):
     key_variable: validators.Text = ""
     """Environment variable that holds the API key of the server."""
     silent_s_max: validators.Seconds = 120.0
-    """A server counts as dead if it sends nothing for so long while it serves a request, or has no free slot for so
+    """A server counts as dead if it sends nothing for this long while it serves a request, or has no free slot for this
     long. A server of dialect `sglang` sends nothing before its response is complete."""
     slots: validators.Count = 16
     """Requests served at once (`max_num_seqs` of vLLM); a server gets at most this many, and the others wait."""
     sessions: validators.CountOr0 = 128
-    """Further trajectories whose KV cache is kept between two turns, so that it is not computed again: as many as are
-    open at once. They take memory only as far as they exist."""
+    """Trajectories, beyond those in slots, whose KV cache is kept between turns, so that it is not recomputed. Choose
+    the number of trajectories that are open at once; unused sessions take no memory."""
     context_max: validators.Count = 256
     """Tokens of one request, prompt and generation together (`max_model_len` of vLLM)."""
     chunk: validators.Count = 32
-    """Most tokens that are prefilled between two decode steps: chunked prefill, bounded as by `max_num_batched_tokens`
-    of vLLM, which counts decoded tokens too."""
+    """Chunked prefill: the maximum number of tokens prefilled between two decode steps, like `max_num_batched_tokens`
+    of vLLM, which also counts decoded tokens."""
     deterministic: validators.Flag = False
-    """Whether generated tokens are independent, to the last bit, of all other requests. It costs speed."""
+    """Whether generated tokens are independent, to the last bit, of all other requests. This costs speed."""
     threads: validators.Count = 1
     """PyTorch threads of each engine."""
     prefill_s_per_token: validators.SecondsOr0 = 0.0
-    """Emulated hardware: least prefill time of a token."""
+    """Emulated hardware: minimum prefill time per token."""
     decode_s_per_step: validators.SecondsOr0 = 0.0
-    """Emulated hardware: least time of a decode step, which generates one token for each request."""
+    """Emulated hardware: minimum time of a decode step, which generates one token for each request."""
 
     def check_consistency(self) -> None:
         if (self.kind == "openai") != bool(self.url):
@@ -113,13 +113,15 @@ class RewardSettings(ConfigTable, frozen=True, kw_only=True):
     action and scaled from zero; `command`: a command in the sandbox of the environment; `model`: a model service;
     `teacher`: a teacher of the policy, which scores each token."""
     function: validators.Text = ""
-    """`module:name` of a function: it computes the reward, or converts the result of a command or model to a reward."""
+    """`module:name` of a function that computes the reward, or converts the result of a command or model to a
+    reward."""
     service: validators.Text = ""
     """Name of the model service, or of the teacher."""
     timeout_s: validators.Seconds = 60.0
-    """Of one try."""
+    """Time limit of one attempt."""
     retries: validators.CountOr0 = 2
-    """After failures of the infrastructure. A reward that fails ends its trajectory as reward_failed, never with 0."""
+    """Retries after infrastructure failures. A trajectory whose reward fails ends as reward_failed, never with reward
+    0."""
 
     def check_consistency(self) -> None:
         if self.kind == "function" and not self.function:
@@ -138,7 +140,7 @@ class TaskSettings(ConfigTable, frozen=True, kw_only=True):
     """A task that is played."""
 
     name: validators.Name
-    """Its tag in metrics, routing and records."""
+    """Name of the task in metrics, routing and records."""
     environment: validators.Text = ""
     """A registered name, or `module:name`; by default the name of the task."""
     options: validators.Arguments = msgspec.field(default_factory=dict)
@@ -146,20 +148,20 @@ class TaskSettings(ConfigTable, frozen=True, kw_only=True):
     weight: Annotated[float, POSITIVE] = 1.0
     """Its share of all groups, relative to the weights of the other tasks."""
     affinity: validators.Text = ""
-    """Hardware class that generates its tokens; by default `bandwidth`, where such engines exist, else any."""
+    """Hardware class that generates its tokens; by default `bandwidth` if such engines exist, otherwise any."""
     turns_max: validators.MaybeCount = None
-    """Turns of an episode; by default the limit of the task."""
+    """Maximum turns of an episode; by default the limit of the task."""
     tokens_max: validators.MaybeCount = None
-    """Tokens of one action; by default the limit of the task."""
+    """Maximum tokens of one action; by default the limit of the task."""
     concurrency: validators.Count = 1024
-    """Episodes that are open at once."""
+    """Maximum number of open episodes."""
     reset_timeout_s: validators.Seconds = 120.0
-    """A longer reset has failed."""
+    """Time limit of a reset."""
     step_timeout_s: validators.Seconds = 60.0
-    """A longer step has failed."""
+    """Time limit of a step."""
     retries: validators.CountOr0 = 2
     """Retries of a failed reset, each with a new environment. A failed step is not repeated, because its effects are
-    unknown; the episode starts again instead, at most as often."""
+    unknown; instead the episode restarts, at most this many times."""
     backoff_s: validators.SecondsOr0 = 0.2
     """Wait before the first retry; doubles with each retry, with random jitter."""
     reset_ahead: validators.CountOr0 = 0
@@ -175,18 +177,19 @@ class GroupSettings(ConfigTable, frozen=True, kw_only=True):
     """Groups, and what happens when they lose members."""
 
     size: validators.Count = 8
-    """Members that are trained on."""
+    """Members of a group that are trained on."""
     members_extra: validators.CountOr0 = 0
-    """Redundant members; the first `size` that end are kept."""
+    """Redundant members; the first `size` members that end are kept."""
     groups_extra: validators.CountOr0 = 0
     """Redundant groups of a rollout; the first complete ones are kept. Not used in training."""
     on_loss: Annotated[MemberLossRule, one_of(MemberLossRule)] = "refill"
-    """`refill`: a failed member is played again as a new attempt; `close`: the group ends with the members that it has,
-    if they are at least `size_min`; `drop`: the whole group is dropped."""
+    """`refill`: a failed member is played again as a new attempt; `close`: the group ends with its remaining
+    members, if they are at least `size_min`; `drop`: the whole group is dropped."""
     refills_max: validators.CountOr0 = 16
-    """Refills of one group; afterwards it is closed or dropped as `size_min` says."""
+    """Maximum refills of one group; afterwards it is closed if `size_min` allows, otherwise dropped."""
     size_min: validators.Count = 1
-    """Least members of a closed group; with group-relative rewards at least 2, as one alone teaches nothing."""
+    """Minimum members of a closed group; with group-relative rewards at least 2, because one member has no
+    advantage."""
 
     def check_consistency(self) -> None:
         if self.size_min > self.size:
@@ -198,15 +201,15 @@ class PolicySettings(ConfigTable, frozen=True, kw_only=True):
 
     checkpoint: validators.PathOrNone = ""
     """A folder in our own or in Hugging Face layout. Our own engines serve Llama and Qwen2 models; other models need a
-    server. Empty: a new model of these sizes."""
+    server. Empty: a new model with the sizes below."""
     layers: validators.Count = 2
-    """Of a new model."""
+    """Layers of a new model."""
     width: validators.Count = 64
-    """Of a new model."""
+    """Hidden size of a new model."""
     heads: validators.Count = 4
     """Attention heads of a new model."""
     seed: validators.CountOr0 = 0
-    """Of the first weights."""
+    """Seed of the initial weights of a new model."""
 
     def check_consistency(self) -> None:
         if self.checkpoint:
@@ -226,31 +229,31 @@ class SamplingSettings(ConfigTable, frozen=True, kw_only=True):
     top_k: validators.CountOr0 = 0
     """Sample among this many of the most likely tokens only; 0: all."""
     top_p: Annotated[float, SHARE] = 1.0
-    """Sample among the most likely tokens that have this probability together; 1: all."""
+    """Sample among the most likely tokens whose probabilities add up to this; 1: all."""
     keep_ids: validators.Flag = False
-    """Whether the ids that top-k and top-p kept are stored for each token: training on such samples needs them."""
+    """Whether to store for each token the ids that top-k and top-p kept: training on such samples needs them."""
 
 
 class OutsideSettings(ConfigTable, frozen=True, kw_only=True):
-    """Where actions run. Nothing is started if no task acts outside."""
+    """Where actions run. Nothing is started if no task and no reward runs actions."""
 
     url: validators.Text = ""
     """Address of a shared service, with TANGRAM_TOKEN as the token; empty: embedded in this process."""
     backend: Annotated[Backend, one_of(Backend)] = "sandbox"
-    """Embedded: how commands run."""
+    """Embedded: the backend that runs commands."""
     cores: validators.MaybeCores = None
-    """Embedded: cores for all sandboxes together; by default all of the machine."""
+    """Embedded: cores for all sandboxes together; by default all cores of the machine."""
     memory: validators.MaybeSize = None
-    """Embedded: memory for all sandboxes together; by default all of the machine."""
+    """Embedded: memory for all sandboxes together; by default nine tenths of the available memory."""
     warm: validators.CountOr0 = 4
-    """Embedded: sandboxes that are made ahead."""
+    """Embedded: sandboxes that are prepared ahead."""
 
 
 class RolloutSettings(ConfigRoot, frozen=True, kw_only=True):
     """All settings of a rollout."""
 
     run: validators.Name = "rl"
-    """The run whose share of the pools its actions use."""
+    """Name of the run in fair share, to which its actions are charged."""
     seed: validators.CountOr0 = 0
     """Determines the tickets: tasks, environments and sampling noise."""
     policy: PolicySettings = PolicySettings()

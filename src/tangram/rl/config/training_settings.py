@@ -45,7 +45,7 @@ class TrainingSettings(ConfigTable, frozen=True, kw_only=True):
     """`sync`: a batch is played in lockstep turns, rewarded, then trained on. `sync+`: each trajectory at its own pace,
     with rewards as they end. `one-off`: the next batch is played to its end by the old weights while one is trained on
     (one-step off-policy). `start-bound`: trajectories continue across weight updates; staleness is bounded only when
-    they start. `async`: likewise, but whatever becomes too stale is stopped at once."""
+    they start. `async`: likewise, but a trajectory that becomes too stale is stopped at once."""
     staleness: validators.CountOr0 = 1
     """α: versions between the first token of a trajectory and the gradient step that uses it. It applies to
     `start-bound` and `async`; with 0, playing and training alternate, and no sample is older than the weights."""
@@ -54,22 +54,22 @@ class TrainingSettings(ConfigTable, frozen=True, kw_only=True):
     seconds_max: Annotated[float | None, MAYBE_SECONDS] = None
     """Time limit of the run, without the warm start."""
     batch: validators.Count = 16
-    """Groups of a step."""
+    """Groups per gradient step."""
     batch_min: validators.MaybeCount = None
     """Groups that suffice for a step once the oldest of them has waited `batch_wait_s`; by default all."""
     batch_wait_s: Annotated[float | None, MAYBE_SECONDS] = None
     """Wait after which `batch_min` groups suffice; by default never."""
     buffer_bytes: validators.Size = 256 * MIB
-    """Memory of samples that wait to be trained on."""
+    """Memory for samples that wait to be trained on."""
     pull: Annotated[Pull, one_of(Pull)] = "at_once"
     """When engines take new weights: `at_once` when they are published, or `after_batch`, once the next batch is
-    complete, which is the order of the RollArt paper and makes every sample a version older."""
+    complete, which is the order of the RollArt paper and makes every sample one version older."""
     threads: validators.Count = 1
     """PyTorch threads of the trainer."""
     stall_s: validators.Seconds = 120.0
-    """Watchdog: after so long without progress, the run reports what it waits for and stops what is stuck."""
+    """Watchdog: after this long without progress, the run reports what it waits for and stops what is stuck."""
     stalls_max: validators.Count = 3
-    """Stalls in a row, with the last of which the run ends, with a checkpoint."""
+    """Consecutive stalls after which the run saves a checkpoint and ends."""
 
     def check_consistency(self) -> None:
         if self.batch_min is not None and self.batch_min > self.batch:
@@ -90,21 +90,21 @@ class TrainingSettings(ConfigTable, frozen=True, kw_only=True):
 
 
 class ObjectiveSettings(ConfigTable, frozen=True, kw_only=True):
-    """What is learned from a batch."""
+    """The objective and the optimiser."""
 
     kind: Annotated[Objective, one_of(Objective)] = "grpo"
-    """`grpo`: from rewards, relative to those of the group; `distill`: from the log-probabilities of teachers, per
-    token."""
+    """`grpo`: learns from rewards, relative to those of the group; `distill`: learns from the log-probabilities of
+    teachers, per token."""
     learning_rate: Annotated[float, POSITIVE] = 7e-4
-    """Of AdamW."""
+    """Learning rate of AdamW."""
     decay: Annotated[Decay, one_of(Decay)] = "none"
-    """Decay of the learning rate over the steps of the run, to a tenth."""
+    """Decay of the learning rate to a tenth over the steps of the run."""
     rate_warmup_steps: validators.CountOr0 = 0
     """Steps over which the learning rate rises from 0."""
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Of AdamW."""
+    """Weight decay of AdamW."""
     gradient_norm_max: Annotated[float, POSITIVE] = 1.0
-    """Longer gradients are clipped to this norm."""
+    """Gradients with a larger norm are clipped to this norm."""
     epochs: validators.Count = 2
     """Passes over each batch."""
     minibatch: validators.Count = 64
@@ -112,9 +112,10 @@ class ObjectiveSettings(ConfigTable, frozen=True, kw_only=True):
     microbatch: validators.Count = 64
     """Trajectories of one forward and backward pass; gradients accumulate over the microbatches of a minibatch."""
     clip_low: Annotated[float, SHARE_OR_0] = 0.2
-    """The probability ratio is clipped at 1 less this ..."""
+    """Lower clip: the probability ratio is clipped at 1 - `clip_low`."""
     clip_high: Annotated[float, NOT_NEGATIVE] = 0.28
-    """... and 1 plus this; more than `clip_low` is clip-higher, as in DAPO."""
+    """Upper clip: the probability ratio is clipped at 1 + `clip_high`. A value above `clip_low` is clip-higher, as in
+    DAPO."""
     correction: Annotated[Correction, one_of(Correction)] = "truncated"
     """Off-policy correction for samples of older weights. `truncated` (decoupled PPO with truncated importance
     sampling, TIS): the ratio is clipped against the trainer's probabilities at the start of the step, and each token
@@ -136,8 +137,8 @@ class ObjectiveSettings(ConfigTable, frozen=True, kw_only=True):
     over its tokens, so that a short trajectory counts as much as a long one, as in GRPO. `constant`: sum divided by
     trajectories times the longest possible trajectory, so that length does not matter, as in Dr. GRPO."""
     zero_variance: Annotated[Literal["drop", "keep"], one_of(Literal["drop", "keep"])] = "drop"
-    """Groups whose members all have the same reward: they have no advantage, but with `keep` they count in means over
-    the batch."""
+    """Groups whose members all have the same reward, so no advantage: `drop` leaves them out of the batch, `keep`
+    counts them in means over it."""
     overlong: Annotated[Overlong, one_of(Overlong)] = "keep"
     """Trajectories that were cut off: trained on like others, not trained on (`mask`), or with the lowest reward of the
     task (`punish`)."""
@@ -154,15 +155,15 @@ class WarmStartSettings(ConfigTable, frozen=True, kw_only=True):
     goal. It ends for a task at its `warm_until`."""
 
     agent: validators.Text = "teacher"
-    """Name of the agent that it imitates."""
+    """Name of the agent that the policy imitates."""
     episodes: validators.Count = 512
-    """Episodes of each task, played once and imitated repeatedly."""
+    """Demonstrations of each task, played once and imitated repeatedly."""
     batch: validators.Count = 64
     """Episodes of one step."""
     learning_rate: Annotated[float, POSITIVE] = 3e-3
-    """Of its own AdamW."""
+    """Learning rate of the AdamW of the warm start."""
     steps_max: validators.Count = 400
-    """Steps after which training begins in any case."""
+    """Maximum number of steps before training begins."""
     check_every: validators.Count = 10
     """Steps between two checks of the policy."""
     check_episodes: validators.Count = 64
@@ -170,18 +171,18 @@ class WarmStartSettings(ConfigTable, frozen=True, kw_only=True):
 
 
 class EvaluationSettings(ConfigTable, frozen=True, kw_only=True):
-    """On held-out seeds, while training continues."""
+    """Evaluations on held-out seeds, while training continues."""
 
     every: validators.CountOr0 = 10
     """Steps between two evaluations; 0: never."""
     episodes: validators.Count = 64
-    """Of each task."""
+    """Episodes of each task in an evaluation."""
     temperature: Annotated[float, TEMPERATURE] = 1.0
     """0 is greedy decoding."""
 
 
 class CheckpointSettings(ConfigTable, frozen=True, kw_only=True):
-    """From which a run is resumed."""
+    """Checkpoints, from which a run is resumed."""
 
     every: validators.Count = 20
     """Steps between two checkpoints; there is also one at the start and at the end."""
@@ -194,7 +195,7 @@ class TeacherSettings(ConfigTable, frozen=True, kw_only=True):
     "teacher", service = NAME }`."""
 
     name: validators.Name
-    """Of its service."""
+    """Name of its model service."""
     checkpoint: validators.PathText
     """A folder in our own or in Hugging Face layout, with the vocabulary of the policy."""
 

@@ -1,0 +1,1 @@
+"""Environments: tasks that an agent plays."""

@@ -1,0 +1,1 @@
+"""Inference: engines that generate tokens, and the router in front of them."""

@@ -1,0 +1,1 @@
+"""The part that needs PyTorch: the transformer, generation, the objective, the learner."""

@@ -199,7 +199,7 @@ def _gaps_section(timeline: RolloutTimeline, engines: StageTime) -> str:
         )
         causes = largest_shares(gap.causes, gap.length, CAUSES_SHOWN)
         rows.append([_seconds_text(gap.began), _seconds_text(gap.length), causes, longest or "-"])
-    heads = ("since", "length", "because of", "longest under way")
+    heads = ("since", "length", "causes", "longest under way")
     return section(
         "When no engine was decoding, and why",
         f"The longest of {pluralize(len(engines.gaps), 'gap')}. Each instant is divided among the trajectories under"
@@ -216,7 +216,7 @@ def _stages_section(timeline: RolloutTimeline) -> str:
             _seconds_text(each.waiting), _seconds_text(sum(each.idle.values())),
             largest_shares(each.idle, each.total, CAUSES_SHOWN),
         ])  # fmt: skip
-    heads = ("stage", "busy", "most at once", "trajectory time in it", "waiting for it", "idle", "idle because of")
+    heads = ("stage", "busy", "most at once", "trajectory time in it", "waiting for it", "idle", "causes of idle time")
     return section(
         "Every stage",
         "Busy: the share of the whole time in which the stage worked on something. Shares of causes are of the whole"

@@ -85,8 +85,8 @@ class TrainingProgress(LiveView):
     def stop_text(self) -> str:
         """What is saved if the run is stopped now."""
         if self.status.phase == TRAINING:
-            return "the step that is under way is finished and saved"
-        return "nothing is saved of a warm start that is not over" if self.status.phase == WARMING else "it ends"
+            return "the current step is finished and saved"
+        return "an unfinished warm start is not saved" if self.status.phase == WARMING else "it ends"
 
     def elapsed_s(self) -> float:
         """Seconds since the run began, resumptions included; before its begin, since the start of the process."""

@@ -1,0 +1,1 @@
+"""Rollout: groups of episodes, each at its own pace."""

@@ -1,0 +1,1 @@
+"""A run on disk: everything that a resumed run needs."""

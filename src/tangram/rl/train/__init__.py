@@ -1,0 +1,1 @@
+"""Training: batches from the buffer, gradient steps, weight sync, evaluation, checkpoints."""

@@ -1,0 +1,1 @@
+"""Trajectories: records of what a rollout produces and a trainer consumes."""

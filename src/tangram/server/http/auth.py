@@ -111,7 +111,9 @@ class RunRegistry:
     async def create(self, name: str, request: RunRequest) -> RunReply:
         if not RUN.fullmatch(name) or name in RESERVED_RUN_NAMES:
             raise InvalidAction(
-                "run", name, "1 to 40 of a-z, 0-9 and '-', the first no '-'; not " + ", ".join(RESERVED_RUN_NAMES)
+                "run",
+                name,
+                "1 to 40 characters of a-z, 0-9 and '-', the first not '-'; not " + ", ".join(RESERVED_RUN_NAMES),
             )
         async with self._lock:
             if name in self._record_by_run:

@@ -77,17 +77,15 @@ FAMILIES = (
     ),
     MetricFamily("tangram_pool_waiting_actions", GAUGE, "Queued actions that wait for the pool.", ("pool",)),
     MetricFamily(
-        "tangram_node_draining", GAUGE, "1 while a node takes no new sandboxes and actions, else 0.", ("node",)
+        "tangram_node_draining", GAUGE, "1 while a node accepts no new sandboxes and actions, else 0.", ("node",)
     ),
-    MetricFamily(
-        "tangram_run_share", GAUGE, "The largest share that a run has of any kind of pool, from 0 to 1.", ("run",)
-    ),
+    MetricFamily("tangram_run_share", GAUGE, "Largest share of a run over all kinds of pool, from 0 to 1.", ("run",)),
     MetricFamily("tangram_run_weight", GAUGE, "Weight of a run in fair share.", ("run",)),
     MetricFamily(
         "tangram_sandboxes", GAUGE, "Sandboxes: active while an action runs in them, else frozen.", ("run", "state")
     ),
     MetricFamily("tangram_refusals_total", COUNTER, "Refusals by limit.", ("limit",)),
-    MetricFamily("tangram_scheduler_events_total", COUNTER, "Events that the scheduler has handled.", ("event",)),
+    MetricFamily("tangram_scheduler_events_total", COUNTER, "Events handled by the scheduler.", ("event",)),
     MetricFamily("tangram_http_requests_total", COUNTER, "HTTP requests by route and status.", ("route", "status")),
     MetricFamily(
         "tangram_http_request_seconds",

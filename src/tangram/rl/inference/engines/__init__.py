@@ -1,0 +1,1 @@
+"""Engines: they generate tokens, behind one protocol."""
