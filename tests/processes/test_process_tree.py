@@ -57,9 +57,14 @@ def pids_below(pid: int) -> set[int]:
 
 def test_the_environment_is_that_of_the_start_of_a_program() -> None:
     with subprocess.Popen(["sleep", "1000"], env={"PATH": os.defpath, "NAME": "a=b"}) as child:
-        assert b"NAME=a=b" in read_environment(child.pid)
-        assert 0 < resident_bytes(child.pid) < resident_bytes(os.getpid())
-        child.kill()
+        try:
+            deadline = time.monotonic() + 20.0
+            while read_environment(child.pid) == [b""]:  # exec has not set it yet
+                assert time.monotonic() < deadline, "expected the environment of a program"
+            assert b"NAME=a=b" in read_environment(child.pid)
+            assert 0 < resident_bytes(child.pid) < resident_bytes(os.getpid())
+        finally:
+            child.kill()
     with pytest.raises(FileNotFoundError):
         read_environment(child.pid)
 

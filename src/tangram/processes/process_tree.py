@@ -158,7 +158,8 @@ def processes_below(pid: int) -> list[Process]:
 
 
 def read_environment(pid: int) -> list[bytes]:
-    """The variables that a process was executed with, as `NAME=value`. Raises OSError."""
+    """The variables that a process was executed with, as `NAME=value`; one empty value for a zombie, and while exec
+    replaces the program. Raises OSError."""
     return _read_file(f"/proc/{pid}/environ", ENVIRONMENT_BYTES_MAX).split(b"\0")
 
 
