@@ -1,6 +1,6 @@
 """Action: one atomic use of outside resources, its states and what it ends with.
 
-Owns the record of an action, the table of transitions and the Outcome. Decides nothing.
+Owns the record of an action, the transition table of its states (a state machine) and the Outcome. Decides nothing.
 """
 
 from __future__ import annotations

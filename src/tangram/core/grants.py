@@ -1,8 +1,8 @@
 """Grants: the policy's decisions, written into the ledger.
 
-Owns the units that each live action holds, and the units that are held aside during a plan. Checks every decision
-before it is written: raises InvariantError for an amount that a demand does not admit and for a pool that would be
-oversold. Never chooses anything and never changes the state of an action.
+Owns the units that each live action holds (in several pools all or none, as in gang scheduling), and the units that are
+held aside during a plan. Checks every decision before it is written: raises InvariantError for an amount that a demand
+does not admit and for a pool that would be oversold. Never chooses anything and never changes the state of an action.
 """
 
 from __future__ import annotations

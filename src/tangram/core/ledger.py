@@ -1,6 +1,7 @@
 """The ledger: the units of each pool, free, held or spent.
 
-Owns every count of units and their position inside a node. Never decides anything. Promises
+Owns every count of units and their position inside a node, and the use of each run, by which fair share orders runs
+(dominant resource fairness, DRF). Never decides anything. Promises
 free + held + spent == total for every pool after every call. `free` is negative only after a pool shrank or an estimate
 was corrected. Nothing is granted then.
 """

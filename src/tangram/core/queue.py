@@ -2,7 +2,8 @@
 
 Owns the lanes in which live actions wait, and which pools are closed to which actions. Decides nothing about units.
 A closed pool is a reservation, as in batch schedulers: without it later actions that need less would backfill every
-unit that becomes free, and an action that needs many would never start.
+unit that becomes free, and an action that needs many would never start. An action that cannot start closes only pools
+that it needs: there is no head-of-line blocking across pools.
 What blocks the first action of a lane blocks the whole lane, so the cost of a scheduling round grows with the number
 of lanes, not of waiting actions.
 

@@ -1,10 +1,10 @@
 """The scheduler: `handle(event, now) -> effects`.
 
-Owns the life of every action from Submit to Settle. Never reads a clock, draws a random number or waits: the live
-service, the simulator and the tests drive this same object. Promises that every accepted action settles exactly once,
-that a plan which oversells a pool raises InvariantError with the action's story, and that the cost of an event grows
-neither with the number of finished actions nor, beyond a logarithm, with the number of waiting ones. It grows in
-proportion to the runs, services and shapes of demand that wait for one pool.
+Owns the life of every action from Submit to Settle, admission control included. Never reads a clock, draws a random
+number or waits: the live service, the simulator and the tests drive this same object. Promises that every accepted
+action settles exactly once, that a plan which oversells a pool raises InvariantError with the action's story, and that
+the cost of an event grows neither with the number of finished actions nor, beyond a logarithm, with the number of
+waiting ones. It grows in proportion to the runs, services and shapes of demand that wait for one pool.
 
 Waits are bounded if every action has a time limit and sandboxes are released: from `ELDER_FACTOR * ageing_s` after its
 submission an action has to wait only for actions that were submitted before it, because no later one may take what it

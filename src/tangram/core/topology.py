@@ -1,8 +1,8 @@
 """Topology: the position of units inside a node.
 
 Owns which devices, NUMA cells and cores are free. Never decides how many units an action gets: it takes a number and
-returns a position. Promises that no position is taken twice and that freed chunks are merged again. Callers count
-first: taking more than is free raises InvariantError.
+returns a position (bin packing: the smallest chunk or group of cells that suffices). Promises that no position is taken
+twice and that freed chunks are merged again. Callers count first: taking more than is free raises InvariantError.
 """
 
 from __future__ import annotations

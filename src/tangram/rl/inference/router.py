@@ -2,11 +2,13 @@
 
 Owns which engine serves which request, and that each request gets exactly one response, an error with its reason, or is
 cancelled. Never samples, trains or starts a process. Promises that the death of an engine costs a trajectory only time,
-because it continues elsewhere from its tokens; that fallback to another hardware class is reported; and that no request
+because it continues elsewhere from its tokens (failover); that a poison request, on which engines die, is abandoned;
+that fallback to another hardware class is reported; and that no request
 waits for an engine that will not return.
 
-A request goes to the class that its task prefers: to the engine that served its session last and still has its prefix,
-unless that engine is overloaded (OVERLOAD), else to the engine with the fewest outstanding tokens.
+A request goes to the class that its task prefers. Session affinity: there it goes to the engine that served its session
+last and still has its prefix, unless that engine is overloaded (OVERLOAD), else to the engine with the fewest
+outstanding tokens.
 
 Each engine starts, updates its weights and dies independently; see engine_supervisor.py. A hang of a serving engine is
 detected by the engine itself, one during its start or an update by its supervisor. A weight update that all engines
@@ -311,10 +313,10 @@ class Router:
             serving = [supervisor for supervisor in engines if supervisor.is_serving]
             if serving:
                 self._on_preferred_class(request.task, preferred)
-                return self._least_loaded(request, serving)
+                return self._by_session_affinity(request, serving)
             serving = [supervisor for supervisor in others if supervisor.is_serving]
             if serving:
-                chosen = self._least_loaded(request, serving)
+                chosen = self._by_session_affinity(request, serving)
                 self._on_fallback(request.task, preferred, chosen.hardware)
                 return chosen
             if all(supervisor.is_gone for supervisor in (*engines, *others)):
@@ -325,9 +327,8 @@ class Router:
             finally:
                 self._counts["waiting"] -= 1
 
-    def _least_loaded(self, request: GenerationRequest, serving: list[EngineSupervisor]) -> EngineSupervisor:
-        """Session affinity: the engine that has the prefix of the session, unless it is overloaded; else the least
-        loaded one."""
+    def _by_session_affinity(self, request: GenerationRequest, serving: list[EngineSupervisor]) -> EngineSupervisor:
+        """The engine that has the prefix of the session, unless it is overloaded; else the least loaded one."""
         least = min(serving, key=lambda supervisor: supervisor.load)
         placement = self._placement_by_session.get(request.session) if request.session else None
         if placement is None or placement.supervisor not in serving:

@@ -3,7 +3,7 @@
 Owns the table from which the OpenAPI document and the reference page are generated, and the handlers. A handler decodes
 the request, calls the action service or a manager, and encodes the response; it keeps no state.
 
-The path of an action:
+The path of an HTTP request to the scheduler:
 
     routes                a handler decodes the request
     ActionService         checks the limits of the tenant and writes the action to the journal

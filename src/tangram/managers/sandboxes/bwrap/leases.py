@@ -1,6 +1,7 @@
 """Leases of programs in bwrap sandboxes.
 
-Owns the slot of an action in its sandbox and the usage measured there. Two kinds: a program of its own, and a command
+Owns the slot of an action in its sandbox, which gives an exec the cores of its grant (cpuset, weight, quota), and the
+usage measured there. Two kinds: a program of its own, and a command
 for the shell of a session. The life of a lease is in `sandboxes/leases.py`.
 """
 

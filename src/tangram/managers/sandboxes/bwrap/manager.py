@@ -1,8 +1,9 @@
 """The bwrap manager: sandboxes on this machine that hold cores only while an action runs in them.
 
-Owns every sandbox that it opened, from its state directory to its control groups. Decides nothing: grants state who
-runs with how much. Promises what `managers.base` requires, and that sandboxes die with their owner. Those of a named
-owner that keeps them do not: they stay frozen until the next process of that name adopts them.
+Creates, freezes and removes sandboxes. Owns every sandbox that it opened, from its state directory to its control
+groups. Decides nothing: grants state who runs with how much. Promises what `managers.base` requires, and that sandboxes
+die with their owner. Those of a named owner that keeps them do not: they stay frozen until the next process of that
+name adopts them.
 """
 
 from __future__ import annotations
