@@ -428,7 +428,7 @@ def test_a_stream_that_goes_wrong_kills_the_engine_and_what_was_sound_survives(f
         await engine.start(weights(7))
         assert (await engine.generate(a_request(tokens_max=2))).versions == (7, 7)
 
-    with_server(test, "vllm", silent_s_max=0.5 if fault == "silent" else 20.0)
+    with_server(test, "vllm", silent_s_max=3.0 if fault == "silent" else 20.0)
 
 
 @pytest.mark.parametrize(
@@ -456,7 +456,7 @@ def test_a_whole_answer_that_goes_wrong_kills_the_engine(fault: str, words: str)
             await engine.generate(a_request(tokens_max=6))
         assert died.value.written is None
 
-    with_server(test, "sglang", silent_s_max=0.5 if fault == "silent" else 20.0)
+    with_server(test, "sglang", silent_s_max=3.0 if fault == "silent" else 20.0)
 
 
 @BOTH

@@ -13,7 +13,7 @@ from tests.server.dashboard.fake_model import Model
 from tests.server.dashboard.fake_service import FakeService
 
 LAPTOP = {"width": 1366, "height": 768}
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 NOT_OF_THE_PAGE = "Failed to load resource"
 """What the browser itself logs for a refused or unanswered request; the tests that stop the service look for it."""
 
