@@ -139,7 +139,9 @@ class Run:
     def kill(self, *programs: str) -> None:
         for program in programs:
             (pid,) = until(lambda program=program: self.children(program), f"{program} runs")
+            forked = self.children(TRAINER) if program == FORK_SERVER else []
             os.kill(pid, signal.SIGKILL)
+            until(lambda forked=forked: all(map(gone, forked)), "what it forked ends with it")
 
     # ---- what happens in it ----
 
