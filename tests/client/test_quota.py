@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import email.message
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -615,14 +615,23 @@ def test_tokens_of_an_answer_correct_the_estimate(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_server_that_refuses_is_left_alone_for_its_retry_after(tmp_path: Path) -> None:
+def test_a_server_that_refuses_is_left_alone_for_its_retry_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     times: list[float] = []
     refused = asyncio.Event()
+    report = LocalTransport.report_upstream_response
+
+    def reported(transport: LocalTransport, quota: str, status: int, headers: Mapping[str, str], action: str) -> None:
+        report(transport, quota, status, headers, action)
+        if status == 429:
+            refused.set()
+
+    monkeypatch.setattr(LocalTransport, "report_upstream_response", reported)
 
     async def reply(_: web.Request) -> web.Response:
         times.append(asyncio.get_running_loop().time())
         if len(times) == 1:
-            refused.set()
             return web.Response(status=429, headers={"Retry-After": "0.3"})
         return web.Response(text="fine")
 
@@ -634,7 +643,6 @@ def test_a_server_that_refuses_is_left_alone_for_its_retry_after(tmp_path: Path)
 
     async def after(api: Api) -> HttpResponse:
         await refused.wait()
-        await asyncio.sleep(0.05)
         return await api.get("later")
 
     play(tmp_path, test)

@@ -24,6 +24,16 @@ def gone(pid: int) -> bool:
         return True
 
 
+def is_pending(pid: int, number: int) -> bool:
+    """Whether a signal was sent to it that has not reached it yet."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    words = [line.split() for line in status.splitlines()]
+    return any(int(word[1], 16) >> (number - 1) & 1 for word in words if word[0] in ("SigPnd:", "ShdPnd:"))
+
+
 def children() -> list[str]:
     return [pid for each in Path("/proc/self/task").glob("*/children") for pid in each.read_text().split()]
 

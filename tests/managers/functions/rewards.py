@@ -22,6 +22,8 @@ from tangram.client.functions import function
 
 IDLE_S = 0.3
 """Short, so that tests see instances end."""
+LONG_S = 1000.0
+"""That of `tests.passing_time`, which imports more."""
 MEMORY = "192MiB"
 
 kept: list[bytes] = []
@@ -103,7 +105,7 @@ def note(log: str) -> None:
 # ---- bad ones ----
 
 
-@declared()
+@declared(idle_s=30.0)
 def raises() -> None:
     print("on its way")
     print("and to errors", file=sys.stderr)
@@ -282,7 +284,7 @@ def runs_away(log: str) -> None:
         time.sleep(0.001)
 
 
-@declared(timeout_s=0.5)
+@declared(timeout_s=LONG_S)
 def hangs_in_c(log: str) -> None:
     """Sleeps in C with all signals blocked."""
     signal.pthread_sigmask(signal.SIG_BLOCK, range(1, signal.NSIG))
@@ -291,9 +293,10 @@ def hangs_in_c(log: str) -> None:
     ctypes.CDLL(None).sleep(600)
 
 
-@declared(timeout_s=0.5)
-def slow() -> None:
+@declared(timeout_s=LONG_S)
+def slow(log: str) -> None:
     print("begun", flush=True)
+    note(log)
     time.sleep(600)
 
 

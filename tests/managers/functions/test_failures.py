@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 from tests.managers.functions import rewards
 from tests.managers.functions.conftest import DEADLINE_S, Bench, below, lines, living, parent, until, wait_for
+from tests.passing_time import past_limit
 
 import tangram
+from tangram.client.functions import CallResult
 from tangram.core.action import Action
 from tangram.core.demand import CPU, Demand, fixed
 from tangram.core.messages import Grant
@@ -266,9 +268,16 @@ def test_an_instance_that_closed_its_socket_is_replaced(run: Run) -> None:
 # ---- time ----
 
 
-def test_a_timeout_ends_the_instance_and_returns_the_output(run: Run) -> None:
+async def timed_out(bench: Bench, target: Any, log: Path) -> CallResult:
+    """The result of a call that reaches its time limit once it has written to its log."""
+    task = asyncio.create_task(bench.try_call(target, str(log)))
+    await until(lambda: task.done() or lines(log))
+    return await past_limit(bench.orchestrator, task)
+
+
+def test_a_timeout_ends_the_instance_and_returns_the_output(run: Run, tmp_path: Path) -> None:
     async def test(bench: Bench) -> None:
-        result = await bench.try_call(rewards.slow)
+        result = await timed_out(bench, rewards.slow, tmp_path / "log")
         assert (result.kind, result.stdout) == ("timed_out", "begun\n")
         await until(lambda: bench.manager.statistics().instances == 0)
 
@@ -282,7 +291,7 @@ def test_a_hang_in_c_with_signals_blocked_is_killed_with_its_children(
 
     async def test(bench: Bench) -> None:
         before = below(os.getpid())
-        result = await bench.try_call(rewards.hangs_in_c, str(tmp_path / "log"))
+        result = await timed_out(bench, rewards.hangs_in_c, tmp_path / "log")
         assert result.kind == "timed_out"
         assert not living(int(lines(tmp_path / "log")[0]))
         assert len(below(os.getpid()) - before) == 1  # the fork server
@@ -500,10 +509,10 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(tmp_path)
     names: list[str] = []
 
-    def write(name: str, above: str = "") -> Any:
+    def write(name: str, above: str = "", idle_s: float = 0.3) -> Any:
         text = (
             "import os\nfrom tangram.client.functions import function\n"
-            "@function(cpus=0.1, idle_s=0.3)\ndef score():\n    return os.getpid()\n"
+            f"@function(cpus=0.1, idle_s={idle_s})\ndef score():\n    return os.getpid()\n"
         )
         (tmp_path / f"{name}.py").write_text(text)
         found = __import__(name)
@@ -571,6 +580,7 @@ def test_a_module_with_threads_is_imported_by_each_instance_and_logged_once(
     found = written(
         "reward_threads",
         "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n",
+        idle_s=3.0,
     )
 
     async def test(bench: Bench) -> None:

@@ -527,7 +527,7 @@ def test_a_fork_bomb_stays_in_its_sandbox(run: Run) -> None:
 
     async def test(bench: Bench) -> None:
         result = await bench.try_call(bombs, True)
-        assert result.kind in ("value", "error", "timed_out"), result
+        assert result.kind in ("value", "error", "timed_out", "lost"), result  # it may starve
         assert result.kind != "value" or result.value < 50
         assert await bench.call(bombs, False) == 0
 

@@ -134,12 +134,12 @@ def test_a_process_that_dies_during_a_load_is_started_again_at_the_next_use(flag
 def test_a_load_that_hangs_is_ended_after_its_time(flag: Flag) -> None:
     async def test(rig: Rig) -> None:
         flag.raise_it()
-        with pytest.raises(ManagerError, match=r"took longer than 0\.5 s"):
+        with pytest.raises(ManagerError, match=r"took longer than 5\.0 s"):
             await rig.call("broken")
         flag.lower()
         await answers(rig, "broken", 1)
 
-    broken = Service(name="broken", engine=BytesEngine(size=SIZE, load=f"hang:{flag}"), load_s_max=0.5)
+    broken = Service(name="broken", engine=BytesEngine(size=SIZE, load=f"hang:{flag}"), load_s_max=5.0)
     run(Rig([broken], devices(1)), test)
 
 

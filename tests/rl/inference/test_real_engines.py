@@ -21,7 +21,7 @@ from tangram.rl.inference.router import Router
 from tangram.rl.inference.router_records import AnyRouterEvent, EngineLost
 
 DEADLINE_S = 180.0
-STEP_S = 0.02
+STEP_S = 0.05
 """Slow enough to be killed in the middle."""
 
 
@@ -37,6 +37,13 @@ def published(folder: Path, version: int, seed: int) -> PolicyWeights:
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0.01)
+
+
+async def decoding(engine: ProcessEngine) -> None:
+    """Until the engine has written some tokens of the requests that it has now."""
+    await until(lambda: engine.statistics().active > 0)
+    steps = engine.statistics().steps
+    await until(lambda: engine.statistics().steps >= steps + 10)
 
 
 def with_engines(
@@ -67,9 +74,10 @@ def test_what_is_killed_in_the_middle_goes_on_token_for_token(tmp_path: Path) ->
     async def test(gateway: Router, engines: list[ProcessEngine], events: list[AnyRouterEvent]) -> None:
         requests = [a_request(tokens=5 + number, tokens_max=60, session=f"s{number}", stop=()) for number in range(4)]
         undisturbed = await asyncio.gather(*(gateway.generate(request) for request in requests))
+        await until(lambda: not any(engine.statistics().active for engine in engines))
         tasks = [asyncio.create_task(gateway.generate(request)) for request in requests]
         await until(lambda: sum(kept.requests for kept in gateway.statistics().engines) == 4)
-        await asyncio.sleep(20 * STEP_S)
+        await decoding(engines[0])
         os.kill(engines[0].pid, signal.SIGKILL)
         results = await asyncio.gather(*tasks)
         assert [each.tokens for each in results] == [each.tokens for each in undisturbed]
@@ -90,7 +98,7 @@ def test_an_engine_that_is_killed_during_an_update_comes_back_with_the_new_weigh
     async def test(gateway: Router, engines: list[ProcessEngine], events: list[AnyRouterEvent]) -> None:
         task = asyncio.create_task(gateway.generate(a_request(tokens_max=80, stop=())))
         await until(lambda: gateway.statistics().engines[0].requests == 1)
-        await asyncio.sleep(10 * STEP_S)
+        await decoding(engines[0])
         update = asyncio.create_task(gateway.update(second))
         os.kill(engines[0].pid, signal.SIGKILL)
         await update

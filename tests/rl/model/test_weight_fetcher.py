@@ -147,7 +147,7 @@ def test_killed_half_way_through_a_fetch_it_has_died_and_starts_with_the_newest(
 
 
 def test_a_fetch_that_hangs_is_noticed(published: list[PolicyWeights], tmp_path: Path) -> None:
-    engine = ProcessEngine(settings(), hang_s=1.5)
+    engine = ProcessEngine(settings(), hang_s=5.0)
 
     async def test() -> None:
         with pytest.raises(EngineDied, match="sent nothing for"):

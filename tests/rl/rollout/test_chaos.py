@@ -25,7 +25,7 @@ SEEDS = (1, 2)
 KILLS = 2
 """The router gives up a request after three deaths of engines; on a slow machine one request could see three."""
 GROUPS = 8
-STEP_S_MAX = 1.0
+STEP_S_MAX = 3.0
 """A hanging environment is found out soon, and one that is only slow on a busy machine is not taken for one."""
 
 

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 from tests.rl.learners import HALF, STATE
-from tests.rl.processes import gone, leaving_nothing, until
+from tests.rl.processes import gone, is_pending, leaving_nothing, until
 from tests.rl.trainers import EPISODE, SETTINGS, SIZE, batch, group, trainer_in
 
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
@@ -295,7 +295,7 @@ def test_on_a_full_disk_nothing_half_is_published_or_saved_and_the_step_is_not_l
 
 
 def test_one_that_stands_still_counts_as_dead(tmp_path: Path) -> None:
-    trainer, here = trainer_in(tmp_path, hang_s=1.0), tmp_path / "here"
+    trainer, here = trainer_in(tmp_path, hang_s=2.0), tmp_path / "here"
 
     async def test() -> None:
         await trainer.start()
@@ -312,7 +312,7 @@ def test_one_that_stands_still_counts_as_dead(tmp_path: Path) -> None:
 
 
 def test_a_computing_trainer_may_take_long_up_to_a_limit(tmp_path: Path) -> None:
-    trainer = trainer_in(tmp_path, hang_s=1.0, work_s_max=8.0)
+    trainer = trainer_in(tmp_path, hang_s=2.0, work_s_max=8.0)
 
     async def test() -> None:
         await trainer.start()
@@ -382,6 +382,7 @@ def test_it_ends_with_its_owner_whatever_it_is_doing(tmp_path: Path, number: sig
             pid = int(owner.stdout.readline())
             asyncio.run(until(here.exists))
             os.kill(pid, signal.SIGINT)  # Ctrl-C reaches all; a trainer leaves it to its owner
+            asyncio.run(until(lambda: not is_pending(pid, signal.SIGINT)))
             assert not gone(pid)
             owner.send_signal(number)
             asyncio.run(until(lambda: gone(pid)))

@@ -106,7 +106,7 @@ def test_what_is_under_way_cannot_be_acknowledged_away(tmp_path: Path) -> None:
     async def main() -> None:
         async with local_service(tmp_path) as caller:
             await caller.open()
-            await caller.run("it", "sleep 0.3; echo once", wait_s=0)
+            await caller.run("it", "sleep 2; echo once", wait_s=0)
             assert (await caller.ask("POST", "/v1/acknowledge", {"actions": ["it"]})).status == 204
             assert (await caller.ask("GET", "/v1/actions/it")).json["settled"]["executed"]["stdout"] == "b25jZQo="
 
@@ -237,12 +237,12 @@ def test_a_connection_that_is_cut_in_any_phase_costs_nothing(
             async with connect(way.address) as client, client.sandbox() as box:
                 way.cut_after = lambda sent: way.cuts < 3 and CUTS[what](sent)
                 received: list[bytes] = []
-                result = await box.exec("sleep 0.6; echo once", on_output=lambda stream, data: received.append(data)) \
-                    if what == "when its output is followed" else await box.exec("sleep 0.6; echo once")  # fmt: skip
+                result = await box.exec("sleep 2; echo once", on_output=lambda stream, data: received.append(data)) \
+                    if what == "when its output is followed" else await box.exec("sleep 2; echo once")  # fmt: skip
                 assert result.stdout == "once\n"
                 assert not received or b"".join(received) == b"once\n"
             assert way.cuts == 3 or what == "when it has been sent"
-            assert commands(up) == ["sleep 0.6; echo once"]
+            assert commands(up) == ["sleep 2; echo once"]
 
     asyncio.run(main())
 

@@ -118,7 +118,7 @@ def test_headers_without_end_are_cut_off(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_client_that_sends_its_headers_too_slowly_is_disconnected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "HEADER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(listener, "HEADER_TIMEOUT_S", 2.0)
 
     async def main() -> None:
         async with local_service(tmp_path) as caller, line(caller.address) as silent, line(caller.address) as slow:
@@ -178,7 +178,7 @@ def test_a_connection_that_is_used_again_and_again_is_not_cut_off(
     ids=["record", "file", "tree"],
 )
 def test_a_body_that_comes_slowly_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: bytes) -> None:
-    monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 2.0)
     monkeypatch.setattr(bodies, "SPOOL_BYTES", 1)  # each piece goes to the disk, where time passes as well
 
     async def main() -> None:

@@ -32,8 +32,8 @@ from typing import Any
 
 from tangram.managers.sandboxes.docker import DockerManager
 
-START_S = 20.0
-STOP_S = 20.0
+START_S = 120.0
+STOP_S = 120.0
 """Each takes a fraction of a second on a machine that has nothing else to do."""
 
 PREFIX = "tangram-docker-"
