@@ -6,7 +6,8 @@ quota is granted once in any window, whichever clock the API uses, and that a le
 not earlier: an action that is stopped during a request holds the quota until the request has ended. The end of the
 manager ends all leases.
 
-A window is a token bucket, kept by the ledger of the scheduler (core/ledger.py).
+The rate limiter itself is a pool with a sliding window: the ledger of the scheduler (core/ledger.py) counts the units
+and returns them when the window has passed.
 
     search             requests under way
     search/requests    requests in a window of time

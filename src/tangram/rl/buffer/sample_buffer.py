@@ -136,8 +136,8 @@ class SampleBuffer:
 
     @property
     def version_min(self) -> int:
-        """The lowest version of a first token that can still be trained on. While a step runs, the next one starts a
-        version later, so what is too stale for that step is already lost."""
+        """The staleness bound: the lowest version of a first token that can still be trained on. While a step runs,
+        the next one starts a version later, so what is too stale for that step is already lost."""
         return max(0, self._next_version - self._staleness_bound) if self._enforces_staleness else 0
 
     def has_started(self, number: int) -> bool:
@@ -166,6 +166,7 @@ class SampleBuffer:
     # ---- groups start and end ----
 
     def may_start(self) -> bool:
+        """Backpressure: whether another group may start."""
         if self.outstanding >= self.outstanding_max:
             return False
         if self._training and self._staleness_bound == 0:

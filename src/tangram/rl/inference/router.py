@@ -1,10 +1,9 @@
-"""The router: dispatches requests to engines.
+"""The router: routes requests to engines.
 
 Owns which engine serves which request, and that each request gets exactly one response, an error with its reason, or is
 cancelled. Never samples, trains or starts a process. Promises that the death of an engine costs a trajectory only time,
 because it continues elsewhere from its tokens (failover); that a poison request, on which engines die, is abandoned;
-that fallback to another hardware class is reported; and that no request
-waits for an engine that will not return.
+that fallback to another hardware class is reported; and that no request waits for an engine that will not return.
 
 A request goes to the class that its task prefers. Session affinity: there it goes to the engine that served its session
 last and still has its prefix, unless that engine is overloaded (OVERLOAD), else to the engine with the fewest

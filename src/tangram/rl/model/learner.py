@@ -150,6 +150,7 @@ class Learner:
         )
 
     def _require_trainable_batch(self, batch: TrainingBatch) -> None:
+        """Enforces the staleness bound of the mode before a gradient step."""
         if batch.version != self.version:
             raise InvalidInput("batch.version", batch.version, f"{self.version}, from which the step starts")
         training = self._settings.training

@@ -397,7 +397,8 @@ class Rollout:
             self._observer.on_stage(episode.id, Stage(episode.stage))
 
     def _stop_if_stale(self, episode: Episode) -> bool:
-        """Stops an episode that is too stale, or has tokens of weights that were rolled back. Returns whether."""
+        """Enforces the staleness bound on an episode: stops it if it is too stale, or has tokens of weights that were
+        rolled back. Returns whether."""
         if not self._is_trained_on(episode):
             return False
         cause = self._version_min_cause if _is_older(episode, self._version_min) else ""

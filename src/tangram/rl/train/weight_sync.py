@@ -69,8 +69,9 @@ class WeightSync:
             self._rollout.discard_newer_than(version, cause)
 
     def discard_stale(self) -> None:
-        """Discards what is too stale for the next step: groups in the buffer, and members of groups in flight, whether
-        they have ended or not. Does nothing in modes that do not abort stale samples."""
+        """Enforces the staleness bound after new weights: discards what is too stale for the next step, which may be
+        groups in the buffer and members of groups in flight, ended or not. Does nothing in modes that do not abort
+        stale samples."""
         if self._aborts_stale:
             self._metrics.on_dropped(self._buffer.drop_stale())
             # A member that replaces a stale one must not be stale at its start: engines may still have older weights.

@@ -201,7 +201,7 @@ def hash_token(token: str) -> bytes:
 
 
 class TokenBucket:
-    """A token bucket: admits a burst at once, and `per_s` more each second."""
+    """The rate limiter of a caller, a token bucket: admits a burst at once, and `per_s` more each second."""
 
     __slots__ = ("_refilled_at", "_burst", "_tokens", "per_s")
 

@@ -89,6 +89,7 @@ class ApiMiddleware:
         return caller if run is None else self._runs.impersonate(run)
 
     def _check_rate_limit(self, caller: Principal) -> None:
+        """The rate limiter: rejects the request if the token bucket of its tenant is empty."""
         now = self._now()
         per_s = caller.caps.requests_per_s or self._per_s
         bucket = self._buckets.get(caller.tenant)

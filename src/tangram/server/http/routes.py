@@ -5,11 +5,12 @@ the request, calls the action service or a manager, and encodes the response; it
 
 The path of an HTTP request to the scheduler:
 
-    routes                a handler decodes the request
-    ActionService         checks the limits of the tenant and writes the action to the journal
-    Orchestrator.send     passes events to the scheduler and executes its effects
-    Scheduler.handle      decides when the action starts, and with which units
-    managers              run the work
+    middleware                   authenticates the caller and applies its rate limit
+    routes                       a handler decodes the request
+    ActionService.submit         checks the limits of the tenant and writes the action to the journal
+    Orchestrator.submit_ticket   hands the action to the scheduler; executes the effects that the scheduler returns
+    Scheduler.handle             decides when the action starts, and with which units
+    managers                     run the work
 """
 
 from __future__ import annotations

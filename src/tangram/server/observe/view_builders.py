@@ -1,4 +1,6 @@
-"""View builders: the data of the dashboard and of `tangram status`, built from scheduler and observer on request.
+"""View builders: the live view of the dashboard and of `tangram status`, built from scheduler and observer on request.
+
+The timeline and the stories, the other data of the dashboard, come from `StateObserver` (state_observer.py).
 
 Decides what a caller may see; changes nothing. A run sees all other runs as one, named HIDDEN, with the units that they
 hold; their actions, sandboxes, classes and rows are absent.

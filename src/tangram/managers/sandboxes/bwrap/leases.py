@@ -1,8 +1,8 @@
 """Leases of programs in bwrap sandboxes.
 
 Owns the slot of an action in its sandbox, which gives an exec the cores of its grant (cpuset, weight, quota), and the
-usage measured there. Two kinds: a program of its own, and a command
-for the shell of a session. The life of a lease is in `sandboxes/leases.py`.
+usage measured there. Two kinds: a program of its own, and a command for the shell of a session. The life of a lease is
+in `sandboxes/leases.py`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ POLL_S = 0.005
 """Pause between two polls of the processes of an action that is being stopped."""
 
 
-class Placement:
-    """The CPUs of each slot. When an action ends, another may move to its CPUs."""
+class CpuSlots:
+    """Applies grants: the slot of each exec, with its cpuset, weight and quota. When an exec ends, another may move to
+    its CPUs."""
 
     def __init__(self, cpusets: CpusetAllocator) -> None:
         self._cpusets = cpusets
@@ -44,7 +45,7 @@ class Placement:
     def acquire_slot(
         self, action: str, grant: Grant, share: Share, sandbox: BwrapSandbox, preferred_slot: ActionSlot | None
     ) -> tuple[ActionSlot, int]:
-        """The slot of an action, and its width on this machine."""
+        """The slot of an action, with the cores of its grant, and its width on this machine."""
         cpusets = self._cpusets
         cpus, moves = cpusets.place(action, width=grant.width, reserved=share.reserved, cells=share.cells)
         try:
@@ -94,15 +95,15 @@ class BwrapProgramLease(ExecLease):
         *,
         sandbox: BwrapSandbox,
         spawner: SpawnerClient,
-        placement: Placement,
+        cpu_slots: CpuSlots,
     ) -> None:
         self.action = action
         self.sandbox = sandbox
         self._spawner = spawner
-        self._placement = placement
+        self._cpu_slots = cpu_slots
         share = next(share for share in grant.shares if share.pool.startswith(CPU))
         self._reserved = share.reserved
-        self.slot, width = placement.acquire_slot(action, grant, share, sandbox, self._previous_slot(work))
+        self.slot, width = cpu_slots.acquire_slot(action, grant, share, sandbox, self._previous_slot(work))
         super().__init__(work, width, output)
         self._program: Program | None = None
         self._failure: ExecFailed | None = None
@@ -166,12 +167,12 @@ class BwrapProgramLease(ExecLease):
     def resize(self, *, reserved: int, limit: int) -> None:
         """Has no effect between the end of the program and the moment at which its waiter learns of it: the slot may
         be another action's by then."""
-        if self._placement.has_slot(self.action):
+        if self._cpu_slots.has_slot(self.action):
             self._reserved = reserved
-            self._placement.resize(self.action, self.sandbox, reserved=reserved, limit=limit)
+            self._cpu_slots.resize(self.action, self.sandbox, reserved=reserved, limit=limit)
 
     def cpu_seconds(self) -> float | None:
-        return self.slot.cpu_s_so_far() if self._placement.has_slot(self.action) else None
+        return self.slot.cpu_s_so_far() if self._cpu_slots.has_slot(self.action) else None
 
     async def _terminate(self) -> None:
         """Signals each process once, also those that appear later: the program may still be on its way into the
@@ -263,7 +264,7 @@ class BwrapProgramLease(ExecLease):
             self._leave_slot()
         except (OSError, ManagerError):
             pass  # its groups have been removed with the sandbox
-        self._placement.release_slot(self.action)
+        self._cpu_slots.release_slot(self.action)
         self._release_streams()
 
     def _leave_slot(self) -> None:

@@ -28,7 +28,7 @@ from tangram.managers.base import FilesMixin, Lease, UnmeteredLease, sandbox_not
 from tangram.managers.sandboxes.bwrap.adoption import Adoption
 from tangram.managers.sandboxes.bwrap.files import BwrapFiles
 from tangram.managers.sandboxes.bwrap.images.store import SANDBOX_UID, ImageStore, StoredImage
-from tangram.managers.sandboxes.bwrap.leases import BwrapProgramLease, BwrapSessionLease, Placement
+from tangram.managers.sandboxes.bwrap.leases import BwrapProgramLease, BwrapSessionLease, CpuSlots
 from tangram.managers.sandboxes.bwrap.owner import GIVEN_OWNER_NAME, SandboxOwner, SandboxRecord, state_directory
 from tangram.managers.sandboxes.bwrap.sandbox import BwrapSandbox
 from tangram.managers.sandboxes.bwrap.seccomp import filter_program
@@ -146,7 +146,7 @@ class BwrapManager(FilesMixin):
         self._forgotten: dict[str, str] = {}
         """Images that are deleted as soon as no sandbox uses them."""
         self._user_namespaces: bool | None = None
-        self._placement = Placement(self._cpusets)
+        self._cpu_slots = CpuSlots(self._cpusets)
         self._entered_owner: SandboxOwner | None = None
         """None before the manager is entered."""
         self._spawner: SpawnerClient | None = None
@@ -383,7 +383,7 @@ class BwrapManager(FilesMixin):
             raise InvalidAction("session", work.session, f"an image with bash; {sandbox.image.name} has none")
         kind = BwrapSessionLease if work.session else BwrapProgramLease
         spawner = await self._get_spawner()
-        lease = kind(action.id, grant, work, output, sandbox=sandbox, spawner=spawner, placement=self._placement)
+        lease = kind(action.id, grant, work, output, sandbox=sandbox, spawner=spawner, cpu_slots=self._cpu_slots)
         try:
             await lease.begin()
         except ManagerError as error:

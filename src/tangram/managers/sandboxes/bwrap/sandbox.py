@@ -259,6 +259,7 @@ class BwrapSandbox:
         return only_shell_left
 
     def _freeze_idle(self) -> None:
+        """Freeze background processes and idle sessions with the freezer: they run only while an action does."""
         for slot in self._idle_session_slots:
             slot.group.freeze(wait=False)  # it waits for its next command
         if self._background is not None:
