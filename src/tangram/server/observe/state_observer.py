@@ -42,7 +42,7 @@ from tangram.core.messages import (
 from tangram.core.scheduler import Scheduler
 from tangram.core.trace import EVENTS
 from tangram.managers.functions.manager import FunctionInstanceView
-from tangram.runtime.pool_usage import IDLE_TIMEOUT_S, PoolUsageObserver
+from tangram.runtime.pool_usage import IDLE_TIMEOUT_S, PoolUsage
 from tangram.runtime.views import (
     TIMELINE_ROWS_MAX,
     PoolUsageView,
@@ -85,9 +85,9 @@ class StateObserver:
         self.accounts = Accounts()
         self.buckets = Buckets(self.accounts)
         self.sandboxes = SandboxStats()
-        self.tracker = ActionTracker(scheduler, self.accounts, self.buckets, self.sandboxes)
+        self._pool_usage = PoolUsage(scheduler, self.now)
+        self.tracker = ActionTracker(scheduler, self.accounts, self.buckets, self.sandboxes, self._pool_usage)
         self.settled_actions = SettledActionLog()
-        self._pool_usage = PoolUsageObserver(scheduler, self.now)
         self.instances = instances
         """Returns the instances of functions."""
         self.loaded: dict[str, LoadedServices] = {}
@@ -140,7 +140,7 @@ class StateObserver:
         kind = type(event)
         self.events[kind] += 1
         tracker = self.tracker
-        tracker.begin_event()
+        tracker.begin_event(now)
         tracked = tracker.on_submitted(event.action, now) if isinstance(event, Submit) else None
         on_event = self._event_handlers.get(kind)
         if on_event is not None:
@@ -151,7 +151,6 @@ class StateObserver:
                 on_effect(effect, now)
         if tracked is not None:
             tracker.on_waiting(tracked, now)
-        self._pool_usage.observe(now, event, effects)
 
     def _close_buckets(self, now: float) -> None:
         self.buckets.close(now, self.scheduler.ledger.pools)
@@ -213,6 +212,7 @@ class StateObserver:
         self.loaded.get(event.node, {}).pop((event.service, event.devices), None)
 
     def _on_pool_changed(self, event: PoolChanged, now: float) -> None:
+        self._pool_usage.on_pool_changed(event)
         pool = self.scheduler.ledger.pools.get(event.pool.name)
         if pool is not None:
             self.buckets.utilization.touch(pool, now)
