@@ -145,7 +145,7 @@ class Journal:
         self.path = Path(os.path.abspath(path))
         self.durability = durability
         self.recovered = RecoveredState()
-        """The content at opening. May be replaced by an empty one to free its memory."""
+        """The content at opening, until `drop_recovered`."""
         self._on_commit = on_commit
         self._retention_s = retention_s
         self._clock = clock or WallClock()
@@ -181,7 +181,7 @@ class Journal:
         except BaseException:
             await run_to_completion(self._close())
             raise
-        self.recovered, self._store.recovered = self._store.recovered, RecoveredState()
+        self.recovered = self._store.take_recovered()
         self.unfetched_bytes = self._store.unfetched_bytes
         self._seq_by_id = self._store.seq_by_id
         self._next_seq = self._store.next_seq
@@ -193,6 +193,10 @@ class Journal:
         """Commits pending operations."""
         self._is_accepting = False
         await run_to_completion(self._close())
+
+    def drop_recovered(self) -> None:
+        """Frees the memory of `recovered`."""
+        self.recovered = RecoveredState()
 
     def _open(self) -> None:
         try:
@@ -373,8 +377,7 @@ class Journal:
         if batch is None or batch.operations >= BATCH_OPERATIONS_MAX or batch.bytes + size > BATCH_BYTES_MAX:
             batch = _PendingBatch()
             self._batches.append(batch)
-        batch.operations += 1
-        batch.bytes += size
+        batch.add_operation(size)
         if not self._is_committing:
             self._is_committing = True
             self._idle.clear()
@@ -388,8 +391,7 @@ class Journal:
             self._idle.set()
             return
         batch = self._batches.popleft()
-        batch.uptime_s = self._uptime.read()
-        batch.began_at = self._clock.now()
+        batch.begin_commit(self._uptime.read(), self._clock.now())
         self._on_thread(self._store.commit, batch).add_done_callback(functools.partial(self._on_commit_done, batch))
 
     def _on_commit_done(self, batch: _PendingBatch, done: asyncio.Future[None]) -> None:
@@ -461,6 +463,13 @@ class _PendingBatch(CommitBatch):
         super().__init__()
         self.began_at = 0.0
         self._waiters: list[asyncio.Future[None]] = []
+
+    def add_operation(self, size: int) -> None:
+        self.operations += 1
+        self.bytes += size
+
+    def begin_commit(self, uptime_s: float, now: float) -> None:
+        self.uptime_s, self.began_at = uptime_s, now
 
     def wait_committed(self) -> asyncio.Future[None]:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()

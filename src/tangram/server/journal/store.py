@@ -215,6 +215,11 @@ class JournalStore:
         """Copies the log into the database and deletes it; on failure it stays for the next opening."""
         self._db.close()
 
+    def take_recovered(self) -> RecoveredState:
+        """Returns the content at opening, and keeps none of it."""
+        recovered, self.recovered = self.recovered, RecoveredState()
+        return recovered
+
     def checkpoint(self) -> None:
         """Copies the whole log into the database and empties it."""
         busy, *_ = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()

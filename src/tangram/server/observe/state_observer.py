@@ -77,8 +77,8 @@ class StateObserver:
         self.scheduler = scheduler
         self.version = version
         self.durability = durability
-        self.recovered = ""
-        """What this start recovered, in a sentence. Set after recovery, which this object observes."""
+        self._recovered = ""
+        """What this start recovered, in a sentence."""
         self._drain_gate = drain_gate or DrainGate()
         self.instance = secrets.token_hex(8)
         self.began_at = calendar()
@@ -124,6 +124,10 @@ class StateObserver:
             Stop: self._on_stopped,
             Refuse: self._on_refused,
         }
+
+    def on_recovered(self, report: str) -> None:
+        """Called after recovery, which this object observes."""
+        self._recovered = report
 
     # ---- every event ----
 
@@ -245,7 +249,7 @@ class StateObserver:
             instance=self.instance,
             policy=self.scheduler.policy.name,
             durability=self.durability,
-            recovered=self.recovered,
+            recovered=self._recovered,
             draining=tuple(node for node, state in self.scheduler.ledger.nodes.items() if state is NodeState.DRAINING),
         )
 
