@@ -33,7 +33,10 @@ class Revocation:
 
     def __init__(self) -> None:
         self.is_revoked = False
-        """Set when the run is revoked: nothing more is done for it."""
+        """Nothing more is done for the run."""
+
+    def revoke(self) -> None:
+        self.is_revoked = True
 
 
 class Principal(msgspec.Struct, frozen=True):
