@@ -92,6 +92,10 @@ class Keeper:
     async def open(self, name: str, image: str = "host") -> None:
         await self.do(name, Open(spec=msgspec.structs.replace(SPEC, image=image)))
 
+    async def close_all(self) -> None:
+        for name in self.manager.sandboxes():
+            await self.do(name, Close())
+
     async def run(self, name: str, command: str, session: str = "", reserved: int = 500) -> ExecResult:
         executed = (await self.do(name, Exec(command=command, session=session), reserved)).executed
         assert executed is not None
@@ -185,7 +189,7 @@ class Service:
         """Remove it, as an administrator would."""
         async with self.comes() as k:
             assert not (self.directory / "kept" / "spawner.log").read_text(), "the spawner broke down"
-            await k.manager.close_all()
+            await k.close_all()
 
     def end_by_force(self) -> None:
         if self.spawner:
@@ -294,7 +298,7 @@ ready()
             await k.do("two", Commit(image=f"{image}-2"))
             await k.open("three", f"{image}-2")
             assert await k.says("three", "cat note") == "committed\nmore"
-            await k.manager.close_all()
+            await k.close_all()
         assert service.groups() == []
         async with service.comes() as k:
             await k.open("four", image)
@@ -673,7 +677,7 @@ def test_warm_sandboxes_are_not_left_behind(service: Service) -> None:
         async with service.comes() as k:
             assert list(k.manager.adopted) == ["one"]
             assert [path.name for path in (service.directory / "boxes").iterdir()] == ["1"]
-            await k.manager.close_all()
+            await k.close_all()
             with pytest.raises(ManagerError, match="there is no sandbox one"):
                 await k.run("one", "true")
 
@@ -889,7 +893,7 @@ def test_a_foreign_file_among_the_owners_is_left_alone(service: Service) -> None
     async def story() -> None:
         async with service.comes() as k:
             await k.open("one")
-            await k.manager.close_all()
+            await k.close_all()
 
     run(story())
     assert foreign.read_bytes() == b"x"
