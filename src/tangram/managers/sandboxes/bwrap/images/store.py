@@ -286,6 +286,8 @@ class ImageStore:
         return str(target)
 
     # ---- layers in the making ----
+    # Not `files.atomic_directory`: layers are written by other processes over many calls, get their name in one step
+    # with the record of the image, and `sweep` tells them from those of dead processes by their lock.
 
     def new_layer(self) -> Path:
         """An empty directory for the files of a commit. The caller seals or discards it."""
