@@ -174,7 +174,7 @@ class Service:
         if not pids or is_zombie(pids[0]) or not os.path.exists(f"/proc/{pids[0]}"):
             return 0
         words = read_proc_file(pids[0], "cmdline")
-        return pids[0] if "spawner.py" in words or not words else 0
+        return pids[0] if client.PROGRAM in words or not words else 0
 
     def groups(self) -> list[str]:
         return [name for name in owner_names() if name.startswith(f"{self.name}.")]
@@ -909,8 +909,8 @@ def test_a_spawner_of_another_version_is_ended_without_a_request(service: Servic
     (older / "protocol.py").write_text(text.replace(f"\nPROTOCOL = {protocol.PROTOCOL}\n", "\nPROTOCOL = 0\n"))
     service.killed(
         f'await k.open("one")\nawait k.run("one", {COUNTS!r})\nready()',
-        before="from tangram.managers.sandboxes.bwrap.spawner import client; "
-        f"client.PROGRAM = {str(older / 'spawner.py')!r}",
+        before="from tangram.processes import isolated; "
+        f"isolated.__file__ = {str(tmp_path / 'older' / 'processes' / 'isolated.py')!r}",
     )
     old = service.spawner
 
