@@ -66,14 +66,14 @@ def _riders(snapshot: Snapshot, entry: Entry, node: str, units: int) -> tuple[En
     if together < 2:
         return ()
     if snapshot.restore_s(service) < snapshot.estimate(entry).work_s:
-        chunks = len(pool.free_places(units)) - services
+        chunks = len(pool.free_device_sets(units)) - services
     else:
         chunks = sum(degree == units for degree in snapshot.resident_degrees(entry, node))
     most = min(most, -(-together // max(1, chunks)) - 1)
     riders: list[Entry] = []
     for lane in lanes:
         waiting = (other for other in lane.fifo if other.lane is lane and other is not entry)
-        admitted = (o for o in waiting if o.place is None and o.action.demand.pools[GPU].admits(units))
+        admitted = (o for o in waiting if o.sandbox is None and o.action.demand.pools[GPU].admits(units))
         riders.extend(other for other, _ in zip(admitted, range(most), strict=False))
     return tuple(sorted(riders)[:most])
 
