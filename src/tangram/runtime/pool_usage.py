@@ -176,7 +176,7 @@ class _LiveAction:
 
 
 class PoolUsageObserver:
-    """Its `observe` must be called for every event. `now` returns the present time, on the clock of the events."""
+    """Its `observe` must be called for every event. `now` returns the current time, on the clock of the events."""
 
     def __init__(self, scheduler: Scheduler, now: Callable[[], float]) -> None:
         self._scheduler = scheduler

@@ -467,8 +467,8 @@ def _open_files() -> Diagnostic:
 
 
 def _cores() -> Diagnostic:
-    usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    details = f"{usable} of {present}"
+    usable, total = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    details = f"{usable} of {total}"
     quota = _cpu_quota()
     if quota is not None and quota < usable:
         to_do = f"this process has a quota: connect(cores={quota:g})"

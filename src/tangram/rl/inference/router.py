@@ -151,10 +151,10 @@ class Router:
         all keep the previous ones; InvalidConfig for an older version without `rollback`."""
         self._require_open()
         assert self._target is not None
-        present = self._target.weights.version
-        if weights.version < present and not rollback:
+        current = self._target.weights.version
+        if weights.version < current and not rollback:
             raise InvalidConfig(
-                "version", weights.version, f"at least {present}, the present one; an older one takes rollback=True"
+                "version", weights.version, f"at least {current}, the current one; an older one takes rollback=True"
             )
         number = self._begin_sync(weights)
         while any(

@@ -302,7 +302,7 @@ class BwrapManager(FilesMixin):
         self.images.get(HOST_IMAGE)  # made here rather than by the first sandbox
 
     async def _get_spawner(self) -> SpawnerClient:
-        """The present spawner. One that died took its sandboxes along; new sandboxes get a new one."""
+        """The current spawner. One that died took its sandboxes along; new sandboxes get a new one."""
         while self._spawner is None:
             async with self._spawner_lock:
                 if self._spawner is None:

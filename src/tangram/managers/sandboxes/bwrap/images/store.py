@@ -157,7 +157,7 @@ class ImageStore:
         return record.image
 
     def replaced_name(self, name: str) -> str:
-        """The name that the present image of this name gets once another one replaces it; empty if there is none."""
+        """The name that the current image of this name gets once another one replaces it; empty if there is none."""
         old = _read(_record_path(self._images, name))
         if old is None:
             return ""

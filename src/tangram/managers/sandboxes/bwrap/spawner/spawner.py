@@ -90,7 +90,7 @@ class Spawner:
         self._listener = listener
         """Accepts the next owner; None if there is none after the first."""
         self._outlives = False
-        """Whether sandboxes are left to the next owner, or end with the present one."""
+        """Whether sandboxes are left to the next owner, or end with the current one."""
         self._owner: socket.socket | None = None
         self._owner_pidfd = -1
         self._departing_owner: socket.socket | None = None
