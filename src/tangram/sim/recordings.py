@@ -260,10 +260,10 @@ class _TraceReader:
 
     def _episode(self, name: str, members: list[_RecordedAction]) -> SimEpisode:
         first = members[0]
-        boxes = dict.fromkeys(
+        sandboxes = dict.fromkeys(
             recorded.action.sandbox for recorded in members if recorded.action.sandbox in self.sandboxes
         )
-        reserved = [self.sandboxes[box] for box in boxes]
+        reserved = [self.sandboxes[sandbox] for sandbox in sandboxes]
         start_s = min([first.submitted_at, *(at for at, _ in reserved)])
         turns, end = [], start_s
         for together in _turns(members):

@@ -124,7 +124,7 @@ def sudo_prefix() -> str:
 
 def diagnose(state: Path | None = None) -> MachineReport:
     """Diagnoses all components, in the order in which they depend on each other. Takes a fraction of a second."""
-    looks: list[tuple[str, Callable[[], Diagnostic | list[Diagnostic]]]] = [
+    checks: list[tuple[str, Callable[[], Diagnostic | list[Diagnostic]]]] = [
         ("python", _python),
         ("kernel", _kernel),
         ("user", _user),
@@ -140,13 +140,13 @@ def diagnose(state: Path | None = None) -> MachineReport:
         ("devices", _devices),
         ("docker engine", _docker),
     ]
-    return MachineReport(findings=tuple([finding for look in looks for finding in _run_check(*look)]))
+    return MachineReport(findings=tuple([finding for check in checks for finding in _run_check(*check)]))
 
 
-def _run_check(component: str, look: Callable[[], Diagnostic | list[Diagnostic]]) -> list[Diagnostic]:
+def _run_check(component: str, check: Callable[[], Diagnostic | list[Diagnostic]]) -> list[Diagnostic]:
     """A component that cannot even be examined does not hide the others."""
     try:
-        diagnostic = look()
+        diagnostic = check()
     except (OSError, ValueError, TangramError) as error:
         diagnostic = Diagnostic(component=component, state=LIMITED, found=f"cannot be examined: {error}")
     return diagnostic if isinstance(diagnostic, list) else [diagnostic]

@@ -158,7 +158,7 @@ def run_view(shares: RunShares, account: RunAccount, runs: list[Run]) -> RunView
         sandboxes=account.sandboxes,
         settled=dict(account.settled),
         act=account.hour.total.percentiles(),
-        spending=account.time_breakdown.view(),
+        time_breakdown=account.time_breakdown.view(),
     )
 
 

@@ -561,12 +561,12 @@ class BwrapManager(FilesMixin):
         add = self.images.add_directory if await asyncio.to_thread(_is_root_file_system, path) else self.images.add_tar
         return (await add(Path(path))).name
 
-    async def recall_image(self, key: str) -> str:
-        image = self.images.recall(key)
+    async def find_image(self, key: str) -> str:
+        image = self.images.find_by_key(key)
         return image.name if image is not None else ""
 
-    async def remember_image(self, key: str, name: str) -> None:
-        self.images.remember(key, self.images.get(name))
+    async def tag_image(self, key: str, name: str) -> None:
+        self.images.tag(key, self.images.get(name))
         self._owner.untie_image(name)
 
     async def forget_image(self, name: str) -> None:
