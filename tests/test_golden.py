@@ -179,7 +179,7 @@ def test_the_state_directory_gives_back_a_sandbox_and_images(tmp_path: Path) -> 
                 (target / path.name).write_bytes(path.read_bytes().replace(STATE.encode(), str(folder).encode()))
         store = ImageStore(folder / "images")
         assert store.get(IMAGE.name) == image
-        assert store.recall("codefix-1") == image
+        assert store.find_by_key("codefix-1") == image
 
 
 def test_the_folder_of_a_run_can_be_resumed(tmp_path: Path) -> None:

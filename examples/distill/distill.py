@@ -34,8 +34,8 @@ from tangram.errors import TangramError
 from tangram.rl.config.rollout_settings import (
     EngineSettings,
     GroupSettings,
-    OutsideSettings,
     PolicySettings,
+    ResourceSettings,
     RewardSettings,
     TaskSettings,
 )
@@ -87,7 +87,7 @@ def settings_of(sizes: Sizes, folder: Path, seed: int, student: str = "") -> Tra
         policy=PolicySettings(checkpoint=student, seed=seed),
         engines=(EngineSettings(slots=sizes.groups * sizes.members),),
         groups=GroupSettings(size=sizes.members),
-        outside=OutsideSettings(backend="process"),
+        resources=ResourceSettings(backend="process"),
         tasks=tuple(
             TaskSettings(name=task, options=options[task], reward=RewardSettings(kind="teacher", service=name))
             for task, name in TEACHERS.items()

@@ -113,20 +113,24 @@ async def play(side: Side, script: Script) -> float:
     digest = script.digest
     think = iter(script.thinks_s)
     await asyncio.sleep(script.start_s)
-    async with side.client.sandbox(memory="64MiB", disk="8MiB", network=True, run=RUN, trajectory=script.name) as box:
+    async with side.client.sandbox(
+        memory="64MiB", disk="8MiB", network=True, run=RUN, trajectory=script.name
+    ) as sandbox:
         cases = [(value, expected(digest, value)) for value in range(1, CASES + 1)]
-        await box.write("task.md", f"Write digest(value) in solution.py: the {digest.name} digest, {ROUNDS} rounds.\n")
-        await box.write("cases.json", json.dumps(cases))
-        await box.write("check.py", CHECK)
-        await box.write("lookup.py", LOOKUP)
+        await sandbox.write(
+            "task.md", f"Write digest(value) in solution.py: the {digest.name} digest, {ROUNDS} rounds.\n"
+        )
+        await sandbox.write("cases.json", json.dumps(cases))
+        await sandbox.write("check.py", CHECK)
+        await sandbox.write("lookup.py", LOOKUP)
         tests = (*PYTHON, "check.py", "{cpus}", str(CASES_TRIED))
 
         async def act(command: tuple[str, ...], key: str, **options: Any) -> str:
             await asyncio.sleep(next(think))
-            return await side.execute(box, command, RUN, script.name, key=key, timeout_s=TIMEOUT_S, **options)
+            return await side.execute(sandbox, command, RUN, script.name, key=key, timeout_s=TIMEOUT_S, **options)
 
         await act(("/bin/cat", "task.md", "check.py"), "look", cpus=0.5)
-        await box.write("solution.py", solution(digest.factor, 0, digest.modulus))  # a guess that omits a term
+        await sandbox.write("solution.py", solution(digest.factor, 0, digest.modulus))  # a guess that omits a term
         await act(tests, "tests", cpus=1)
 
         path = f"/search?q={quote(f'the {digest.name} digest')}"
@@ -135,7 +139,7 @@ async def play(side: Side, script: Script) -> float:
         manual = await act(lookup, "lookup", cpus=0.5, quotas=side.quotas, lost_code=EXIT_REFUSED)
         if manual:
             factor, summand, modulus = (int(number) for number in re.findall(r"\d+", manual))
-            await box.write("solution.py", solution(factor, summand, modulus))
+            await sandbox.write("solution.py", solution(factor, summand, modulus))
         await act(tests, "tests", cpus=1)
         passed = await act((*PYTHON, "check.py", "{cpus}", str(CASES)), "reward", cpus=(1, 2))
     return int(passed.split()[0]) / CASES

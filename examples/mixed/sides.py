@@ -161,11 +161,18 @@ class Side:
         return logprobs
 
     async def execute(
-        self, box: Sandbox, command: tuple[str, ...], run: str, trajectory: str, *, lost_code: int = 0, **options: Any
+        self,
+        sandbox: Sandbox,
+        command: tuple[str, ...],
+        run: str,
+        trajectory: str,
+        *,
+        lost_code: int = 0,
+        **options: Any,
     ) -> str:
         """Return the output of a command; empty if it exits with `lost_code`, which reports a rejection."""
         began = time.monotonic()
-        result = await box.exec(command, **options)
+        result = await sandbox.exec(command, **options)
         lost = result.status is not Status.SUCCEEDED or bool(lost_code and result.exit_code == lost_code)
         self._add(run, options.get("key", ""), trajectory, began, result.timing, lost=lost)
         return "" if lost and result.status is Status.SUCCEEDED else result.check().stdout
@@ -219,7 +226,7 @@ async def shared(setting: Setting, on_action: Callable[[], None]) -> AsyncIterat
 async def as_today(setting: Setting, on_action: Callable[[], None]) -> AsyncIterator[Side]:
     """Sandboxes on one connection, a device for each teacher, and an API without client-side quota."""
     count = len(setting.checkpoints)
-    boxes = tangram.connect(cores=cores(), memory=MEMORY, state=setting.state(TODAY))
+    sandboxes = tangram.connect(cores=cores(), memory=MEMORY, state=setting.state(TODAY))
     fixed = tangram.connect(
         backend="process",
         services=setting.services,
@@ -228,7 +235,7 @@ async def as_today(setting: Setting, on_action: Callable[[], None]) -> AsyncIter
         record=setting.recording(TODAY),
     )
     server = SearchServer(setting.units, setting.window_s, setting.seed)
-    async with server, aiohttp.ClientSession() as http, boxes as t, fixed as teachers:
+    async with server, aiohttp.ClientSession() as http, sandboxes as t, fixed as teachers:
         yield Side(
             TODAY, client=t, teachers=teachers, server=server, http=http, devices=count, quotas={},
             on_action=on_action, seed=setting.seed,

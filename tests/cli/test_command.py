@@ -203,7 +203,7 @@ def test_a_signal_ends_a_rollout_which_reports_the_played_episodes(number: int, 
 def test_sigterm_ends_a_rollout_during_a_reward(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     (tmp_path / "rewards.py").write_text(SLOW.format(place=str(tmp_path / "stepped")))
-    reward = '[tasks.reward]\nkind = "function"\nfunction = "rewards:slow"\n[outside]\nbackend = "process"\n'
+    reward = '[tasks.reward]\nkind = "function"\nfunction = "rewards:slow"\n[resources]\nbackend = "process"\n'
     (tmp_path / "play.toml").write_text(PLAYED.format(environment="chain") + reward)
     ended, out, err = signalled(tmp_path, signal.SIGTERM, "rl", "rollout", "play.toml", "--groups", "1", "--quiet")
     assert (ended, out) == (143, "")

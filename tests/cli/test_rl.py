@@ -251,7 +251,7 @@ def codefix() -> Trajectory:
 
     async def one() -> AgentEpisode:
         async with connect(backend="process") as client:
-            return await play("codefix", "expert", 5, outside=ExternalResources(client=client))
+            return await play("codefix", "expert", 5, resources=ExternalResources(client=client))
 
     episode = asyncio.run(one())
     assert episode.done
@@ -273,7 +273,7 @@ def logged(path: Path, trajectory: Trajectory) -> Path:
 def test_a_task_that_runs_commands_reports_that_it_needs_a_backend(cli, tmp_path: Path, codefix: Trajectory) -> None:
     done = cli("rl", "replay", logged(tmp_path / "run.jsonl", codefix))
     assert done.code == 2
-    assert "backend: expected sandbox, docker or process, since codefix acts outside" in done.err
+    assert "backend: expected sandbox, docker or process, since codefix needs a client" in done.err
 
 
 def test_what_runs_commands_is_replayed_with_a_backend_its_reward_too(cli, tmp_path: Path, codefix: Trajectory) -> None:

@@ -123,15 +123,15 @@ TASK = '[[tasks]]\nname = "chain"\n'
         (f"[[engines]]\ncontext_max = 4\n{TASK}", "engines.context_max: expected more than tokens_max of task chain"),
         (f"{TASK}[tasks.options]\nfoo = 1\n", "options of task chain: expected options that"),
         (
-            f'{TASK}[tasks.reward]\nkind = "command"\n[outside]\nbackend = "process"\n',
+            f'{TASK}[tasks.reward]\nkind = "command"\n[resources]\nbackend = "process"\n',
             "tasks.chain.reward.kind: expected a kind that tangram.rl.environments.chain:Chain can be rewarded by",
         ),
         (
-            f'{TASK}[tasks.reward]\nkind = "model"\nservice = "nope"\n[outside]\nbackend = "process"\n',
+            f'{TASK}[tasks.reward]\nkind = "model"\nservice = "nope"\n[resources]\nbackend = "process"\n',
             "tasks.chain.reward.service: expected one of connect(services=...)",
         ),
         (
-            f'{TASK}[tasks.reward]\nkind = "function"\nfunction = "no_such:f"\n[outside]\nbackend = "process"\n',
+            f'{TASK}[tasks.reward]\nkind = "function"\nfunction = "no_such:f"\n[resources]\nbackend = "process"\n',
             "tasks.chain.reward.function: expected a module that can be imported",
         ),
     ],

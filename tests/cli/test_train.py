@@ -485,7 +485,7 @@ def test_what_training_could_not_do_is_refused_before_anything_starts(
 
 def test_explain_prints_external_effects(cli: Cli, config: Path) -> None:
     config.write_text(CONFIG + '[[tasks]]\nname = "codefix"\n')
-    result = cli("train", config, "--explain", "--set", "outside.backend=process")
+    result = cli("train", config, "--explain", "--set", "resources.backend=process")
     assert "process; actions of codefix; rewards of codefix by command" in result.out
 
 
@@ -614,7 +614,7 @@ def test_the_teacher_of_each_task_is_checked_before_anything_starts(
     assert pipeline.settings is None
 
 
-@pytest.mark.parametrize("text", [DISTILL + WISE, LAKE + WISE, DISTILL + '[outside]\nurl = "http://a"\n'])
+@pytest.mark.parametrize("text", [DISTILL + WISE, LAKE + WISE, DISTILL + '[resources]\nurl = "http://a"\n'])
 def test_teachers_may_cover_some_tasks_all_tasks_or_further_tasks(config: Path, text: str) -> None:
     config.write_text(text)
     assert load_config(TrainSettings, config).task("frozenlake").reward.kind == "teacher"

@@ -66,11 +66,11 @@ async def test_nothing_is_committed_under_the_name_of_the_image_of_the_machine(h
 async def test_an_image_is_remembered_until_it_is_forgotten(harness: Harness) -> None:
     box = await harness.open()
     await box.commit("made")
-    assert await harness.manager.recall_image("key") == ""
-    await harness.manager.remember_image("key", "made")
-    assert await harness.manager.recall_image("key") == "made"
+    assert await harness.manager.find_image("key") == ""
+    await harness.manager.tag_image("key", "made")
+    assert await harness.manager.find_image("key") == "made"
     await harness.manager.forget_image("made")
-    assert await harness.manager.recall_image("key") == ""
+    assert await harness.manager.find_image("key") == ""
     with pytest.raises((ManagerError, InvalidAction)):
         await harness.open(image="made")
 

@@ -571,8 +571,8 @@ def test_check_finds_every_kind_of_wrong_count() -> None:
         gpu.held, gpu.free = 0, 8
 
     def forget_the_chunk(ledger: Ledger, gpu: PoolState, holding: Holding) -> None:
-        assert gpu.place is not None
-        gpu.place.give(holding.place)  # type: ignore[arg-type]
+        assert gpu.layout is not None
+        gpu.layout.give(holding.position)  # type: ignore[arg-type]
 
     def forget_the_run(ledger: Ledger, gpu: PoolState, holding: Holding) -> None:
         holding.run.units_by_kind[GPU] = 1

@@ -298,14 +298,14 @@ def test_after_a_round_only_half_a_core_more_or_less_is_worth_a_look(cluster: Ma
     c.submit("a", {"cpu": cores(1, 2)}, duration_s=100.0)
     c.started("a")
     pool = c.scheduler.ledger.pools["cpu@n0"]
-    assert pool.looked_at_free == pool.free
-    assert not pool.has_moved()
-    pool.looked_at_free = pool.free - 499
-    assert not pool.has_moved()
-    pool.looked_at_free = pool.free - 500
-    assert pool.has_moved()
+    assert pool.free_at_last_round == pool.free
+    assert not pool.is_resize_due()
+    pool.free_at_last_round = pool.free - 499
+    assert not pool.is_resize_due()
+    pool.free_at_last_round = pool.free - 500
+    assert pool.is_resize_due()
     pool.elastic_held = 0
-    assert not pool.has_moved(), "no action could be resized"
+    assert not pool.is_resize_due(), "no action could be resized"
 
 
 def test_a_pool_is_tight_while_few_units_are_free_and_elastic_actions_could_give_some(cluster: Make) -> None:

@@ -37,7 +37,7 @@ class Log:
     def of_entry(self, entry: Entry, *arguments: Any) -> None:
         self.calls.append((entry.id, *arguments))
 
-    def of_pool(self, pool: str) -> None:
+    def pool_waiters(self, pool: str) -> None:
         self.calls.append((pool,))
 
 
@@ -177,13 +177,13 @@ def test_answering_every_announcement_misses_no_timer(steps: list[tuple[str, int
 
 def test_a_pool_is_looked_at_again_at_the_earliest_time_set() -> None:
     timers, log = Timers(), Log()
-    timers.set_pool(5.0, log.of_pool, "search")
-    timers.set_pool(8.0, log.of_pool, "search")
-    timers.set_pool(3.0, log.of_pool, "search")
+    timers.set_pool(5.0, log.pool_waiters, "search")
+    timers.set_pool(8.0, log.pool_waiters, "search")
+    timers.set_pool(3.0, log.pool_waiters, "search")
     assert timers.announce() == 3.0
     timers.fire(3.0)
     assert log.calls == [("search",)]
-    timers.set_pool(9.0, log.of_pool, "search")
+    timers.set_pool(9.0, log.pool_waiters, "search")
     timers.fire(9.0)
     assert log.calls[-1] == ("search",)
 

@@ -25,11 +25,11 @@ def peek(chunks: Chunks, units: int, preferred: Sequence[tuple[int, int]] = ()) 
 def test_the_places_for_a_size_are_all_free_chunks_of_it_or_those_that_split_least() -> None:
     chunks = Chunks(8)
     chunks.take(2, preferred=[(2, 2)])
-    assert chunks.places(2) == [Chunk(0, 2), Chunk(4, 2), Chunk(6, 2)]
-    assert chunks.places(2, smallest=True) == [Chunk(0, 2)]
-    assert chunks.places(1, smallest=True) == [Chunk(0, 1), Chunk(1, 1)]
-    assert chunks.places(3) == [Chunk(4, 4)]
-    assert chunks.places(8) == []
+    assert chunks.chunks_for(2) == [Chunk(0, 2), Chunk(4, 2), Chunk(6, 2)]
+    assert chunks.chunks_for(2, smallest=True) == [Chunk(0, 2)]
+    assert chunks.chunks_for(1, smallest=True) == [Chunk(0, 1), Chunk(1, 1)]
+    assert chunks.chunks_for(3) == [Chunk(4, 4)]
+    assert chunks.chunks_for(8) == []
 
 
 def test_the_level_of_a_request_is_that_of_the_next_power_of_two() -> None:
@@ -206,8 +206,8 @@ class ChunksMachine(RuleBasedStateMachine):
                 self.chunks.take(units, preferred)
             return
         before = self.chunks.free_counts()
-        assert sorted(chunk.start for chunk in self.chunks.places(units)) == places
-        least = self.chunks.places(units, smallest=True)
+        assert sorted(chunk.start for chunk in self.chunks.chunks_for(units)) == places
+        least = self.chunks.chunks_for(units, smallest=True)
         chunk = self.chunks.take(units, preferred)
         assert chunk.size == size
         assert chunk.start in places

@@ -35,7 +35,7 @@ class Guess:
     tokens_max: ClassVar[int] = 2
     agents: ClassVar[Mapping[str, MakeAgent]] = {}
 
-    def __init__(self, outside: ExternalResources, *, first: str = "which", broken: bool = False) -> None:
+    def __init__(self, resources: ExternalResources, *, first: str = "which", broken: bool = False) -> None:
         self.first, self.broken = first, broken
 
     async def reset(self, seed: int) -> str:

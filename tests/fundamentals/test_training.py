@@ -69,9 +69,9 @@ class Polite:
     turns_max: ClassVar[int] = 1
     tokens_max: ClassVar[int] = 4
     agents: ClassVar[Mapping[str, MakeAgent]] = {}
-    acts_outside: ClassVar[bool] = False
+    needs_client: ClassVar[bool] = False
 
-    def __init__(self, outside: ExternalResources) -> None:
+    def __init__(self, resources: ExternalResources) -> None:
         pass
 
     async def reset(self, seed: int) -> str:

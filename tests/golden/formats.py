@@ -255,7 +255,7 @@ def state() -> Files:
         owner.tie_image("run-a:fixed")
         store = ImageStore(folder / "images")
         store.register(image)
-        store.remember("codefix-1", image)
+        store.tag("codefix-1", image)
         shutil.rmtree(folder / "images" / "locks")
         written = in_folder(folder)
         layout = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))

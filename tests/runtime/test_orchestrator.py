@@ -393,7 +393,7 @@ def test_a_closing_comes_after_the_opening_that_is_under_way_and_leaves_nothing(
             assert (await rig.orchestrator.wait_settled(ticket)).outcome.status is Status.SUCCEEDED
         with pytest.raises(ManagerError, match="no sandbox late"):
             await rig.manager.list("late", ".")
-        assert list(rig.scheduler.places.by_sandbox) == ["box"]
+        assert list(rig.scheduler.sandboxes.by_id) == ["box"]
 
     with_rig(test)
 
@@ -412,6 +412,6 @@ def test_a_closing_comes_after_an_opening_that_waits_for_its_turn() -> None:
             assert (await rig.orchestrator.wait_settled(ticket)).outcome.status is Status.SUCCEEDED
         with pytest.raises(ManagerError, match="no sandbox late"):
             await rig.manager.list("late", ".")
-        assert list(rig.scheduler.places.by_sandbox) == ["box"]
+        assert list(rig.scheduler.sandboxes.by_id) == ["box"]
 
     with_rig(test, lambda: Rig({"held": FakeScript(ends=False)}))

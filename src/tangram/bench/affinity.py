@@ -313,14 +313,14 @@ def _slowdown(engines: Sequence[ProcessEngine], sizes: AffinitySizes) -> float:
     return took_s / emulated_s
 
 
-async def _fleet_result(gateway: Router, fleet: str, sizes: AffinitySizes) -> FleetResult:
-    await gateway.start(PolicyWeights(version=0, folder=""))
+async def _fleet_result(router: Router, fleet: str, sizes: AffinitySizes) -> FleetResult:
+    await router.start(PolicyWeights(version=0, folder=""))
     profiler = Profiler()
-    player = FleetDriver(gateway, fleet, sizes, profiler)
+    player = FleetDriver(router, fleet, sizes, profiler)
     seconds = [await player.play(seed) for seed in range(sizes.seeds)]
-    statistics = gateway.statistics()
+    statistics = router.statistics()
     assert not statistics.resumed and not statistics.fallbacks, "no engine died"
-    await gateway.close()
+    await router.close()
     return FleetResult(
         seconds=tuple(seconds),
         prefilled=profiler.work(READER).prefilled,

@@ -25,7 +25,7 @@ from tangram.sim.simulate import simulate
 from tangram.sim.traces import load_coding
 from tangram.sim.workloads import build
 
-PODS, PODS_LARGE, OURS, OURS_PERFECT, ALONE = "pods:0.5", "pods:1", "adaptive", "adaptive told everything", "alone"
+PODS, PODS_LARGE, OURS, OURS_PERFECT, ALONE = "pods:0.5", "pods:1", "adaptive", "adaptive with exact estimates", "alone"
 TRACE_FILE = "coding_actions.csv"
 
 ACT_GOALS = {16: at_least(6.0), 32: at_least(6.0), 64: at_least(4.0), 256: at_least(0.98)}
@@ -84,7 +84,7 @@ def _compare(run: BenchRun, sizes: CodingSizes, path: Path | None, progress: Pro
     gains = zip(_gains(pods, learned), _gains(pods, perfect), strict=True)
     share = mean_of([gain / possible for gain, possible in gains])
     run.add(f"learned_share{suffix}", share, None if suffix else at_least(0.8))
-    run.add(f"act_ratio_told_{sizes.learning_cores}{suffix}", paired_ratio(pods, perfect, "mean"))
+    run.add(f"act_ratio_known_{sizes.learning_cores}{suffix}", paired_ratio(pods, perfect, "mean"))
 
 
 def _gains(pods: list[MetricRow], ours: list[MetricRow]) -> list[float]:

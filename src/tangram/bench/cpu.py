@@ -52,8 +52,8 @@ async def measure(sizes: CpuSizes, run: BenchRun) -> None:
 
 async def _burn(t: Client, cores: float, seconds: float) -> float:
     """Return the mean number of cores used."""
-    async with t.sandbox(memory="64MiB") as box:
-        result = await box.exec(BUSY, cpus=cores, timeout_s=seconds)
+    async with t.sandbox(memory="64MiB") as sandbox:
+        result = await sandbox.exec(BUSY, cpus=cores, timeout_s=seconds)
     return result.usage.cpu_s / result.timing.execution_s
 
 

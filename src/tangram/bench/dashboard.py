@@ -105,11 +105,11 @@ async def _client(
     progress: Callable[[float], None],
 ) -> None:
     draw = random.Random(f"{sizes.seed} {number}")
-    box = await caller.open_sandbox()
+    sandbox = await caller.open_sandbox()
     for index in left:  # shared by all clients
         work = Exec(command=draw.choice(commands))
         run, task = f"run-{number % sizes.runs}", f"task-{number % TASKS}"
-        await caller.run_action(work, box, run=run, task=task, trajectory=f"t{number}")
+        await caller.run_action(work, sandbox, run=run, task=task, trajectory=f"t{number}")
         if index % PROGRESS_EVERY == 0:
             progress(index / sizes.actions)
-    await caller.run_action(Close(), box)
+    await caller.run_action(Close(), sandbox)

@@ -155,9 +155,9 @@ class _Probe:
     # Inputs.
 
     async def _plot_center(self) -> tuple[float, float]:
-        box = await self._page.locator(PLOT).bounding_box()
-        assert box is not None
-        return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+        sandbox = await self._page.locator(PLOT).bounding_box()
+        assert sandbox is not None
+        return sandbox["x"] + sandbox["width"] / 2, sandbox["y"] + sandbox["height"] / 2
 
     async def _time_pan(self, x: float, y: float) -> None:
         """Drag to and fro, with the button held down."""
@@ -170,12 +170,12 @@ class _Probe:
     async def _time_hover(self) -> None:
         """Move from an empty place to an action. The page is live: the action may have moved away in between."""
         mouse = self._page.mouse
-        box = await self._page.locator(PLOT).bounding_box()
-        assert box is not None
+        sandbox = await self._page.locator(PLOT).bounding_box()
+        assert sandbox is not None
         for _ in range(REPEATS):
             for _ in range(HOVER_TRIES):
                 point = await self._find_action()
-                await mouse.move(box["x"] + 5, box["y"] + 5)
+                await mouse.move(sandbox["x"] + 5, sandbox["y"] + 5)
                 await self._wait_until(f"!document.querySelector('{PLOT}').dataset.hovered")
                 with contextlib.suppress(ManagerError):
                     act = functools.partial(mouse.move, *point)
@@ -186,10 +186,10 @@ class _Probe:
 
     async def _find_action(self) -> tuple[float, float]:
         """Find an action on the screen. The timeline is live, so recorded actions move to the left."""
-        box = await self._page.locator(PLOT).bounding_box()
-        assert box is not None
+        sandbox = await self._page.locator(PLOT).bounding_box()
+        assert sandbox is not None
         for row, column in itertools.product((0.5, 0.3, 0.7, 0.2, 0.8), range(1, 100)):
-            point = (box["x"] + box["width"] * column / 100, box["y"] + box["height"] * row)
+            point = (sandbox["x"] + sandbox["width"] * column / 100, sandbox["y"] + sandbox["height"] * row)
             await self._page.mouse.move(*point)
             if await self._page.evaluate(f"() => Boolean(document.querySelector('{PLOT}').dataset.hovered)"):
                 return point

@@ -128,7 +128,7 @@ def add_metrics(run: BenchRun, clients: Clients, forgotten: int, recoveries: lis
     run.add("recovery_s_p50", statistics.median(recoveries), PRINTED)
     run.add("lost_while_running", float(restarted), PRINTED)
     run.add("run_again", float(sum(runs[action_id] > 1 for action_id in clients.idempotent)), PRINTED)
-    run.add("sandboxes_lost", float(sum(box.is_gone for box in clients.sandboxes)), PRINTED)
+    run.add("sandboxes_lost", float(sum(sandbox.is_gone for sandbox in clients.sandboxes)), PRINTED)
     other = len(outcomes) - len(succeeded) - restarted
     run.add("settled_otherwise", float(other), PRINTED)
     reasons = collections.Counter(
@@ -190,45 +190,47 @@ class Clients:
 
     async def close(self) -> None:
         """Read the files and close all sandboxes."""
-        for box in self.sandboxes:
-            await self._close_sandbox(box)
+        for sandbox in self.sandboxes:
+            await self._close_sandbox(sandbox)
         if not self._trace_is_in_sandbox and self._shared_trace.exists():
             self.executed_ids += self._shared_trace.read_text().split()
 
     async def _client(self, left: Iterator[int]) -> None:
-        box, opening = await self._open_sandbox(), asyncio.Lock()
+        sandbox, opening = await self._open_sandbox(), asyncio.Lock()
 
         async def one_by_one() -> None:
-            nonlocal box
+            nonlocal sandbox
             for number in left:  # shared by all clients
                 async with opening:
-                    if box.is_gone:
-                        box = await self._open_sandbox()
-                await self._run_action(box, f"a{number}", idempotent=number % IDEMPOTENT_EVERY == 0)
+                    if sandbox.is_gone:
+                        sandbox = await self._open_sandbox()
+                await self._run_action(sandbox, f"a{number}", idempotent=number % IDEMPOTENT_EVERY == 0)
 
         await asyncio.gather(*(one_by_one() for _ in range(self._sizes.at_once)))
 
     async def _open_sandbox(self) -> _ClientSandbox:
         for _ in range(OPEN_TRIES):
-            box = _ClientSandbox(f"box-{next(self._names)}")
-            submission = Submission(id=f"open-{box.name}", work=Open(spec=SPEC), sandbox=box.name, idempotent=True)
+            sandbox = _ClientSandbox(f"box-{next(self._names)}")
+            submission = Submission(
+                id=f"open-{sandbox.name}", work=Open(spec=SPEC), sandbox=sandbox.name, idempotent=True
+            )
             reply = await self._submit_and_wait(submission)
             if reply.settled is not None and reply.settled.outcome.status is Status.SUCCEEDED:
-                self.sandboxes.append(box)
-                return box
+                self.sandboxes.append(sandbox)
+                return sandbox
         raise ManagerError(f"expected a sandbox within {OPEN_TRIES} tries; the last answer was {reply}", retry=False)
 
-    async def _run_action(self, box: _ClientSandbox, action_id: str, *, idempotent: bool) -> None:
+    async def _run_action(self, sandbox: _ClientSandbox, action_id: str, *, idempotent: bool) -> None:
         if idempotent:
             self.idempotent.add(action_id)
-        box.action_ids.append(action_id)
+        sandbox.action_ids.append(action_id)
         command = f"echo {action_id} >> {self._trace}"
-        submission = self._submission(action_id, Exec(command=command), box.name, idempotent)
+        submission = self._submission(action_id, Exec(command=command), sandbox.name, idempotent)
         try:
             await self._wire.call("POST", "/v1/actions", submission, wait_s=0.0)
             self.acknowledged.add(action_id)
         except ManagerError:
-            box.is_gone = True  # a service may have accepted it and been killed before it answered
+            sandbox.is_gone = True  # a service may have accepted it and been killed before it answered
         try:
             reply = await self._poll_until_settled(action_id)
         except ManagerError:
@@ -240,7 +242,7 @@ class Clients:
             outcome = reply.settled.outcome
         await self._record_outcome(action_id, outcome)
         if outcome.status not in (Status.SUCCEEDED, Status.REFUSED) and outcome.reason != RESTARTED_REASON:
-            box.is_gone = True
+            sandbox.is_gone = True
 
     def _submission(self, action_id: str, work: AnyWork, sandbox: str, idempotent: bool) -> Submission:
         demand = DEMAND if isinstance(work, Exec) else None
@@ -269,18 +271,18 @@ class Clients:
             ids, self._to_acknowledge = self._to_acknowledge, []
             await self._wire.call("POST", "/v1/acknowledge", Acknowledgement(actions=ids))
 
-    async def _close_sandbox(self, box: _ClientSandbox) -> None:
+    async def _close_sandbox(self, sandbox: _ClientSandbox) -> None:
         try:
             if self._trace_is_in_sandbox:
-                content = await self._wire.call("GET", f"/v1/sandboxes/{box.name}/files", path=self._trace)
+                content = await self._wire.call("GET", f"/v1/sandboxes/{sandbox.name}/files", path=self._trace)
                 self.executed_ids += content.decode().split()
-            await self._submit_and_wait(self._submission(f"close-{box.name}", Close(), box.name, True))
+            await self._submit_and_wait(self._submission(f"close-{sandbox.name}", Close(), sandbox.name, True))
         except FileFailed:
-            await self._submit_and_wait(self._submission(f"close-{box.name}", Close(), box.name, True))
+            await self._submit_and_wait(self._submission(f"close-{sandbox.name}", Close(), sandbox.name, True))
         except TangramError:
-            box.is_gone = True
+            sandbox.is_gone = True
             if self._trace_is_in_sandbox:
-                self.unobservable.update(box.action_ids)
+                self.unobservable.update(sandbox.action_ids)
 
     # ---- what they know ----
 

@@ -65,11 +65,11 @@ async def _measure_opens(t: Client, sizes: ExecSizes, run: BenchRun, progress: P
         pass  # the first one builds the image
     times = []
     for number in range(sizes.opens):
-        box = t.sandbox(memory=MEMORY)
+        sandbox = t.sandbox(memory=MEMORY)
         before = time.perf_counter()
-        await box.__aenter__()
+        await sandbox.__aenter__()
         times.append(time.perf_counter() - before)
-        await box.close()
+        await sandbox.close()
         progress(number / sizes.opens)
     run.add("open_ms_p50", _ms(times), at_most(15.0))
     run.add("open_ms_p99", _ms(times, 0.99), PRINTED)
@@ -77,9 +77,9 @@ async def _measure_opens(t: Client, sizes: ExecSizes, run: BenchRun, progress: P
 
 async def _measure_execs(t: Client, sizes: ExecSizes, run: BenchRun, progress: Progress) -> None:
     ours, bare = [], []
-    async with t.sandbox(memory=MEMORY) as box:
+    async with t.sandbox(memory=MEMORY) as sandbox:
         for number in range(sizes.execs):
-            ours.append(await _timed_exec(box))
+            ours.append(await _timed_exec(sandbox))
             bare.append(_bare_process_s())
             progress(number / sizes.execs)
     run.add("overhead_ms_p50", _ms(ours) - _ms(bare), at_most(2.0))
@@ -88,9 +88,9 @@ async def _measure_execs(t: Client, sizes: ExecSizes, run: BenchRun, progress: P
     run.add("bare_ms_p50", _ms(bare), PRINTED)
 
 
-async def _timed_exec(box: Sandbox) -> float:
+async def _timed_exec(sandbox: Sandbox) -> float:
     before = time.perf_counter()
-    (await box.exec([PROGRAM])).check()
+    (await sandbox.exec([PROGRAM])).check()
     return time.perf_counter() - before
 
 
@@ -101,14 +101,14 @@ def _bare_process_s() -> float:
 
 
 async def _measure_throughput(t: Client, sizes: ExecSizes, run: BenchRun) -> None:
-    async def work(box: Sandbox) -> None:
+    async def work(sandbox: Sandbox) -> None:
         for _ in range(sizes.burst):
-            (await box.exec([PROGRAM])).check()
+            (await sandbox.exec([PROGRAM])).check()
 
     async with contextlib.AsyncExitStack() as stack:
-        boxes = [await stack.enter_async_context(t.sandbox(memory=MEMORY)) for _ in range(sizes.at_once)]
+        sandboxes = [await stack.enter_async_context(t.sandbox(memory=MEMORY)) for _ in range(sizes.at_once)]
         before = time.perf_counter()
-        await t.gather(*(work(box) for box in boxes))
+        await t.gather(*(work(sandbox) for sandbox in sandboxes))
         elapsed = time.perf_counter() - before
     run.add("actions_per_s", sizes.at_once * sizes.burst / elapsed, at_least(300.0))
 
@@ -117,8 +117,8 @@ async def _measure_idle(t: Client, sizes: ExecSizes, run: BenchRun, progress: Pr
     free_before = available_memory_bytes()
     async with contextlib.AsyncExitStack() as stack:
         for number in range(sizes.idle):
-            box = await stack.enter_async_context(t.sandbox(memory=MEMORY))
-            (await box.exec([PROGRAM])).check()  # an unused one might be smaller
+            sandbox = await stack.enter_async_context(t.sandbox(memory=MEMORY))
+            (await sandbox.exec([PROGRAM])).check()  # an unused one might be smaller
             progress(0.8 * number / sizes.idle)
         await asyncio.sleep(1.0)  # for work that follows the last exec
         used = free_before - available_memory_bytes()

@@ -152,31 +152,31 @@ async def _run_clients(url: str, clients: int, seconds: float) -> tuple[int, flo
     """Return the number of actions of concurrent clients, each with its own sandbox, and the seconds that they took."""
     done = 0
 
-    async def client(caller: SharedHttpClient, box: str) -> None:
+    async def client(caller: SharedHttpClient, sandbox: str) -> None:
         nonlocal done
         while time.perf_counter() < end:
-            await caller.run_action(NO_OP, box)
+            await caller.run_action(NO_OP, sandbox)
             done += 1
 
     async with SharedHttpClient(url) as caller:
-        boxes = await asyncio.gather(*(caller.open_sandbox() for _ in range(clients)))
+        sandboxes = await asyncio.gather(*(caller.open_sandbox() for _ in range(clients)))
         began = time.perf_counter()
         end = began + seconds
-        await asyncio.gather(*(client(caller, box) for box in boxes))
+        await asyncio.gather(*(client(caller, sandbox) for sandbox in sandboxes))
         elapsed = time.perf_counter() - began
-        await asyncio.gather(*(caller.run_action(Close(), box) for box in boxes))
+        await asyncio.gather(*(caller.run_action(Close(), sandbox) for sandbox in sandboxes))
     return done, elapsed
 
 
 async def _sequential_latencies(url: str, count: int) -> list[float]:
     times = []
     async with SharedHttpClient(url) as caller:
-        box = await caller.open_sandbox()
+        sandbox = await caller.open_sandbox()
         for _ in range(count):
             began = time.perf_counter()
-            await caller.run_action(NO_OP, box)
+            await caller.run_action(NO_OP, sandbox)
             times.append(time.perf_counter() - began)
-        await caller.run_action(Close(), box)
+        await caller.run_action(Close(), sandbox)
     return times
 
 
@@ -184,11 +184,11 @@ async def clients_waiting(url: str, clients: int) -> tuple[int, list[str]]:
     """Return how many clients waited at once and got the right answer, or 0 and the errors."""
     whole = Demand({CPU: cores(CORES)})
     async with SharedHttpClient(url) as caller:
-        box = await caller.open_sandbox()
+        sandbox = await caller.open_sandbox()
         gate = caller.new_id()
-        held = asyncio.create_task(caller.run_action(Exec(command=f"sleep {GATE_S:g}"), box, id=gate, demand=whole))
+        held = asyncio.create_task(caller.run_action(Exec(command=f"sleep {GATE_S:g}"), sandbox, id=gate, demand=whole))
         await _wait_for_metric(caller, "tangram_actions_running", 1)
-        pending = [asyncio.create_task(caller.run_action(NO_OP, box, demand=whole)) for _ in range(clients)]
+        pending = [asyncio.create_task(caller.run_action(NO_OP, sandbox, demand=whole)) for _ in range(clients)]
         try:
             await _wait_for_metric(caller, "tangram_actions_waiting", clients, pending)
             answered = sum(task.done() for task in pending)
@@ -198,7 +198,7 @@ async def clients_waiting(url: str, clients: int) -> tuple[int, list[str]]:
             for task in (held, *pending):
                 task.cancel()
             await asyncio.gather(held, *pending, return_exceptions=True)
-        await caller.run_action(Close(), box)
+        await caller.run_action(Close(), sandbox)
     wrong = [str(answer) or type(answer).__name__ for answer in answers if isinstance(answer, BaseException)]
     if answered:
         wrong.append(f"{answered} were answered before their actions could have ended")

@@ -69,10 +69,10 @@ class SlowLake(FrozenLake):
     """A lake with slow steps. The delays depend only on trajectory and turn, not on the mode."""
 
     def __init__(
-        self, outside: ExternalResources, *, latency_s: float = 0.1, spread: float = 1.0, **options: Any
+        self, resources: ExternalResources, *, latency_s: float = 0.1, spread: float = 1.0, **options: Any
     ) -> None:
-        super().__init__(outside, **options)
-        self._chance = random.Random(f"latency/{outside.trajectory}")
+        super().__init__(resources, **options)
+        self._chance = random.Random(f"latency/{resources.trajectory}")
         self._sigma = math.sqrt(math.log1p(spread * spread))
         self._mu = math.log(latency_s) - self._sigma**2 / 2.0
 

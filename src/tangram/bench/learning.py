@@ -203,13 +203,13 @@ async def random_score(task: str) -> float:
     """Score the agent that plays random well-formed actions."""
     settings = TrainSettings(tasks=(TASKS[task],))
     tasks = tasks_of(settings)
-    client: Client = await connect_client(settings.outside, tasks, None)
+    client: Client = await connect_client(settings.resources, tasks, None)
     async with client:
         episodes = await demonstrations(
             tasks[0],
             "random",
             range(SEED_FIRST, SEED_FIRST + RANDOM_EPISODES),
-            outside=ExternalResources(client=client),
+            resources=ExternalResources(client=client),
         )
     return statistics.fmean(each.reward for each in episodes)
 

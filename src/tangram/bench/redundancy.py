@@ -71,10 +71,10 @@ def turns_of(seed: int, member: int, turns_max: int) -> int:
 async def measure(sizes: RedundancySizes, run: BenchRun) -> None:
     cells = [(groups, members) for groups in sizes.extra for members in sizes.extra]
     batches: dict[tuple[int, int], list[CollectedBatch]] = {cell: [] for cell in cells}
-    async with running_router(_engine(sizes), PolicySettings()) as gateway:
-        await _collect(gateway, sizes, (0, 0), seed=0)  # warm-up
+    async with running_router(_engine(sizes), PolicySettings()) as router:
+        await _collect(router, sizes, (0, 0), seed=0)  # warm-up
         for done, (seed, cell) in enumerate(itertools.product(range(sizes.seeds), cells), 1):
-            batches[cell].append(await _collect(gateway, sizes, cell, seed))
+            batches[cell].append(await _collect(router, sizes, cell, seed))
             run.progress(done / (sizes.seeds * len(cells)), f"{cell[0]} groups, {cell[1]} redundant members")
     plain = [batch.ended_s - batch.began_s for batch in batches[0, 0]]
     for (groups, members), played in batches.items():
@@ -106,7 +106,7 @@ def _bias(batch: CollectedBatch, sizes: RedundancySizes) -> float:
     return (sum(kept) / len(kept)) / (sum(begun) / len(begun))
 
 
-async def _collect(gateway: Router, sizes: RedundancySizes, cell: tuple[int, int], seed: int) -> CollectedBatch:
+async def _collect(router: Router, sizes: RedundancySizes, cell: tuple[int, int], seed: int) -> CollectedBatch:
     waits = LatencyModel(latency_s=sizes.latency_s, spread=sizes.spread, turns=sizes.turns, heavy=True)
     settings = RolloutSettings(
         engines=(_engine(sizes),),
@@ -119,7 +119,7 @@ async def _collect(gateway: Router, sizes: RedundancySizes, cell: tuple[int, int
         ),
     )  # fmt: skip
     DelayEnvironment.made.clear()
-    async with Rollout(settings, gateway, FixedLengthCodec()) as rollout:
+    async with Rollout(settings, router, FixedLengthCodec()) as rollout:
         return await rollout.collect(_tickets(seed), sizes.groups)
 
 

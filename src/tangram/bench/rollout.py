@@ -117,9 +117,9 @@ class DelayEnvironment:
     made: ClassVar[Counter[str]] = Counter()
     """Environments by trajectory: how often it was started."""
 
-    def __init__(self, outside: ExternalResources, **options: object) -> None:
+    def __init__(self, resources: ExternalResources, **options: object) -> None:
         self._latency_model = msgspec.convert(options, LatencyModel)
-        self._trajectory = outside.trajectory
+        self._trajectory = resources.trajectory
         self._turn = 0
 
     async def reset(self, seed: int) -> str:
@@ -186,12 +186,12 @@ async def running_router(settings: EngineSettings, policy: PolicySettings) -> As
     )
     with tempfile.TemporaryDirectory(prefix="tangram-bench-") as folder:
         weights = publish(Transformer.new(config, policy.seed), config, folder, 0)
-        gateway = Router([ProcessEngine(settings)])
-        await gateway.start(weights)
+        router = Router([ProcessEngine(settings)])
+        await router.start(weights)
         try:
-            yield gateway
+            yield router
         finally:
-            await gateway.close()
+            await router.close()
 
 
 class RolloutTiming(msgspec.Struct, frozen=True, kw_only=True):
@@ -255,16 +255,14 @@ def ideal(waits: LatencyModel, seed: int, environments: int, *, together_s: floa
 async def measure(sizes: RolloutSizes, run: BenchRun) -> None:
     advance = step_counter(run.progress, len(sizes.spreads) * sizes.seeds + sizes.heavy_seeds)
     cpu_ms, engine_s, read, shares = [], [], [], {}
-    async with running_router(
-        engine_settings(sizes), PolicySettings(layers=sizes.layers, width=sizes.width)
-    ) as gateway:
-        tokens = await _calibrate_tokens(gateway, sizes)
-        single_s = await _single_s(gateway, sizes, tokens)
+    async with running_router(engine_settings(sizes), PolicySettings(layers=sizes.layers, width=sizes.width)) as router:
+        tokens = await _calibrate_tokens(router, sizes)
+        single_s = await _single_s(router, sizes, tokens)
         for spread in sizes.spreads:
             waits = LatencyModel(latency_s=sizes.latency_s, spread=spread, turns=sizes.turns)
             ratios, ideals = [], []
             for seed in range(sizes.seeds):
-                batched, alone = await _play_both(gateway, sizes, waits, seed, tokens)
+                batched, alone = await _play_both(router, sizes, waits, seed, tokens)
                 ratios.append(batched.seconds / alone.seconds)
                 together_s = batch_s(batched)
                 engine_s.append(together_s)
@@ -273,7 +271,7 @@ async def measure(sizes: RolloutSizes, run: BenchRun) -> None:
                 read += [turn.prefilled for each in alone.group.members for turn in each.turns]
                 advance(f"σ/μ {spread}")
             shares[spread] = _add(run, f"s{round(spread * 10):02d}", ratios, ideals)
-        heavy = await _play_heavy(gateway, sizes, tokens, advance)
+        heavy = await _play_heavy(router, sizes, tokens, advance)
     run.add("share_of_ideal_min", min(shares.values()), at_least(0.9))
     run.add("speedup_heavy", mean_of(heavy), PRINTED)
     run.add("tokens_per_turn", tokens, PRINTED)
@@ -302,39 +300,39 @@ def _add(run: BenchRun, name: str, ratios: list[float], ideals: list[float]) -> 
 
 
 async def _play_both(
-    gateway: Router, sizes: RolloutSizes, waits: LatencyModel, seed: int, tokens: int
+    router: Router, sizes: RolloutSizes, waits: LatencyModel, seed: int, tokens: int
 ) -> tuple[RolloutTiming, RolloutTiming]:
-    batched = await play_group(gateway, sizes, waits, seed, barrier=True, tokens=tokens)
-    alone = await play_group(gateway, sizes, waits, seed, barrier=False, tokens=tokens)
+    batched = await play_group(router, sizes, waits, seed, barrier=True, tokens=tokens)
+    alone = await play_group(router, sizes, waits, seed, barrier=False, tokens=tokens)
     return batched, alone
 
 
-async def _play_heavy(gateway: Router, sizes: RolloutSizes, tokens: int, advance: Callable[[str], None]) -> list[float]:
+async def _play_heavy(router: Router, sizes: RolloutSizes, tokens: int, advance: Callable[[str], None]) -> list[float]:
     waits = LatencyModel(
         latency_s=sizes.latency_s, spread=sizes.heavy_spread, turns=sizes.turns, heavy=True, failures=sizes.failures
     )
     ratios = []
     for seed in range(sizes.heavy_seeds):
-        batched, alone = await _play_both(gateway, sizes, waits, seed, tokens)
+        batched, alone = await _play_both(router, sizes, waits, seed, tokens)
         ratios.append(batched.seconds / alone.seconds)
         advance("heavy")
     return ratios
 
 
-async def _calibrate_tokens(gateway: Router, sizes: RolloutSizes) -> int:
+async def _calibrate_tokens(router: Router, sizes: RolloutSizes) -> int:
     """Return the tokens per turn that give a turn of all environments its share of the delays. The first steps of a
     process are slow, and later turns slower than first ones, so all turns are played, once to warm up and once to
     measure."""
     waits = LatencyModel(latency_s=0.001, spread=0.5, turns=sizes.turns)
-    await play_group(gateway, sizes, waits, 0, barrier=True)
-    took_s = batch_s(await play_group(gateway, sizes, waits, 1, barrier=True))
+    await play_group(router, sizes, waits, 0, barrier=True)
+    took_s = batch_s(await play_group(router, sizes, waits, 1, barrier=True))
     return min(max(round(TOKENS * sizes.batch_share * sizes.latency_s / took_s), 1), TOKENS_MAX)
 
 
-async def _single_s(gateway: Router, sizes: RolloutSizes, tokens: int) -> float:
+async def _single_s(router: Router, sizes: RolloutSizes, tokens: int) -> float:
     """Engine time of a turn when the engine is otherwise idle."""
     waits = LatencyModel(latency_s=0.001, spread=0.5, turns=sizes.turns)
     side = await play_group(
-        gateway, msgspec.structs.replace(sizes, environments=1), waits, 0, barrier=False, tokens=tokens
+        router, msgspec.structs.replace(sizes, environments=1), waits, 0, barrier=False, tokens=tokens
     )
     return statistics.median(span.ended_s - span.began_s for span in side.generations()[0])

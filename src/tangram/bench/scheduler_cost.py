@@ -306,8 +306,12 @@ class SchedulerTestbed:
         reward = self._random.random() < self._sizes.reward_share
         templates = self._rewards if reward else self._tools
         pick = self._random.randrange(len(templates))
-        box = self._number % self._sizes.sandboxes
-        wire = templates[pick][0].replace(b"@run", RUNS[box % len(RUNS)].encode()).replace(b"@box", b"box-%d" % box)
+        sandbox = self._number % self._sizes.sandboxes
+        wire = (
+            templates[pick][0]
+            .replace(b"@run", RUNS[sandbox % len(RUNS)].encode())
+            .replace(b"@box", b"box-%d" % sandbox)
+        )
         wire = wire.replace(b"@id", b"%s.%d.%d" % (b"reward" if reward else b"tool", pick, self._number))
         self.waiting += 1
         self._send(Submit(action=msgspec.json.decode(wire, type=Action)))

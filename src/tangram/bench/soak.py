@@ -275,31 +275,31 @@ class SoakLoad:
 
     async def _sandbox(self, t: Client) -> None:
         number = next(self._numbers)
-        async with t.sandbox(memory=MEMORY, trajectory=f"t{number}") as box:
+        async with t.sandbox(memory=MEMORY, trajectory=f"t{number}") as sandbox:
             for _ in range(self._draw.randint(1, 5)):
-                _require((await box.exec("echo word; exit 3")).exit_code, 3)
-            session = box.session()
+                _require((await sandbox.exec("echo word; exit 3")).exit_code, 3)
+            session = sandbox.session()
             _require((await session.exec("cd / && pwd")).stdout, "/\n")
 
     async def _files(self, t: Client) -> None:
         content = self._draw.randbytes(BYTES)
-        async with t.sandbox(memory=MEMORY) as box:
-            await box.write("folder/file", content)
-            _require(await box.read("folder/file"), content)
-            _require([entry.name for entry in await box.list("folder")], ["file"])
+        async with t.sandbox(memory=MEMORY) as sandbox:
+            await sandbox.write("folder/file", content)
+            _require(await sandbox.read("folder/file"), content)
+            _require([entry.name for entry in await sandbox.list("folder")], ["file"])
             with tempfile.TemporaryDirectory(prefix="tangram-bench-") as local:
-                await box.download("folder", local)
-                await box.upload(f"{local}/folder", "again")
-            _require(await box.read("again/folder/file"), content)
-            await box.delete("folder")
+                await sandbox.download("folder", local)
+                await sandbox.upload(f"{local}/folder", "again")
+            _require(await sandbox.read("again/folder/file"), content)
+            await sandbox.delete("folder")
 
     async def _quota(self, t: Client) -> None:
         async with t.quota(QUOTA):
             await asyncio.sleep(self._draw.uniform(0.0, 0.02))
 
     async def _cancelled(self, t: Client) -> None:
-        async with t.sandbox(memory=MEMORY) as box:
-            running = asyncio.create_task(box.exec("sleep 100 & sleep 100"))
+        async with t.sandbox(memory=MEMORY) as sandbox:
+            running = asyncio.create_task(sandbox.exec("sleep 100 & sleep 100"))
             await asyncio.sleep(self._draw.uniform(0.0, 0.2))
             running.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -307,17 +307,17 @@ class SoakLoad:
 
     async def _followed(self, t: Client) -> None:
         output: list[str | bytes] = []
-        async with t.sandbox(memory=MEMORY) as box:
+        async with t.sandbox(memory=MEMORY) as sandbox:
             command = "for i in 1 2 3 4 5; do echo $i; sleep 0.02; done"
-            await box.exec(command, on_output=lambda stream, data: output.append(data))
+            await sandbox.exec(command, on_output=lambda stream, data: output.append(data))
         _require(len(output) > 0, True)
 
     async def _vanished(self, t: Client) -> None:
         """A separate client that is cut off while it waits, and never fetches its result."""
         http = HttpClient()
-        async with t.sandbox(memory=MEMORY) as box:
+        async with t.sandbox(memory=MEMORY) as sandbox:
             action_id = f"vanished-{os.getpid()}-{next(self._numbers)}"
-            submission = Submission(id=action_id, work=Exec(command="sleep 0.1"), sandbox=box.name)
+            submission = Submission(id=action_id, work=Exec(command="sleep 0.1"), sandbox=sandbox.name)
             with contextlib.suppress(HttpError):
                 url, body = f"{self._url}/v1/actions?wait_s=20", msgspec.json.encode(submission)
                 try:

@@ -23,8 +23,8 @@ from tangram.reports.statistics import mean_of
 from tangram.rl.config.rollout_settings import (
     EngineSettings,
     GroupSettings,
-    OutsideSettings,
     PolicySettings,
+    ResourceSettings,
     TaskSettings,
 )
 from tangram.rl.config.training_settings import (
@@ -104,7 +104,7 @@ def settings_of(sizes: StepSizes, seed: int, policy: Path | None, concurrency: i
             ),
         ),
         groups=GroupSettings(size=sizes.members),
-        outside=OutsideSettings(cores=float(sizes.cores)),
+        resources=ResourceSettings(cores=float(sizes.cores)),
         tasks=(
             TaskSettings(
                 name=TASK, concurrency=concurrency, turns_max=sizes.turns, options={"turns": sizes.turns},

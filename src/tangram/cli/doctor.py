@@ -76,9 +76,9 @@ async def _open_and_run(state: Path) -> dict[str, float]:
     at = [time.perf_counter()]
     async with connect(state=state) as client:
         at.append(time.perf_counter())
-        async with client.sandbox(memory=TRIAL_MEMORY) as box:
+        async with client.sandbox(memory=TRIAL_MEMORY) as sandbox:
             at.append(time.perf_counter())
-            result = (await box.exec(["echo", TRIAL_OUTPUT], timeout_s=TRIAL_TIMEOUT_S)).check()
+            result = (await sandbox.exec(["echo", TRIAL_OUTPUT], timeout_s=TRIAL_TIMEOUT_S)).check()
             at.append(time.perf_counter())
     at.append(time.perf_counter())
     if result.stdout.strip() != TRIAL_OUTPUT:

@@ -140,16 +140,16 @@ def _set_node_state(target: ServiceTarget, node: str, state: str, as_json: bool)
         known = sorted({pool.node for pool in service_client.fetch_view(target).pools if pool.node})
         raise InvalidConfig("node", node, f"one of {', '.join(map(escape_unprintable, known)) or 'none'}") from None
     running = sum(action.node == node for action in view.running)
-    boxes = sum(box.node == node for box in view.sandboxes)
+    sandboxes = sum(sandbox.node == node for sandbox in view.sandboxes)
     if as_json:
-        show.print_json({"node": node, "state": state, "running": running, "sandboxes": boxes})
+        show.print_json({"node": node, "state": state, "running": running, "sandboxes": sandboxes})
     elif state == "up":
         typer.echo(f"{escape_unprintable(node)} is up: it accepts new sandboxes and actions again")
     else:
         state_text = f"{escape_unprintable(node)} is draining: it takes no new sandbox, and no action without one"
         verb = "runs" if running == 1 else "run"
         typer.echo(
-            f"{state_text}; it has {pluralize(boxes, 'sandbox', 'sandboxes')},"
+            f"{state_text}; it has {pluralize(sandboxes, 'sandbox', 'sandboxes')},"
             f" and {pluralize(running, 'action')} {verb} there"
         )
 

@@ -342,4 +342,4 @@ def _first_error(backend: str | None) -> Iterator[None]:
     except InvalidConfig as error:
         if backend is not None or error.field != "client":
             raise
-        raise InvalidConfig("backend", None, "sandbox, docker or process, since it acts outside") from error
+        raise InvalidConfig("backend", None, "sandbox, docker or process, since it needs a client") from error

@@ -77,12 +77,12 @@ async def _run_checks(
         await stack.enter_async_context(prepare_tasks([task], client))
         with live.progress("checking", unit="") as progress:
 
-            def report_progress(done: int, total: int, promise: str) -> None:
+            def report_progress(done: int, total: int, requirement: str) -> None:
                 if progress is not None:
-                    progress(done, total, f"{promise}: {done + 1} of {total}, each call within {timeout_s:g} s")
+                    progress(done, total, f"{requirement}: {done + 1} of {total}, each call within {timeout_s:g} s")
 
             return await checked(
-                task, outside=ExternalResources(client=client), episodes=episodes, seed=seed, options=given,
+                task, resources=ExternalResources(client=client), episodes=episodes, seed=seed, options=given,
                 timeout_s=timeout_s, on_progress=report_progress,
             )  # fmt: skip
 

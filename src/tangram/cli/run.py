@@ -339,16 +339,16 @@ async def _execute_in_sandbox(client: Client, options: RunOptions, live: _LiveOu
     is_path = options.image != "host" and os.path.exists(options.image)  # noqa: ASYNC240 - one look at a local disk
     image = await client.image(options.image) if is_path else options.image
     output: dict[str, Any] = {} if options.as_json else {"capture": CAPTURE_BYTES, "on_output": live}
-    async with client.sandbox(image=image, **options.sandbox) as box:
+    async with client.sandbox(image=image, **options.sandbox) as sandbox:
         for path in options.uploads:
-            await box.upload(path)
-        result = await box.exec(options.command, **options.action, **output)
+            await sandbox.upload(path)
+        result = await sandbox.exec(options.command, **options.action, **output)
         if not options.as_json:
             live.finish(result)
         code = _exit_code(result)
         for source, target in options.downloads:
             try:
-                await box.download(source, target)
+                await sandbox.download(source, target)
             except TangramError as error:
                 typer.echo(f"tangram: not downloaded: {error}", err=True)
                 code = code or EXIT_TANGRAM_FAILED

@@ -165,7 +165,7 @@ def runs(run_views: tuple[RunView, ...], *, fold: bool) -> Table:
     for run in ordered[:RUNS_SHOWN]:
         times = (elapsed(run.act.p50_s), elapsed(run.act.p99_s)) if run.act.count else ("-", "-")
         numbers = (f"{run.share:.0%}", f"{run.weight:g}", f"{run.waiting:,}", f"{run.running:,}", f"{run.sandboxes:,}")
-        table.add_row(escape_unprintable(run.name), *numbers, *times, time_shares(run.spending))
+        table.add_row(escape_unprintable(run.name), *numbers, *times, time_shares(run.time_breakdown))
     if not run_views:
         table.add_row("none yet")
     elif len(ordered) > RUNS_SHOWN:
@@ -173,18 +173,18 @@ def runs(run_views: tuple[RunView, ...], *, fold: bool) -> Table:
     return table
 
 
-def time_shares(spending: TimeBreakdown) -> str:
+def time_shares(breakdown: TimeBreakdown) -> str:
     """Shares in percent, the largest first, without those below 0.5 %."""
-    if spending.total_s <= 0.0:
+    if breakdown.total_s <= 0.0:
         return "-"
-    parts = {f"waiting for {escape_unprintable(kind)}": s for kind, s in spending.waiting_s.items()}
+    parts = {f"waiting for {escape_unprintable(kind)}": s for kind, s in breakdown.waiting_s.items()}
     parts |= {
-        "executing": spending.execution_s,
-        "overhead": spending.overhead_s,
-        "thinking": spending.thinking_s,
+        "executing": breakdown.execution_s,
+        "overhead": breakdown.overhead_s,
+        "thinking": breakdown.thinking_s,
     }
     ordered = sorted(parts.items(), key=lambda part: -part[1])
-    shares = [f"{name} {s / spending.total_s:.0%}" for name, s in ordered if s / spending.total_s >= 0.005]
+    shares = [f"{name} {s / breakdown.total_s:.0%}" for name, s in ordered if s / breakdown.total_s >= 0.005]
     return ", ".join(shares)
 
 
@@ -215,13 +215,13 @@ def _sandboxes(view: View) -> Text:
 
     from tangram.reports.formatting import pluralize
 
-    active = sum(box.active > 0 for box in view.sandboxes)
+    active = sum(sandbox.active > 0 for sandbox in view.sandboxes)
     shown = len(view.sandboxes)
     text = f"sandboxes: {view.sandboxes_total:,} open"
     if view.sandboxes_total:
         of = f" of the last {shown:,}" if shown < view.sandboxes_total else ""
         text += f", {active:,}{of} with a running action"
-    instances = sum(bool(box.function) for box in view.sandboxes)
+    instances = sum(bool(sandbox.function) for sandbox in view.sandboxes)
     if instances:
         text += f", {pluralize(instances, 'instance')} of functions"
     return Text(f"{text}; running actions: {view.running_total:,}")

@@ -284,8 +284,8 @@ def _revocation_effects(target: ServiceTarget, run: str) -> str:
     if run_view is None or not (run_view.waiting or run_view.running or run_view.sandboxes):
         return "It has no actions or sandboxes."
     actions = run_view.waiting + run_view.running
-    boxes = pluralize(run_view.sandboxes, "sandbox", "sandboxes")
-    return f"It has {pluralize(actions, 'action')} under way and {boxes}, which end."
+    sandboxes = pluralize(run_view.sandboxes, "sandbox", "sandboxes")
+    return f"It has {pluralize(actions, 'action')} under way and {sandboxes}, which end."
 
 
 def _caps_text(caps: Caps) -> str:

@@ -446,14 +446,14 @@ def _relative_to_folder(folder: Path, path: str) -> str:
 
 def _task(name: str, lines: Sequence[AnyMetricsLine]) -> dict[str, Any]:
     warmed = [line for line in lines if isinstance(line, WarmStartChecked) and name in line.scores]
-    looks = [line for line in lines if isinstance(line, Evaluated) and name in line.scores]
+    evaluations = [line for line in lines if isinstance(line, Evaluated) and name in line.scores]
     steps = [line.tasks[name] for line in lines if isinstance(line, Trained) and name in line.tasks]
     return {
         "warm": warmed[-1].scores[name] if warmed else None,
         "warm_greedy": warmed[-1].greedy.get(name) if warmed else None,
-        "first_evaluation": looks[0].scores[name] if looks else None,
-        "last_evaluation": looks[-1].scores[name] if looks else None,
-        "last_evaluation_spread": looks[-1].spread.get(name) if looks else None,
+        "first_evaluation": evaluations[0].scores[name] if evaluations else None,
+        "last_evaluation": evaluations[-1].scores[name] if evaluations else None,
+        "last_evaluation_spread": evaluations[-1].spread.get(name) if evaluations else None,
         "reward": steps[-1].reward if steps else None,
         "samples": sum(step.trajectories for step in steps),
     }

@@ -41,7 +41,7 @@ def build_plan(settings: TrainSettings, folder: Path) -> dict[str, Any]:
             "episodes": settings.evaluation.episodes,
             "temperature": settings.evaluation.temperature,
         },
-        "outside": _external_resources(settings),
+        "resources": _external_resources(settings),
         "folder": str(folder),
         "checkpoints": {"every": settings.checkpoints.every, "keep": settings.checkpoints.keep},
     }
@@ -57,28 +57,28 @@ def _policy(settings: TrainSettings) -> str:
 def _external_resources(settings: TrainSettings) -> dict[str, Any]:
     """Tasks that run actions, their rewards, and what both need on this machine."""
     from tangram.rl.environments.registry import tasks_of
-    from tangram.rl.environments.shared_setup import acts_outside
+    from tangram.rl.environments.shared_setup import needs_client
     from tangram.rl.rollout.rewards import effective_settings
 
     pairs = list(zip(tasks_of(settings), settings.tasks, strict=True))
-    acting = [task_settings.name for task, task_settings in pairs if acts_outside(task)]
+    acting = [task_settings.name for task, task_settings in pairs if needs_client(task)]
     rewards = {task_settings.name: effective_settings(task, task_settings.reward).kind for task, task_settings in pairs}
     needed = bool(acting) or any(kind != "environment" for kind in rewards.values())
-    outside = settings.outside
-    backend = (outside.url or outside.backend) if needed else ""
+    resources = settings.resources
+    backend = (resources.url or resources.backend) if needed else ""
     return {
         "tasks": acting,
         "rewards": rewards,
         "teachers": [teacher.name for teacher in settings.teachers],
         "where": backend,
         "needs_root": backend == "sandbox",
-        "cores": outside.cores if needed and not outside.url else None,
+        "cores": resources.cores if needed and not resources.url else None,
     }
 
 
 def plan_lines(plan: dict[str, Any]) -> list[str]:
     """The plan as text."""
-    batch, outside, evaluation = plan["batch"], plan["outside"], plan["evaluation"]
+    batch, resources, evaluation = plan["batch"], plan["resources"], plan["evaluation"]
     most = f", at most {plan['seconds_max']:g} s" if plan["seconds_max"] is not None else ""
     lines = [
         f"mode        {plan['mode']}, α {plan['alpha']}: {_order(plan['mode'], plan['alpha'])}",
@@ -88,13 +88,13 @@ def plan_lines(plan: dict[str, Any]) -> list[str]:
         f"policy      {plan['policy']}",
         f"warm start  {_warm_start(plan['warm_start'])}",
         f"evaluation  {_evaluation(evaluation)}",
-        f"outside     {_external_lines(outside)}",
+        f"resources   {_external_lines(resources)}",
         f"folder      {plan['folder']}: a checkpoint every {plan['checkpoints']['every']} steps, the newest "
         f"{plan['checkpoints']['keep']} are kept",
     ]
-    if outside["needs_root"] and os.geteuid() != 0:
+    if resources["needs_root"] and os.geteuid() != 0:
         lines.append(
-            "! sandboxes need root: run it as root, or with --set outside.backend=process, which isolates nothing"
+            "! sandboxes need root: run it as root, or with --set resources.backend=process, which isolates nothing"
         )
     return lines
 
@@ -126,14 +126,14 @@ def _evaluation(evaluation: dict[str, Any]) -> str:
     )
 
 
-def _external_lines(outside: dict[str, Any]) -> str:
-    if not outside["where"]:
+def _external_lines(resources: dict[str, Any]) -> str:
+    if not resources["where"]:
         return "nothing: all tasks are played and rewarded inside this process"
-    acting = ", ".join(outside["tasks"])
-    rewards = ", ".join(f"{name} by {kind}" for name, kind in outside["rewards"].items() if kind != "environment")
-    cores = f" with {outside['cores']:g} cores" if outside["cores"] is not None else ""
-    parts = [f"{outside['where']}{cores}"]
+    acting = ", ".join(resources["tasks"])
+    rewards = ", ".join(f"{name} by {kind}" for name, kind in resources["rewards"].items() if kind != "environment")
+    cores = f" with {resources['cores']:g} cores" if resources["cores"] is not None else ""
+    parts = [f"{resources['where']}{cores}"]
     parts += [f"actions of {acting}"] if acting else []
     parts += [f"rewards of {rewards}"] if rewards else []
-    parts += [f"teachers: {', '.join(outside['teachers'])}"] if outside["teachers"] else []
+    parts += [f"teachers: {', '.join(resources['teachers'])}"] if resources["teachers"] else []
     return "; ".join(parts)

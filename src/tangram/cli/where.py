@@ -40,18 +40,18 @@ def where(target: ServiceTarget, as_json: Json = False) -> None:
 
 
 def _as_dict(run: RunView) -> dict[str, Any]:
-    spending = run.spending
-    return {"run": run.name, "spending_s": spending, "shares": _shares(spending)}
+    breakdown = run.time_breakdown
+    return {"run": run.name, "time_breakdown": breakdown, "shares": _shares(breakdown)}
 
 
-def _shares(spending: TimeBreakdown) -> dict[str, Any]:
+def _shares(breakdown: TimeBreakdown) -> dict[str, Any]:
     """Shares of the total time; they add up to 1, or are all 0."""
-    total = spending.total_s or 1.0
+    total = breakdown.total_s or 1.0
     return {
-        "waiting": {kind: seconds / total for kind, seconds in spending.waiting_s.items()},
-        "execution": spending.execution_s / total,
-        "overhead": spending.overhead_s / total,
-        "thinking": spending.thinking_s / total,
+        "waiting": {kind: seconds / total for kind, seconds in breakdown.waiting_s.items()},
+        "execution": breakdown.execution_s / total,
+        "overhead": breakdown.overhead_s / total,
+        "thinking": breakdown.thinking_s / total,
     }
 
 
@@ -60,7 +60,7 @@ def _print(view: View) -> None:
 
     sums: dict[str, float] = {}
     for run in view.runs:
-        for kind, seconds in run.spending.waiting_s.items():
+        for kind, seconds in run.time_breakdown.waiting_s.items():
             sums[kind] = sums.get(kind, 0.0) + seconds
     kinds = sorted(sums, key=lambda kind: -sums[kind])[:KINDS_SHOWN]
     others = len(sums) > len(kinds)
@@ -69,14 +69,14 @@ def _print(view: View) -> None:
     waits = [f"waiting: {escape_unprintable(kind)}" for kind in kinds] + ([f"waiting: {OTHERS}"] if others else [])
     for head in ("time in all", "thinking", *waits, "executing", "overhead"):
         table.add_column(head, justify="right")
-    for run in sorted(view.runs, key=lambda run: -run.spending.total_s):
-        spending = run.spending
-        shown = [spending.waiting_s.get(kind, 0.0) for kind in kinds]
-        rest = [sum(spending.waiting_s.values()) - sum(shown)] if others else []
-        parts = [spending.thinking_s, *shown, *rest, spending.execution_s, spending.overhead_s]
-        total_s = spending.total_s
+    for run in sorted(view.runs, key=lambda run: -run.time_breakdown.total_s):
+        breakdown = run.time_breakdown
+        shown = [breakdown.waiting_s.get(kind, 0.0) for kind in kinds]
+        rest = [sum(breakdown.waiting_s.values()) - sum(shown)] if others else []
+        parts = [breakdown.thinking_s, *shown, *rest, breakdown.execution_s, breakdown.overhead_s]
+        total_s = breakdown.total_s
         cells = [percent(each / total_s if min(each, total_s) > 0.0 else None) for each in parts]
-        table.add_row(escape_unprintable(run.name), duration(spending.total_s), *cells)
+        table.add_row(escape_unprintable(run.name), duration(breakdown.total_s), *cells)
     console = terminal.stdout_console()
     if not view.runs:
         terminal.print_plain(console, "no run has been active since the service started")

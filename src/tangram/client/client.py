@@ -195,7 +195,7 @@ class Client:
             return Image(name)
         key = _setup_key(name, commands, network, user, variables)
         async with self._build_locks.setdefault(key, asyncio.Lock()):
-            cached = await self._transport.images.recall_image(key)
+            cached = await self._transport.images.find_image(key)
             if cached:
                 return Image(cached)
             options = dict(memory=memory, disk=disk, network=network, user=user, env=env, run=run)
@@ -203,7 +203,7 @@ class Client:
                 for command in commands:
                     (await sandbox.exec(command, key="setup", timeout_s=SETUP_TIMEOUT_S)).check()
                 committed = await sandbox.commit(f"setup-{key[:24]}")
-            await self._transport.images.remember_image(key, committed.name)
+            await self._transport.images.tag_image(key, committed.name)
             return committed
 
     async def _require_image(self, name: str, run: str) -> None:

@@ -270,7 +270,7 @@ class CallResult(msgspec.Struct, frozen=True, kw_only=True):
     timing: Timing = Timing(waiting_s=0.0, execution_s=0.0, overhead_s=0.0)
     usage: Usage = NO_USAGE
     attempts: int = 0
-    recalled: bool = False
+    cached: bool = False
     """Nothing ran: the value is that of an earlier call."""
 
     @property
@@ -465,7 +465,7 @@ class FunctionCalls:
         name = action.key
         cached_answer = cache.get(key) if key else None
         if cached_answer is not None:
-            return _result_of_answer(cached_answer, dict(function=name, recalled=True))
+            return _result_of_answer(cached_answer, dict(function=name, cached=True))
         try:
             self._ensure_pool(pool)
             if not key:

@@ -85,10 +85,10 @@ class RemoteImages:
             with file:
                 return _decode_image_name(await _upload(self._connection, "POST", "/v1/images", file))
 
-    async def recall_image(self, key: str) -> str:
+    async def find_image(self, key: str) -> str:
         return _decode_image_name(await self._connection.call("GET", f"/v1/image-keys/{quote(key, safe='')}"))
 
-    async def remember_image(self, key: str, name: str) -> None:
+    async def tag_image(self, key: str, name: str) -> None:
         await self._connection.call("PUT", f"/v1/image-keys/{quote(key, safe='')}", ImageKeyRequest(name=name))
         self.remembered.add(name)
 

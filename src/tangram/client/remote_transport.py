@@ -365,7 +365,7 @@ class RemoteTransport:
 
     def report_upstream_response(self, quota: str, status: int, headers: Mapping[str, str], action: str) -> None:
         record = UpstreamResponse(status=status, headers=dict(headers), action=action)
-        self.start_task(self._call_best_effort("POST", f"/v1/quotas/{_quoted(quota)}/heard", record))
+        self.start_task(self._call_best_effort("POST", f"/v1/quotas/{_quoted(quota)}/responses", record))
 
     async def _call_best_effort(self, method: str, path: str, record: Any = None) -> None:
         """A request whose result is not awaited. If it never arrives, the service releases the resource after its own

@@ -182,9 +182,11 @@ class _ConfigReader:
             hint = f"it is a key of [{others[0]}]"
         else:
             hint = "there are " + ", ".join(field_types(kind))
+        new_name = getattr(kind, "RENAMED_KEYS", {}).get(key)
+        expected = f"{new_name}, which is the new name of {key}" if new_name else f"a {what} that there is ({hint})"
         where = _location_prefix(self._name, self._lines.find((*place, key)))
         field = f"{where}{_format_key_path(place)}".removesuffix(": ")
-        raise InvalidConfig(field, key, f"a {what} that there is ({hint})") from None
+        raise InvalidConfig(field, key, expected) from None
 
 
 def _location_prefix(name: str, line: int | None) -> str:

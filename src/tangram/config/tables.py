@@ -62,7 +62,10 @@ def field_types(table: type[msgspec.Struct]) -> dict[str, Validator | Any]:
 
 
 class ConfigTable(msgspec.Struct, frozen=True, kw_only=True):
-    """A table that checks each of its values. `together` checks values against each other."""
+    """A table that checks each of its values. `check_consistency` checks values against each other."""
+
+    RENAMED_KEYS: ClassVar[dict[str, str]] = {}
+    """New names by former names, for the error. Stored settings keep the former names."""
 
     def __post_init__(self) -> None:
         for key, kind in field_types(type(self)).items():

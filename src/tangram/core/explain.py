@@ -45,7 +45,7 @@ class Explainer:
         if first is not entry:
             ahead = f"up to {_pluralized(lane.waiting - 1, 'action')} of run {entry.run.name}"
             return f"{name} waits behind {ahead}; the first of them waits {self._waiting_reason(first)}"
-        return f"{name} waits for {self._lack_text(entry)}"
+        return f"{name} waits for {self._shortage_text(entry)}"
 
     def _waiting_reason(self, entry: Entry) -> str:
         """Returns what an action lacks that keeps others waiting. If it is itself behind others, names the first of
@@ -58,8 +58,8 @@ class Explainer:
                 break
             first = ahead
         if first is entry:
-            return f"for {self._lack_text(entry)}"
-        return f"behind {first.id}, which waits for {self._lack_text(first)}"
+            return f"for {self._shortage_text(entry)}"
+        return f"behind {first.id}, which waits for {self._shortage_text(first)}"
 
     def _sites(self, entry: Entry) -> list[Site]:
         """Returns the sites on which it could run if all units were free."""
@@ -90,7 +90,7 @@ class Explainer:
                 return blocker
         return None
 
-    def _lack_text(self, entry: Entry) -> str:
+    def _shortage_text(self, entry: Entry) -> str:
         """Returns the pools that an action lacks and their free units, on the open node that lacks least."""
         sites = self._sites(entry)
         sites = [site for site in sites if self._closed_by(entry, site) is None] or sites
@@ -109,9 +109,9 @@ class Explainer:
     def _shared_node_text(self, entry: Entry) -> str:
         """Adds why an action waits for a particular node although its own needs might be met on another one."""
         on_node = [need for need in _needs(entry) if "" not in self._ledger.kinds[need[0]]]
-        if entry.place is None or not self._offers.nodes_for_all(entry, on_node):
+        if entry.sandbox is None or not self._offers.nodes_for_all(entry, on_node):
             return ""
-        return f"; its node must be one that could hold all actions of sandbox {entry.place.id}"
+        return f"; its node must be one that could hold all actions of sandbox {entry.sandbox.id}"
 
     def impossible(self, entry: Entry) -> str:
         """Returns what no pool can give, and the largest amount that one has."""

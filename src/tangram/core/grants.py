@@ -12,13 +12,13 @@ from types import MappingProxyType
 
 from tangram.core.action import State
 from tangram.core.demand import CORE, CPU, EXCLUSIVE_CORE, GPU, LEARNED, MEMORY, Amounts
-from tangram.core.lanes import Entry, Place
+from tangram.core.lanes import Entry, SandboxState
 from tangram.core.ledger import Holding, Ledger, PoolState
 from tangram.core.messages import Share
-from tangram.core.places import Places
 from tangram.core.policies.base import Adjust, Begin, Hold
 from tangram.core.queue import Queue
 from tangram.core.residents import Residents
+from tangram.core.sandbox_states import SandboxStates
 from tangram.errors import InvariantError
 
 WIDTH_KINDS = (CPU, GPU, EXCLUSIVE_CORE)
@@ -28,19 +28,19 @@ WIDTH_KINDS = (CPU, GPU, EXCLUSIVE_CORE)
 class Grants:
     """The units that each action holds."""
 
-    def __init__(self, ledger: Ledger, queue: Queue, places: Places, residents: Residents) -> None:
+    def __init__(self, ledger: Ledger, queue: Queue, sandboxes: SandboxStates, residents: Residents) -> None:
         self._ledger = ledger
         self._queue = queue
-        self._places = places
+        self._sandboxes = sandboxes
         self._residents = residents
         self.holding: dict[str, Entry] = {}
         """Actions that hold units."""
         self._elastic_by_pool: dict[str, dict[str, Entry]] = {}
         """Per CPU pool, the elastic actions that hold units of it, in order of their start."""
         self._aside: list[Holding] = []
-        """Units that are held aside for candidates of the present plan."""
-        self._placed: list[Place] = []
-        """Sandboxes that have a node only for the present plan."""
+        """Units that are held aside for candidates of the current plan."""
+        self._placed: list[SandboxState] = []
+        """Sandboxes that have a node only for the current plan."""
 
     def elastic_on(self, pool: PoolState) -> Mapping[str, Entry]:
         """The elastic actions that hold units of a CPU pool, in order of their start."""
@@ -55,12 +55,12 @@ class Grants:
     def hold_minimum(self, decision: Hold) -> None:
         """Holds the minimum of a candidate aside until the first Begin of the plan."""
         entry, node = decision.entry, decision.node
-        place, ledger = entry.place, self._ledger
-        if place is not None and not place.node and node:
-            if place.memory:
-                self._aside.append(ledger.hold(ledger.kinds[MEMORY][node], place.memory, place.run.usage))
-            place.node = node
-            self._placed.append(place)
+        sandbox, ledger = entry.sandbox, self._ledger
+        if sandbox is not None and not sandbox.node and node:
+            if sandbox.memory:
+                self._aside.append(ledger.hold(ledger.kinds[MEMORY][node], sandbox.memory, sandbox.run.usage))
+            sandbox.node = node
+            self._placed.append(sandbox)
         for kind, minimum in entry.needs:
             pool = self._ledger.pool_on(kind, node)
             units = entry.reserve_on(pool) if minimum == LEARNED else minimum
@@ -71,8 +71,8 @@ class Grants:
         if self._aside:
             for holding in self._aside:
                 self._ledger.give_back(holding, refund=True)
-            for place in self._placed:
-                place.node = ""
+            for sandbox in self._placed:
+                sandbox.node = ""
             self._aside, self._placed = [], []
 
     # ---- taking ----
@@ -205,7 +205,7 @@ class Grants:
         return holding.pool
 
     def speed(self, entry: Entry) -> float:
-        """Estimated speed of an elastic action at its present limit, in one-unit seconds per second."""
+        """Estimated speed of an elastic action at its current limit, in one-unit seconds per second."""
         units = min(entry.limit, entry.width) / (CORE if entry.elastic == CPU else 1)
         speedup = entry.action.demand.speedup
         if speedup is not None:
@@ -236,7 +236,7 @@ class Grants:
     def all_holdings(self) -> list[Holding]:
         """Every holding once, those of sandboxes included."""
         held = [holding for entry in self.holding.values() for holding in entry.holdings]
-        held.extend(place.reserved for place in self._places.by_sandbox.values() if place.reserved is not None)
+        held.extend(sandbox.reserved for sandbox in self._sandboxes.by_id.values() if sandbox.reserved is not None)
         return list({id(holding): holding for holding in held}.values())
 
     def check(self) -> None:

@@ -1,4 +1,5 @@
-"""The mutable records of the scheduler: Entry (a live action), Place (its sandbox), Run, and the lanes of the queue.
+"""The mutable records of the scheduler: Entry (a live action), SandboxState (its sandbox), Run, and the lanes of
+the queue.
 
 Owns everything that changes about a live action, the sandbox it belongs to and its run, and the lanes in which actions
 wait. Decides nothing. A lane holds the waiting actions of one run that need the same pools in about the same
@@ -35,7 +36,7 @@ LaneKey = tuple[tuple[Need, ...], bool, str, str, str, tuple[Need, ...]]
 other needs of a sandbox that has no node yet."""
 
 
-class Place:
+class SandboxState:
     """A sandbox as the scheduler sees it: its memory, and the node that its first action chose."""
 
     __slots__ = ("actions", "id", "memory", "node", "released", "reserved", "run", "wants", "yields")
@@ -62,14 +63,14 @@ class Entry:
     __slots__ = (
         "action", "attempts", "closed", "cpu_s", "done_s", "elastic", "estimate", "estimated_at", "fifo_lane",
         "grant", "granted_at", "heap_lane", "holdings", "key", "lane", "learned_reserve", "limit", "measured_at",
-        "needs", "place", "progress_at", "reserved", "restoring", "review_at", "review_s", "run", "seq", "speed",
+        "needs", "progress_at", "reserved", "restoring", "review_at", "review_s", "run", "sandbox", "seq", "speed",
         "started_at", "state", "stop", "stranded_at", "submitted_at", "target", "unit_s", "use", "width",
     )  # fmt: skip
 
-    def __init__(self, action: Action, run: Run, place: Place | None, seq: int, now: float):
+    def __init__(self, action: Action, run: Run, sandbox: SandboxState | None, seq: int, now: float):
         self.action = action
         self.run = run
-        self.place = place
+        self.sandbox = sandbox
         self.needs = action.demand.needs
         self.seq = seq
         self.state = State.QUEUED
@@ -79,7 +80,7 @@ class Entry:
         self.closed: tuple[Waiters, ...] = ()
         """The pools that it closed to the actions behind it."""
         self.target = ""
-        """The node whose pools it closed as an aged action without a place."""
+        """The node whose pools it closed as an aged action without a node."""
         self.stranded_at: float | None = None
         """Since when no pool could hold it. None if one could."""
         self.estimate: Estimate | None = None
@@ -144,18 +145,18 @@ class Entry:
     @property
     def node(self) -> str:
         """The node on which it must run. Empty: any."""
-        return self.place.node if self.place is not None else ""
+        return self.sandbox.node if self.sandbox is not None else ""
 
     @property
-    def is_guest(self) -> bool:
+    def awaits_instance(self) -> bool:
         """Whether it waits for the memory of a sandbox that it does not belong to, such as a new function instance."""
-        return self.place is not None and self.place.id != self.action.sandbox
+        return self.sandbox is not None and self.sandbox.id != self.action.sandbox
 
     @property
     def memory(self) -> int:
         """MiB that its sandbox needs, if that has no node yet."""
-        place = self.place
-        return place.memory if place is not None and not place.node else 0
+        sandbox = self.sandbox
+        return sandbox.memory if sandbox is not None and not sandbox.node else 0
 
     def reserve_on(self, pool: PoolState) -> int:
         """Its learned reserve, or the whole pool if that is smaller."""
@@ -179,8 +180,8 @@ class Lane:
     """Waiting actions of one run with equal needs on one node and of one service."""
 
     __slots__ = (
-        "aged_seq", "behind", "blocked_on", "elastic", "fifo", "floor", "heap", "kinds", "lacks", "least", "node",
-        "run", "service", "signature", "waiting",
+        "aged_seq", "behind", "blocked_on", "elastic", "fifo", "floor", "heap", "kinds", "least", "node", "run",
+        "service", "short_pool", "signature", "waiting",
     )  # fmt: skip
 
     def __init__(self, run: Run, kinds: tuple[str, ...], key: LaneKey) -> None:
@@ -188,12 +189,12 @@ class Lane:
         self.run = run
         known = all(units != LEARNED and (exact or units < 2) for _, units in needs)
         self.signature = (needs, node, wants) if known else None
-        """Lanes of all runs and services with the same signature are blocked by the same lack. None if not known."""
+        """Lanes of all runs and services with the same signature are short of the same pools. None if not known."""
         self.floor = needs[0][1] if len(needs) == 1 and needs[0][1] > 0 else 0
         """If it needs a single pool: no action of the lane starts with fewer free units. 0 if not known."""
         self.least = self.floor
-        """The free units that its first action needs, while the lane is set aside for lack of them."""
-        self.lacks: PoolState | None = None
+        """The free units that its first action needs, while the lane is set aside until they are free."""
+        self.short_pool: PoolState | None = None
         """The pool that has fewer than `least` free units, if nothing else blocks the first action."""
         self.service = service
         self.kinds = kinds
@@ -220,7 +221,7 @@ class Lane:
             heappush(self.heap, (-entry.action.priority, entry.key, entry.seq, entry))
             if self.heap[0][3] is entry:
                 self.least = self.floor
-                self.lacks = None
+                self.short_pool = None
         if entry.fifo_lane is not self:
             entry.fifo_lane = self
             fifo = self.fifo
@@ -231,7 +232,7 @@ class Lane:
 
     def leave(self, entry: Entry) -> None:
         """Removes an action that starts, settles or moves. Its slots below the tops are cleared later, in bulk."""
-        entry.lane = self.lacks = None
+        entry.lane = self.short_pool = None
         self.waiting -= 1
         slots_max = 2 * self.waiting + STALE_SPARE
         if len(self.heap) > slots_max or len(self.fifo) > slots_max:
@@ -280,10 +281,10 @@ class Lane:
 class Waiters:
     """The lanes to try again when a pool changes, or any pool of a kind, and the actions that closed it."""
 
-    __slots__ = ("blockers", "lanes", "of_kind")
+    __slots__ = ("blockers", "kind_waiters", "lanes")
 
-    def __init__(self, of_kind: Waiters | None = None) -> None:
-        self.of_kind = of_kind
+    def __init__(self, kind_waiters: Waiters | None = None) -> None:
+        self.kind_waiters = kind_waiters
         """The waiters of the pool's kind. None if these are themselves of a kind."""
         self.lanes: dict[int, Lane] = {}
         self.blockers: dict[str, Entry] = {}

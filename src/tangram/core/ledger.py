@@ -29,7 +29,7 @@ SHAPES_MAX = 256
 """Different sizes of nodes that went down. An action that fits one of them waits for such a node to come back; others
 are refused."""
 
-MOVED = CORE // 2
+RESIZE_THRESHOLD = CORE // 2
 """Half a core: a smaller change of free units is noise from short calls and causes no resizing."""
 
 
@@ -55,13 +55,13 @@ class RunUsage:
         self.units_by_kind: dict[str, int] = {}
         """Without kinds of which it has nothing, so that a pass over them stays short."""
         self.share = 0.0
-        """The present share."""
+        """The current share."""
         self.recent = 0.0
         """The fading average of the share, at `averaged_at`."""
         self.averaged_at = now
 
     def standing(self, now: float) -> float:
-        """Returns what orders runs, smallest first: the average share plus a part of the present share."""
+        """Returns what orders runs, smallest first: the average share plus a part of the current share."""
         return self.average(now) + HELD_S / RECENT_S * self.share
 
     def average_up_to(self, now: float) -> None:
@@ -82,14 +82,14 @@ class RunUsage:
 class Holding:
     """Held or charged units of one pool. The actions of a batch share one; the last of them frees it."""
 
-    __slots__ = ("place", "pool", "riders", "run", "spent", "units", "used_at")
+    __slots__ = ("pool", "position", "riders", "run", "spent", "units", "used_at")
 
     def __init__(self, pool: PoolState, units: int, run: RunUsage) -> None:
         self.pool = pool
         self.units = units
         self.run = run
         self.riders = 1
-        self.place: Chunk | Parts | tuple[int, ...] | None = None
+        self.position: Chunk | Parts | tuple[int, ...] | None = None
         """The position in the layout of its pool. None if the pool had no layout when the units were taken."""
         self.spent = 0
         """Spent pool: the units that have not come back yet."""
@@ -99,18 +99,18 @@ class Holding:
     @property
     def cells(self) -> tuple[int, ...]:
         """The position of the units, as in `Share.cells`."""
-        place = self.place
-        if place is None:
+        position = self.position
+        if position is None:
             return ()
-        if isinstance(place, Chunk):
-            return place.devices
-        return tuple([part if isinstance(part, int) else part[0] for part in place])
+        if isinstance(position, Chunk):
+            return position.devices
+        return tuple([part if isinstance(part, int) else part[0] for part in position])
 
 
 class PoolState:
     __slots__ = (
-        "charges", "elastic_held", "elastic_min", "free", "gone", "held", "kind", "looked_at_free", "name", "node",
-        "pending", "place", "spent", "total", "window", "window_at",
+        "charges", "elastic_held", "elastic_min", "free", "free_at_last_round", "gone", "held", "kind", "layout",
+        "name", "node", "pending", "spent", "total", "window", "window_at",
     )  # fmt: skip
 
     def __init__(self, pool: Pool, now: float) -> None:
@@ -123,16 +123,16 @@ class PoolState:
         self.spent = 0
         self.gone = False
         """Its node went down: holdings of it no longer count."""
-        self.place: Chunks | Cells | CoreSet | None = None
+        self.layout: Chunks | Cells | CoreSet | None = None
         self.window_at = now
-        """Fixed window: the start of the present one. Token bucket: the time up to which units have come back."""
+        """Fixed window: the start of the current one. Token bucket: the time up to which units have come back."""
         self.charges: deque[Holding] = deque()
         """Spent pool: the charges that come back with time, oldest first."""
         self.pending: dict[int, Holding] = {}
         """Sliding window: the charges of running actions, which come back some time after their end."""
         self.elastic_held = self.elastic_min = 0
         """CPU: the units that running elastic actions hold, and the sum of their minima."""
-        self.looked_at_free = pool.total
+        self.free_at_last_round = pool.total
         """CPU: the free units at the end of the last round that looked at the pool."""
         self._lay_out(pool)
 
@@ -144,38 +144,38 @@ class PoolState:
         self._lay_out(pool)
 
     def _lay_out(self, pool: Pool) -> None:
-        place, cells = self.place, pool.numa or (pool.total,)
+        layout, cells = self.layout, pool.numa or (pool.total,)
         if pool.kind == GPU:
-            if isinstance(place, Chunks):
-                place.resize(pool.total)
+            if isinstance(layout, Chunks):
+                layout.resize(pool.total)
             else:
-                self.place = Chunks(pool.total)
+                self.layout = Chunks(pool.total)
         elif pool.kind == EXCLUSIVE_CORE:
             ids = iter(range(pool.total))
             numa = [[next(ids) for _ in range(size)] for size in cells]
-            if isinstance(place, CoreSet):
-                place.resize(numa)
+            if isinstance(layout, CoreSet):
+                layout.resize(numa)
             else:
-                self.place = CoreSet(numa)
+                self.layout = CoreSet(numa)
         elif pool.kind == CPU:
-            if isinstance(place, Cells):
-                place.resize(cells)
+            if isinstance(layout, Cells):
+                layout.resize(cells)
             elif len(cells) > 1:
                 # Units that were taken before have no cell, so the cells may have more room than the pool, never less.
-                self.place = Cells(cells)
+                self.layout = Cells(cells)
 
-    def has_moved(self) -> bool:
+    def is_resize_due(self) -> bool:
         """CPU: whether free units changed so much since the last look that elastic actions should be resized."""
-        return self.elastic_held > 0 and abs(self.free - self.looked_at_free) >= MOVED
+        return self.elastic_held > 0 and abs(self.free - self.free_at_last_round) >= RESIZE_THRESHOLD
 
     def is_tight(self, units: int) -> bool:
         """CPU: whether few units are free while elastic actions hold more than their minima."""
         return self.elastic_held > self.elastic_min and self.free < max(CORE, 2 * units)
 
     def fits(self, units: int) -> bool:
-        if not isinstance(self.place, Chunks):
+        if not isinstance(self.layout, Chunks):
             return self.free >= units
-        return self.free >= chunk_size(units) and self.place.fits(units)
+        return self.free >= chunk_size(units) and self.layout.fits(units)
 
     def counted(self, units: int) -> int:
         """Returns the units that a grant of `units` takes: devices come in whole chunks."""
@@ -187,20 +187,20 @@ class PoolState:
 
     def devices_free(self, devices: tuple[int, ...]) -> bool:
         """Whether all of these devices, a chunk, are free."""
-        return isinstance(self.place, Chunks) and self.place.is_free((devices[0], len(devices)))
+        return isinstance(self.layout, Chunks) and self.layout.is_free((devices[0], len(devices)))
 
-    def free_places(self, units: int, *, smallest: bool = False) -> list[tuple[int, ...]]:
+    def free_device_sets(self, units: int, *, smallest: bool = False) -> list[tuple[int, ...]]:
         """Returns the device sets that a call for `units` could get now. `smallest`: only those that split no larger
         chunk than necessary. Empty while more is held than a shrunk pool has."""
-        assert isinstance(self.place, Chunks), self.name
-        places = self.place.places(units, smallest=smallest) if self.fits(units) else []
-        return [chunk.devices for chunk in places]
+        assert isinstance(self.layout, Chunks), self.name
+        chunks = self.layout.chunks_for(units, smallest=smallest) if self.fits(units) else []
+        return [chunk.devices for chunk in chunks]
 
     def free_chunks(self) -> tuple[int, ...]:
         """Returns the number of chunks of each level that could all be granted now. A shrunk pool may have more free
         devices than free units: only the chunks for which the units are enough count."""
-        assert isinstance(self.place, Chunks), self.name
-        counts = list(self.place.free_counts())
+        assert isinstance(self.layout, Chunks), self.name
+        counts = list(self.layout.free_counts())
         units = max(0, self.free)
         for level in reversed(range(len(counts))):
             whole = min(counts[level], units >> level)
@@ -276,7 +276,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.now = 0.0
-        """The time of the present event."""
+        """The time of the current event."""
         self.pools: dict[str, PoolState] = {}
         self.kinds: dict[str, dict[str, PoolState]] = {}
         """Per kind, the pools by node. A pool that belongs to no node has the key ''."""
@@ -440,11 +440,11 @@ class Ledger:
                 state.pending[id(holding)] = holding
         else:
             state.held += units
-            layout = state.place
+            layout = state.layout
             if isinstance(layout, Chunks):
-                holding.place = layout.take(units, preferred)
+                holding.position = layout.take(units, preferred)
             elif layout is not None:
-                holding.place = layout.take(units)
+                holding.position = layout.take(units)
         self._use(run, state.kind, units)
         return holding
 
@@ -467,9 +467,9 @@ class Ledger:
             return False
         state.held -= units
         state.free += units
-        place = holding.place
-        if place is not None and state.place is not None:
-            state.place.give(place)  # type: ignore[arg-type]  # it came from there
+        position = holding.position
+        if position is not None and state.layout is not None:
+            state.layout.give(position)  # type: ignore[arg-type]  # it came from there
         return True
 
     def correct(self, holding: Holding, really: int) -> bool:
@@ -509,8 +509,9 @@ class Ledger:
             )
         state.held += difference
         state.free -= difference
-        if isinstance(state.place, Cells):
-            holding.place = state.place.adjust(holding.place or (), units)  # type: ignore[arg-type]  # of its own kind
+        if isinstance(state.layout, Cells):
+            parts = holding.position or ()
+            holding.position = state.layout.adjust(parts, units)  # type: ignore[arg-type]  # of its own kind
         holding.units = units
         self._use(holding.run, state.kind, difference)
 
@@ -651,10 +652,10 @@ def _check_pool(state: PoolState, holdings: list[Holding]) -> None:
     spent = sum(charge.spent for charge in (*state.charges, *state.pending.values()))
     if state.spent != spent:
         raise InvariantError(f"{state.name}: {state.spent} units counted as spent, charges add up to {spent}")
-    places = [holding.place for holding in holdings if holding.place is not None]
-    if isinstance(state.place, Chunks):
-        state.place.check([place for place in places if isinstance(place, Chunk)])
-    elif isinstance(state.place, CoreSet):
-        state.place.check([core for place in places for core in place if isinstance(core, int)])
-    elif state.place is not None:
-        state.place.check(places)  # type: ignore[arg-type]  # the parts of cells
+    positions = [holding.position for holding in holdings if holding.position is not None]
+    if isinstance(state.layout, Chunks):
+        state.layout.check([position for position in positions if isinstance(position, Chunk)])
+    elif isinstance(state.layout, CoreSet):
+        state.layout.check([core for position in positions for core in position if isinstance(core, int)])
+    elif state.layout is not None:
+        state.layout.check(positions)  # type: ignore[arg-type]  # the parts of cells

@@ -161,7 +161,7 @@ class Started(Message, frozen=True, kw_only=True, tag="Started"):
     action: str
     attempt: int = 0
     """The attempt that the Grant named. Managers on other nodes, whose messages may arrive late, give it, so that a
-    message about an earlier attempt is ignored. 0: the present attempt."""
+    message about an earlier attempt is ignored. 0: the current attempt."""
 
 
 class StartFailed(Message, frozen=True, kw_only=True, tag="StartFailed"):

@@ -14,9 +14,9 @@ from tangram.core.demand import CPU, LEARNED, MEMORY, Need
 from tangram.core.lanes import Entry, Lane, Run, Waiters
 from tangram.core.ledger import Ledger, PoolState
 from tangram.core.messages import NodeState
-from tangram.core.places import Places
 from tangram.core.policies.base import SchedulingPolicy
-from tangram.core.queue import Lack, Queue
+from tangram.core.queue import BlockedReason, Queue
+from tangram.core.sandbox_states import SandboxStates
 from tangram.core.snapshot import ESTIMATE_FRESH_S, Candidate, Snapshot
 from tangram.core.stories import Stories
 from tangram.core.timers import PoolRetries
@@ -30,7 +30,7 @@ class Offers:
         *,
         ledger: Ledger,
         queue: Queue,
-        places: Places,
+        sandboxes: SandboxStates,
         snapshot: Snapshot,
         policy: SchedulingPolicy,
         retries: PoolRetries,
@@ -38,7 +38,7 @@ class Offers:
     ) -> None:
         self._ledger = ledger
         self._queue = queue
-        self._places = places
+        self._sandboxes = sandboxes
         self._snapshot = snapshot
         self._policy = policy
         self._retries = retries
@@ -60,11 +60,11 @@ class Offers:
         active = queue.active
         while active:
             lane, entry, aged = self._head(self._poorest(active))
-            if lane.lacks is not None and lane.lacks.free < lane.least and not aged:
+            if lane.short_pool is not None and lane.short_pool.free < lane.least and not aged:
                 if len(active) == 1 and len(lane.run.open) == 1:
-                    queue.set_aside_for(lane, lane.lacks, lane.least, self._ledger.now)
+                    queue.set_aside_for(lane, lane.short_pool, lane.least, self._ledger.now)
                 else:
-                    queue.set_aside_all(lane.lacks, self._ledger.now)
+                    queue.set_aside_all(lane.short_pool, self._ledger.now)
                 continue
             node = self.fit(entry)
             if node is not None:
@@ -85,11 +85,11 @@ class Offers:
                     for other in queue.lanes_blocked_alike(lane, self._ledger.now):
                         queue.set_aside_for(other, self._short, least, self._ledger.now)
                 continue
-            lack = self._leave_waiting(lane, entry, node)
+            reason = self._leave_waiting(lane, entry, node)
             if node is None and not aged:
-                behind = (*lack.behind, entry) if entry.closed else lack.behind
+                behind = (*reason.behind, entry) if entry.closed else reason.behind
                 for other in queue.lanes_blocked_alike(lane, self._ledger.now):
-                    queue.set_aside(other, Lack(lack.waiters, behind), self._ledger.now)
+                    queue.set_aside(other, BlockedReason(reason.waiters, behind), self._ledger.now)
 
     def _poorest(self, active: dict[str, Run]) -> Run:
         """The run with the smallest standing, see `RunUsage`; ties go to the one served longest ago."""
@@ -130,36 +130,38 @@ class Offers:
         entry = self._queue.head_of(lane, self._ledger.now)
         self._leave_waiting(lane, entry, self.fit(entry))
 
-    def _leave_waiting(self, lane: Lane, entry: Entry, node: str | None) -> Lack:
+    def _leave_waiting(self, lane: Lane, entry: Entry, node: str | None) -> BlockedReason:
         """Sets the lane aside until something changes for its first action. If that action has aged or the policy is
         strict, it closes the pools that it lacks to all actions behind it, unless no pool could ever hold it."""
-        lack = self._lack(entry) if node is None else self._passed_over(entry, node)
+        reason = self._blocked_reason(entry) if node is None else self._passed_over(entry, node)
         in_order = self._policy.strict or self._queue.is_aged(entry, self._ledger.now)
         if in_order and self._ledger.could_hold(entry.needs, entry.node, entry.memory):
-            self._queue.close(entry, lack, self._ledger.now)
+            self._queue.close(entry, reason, self._ledger.now)
         elif entry.closed:
             self._queue.reopen(entry)
-        coming = self._yielding_memory_lack(entry)
+        coming = self._yielding_memory_waiters(entry)
         if coming:
-            self._queue.close(entry, Lack((), (), coming), self._ledger.now)
-        self._queue.set_aside(lane, lack, self._ledger.now)
-        return lack
+            self._queue.close(entry, BlockedReason((), (), coming), self._ledger.now)
+        self._queue.set_aside(lane, reason, self._ledger.now)
+        return reason
 
-    def _yielding_memory_lack(self, entry: Entry) -> list[Waiters]:
+    def _yielding_memory_waiters(self, entry: Entry) -> list[Waiters]:
         """Returns the memory pools that will have room for a sandbox once yielding sandboxes, such as idle function
         instances, have ended. They are closed to new instances for calls behind the sandbox: otherwise enough memory
         would never be free at once."""
-        if not entry.memory or entry.is_guest:
+        if not entry.memory or entry.awaits_instance:
             return []
-        yielding = self._places.yielding
+        yielding = self._sandboxes.yielding
         pools = [pool for node, pool in self._ledger.kinds.get(MEMORY, {}).items() if yielding.get(node)]
         return [
-            self._queue.of_guests(pool) for pool in pools if pool.free < entry.memory <= pool.free + yielding[pool.node]
+            self._queue.instance_waiters(pool)
+            for pool in pools
+            if pool.free < entry.memory <= pool.free + yielding[pool.node]
         ]
 
     def awaits_yielding(self) -> Entry | None:
         """Returns the first of the actions that wait for memory which yielding sandboxes would free."""
-        yielding, queue = self._places.yielding, self._queue
+        yielding, queue = self._sandboxes.yielding, self._queue
         pools = self._ledger.kinds.get(MEMORY, {}).values()
         heads = [queue.first_short_of(pool, yielding.get(pool.node, 0), self._ledger.now) for pool in pools]
         waiting = [entry for entry in heads if entry is not None]
@@ -169,11 +171,11 @@ class Offers:
                 first = entry
         return first
 
-    def _passed_over(self, entry: Entry, node: str) -> Lack:
+    def _passed_over(self, entry: Entry, node: str) -> BlockedReason:
         """Returns the pools at which an action that the policy passed over is tried again. Raises InvariantError if
         none of its pools is in use: nothing would ever wake it."""
         pools = [self._ledger.pool_on(kind, node) for kind, _ in entry.needs]
-        waiters = [self._queue.of_pool(pool) for pool in pools if pool.held or pool.spent]
+        waiters = [self._queue.pool_waiters(pool) for pool in pools if pool.held or pool.spent]
         for pool in pools:
             self._retries.when_refilled(pool, pool.free + 1)
         if not waiters:
@@ -184,18 +186,18 @@ class Offers:
         if node and not entry.node:
             # Another node may become idle, or get room for its sandbox.
             kinds = [pool.kind for pool in pools if pool.node] + [MEMORY] * bool(entry.memory)
-            waiters.extend(self._queue.of_kind(kind) for kind in kinds)
+            waiters.extend(self._queue.kind_waiters(kind) for kind in kinds)
         queue = self._queue
         wanted = [pool for pool in pools if entry.elastic in ("", pool.kind)]
         if entry.node or not node:
-            return Lack(waiters, (), [queue.of_pool(pool) for pool in wanted])
+            return BlockedReason(waiters, (), [queue.pool_waiters(pool) for pool in wanted])
         on_node = [pool for pool in wanted if pool.node]
-        close = [queue.of_pool(pool) for pool in wanted if not pool.node]
+        close = [queue.pool_waiters(pool) for pool in wanted if not pool.node]
         for other in self._possible_nodes(
             entry, [need for need in entry.needs if self._ledger.pool_on(need[0], node).node]
         ):
-            close.extend(queue.of_newcomers(self._ledger.pool_on(pool.kind, other)) for pool in on_node)
-        return Lack(waiters, (), close, node, [queue.of_pool(pool) for pool in on_node])
+            close.extend(queue.unplaced_waiters(self._ledger.pool_on(pool.kind, other)) for pool in on_node)
+        return BlockedReason(waiters, (), close, node, [queue.pool_waiters(pool) for pool in on_node])
 
     # ---- fitting ----
 
@@ -290,7 +292,7 @@ class Offers:
     def nodes_for_all(self, entry: Entry, needs: list[Need]) -> list[str]:
         """Returns the nodes that could hold these needs and, one at a time, every other waiting action of the same
         sandbox. Empty if there is no such node or no other action: then its own needs decide."""
-        wants = entry.place.wants if entry.place is not None else ()
+        wants = entry.sandbox.wants if entry.sandbox is not None else ()
         if not wants:
             return []
         ledger = self._ledger
@@ -298,7 +300,7 @@ class Offers:
         up = [node for node, state in ledger.nodes.items() if state is NodeState.UP]
         return [node for node in up if ledger.node_could_hold(together, node)]
 
-    def _lack(self, entry: Entry) -> Lack:
+    def _blocked_reason(self, entry: Entry) -> BlockedReason:
         """Returns why an action fits nowhere."""
         kinds, queue, node = self._ledger.kinds, self._queue, entry.node
         missing: list[Waiters] = []
@@ -309,14 +311,14 @@ class Offers:
             if pool is None:
                 on_node.append((kind, units))
             elif not self._has_units(pool, units, entry):
-                missing.append(queue.of_pool(pool))
+                missing.append(queue.pool_waiters(pool))
                 short.append(pool)
                 self._retries.when_refilled(pool, units)
         if missing or node:
             # If its node has lost a pool, it waits for a pool of that kind to join.
-            missing.extend(queue.of_kind(kind) for kind, _ in on_node if node)
-            return Lack(missing, self._behind(entry, short), missing)
-        return self._lack_of_node(entry, on_node)
+            missing.extend(queue.kind_waiters(kind) for kind, _ in on_node if node)
+            return BlockedReason(missing, self._behind(entry, short), missing)
+        return self._blocked_reason_without_node(entry, on_node)
 
     def _behind(self, entry: Entry, pools: list[PoolState]) -> list[Entry]:
         """Returns the actions ahead of it that have closed one of these pools."""
@@ -334,8 +336,8 @@ class Offers:
             if state is NodeState.UP and ledger.node_could_hold(needs, node)
         ]
 
-    def _lack_of_node(self, entry: Entry, needs: list[Need]) -> Lack:
-        """Returns why an action without a place fits on no node. It lacks memory unless a node has enough for its
+    def _blocked_reason_without_node(self, entry: Entry, needs: list[Need]) -> BlockedReason:
+        """Returns why an action without a node fits on no node. It lacks memory unless a node has enough for its
         sandbox; then it lacks the other units there.
 
         Memory is freed only when sandboxes end, and their actions need other units for that: an action that lacks
@@ -344,26 +346,26 @@ class Offers:
         kinds, queue, memory = self._ledger.kinds, self._queue, entry.memory
         if memory:
             needs = [*needs, (MEMORY, memory)]
-        everywhere = [queue.of_kind(kind) for kind, _ in needs]
+        everywhere = [queue.kind_waiters(kind) for kind, _ in needs]
         possible = self._possible_nodes(entry, needs)
         behind = self._behind(entry, [kinds[kind][node] for node in possible for kind, _ in needs])
         with_memory = [node for node in possible if not memory or kinds[MEMORY][node].free >= memory]
-        wants = entry.place.wants if entry.place is not None else ()
-        everywhere.extend(queue.of_kind(kind) for kind, _ in wants if queue.of_kind(kind) not in everywhere)
+        wants = entry.sandbox.wants if entry.sandbox is not None else ()
+        everywhere.extend(queue.kind_waiters(kind) for kind, _ in wants if queue.kind_waiters(kind) not in everywhere)
         if not with_memory:
-            return Lack(everywhere, behind, [queue.of_newcomers(kinds[MEMORY][node]) for node in possible])
+            return BlockedReason(everywhere, behind, [queue.unplaced_waiters(kinds[MEMORY][node]) for node in possible])
         target = entry.target
         if target not in with_memory:
             first = kinds[needs[0][0]]
             target = max(with_memory, key=lambda node: first[node].free)
         there = [kinds[kind][target] for kind, _ in needs]
         short = [
-            queue.of_newcomers(pool)
+            queue.unplaced_waiters(pool)
             for node in with_memory
             for pool, units in [(kinds[kind][node], units) for kind, units in needs]
             if not pool.fits(self.renew_reserve(entry, pool) if units == LEARNED else units)
         ]
-        return Lack(everywhere, behind, short, target, [queue.of_pool(pool) for pool in there])
+        return BlockedReason(everywhere, behind, short, target, [queue.pool_waiters(pool) for pool in there])
 
     # ---- an idle pool is never withheld ----
 

@@ -1,7 +1,7 @@
 """Plans: a scheduling round, one decision after the other.
 
 Turns the decisions of a policy into grants and effects. Applies each decision before it takes the next, so the policy
-always reads the present state. A wrong decision raises InvariantError with the name of the policy and the story of its
+always reads the current state. A wrong decision raises InvariantError with the name of the policy and the story of its
 action, before anything is written.
 """
 
@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterator
 from tangram.core.action import State
 from tangram.core.demand import GPU, LEARNED, MEMORY
 from tangram.core.grants import Grants
-from tangram.core.lanes import Entry, Place
+from tangram.core.lanes import Entry, SandboxState
 from tangram.core.ledger import Ledger
 from tangram.core.messages import Effect, Grant, NodeState, Resize, Restore, Share, Start
 from tangram.core.offers import Offers
-from tangram.core.places import Places
 from tangram.core.policies.base import Adjust, Begin, Decision, Hold, Preload, Retry, SchedulingPolicy
-from tangram.core.profile import Knowledge
+from tangram.core.profile import ProfileStore
 from tangram.core.queue import Queue
 from tangram.core.residents import Residents
+from tangram.core.sandbox_states import SandboxStates
 from tangram.core.snapshot import ESTIMATE_FRESH_S, Round, Snapshot
 from tangram.core.stories import Stories
 from tangram.core.timers import PoolRetries, Reviews
@@ -37,13 +37,13 @@ class Plans:
         ledger: Ledger,
         queue: Queue,
         grants: Grants,
-        places: Places,
+        sandboxes: SandboxStates,
         residents: Residents,
         snapshot: Snapshot,
         current_round: Round,
         offers: Offers,
         policy: SchedulingPolicy,
-        knowledge: Knowledge,
+        profiles: ProfileStore,
         reviews: Reviews,
         retries: PoolRetries,
         stories: Stories,
@@ -52,24 +52,24 @@ class Plans:
         self._ledger = ledger
         self._queue = queue
         self._grants = grants
-        self._places = places
+        self._sandboxes = sandboxes
         self._residents = residents
         self._snapshot = snapshot
         self._current = current_round
         self._offers = offers
         self._policy = policy
-        self._knowledge = knowledge
+        self._profiles = profiles
         self._reviews = reviews
         self._retries = retries
         self._stories = stories
         self._enqueue = enqueue
         """Returns a waiting action to the queue."""
         self._effects: list[Effect] = []
-        """The effects of the present event."""
+        """The effects of the current event."""
         self._held: dict[str, Entry] = {}
-        """The candidates of the present plan whose minimum is held."""
+        """The candidates of the current plan whose minimum is held."""
         self._resized: dict[str, int] = {}
-        """Per action that was resized for the present event, the index of that effect."""
+        """Per action that was resized for the current event, the index of that effect."""
 
     def execute(self, effects: list[Effect]) -> None:
         """Runs a round, and further ones while a start lets another run go first."""
@@ -102,7 +102,7 @@ class Plans:
             run = next(iter(active.values()))
             self._offers.pass_over(next(iter(run.open.values())))
         for pool in self._queue.changed.values():
-            pool.looked_at_free = pool.free
+            pool.free_at_last_round = pool.free
         self._queue.changed.clear()
         self._queue.vacated.clear()
 
@@ -171,7 +171,7 @@ class Plans:
         """Renews the estimate of an action that starts: an elastic action keeps it while it runs."""
         now = self._ledger.now
         if entry.estimate is None or now - entry.estimated_at > ESTIMATE_FRESH_S:
-            entry.estimate, entry.estimated_at = self._knowledge.estimate(entry.action), now
+            entry.estimate, entry.estimated_at = self._profiles.estimate(entry.action), now
 
     def _renew_reserve(self, entry: Entry, node: str) -> None:
         """Renews the learned reserve of an action that was not offered in this round."""
@@ -181,8 +181,8 @@ class Plans:
 
     def _require_node(self, entry: Entry, node: str) -> None:
         """Raises InvariantError if the action may not run on the node."""
-        place = entry.place
-        if place is None or not node or place.node != node:
+        sandbox = entry.sandbox
+        if sandbox is None or not node or sandbox.node != node:
             self._require_open(entry, node)
         kinds = self._ledger.kinds
         for kind, _ in entry.needs:
@@ -193,14 +193,14 @@ class Plans:
     def _require_open(self, entry: Entry, node: str) -> None:
         """Raises InvariantError if an action that has no place on the node may not start there. Sandboxes that are on
         the node may go on even while it drains."""
-        ledger, place = self._ledger, entry.place
+        ledger, sandbox = self._ledger, entry.sandbox
         if node == "":
             return
         if type(node) is not str or node not in ledger.nodes:
             raise InvariantError(f"plan starts {entry.id} on {node!r}, expected a known node")
-        if place is not None and place.node:
+        if sandbox is not None and sandbox.node:
             raise InvariantError(
-                f"plan starts an action of sandbox {place.id} on {node}, but the sandbox is on {place.node}"
+                f"plan starts an action of sandbox {sandbox.id} on {node}, but the sandbox is on {sandbox.node}"
             )
         if ledger.nodes[node] is not NodeState.UP:
             raise InvariantError(f"plan starts {entry.id} on {node}, which is {ledger.nodes[node].value}")
@@ -221,9 +221,9 @@ class Plans:
             self._renew_reserve(entry, node)
         if not self._held or self._held.pop(entry.id, None) is None:
             self._queue.dequeue(entry)
-        place = entry.place
-        if place is not None and node and not place.node:
-            self._assign_node(place, node)
+        sandbox = entry.sandbox
+        if sandbox is not None and node and not sandbox.node:
+            self._assign_node(sandbox, node)
         shares = self._grants.take(entry, decision)
         self._launch(entry, node, shares, entry.id if decision.riders else "")
         entry.review_s = decision.review_s
@@ -231,15 +231,15 @@ class Plans:
             shares = self._grants.join_batch(rider, entry, node)
             self._queue.dequeue(rider)
             self._launch(rider, node, shares, entry.id)
-        if entry.is_guest:
-            self._places.detach(entry)
+        if entry.awaits_instance:
+            self._sandboxes.detach(entry)
 
-    def _assign_node(self, place: Place, node: str) -> None:
+    def _assign_node(self, sandbox: SandboxState, node: str) -> None:
         """Places a sandbox on the node of its first action. Its other actions wait for that node from now on."""
-        waiting = [entry for entry in place.actions.values() if entry.lane is not None]
+        waiting = [entry for entry in sandbox.actions.values() if entry.lane is not None]
         for entry in waiting:
             self._queue.dequeue(entry)
-        self._places.assign_node(place, node)
+        self._sandboxes.assign_node(sandbox, node)
         for entry in waiting:
             self._enqueue(entry)
 
@@ -309,7 +309,7 @@ class Plans:
         if pool is None:
             raise InvariantError(f"plan preloads {decision.service} on {decision.node!r}, which has no {GPU}")
         devices = decision.devices
-        if type(devices) is not tuple or not devices or devices not in pool.free_places(len(devices)):
+        if type(devices) is not tuple or not devices or devices not in pool.free_device_sets(len(devices)):
             raise InvariantError(
                 f"plan preloads {decision.service} on devices {devices!r} of {decision.node}, expected a free chunk"
             )

@@ -77,10 +77,10 @@ PRIOR = Estimate(work_s=1.0, sigma=SIGMA_UNKNOWN, exponent=EXPONENT_PRIOR, busy=
 class Profile:
     """Fading statistics of a class or of its relatives. All updates are O(1)."""
 
-    __slots__ = ("cpu_s", "exec_s", "log_mean", "log_var", "mean", "seen", "width_mean", "xx", "xy")
+    __slots__ = ("cpu_s", "exec_s", "log_mean", "log_var", "mean", "observations", "width_mean", "xx", "xy")
 
     def __init__(self) -> None:
-        self.seen = 0.0
+        self.observations = 0.0
         self.log_mean = 0.0
         self.log_var = SIGMA_UNKNOWN * SIGMA_UNKNOWN
         self.mean = 0.0
@@ -93,15 +93,15 @@ class Profile:
     def observe(self, work_s: float, log_work: float, cpu_s: float | None, unit_s: float) -> None:
         """Adds a duration, converted to one unit, with its logarithm. Adds the CPU seconds and the seconds times width:
         their ratio is weighted by time, as a core sees it."""
-        seen = self.seen = self.seen + 1.0
-        rate = 1.0 / seen if seen < MEMORY_OBSERVATIONS else 1.0 / MEMORY_OBSERVATIONS
+        observations = self.observations = self.observations + 1.0
+        rate = 1.0 / observations if observations < MEMORY_OBSERVATIONS else 1.0 / MEMORY_OBSERVATIONS
         delta = log_work - self.log_mean
-        if seen > 1.0:
+        if observations > 1.0:
             if delta > OUTLIER_SIGMAS * SIGMA_FLOOR and delta > OUTLIER_SIGMAS * self.sigma:
                 delta = OUTLIER_SIGMAS * self.sigma
                 work_s = math.exp(self.log_mean + delta)
             # The prior spread counts as one observation.
-            fade = 1.0 / (seen + 1.0) if seen + 1.0 < MEMORY_OBSERVATIONS else 1.0 / MEMORY_OBSERVATIONS
+            fade = 1.0 / (observations + 1.0) if observations + 1.0 < MEMORY_OBSERVATIONS else 1.0 / MEMORY_OBSERVATIONS
             self.log_var += fade * (delta * delta * (1.0 - rate) - self.log_var)
         self.log_mean += rate * delta
         self.mean += rate * (work_s - self.mean)
@@ -123,7 +123,7 @@ class Profile:
         return self.cpu_s / self.exec_s if self.exec_s > 0.0 else None
 
 
-class Knowledge:
+class ProfileStore:
     """All profiles, by action class."""
 
     __slots__ = ("_classes", "_kinds", "_relatives", "classes_max", "observations")
@@ -143,11 +143,11 @@ class Knowledge:
         """Returns the estimate of an action: from hints, else from its class, blended with its relatives."""
         exact = self._classes.get((action.run, action.task, action.kind, action.key))
         wider = self._relatives.get((action.run, action.kind, action.key)) or self._kinds.get((action.kind,)) or exact
-        if wider is None or not wider.seen:
+        if wider is None or not wider.observations:
             return self._with_hints(action, PRIOR)
         work_s, variance, busy = wider.mean, wider.log_var, wider.busy
-        if exact is not None and exact.seen:
-            trust = exact.seen / (exact.seen + CLASS_TRUST)
+        if exact is not None and exact.observations:
+            trust = exact.observations / (exact.observations + CLASS_TRUST)
             work_s = math.exp(trust * math.log(exact.mean) + (1.0 - trust) * math.log(work_s))
             variance = trust * exact.log_var + (1.0 - trust) * variance
             own_busy = exact.busy
@@ -159,7 +159,7 @@ class Knowledge:
             max(math.sqrt(variance), SIGMA_FLOOR),
             min(0.98, max(0.0, exponent)),
             PRIOR.busy if busy is None else busy,
-            wider.seen,
+            wider.observations,
         )
         if action.duration_s is None and action.demand.speedup is None:
             return learned
@@ -193,7 +193,7 @@ class Knowledge:
             seconds_on_one = seconds
         # The kind only matters for new keys, so the first observations of each key are enough for it.
         profiles = [exact, wider]
-        if wider.seen < KIND_OBSERVATIONS_MAX:
+        if wider.observations < KIND_OBSERVATIONS_MAX:
             profiles.append(self._profile(self._kinds, (action.kind,)))
         log_work = math.log(seconds_on_one)
         unit_s = seconds if units is None or units < 1.0 else seconds * units
@@ -203,14 +203,14 @@ class Knowledge:
     def _observe_speedup(self, exact: Profile, wider: Profile, seconds: float, units: float) -> None:
         """Regresses log duration on log width, both relative to the running means of the class."""
         log_width, log_seconds = math.log(max(units, 1e-3)), math.log(seconds)
-        if exact.seen:
-            # The class mean is for one unit. Convert it to the mean width by the present exponent.
+        if exact.observations:
+            # The class mean is for one unit. Convert it to the mean width by the current exponent.
             exponent = (EXPONENT_PRIOR * EXPONENT_PRIOR_WEIGHT - wider.xy) / (EXPONENT_PRIOR_WEIGHT + wider.xx)
             expected = exact.log_mean - exponent * exact.width_mean
             limit = OUTLIER_SIGMAS * exact.sigma
             deviation = min(limit, max(-limit, log_seconds - expected))
             wider.observe_width(log_width - exact.width_mean, deviation)
-        exact.width_mean += (log_width - exact.width_mean) / (min(exact.seen, MEMORY_OBSERVATIONS) + 1.0)
+        exact.width_mean += (log_width - exact.width_mean) / (min(exact.observations, MEMORY_OBSERVATIONS) + 1.0)
 
     def _with_hints(self, action: Action, learned: Estimate) -> Estimate:
         speedup, duration_s = action.demand.speedup, action.duration_s

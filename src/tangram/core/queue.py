@@ -34,7 +34,7 @@ EXACT_LANES_MAX = 64
 counts, amounts are rounded down to powers of two."""
 
 
-class Lack(msgspec.Struct, frozen=True, gc=False):
+class BlockedReason(msgspec.Struct, frozen=True, gc=False):
     """Why an action cannot start now."""
 
     waiters: Sequence[Waiters]
@@ -44,7 +44,7 @@ class Lack(msgspec.Struct, frozen=True, gc=False):
     close: Sequence[Waiters] = ()
     """What it may close to the actions behind it."""
     target: str = ""
-    """The node for which an action without a place waits, if there is one."""
+    """The node for which an action without a node waits, if there is one."""
     target_pools: Sequence[Waiters] = ()
     """The pools of that node, which the action closes once it has aged."""
 
@@ -74,10 +74,10 @@ class Queue:
         self.behind: dict[int, Lane] = {}
         """Lanes that were set aside because of actions ahead of them. The order changes with time and shares without
         any wake-up, so these lanes are checked after every event."""
-        self._of_pool: dict[str, Waiters] = {}
-        self._of_kind: dict[str, Waiters] = {}
-        self._of_newcomers: dict[str, Waiters] = {}
-        self._of_guests: dict[str, Waiters] = {}
+        self._pool_waiters: dict[str, Waiters] = {}
+        self._kind_waiters: dict[str, Waiters] = {}
+        self._unplaced_waiters: dict[str, Waiters] = {}
+        self._instance_waiters: dict[str, Waiters] = {}
 
     def run(self, name: str) -> Run:
         run = self.runs.get(name)
@@ -159,40 +159,40 @@ class Queue:
 
     # ---- lanes that wait for a change ----
 
-    def of_pool(self, pool: PoolState) -> Waiters:
-        waiters = self._of_pool.get(pool.name)
+    def pool_waiters(self, pool: PoolState) -> Waiters:
+        waiters = self._pool_waiters.get(pool.name)
         if waiters is None:
-            waiters = self._of_pool[pool.name] = Waiters(self.of_kind(pool.kind))
+            waiters = self._pool_waiters[pool.name] = Waiters(self.kind_waiters(pool.kind))
         return waiters
 
-    def of_kind(self, kind: str) -> Waiters:
-        waiters = self._of_kind.get(kind)
+    def kind_waiters(self, kind: str) -> Waiters:
+        waiters = self._kind_waiters.get(kind)
         if waiters is None:
-            waiters = self._of_kind[kind] = Waiters()
+            waiters = self._kind_waiters[kind] = Waiters()
         return waiters
 
-    def of_newcomers(self, pool: PoolState) -> Waiters:
-        """The waiters of a pool on a node, as far as they have no place yet. Closing them keeps the pool open to
+    def unplaced_waiters(self, pool: PoolState) -> Waiters:
+        """The waiters of a pool on a node, as far as they have no node yet. Closing them keeps the pool open to
         sandboxes that are on the node."""
-        waiters = self._of_newcomers.get(pool.name)
+        waiters = self._unplaced_waiters.get(pool.name)
         if waiters is None:
-            waiters = self._of_newcomers[pool.name] = Waiters(self.of_kind(pool.kind))
+            waiters = self._unplaced_waiters[pool.name] = Waiters(self.kind_waiters(pool.kind))
         return waiters
 
-    def of_guests(self, pool: PoolState) -> Waiters:
+    def instance_waiters(self, pool: PoolState) -> Waiters:
         """The waiters of a node's memory that are function calls in need of a new instance."""
-        waiters = self._of_guests.get(pool.name)
+        waiters = self._instance_waiters.get(pool.name)
         if waiters is None:
-            waiters = self._of_guests[pool.name] = Waiters(self.of_kind(pool.kind))
+            waiters = self._instance_waiters[pool.name] = Waiters(self.kind_waiters(pool.kind))
         return waiters
 
-    def set_aside(self, lane: Lane, lack: Lack, now: float) -> None:
+    def set_aside(self, lane: Lane, reason: BlockedReason, now: float) -> None:
         """Blocks an open lane until something changes in a pool that it lacks, or in the order."""
         lane.least = lane.floor
-        lane.lacks = None
-        self._set_aside(lane, tuple(lack.waiters), now)
-        if lack.behind:
-            lane.behind = tuple(lack.behind)
+        lane.short_pool = None
+        self._set_aside(lane, tuple(reason.waiters), now)
+        if reason.behind:
+            lane.behind = tuple(reason.behind)
             self.behind[id(lane)] = lane
 
     def open_overtaken(self, now: float) -> bool:
@@ -213,8 +213,8 @@ class Queue:
         return oldest if self.is_aged(oldest, now) else lane.first()
 
     def lanes_blocked_alike(self, lane: Lane, now: float) -> list[Lane]:
-        """The other open lanes that are blocked by the same lack. A unit that becomes free opens the lanes of all runs
-        and services, but only the first gets it: the others are set aside together, in one pass."""
+        """The other open lanes that are short of the same pools. A unit that becomes free opens the lanes of all
+        runs and services, but only the first gets it: the others are set aside together, in one pass."""
         if lane.signature is None:
             return []
         return [
@@ -228,17 +228,17 @@ class Queue:
         """Sets aside all open lanes that are known to lack units of this pool."""
         for run in list(self.active.values()):
             for lane in list(run.open.values()):
-                if lane.lacks is pool and pool.free < lane.least and not self.is_aged(lane.oldest(), now):
-                    self._set_aside(lane, (self.of_pool(pool),), now)
+                if lane.short_pool is pool and pool.free < lane.least and not self.is_aged(lane.oldest(), now):
+                    self._set_aside(lane, (self.pool_waiters(pool),), now)
 
     def set_aside_for(self, lane: Lane, pool: PoolState, least: int, now: float) -> None:
         """Sets aside an open lane until a pool has units for its first action. `least`: the units that it needs if it
         needs nothing else, or 0."""
         if least:
-            lane.least, lane.lacks = least, pool
+            lane.least, lane.short_pool = least, pool
         else:
-            lane.least, lane.lacks = lane.floor, None
-        self._set_aside(lane, (self.of_pool(pool),), now)
+            lane.least, lane.short_pool = lane.floor, None
+        self._set_aside(lane, (self.pool_waiters(pool),), now)
 
     def _set_aside(self, lane: Lane, blocked_on: tuple[Waiters, ...], now: float) -> None:
         run, key = lane.run, id(lane)
@@ -257,24 +257,24 @@ class Queue:
     def wake(self, pool: PoolState, *, all_lanes: bool = False) -> None:
         """Opens the lanes that lack this pool, as far as its free units may be enough for them. `all_lanes`: opens all
         of them because the pool itself changed, so that they may choose another one."""
-        if pool.kind == CPU and not pool.gone and (all_lanes or self.elastic_waiting or pool.has_moved()):
+        if pool.kind == CPU and not pool.gone and (all_lanes or self.elastic_waiting or pool.is_resize_due()):
             self.changed[pool.name] = pool
         elif pool.kind == GPU and not pool.gone:
             self.vacated[pool.name] = pool
         # Lanes that lack a quota are always opened, because their retry timer must be set again. So are lanes of an
         # idle pool: what they needed when it was larger does not count.
         free = pool.free if pool.window is None and pool.held and not all_lanes else math.inf
-        waiters = self._of_pool.get(pool.name)
+        waiters = self._pool_waiters.get(pool.name)
         if waiters is not None and waiters.lanes:
             self._open_all(waiters, free)
-        waiters = self._of_kind.get(pool.kind)
+        waiters = self._kind_waiters.get(pool.kind)
         if waiters is not None and waiters.lanes:
             self._open_all(waiters, free)
 
     def first_short_of(self, pool: PoolState, yielding: int, now: float) -> Entry | None:
-        """Returns the first of the actions without a place that need more memory than this pool has free, but no more
+        """Returns the first of the actions without a node that need more memory than this pool has free, but no more
         than it would have if the yielding sandboxes ended."""
-        waiters = self._of_kind.get(pool.kind)
+        waiters = self._kind_waiters.get(pool.kind)
         first: Entry | None = None
         for lane in waiters.lanes.values() if waiters is not None and yielding else ():
             head = self.head_of(lane, now)
@@ -289,7 +289,7 @@ class Queue:
         self.changed.pop(pool.name, None)
         self.vacated.pop(pool.name, None)
         self.wake(pool, all_lanes=True)
-        for closed in (self._of_pool, self._of_newcomers, self._of_guests):
+        for closed in (self._pool_waiters, self._unplaced_waiters, self._instance_waiters):
             waiters = closed.pop(pool.name, None)
             if waiters is not None:
                 for blocker in list(waiters.blockers.values()):
@@ -300,7 +300,7 @@ class Queue:
         for lane in list(waiters.lanes.values()):
             if lane.least <= free:
                 if free == math.inf:
-                    lane.lacks = None
+                    lane.short_pool = None
                 self._unblock(lane)
                 self._open(lane)
 
@@ -361,7 +361,7 @@ class Queue:
 
     def is_closed(self, pool: PoolState, entry: Entry, now: float) -> bool:
         """Whether an action ahead of this one has closed the pool to all actions behind itself."""
-        return self._closed_by(self._of_pool.get(pool.name), entry, now) is not None
+        return self._closed_by(self._pool_waiters.get(pool.name), entry, now) is not None
 
     def _closed_by(self, waiters: Waiters | None, entry: Entry, now: float) -> Entry | None:
         for blocker in waiters.blockers.values() if waiters is not None else ():
@@ -371,22 +371,22 @@ class Queue:
 
     def pool_closed_by(self, pool: PoolState, entry: Entry, now: float) -> Entry | None:
         """Returns an action ahead of this one that has closed the pool to it, or None."""
-        blocker = self._closed_by(self._of_pool.get(pool.name), entry, now)
+        blocker = self._closed_by(self._pool_waiters.get(pool.name), entry, now)
         if blocker is None and pool.node and not entry.node:
-            blocker = self._closed_by(self._of_newcomers.get(pool.name), entry, now)
-            if blocker is None and entry.is_guest:
-                blocker = self._closed_by(self._of_guests.get(pool.name), entry, now)
+            blocker = self._closed_by(self._unplaced_waiters.get(pool.name), entry, now)
+            if blocker is None and entry.awaits_instance:
+                blocker = self._closed_by(self._instance_waiters.get(pool.name), entry, now)
         return blocker
 
-    def close(self, entry: Entry, lack: Lack, now: float) -> None:
+    def close(self, entry: Entry, reason: BlockedReason, now: float) -> None:
         """Reserves what an action lacks: closes it to the actions behind it, until it starts or settles."""
-        to_close = lack.close
-        if lack.target and self.is_aged(entry, now):
-            if entry.target != lack.target:
+        to_close = reason.close
+        if reason.target and self.is_aged(entry, now):
+            if entry.target != reason.target:
                 # It has changed its target node, so it no longer needs what it closed on the old one.
                 self.reopen(entry)
-                entry.target = lack.target
-            to_close = (*to_close, *lack.target_pools)
+                entry.target = reason.target
+            to_close = (*to_close, *reason.target_pools)
         run = entry.run.name
         for waiters in to_close:
             blocker = waiters.blockers.get(run)
@@ -408,8 +408,8 @@ class Queue:
             del waiters.blockers[entry.run.name]
             self.closures -= 1
             self._open_all(waiters)
-            if waiters.of_kind is not None:
-                self._open_all(waiters.of_kind)
+            if waiters.kind_waiters is not None:
+                self._open_all(waiters.kind_waiters)
 
     # ---- checking ----
 
@@ -434,11 +434,11 @@ class Queue:
         elastic = sum(lane.waiting for run in self.runs.values() for lane in run.lanes.values() if lane.elastic == CPU)
         if elastic != self.elastic_waiting:
             raise InvariantError(f"{self.elastic_waiting} elastic actions counted as waiting, lanes hold {elastic}")
-        places = (*self._of_pool.values(), *self._of_newcomers.values(), *self._of_guests.values())
-        closures = sum(len(waiters.blockers) for waiters in places)
+        all_waiters = (*self._pool_waiters.values(), *self._unplaced_waiters.values(), *self._instance_waiters.values())
+        closures = sum(len(waiters.blockers) for waiters in all_waiters)
         if closures != self.closures:
             raise InvariantError(f"{self.closures} closures counted, expected {closures}")
-        for waiters in places:
+        for waiters in all_waiters:
             for name, blocker in waiters.blockers.items():
                 if blocker.lane is None or blocker.run.name != name or waiters not in blocker.closed:
                     raise InvariantError(f"{blocker.id} closes a pool but does not wait for it")
@@ -447,9 +447,9 @@ class Queue:
 def _lane_key(entry: Entry, node: str) -> LaneKey:
     needs = entry.needs
     wants: tuple[Need, ...] = ()
-    if entry.place is not None and not node:
-        needs = (*needs, (MEMORY, entry.place.memory))
-        wants = entry.place.wants
+    if entry.sandbox is not None and not node:
+        needs = (*needs, (MEMORY, entry.sandbox.memory))
+        wants = entry.sandbox.wants
     exact = len(entry.run.lanes) < EXACT_LANES_MAX
     if not exact:
         needs = tuple([(kind, 1 << units.bit_length() - 1 if units > 1 else units) for kind, units in needs])

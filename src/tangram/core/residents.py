@@ -60,9 +60,9 @@ class Residents:
     def add(self, service: str, node: str, devices: Devices, batch_max: int = 0) -> None:
         """Records that a service is loaded, or being loaded. `batch_max`: the number of calls that it takes at once; 0
         if unknown."""
-        places = self._by_service.setdefault(service, {})
-        places.pop((node, devices), None)
-        places[node, devices] = None
+        locations = self._by_service.setdefault(service, {})
+        locations.pop((node, devices), None)
+        locations[node, devices] = None
         self._by_node.setdefault(node, {})[service, devices] = None
         if batch_max:
             self._statistics_of(service).batch_max = batch_max
@@ -76,9 +76,9 @@ class Residents:
         return True
 
     def remove(self, service: str, node: str, devices: Devices) -> None:
-        places = self._by_service.get(service, {})
-        places.pop((node, devices), None)
-        if not places:
+        locations = self._by_service.get(service, {})
+        locations.pop((node, devices), None)
+        if not locations:
             self._by_service.pop(service, None)
         self._by_node.get(node, {}).pop((service, devices), None)
 
@@ -86,7 +86,7 @@ class Residents:
         for service, devices in list(self._by_node.pop(node, ())):
             self.remove(service, node, devices)
 
-    def places(self, service: str) -> Iterable[tuple[str, Devices]]:
+    def locations(self, service: str) -> Iterable[tuple[str, Devices]]:
         """The nodes and devices of a service, most recently used last."""
         return self._by_service.get(service, {})
 
@@ -139,7 +139,7 @@ class Residents:
         `smallest`: only sets that split no larger chunk than necessary."""
         best: Devices = ()
         least = math.inf
-        for devices in pool.free_places(units, smallest=smallest):
+        for devices in pool.free_device_sets(units, smallest=smallest):
             worth = self.worth_on(pool.node, devices, now)
             if worth < least:
                 best, least = devices, worth

@@ -23,7 +23,7 @@ from tangram.core.action import NO_USAGE, Action, Outcome, State, Status, Usage
 from tangram.core.demand import CORE, CPU, GPU
 from tangram.core.explain import Explainer
 from tangram.core.grants import Grants
-from tangram.core.lanes import Entry, Place
+from tangram.core.lanes import Entry, SandboxState
 from tangram.core.ledger import Ledger
 from tangram.core.limits import Limits
 from tangram.core.load import OfferedLoad
@@ -54,12 +54,12 @@ from tangram.core.messages import (
     WakeAt,
 )
 from tangram.core.offers import Offers
-from tangram.core.places import Places
 from tangram.core.plans import Plans
 from tangram.core.policies.base import SchedulingPolicy
-from tangram.core.profile import Knowledge
+from tangram.core.profile import ProfileStore
 from tangram.core.queue import Queue
 from tangram.core.residents import Residents
+from tangram.core.sandbox_states import SandboxStates
 from tangram.core.snapshot import Round, Snapshot
 from tangram.core.stories import Stories
 from tangram.core.stranded import Stranded
@@ -95,24 +95,24 @@ class Scheduler:
         pools: tuple[Pool, ...] = (),
         *,
         limits: Limits | None = None,
-        knowledge: Knowledge | None = None,
+        profiles: ProfileStore | None = None,
     ) -> None:
         if not callable(getattr(policy, "plan", None)):
             raise InvalidConfig("policy", policy, 'a policy, such as policy("adaptive")')
         self.policy = policy
         self.limits = limits or Limits()
-        self.knowledge = Knowledge() if knowledge is None else knowledge
+        self.profiles = ProfileStore() if profiles is None else profiles
         self.now = 0.0
         self.entries: dict[str, Entry] = {}
         """Every live action, by id."""
         self.ledger = Ledger()
         self.residents = Residents()
         self.queue = Queue(self.ledger, self.limits.ageing_s)
-        self.places = Places(self.ledger, self.limits.sandboxes_max)
-        self.grants = Grants(self.ledger, self.queue, self.places, self.residents)
+        self.sandboxes = SandboxStates(self.ledger, self.limits.sandboxes_max)
+        self.grants = Grants(self.ledger, self.queue, self.sandboxes, self.residents)
         self._load = OfferedLoad()
         self._effects: list[Effect] = []
-        """The effects of the present event."""
+        """The effects of the current event."""
         self._stories = Stories()
         self._timers = Timers()
         self._retries = PoolRetries(self._timers, self.ledger, self.queue)
@@ -124,7 +124,7 @@ class Scheduler:
             queue=self.queue,
             residents=self.residents,
             grants=self.grants,
-            knowledge=self.knowledge,
+            profiles=self.profiles,
             load=self._load,
             policy=policy,
             current_round=current_round,
@@ -132,7 +132,7 @@ class Scheduler:
         self._offers = Offers(
             ledger=self.ledger,
             queue=self.queue,
-            places=self.places,
+            sandboxes=self.sandboxes,
             snapshot=self.snapshot,
             policy=policy,
             retries=self._retries,
@@ -142,13 +142,13 @@ class Scheduler:
             ledger=self.ledger,
             queue=self.queue,
             grants=self.grants,
-            places=self.places,
+            sandboxes=self.sandboxes,
             residents=self.residents,
             snapshot=self.snapshot,
             current_round=current_round,
             offers=self._offers,
             policy=policy,
-            knowledge=self.knowledge,
+            profiles=self.profiles,
             reviews=self._reviews,
             retries=self._retries,
             stories=self._stories,
@@ -209,21 +209,21 @@ class Scheduler:
 
     def _on_submit(self, event: Submit) -> None:
         action = event.action
-        place = self.places.by_sandbox.get(action.sandbox) if action.sandbox else None
-        refusal = self._refusal(action, place)
+        sandbox = self.sandboxes.by_id.get(action.sandbox) if action.sandbox else None
+        refusal = self._refusal(action, sandbox)
         if refusal is not None:
             self._refuse(action.id, *refusal)
             return
         self._sequence += 1
         run = self.queue.run(action.run)
-        entry = Entry(action, run, place, self._sequence, self.now)
+        entry = Entry(action, run, sandbox, self._sequence, self.now)
         possible = self._stranded.is_possible(entry)
         if not possible and not self.ledger.could_once_hold(entry.needs, entry.node, entry.memory):
             self._refuse(action.id, "capacity", self._explainer.impossible(entry))
             return
         # Before anything is written, so that a policy that raises leaves no half-submitted action behind.
         if not self.policy.strict:
-            entry.estimate, entry.estimated_at = self.knowledge.estimate(action), self.now
+            entry.estimate, entry.estimated_at = self.profiles.estimate(action), self.now
         entry.key = self.policy.order(entry, self.snapshot)
         try:
             comparable = entry.key <= math.inf
@@ -236,10 +236,10 @@ class Scheduler:
         self.entries[action.id] = entry
         if action.service:
             self.residents.record_call(action.service, self.now)
-        if place is not None:
-            self.places.join(place, entry)
-            if not place.node and len(place.actions) > 1:
-                self._update_sandbox_needs(place)
+        if sandbox is not None:
+            self.sandboxes.join(sandbox, entry)
+            if not sandbox.node and len(sandbox.actions) > 1:
+                self._update_sandbox_needs(sandbox)
         if action.deadline_s is not None:
             self._timers.set(self.now + action.deadline_s, self._deadline_passed, entry)
         if entry.elastic and entry.estimate is not None:
@@ -250,7 +250,7 @@ class Scheduler:
             # The pools that could hold it are away, for example because their node is down. It waits for them.
             self._enqueue(entry)
 
-    def _refusal(self, action: Action, place: Place | None) -> tuple[str, str] | None:
+    def _refusal(self, action: Action, sandbox: SandboxState | None) -> tuple[str, str] | None:
         """Admission control: returns the name of the limit that keeps the action out and the reason, if there is
         one."""
         limits = self.limits
@@ -264,7 +264,7 @@ class Scheduler:
         if run is not None and run.waiting >= limits.run_queue_max:
             reason = f"run {run.name} has {limits.run_queue_max} waiting actions; wait until some have settled"
             return "run_queue_max", reason
-        if action.sandbox and (place is None or place.released):
+        if action.sandbox and (sandbox is None or sandbox.released):
             return "sandbox", f"sandbox {action.sandbox} is not reserved; send Reserve first"
         return None
 
@@ -327,7 +327,7 @@ class Scheduler:
         """Requeues an action until a new sandbox has memory. It holds nothing meanwhile: other actions may need those
         units before they can free memory."""
         reserve = Reserve(sandbox=event.sandbox, memory=event.memory, run=entry.action.run, yields=True)
-        refusal = self.places.refusal(reserve)
+        refusal = self.sandboxes.refusal(reserve)
         if refusal is not None:
             self._end(entry, Status.LOST, refusal[1], refund=True)
             return
@@ -335,8 +335,8 @@ class Scheduler:
             if lane is not None:
                 lane.forget(entry)
         entry.attempts -= 1
-        entry.place = self.places.reserve(reserve, entry.run)
-        self.places.join(entry.place, entry)
+        entry.sandbox = self.sandboxes.reserve(reserve, entry.run)
+        self.sandboxes.join(entry.sandbox, entry)
         self._requeue(entry, refund=True)
 
     def _requeue_without_sandbox(self, entry: Entry) -> None:
@@ -345,7 +345,7 @@ class Scheduler:
         assert lane is not None, entry.id
         self.queue.dequeue(entry)
         lane.forget(entry)
-        self.places.detach(entry)
+        self.sandboxes.detach(entry)
         self._enqueue(entry)
 
     def _on_finished(self, event: Finished) -> None:
@@ -405,7 +405,7 @@ class Scheduler:
             unit = CORE if entry.elastic == CPU else 1
             units = (entry.unit_s / elapsed if elapsed > 0.0 else min(entry.limit, entry.width)) / unit
         cpu_s = usage.cpu_s if CPU in entry.action.demand.pools else None
-        self.knowledge.observe(entry.action, execution_s=execution_s, units=units, cpu_s=cpu_s)
+        self.profiles.observe(entry.action, execution_s=execution_s, units=units, cpu_s=cpu_s)
 
     # ---- the end of an action ----
 
@@ -415,7 +415,11 @@ class Scheduler:
             self._end(entry, *self._stop_reason(entry), usage)
             return
         again = entry.action.idempotent and entry.attempts < self.limits.attempts_max
-        if again and entry.state is not State.QUEUED and (entry.place is None or self.places.is_alive(entry.place)):
+        if (
+            again
+            and entry.state is not State.QUEUED
+            and (entry.sandbox is None or self.sandboxes.is_alive(entry.sandbox))
+        ):
             self._requeue(entry, spent=usage.spent)
         else:
             self._end(entry, Status.LOST, reason, usage)
@@ -434,19 +438,19 @@ class Scheduler:
         if self._stranded.add(entry, self.now):
             self._timers.set(self.now + self.limits.stranded_s, self._still_stranded, entry, self.now)
 
-    def _update_sandbox_needs(self, place: Place) -> None:
+    def _update_sandbox_needs(self, sandbox: SandboxState) -> None:
         """Called when an action joins or leaves a sandbox without a node. Requeues all of them if their combined needs
         changed."""
-        wants = self.places.combined_needs(place)
-        if wants == place.wants:
+        wants = self.sandboxes.combined_needs(sandbox)
+        if wants == sandbox.wants:
             return
-        waiting = [entry for entry in place.actions.values() if entry.lane is not None]
+        waiting = [entry for entry in sandbox.actions.values() if entry.lane is not None]
         for entry in waiting:
             lane = entry.lane
             self.queue.dequeue(entry)
             if lane is not None:
                 lane.compact()  # it must not find its old slot if it returns to this lane
-        place.wants = wants
+        sandbox.wants = wants
         for entry in waiting:
             self.queue.enqueue(entry)
 
@@ -461,14 +465,14 @@ class Scheduler:
         self._timers.drop(entry)
         if entry.stranded_at is not None:
             self._stranded.discard(entry)
-        if entry.is_guest:
-            self.places.vacate(self.places.detach(entry))
-        elif entry.place is not None:
-            freed = self.places.leave(entry.place, entry)
+        if entry.awaits_instance:
+            self.sandboxes.vacate(self.sandboxes.detach(entry))
+        elif entry.sandbox is not None:
+            freed = self.sandboxes.leave(entry.sandbox, entry)
             if freed is not None:
                 self.queue.wake(freed)
-            if entry.place.wants:
-                self._update_sandbox_needs(entry.place)
+            if entry.sandbox.wants:
+                self._update_sandbox_needs(entry.sandbox)
         self._settled[status] += 1
         self._effects.append(Settle(outcome=self._outcome(entry, status, reason, usage)))
 
@@ -542,24 +546,24 @@ class Scheduler:
     # ---- sandboxes, pools, nodes, runs, services ----
 
     def _on_reserve(self, event: Reserve) -> None:
-        refusal = self._runs_max_refusal(event.run) or self.places.refusal(event)
+        refusal = self._runs_max_refusal(event.run) or self.sandboxes.refusal(event)
         if refusal is not None:
             self._refuse(event.sandbox, *refusal)
             return
-        self.places.reserve(event, self.queue.run(event.run))
+        self.sandboxes.reserve(event, self.queue.run(event.run))
 
     def _on_release(self, event: Release) -> None:
-        place = self.places.by_sandbox.get(event.sandbox)
-        if place is None:
+        sandbox = self.sandboxes.by_id.get(event.sandbox)
+        if sandbox is None:
             self._late_events += 1
             return
-        place.released = True
-        for entry in list(place.actions.values()):
-            if entry.is_guest:
+        sandbox.released = True
+        for entry in list(sandbox.actions.values()):
+            if entry.awaits_instance:
                 self._requeue_without_sandbox(entry)
             else:
-                self._stop(entry, Status.CANCELLED, f"its sandbox {place.id} was released")
-        freed = self.places.vacate(place)
+                self._stop(entry, Status.CANCELLED, f"its sandbox {sandbox.id} was released")
+        freed = self.sandboxes.vacate(sandbox)
         if freed is not None:
             self.queue.wake(freed)
 
@@ -582,9 +586,9 @@ class Scheduler:
     def _node_down(self, node: str) -> None:
         """Drops everything on a lost node: its sandboxes, loaded services and actions."""
         self.residents.drop_node(node)
-        for place in self.places.drop_node(node):
-            for entry in list(place.actions.values()):
-                self._lose(entry, f"node {node} went down with sandbox {place.id}")
+        for sandbox in self.sandboxes.drop_node(node):
+            for entry in list(sandbox.actions.values()):
+                self._lose(entry, f"node {node} went down with sandbox {sandbox.id}")
         for entry in list(self.grants.holding.values()):
             if entry.grant is not None and entry.grant.node == node:
                 self._lose(entry, f"node {node} went down")
@@ -634,7 +638,7 @@ class Scheduler:
             now=self.now,
             waiting=self.queue.waiting,
             holding=len(self.grants.holding),
-            sandboxes=len(self.places.by_sandbox),
+            sandboxes=len(self.sandboxes.by_id),
             settled={status.value: count for status, count in self._settled.items()},
             late_events=self._late_events,
             pools={pool.name: pool.statistics() for pool in self.ledger.pools.values()},
@@ -649,7 +653,7 @@ class Scheduler:
         self.ledger.check(self.grants.all_holdings())
         self.queue.check()
         self.grants.check()
-        self.places.check()
+        self.sandboxes.check()
         queued = 0
         for entry in self.entries.values():
             self._check_entry(entry)
@@ -678,7 +682,7 @@ class Scheduler:
 
     def has_sandbox(self, name: str) -> bool:
         """Whether memory is reserved for the sandbox."""
-        return name in self.places.by_sandbox
+        return name in self.sandboxes.by_id
 
     def is_queued(self, action_id: str) -> bool:
         entry = self.entries.get(action_id)

@@ -20,7 +20,7 @@ from tangram.core.lanes import Entry, Lane
 from tangram.core.ledger import Ledger, PoolState
 from tangram.core.load import OfferedLoad
 from tangram.core.policies.base import SchedulingPolicy
-from tangram.core.profile import Estimate, Knowledge
+from tangram.core.profile import Estimate, ProfileStore
 from tangram.core.queue import Queue
 from tangram.core.residents import Residents
 
@@ -40,7 +40,7 @@ def _no_candidates() -> Iterator[Candidate]:
 
 
 class Round:
-    """What the scheduler offers to the policy in the present round. Empty between rounds."""
+    """What the scheduler offers to the policy in the current round. Empty between rounds."""
 
     __slots__ = ("candidates", "due_reviews")
 
@@ -67,7 +67,7 @@ class Snapshot:
         queue: Queue,
         residents: Residents,
         grants: Grants,
-        knowledge: Knowledge,
+        profiles: ProfileStore,
         load: OfferedLoad,
         policy: SchedulingPolicy,
         current_round: Round,
@@ -76,7 +76,7 @@ class Snapshot:
         self._queue = queue
         self._residents = residents
         self._grants = grants
-        self._knowledge = knowledge
+        self._profiles = profiles
         self._load = load
         self._policy = policy
         self._round = current_round
@@ -113,16 +113,16 @@ class Snapshot:
         return self._ledger.pool_on(kind, node)
 
     def estimate(self, entry: Entry) -> Estimate:
-        """The present estimate of an action. A running action keeps the one that it was started with."""
+        """The current estimate of an action. A running action keeps the one that it was started with."""
         estimate = entry.estimate
         if estimate is None or (entry.lane is not None and self.now - entry.estimated_at > ESTIMATE_FRESH_S):
-            at = (self.now, self._knowledge.observations)
+            at = (self.now, self._profiles.observations)
             if self._estimates_at != at:
                 self._estimates_at = at
                 self._estimates = {}
             estimate = self._estimates.get(entry.seq)
             if estimate is None:
-                estimate = self._estimates[entry.seq] = self._knowledge.estimate(entry.action)
+                estimate = self._estimates[entry.seq] = self._profiles.estimate(entry.action)
         return estimate
 
     def running(self, pool: PoolState) -> Mapping[str, Entry]:
@@ -177,7 +177,7 @@ class Snapshot:
         return estimate.work_s / (count**estimate.exponent if count > 1.0 else count)
 
     def remaining_s(self, entry: Entry) -> float:
-        """Expected seconds until a running action ends at its present speed."""
+        """Expected seconds until a running action ends at its current speed."""
         done_s = entry.done_at(self.now) if entry.started_at is not None else 0.0
         return self.estimate(entry).remaining_s(done_s) / max(entry.speed, 1e-9)
 
@@ -196,7 +196,7 @@ class Snapshot:
                 elastic += lane.waiting
                 continue
             first = lane.first()
-            # Actions without a place may wait for memory instead: only the first is sure to need units now.
+            # Actions without a node may wait for memory instead: only the first is sure to need units now.
             starting = 1 if first.memory else lane.waiting
             for kind, units in first.needs:
                 if (
@@ -242,7 +242,7 @@ class Snapshot:
             return False
         return any(
             entry.node in ("", node) and amounts.admits(len(devices)) and pools[node].devices_free(devices)
-            for node, devices in self._residents.places(entry.action.service)
+            for node, devices in self._residents.locations(entry.action.service)
             if node in pools
         )
 
@@ -272,12 +272,12 @@ class Snapshot:
         """Whether the service is loaded, or being loaded, on free devices."""
         pools = self._ledger.kinds.get(GPU, {})
         return any(
-            node in pools and pools[node].devices_free(devices) for node, devices in self._residents.places(service)
+            node in pools and pools[node].devices_free(devices) for node, devices in self._residents.locations(service)
         )
 
     def is_anywhere(self, service: str) -> bool:
         """Whether the service is loaded, or being loaded, anywhere."""
-        return bool(self._residents.places(service))
+        return bool(self._residents.locations(service))
 
     def calls_per_s(self, service: str) -> float:
         """The recent rate of calls."""

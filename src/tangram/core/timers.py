@@ -143,7 +143,7 @@ class Reviews:
         """The time of the first review."""
 
     def set(self, entry: Entry, at: float) -> None:
-        """Sets the review of the present attempt to `at`. Replaces an earlier one."""
+        """Sets the review of the current attempt to `at`. Replaces an earlier one."""
         entry.review_at = at
         heappush(self._heap, (at, entry.seq, entry, entry.attempts))
         self.due_at = self._heap[0][0]

@@ -90,7 +90,7 @@ class Chunks:
         start, size = chunk
         return start % size == 0 and self._around(start, level_of(size)) is not None
 
-    def places(self, units: int, *, smallest: bool = False) -> list[Chunk]:
+    def chunks_for(self, units: int, *, smallest: bool = False) -> list[Chunk]:
         """Returns every free chunk for that many devices. `smallest`: only those that split no larger chunk than
         necessary."""
         level = level_of(units)
@@ -218,7 +218,7 @@ class Cells:
         if len(free) == 1 and 0 < units <= free[0]:
             free[0] -= units
             return ((0, units),)
-        parts = _places(free, units)
+        parts = _fill_cells(free, units)
         for cell, part in parts:
             free[cell] -= part
         return parts
@@ -302,7 +302,7 @@ class CoreSet:
     def take(self, count: int) -> tuple[int, ...]:
         """Takes cores of one cell if one has room, the fullest such, else of as few cells as possible."""
         ids: list[int] = []
-        for cell, part in _places([len(cores) for cores in self._free], count):
+        for cell, part in _fill_cells([len(cores) for cores in self._free], count):
             ids.extend(self._free[cell][:part])
             del self._free[cell][:part]
         self._taken.update(dict.fromkeys(ids))
@@ -334,7 +334,7 @@ def _padded(numbers: Sequence[int], count: int) -> tuple[int, ...]:
     return (*numbers, *[0] * (count - len(numbers)))
 
 
-def _places(free: Sequence[int], units: int) -> Parts:
+def _fill_cells(free: Sequence[int], units: int) -> Parts:
     """Returns the fullest cell that has enough room, else the fewest cells that have: from the most room down."""
     if units == 0:
         return ()

@@ -116,12 +116,12 @@ class Images(Protocol):
         """A root directory, or a tar as `docker save` or OCI tools write it. Returns the name of the image."""
         ...
 
-    async def recall_image(self, key: str) -> str:
-        """The image that was remembered under this key, or an empty string."""
+    async def find_image(self, key: str) -> str:
+        """The image that was tagged with this key, or an empty string."""
         ...
 
-    async def remember_image(self, key: str, name: str) -> None:
-        """Keep a committed image beyond the life of this process."""
+    async def tag_image(self, key: str, name: str) -> None:
+        """Tag a committed image with a key; it outlives this process."""
         ...
 
     async def forget_image(self, name: str) -> None:

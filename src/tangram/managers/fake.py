@@ -543,12 +543,12 @@ class FakeManager:
         self._images[path] = FakeSandbox(SandboxSpec(), {}, set())
         return path
 
-    async def recall_image(self, key: str) -> str:
-        self.record_call("recall_image", key)
+    async def find_image(self, key: str) -> str:
+        self.record_call("find_image", key)
         return self._image_by_key.get(key, "")
 
-    async def remember_image(self, key: str, name: str) -> None:
-        self.record_call("remember_image", key, name)
+    async def tag_image(self, key: str, name: str) -> None:
+        self.record_call("tag_image", key, name)
         self._require_image(name)
         self._image_by_key[key] = name
 

@@ -311,7 +311,7 @@ class Orchestrator:
         self._node_by_sandbox[sandbox] = node
 
     def observe(self, observer: Observer) -> Callable[[], None]:
-        """Calls `observer` after the present observers, for every event from now on. Returns a function that removes
+        """Calls `observer` after the current observers, for every event from now on. Returns a function that removes
         it."""
         self._observers.append(observer)
 

@@ -184,7 +184,7 @@ class ActionUse:
 
 
 class PoolUsage:
-    """`begin_event` must be called before the changes of an event are reported. `now` returns the present time, on the
+    """`begin_event` must be called before the changes of an event are reported. `now` returns the current time, on the
     clock of the events."""
 
     def __init__(self, scheduler: Scheduler, now: Callable[[], float]) -> None:

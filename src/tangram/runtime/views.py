@@ -98,7 +98,7 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     """Number of settled actions by status, since the service started."""
     act: Percentiles
     """Over actions that settled within the hour."""
-    spending: TimeBreakdown
+    time_breakdown: TimeBreakdown
 
 
 class ClassView(msgspec.Struct, frozen=True, kw_only=True):

@@ -75,7 +75,7 @@ async def serve(config: Config, *, on_started: Callable[[RunningServer], None] =
 
 
 def _tune_garbage_collector() -> None:
-    """Excludes all present objects from collection; later ones are mostly freed by reference counts, so collections can
+    """Excludes all current objects from collection; later ones are mostly freed by reference counts, so collections can
     be rare."""
     gc.collect()
     gc.freeze()

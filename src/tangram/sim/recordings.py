@@ -44,7 +44,7 @@ from tangram.core.messages import (
     Started,
     Submit,
 )
-from tangram.core.profile import Knowledge
+from tangram.core.profile import ProfileStore
 from tangram.core.speedup import RIGID, PowerLaw, Speedup
 from tangram.core.trace import Line
 from tangram.errors import InvalidConfig, InvalidTrace
@@ -192,7 +192,7 @@ class _TraceReader:
         self.batch_max: dict[str, int] = {}
         """By service."""
         self._loading: dict[str, tuple[float, float]] = {}
-        self.knowledge = Knowledge()
+        self.profiles = ProfileStore()
 
     def add_line(self, line: Line) -> None:
         message, now = line.message, line.t
@@ -237,7 +237,7 @@ class _TraceReader:
         if outcome.status.value not in COMPLETED or not recorded.stretches or not recorded.action.demand.elastic:
             return
         units = recorded.integrate(lambda units: units) / max(outcome.execution_s, SECONDS_MIN)
-        self.knowledge.observe(
+        self.profiles.observe(
             recorded.action,
             execution_s=outcome.execution_s * recorded.unthrottled_share(),
             units=max(1.0, units),
@@ -260,10 +260,10 @@ class _TraceReader:
 
     def _episode(self, name: str, members: list[_RecordedAction]) -> SimEpisode:
         first = members[0]
-        boxes = dict.fromkeys(
+        sandboxes = dict.fromkeys(
             recorded.action.sandbox for recorded in members if recorded.action.sandbox in self.sandboxes
         )
-        reserved = [self.sandboxes[box] for box in boxes]
+        reserved = [self.sandboxes[sandbox] for sandbox in sandboxes]
         start_s = min([first.submitted_at, *(at for at, _ in reserved)])
         turns, end = [], start_s
         for together in _turns(members):
@@ -311,7 +311,7 @@ class _TraceReader:
     def _speedup(self, action: Action) -> Speedup:
         if not action.demand.elastic:
             return RIGID
-        return action.demand.speedup or PowerLaw(self.knowledge.estimate(action).exponent)
+        return action.demand.speedup or PowerLaw(self.profiles.estimate(action).exponent)
 
     def services(self) -> tuple[ServiceModel, ...]:
         degrees: dict[str, tuple[int, ...]] = {}

@@ -10,7 +10,7 @@ from tangram.core.action import Action
 from tangram.core.limits import Limits
 from tangram.core.messages import Decider, Observer, Pool
 from tangram.core.policies import DEFAULT_POLICY, POLICIES, policy
-from tangram.core.profile import Estimate, Knowledge
+from tangram.core.profile import Estimate, ProfileStore
 from tangram.core.scheduler import Scheduler
 from tangram.errors import InvalidConfig
 from tangram.sim.baselines import Baseline, PodsConfig, pods_config
@@ -62,8 +62,8 @@ def simulate(
         orchestrator = OnDemand(pools, workload.services, config)
         workload = without_restores(workload, config, DEVICE_MEMORY_GIB)
     else:
-        beliefs = Oracle(truth) if knowledge == "perfect" else Knowledge()
-        orchestrator = _orchestrator(name, workload, pools, beliefs, limits, pods)
+        profiles = Oracle(truth) if knowledge == "perfect" else ProfileStore()
+        orchestrator = _orchestrator(name, workload, pools, profiles, limits, pods)
     engine = Simulator(
         workload,
         orchestrator,
@@ -83,7 +83,7 @@ def _orchestrator(
     name: str,
     workload: Workload,
     pools: tuple[Pool, ...],
-    knowledge: Knowledge,
+    profiles: ProfileStore,
     limits: Limits | None,
     pods: PodsConfig | None,
 ) -> Decider:
@@ -91,10 +91,10 @@ def _orchestrator(
     if family == "pods":
         return Baseline(pools, workload.services, pods or pods_config(name))
     if name == "alone":
-        return Scheduler(policy(DEFAULT_POLICY), pools, limits=limits, knowledge=knowledge)
+        return Scheduler(policy(DEFAULT_POLICY), pools, limits=limits, profiles=profiles)
     if family not in {known.partition(":")[0] for known in POLICIES}:
         raise InvalidConfig("policy", name, f"one of {', '.join([*POLICIES, *BASELINES])}")
-    return Scheduler(policy(name), pools, limits=limits, knowledge=knowledge)
+    return Scheduler(policy(name), pools, limits=limits, profiles=profiles)
 
 
 def _unlimited_pools(pools: tuple[Pool, ...]) -> tuple[Pool, ...]:
@@ -105,7 +105,7 @@ def _unlimited_pools(pools: tuple[Pool, ...]) -> tuple[Pool, ...]:
     )
 
 
-class Oracle(Knowledge):
+class Oracle(ProfileStore):
     """Knows every action before it runs and learns nothing."""
 
     __slots__ = ("_truth",)

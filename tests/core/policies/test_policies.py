@@ -39,7 +39,7 @@ from tangram.core.messages import (
 from tangram.core.policies import POLICIES, policy
 from tangram.core.policies.adaptive import GROW_AGE_S, RESERVE_MARGIN, RESERVE_MAX, RESERVE_MIN, RESIZES_MAX, REST_S
 from tangram.core.policies.paper import DEPTH
-from tangram.core.profile import Knowledge
+from tangram.core.profile import ProfileStore
 from tangram.core.scheduler import Scheduler
 from tangram.core.speedup import LINEAR, PowerLaw, Speedup
 from tangram.errors import InvalidConfig
@@ -55,9 +55,9 @@ class Rig:
     """A scheduler whose managers answer when the test says so. It checks every invariant after every event."""
 
     def __init__(
-        self, name: str, pools: tuple[Pool, ...], *, ageing_s: float = 600.0, knowledge: Knowledge | None = None
+        self, name: str, pools: tuple[Pool, ...], *, ageing_s: float = 600.0, profiles: ProfileStore | None = None
     ) -> None:
-        self.scheduler = Scheduler(policy(name), pools, limits=Limits(ageing_s=ageing_s), knowledge=knowledge)
+        self.scheduler = Scheduler(policy(name), pools, limits=Limits(ageing_s=ageing_s), profiles=profiles)
         self.now = 0.0
         self.units: dict[str, int] = {}
         """Reserved units of the first pool of everything that holds some."""
@@ -462,12 +462,12 @@ def test_adaptive_lets_an_aged_action_go_first() -> None:
 # ---- adaptive: undeclared CPU -----------------------------------------------------------------------------------
 
 
-def taught(seconds: float, busy: float, key: str = "tool") -> Knowledge:
-    knowledge = Knowledge()
+def taught(seconds: float, busy: float, key: str = "tool") -> ProfileStore:
+    profiles = ProfileStore()
     action = Action(id="a", demand=Demand({CPU: learned()}), key=key)
     for _ in range(20):
-        knowledge.observe(action, execution_s=seconds, units=None, cpu_s=seconds * busy)
-    return knowledge
+        profiles.observe(action, execution_s=seconds, units=None, cpu_s=seconds * busy)
+    return profiles
 
 
 def test_an_unknown_action_counts_as_nearly_one_core() -> None:
@@ -484,14 +484,14 @@ def test_an_unknown_action_never_counts_more_than_its_limit() -> None:
 
 
 def test_an_action_of_a_known_class_reserves_what_its_class_used_and_may_use_its_limit() -> None:
-    rig = Rig("adaptive", cpu_node("n0", 2), knowledge=taught(seconds=1.0, busy=0.1))
+    rig = Rig("adaptive", cpu_node("n0", 2), profiles=taught(seconds=1.0, busy=0.1))
     share = start_of(rig.submit("a", learned(4), key="tool")).grant.shares[0]
     assert share.reserved == pytest.approx(100 * RESERVE_MARGIN, abs=1)
     assert share.limit == 4000
 
 
 def test_many_actions_that_mostly_wait_share_one_core() -> None:
-    rig = Rig("adaptive", cpu_node("n0", 1), knowledge=taught(seconds=1.0, busy=0.1))
+    rig = Rig("adaptive", cpu_node("n0", 1), profiles=taught(seconds=1.0, busy=0.1))
     for i in range(20):
         rig.submit(f"a{i}", learned(), key="tool")
     assert len(rig.started()) == 9
@@ -501,7 +501,7 @@ def test_many_actions_that_mostly_wait_share_one_core() -> None:
 def test_what_is_expected_to_run_long_reserves_less_but_never_below_the_least() -> None:
     reserves = []
     for seconds in (0.1, 5.0, 60.0, 10_000.0):
-        rig = Rig("adaptive", cpu_node("n0", 8), knowledge=taught(seconds, busy=1.0))
+        rig = Rig("adaptive", cpu_node("n0", 8), profiles=taught(seconds, busy=1.0))
         rig.submit("a", learned(), key="tool")
         reserves.append(rig.units["a"])
     assert reserves[0] == 950
@@ -511,13 +511,13 @@ def test_what_is_expected_to_run_long_reserves_less_but_never_below_the_least() 
 
 
 def test_what_uses_next_to_no_cpu_still_reserves_the_least() -> None:
-    rig = Rig("adaptive", cpu_node("n0", 1), knowledge=taught(seconds=1.0, busy=0.0))
+    rig = Rig("adaptive", cpu_node("n0", 1), profiles=taught(seconds=1.0, busy=0.0))
     rig.submit("a", learned(), key="tool")
     assert rig.started() == {"a": RESERVE_MIN}
 
 
 def test_a_running_call_that_turns_out_long_gives_up_reserve_and_keeps_its_limit() -> None:
-    rig = Rig("adaptive", cpu_node("n0", 2), knowledge=taught(seconds=0.3, busy=1.0))
+    rig = Rig("adaptive", cpu_node("n0", 2), profiles=taught(seconds=0.3, busy=1.0))
     rig.submit("a", learned(), key="tool")
     before = rig.units["a"]
     for _ in range(6):
@@ -530,7 +530,7 @@ def test_a_running_call_that_turns_out_long_gives_up_reserve_and_keeps_its_limit
 
 @pytest.mark.parametrize("timeout_s", [2.0, 20.0, 23.0])
 def test_what_comes_near_its_timeout_reserves_its_full_use_again(timeout_s: float) -> None:
-    rig = Rig("adaptive", cpu_node("n0", 2), knowledge=taught(seconds=30.0, busy=1.0))
+    rig = Rig("adaptive", cpu_node("n0", 2), profiles=taught(seconds=30.0, busy=1.0))
     rig.submit("a", learned(), key="tool", timeout_s=timeout_s)
     assert rig.units["a"] < 100
     while rig.now < 0.6 * timeout_s:
@@ -541,13 +541,13 @@ def test_what_comes_near_its_timeout_reserves_its_full_use_again(timeout_s: floa
 
 def test_an_undeclared_demand_reserves_a_little_less_than_a_core_at_most() -> None:
     for busy, reserve in ((0.5, 550), (0.95, 950), (1.0, 950), (1.6, 950)):
-        rig = Rig("adaptive", cpu_node("n0", 4), knowledge=taught(seconds=0.1, busy=busy))
+        rig = Rig("adaptive", cpu_node("n0", 4), profiles=taught(seconds=0.1, busy=busy))
         rig.submit("a", learned(), key="tool")
         assert rig.units["a"] == pytest.approx(reserve, abs=2)
 
 
 def test_what_is_measured_to_wait_gives_its_reserve_up_and_gets_it_back_when_it_works() -> None:
-    rig = Rig("adaptive", cpu_node("n0", 1), knowledge=taught(seconds=0.1, busy=1.0))
+    rig = Rig("adaptive", cpu_node("n0", 1), profiles=taught(seconds=0.1, busy=1.0))
     rig.submit("a", learned(), key="tool")
     rig.submit("b", learned(), key="tool")
     assert rig.units == {"a": 950}
@@ -562,7 +562,7 @@ def test_what_is_measured_to_wait_gives_its_reserve_up_and_gets_it_back_when_it_
 
 
 def test_what_uses_all_of_its_reserve_keeps_it() -> None:
-    rig = Rig("adaptive", cpu_node("n0", 2), knowledge=taught(seconds=0.1, busy=1.0))
+    rig = Rig("adaptive", cpu_node("n0", 2), profiles=taught(seconds=0.1, busy=1.0))
     rig.submit("a", learned(), key="tool")
     rig.now += 0.25
     rig.handle(Used(action="a", cpu_s=0.24))
@@ -888,7 +888,7 @@ def called(rig: Rig, service: str, times: int, restore_s: float = 0.5) -> list[E
 
 def residents_of(rig: Rig) -> list[tuple[str, tuple[int, ...]]]:
     known = rig.scheduler.residents
-    return [(service, devices) for service, _ in known.services() for _, devices in known.places(service)]
+    return [(service, devices) for service, _ in known.services() for _, devices in known.locations(service)]
 
 
 def test_an_idle_device_gets_back_what_is_called_most() -> None:

@@ -158,7 +158,7 @@ def test_a_pure_function_runs_once_for_the_same_arguments(run: Run, tmp_path: Pa
     async def test(bench: Bench) -> None:
         at_once = await asyncio.gather(*(bench.call(rewards.counted, str(log), 1) for _ in range(5)))
         again = await bench.try_call(rewards.counted, str(log), 1)
-        assert at_once == [1] * 5 and again.value == 1 and again.recalled
+        assert at_once == [1] * 5 and again.value == 1 and again.cached
         assert len(lines(log)) == 1
         assert await bench.call(rewards.counted, str(log), 2) == 2
         assert len(lines(log)) == 2

@@ -69,7 +69,7 @@ def played_of(environment: Environment, steps: list[Step], seed: int, client: Cl
         observation=steps[-1].observation if steps else "",
         total=sum(step.reward for step in steps),
         environment=environment,
-        outside=ExternalResources(client=client),
+        resources=ExternalResources(client=client),
     )
 
 

@@ -32,8 +32,8 @@ class Room:
     agents: ClassVar[dict[str, Any]] = {"random": lambda chance: RandomAgent(("in", "out"), chance)}
     made: ClassVar[list[Room]] = []
 
-    def __init__(self, outside: ExternalResources, *, fails: str = "", answer: object = None) -> None:
-        self.outside, self.fails, self.answer = outside, fails, answer
+    def __init__(self, resources: ExternalResources, *, fails: str = "", answer: object = None) -> None:
+        self.resources, self.fails, self.answer = resources, fails, answer
         self.closed = 0
         self.waits = asyncio.Event()
         Room.made.append(self)
@@ -87,16 +87,16 @@ def test_the_turns_of_an_environment_go_before_those_of_its_task() -> None:
     class Factory:
         words, turns_max, tokens_max, agents = Room.words, 2, 2, Room.agents
 
-        def __call__(self, outside: ExternalResources, **options: Any) -> Any:
-            return Bare(Room(outside))
+        def __call__(self, resources: ExternalResources, **options: Any) -> Any:
+            return Bare(Room(resources))
 
     class Bare:
         def __init__(self, room: Room) -> None:
             self.reset, self.step, self.close = room.reset, room.step, room.close
 
     class Long(Room):
-        def __init__(self, outside: ExternalResources) -> None:
-            super().__init__(outside)
+        def __init__(self, resources: ExternalResources) -> None:
+            super().__init__(resources)
             self.turns_max = 7  # type: ignore[misc]
 
     def turns(task: Any) -> int:
@@ -213,10 +213,10 @@ def test_an_agent_that_wants_to_see_is_shown_the_environment_after_reset() -> No
 
 def test_demonstrations_come_in_the_order_of_their_seeds_each_as_its_own_trajectory() -> None:
     seeds = list(range(2 * DEMONSTRATIONS_CONCURRENT_MAX, 0, -1))
-    episodes = asyncio.run(demonstrations(Room, "random", seeds, outside=ExternalResources(trajectory="warm")))
+    episodes = asyncio.run(demonstrations(Room, "random", seeds, resources=ExternalResources(trajectory="warm")))
     assert [episode.seed for episode in episodes] == seeds
     assert [episode.actions for episode in episodes] == [asyncio.run(play(Room, "random", x)).actions for x in seeds]
-    assert len({room.outside.trajectory for room in Room.made[: len(seeds)]}) == len(seeds)
+    assert len({room.resources.trajectory for room in Room.made[: len(seeds)]}) == len(seeds)
 
 
 class Hall(Room):

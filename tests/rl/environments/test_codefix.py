@@ -141,7 +141,7 @@ def test_an_invalid_option_and_a_missing_client_are_reported_at_once(tmp_path: P
 def test_it_keeps_the_protocol(tmp_path: Path) -> None:
     async def main() -> None:
         async with connection(tmp_path, "process") as client:
-            report = await check("codefix", outside=ExternalResources(client=client), episodes=4)
+            report = await check("codefix", resources=ExternalResources(client=client), episodes=4)
             assert report.ok, report.text()
             assert not [finding.name for finding in report.findings if finding.verdict == "skipped"]
 

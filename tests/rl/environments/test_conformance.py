@@ -38,8 +38,8 @@ class Parrot:
         "expert": lambda chance: Echo(limit=3),
     }
 
-    def __init__(self, outside: ExternalResources, **options: Any) -> None:
-        self.outside = outside
+    def __init__(self, resources: ExternalResources, **options: Any) -> None:
+        self.resources = resources
         self.options = options
         self.digits: list[str] = []
 
@@ -105,7 +105,7 @@ class Hangs(Parrot):
 
 
 class CannotBeMade(Parrot):
-    def __init__(self, outside: ExternalResources, **options: Any) -> None:
+    def __init__(self, resources: ExternalResources, **options: Any) -> None:
         raise InvalidConfig("size", 0, "more")
 
 
@@ -269,13 +269,13 @@ class ClosesWhatWasReset(Parrot):
 
 class NeedsItsClientToClose(Parrot):
     async def reset(self, seed: int) -> str:
-        if self.outside.client is not None:
-            self.outside.client.sandbox()
+        if self.resources.client is not None:
+            self.resources.client.sandbox()
         return await super().reset(seed)
 
     async def close(self) -> None:
-        if self.outside.client is not None:
-            self.outside.client.sandbox()
+        if self.resources.client is not None:
+            self.resources.client.sandbox()
 
 
 class LeavesATask(Parrot):
@@ -412,10 +412,10 @@ def test_a_task_that_keeps_its_contract_passes() -> None:
     assert [finding.verdict for finding in report.findings] == ["ok"] * len(CHECKS), report.text()
 
 
-@pytest.mark.parametrize(("task", "promise", "came"), BROKEN, ids=[task.__name__ for task, _, _ in BROKEN])
-def test_a_broken_contract_is_detected_and_reported(task: type[Parrot], promise: str, came: str) -> None:
+@pytest.mark.parametrize(("task", "requirement", "came"), BROKEN, ids=[task.__name__ for task, _, _ in BROKEN])
+def test_a_broken_contract_is_detected_and_reported(task: type[Parrot], requirement: str, came: str) -> None:
     report = checked(task)
-    finding = report.finding(promise)
+    finding = report.finding(requirement)
     assert finding.verdict == "failed", report.text()
     assert came in finding.came
     assert finding.expected and finding.advice, "what was expected, what came and what to do"
@@ -423,7 +423,7 @@ def test_a_broken_contract_is_detected_and_reported(task: type[Parrot], promise:
 
 
 def test_every_promise_is_broken_by_some_task_above() -> None:
-    assert {promise for _, promise, _ in BROKEN} == set(CHECKS)
+    assert {requirement for _, requirement, _ in BROKEN} == set(CHECKS)
 
 
 @pytest.mark.parametrize(
@@ -469,7 +469,7 @@ def test_errors_of_close_are_reported_as_errors_of_close(hangs: bool) -> None:
 
 def test_a_check_reports_what_it_examined() -> None:
     findings: list[str] = []
-    checked(Parrot, on_progress=lambda done, total, promise: findings.append(f"{done} of {total}: {promise}"))
+    checked(Parrot, on_progress=lambda done, total, requirement: findings.append(f"{done} of {total}: {requirement}"))
     assert findings[:2] == [f"0 of {len(CHECKS)}: declared", f"1 of {len(CHECKS)}: plays"]
     assert len(findings) == len(CHECKS)
 
@@ -554,13 +554,13 @@ def test_options_reach_the_environment_and_each_environment_is_a_trajectory_of_i
     made: list[Parrot] = []
 
     class Noted(Parrot):
-        def __init__(self, outside: ExternalResources, **options: Any) -> None:
-            super().__init__(outside, **options)
+        def __init__(self, resources: ExternalResources, **options: Any) -> None:
+            super().__init__(resources, **options)
             made.append(self)
 
-    assert checked(Noted, options={"size": 3}, outside=ExternalResources(run="mine", trajectory="t"), episodes=5).ok
-    assert all(each.options == {"size": 3} and each.outside.run == "mine" for each in made)
-    assert len({each.outside.trajectory for each in made}) == len(made)
+    assert checked(Noted, options={"size": 3}, resources=ExternalResources(run="mine", trajectory="t"), episodes=5).ok
+    assert all(each.options == {"size": 3} and each.resources.run == "mine" for each in made)
+    assert len({each.resources.trajectory for each in made}) == len(made)
 
 
 def test_what_all_episodes_share_is_there_while_it_is_checked() -> None:
@@ -605,8 +605,8 @@ def test_all_that_was_opened_is_closed() -> None:
     opened: list[object] = []
 
     class Counted(RepeatsWhatItHeard):
-        def __init__(self, outside: ExternalResources, **options: Any) -> None:
-            super().__init__(outside, **options)
+        def __init__(self, resources: ExternalResources, **options: Any) -> None:
+            super().__init__(resources, **options)
             opened.append(self)
 
         async def close(self) -> None:

@@ -244,7 +244,7 @@ def test_the_agents_have_the_knowledge_that_they_declare(tmp_path: Path) -> None
 def test_it_keeps_the_protocol(tmp_path: Path) -> None:
     async def main() -> None:
         async with lookup(tmp_path) as (client, _):
-            report = await check("lookup", outside=ExternalResources(client=client))
+            report = await check("lookup", resources=ExternalResources(client=client))
             assert report.ok, report.text()
             assert not [finding.name for finding in report.findings if finding.verdict == "skipped"]
 

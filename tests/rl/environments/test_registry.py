@@ -24,7 +24,7 @@ class Maze:
     tokens_max: ClassVar = 2
     agents: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, outside: ExternalResources) -> None: ...
+    def __init__(self, resources: ExternalResources) -> None: ...
 
     async def reset(self, seed: int) -> str:
         return "left"

@@ -68,14 +68,14 @@ class Rig:
     def __init__(self, *engines: FakeEngine, **options: Any) -> None:
         self.engines = {engine.name: engine for engine in engines}
         self.events: list[AnyRouterEvent] = []
-        self.gateway = Router(engines, on_event=self.events.append, **options)
+        self.router = Router(engines, on_event=self.events.append, **options)
 
     def told(self, kind: type[E]) -> list[E]:
         return [event for event in self.events if isinstance(event, kind)]
 
     def check_idle(self) -> None:
         """Nothing is left of any request, neither here nor in an engine."""
-        statistics = self.gateway.statistics()
+        statistics = self.router.statistics()
         assert statistics.requests == statistics.waiting == 0
         assert [(kept.requests, kept.load) for kept in statistics.engines] == [(0, 0)] * len(statistics.engines)
         assert [engine.active_requests for engine in self.engines.values()] == [()] * len(self.engines)
@@ -103,11 +103,11 @@ def at_gateway(
 ) -> Rig:
     async def main() -> Rig:
         rig = Rig(*engines, **options)
-        await rig.gateway.start(weights(first_version))
+        await rig.router.start(weights(first_version))
         try:
             await test(rig)
         finally:
-            await rig.gateway.close()
+            await rig.router.close()
         rig.check_idle()
         return rig
 

@@ -22,8 +22,8 @@ FAULTS = (
 class ModelServer:
     """`calls` are the received requests, `inside` those in progress."""
 
-    def __init__(self, dialect: str, *, control: bool = True, scaled: bool = True) -> None:
-        self.dialect = dialect
+    def __init__(self, server_kind: str, *, control: bool = True, scaled: bool = True) -> None:
+        self.server_kind = server_kind
         self.control = control
         """Whether it takes weights."""
         self.scaled = scaled

@@ -57,8 +57,8 @@ class Chaos:
         )
 
     async def run(self) -> None:
-        gateway = self.rig.gateway
-        await gateway.start(weights(self.version))
+        router = self.rig.router
+        await router.start(weights(self.version))
         trouble = asyncio.create_task(self.trouble())
         trainer = asyncio.create_task(self.train())
         async with asyncio.timeout(36_000.0):  # a hang is a failure
@@ -68,7 +68,7 @@ class Chaos:
         trainer.cancel()
         await asyncio.gather(trouble, trainer, return_exceptions=True)
         self._check_nothing_is_left()
-        await gateway.close()
+        await router.close()
         self.rig.check_idle()
 
     async def _trajectory(self, number: int) -> None:
@@ -87,7 +87,7 @@ class Chaos:
 
     async def _request(self, request: GenerationRequest) -> None:
         self.sent[request.id] = request
-        task = asyncio.create_task(self.rig.gateway.generate(request))
+        task = asyncio.create_task(self.rig.router.generate(request))
         if self.random.random() < 0.2:
             await asyncio.wait({task}, timeout=self.random.uniform(0.0, 3.0))
             task.cancel()
@@ -105,7 +105,7 @@ class Chaos:
                 assert request.id in str(found)
                 return "given up"
             case NoEngine():
-                assert all(kept.state is EngineState.REMOVED for kept in self.rig.gateway.statistics().engines), found
+                assert all(kept.state is EngineState.REMOVED for kept in self.rig.router.statistics().engines), found
                 return "no engine"
         raise found
 
@@ -117,7 +117,7 @@ class Chaos:
         assert generation.versions[-1] <= self.version
 
     def _check_nothing_is_left(self) -> None:
-        statistics = self.rig.gateway.statistics()
+        statistics = self.rig.router.statistics()
         assert statistics.requests == statistics.waiting == 0
         assert all(kept.load == kept.requests == 0 for kept in statistics.engines)
         assert all(engine.active_requests == () for engine in self.engines), "an orphan"
@@ -153,7 +153,7 @@ class Chaos:
             while True:
                 await asyncio.sleep(self.random.expovariate(1 / 3.0))
                 self.version += 1
-                updates.add(asyncio.create_task(self.rig.gateway.update(weights(self.version))))
+                updates.add(asyncio.create_task(self.rig.router.update(weights(self.version))))
                 done = {task for task in updates if task.done()}
                 for task in done:
                     assert isinstance(task.exception(), ManagerError | None)  # no engine may have taken them
@@ -178,7 +178,7 @@ def test_the_chaos_reaches_every_end() -> None:
         chaos = Chaos(seed)
         play(chaos.run)
         ends += chaos.ends
-        statistics = chaos.rig.gateway.statistics()
+        statistics = chaos.rig.router.statistics()
         resumed += statistics.resumed
         stayed += statistics.stayed
         updates += len(chaos.rig.told(EngineUpdated))
@@ -191,17 +191,17 @@ def test_the_chaos_reaches_every_end() -> None:
 def test_closing_at_any_moment_ends_all_requests(seed: int) -> None:
     async def main() -> None:
         chaos = Chaos(seed)
-        gateway = chaos.rig.gateway
-        starting = asyncio.create_task(gateway.start(weights()))
+        router = chaos.rig.router
+        starting = asyncio.create_task(router.start(weights()))
         await asyncio.sleep(chaos.random.choice([0.0, 0.5, 5.0, 5.0]))
         trouble = asyncio.create_task(chaos.trouble())
         trainer = asyncio.create_task(chaos.train())
         tasks = [
-            asyncio.create_task(gateway.generate(a_request(tokens_max=chaos.random.randint(1, 200)))) for _ in range(20)
+            asyncio.create_task(router.generate(a_request(tokens_max=chaos.random.randint(1, 200)))) for _ in range(20)
         ]
         await asyncio.sleep(chaos.random.uniform(0.0, 20.0))
         async with asyncio.timeout(600.0):
-            await gateway.close()
+            await router.close()
             results = await asyncio.gather(starting, *tasks, return_exceptions=True)
         trouble.cancel()
         trainer.cancel()

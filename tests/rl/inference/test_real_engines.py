@@ -1,4 +1,4 @@
-"""The gateway on real engines in processes of their own: what is killed goes on, token for token."""
+"""The router on real engines in processes of their own: what is killed goes on, token for token."""
 
 from __future__ import annotations
 
@@ -56,37 +56,37 @@ def with_engines(
         # 64 bits, so that another batch does not round a token into another one.
         engines = [ProcessEngine(settings, number, dtype="float64") for number in range(count)]
         events: list[AnyRouterEvent] = []
-        gateway = Router(engines, on_event=events.append)
+        router = Router(engines, on_event=events.append)
         async with asyncio.timeout(DEADLINE_S):
-            await gateway.start(weights)
+            await router.start(weights)
             try:
-                await test(gateway, engines, events)
-                statistics = gateway.statistics()
+                await test(router, engines, events)
+                statistics = router.statistics()
                 assert statistics.requests == 0 and all(kept.load == 0 for kept in statistics.engines)
             finally:
-                await gateway.close()
+                await router.close()
         assert not any(engine.alive for engine in engines)
 
     asyncio.run(main())
 
 
 def test_what_is_killed_in_the_middle_goes_on_token_for_token(tmp_path: Path) -> None:
-    async def test(gateway: Router, engines: list[ProcessEngine], events: list[AnyRouterEvent]) -> None:
+    async def test(router: Router, engines: list[ProcessEngine], events: list[AnyRouterEvent]) -> None:
         requests = [a_request(tokens=5 + number, tokens_max=60, session=f"s{number}", stop=()) for number in range(4)]
-        undisturbed = await asyncio.gather(*(gateway.generate(request) for request in requests))
+        undisturbed = await asyncio.gather(*(router.generate(request) for request in requests))
         await until(lambda: not any(engine.statistics().active for engine in engines))
-        tasks = [asyncio.create_task(gateway.generate(request)) for request in requests]
-        await until(lambda: sum(kept.requests for kept in gateway.statistics().engines) == 4)
+        tasks = [asyncio.create_task(router.generate(request)) for request in requests]
+        await until(lambda: sum(kept.requests for kept in router.statistics().engines) == 4)
         await decoding(engines[0])
         os.kill(engines[0].pid, signal.SIGKILL)
         results = await asyncio.gather(*tasks)
         assert [each.tokens for each in results] == [each.tokens for each in undisturbed]
         for before, after in zip(undisturbed, results, strict=True):
             assert after.logprobs == pytest.approx(before.logprobs, abs=1e-9)
-        assert gateway.statistics().resumed >= 1
+        assert router.statistics().resumed >= 1
         assert [event.engine for event in events if isinstance(event, EngineLost)] == [engines[0].name]
-        await until(lambda: all(kept.state == "serving" for kept in gateway.statistics().engines))
-        again = await asyncio.gather(*(gateway.generate(request) for request in requests))
+        await until(lambda: all(kept.state == "serving" for kept in router.statistics().engines))
+        again = await asyncio.gather(*(router.generate(request) for request in requests))
         assert [each.tokens for each in again] == [each.tokens for each in undisturbed]
 
     with_engines(2, test, published(tmp_path, 1, seed=1))
@@ -95,31 +95,31 @@ def test_what_is_killed_in_the_middle_goes_on_token_for_token(tmp_path: Path) ->
 def test_an_engine_that_is_killed_during_an_update_comes_back_with_the_new_weights(tmp_path: Path) -> None:
     first, second = published(tmp_path, 1, seed=1), published(tmp_path, 2, seed=2)
 
-    async def test(gateway: Router, engines: list[ProcessEngine], events: list[AnyRouterEvent]) -> None:
-        task = asyncio.create_task(gateway.generate(a_request(tokens_max=80, stop=())))
-        await until(lambda: gateway.statistics().engines[0].requests == 1)
+    async def test(router: Router, engines: list[ProcessEngine], events: list[AnyRouterEvent]) -> None:
+        task = asyncio.create_task(router.generate(a_request(tokens_max=80, stop=())))
+        await until(lambda: router.statistics().engines[0].requests == 1)
         await decoding(engines[0])
-        update = asyncio.create_task(gateway.update(second))
+        update = asyncio.create_task(router.update(second))
         os.kill(engines[0].pid, signal.SIGKILL)
         await update
         result = await task
         assert len(result.tokens) == 80 and list(result.versions) == sorted(result.versions)
         assert result.versions[-1] == 2
-        assert (await gateway.generate(a_request(tokens_max=2, stop=()))).versions == (2, 2)
+        assert (await router.generate(a_request(tokens_max=2, stop=()))).versions == (2, 2)
 
     with_engines(1, test, first)
 
 
 def test_missing_weights_cost_no_request_anything(tmp_path: Path) -> None:
-    async def test(gateway: Router, engines: list[ProcessEngine], events: list[AnyRouterEvent]) -> None:
-        tasks = [asyncio.create_task(gateway.generate(a_request(tokens_max=60, stop=()))) for _ in range(4)]
-        await until(lambda: sum(kept.requests for kept in gateway.statistics().engines) == 4)
+    async def test(router: Router, engines: list[ProcessEngine], events: list[AnyRouterEvent]) -> None:
+        tasks = [asyncio.create_task(router.generate(a_request(tokens_max=60, stop=()))) for _ in range(4)]
+        await until(lambda: sum(kept.requests for kept in router.statistics().engines) == 4)
         incarnations = [engine.pid for engine in engines]
         with pytest.raises(ManagerError, match=r"no engine took version 9.*/nonexistent/manifest.json"):
-            await gateway.update(PolicyWeights(version=9, folder="/nonexistent"))
+            await router.update(PolicyWeights(version=9, folder="/nonexistent"))
         results = await asyncio.gather(*tasks)
         assert {version for each in results for version in each.versions} == {1}
-        assert gateway.statistics().version == 1
+        assert router.statistics().version == 1
         assert [engine.pid for engine in engines] == incarnations
         assert not any(isinstance(event, EngineLost) for event in events)
 

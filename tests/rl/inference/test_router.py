@@ -1,4 +1,4 @@
-"""The gateway: routing, deaths, updates and the end, on scripted engines in virtual time."""
+"""The router: routing, deaths, updates and the end, on scripted engines in virtual time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tangram.rl.inference.router_records import (
 
 def test_a_task_goes_to_its_preferred_class_and_the_rest_to_the_default() -> None:
     async def test(rig: Rig) -> None:
-        generations = [await rig.gateway.generate(a_request(task=task)) for task in ("frozenlake", "chain", "other")]
+        generations = [await rig.router.generate(a_request(task=task)) for task in ("frozenlake", "chain", "other")]
         assert [each.engine for each in generations] == ["c", "b", "b"]
 
     affinity = {"frozenlake": "compute", "default": "bandwidth"}
@@ -51,9 +51,9 @@ def test_a_task_goes_to_its_preferred_class_and_the_rest_to_the_default() -> Non
 
 def test_among_equals_the_one_with_the_fewest_tokens_outstanding_is_taken() -> None:
     async def test(rig: Rig) -> None:
-        long = asyncio.create_task(rig.gateway.generate(a_request(tokens=100, tokens_max=50)))
+        long = asyncio.create_task(rig.router.generate(a_request(tokens=100, tokens_max=50)))
         await until(lambda: bool(rig.engines["a"].active_requests))
-        short = [await rig.gateway.generate(a_request()) for _ in range(3)]
+        short = [await rig.router.generate(a_request()) for _ in range(3)]
         assert [each.engine for each in short] == ["b", "b", "b"]
         await long
 
@@ -62,28 +62,28 @@ def test_among_equals_the_one_with_the_fewest_tokens_outstanding_is_taken() -> N
 
 def test_a_session_stays_where_its_prefix_is() -> None:
     async def test(rig: Rig) -> None:
-        first = await rig.gateway.generate(a_request(session="s", tokens=40))
+        first = await rig.router.generate(a_request(session="s", tokens=40))
         # The other one has less to do, but not so much less.
-        busy = asyncio.create_task(rig.gateway.generate(a_request(tokens=5, tokens_max=20)))
+        busy = asyncio.create_task(rig.router.generate(a_request(tokens=5, tokens_max=20)))
         await until(lambda: bool(rig.engines[first.engine].active_requests))
-        second = await rig.gateway.generate(a_request(session="s", tokens=60))
+        second = await rig.router.generate(a_request(session="s", tokens=60))
         assert (second.engine, second.reused, second.prefilled) == (first.engine, 48, 12)
         await busy
-        assert rig.gateway.statistics().stayed == 1
+        assert rig.router.statistics().stayed == 1
 
     at_gateway(test, fake("a"), fake("b"))
 
 
 def test_a_session_leaves_an_engine_that_is_overloaded() -> None:
     async def test(rig: Rig) -> None:
-        first = await rig.gateway.generate(a_request(session="s", tokens=10, tokens_max=2))
+        first = await rig.router.generate(a_request(session="s", tokens=10, tokens_max=2))
         assert first.engine == "a"
         # Its prefix has 12 tokens, and the other engine has nothing to do.
-        busy = asyncio.create_task(rig.gateway.generate(a_request(tokens=round(PREFILL_COST * 12), tokens_max=1)))
+        busy = asyncio.create_task(rig.router.generate(a_request(tokens=round(PREFILL_COST * 12), tokens_max=1)))
         await until(lambda: bool(rig.engines["a"].active_requests))
-        second = await rig.gateway.generate(a_request(session="s", tokens=20, tokens_max=1))
+        second = await rig.router.generate(a_request(session="s", tokens=20, tokens_max=1))
         assert second.engine == "b"
-        assert rig.gateway.statistics().moved == 1
+        assert rig.router.statistics().moved == 1
         await busy
 
     at_gateway(test, fake("a"), fake("b"))
@@ -91,11 +91,11 @@ def test_a_session_leaves_an_engine_that_is_overloaded() -> None:
 
 def test_a_session_whose_prefix_was_lost_with_an_update_is_not_pinned_to_its_engine() -> None:
     async def test(rig: Rig) -> None:
-        assert (await rig.gateway.generate(a_request(session="s"))).engine == "a"
-        await rig.gateway.update(weights(2))
-        busy = asyncio.create_task(rig.gateway.generate(a_request(tokens=1, tokens_max=2)))
+        assert (await rig.router.generate(a_request(session="s"))).engine == "a"
+        await rig.router.update(weights(2))
+        busy = asyncio.create_task(rig.router.generate(a_request(tokens=1, tokens_max=2)))
         await until(lambda: bool(rig.engines["a"].active_requests))
-        assert (await rig.gateway.generate(a_request(session="s"))).engine == "b"
+        assert (await rig.router.generate(a_request(session="s"))).engine == "b"
         await busy
 
     at_gateway(test, fake("a"), fake("b"))
@@ -103,7 +103,7 @@ def test_a_session_whose_prefix_was_lost_with_an_update_is_not_pinned_to_its_eng
 
 def test_an_evaluation_engine_serves_only_tasks_of_its_class() -> None:
     async def test(rig: Rig) -> None:
-        generations = [await rig.gateway.generate(a_request(task=task)) for task in ("evaluation", "chain")]
+        generations = [await rig.router.generate(a_request(task=task)) for task in ("evaluation", "chain")]
         assert [each.engine for each in generations] == ["server", "own"]
 
     at_gateway(
@@ -116,17 +116,17 @@ def test_an_evaluation_engine_serves_only_tasks_of_its_class() -> None:
 
 def test_a_class_that_fails_is_replaced_visibly_until_it_is_back() -> None:
     async def test(rig: Rig) -> None:
-        gateway, compute = rig.gateway, rig.engines["c"]
+        router, compute = rig.router, rig.engines["c"]
         compute.die("power")
-        generation = await gateway.generate(a_request(task="frozenlake"))
+        generation = await router.generate(a_request(task="frozenlake"))
         assert generation.engine == "b"
-        again = await gateway.generate(a_request(task="frozenlake", tokens_max=1))
+        again = await router.generate(a_request(task="frozenlake", tokens_max=1))
         assert again.engine == "b"
-        assert gateway.statistics().fallbacks == {"frozenlake": 2}
+        assert router.statistics().fallbacks == {"frozenlake": 2}
         assert not rig.told(FallbackEnded)
         await until(lambda: compute.alive)
-        await until(lambda: gateway.statistics().engines[0].state is EngineState.SERVING)
-        assert (await gateway.generate(a_request(task="frozenlake"))).engine == "c"
+        await until(lambda: router.statistics().engines[0].state is EngineState.SERVING)
+        assert (await router.generate(a_request(task="frozenlake"))).engine == "c"
         assert [(each.wanted, each.used) for each in rig.told(FallbackBegan)] == [("compute", "bandwidth")]
         assert [each.hardware for each in rig.told(FallbackEnded)] == ["compute"]
 
@@ -136,7 +136,7 @@ def test_a_class_that_fails_is_replaced_visibly_until_it_is_back() -> None:
 def test_training_never_falls_back_to_an_evaluation_engine() -> None:
     async def test(rig: Rig) -> None:
         rig.engines["own"].die("power")
-        waiting = asyncio.create_task(rig.gateway.generate(a_request(task="chain")))
+        waiting = asyncio.create_task(rig.router.generate(a_request(task="chain")))
         result = await waiting
         assert result.engine == "own" and rig.engines["own"].completed == 1
         assert rig.told(FallbackBegan) == []
@@ -160,10 +160,10 @@ def test_two_engines_of_one_name_are_refused() -> None:
 def test_a_request_whose_engine_dies_continues_elsewhere_from_its_tokens() -> None:
     async def test(rig: Rig) -> None:
         request = a_request(tokens=10, tokens_max=20, session="s")
-        task = asyncio.create_task(rig.gateway.generate(request))
+        task = asyncio.create_task(rig.router.generate(request))
         await asyncio.sleep(0.55)
         rig.engines["a"].die("out of memory")
-        await rig.gateway.update(weights(2))
+        await rig.router.update(weights(2))
         result = await task
         assert result.tokens == drawn(request)
         assert len(result.logprobs) == len(result.versions) == 20
@@ -181,7 +181,7 @@ def test_a_request_whose_engine_dies_continues_elsewhere_from_its_tokens() -> No
 def test_a_request_whose_only_engine_dies_continues_when_it_is_back() -> None:
     async def test(rig: Rig) -> None:
         request = a_request(tokens_max=20)
-        task = asyncio.create_task(rig.gateway.generate(request))
+        task = asyncio.create_task(rig.router.generate(request))
         await asyncio.sleep(0.55)
         rig.engines["a"].die()
         result = await task
@@ -215,12 +215,12 @@ def test_an_engine_that_dies_after_the_last_token_gets_no_retry() -> None:
 
     async def main() -> None:
         engine = Dying()
-        gateway = Router([engine])
-        await gateway.start(weights())
+        router = Router([engine])
+        await router.start(weights())
         request = a_request()
-        generation = await gateway.generate(request)
+        generation = await router.generate(request)
         assert (generation.tokens, generation.finish, engine.asked) == (drawn(request), "length", 1)
-        await gateway.close()
+        await router.close()
 
     play(main)
 
@@ -230,13 +230,13 @@ def test_an_engine_that_dies_repeatedly_is_removed_and_the_rest_serve() -> None:
         bad = rig.engines["bad"]
         bad.refuse(starts=100)
         bad.die()
-        await rig.gateway.generate(a_request())
+        await rig.router.generate(a_request())
         await until(lambda: bool(rig.told(EngineRemoved)))
         assert [event.engine for event in rig.told(EngineRemoved)] == ["bad"]
         assert [event.deaths for event in rig.told(EngineLost)] == [1, 2, 3]
-        kept = rig.gateway.statistics().engines[0]
+        kept = rig.router.statistics().engines[0]
         assert kept.state is EngineState.REMOVED and "died 3 times" in kept.reason
-        assert (await rig.gateway.generate(a_request())).engine == "good"
+        assert (await rig.router.generate(a_request())).engine == "good"
 
     at_gateway(test, fake("bad"), fake("good"), deaths_max=3)
 
@@ -245,7 +245,7 @@ def test_deaths_that_are_far_apart_do_not_remove_an_engine() -> None:
     async def test(rig: Rig) -> None:
         for _ in range(6):
             rig.engines["a"].die()
-            await rig.gateway.generate(a_request())
+            await rig.router.generate(a_request())
             await asyncio.sleep(200.0)
         assert rig.told(EngineRemoved) == []
 
@@ -254,7 +254,7 @@ def test_deaths_that_are_far_apart_do_not_remove_an_engine() -> None:
 
 def test_when_no_engine_remains_every_request_gets_the_reason() -> None:
     async def test(rig: Rig) -> None:
-        waiting = [asyncio.create_task(rig.gateway.generate(a_request(tokens_max=50))) for _ in range(5)]
+        waiting = [asyncio.create_task(rig.router.generate(a_request(tokens_max=50))) for _ in range(5)]
         await asyncio.sleep(0.3)
         for engine in rig.engines.values():
             engine.refuse(starts=100)
@@ -262,9 +262,9 @@ def test_when_no_engine_remains_every_request_gets_the_reason() -> None:
         results = await asyncio.gather(*waiting, return_exceptions=True)
         assert all(isinstance(each, NoEngine) and "no start, as the script says" in str(each) for each in results)
         with pytest.raises(NoEngine, match="no engine is left for task default"):
-            await rig.gateway.generate(a_request())
+            await rig.router.generate(a_request())
         with pytest.raises(NoEngine):
-            await rig.gateway.update(weights(2))
+            await rig.router.update(weights(2))
 
     at_gateway(test, fake("a"), fake("b"))
 
@@ -273,11 +273,11 @@ def test_a_start_at_which_every_engine_fails_reports_why_and_leaves_nothing() ->
     async def main() -> None:
         engine = fake("a")
         engine.refuse(starts=100)
-        gateway = Router([engine])
+        router = Router([engine])
         with pytest.raises(NoEngine, match=r"no engine started: a \(default\): died 3 times"):
-            await gateway.start(weights())
+            await router.start(weights())
         with pytest.raises(NoEngine, match="closed"):
-            await gateway.generate(a_request())
+            await router.generate(a_request())
 
     play(main)
 
@@ -285,7 +285,7 @@ def test_a_start_at_which_every_engine_fails_reports_why_and_leaves_nothing() ->
 def test_an_engine_that_hangs_and_notices_it_costs_only_time() -> None:
     async def test(rig: Rig) -> None:
         request = a_request(tokens_max=20)
-        task = asyncio.create_task(rig.gateway.generate(request))
+        task = asyncio.create_task(rig.router.generate(request))
         await asyncio.sleep(0.35)
         rig.engines["a"].hang(notice_s=30.0)
         assert (await task).tokens == drawn(request)
@@ -298,7 +298,7 @@ def test_a_request_is_not_blamed_for_an_engine_that_died_idle() -> None:
         for engine in rig.engines.values():
             engine.die("power")
         request = a_request()
-        assert (await rig.gateway.generate(request)).tokens == drawn(request)
+        assert (await rig.router.generate(request)).tokens == drawn(request)
 
     at_gateway(test, *(fake(f"e{number}") for number in range(ABANDON_DEATHS + 2)))
 
@@ -329,18 +329,18 @@ def test_only_the_request_that_kills_engines_is_given_up(engines: int) -> None:
     async def test(rig: Rig) -> None:
         watch = poisoned(rig)
         innocent = [a_request(tokens_max=30) for _ in range(6)]
-        tasks = [asyncio.create_task(rig.gateway.generate(request)) for request in innocent]
+        tasks = [asyncio.create_task(rig.router.generate(request)) for request in innocent]
         await asyncio.sleep(0.2)
         poison = a_request(tokens_max=30, task="poison")
         with pytest.raises(RequestAbandoned, match=rf"{poison.id} was inside at 3 deaths") as given_up:
-            await rig.gateway.generate(poison)
+            await rig.router.generate(poison)
         assert given_up.value.request == poison.id
         results = await asyncio.gather(*tasks)
         assert [each.tokens for each in results] == [drawn(request) for request in innocent]
         assert [event.request for event in rig.told(RequestDropped)] == [poison.id]
         watch.cancel()
         assert rig.told(EngineRemoved) == [], "its deaths do not count against the engines"
-        await until(lambda: all(kept.state is EngineState.SERVING for kept in rig.gateway.statistics().engines))
+        await until(lambda: all(kept.state is EngineState.SERVING for kept in rig.router.statistics().engines))
 
     at_gateway(test, *(fake(f"e{number}") for number in range(engines)), deaths_max=3)
 
@@ -349,7 +349,7 @@ def test_an_engine_that_dies_of_every_request_is_removed_though_it_starts_well_e
     async def test(rig: Rig) -> None:
         watch = poisoned(rig)
         requests = [a_request(tokens_max=30, task="poison") for _ in range(40)]
-        results = await asyncio.gather(*map(rig.gateway.generate, requests), return_exceptions=True)
+        results = await asyncio.gather(*map(rig.router.generate, requests), return_exceptions=True)
         watch.cancel()
         given_up = [each for each in results if isinstance(each, RequestAbandoned)]
         assert len(given_up) == ABANDONED_MAX
@@ -366,8 +366,8 @@ def test_requests_that_kill_an_engine_which_serves_requests_in_between_do_not_re
         watch = poisoned(rig)
         for _ in range(2 * ABANDONED_MAX):
             with pytest.raises(RequestAbandoned):
-                await rig.gateway.generate(a_request(tokens_max=30, task="poison"))
-            await rig.gateway.generate(a_request(tokens_max=2))
+                await rig.router.generate(a_request(tokens_max=30, task="poison"))
+            await rig.router.generate(a_request(tokens_max=2))
         watch.cancel()
         assert rig.told(EngineRemoved) == []
 
@@ -387,7 +387,7 @@ class Crowded(FakeEngine):
 def test_an_engine_without_completed_requests_is_removed_however_rarely_it_dies() -> None:
     async def test(rig: Rig) -> None:
         with pytest.raises(NoEngine, match=r"died 3 times and completed no request; the last time: engine a: no place"):
-            await rig.gateway.generate(a_request(task="told"))
+            await rig.router.generate(a_request(task="told"))
 
     at_gateway(test, Crowded(drawn, name="a"), deaths_max=3, deaths_window_s=300.0)
 
@@ -395,7 +395,7 @@ def test_an_engine_without_completed_requests_is_removed_however_rarely_it_dies(
 def test_deaths_of_a_busy_engine_do_not_count_against_requests() -> None:
     async def test(rig: Rig) -> None:
         requests = [a_request(task=task, tokens_max=100_000) for task in ("told", "other", "other")]
-        results = await asyncio.gather(*map(rig.gateway.generate, requests), return_exceptions=True)
+        results = await asyncio.gather(*map(rig.router.generate, requests), return_exceptions=True)
         assert all(isinstance(each, NoEngine) for each in results), results
         assert len(rig.told(EngineLost)) == 4 and rig.told(RequestDropped) == []
 
@@ -416,9 +416,9 @@ def test_an_engine_that_refuses_every_request_is_removed() -> None:
     async def test(rig: Rig) -> None:
         for _ in range(3 * REFUSED_MAX):
             with pytest.raises(RequestRefused):
-                await rig.gateway.generate(a_request(task="refused"))
+                await rig.router.generate(a_request(task="refused"))
         with pytest.raises(NoEngine, match=rf"it refused {REFUSED_MAX} requests in a row and served none.*500: no"):
-            await rig.gateway.generate(a_request(task="refused"))
+            await rig.router.generate(a_request(task="refused"))
 
     at_gateway(test, Choosy(drawn, name="a"), deaths_max=3)
 
@@ -427,9 +427,9 @@ def test_an_engine_that_serves_requests_may_refuse_any_number() -> None:
     async def test(rig: Rig) -> None:
         for number in range(5 * REFUSED_MAX):
             with pytest.raises(RequestRefused):
-                await rig.gateway.generate(a_request(task="refused"))
+                await rig.router.generate(a_request(task="refused"))
             if number % (REFUSED_MAX - 1) == 0:
-                await rig.gateway.generate(a_request(tokens_max=1))
+                await rig.router.generate(a_request(tokens_max=1))
         assert rig.told(EngineLost) == []
 
     at_gateway(test, Choosy(drawn, name="a"))
@@ -441,14 +441,14 @@ def test_an_engine_that_serves_requests_may_refuse_any_number() -> None:
 def test_cancelling_a_request_reaches_its_engine_and_no_other_request() -> None:
     async def test(rig: Rig) -> None:
         kept, left = a_request(tokens_max=20), a_request(tokens_max=20)
-        tasks = [asyncio.create_task(rig.gateway.generate(request)) for request in (kept, left)]
+        tasks = [asyncio.create_task(rig.router.generate(request)) for request in (kept, left)]
         await asyncio.sleep(0.25)
         tasks[1].cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(results[0], Generation) and results[0].tokens == drawn(kept)
         assert isinstance(results[1], asyncio.CancelledError)
         assert rig.engines["a"].aborted == 1
-        statistics = rig.gateway.statistics()
+        statistics = rig.router.statistics()
         assert (statistics.served, statistics.cancelled, statistics.failed) == (1, 1, 0)
 
     at_gateway(test, fake("a"))
@@ -457,13 +457,13 @@ def test_cancelling_a_request_reaches_its_engine_and_no_other_request() -> None:
 def test_a_request_can_be_cancelled_while_it_waits_for_an_engine() -> None:
     async def test(rig: Rig) -> None:
         rig.engines["a"].die()
-        task = asyncio.create_task(rig.gateway.generate(a_request()))
+        task = asyncio.create_task(rig.router.generate(a_request()))
         await asyncio.sleep(1.0)
-        assert rig.gateway.statistics().waiting == 1
+        assert rig.router.statistics().waiting == 1
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert rig.gateway.statistics().waiting == 0
+        assert rig.router.statistics().waiting == 0
 
     at_gateway(test, fake("a", start_s=60.0))
 
@@ -471,12 +471,12 @@ def test_a_request_can_be_cancelled_while_it_waits_for_an_engine() -> None:
 def test_an_id_that_is_being_served_is_refused() -> None:
     async def test(rig: Rig) -> None:
         request = a_request()
-        task = asyncio.create_task(rig.gateway.generate(request))
+        task = asyncio.create_task(rig.router.generate(request))
         await asyncio.sleep(0.0)
         with pytest.raises(InvalidInput, match="being served already"):
-            await rig.gateway.generate(request)
+            await rig.router.generate(request)
         await task
-        assert (await rig.gateway.generate(request)).tokens == drawn(request)
+        assert (await rig.router.generate(request)).tokens == drawn(request)
 
     at_gateway(test, fake("a"))
 
@@ -486,20 +486,20 @@ def test_an_id_that_is_being_served_is_refused() -> None:
 
 def test_an_update_changes_the_version_in_the_middle_of_a_request() -> None:
     async def test(rig: Rig) -> None:
-        task = asyncio.create_task(rig.gateway.generate(a_request(tokens_max=10)))
+        task = asyncio.create_task(rig.router.generate(a_request(tokens_max=10)))
         await asyncio.sleep(0.45)
-        await rig.gateway.update(weights(2))
+        await rig.router.update(weights(2))
         result = await task
         assert result.versions == (1,) * 4 + (2,) * 6
         assert [event.version for event in rig.told(EngineUpdated)] == [2]
-        assert rig.gateway.statistics().version == 2
+        assert rig.router.statistics().version == 2
 
     at_gateway(test, fake("a", update_s=5.0))
 
 
 def test_a_slow_engine_does_not_delay_the_rest() -> None:
     async def test(rig: Rig) -> None:
-        update = asyncio.create_task(rig.gateway.update(weights(2)))
+        update = asyncio.create_task(rig.router.update(weights(2)))
         await until(lambda: bool(rig.told(EngineUpdated)))
         assert not rig.engines["fast"].suspended and rig.engines["slow"].suspended and not update.done()
         await update
@@ -512,10 +512,10 @@ def test_a_slow_engine_does_not_delay_the_rest() -> None:
 def test_an_engine_that_refuses_accepted_weights_is_restarted_with_them() -> None:
     async def test(rig: Rig) -> None:
         request = a_request(tokens_max=30)
-        task = asyncio.create_task(rig.gateway.generate(request))
+        task = asyncio.create_task(rig.router.generate(request))
         await until(lambda: bool(rig.engines["a"].active_requests))
         rig.engines["a"].refuse(updates=1)
-        await rig.gateway.update(weights(2))
+        await rig.router.update(weights(2))
         await until(lambda: rig.engines["a"].alive and rig.engines["a"].version == 2)
         result = await task
         assert result.tokens == drawn(request)
@@ -529,23 +529,23 @@ def test_an_engine_that_refuses_accepted_weights_is_restarted_with_them() -> Non
 def test_weights_that_no_engine_accepts_are_reported_and_all_continue_with_the_previous_ones(count: int) -> None:
     async def test(rig: Rig) -> None:
         request = a_request(tokens_max=30)
-        task = asyncio.create_task(rig.gateway.generate(request))
+        task = asyncio.create_task(rig.router.generate(request))
         await asyncio.sleep(0.25)
         for engine in rig.engines.values():
             engine.refuse(updates=1)
         with pytest.raises(
             ManagerError, match=r"no engine took version 9.*continue with version 1.*e0: .*no update"
         ) as caught:
-            await rig.gateway.update(weights(9))
+            await rig.router.update(weights(9))
         assert all(f"{name}: " in str(caught.value) for name in rig.engines)
         result = await task
         assert (result.tokens, set(result.versions)) == (drawn(request), {1})
         assert rig.told(EngineLost) == []
-        statistics = rig.gateway.statistics()
+        statistics = rig.router.statistics()
         assert (statistics.version, {kept.version for kept in statistics.engines}) == (1, {1})
         rig.engines["e0"].die()
-        await rig.gateway.update(weights(2))
-        assert {kept.version for kept in rig.gateway.statistics().engines if kept.state is EngineState.SERVING} == {2}
+        await rig.router.update(weights(2))
+        assert {kept.version for kept in rig.router.statistics().engines if kept.state is EngineState.SERVING} == {2}
 
     at_gateway(test, *(fake(f"e{number}", update_s=float(number)) for number in range(count)))
 
@@ -553,17 +553,17 @@ def test_weights_that_no_engine_accepts_are_reported_and_all_continue_with_the_p
 def test_an_engine_that_starts_after_refused_weights_gets_those_before() -> None:
     async def test(rig: Rig) -> None:
         with pytest.raises(ManagerError, match="no engine took version 9"):
-            await rig.gateway.update(weights(9))
+            await rig.router.update(weights(9))
         rig.engines["a"].die()
-        assert (await rig.gateway.generate(a_request())).versions == (1,) * 8
+        assert (await rig.router.generate(a_request())).versions == (1,) * 8
         # Also if no engine serves when they arrive.
         rig.engines["a"].die()
-        waiting = asyncio.create_task(rig.gateway.generate(a_request()))
-        await until(lambda: rig.gateway.statistics().engines[0].state is EngineState.DOWN)
+        waiting = asyncio.create_task(rig.router.generate(a_request()))
+        await until(lambda: rig.router.statistics().engines[0].state is EngineState.DOWN)
         with pytest.raises(ManagerError, match="no engine took version 9"):
-            await rig.gateway.update(weights(9))
+            await rig.router.update(weights(9))
         assert (await waiting).versions == (1,) * 8
-        assert rig.gateway.statistics().version == 1
+        assert rig.router.statistics().version == 1
 
     at_gateway(test, Missing("a", missing=9), deaths_max=50)
 
@@ -591,10 +591,10 @@ class Missing(FakeEngine):
 def test_an_engine_that_hangs_in_an_update_is_restarted_with_the_new_weights() -> None:
     async def test(rig: Rig) -> None:
         request = a_request(tokens_max=30)
-        task = asyncio.create_task(rig.gateway.generate(request))
+        task = asyncio.create_task(rig.router.generate(request))
         await asyncio.sleep(0.25)
         rig.engines["a"].hang()
-        await rig.gateway.update(weights(2))
+        await rig.router.update(weights(2))
         assert (await task).tokens == drawn(request)
         assert rig.engines["a"].version == 2
         assert "within 10 s" in rig.told(EngineLost)[0].reason
@@ -605,14 +605,14 @@ def test_an_engine_that_hangs_in_an_update_is_restarted_with_the_new_weights() -
 def test_deaths_by_updates_are_not_blamed_on_requests() -> None:
     async def test(rig: Rig) -> None:
         request = a_request(tokens_max=200)
-        task = asyncio.create_task(rig.gateway.generate(request))
+        task = asyncio.create_task(rig.router.generate(request))
         for version in range(2, 7):
             await asyncio.sleep(1.0)
             for engine in rig.engines.values():
                 if engine.active_requests:
                     engine.refuse(updates=1)
-            await rig.gateway.update(weights(version))
-            await until(lambda: all(kept.version == version for kept in rig.gateway.statistics().engines))  # noqa: B023
+            await rig.router.update(weights(version))
+            await until(lambda: all(kept.version == version for kept in rig.router.statistics().engines))  # noqa: B023
         assert (await task).tokens == drawn(request)
         assert len(rig.told(EngineLost)) == 5 > ABANDON_DEATHS
 
@@ -621,7 +621,7 @@ def test_deaths_by_updates_are_not_blamed_on_requests() -> None:
 
 def test_of_two_updates_the_later_one_wins() -> None:
     async def test(rig: Rig) -> None:
-        updates = [asyncio.create_task(rig.gateway.update(weights(version))) for version in (2, 3, 4)]
+        updates = [asyncio.create_task(rig.router.update(weights(version))) for version in (2, 3, 4)]
         await asyncio.gather(*updates)
         assert {engine.version for engine in rig.engines.values()} == {4}
         # Versions in between were left out, or overtaken.
@@ -632,12 +632,12 @@ def test_of_two_updates_the_later_one_wins() -> None:
 
 def test_weights_are_rolled_back_only_on_request() -> None:
     async def test(rig: Rig) -> None:
-        await rig.gateway.update(weights(9))
+        await rig.router.update(weights(9))
         with pytest.raises(InvalidConfig, match="rollback=True"):
-            await rig.gateway.update(weights(8))
-        assert rig.engines["a"].version == rig.gateway.statistics().version == 9
-        await rig.gateway.update(weights(8), rollback=True)
-        assert rig.engines["a"].version == rig.gateway.statistics().version == 8
+            await rig.router.update(weights(8))
+        assert rig.engines["a"].version == rig.router.statistics().version == 9
+        await rig.router.update(weights(8), rollback=True)
+        assert rig.engines["a"].version == rig.router.statistics().version == 8
 
     at_gateway(test, fake("a"))
 
@@ -645,11 +645,11 @@ def test_weights_are_rolled_back_only_on_request() -> None:
 def test_an_engine_that_restarts_during_an_update_serves_only_the_newest_weights() -> None:
     async def test(rig: Rig) -> None:
         rig.engines["a"].die()
-        waiting = asyncio.create_task(rig.gateway.generate(a_request()))
-        await until(lambda: rig.gateway.statistics().engines[0].state is EngineState.STARTING)
+        waiting = asyncio.create_task(rig.router.generate(a_request()))
+        await until(lambda: rig.router.statistics().engines[0].state is EngineState.STARTING)
         await asyncio.sleep(1.0)
-        await rig.gateway.update(weights(2))
-        await rig.gateway.update(weights(3))
+        await rig.router.update(weights(2))
+        await rig.router.update(weights(3))
         assert (await waiting).versions == (3,) * 8
 
     at_gateway(test, fake("a", start_s=5.0, update_s=2.0))
@@ -661,20 +661,20 @@ def test_an_engine_that_restarts_during_an_update_serves_only_the_newest_weights
 def test_closing_ends_all_requests() -> None:
     async def main() -> None:
         rig = Rig(fake("a"), fake("b", "other", start_s=100.0), affinity={"x": "other"})
-        starting = asyncio.create_task(rig.gateway.start(weights()))
+        starting = asyncio.create_task(rig.router.start(weights()))
         await asyncio.sleep(1.0)
-        inside = asyncio.create_task(rig.gateway.generate(a_request(tokens_max=100)))
-        update = asyncio.create_task(rig.gateway.update(weights(2)))
+        inside = asyncio.create_task(rig.router.generate(a_request(tokens_max=100)))
+        update = asyncio.create_task(rig.router.update(weights(2)))
         await asyncio.sleep(0.5)
         rig.engines["a"].hang()
-        third = asyncio.create_task(rig.gateway.update(weights(3)))
+        third = asyncio.create_task(rig.router.update(weights(3)))
         await asyncio.sleep(0.5)
-        await rig.gateway.close()
-        await rig.gateway.close()
+        await rig.router.close()
+        await rig.router.close()
         results = await asyncio.gather(starting, inside, update, third, return_exceptions=True)
         assert isinstance(results[1], NoEngine) and "closed" in str(results[1])
         assert isinstance(results[3], NoEngine)
-        assert {kept.state for kept in rig.gateway.statistics().engines} == {EngineState.CLOSED}
+        assert {kept.state for kept in rig.router.statistics().engines} == {EngineState.CLOSED}
         rig.check_idle()
 
     play(main)
@@ -688,11 +688,11 @@ def test_a_listener_that_fails_affects_nothing() -> None:
         def listener(event: object) -> None:
             raise RuntimeError("no paper")
 
-        gateway = Router([fake("a")], on_event=listener)
-        await gateway.start(weights())
+        router = Router([fake("a")], on_event=listener)
+        await router.start(weights())
         request = a_request()
-        assert (await gateway.generate(request)).tokens == drawn(request)
-        await gateway.close()
+        assert (await router.generate(request)).tokens == drawn(request)
+        await router.close()
         assert len(faults) == 1
 
     with asyncio.Runner() as runner:
@@ -712,17 +712,17 @@ def test_errors_of_a_request_reach_its_caller() -> None:
             return getattr(self.inner, name)
 
     async def main() -> None:
-        gateway = Router([Choosy()])
-        await gateway.start(weights())
+        router = Router([Choosy()])
+        await router.start(weights())
         with pytest.raises(InvalidInput, match="expected fewer"):
-            await gateway.generate(a_request())
-        statistics = gateway.statistics()
+            await router.generate(a_request())
+        statistics = router.statistics()
         assert (statistics.failed, statistics.engines[0].state, statistics.engines[0].load) == (
             1,
             EngineState.SERVING,
             0,
         )
-        await gateway.close()
+        await router.close()
 
     play(main)
 

@@ -1,4 +1,4 @@
-"""Weights are fetched while an engine writes: what a gateway makes of it, on scripted engines in virtual time."""
+"""Weights are fetched while an engine writes: what a router makes of it, on scripted engines in virtual time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tangram.rl.inference.router_records import EngineLost, EngineUpdated
 
 def test_an_engine_writes_while_it_fetches_and_stands_still_only_to_switch() -> None:
     async def test(rig: Rig) -> None:
-        going = asyncio.create_task(rig.gateway.generate(a_request(tokens_max=100)))
+        going = asyncio.create_task(rig.router.generate(a_request(tokens_max=100)))
         await asyncio.sleep(1.0)
-        await rig.gateway.update(weights(2))
+        await rig.router.update(weights(2))
         got = await going
         # Ten tokens a second: one second before, four of fetching, and none while it switched.
         assert got.versions.count(1) == pytest.approx(50, abs=1)
@@ -29,11 +29,11 @@ def test_a_failed_fetch_keeps_the_old_weights_and_suspends_no_engine() -> None:
     async def test(rig: Rig) -> None:
         rig.engines["a"].refuse(fetches=1)
         with pytest.raises(ManagerError, match=r"no engine took version 2.*no fetch"):
-            await rig.gateway.update(weights(2))
+            await rig.router.update(weights(2))
         assert rig.engines["a"].version == 1
         assert rig.engines["a"].statistics().suspended_s == 0.0
         assert not rig.told(EngineUpdated) and not rig.told(EngineLost)
-        await rig.gateway.update(weights(3))
+        await rig.router.update(weights(3))
         assert rig.engines["a"].version == 3
 
     at_gateway(test, fake("a", fetch_s=4.0))
@@ -42,8 +42,8 @@ def test_a_failed_fetch_keeps_the_old_weights_and_suspends_no_engine() -> None:
 def test_an_engine_that_cannot_fetch_accepted_weights_is_restarted_with_them() -> None:
     async def test(rig: Rig) -> None:
         rig.engines["a"].refuse(fetches=1)
-        await rig.gateway.update(weights(2))
-        await until(lambda: all(kept.version == 2 for kept in rig.gateway.statistics().engines))
+        await rig.router.update(weights(2))
+        await until(lambda: all(kept.version == 2 for kept in rig.router.statistics().engines))
         assert [lost.engine for lost in rig.told(EngineLost)] == ["a"]
 
     at_gateway(test, fake("a"), fake("b", fetch_s=3.0))
@@ -53,7 +53,7 @@ def test_versions_that_come_while_one_is_fetched_are_skipped_but_the_newest() ->
     async def test(rig: Rig) -> None:
         updates = []
         for version in (2, 3, 4):
-            updates.append(asyncio.create_task(rig.gateway.update(weights(version))))
+            updates.append(asyncio.create_task(rig.router.update(weights(version))))
             await asyncio.sleep(1.0)
         await asyncio.gather(*updates)
         assert rig.engines["a"].fetched == [2, 4]
@@ -64,10 +64,10 @@ def test_versions_that_come_while_one_is_fetched_are_skipped_but_the_newest() ->
 
 def test_what_is_taken_back_while_it_is_fetched_is_never_written_with() -> None:
     async def test(rig: Rig) -> None:
-        going = asyncio.create_task(rig.gateway.generate(a_request(tokens_max=300)))
-        lost = asyncio.create_task(rig.gateway.update(weights(6)))
+        going = asyncio.create_task(rig.router.generate(a_request(tokens_max=300)))
+        lost = asyncio.create_task(rig.router.update(weights(6)))
         await asyncio.sleep(1.0)
-        await rig.gateway.update(weights(4), rollback=True)
+        await rig.router.update(weights(4), rollback=True)
         await lost
         assert set((await going).versions) == {5, 4}
         assert [updated.version for updated in rig.told(EngineUpdated)] == [4]
@@ -78,12 +78,12 @@ def test_what_is_taken_back_while_it_is_fetched_is_never_written_with() -> None:
 def test_an_engine_that_joins_late_has_the_newest_weights_when_it_serves() -> None:
     async def test(rig: Rig) -> None:
         rig.engines["late"].die()
-        going = asyncio.create_task(rig.gateway.generate(a_request()))  # a request detects its death
-        other = asyncio.create_task(rig.gateway.generate(a_request()))
+        going = asyncio.create_task(rig.router.generate(a_request()))  # a request detects its death
+        other = asyncio.create_task(rig.router.generate(a_request()))
         await asyncio.sleep(5.0)
-        await rig.gateway.update(weights(2))
+        await rig.router.update(weights(2))
         assert rig.engines["late"].fetched == []
-        await until(lambda: all(kept.version == 2 for kept in rig.gateway.statistics().engines))
+        await until(lambda: all(kept.version == 2 for kept in rig.router.statistics().engines))
         assert rig.engines["late"].version == 2
         await asyncio.gather(going, other)
 
@@ -92,7 +92,7 @@ def test_an_engine_that_joins_late_has_the_newest_weights_when_it_serves() -> No
 
 def test_an_engine_that_dies_while_it_fetches_starts_with_these_weights() -> None:
     async def test(rig: Rig) -> None:
-        update = asyncio.create_task(rig.gateway.update(weights(2)))
+        update = asyncio.create_task(rig.router.update(weights(2)))
         await asyncio.sleep(1.0)
         rig.engines["a"].die("half-way")
         await update
@@ -104,7 +104,7 @@ def test_an_engine_that_dies_while_it_fetches_starts_with_these_weights() -> Non
 
 def test_an_engine_that_hangs_while_it_fetches_is_restarted_with_these_weights() -> None:
     async def test(rig: Rig) -> None:
-        update = asyncio.create_task(rig.gateway.update(weights(2)))
+        update = asyncio.create_task(rig.router.update(weights(2)))
         await asyncio.sleep(1.0)
         rig.engines["a"].hang()
         await update

@@ -22,8 +22,8 @@ from tangram.errors import InvalidAction, InvalidConfig, ManagerError
 from tangram.rl.config.rollout_settings import (
     EngineSettings,
     GroupSettings,
-    OutsideSettings,
     PolicySettings,
+    ResourceSettings,
     RewardSettings,
     SamplingSettings,
     TaskSettings,
@@ -229,7 +229,7 @@ def played(client: Client | None, temperature: float = 1.0) -> PlayedTrajectory:
     )  # fmt: skip
     return PlayedTrajectory(
         id="t/0/0.0", task="t", seed=0, turns=(turn, turn), total=0.75, environment=None, temperature=temperature,  # type: ignore[arg-type]
-        outside=ExternalResources(client=client, run="rl", trajectory="t/0/0.0"),
+        resources=ExternalResources(client=client, run="rl", trajectory="t/0/0.0"),
     )  # fmt: skip
 
 
@@ -341,7 +341,7 @@ def settings_of(folder: Path, *names: str, by_task: tuple[str, ...] = ("one", "o
             "teachers": tuple(TeacherSettings(name=name, checkpoint=str(folder / name)) for name in names),
             "groups": GroupSettings(size=2),
             "engines": (EngineSettings(slots=8),),
-            "outside": OutsideSettings(backend="process", cores=2.0),
+            "resources": ResourceSettings(backend="process", cores=2.0),
             **keys,
         }
     )
@@ -405,13 +405,13 @@ def test_the_vocabulary_of_an_external_teacher_is_fetched(folder: Path, tmp_path
     async def main() -> None:
         options: dict[str, Any] = {"services": [service], "devices": [Emulated(memory_bytes=DEVICE_BYTES_MIN)]}
         async with connection(tmp_path, "process", **options) as client:
-            elsewhere = OutsideSettings(url="http://127.0.0.1:1")
-            settings = settings_of(folder, by_task=("one", "one"), outside=elsewhere)
+            elsewhere = ResourceSettings(url="http://127.0.0.1:1")
+            settings = settings_of(folder, by_task=("one", "one"), resources=elsewhere)
             sizes = f"has {CODEC.size + 5} tokens, got 'one of {CODEC.size} tokens'"
             with pytest.raises(InvalidConfig, match=f"teacher one: vocabulary: .*{sizes}"):
                 await require_teachers(client, settings, CODEC.size)
             await require_teachers(client, settings, CODEC.size + 5)
-            other = settings_of(folder, by_task=("other", "one"), outside=elsewhere)
+            other = settings_of(folder, by_task=("other", "one"), resources=elsewhere)
             with pytest.raises(InvalidConfig, match="teacher other: service"):
                 await require_teachers(client, other, CODEC.size)
 
@@ -471,7 +471,7 @@ def test_a_student_approaches_its_teacher_by_the_scores_of_the_teacher_alone(tmp
         policy=PolicySettings(width=32, heads=2, layers=1),
         groups=GroupSettings(size=8),
         engines=(EngineSettings(slots=48, chunk=512),),
-        outside=OutsideSettings(backend="process", cores=2.0),
+        resources=ResourceSettings(backend="process", cores=2.0),
         tasks=(TaskSettings(name="frozenlake", options=lake, reward=RewardSettings(kind="teacher", service="walker")),),
         teachers=(TeacherSettings(name="walker", checkpoint=str(tmp_path / "walker")),),
         training=TrainingSettings(mode="sync+", steps=10, batch=6),

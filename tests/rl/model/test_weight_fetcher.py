@@ -215,8 +215,8 @@ def test_the_newer_of_two_fetches_wins_and_the_older_reports_it(
     assert reached.wait(60.0)
     fetched.begin(2, published[1])
     first, second = asyncio.run(recorder.until(2))
-    assert isinstance(first, UpdateFailed) and first.ask == 1 and "a later version was requested" in first.reason
-    assert second == Fetched(ask=2, version=1)
+    assert isinstance(first, UpdateFailed) and first.request_id == 1 and "a later version was requested" in first.reason
+    assert second == Fetched(request_id=2, version=1)
     assert same(fetched.swap(published[1], model(0)), model(1))
 
 

@@ -1,4 +1,4 @@
-"""Real engines under a gateway that are killed at any moment, environments that hang, rewards that fail: every
+"""Real engines under a router that are killed at any moment, environments that hang, rewards that fail: every
 trajectory ends once, with the right ending, and no process, request or environment is left."""
 
 from __future__ import annotations
@@ -95,22 +95,22 @@ def test_engines_killed_environments_hanging_rewards_failing(seed: int, weights:
         world = World(lambda trajectory, number: plan_of(seed, trajectory, number))
         judge = Judge(0.01, lambda trajectory: judge_fails(seed, trajectory))
         engines = [ProcessEngine(engine, number) for number in range(2)]
-        gateway = Router(engines, deaths_max=100)
+        router = Router(engines, deaths_max=100)
         stop = asyncio.Event()
-        await gateway.start(weights)
+        await router.start(weights)
         try:
             async with asyncio.TaskGroup() as others:
                 killer = others.create_task(killing(seed, engines, stop))
-                rollout = Rollout(configured, gateway, CODEC, on_end=world.ended.append, rewards={"scripted": judge})
+                rollout = Rollout(configured, router, CODEC, on_end=world.ended.append, rewards={"scripted": judge})
                 async with rollout:
                     batch = await rollout.collect(tickets(configured, seed), GROUPS)
                 stop.set()
             assert len(batch.groups) == GROUPS and all(group.is_complete for group in batch.groups)
-            assert gateway.statistics().requests == 0
+            assert router.statistics().requests == 0
             assert judge.inside == 0
         finally:
             pids = [each.pid for each in engines if each.alive]
-            await gateway.close()
+            await router.close()
         world.check(rollout)
         assert world.closed == sum(world.made.values())
         assert not any(_lives(pid) for pid in pids)
@@ -142,16 +142,16 @@ def test_without_any_engine_left_the_rollout_stops_and_reports_why(weights: Poli
     async def playing() -> None:
         world = World(Plan(turns=8, step_s=0.05))
         only = ProcessEngine(engine)
-        gateway = Router([only], deaths_max=1)
-        await gateway.start(weights)
+        router = Router([only], deaths_max=1)
+        await router.start(weights)
         try:
-            rollout = Rollout(configured, gateway, CODEC, on_end=world.ended.append)
+            rollout = Rollout(configured, router, CODEC, on_end=world.ended.append)
             async with rollout, asyncio.TaskGroup() as others:
                 others.create_task(_kill_once_playing(rollout, only))
                 with pytest.raises(ManagerError):
                     await rollout.collect(tickets(configured), 4)
         finally:
-            await gateway.close()
+            await router.close()
         world.check(rollout)
         assert {each.ending for each in world.ended} == {Ending.CANCELLED}
 

@@ -1,6 +1,6 @@
 """Everything fails at random: engines die, environments hang and crash, rewards do not come.
 
-Over many seeds, on virtual time, through a real gateway: every trajectory ends once, with the right ending, and nothing
+Over many seeds, on virtual time, through a real router: every trajectory ends once, with the right ending, and nothing
 is left open.
 
 A seed that fails is replayed by `pytest tests/rl/rollout/test_failures.py -k "[SEED]"`.
@@ -127,10 +127,10 @@ def test_every_trajectory_ends_once_and_rightly_whatever_fails(seed: int) -> Non
         judge = Judge(0.5, lambda trajectory: judge_fails(seed, trajectory))
         answer = text_script(CODEC, lambda request: "go go go")
         engines = [FakeEngine(answer, name=name, token_s=0.1, start_s=0.3) for name in "ab"]
-        gateway = Router(engines, deaths_max=draw.choice([2, 9]))
-        await gateway.start(PolicyWeights(version=1, folder="none"))
+        router = Router(engines, deaths_max=draw.choice([2, 9]))
+        await router.start(PolicyWeights(version=1, folder="none"))
         rollout = Rollout(
-            configured, gateway, CODEC, on_end=world.ended.append, clock=loop.clock,
+            configured, router, CODEC, on_end=world.ended.append, clock=loop.clock,
             rewards={"scripted": judge}, barrier=draw.random() < 0.2,
         )  # fmt: skip
         try:
@@ -139,10 +139,10 @@ def test_every_trajectory_ends_once_and_rightly_whatever_fails(seed: int) -> Non
                 others.create_task(aborting(seed, rollout))
                 await collecting(rollout)
         finally:
-            await gateway.close()
+            await router.close()
         assert [engine.active_requests for engine in engines] == [(), ()]
         assert judge.inside == 0
-        assert gateway.statistics().requests == 0
+        assert router.statistics().requests == 0
         world.check(rollout)
         failed_to_make = sum(
             plan_of(seed, trajectory, number).fail == "make"

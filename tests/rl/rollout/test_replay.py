@@ -39,7 +39,7 @@ class Counting:
     hangs: ClassVar[asyncio.Event] = asyncio.Event()
     close_fails: ClassVar[bool] = False
 
-    def __init__(self, outside: ExternalResources, over: int = 3) -> None:
+    def __init__(self, resources: ExternalResources, over: int = 3) -> None:
         self._over = over
         self._heard = 0
 
@@ -187,9 +187,9 @@ def test_an_environment_is_closed_when_a_replay_is_cancelled(monkeypatch) -> Non
 
 
 class Outsider(Counting):
-    def __init__(self, outside: ExternalResources) -> None:
-        super().__init__(outside)
-        outside.require_client("outsider")
+    def __init__(self, resources: ExternalResources) -> None:
+        super().__init__(resources)
+        resources.require_client("outsider")
 
 
 def test_an_environment_that_needs_a_client_reports_it() -> None:

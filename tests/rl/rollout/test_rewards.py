@@ -80,8 +80,8 @@ class Showing(Plain):
 
 def played(environment: Any = None, client: Client | None = None, **options: Any) -> PlayedTrajectory:
     fields: dict[str, Any] = dict(id="t/0/0.0", task="t", seed=0, turns=(TURN,), total=0.25)
-    outside = ExternalResources(client=client, run="rl", trajectory="t/0/0.0")
-    return PlayedTrajectory(**fields | options, environment=environment or Plain(), outside=outside)
+    resources = ExternalResources(client=client, run="rl", trajectory="t/0/0.0")
+    return PlayedTrajectory(**fields | options, environment=environment or Plain(), resources=resources)
 
 
 def connected(folder: Path, test: Callable[[Client], Awaitable[None]], **options: Any) -> None:

@@ -425,10 +425,10 @@ def test_only_the_endings_of_what_is_stopped_can_be_given_to_abort() -> None:
 
 
 class Sized(Scripted):
-    def __init__(self, outside: ExternalResources, size: int = 1) -> None:
+    def __init__(self, resources: ExternalResources, size: int = 1) -> None:
         if size < 1:
             raise ValueError(f"size {size} is too small")
-        super().__init__(outside)
+        super().__init__(resources)
 
 
 @pytest.mark.parametrize(
@@ -466,10 +466,10 @@ def test_what_else_a_first_environment_raises_is_left_to_be_tried_again() -> Non
 
 
 class Late(Scripted):
-    def __init__(self, outside: ExternalResources) -> None:
-        if outside.trajectory.endswith("/options"):
+    def __init__(self, resources: ExternalResources) -> None:
+        if resources.trajectory.endswith("/options"):
             raise OSError("not yet")
-        super().__init__(outside)
+        super().__init__(resources)
 
 
 def test_failed_groups_are_left_out_with_their_cause_and_replaced() -> None:

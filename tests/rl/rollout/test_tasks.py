@@ -45,7 +45,7 @@ class Stage:
         self.task_context = TaskContext(
             settings=TaskSettings(name="scripted", environment=PATH, retries=0),
             task=Scripted,
-            outside=ExternalResources(),
+            resources=ExternalResources(),
             sampling=Sampling(tokens_max=4, stop=CODEC.stop),
             reward=EnvironmentReward(),
             slots=EpisodeSlots(2, 0),

@@ -67,10 +67,10 @@ class Scripted:
     tokens_max: ClassVar[int] = 4
     agents: ClassVar[Mapping[str, MakeAgent]] = {"random": lambda chance: RandomAgent(chance, ("go",))}
 
-    def __init__(self, outside: ExternalResources) -> None:
+    def __init__(self, resources: ExternalResources) -> None:
         world = World.current
         assert world is not None
-        self.trajectory = outside.trajectory
+        self.trajectory = resources.trajectory
         self._world = world
         self._turn = 0
         self._tried = self.trajectory.endswith("/options")

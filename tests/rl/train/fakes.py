@@ -47,15 +47,15 @@ STEP_S = 0.004
 class Random:
     """An environment of random length, that takes its time and fails now and then."""
 
-    acts_outside: ClassVar[bool] = False
+    needs_client: ClassVar[bool] = False
     words: ClassVar[tuple[str, ...]] = ("go", "look")
     turns_max: ClassVar[int] = 5
     tokens_max: ClassVar[int] = 3
     agents: ClassVar[dict[str, Any]] = {"teacher": lambda chance: Goes()}
 
-    def __init__(self, outside: ExternalResources, *, fails: float = 0.0, step_s: float = STEP_S) -> None:
+    def __init__(self, resources: ExternalResources, *, fails: float = 0.0, step_s: float = STEP_S) -> None:
         self._fails, self._step_s = fails, step_s
-        self._chance = random.Random(outside.trajectory)
+        self._chance = random.Random(resources.trajectory)
         self._turns = self._chance.randint(1, self.turns_max)
 
     async def reset(self, seed: int) -> str:
@@ -76,9 +76,9 @@ class Random:
 class Sometimes(Random):
     """Of which one group of three never ends by itself."""
 
-    def __init__(self, outside: ExternalResources) -> None:
-        super().__init__(outside, step_s=0.001)
-        self._never = int(outside.trajectory.split("/")[1]) % 3 == 0 if outside.trajectory.count("/") > 1 else False
+    def __init__(self, resources: ExternalResources) -> None:
+        super().__init__(resources, step_s=0.001)
+        self._never = int(resources.trajectory.split("/")[1]) % 3 == 0 if resources.trajectory.count("/") > 1 else False
 
     async def step(self, action: str) -> Step:
         if self._never:
@@ -222,17 +222,15 @@ async def training_process(
         reporter = RunReporter(lines.append, at_s=checkpoint.state.at_s if checkpoint is not None else 0.0)
         metrics, changed = StepMetrics(), ChangeCondition()
         background = BackgroundTasks(changed)
-        gateway = Router([engine], on_event=EngineEventListener(reporter, metrics, background).on_event)
-        await gateway.start(weights)
+        router = Router([engine], on_event=EngineEventListener(reporter, metrics, background).on_event)
+        await router.start(weights)
         try:
             bounds = buffer_options(settings)
             buffer = SampleBuffer(**bounds) if back is None else SampleBuffer.restore(back.buffer, now=0.0, **bounds)
-            rollout = Rollout(
-                settings.with_trainable_groups(), gateway, WORDS, barrier=settings.training.mode == "sync"
-            )
+            rollout = Rollout(settings.with_trainable_groups(), router, WORDS, barrier=settings.training.mode == "sync")
             async with rollout:
                 made = RolloutAssembly(
-                    settings=settings, codec=WORDS, client=None, router=gateway, rollout=rollout, weights=weights,
+                    settings=settings, codec=WORDS, client=None, router=router, rollout=rollout, weights=weights,
                     folder=folder,
                 )  # fmt: skip
                 reporter.start()
@@ -247,4 +245,4 @@ async def training_process(
                 finally:
                     training.close()
         finally:
-            await gateway.close()
+            await router.close()

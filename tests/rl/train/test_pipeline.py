@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from tangram.cli import app
 from tangram.errors import InvalidConfig
-from tangram.rl.config.rollout_settings import GroupSettings, OutsideSettings, RewardSettings, SamplingSettings
+from tangram.rl.config.rollout_settings import GroupSettings, ResourceSettings, RewardSettings, SamplingSettings
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.observe.training_report import write_report
 from tangram.rl.runs.metrics_lines import AnyMetricsLine, Evaluated, Noticed, RunBegan, RunEnded, Trained
@@ -234,7 +234,7 @@ def test_a_reward_that_cannot_be_had_is_never_0(tmp_path: Path) -> None:
     named = "tests.rl.train.tiny:broken_now_and_then"
     reward = RewardSettings(kind="function", function=named, retries=0)
     settings = msgspec.structs.replace(
-        settings_of(steps=STEPS, task={"reward": reward}), outside=OutsideSettings(backend="process")
+        settings_of(steps=STEPS, task={"reward": reward}), resources=ResourceSettings(backend="process")
     )
     assert trained(settings, tmp_path / "run").cause == "steps"
     samples = samples_of(tmp_path / "run")

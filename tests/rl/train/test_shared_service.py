@@ -13,7 +13,7 @@ from tests.rl.train.proof import assert_sound, nothing_left
 from tests.rl.train.tiny import settings_of
 from tests.server.process import Process
 
-from tangram.rl.config.rollout_settings import OutsideSettings
+from tangram.rl.config.rollout_settings import ResourceSettings
 from tangram.rl.runs.metrics_lines import AnyMetricsLine, RunEnded, Trained
 
 pytest.importorskip("torch", reason="PyTorch is an extra, which is not installed")
@@ -50,7 +50,7 @@ def test_a_service_that_is_killed_costs_no_sample_and_no_run(tmp_path: Path) -> 
                 await asyncio.to_thread(service.start)
 
         settings = settings_of(steps=STEPS, task={"environment": "tests.rl.train.tiny:PickInside", "concurrency": 4})
-        settings = msgspec.structs.replace(settings, outside=OutsideSettings(url=service.url))
+        settings = msgspec.structs.replace(settings, resources=ResourceSettings(url=service.url))
         async with asyncio.timeout(DEADLINE_S):
             over, _ = await asyncio.gather(train(settings, tmp_path / "run", on_line=tell), kill())
         return over

@@ -246,15 +246,15 @@ def test_an_engine_that_generates_nothing_is_named_and_its_requests_move_to_othe
         world = World()
         talk = text_script(CODEC, lambda request: "go")
         engines = [FakeEngine(talk, name=name, token_s=1.0) for name in ("e0", "e1")]
-        gateway = Router(engines)
-        await gateway.start(PolicyWeights(version=0, folder="/weights/0"))
-        async with Rollout(refilled(), gateway, CODEC, clock=clock()) as rollout:
+        router = Router(engines)
+        await router.start(PolicyWeights(version=0, folder="/weights/0"))
+        async with Rollout(refilled(), router, CODEC, clock=clock()) as rollout:
             if kind == "suspended":
                 await engines[0].suspend()
             else:
                 engines[0].hang()
             playing = asyncio.create_task(rollout.play(ticket()))
-            stall = await stalled(rollout, lambda: snapshot_run(rollout, gateway))
+            stall = await stalled(rollout, lambda: snapshot_run(rollout, router))
             assert "waits for engine e0" in stall.text and "e1" not in stall.text
             (aborted,) = stall.stuck_trajectories
             abort_stuck(rollout, stall)
@@ -265,7 +265,7 @@ def test_an_engine_that_generates_nothing_is_named_and_its_requests_move_to_othe
             played = await playing
             assert is_whole(played) and [each.id for each in played.left_out] == [aborted]
         assert engines[0].statistics().active == 0
-        await gateway.close()
+        await router.close()
         world.check(rollout)
 
     run(test())
@@ -275,16 +275,16 @@ def test_a_slow_engine_is_no_stall() -> None:
     async def test() -> None:
         world = World(Plan(turns=2))
         engine = FakeEngine(lambda request: (1,) * 40, token_s=100.0)
-        gateway = Router([engine])
-        await gateway.start(PolicyWeights(version=0, folder="/weights/0"))
-        async with Rollout(replace(refilled(), tasks=(long_actions(),)), gateway, CODEC, clock=clock()) as rollout:
+        router = Router([engine])
+        await router.start(PolicyWeights(version=0, folder="/weights/0"))
+        async with Rollout(replace(refilled(), tasks=(long_actions(),)), router, CODEC, clock=clock()) as rollout:
             watch = Watchdog(STALL_S, 3, now=asyncio.get_running_loop().time())
             playing = asyncio.create_task(rollout.play(ticket()))
             while not playing.done():
                 await asyncio.sleep(5.0)
-                assert watch.check(asyncio.get_running_loop().time(), snapshot_run(rollout, gateway)) is None
+                assert watch.check(asyncio.get_running_loop().time(), snapshot_run(rollout, router)) is None
             assert is_whole(await playing)
-        await gateway.close()
+        await router.close()
         world.check(rollout)
 
     run(test())
@@ -302,15 +302,15 @@ class Searching:
     tokens_max: ClassVar[int] = 4
     agents: ClassVar[Mapping[str, MakeAgent]] = {"random": lambda chance: RandomAgent(chance, ("go",))}
 
-    def __init__(self, outside: ExternalResources) -> None:
-        self._outside = outside
+    def __init__(self, resources: ExternalResources) -> None:
+        self._resources = resources
 
     async def reset(self, seed: int) -> str:
         return "look"
 
     async def step(self, action: str) -> Step:
-        assert self._outside.client is not None
-        async with self._outside.client.quota("search", trajectory=self._outside.trajectory):
+        assert self._resources.client is not None
+        async with self._resources.client.quota("search", trajectory=self._resources.trajectory):
             return Step(observation="end", reward=1.0, done=True)
 
     async def close(self) -> None:

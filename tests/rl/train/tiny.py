@@ -47,13 +47,13 @@ class Pick:
     """Each turn one of the words `a` and `b` is to be picked; `a` is worth more, and each seed has some chance in it.
     `hangs`: the first of all steps that finds no such file makes it and never ends."""
 
-    acts_outside: ClassVar[bool] = False
+    needs_client: ClassVar[bool] = False
     words: ClassVar[tuple[str, ...]] = ("a", "b", "pick")
     turns_max: ClassVar[int] = 2
     tokens_max: ClassVar[int] = 3
     agents: ClassVar[Mapping[str, MakeAgent]] = {"teacher": lambda chance: Teacher(chance)}
 
-    def __init__(self, outside: ExternalResources, *, hangs: str = "") -> None:
+    def __init__(self, resources: ExternalResources, *, hangs: str = "") -> None:
         self._hangs = Path(hangs) if hangs else None
         self._chance = random.Random()
         self._left = self.turns_max
@@ -79,11 +79,11 @@ class Pick:
 class PickInside(Pick):
     """Likewise, by a command in a sandbox that counts the turns in a file."""
 
-    acts_outside: ClassVar[bool] = True
+    needs_client: ClassVar[bool] = True
 
-    def __init__(self, outside: ExternalResources) -> None:
-        super().__init__(outside)
-        self._box = outside.require_client("pick").sandbox(memory="64MiB", trajectory=outside.trajectory)
+    def __init__(self, resources: ExternalResources) -> None:
+        super().__init__(resources)
+        self._box = resources.require_client("pick").sandbox(memory="64MiB", trajectory=resources.trajectory)
 
     async def reset(self, seed: int) -> str:
         await self._box.__aenter__()

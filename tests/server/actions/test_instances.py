@@ -280,7 +280,7 @@ async def most_sandboxes(harness: Harness) -> AsyncIterator[list[int]]:
 
     async def look() -> None:
         while True:
-            counts[0] = max(counts[0], len(harness.scheduler.places.by_sandbox))
+            counts[0] = max(counts[0], len(harness.scheduler.sandboxes.by_id))
             await asyncio.sleep(0)
 
     looking = asyncio.create_task(look())

@@ -92,7 +92,7 @@ def asks(action: str, box: str, image: str, key: str) -> list[tuple[str, str, An
         ("GET", f"/v1/image-keys/{key}", None),
         ("PUT", f"/v1/image-keys/{key}", {"name": image}),
         ("PUT", "/v1/image-keys/other", {"name": image}),
-        ("POST", "/v1/quotas/search/heard", content | {"action": action}),
+        ("POST", "/v1/quotas/search/responses", content | {"action": action}),
     ]
 
 
@@ -281,7 +281,7 @@ UNDER_WAY = {
     "a tree": ("PUT", "/v1/sandboxes/box/tree?path=.", b"the bytes of a tree"),
     "what has arrived": ("POST", "/v1/acknowledge", {"actions": ["open-box"]}),
     "the end of a hold": ("POST", "/v1/actions/h/release", {"spent": None}),
-    "what an API said": ("POST", "/v1/quotas/search/heard", {"status": 429, "action": "h"}),
+    "what an API said": ("POST", "/v1/quotas/search/responses", {"status": 429, "action": "h"}),
 }
 """Requests with a body, of a run that has a sandbox `box`."""
 

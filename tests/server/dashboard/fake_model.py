@@ -128,7 +128,7 @@ class Model:
         self.names = 0
         self.actions = 0
         self.settled: dict[str, dict[str, int]] = {t.name: {} for t in tenants}
-        self.spending: dict[str, dict[str, float]] = {t.name: {} for t in tenants}
+        self.time_breakdown: dict[str, dict[str, float]] = {t.name: {} for t in tenants}
         self.walks = [self.walk(t) for t in tenants for _ in range(t.trajectories)]
 
     # Going on.
@@ -241,7 +241,7 @@ class Model:
         self.rows.append(v.TimelineRow(len(self.rows) + 1, *who, *times, cpu, "node-a"))
         ends = self.settled[doing.tenant.name]
         ends[doing.status] = ends.get(doing.status, 0) + 1
-        spent = self.spending[doing.tenant.name]
+        spent = self.time_breakdown[doing.tenant.name]
         pool = "api" if doing.kind.pool == "search-api" else doing.kind.pool
         for key, seconds in ((pool, waiting), (".execution", execution), (".overhead", doing.overhead_s)):
             spent[key] = spent.get(key, 0.0) + seconds
@@ -378,7 +378,7 @@ class Model:
         mine = [d for d in self.running if d.tenant is tenant]
         cores = sum(d.units for d in mine if d.kind.pool == "cpu") / CORES
         devices = sum(d.units for d in mine if d.kind.pool == "gpu") / DEVICES
-        spent = self.spending[name]
+        spent = self.time_breakdown[name]
         waiting = {pool: seconds for pool, seconds in spent.items() if not pool.startswith(".")}
         rest = {key: spent.get(f".{key}", 0.0) for key in ("execution", "overhead", "thinking")}
         return v.RunView(
@@ -390,7 +390,7 @@ class Model:
             sandboxes=sum(1 for walk in self.open_sandboxes() if walk.tenant is tenant),
             settled=dict(self.settled[name]),
             act=percentiles([row.ended_s - row.submitted_s for row in recent if row.run == name]),
-            spending=v.TimeBreakdown(
+            time_breakdown=v.TimeBreakdown(
                 total_s=sum(waiting.values()) + sum(rest.values()),
                 waiting_s=waiting,
                 execution_s=rest["execution"],

@@ -204,9 +204,11 @@ def test_runs_show_share_weight_and_where_the_time_goes(still_screen: Screen) ->
         share = page.text(f"{line} .share .amount")
         assert float(share.strip("< %")) == pytest.approx(run.share * 100, abs=0.6)
         parts = dict(text.rsplit("\n", 1) for text in page.texts(f"{line} .time-parts > span"))
-        total = run.spending.total_s
-        assert float(parts["execution"].strip("< %")) == pytest.approx(100 * run.spending.execution_s / total, abs=0.6)
-        waits = {f"waiting for {kind}" for kind, seconds in run.spending.waiting_s.items() if seconds > 0}
+        total = run.time_breakdown.total_s
+        assert float(parts["execution"].strip("< %")) == pytest.approx(
+            100 * run.time_breakdown.execution_s / total, abs=0.6
+        )
+        waits = {f"waiting for {kind}" for kind, seconds in run.time_breakdown.waiting_s.items() if seconds > 0}
         assert waits == {label for label in parts if label.startswith("waiting")}
         assert sum(float(part.strip("< %")) for part in parts.values()) == pytest.approx(100, abs=len(parts))
 

@@ -137,7 +137,7 @@ RECORDS = [
     ("POST", "/v1/actions/x/release"),
     ("PUT", "/v1/image-keys/x"),
     ("PUT", "/v1/quotas"),
-    ("POST", "/v1/quotas/x/heard"),
+    ("POST", "/v1/quotas/x/responses"),
     ("POST", "/v1/runs/x"),
     ("PUT", "/v1/weights/x"),
     ("PATCH", "/v1/pools/cpu@local"),

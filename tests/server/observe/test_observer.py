@@ -181,7 +181,7 @@ def test_a_new_run_under_the_name_of_an_ended_one_begins_at_zero() -> None:
     world.picture.hide_run("r")
     world.run("c", 1.0, run="r", task="u")
     run = world.of_run("r")
-    assert run.settled == {"succeeded": 1} and run.spending.execution_s == 1.0
+    assert run.settled == {"succeeded": 1} and run.time_breakdown.execution_s == 1.0
     assert [one.name for one in world.picture.view("r").classes] == ["u/exec"]
     assert world.of_run("other").settled == {"succeeded": 1}
 
@@ -689,8 +689,8 @@ def test_it_sees_a_real_orchestrator() -> None:
     [box] = view.sandboxes
     assert (box.name, box.actions, box.active) == ("box", 6, 0)
     assert 0.0 <= view.now_s < 60.0 and view.service.state == "up"
-    spending = view.runs[0].spending
-    assert spending.total_s == pytest.approx(
-        sum(spending.waiting_s.values()) + spending.execution_s + spending.overhead_s + spending.thinking_s
+    breakdown = view.runs[0].time_breakdown
+    assert breakdown.total_s == pytest.approx(
+        sum(breakdown.waiting_s.values()) + breakdown.execution_s + breakdown.overhead_s + breakdown.thinking_s
     )
     assert msgspec.json.decode(msgspec.json.encode(view), type=View) == view

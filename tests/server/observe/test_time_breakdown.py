@@ -125,7 +125,7 @@ class World:
 
     def spent(self) -> TimeBreakdown:
         [view] = self.picture.view(None).runs
-        return view.spending
+        return view.time_breakdown
 
     def divided(self) -> dict[str, float]:
         """The same from the books, second by second as the definition says it, of trajectories that have ended."""

@@ -157,14 +157,14 @@ async def play_script(t: Client, script: AgentScript, image: Image, on_action: C
     reward = 0.0
     async with t.sandbox(
         image=image, memory=MEMORY, env=ENVIRONMENT, run="reservation", trajectory=script.name, task=script.bug.name
-    ) as box:
+    ) as sandbox:
         on_action()
         for turn in script.turns:
             await asyncio.sleep(turn.think_s)
             if isinstance(turn.does, Edit):
-                await _apply_edit(box, turn.does)
+                await _apply_edit(sandbox, turn.does)
                 continue
-            result = await box.exec(turn.does, key=turn.key, cpus=REWARD_CPUS if turn.reward else None)
+            result = await sandbox.exec(turn.does, key=turn.key, cpus=REWARD_CPUS if turn.reward else None)
             if result.status is not Status.SUCCEEDED:
                 result.check()
             if turn.reward:
@@ -177,7 +177,7 @@ async def play_script(t: Client, script: AgentScript, image: Image, on_action: C
     return reward
 
 
-async def _apply_edit(box: Sandbox, edit: Edit) -> None:
-    text = await box.read_text(edit.path)
+async def _apply_edit(sandbox: Sandbox, edit: Edit) -> None:
+    text = await sandbox.read_text(edit.path)
     assert text.count(edit.before) == 1, f"{edit.before!r} is {text.count(edit.before)} times in {edit.path}"
-    await box.write(edit.path, text.replace(edit.before, edit.after))
+    await sandbox.write(edit.path, text.replace(edit.before, edit.after))

@@ -67,15 +67,15 @@ def read_recording(path: Path, trajectories: Iterable[str], *, name: str, keeps_
     release."""
     wanted = frozenset(trajectories)
     acts: dict[str, _TracedAction] = {}
-    boxes: dict[str, tuple[float, float]] = {}
+    sandboxes: dict[str, tuple[float, float]] = {}
     """When each sandbox was reserved and released."""
     with open_trace(path) as (header, lines):
         cores = sum(pool.total for pool in header.pools if pool.kind == CPU) / CORE
         for line in lines:
-            _apply_message(line.message, line.t, acts, boxes)
+            _apply_message(line.message, line.t, acts, sandboxes)
     measured = [act for act in acts.values() if act.action.trajectory in wanted]
     assert all(act.outcome is not None for act in measured), "every action of a whole recording has settled"
-    spans = {act.action.sandbox: boxes[act.action.sandbox] for act in measured}
+    spans = {act.action.sandbox: sandboxes[act.action.sandbox] for act in measured}
     start = min(since for since, _ in spans.values())
     end = max(until for _, until in spans.values())
     moments = _CoreTimeline(cores, start, end)
@@ -99,14 +99,14 @@ def read_recording(path: Path, trajectories: Iterable[str], *, name: str, keeps_
 
 
 def _apply_message(
-    message: Message, now: float, acts: dict[str, _TracedAction], boxes: dict[str, tuple[float, float]]
+    message: Message, now: float, acts: dict[str, _TracedAction], sandboxes: dict[str, tuple[float, float]]
 ) -> None:
     if isinstance(message, Submit):
         acts[message.action.id] = _TracedAction(message.action, now, now)
     elif isinstance(message, Reserve):
-        boxes[message.sandbox] = (now, now)
+        sandboxes[message.sandbox] = (now, now)
     elif isinstance(message, Release):
-        boxes[message.sandbox] = (boxes[message.sandbox][0], now)
+        sandboxes[message.sandbox] = (sandboxes[message.sandbox][0], now)
     elif isinstance(message, Start):
         act, share = acts[message.action.id], message.grant.shares[0]
         act.granted_at, act.node, act.width = now, message.grant.node, message.grant.width / CORE
@@ -177,8 +177,8 @@ class _CoreTimeline:
 
     def add_trajectories(self, acts: list[_TracedAction], spans: dict[str, tuple[float, float]], cores: float) -> None:
         """Add the cores kept from the first grant to the release, except while an action holds them."""
-        for box, (_, released) in spans.items():
-            granted = [(act.granted_at, act.ended_at) for act in acts if act.action.sandbox == box]
+        for sandbox, (_, released) in spans.items():
+            granted = [(act.granted_at, act.ended_at) for act in acts if act.action.sandbox == sandbox]
             inside = sorted((since, until) for since, until in granted if since is not None)
             at = inside[0][0] if inside else released
             for since, until in inside:

@@ -1,6 +1,6 @@
-"""The default policy: size-aware, sharing, resizing.
+"""The default scheduling policy: shortest expected work first, shared cores, resizing of running actions.
 
-What it does beyond the published algorithm (docs/concepts/policies.md has the measured reasons):
+Differences from the published algorithm, `Paper` (docs/concepts/policies.md has the measured reasons):
 
 - The order is by expected unit-seconds, smallest first; API calls go by arrival. Ageing in the scheduler prevents
   starvation.
@@ -72,7 +72,7 @@ EVEN_FACTOR = 0.6
 """Without resizing, an action with a high speed-up takes this times p / (1 - p) even parts. p / (1 - p) is optimal when
 every unit has the same price; a little less leaves room for the next action."""
 EVEN_MIN = 1.2
-"""The least number of even parts per action, since some of the present actions are about to end."""
+"""The least number of even parts per action, since some of the live actions are about to end."""
 LOAD_MIN = 0.05
 """The least offered load that is assumed when sizing without resizing."""
 
@@ -101,6 +101,9 @@ class _Peak:
 
 
 class Adaptive:
+    """Starts small actions first, reserves the CPU that an action is expected to use, and divides the rest among the
+    elastic ones. `resize`: whether it also changes the cores of running actions."""
+
     strict = False
 
     def __init__(self, *, resize: bool = True) -> None:
@@ -221,14 +224,14 @@ class Adaptive:
     def _lasting_units(self, snapshot: Snapshot, entry: Entry, pool: PoolState, cpu: Amounts, room: float) -> float:
         """Returns milli-cores for an action that keeps them to its end.
 
-        The larger of an even part of the pool among the present actions, more with a high speed-up, and of what every
-        action could have at the present load. The latter is load ** (-1 / (1 - p)) times the minimum: on k units an
+        The larger of an even part of the pool among the live actions, more with a high speed-up, and of what every
+        action could have at the current load. The latter is load ** (-1 / (1 - p)) times the minimum: on k units an
         action with speed-up k ** p takes k ** (1 - p) times its work, so this fills the pool exactly.
         """
         exponent = snapshot.estimate(entry).exponent
         waiting, _ = snapshot.waiting_counts(pool)
-        present = max(1, waiting + len(snapshot.running(pool)))
-        even = pool.total / present * max(EVEN_MIN, EVEN_FACTOR * exponent / (1.0 - exponent))
+        live_count = max(1, waiting + len(snapshot.running(pool)))
+        even = pool.total / live_count * max(EVEN_MIN, EVEN_FACTOR * exponent / (1.0 - exponent))
         load = max(LOAD_MIN, snapshot.offered_load(CPU) / max(pool.total, 1))
         steady = cpu.min * max(1.0, float(load ** (-1.0 / (1.0 - exponent))))
         return max(even, min(steady, room / max(1, waiting)))
@@ -351,14 +354,14 @@ def _riders(snapshot: Snapshot, entry: Entry, node: str, units: int) -> tuple[En
     if together < 2:
         return ()
     if snapshot.restore_s(service) < snapshot.estimate(entry).work_s:
-        chunks = len(pool.free_places(units)) - services
+        chunks = len(pool.free_device_sets(units)) - services
     else:
         chunks = sum(degree == units for degree in snapshot.resident_degrees(entry, node))
     most = min(most, -(-together // max(1, chunks)) - 1)
     riders: list[Entry] = []
     for lane in lanes:
         waiting = (other for other in lane.fifo if other.lane is lane and other is not entry)
-        admitted = (o for o in waiting if o.place is None and o.action.demand.pools[GPU].admits(units))
+        admitted = (o for o in waiting if o.sandbox is None and o.action.demand.pools[GPU].admits(units))
         riders.extend(other for other, _ in zip(admitted, range(most), strict=False))
     return tuple(sorted(riders)[:most])
 

@@ -2,7 +2,7 @@
 
 A policy only decides: `plan(snapshot)` reads the live state through a Snapshot and yields decisions. The scheduler
 checks and applies each decision before it takes the next one, so the snapshot is always up to date and only the
-scheduler writes. A policy keeps no state about actions.
+scheduler writes. A policy keeps no state about actions. The default policy is `Adaptive`, in adaptive.py.
 
     decision    effect      reply of the manager
     Begin       Start       Started, or StartFailed

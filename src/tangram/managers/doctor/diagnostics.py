@@ -125,7 +125,7 @@ def sudo_prefix() -> str:
 
 def diagnose(state: Path | None = None) -> MachineReport:
     """Diagnoses all components, in the order in which they depend on each other. Takes a fraction of a second."""
-    looks: list[tuple[str, Callable[[], Diagnostic | list[Diagnostic]]]] = [
+    checks: list[tuple[str, Callable[[], Diagnostic | list[Diagnostic]]]] = [
         ("python", _python),
         ("kernel", _kernel),
         ("user", _user),
@@ -141,13 +141,13 @@ def diagnose(state: Path | None = None) -> MachineReport:
         ("devices", _devices),
         ("docker engine", _docker),
     ]
-    return MachineReport(findings=tuple([finding for look in looks for finding in _run_check(*look)]))
+    return MachineReport(findings=tuple([finding for check in checks for finding in _run_check(*check)]))
 
 
-def _run_check(component: str, look: Callable[[], Diagnostic | list[Diagnostic]]) -> list[Diagnostic]:
+def _run_check(component: str, check: Callable[[], Diagnostic | list[Diagnostic]]) -> list[Diagnostic]:
     """A component that cannot even be examined does not hide the others."""
     try:
-        diagnostic = look()
+        diagnostic = check()
     except (OSError, ValueError, TangramError) as error:
         diagnostic = Diagnostic(component=component, state=LIMITED, found=f"cannot be examined: {error}")
     return diagnostic if isinstance(diagnostic, list) else [diagnostic]
@@ -468,8 +468,8 @@ def _open_files() -> Diagnostic:
 
 
 def _cores() -> Diagnostic:
-    usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    details = f"{usable} of {present}"
+    usable, total = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    details = f"{usable} of {total}"
     quota = _cpu_quota()
     if quota is not None and quota < usable:
         to_do = f"this process has a quota: connect(cores={quota:g})"

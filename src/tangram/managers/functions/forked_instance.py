@@ -220,7 +220,7 @@ class ForkedInstance(Instance):
         self.process: WatchedProcess | None = None
         self.gone: asyncio.Future[InstanceExit] = asyncio.get_running_loop().create_future()
         self.lease: ForkedLease | None = None
-        """The lease of the present command."""
+        """The lease of the current command."""
         self._loop = asyncio.get_running_loop()
         self._socket, self._child_socket = socket.socketpair()
         self._socket.setblocking(False)

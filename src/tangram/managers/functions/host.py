@@ -72,23 +72,23 @@ class MemoryQueue:
         entry = self._scheduler.awaits_yielding() if self._scheduler is not None else None
         if entry is None:
             return None
-        assert entry.place is not None, entry.id
-        return MemoryWaiter(entry.id, entry.place.id)
+        assert entry.sandbox is not None, entry.id
+        return MemoryWaiter(entry.id, entry.sandbox.id)
 
     def is_waiting(self, action: str) -> bool:
         return self._scheduler is not None and self._scheduler.is_queued(action)
 
     def has_memory(self, sandbox: str) -> bool:
         """Whether memory is reserved under this name."""
-        place = self._scheduler.places.by_sandbox.get(sandbox) if self._scheduler is not None else None
-        return place is not None and place.node != ""
+        state = self._scheduler.sandboxes.by_id.get(sandbox) if self._scheduler is not None else None
+        return state is not None and state.node != ""
 
 
 class FunctionStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Counters of one function, or the sums for several."""
 
     instances: int = 0
-    """The number of open instances at present."""
+    """The number of instances that are open now."""
     idle: int = 0
     fork_servers: int = 0
     started: int = 0

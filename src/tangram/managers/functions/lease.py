@@ -55,7 +55,7 @@ class CallLease:
         self._aborted = ""
         """Why it ended although its owner did not stop it."""
         self._inner: Lease | None = None
-        """The lease of the command that the instance executes at present."""
+        """The lease of the command that the instance executes now."""
         self._turn: asyncio.Future[None] | None = None
         """Done when it may look for an instance again."""
         self._held = host.context.queue.has_memory(host.name_for(action, grant))

@@ -59,7 +59,7 @@ class FunctionInstanceView(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     spec: SandboxSpec
     calls: int
-    """So far, the present one included."""
+    """So far, the current one included."""
     idle_s: float | None
     """Since its last call; None: it serves one, or is being opened or removed."""
 

@@ -69,7 +69,7 @@ class AdaptiveRate:
         self._throttled_share = 1.0
         """The share that was refused."""
         self._throttled_responses: _ResponseWindow | None = None
-        """The answers to what was granted in the preceding window; None if they do not apply to the present quota."""
+        """The answers to what was granted in the preceding window; None if they do not apply to the current quota."""
         self._responses = _ResponseWindow()
         """The answers to what was granted since."""
         self._paused_until = -math.inf

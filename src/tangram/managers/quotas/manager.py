@@ -209,7 +209,7 @@ class QuotaManager:
         self._update_pools(name)
 
     def _update_pools(self, name: str) -> None:
-        """Publish the present share, and schedule the next change."""
+        """Publish the current share, and schedule the next change."""
         loop, adaptive_rate = asyncio.get_running_loop(), self._rate_by_quota[name]
         now = loop.time()
         self._announce(self._quotas[name], adaptive_rate.share(now))

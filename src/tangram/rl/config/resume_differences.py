@@ -81,10 +81,19 @@ def _refusal(key: str, change: SettingChange, reason: str) -> InvalidConfig:
 
 def changes(before: TrainSettings, after: TrainSettings) -> Iterator[SettingChange]:
     """In the order of the keys. For an added or removed table its name only."""
-    old, new = dict(_flat(msgspec.to_builtins(before))), dict(_flat(msgspec.to_builtins(after)))
+    old, new = dict(_flat(_as_configured(before))), dict(_flat(_as_configured(after)))
     for key in old:
         if key in new and old[key] != new[key]:
             yield SettingChange(*key, old[key], new[key])
+
+
+def _as_configured(value: Any) -> Any:
+    """Tables with the keys of the config, some of which are stored under former names."""
+    if isinstance(value, msgspec.Struct):
+        return {key: _as_configured(each) for key, each in msgspec.structs.asdict(value).items()}
+    if isinstance(value, list | tuple):
+        return [_as_configured(each) for each in value]
+    return value
 
 
 def _flat(table: dict[str, Any], key: str = "", fixed: str = "") -> Iterator[tuple[tuple[str, str], Any]]:

@@ -8,7 +8,7 @@ that every record is valid, however it was made.
     ├── sampling      [sampling]    how tokens are sampled
     ├── engines       [[engines]]   what generates them, by hardware class
     ├── groups        [groups]      members, redundancy, and what happens when a group loses members
-    ├── outside       [outside]     where actions run
+    ├── resources     [resources]   where actions run
     └── tasks         [[tasks]]     what is played: environment, limits, affinity and reward of each
 """
 
@@ -27,7 +27,7 @@ from tangram.errors import InvalidConfig
 RewardKind = Literal["usual", "environment", "function", "command", "model", "teacher"]
 MemberLossRule = Literal["refill", "close", "drop"]
 EngineKind = Literal["process", "openai"]
-Dialect = Literal["vllm", "sglang", "plain"]
+ServerKind = Literal["vllm", "sglang", "plain"]
 Backend = Literal["sandbox", "process", "docker"]
 
 
@@ -63,15 +63,15 @@ class EngineSettings(ConfigTable, frozen=True, kw_only=True):
     """`process`: our own engine in a child process; `openai`: a server with the OpenAI API."""
     url: validators.Text = ""
     """Address of the server; `{number}` is replaced with the number of the engine."""
-    dialect: Annotated[Dialect, one_of(Dialect)] = "vllm"
-    """API of the server for weight updates and aborts; `plain` has none."""
+    server: Annotated[ServerKind, one_of(ServerKind)] = msgspec.field(default="vllm", name="dialect")
+    """API of the server for weight updates and aborts; `plain` has none. Stored as `server`."""
     model: validators.Text = ""
     """Model to request from the server; by default the first that it lists."""
     key_variable: validators.Text = ""
     """Environment variable that holds the API key of the server."""
     silent_s_max: validators.Seconds = 120.0
     """A server counts as dead if it sends nothing for this long while it serves a request, or has no free slot for this
-    long. A server of dialect `sglang` sends nothing before its response is complete."""
+    long. A `sglang` server sends nothing before its response is complete."""
     slots: validators.Count = 16
     """Requests served at once (`max_num_seqs` of vLLM); a server gets at most this many, and the others wait."""
     sessions: validators.CountOr0 = 128
@@ -90,6 +90,8 @@ class EngineSettings(ConfigTable, frozen=True, kw_only=True):
     """Emulated hardware: minimum prefill time per token."""
     decode_s_per_step: validators.SecondsOr0 = 0.0
     """Emulated hardware: minimum time of a decode step, which generates one token for each request."""
+
+    RENAMED_KEYS: ClassVar = {"dialect": "server"}
 
     def check_consistency(self) -> None:
         if (self.kind == "openai") != bool(self.url):
@@ -234,7 +236,7 @@ class SamplingSettings(ConfigTable, frozen=True, kw_only=True):
     """Whether to store for each token the ids that top-k and top-p kept: training on such samples needs them."""
 
 
-class OutsideSettings(ConfigTable, frozen=True, kw_only=True):
+class ResourceSettings(ConfigTable, frozen=True, kw_only=True):
     """Where actions run. Nothing is started if no task and no reward runs actions."""
 
     url: validators.Text = ""
@@ -260,10 +262,12 @@ class RolloutSettings(ConfigRoot, frozen=True, kw_only=True):
     sampling: SamplingSettings = SamplingSettings()
     engines: tuple[EngineSettings, ...] = (EngineSettings(),)
     groups: GroupSettings = GroupSettings()
-    outside: OutsideSettings = OutsideSettings()
+    resources: ResourceSettings = msgspec.field(default=ResourceSettings(), name="outside")
+    """Stored as `resources`."""
     tasks: tuple[TaskSettings, ...] = ()
 
     PATH_KEYS: ClassVar = {"policy": ("checkpoint",)}
+    RENAMED_KEYS: ClassVar = {"outside": "resources"}
 
     def task(self, name: str) -> TaskSettings:
         """Raises KeyError."""

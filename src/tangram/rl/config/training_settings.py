@@ -259,7 +259,7 @@ class TrainSettings(RolloutSettings, frozen=True, kw_only=True):
         names = [teacher.name for teacher in self.teachers]
         services = [task.reward.service if task.reward.kind == "teacher" else "" for task in self.tasks]
         for at, name in enumerate(services):
-            if name and name not in names and not self.outside.url:
+            if name and name not in names and not self.resources.url:
                 known = ", ".join(names) if names else "there are none: [[teachers]] with a name and a checkpoint"
                 raise InvalidConfig(f"tasks[{at}].reward.service", name, f"one of the teachers ({known})")
         for at, name in enumerate(names):

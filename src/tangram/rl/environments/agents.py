@@ -120,7 +120,7 @@ async def play(
     agent: Agent | str,
     seed: int,
     *,
-    outside: ExternalResources | None = None,
+    resources: ExternalResources | None = None,
     turns_max: int | None = None,
     timeout_s: float = CALL_TIMEOUT_S,
     options: Mapping[str, Any] | None = None,
@@ -135,9 +135,9 @@ async def play(
     named = agent if isinstance(agent, str) else type(agent).__name__
     player = agent_of(task, agent, seed) if isinstance(agent, str) else agent
     if not is_environment(task):
-        outside = outside or ExternalResources()
-        async with prepare_tasks([cast(Task, task)], outside.client):
-            environment = cast(Task, task)(outside, **(options or {}))
+        resources = resources or ExternalResources()
+        async with prepare_tasks([cast(Task, task)], resources.client):
+            environment = cast(Task, task)(resources, **(options or {}))
             limit = turns_max or turns_of(task, environment)
             episode = await play(environment, player, seed, turns_max=limit, timeout_s=timeout_s)
         return msgspec.structs.replace(episode, task=path_of(task), agent=named, seconds=time.monotonic() - began_at)
@@ -164,27 +164,27 @@ async def demonstrations(
     agent: str,
     seeds: Iterable[int],
     *,
-    outside: ExternalResources | None = None,
+    resources: ExternalResources | None = None,
     turns_max: int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> list[AgentEpisode]:
     """Plays an agent of the task, one episode per seed, in the order of the seeds. Raises the first failure, after
     closing the other environments."""
     task = resolve(task) if isinstance(task, str) else task
-    outside = outside or ExternalResources()
+    resources = resources or ExternalResources()
     slots = asyncio.Semaphore(DEMONSTRATIONS_CONCURRENT_MAX)
 
     async def play_seed(seed: int) -> AgentEpisode:
-        resources = msgspec.structs.replace(outside, trajectory=f"{outside.trajectory}-{agent}-{seed}")
+        own_resources = msgspec.structs.replace(resources, trajectory=f"{resources.trajectory}-{agent}-{seed}")
         player = agent_of(task, agent, seed)
         async with slots:
-            environment = task(resources, **(options or {}))
+            environment = task(own_resources, **(options or {}))
             limit = turns_max or turns_of(task, environment)
             episode = await play(environment, player, seed, turns_max=limit)
         return msgspec.structs.replace(episode, task=path_of(task), agent=agent)
 
     try:
-        async with prepare_tasks([task], outside.client), asyncio.TaskGroup() as group:
+        async with prepare_tasks([task], resources.client), asyncio.TaskGroup() as group:
             played = [group.create_task(play_seed(seed)) for seed in seeds]
     except BaseExceptionGroup as errors:
         raise unwrap_first(errors) from None

@@ -25,7 +25,7 @@ STEPS = tuple(f"+{number}" for number in range(1, 10))
 class Chain:
     """One question. The teacher gets a reward of 0.19; a cloned policy can learn the rest from 0.12 on."""
 
-    acts_outside: ClassVar[bool] = False
+    needs_client: ClassVar[bool] = False
     words: ClassVar[tuple[str, ...]] = ("chain", "step", "start", "over", *STEPS, *DIGITS)
     turns_max: ClassVar[int] = 1
     tokens_max: int = LENGTH + 1
@@ -36,7 +36,7 @@ class Chain:
         "expert": lambda rng: ChainExpert(rng),
     }
 
-    def __init__(self, outside: ExternalResources, *, length: int = LENGTH) -> None:
+    def __init__(self, resources: ExternalResources, *, length: int = LENGTH) -> None:
         """Raises InvalidConfig."""
         if type(length) is not int or not 1 <= length <= LENGTH_MAX:
             raise InvalidConfig("length", length, f"a whole number from 1 to {LENGTH_MAX}")

@@ -124,7 +124,7 @@ Case = tuple[str, int, int]
 class CodeFix:
     """One episode on one file."""
 
-    acts_outside: ClassVar[bool] = True
+    needs_client: ClassVar[bool] = True
     words: ClassVar[tuple[str, ...]] = (
         "EDIT", *LINES, *OPERATORS, *CORRECT, *(str(number) for number in RESULTS),
         "fail", "want", "got", "pass", "hangs", "unknown", "?",
@@ -140,14 +140,14 @@ class CodeFix:
     usual_reward: ClassVar[RewardSettings] = RewardSettings(kind="command")
 
     def __init__(
-        self, outside: ExternalResources, *, turns: int = turns_max, python: str = PYTHON, memory: str = MEMORY
+        self, resources: ExternalResources, *, turns: int = turns_max, python: str = PYTHON, memory: str = MEMORY
     ) -> None:
         """`python`: path in the sandbox. Raises InvalidConfig, and ValueError without a client."""
         if type(turns) is not int or turns < 1:
             raise InvalidConfig("turns", turns, "a whole number, at least 1")
         self.turns_max = turns
-        self._client: Client = outside.require_client("codefix")
-        self._outside = outside
+        self._client: Client = resources.require_client("codefix")
+        self._resources = resources
         self._python = python
         self._memory = memory
         self._warm_sandbox: WarmSandbox | None = None
@@ -281,14 +281,16 @@ class CodeFix:
 
     async def _take_warm_sandbox(self) -> WarmSandbox:
         """Returns a sandbox in which no untrusted code ran."""
-        outside = self._outside
-        key = (outside.run, self._memory, self._python)
-        return await warm_sandboxes_of(self._client).acquire(key, self._make_sandbox, self._python, outside.trajectory)
+        resources = self._resources
+        key = (resources.run, self._memory, self._python)
+        return await warm_sandboxes_of(self._client).acquire(
+            key, self._make_sandbox, self._python, resources.trajectory
+        )
 
     def _make_sandbox(self) -> Sandbox:
         return self._client.sandbox(
             memory=self._memory, disk=DISK, processes=PROCESSES,
-            run=self._outside.run, trajectory=self._outside.trajectory, task="codefix",
+            run=self._resources.run, trajectory=self._resources.trajectory, task="codefix",
         )  # fmt: skip
 
     def _render_lines(self) -> str:

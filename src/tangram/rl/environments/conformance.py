@@ -1,9 +1,9 @@
 """The conformance check: whether a task keeps the environment protocol.
 
-Owns the findings: each names the promise and, if it is broken, what was expected, what happened and what to do. Never
-raises for a fault of the task, and closes all that it opens. For users' own environments:
+Owns the findings: each names the requirement and, if it is broken, what was expected, what happened and what to do.
+Never raises for a fault of the task, and closes all that it opens. For users' own environments:
 
-    report = await check("my_package.maze:Maze", outside=ExternalResources(client=client))
+    report = await check("my_package.maze:Maze", resources=ExternalResources(client=client))
     print(report.text())
 
 A task may declare `reward_range`, the lowest and the highest sum of an episode's rewards: (0.0, 1.0) by default, and
@@ -42,10 +42,10 @@ CALL_S_MAX = 30.0
 
 
 class ConformanceFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """The result for one promise."""
+    """The result for one requirement."""
 
     name: str
-    promise: str
+    requirement: str
     verdict: CheckVerdict
     expected: str = ""
     came: str = ""
@@ -53,7 +53,7 @@ class ConformanceFinding(msgspec.Struct, frozen=True, kw_only=True):
     advice: str = ""
 
     def text(self) -> str:
-        lines = [f"{self.verdict:8} {self.name:16} {self.promise}"]
+        lines = [f"{self.verdict:8} {self.name:16} {self.requirement}"]
         label = "because" if self.verdict == "skipped" else "got"
         details = (("expected", self.expected), (label, self.came), ("do", self.advice))
         lines += [f"{'':25} {key}: {value}" for key, value in details if value]
@@ -71,7 +71,7 @@ class ConformanceReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing failed. Skipped promises are unknown."""
+        """Whether nothing failed. Skipped requirements are unknown."""
         return not self.failed
 
     @property
@@ -96,7 +96,7 @@ class ConformanceReport(msgspec.Struct, frozen=True, kw_only=True):
 async def check(
     what: Task | str,
     *,
-    outside: ExternalResources | None = None,
+    resources: ExternalResources | None = None,
     episodes: int = EPISODES,
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
@@ -104,11 +104,11 @@ async def check(
     on_progress: Callable[[int, int, str], None] | None = None,
 ) -> ConformanceReport:
     """Plays a task in all the ways that a rollout may. `timeout_s`: limit of one call of an environment. `on_progress`
-    gets how many of how many promises are checked, and the next one. Raises InvalidConfig for an unknown name."""
+    gets how many of how many requirements are checked, and the next one. Raises InvalidConfig for an unknown name."""
     began_at = time.monotonic()
     assert episodes >= 2, "one episode cannot show whether seeds differ"
     task = resolve(what) if isinstance(what, str) else what
-    checking = ConformanceChecker(task, outside or ExternalResources(), episodes, seed, options or {}, timeout_s)
+    checking = ConformanceChecker(task, resources or ExternalResources(), episodes, seed, options or {}, timeout_s)
     findings: dict[str, ConformanceFinding] = {}
     async with checking.stack:
         for number, (name, (_, method, needs)) in enumerate(CHECKS.items()):
@@ -123,7 +123,9 @@ async def check(
                 broken = [finding.name] if finding.name != name else []
             if broken:
                 reason = f"it can be judged once `{broken[0]}` is kept"
-                findings[name] = ConformanceFinding(name=name, promise=CHECKS[name][0], verdict="skipped", came=reason)
+                findings[name] = ConformanceFinding(
+                    name=name, requirement=CHECKS[name][0], verdict="skipped", came=reason
+                )
     return ConformanceReport(
         task=what if isinstance(what, str) else path_of(what), episodes=episodes, seed=seed,
         findings=tuple(findings[name] for name in CHECKS), seconds=time.monotonic() - began_at,
@@ -131,7 +133,7 @@ async def check(
 
 
 async def _run_check(name: str, judging: Awaitable[None]) -> ConformanceFinding:
-    """Checks a promise. Returns a finding for it, or for `closes` if that kept it from being checked."""
+    """Checks a requirement. Returns a finding for it, or for `closes` if that kept it from being checked."""
     verdict: CheckVerdict = "ok"
     expected = actual = advice = ""
     try:
@@ -156,5 +158,5 @@ async def _run_check(name: str, judging: Awaitable[None]) -> ConformanceFinding:
         if isinstance(error, TimeoutError):
             advice = "answer within the limit, or raise the limit if it needs more"
     return ConformanceFinding(
-        name=name, promise=CHECKS[name][0], verdict=verdict, expected=expected, came=actual, advice=advice
+        name=name, requirement=CHECKS[name][0], verdict=verdict, expected=expected, came=actual, advice=advice
     )

@@ -1,4 +1,4 @@
-"""The promises of environments, and how each of them is checked.
+"""The requirements of environments, and how each of them is checked.
 
 Owns the checks; `conformance` collects the findings. Promises that every environment that it opens is closed, and that
 every call of one has a time limit.
@@ -55,14 +55,14 @@ CLOSE_ADVICE = "let close give back what there is, and nothing if there is nothi
 
 
 class CheckFailed(Exception):
-    """A promise is broken: what was expected, what happened, what to do."""
+    """A requirement is broken: what was expected, what happened, what to do."""
 
     def __init__(self, expected: str, actual: object, advice: str) -> None:
         super().__init__(expected, str(actual), advice)
 
 
 class CheckSkipped(Exception):
-    """A promise cannot be checked, with the reason."""
+    """A requirement cannot be checked, with the reason."""
 
 
 class _LostClient:
@@ -73,19 +73,19 @@ class _LostClient:
 
 
 class ConformanceChecker:
-    """Collects episodes of a task, and checks it. One method per promise, which raises CheckFailed."""
+    """Collects episodes of a task, and checks it. One method per requirement, which raises CheckFailed."""
 
     def __init__(
         self,
         task: Task,
-        outside: ExternalResources,
+        resources: ExternalResources,
         episodes: int,
         seed: int,
         options: Mapping[str, Any],
         timeout_s: float,
     ) -> None:
         self._task = task
-        self._outside = outside
+        self._resources = resources
         self._seeds = range(seed, seed + episodes)
         self._options = options
         self._timeout_s = timeout_s
@@ -112,7 +112,7 @@ class ConformanceChecker:
             )
 
     async def plays(self) -> None:
-        await self.stack.enter_async_context(prepare_tasks([self._task], self._outside.client))
+        await self.stack.enter_async_context(prepare_tasks([self._task], self._resources.client))
         for name in self._task.agents or ("chance",):
             self._episodes_by_agent[name] = []
             for seed in self._seeds:
@@ -270,14 +270,14 @@ class ConformanceChecker:
                 raise CheckFailed(expected, f"done = {step.done}, reward {step.reward:g}", advice)
 
     async def closes(self) -> None:
-        lost = msgspec.structs.replace(self._outside, client=_LostClient())
-        for when, outside, resets in (
-            ("before any reset", self._outside, False),
-            ("a second time", self._outside, True),
+        lost = msgspec.structs.replace(self._resources, client=_LostClient())
+        for when, resources, resets in (
+            ("before any reset", self._resources, False),
+            ("a second time", self._resources, True),
             ("after a reset that failed", lost, True),
         ):
             try:
-                environment = self._make_environment(outside)
+                environment = self._make_environment(resources)
             except Exception:
                 continue  # it looks for its client at once: there is nothing to close
             try:
@@ -285,7 +285,7 @@ class ConformanceChecker:
                     await self._reset(environment, self._seeds[0])
                     await agents.close(environment, self._timeout_s)
             except Exception as error:
-                if outside is not lost:
+                if resources is not lost:
                     await agents.close(environment, self._timeout_s)
                     raise error
             try:
@@ -362,14 +362,14 @@ class ConformanceChecker:
             return agents.agent_of(self._task, name, seed)
         return RandomAgent(self._task.words or ("yes", "no", "1", "2"), random.Random(seed))
 
-    def _make_environment(self, outside: ExternalResources) -> Environment:
+    def _make_environment(self, resources: ExternalResources) -> Environment:
         self._environments_made += 1
-        own = msgspec.structs.replace(outside, trajectory=f"{outside.trajectory}-check-{self._environments_made}")
+        own = msgspec.structs.replace(resources, trajectory=f"{resources.trajectory}-check-{self._environments_made}")
         return self._task(own, **self._options)
 
     @asynccontextmanager
     async def _open_environment(self) -> AsyncIterator[Environment]:
-        environment = self._make_environment(self._outside)
+        environment = self._make_environment(self._resources)
         try:
             yield environment
         finally:
@@ -386,7 +386,7 @@ class ConformanceChecker:
         return await agents.step(environment, action, self._timeout_s)
 
     async def _play(self, agent: Agent, seed: int, name: str = "") -> AgentEpisode:
-        environment = self._make_environment(self._outside)
+        environment = self._make_environment(self._resources)
         limit = agents.turns_of(self._task, environment)
         episode = await agents.play(environment, agent, seed, turns_max=limit, timeout_s=self._timeout_s)
         return msgspec.structs.replace(episode, agent=name)
@@ -510,4 +510,4 @@ CHECKS: Mapping[str, tuple[str, Callable[[ConformanceChecker], Awaitable[None]],
     ),
     "expert": (f"`expert` gets at least {EXPERT_MIN}", ConformanceChecker.expert_agent, ("rewards",)),
 }
-"""By name, in the order of the checks: the promise, its check, and the promises that it requires."""
+"""By name, in the order of the checks: the requirement, its check, and the requirements that it requires."""

@@ -89,7 +89,7 @@ class FrozenLake:
     """One episode on one lake. Random moves reach the goal in 8 % of the default lakes, random safe moves in 17 %. A
     policy cloned from the latter can learn the rest from 15 % on, when it avoids holes."""
 
-    acts_outside: ClassVar[bool] = False
+    needs_client: ClassVar[bool] = False
     words: ClassVar[tuple[str, ...]] = (
         *MOVES, *DIRECTIONS.values(), *CELLS, *_OTHER_WORDS, *(str(number) for number in range(SIZE_MAX)),
         *(f"{move}:{cell}" for move in MOVES for cell in CELLS),
@@ -105,7 +105,7 @@ class FrozenLake:
 
     def __init__(
         self,
-        outside: ExternalResources,
+        resources: ExternalResources,
         *,
         size: int = 4,
         holes: float = 0.1,

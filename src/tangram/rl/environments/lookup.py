@@ -157,7 +157,7 @@ def _random_relation(rng: random.Random) -> str:
 class Lookup:
     """One episode: one question over one table."""
 
-    acts_outside: ClassVar[bool] = True
+    needs_client: ClassVar[bool] = True
     words: ClassVar[tuple[str, ...]] = (
         *TABLE_NAMES, *RELATIONS, "SEARCH", "ANS", "ask", "found", "nothing", "unknown", "over",
     )  # fmt: skip
@@ -171,15 +171,15 @@ class Lookup:
     }
     usual_reward: ClassVar[RewardSettings] = RewardSettings(kind="model", service=JUDGE)
 
-    def __init__(self, outside: ExternalResources, *, url: str = "", turns: int = turns_max) -> None:
+    def __init__(self, resources: ExternalResources, *, url: str = "", turns: int = turns_max) -> None:
         """`url`: of another search API than that of `prepare`. Raises InvalidConfig; ValueError without a client."""
         if type(turns) is not int or turns < 1:
             raise InvalidConfig("turns", turns, "a whole number, at least 1")
         if not isinstance(url, str):
             raise InvalidConfig("url", url, "the address of a search API, or none")
         self.turns_max = turns
-        self._client: Client = outside.require_client("lookup")
-        self._outside = outside
+        self._client: Client = resources.require_client("lookup")
+        self._resources = resources
         self._url = url
         self._api: Api | None = None
         self._question: LookupQuestion | None = None
@@ -226,12 +226,12 @@ class Lookup:
 
     async def reset(self, seed: int) -> str:
         question = self._question = question_of(seed)
-        outside, shared = self._outside, _shared_by_client.get(self._client)
+        resources, shared = self._resources, _shared_by_client.get(self._client)
         url = self._url or (shared.api.url if shared is not None and shared.api is not None else "")
         if not url:
             raise InvalidConfig("url", url, "an API to search in: play inside `async with Lookup.prepare(client):`")
         self._api = self._client.api(
-            QUOTA, url, timeout_s=REQUEST_S_MAX, run=outside.run, trajectory=outside.trajectory, task="lookup"
+            QUOTA, url, timeout_s=REQUEST_S_MAX, run=resources.run, trajectory=resources.trajectory, task="lookup"
         )
         self._answer = None
         self._turn = self._searches = 0

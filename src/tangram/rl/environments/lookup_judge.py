@@ -103,7 +103,7 @@ def _checksum(settings: JudgeSettings, content: bytes) -> bytes:
 
 
 class TrainJudge(msgspec.Struct, frozen=True, kw_only=True, tag="TrainJudge"):
-    ask: int
+    request_id: int
     settings: JudgeSettings
     folder: str
 
@@ -114,7 +114,7 @@ class JudgeProgress(msgspec.Struct, frozen=True, kw_only=True, tag="JudgeProgres
 
 
 class JudgeTrained(msgspec.Struct, frozen=True, kw_only=True, tag="JudgeTrained"):
-    ask: int
+    request_id: int
     error: str = ""
     """Why there is none."""
 
@@ -129,7 +129,7 @@ async def ensure_judge(settings: JudgeSettings, folder: Path, progress: Progress
     try:
         await child.start(PROGRAM, 1, None, None)
         number = child.next_number()
-        trained = await child.request(number, TrainJudge(ask=number, settings=settings, folder=str(folder)))
+        trained = await child.request(number, TrainJudge(request_id=number, settings=settings, folder=str(folder)))
     finally:
         # Safe at any time: the file appears only when it is complete.
         await run_to_completion(child.end("it is not needed any more"))
@@ -153,7 +153,7 @@ class _JudgeChild(ChildProcess):
             case JudgeProgress(share=share, text=text):
                 if self._loop.time() - self._began_s > QUIET_S:
                     self._progress(share, text)
-            case JudgeTrained(ask=number):
+            case JudgeTrained(request_id=number):
                 self.resolve(number, answer)
 
     def death_error(self, reason: str) -> ManagerError:

@@ -1,7 +1,7 @@
 """The environment protocol, and the external resources of an environment.
 
 An environment is played by one trajectory: made, reset once, stepped until it is done, closed. Its interface is text;
-the caller converts text to tokens. It uses the outside through Tangram: `outside.client` runs commands, calls
+the caller converts text to tokens. It uses external resources through Tangram: `resources.client` runs commands, calls
 functions, APIs and models as scheduled actions. An exception means that the infrastructure failed, never the agent: an
 action that makes no sense gets an observation that explains it, or ends the episode.
 """
@@ -22,7 +22,7 @@ ZERO_TIMING = Timing(waiting_s=0.0, execution_s=0.0, overhead_s=0.0)
 
 
 class ExternalResources(msgspec.Struct, frozen=True, kw_only=True):
-    """What an environment may use of the outside."""
+    """What an environment may use outside of itself."""
 
     client: Client | None = None
     """Runs its actions; None where a task needs none."""
@@ -128,12 +128,13 @@ MakeAgent = Callable[[random.Random], Agent]
 class Task(Protocol):
     """What is registered by name: makes environments, and declares what they have in common.
 
-    The usual Task is a class whose instances are Environments: `def __init__(self, outside, **options)`. An environment
-    whose limits depend on its options declares them itself, under the same names. Optional attributes of a task:
+    The usual Task is a class whose instances are Environments: `def __init__(self, resources, **options)`. An
+    environment whose limits depend on its options declares them itself, under the same names. Optional attributes of a
+    task:
 
         reward_range   (lowest, highest) sum of the rewards of an episode; default (0.0, 1.0)
         usual_reward   RewardSettings: the source of its reward, unless the settings of the rollout name one
-        acts_outside   False: it needs no client
+        needs_client   False: it needs no client
         needs          async class method: what a client must be made with (environments/shared_setup.py)
         prepare        class method: an async context manager around all episodes (environments/shared_setup.py)
     """
@@ -147,7 +148,7 @@ class Task(Protocol):
     """Agents of the task by name: `random` plays random well-formed actions, `teacher` knows the format but not the
     goal, `expert` always reaches it."""
 
-    def __call__(self, outside: ExternalResources, **options: Any) -> Environment: ...
+    def __call__(self, resources: ExternalResources, **options: Any) -> Environment: ...
 
 
 def reward_range(task: Task) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 A task may have a class method `needs(progress)`, which returns arguments for `tangram.connect`: services, devices,
 quotas. And a class method `prepare(client)`, an async context manager around all episodes: servers, quotas of an
-existing client. `acts_outside = False` declares that a task needs no client at all.
+existing client. `needs_client = False` declares that a task needs no client at all.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ Progress = Callable[[float, str], None]
 """Gets the share that is done, from 0 to 1, and a description."""
 
 
-def acts_outside(task: Task, *, default: bool = True) -> bool:
+def needs_client(task: Task, *, default: bool = True) -> bool:
     """Returns what the task declares; `default` for a task that declares nothing."""
-    return bool(getattr(task, "acts_outside", default))
+    return bool(getattr(task, "needs_client", default))
 
 
 def require_backend(name: str, task: Task, backend: str | None) -> None:
-    """Raises InvalidConfig for a task that declares that it acts outside."""
-    if backend is None and acts_outside(task, default=False):
-        raise InvalidConfig("backend", backend, f"sandbox, docker or process, since {name} acts outside")
+    """Raises InvalidConfig for a task that declares that it needs a client."""
+    if backend is None and needs_client(task, default=False):
+        raise InvalidConfig("backend", backend, f"sandbox, docker or process, since {name} needs a client")
 
 
 async def needs_of(tasks: Iterable[Task], progress: Progress | None = None) -> dict[str, Any]:

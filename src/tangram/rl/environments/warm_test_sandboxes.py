@@ -90,10 +90,10 @@ only whether it compiles."""
 class WarmSandbox:
     """A sandbox with the waiting program, while one episode uses it."""
 
-    def __init__(self, key: Hashable, box: Sandbox, python: str) -> None:
+    def __init__(self, key: Hashable, sandbox: Sandbox, python: str) -> None:
         self.key = key
         """Sandboxes of equal keys are interchangeable."""
-        self.sandbox = box
+        self.sandbox = sandbox
         self.is_clean = True
         """No untrusted code ran in it."""
         self.idle_since = 0.0

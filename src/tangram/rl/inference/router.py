@@ -151,10 +151,10 @@ class Router:
         all keep the previous ones; InvalidConfig for an older version without `rollback`."""
         self._require_open()
         assert self._target is not None
-        present = self._target.weights.version
-        if weights.version < present and not rollback:
+        current = self._target.weights.version
+        if weights.version < current and not rollback:
             raise InvalidConfig(
-                "version", weights.version, f"at least {present}, the present one; an older one takes rollback=True"
+                "version", weights.version, f"at least {current}, the current one; an older one takes rollback=True"
             )
         number = self._begin_sync(weights)
         while any(
@@ -213,13 +213,13 @@ class Router:
     async def _generate_with_retries(self, request: GenerationRequest) -> Generation:
         """Serves a request, on one engine after another if they die."""
         loop = asyncio.get_running_loop()
-        pieces: list[Generation] = []
+        generations: list[Generation] = []
         deaths: list[tuple[EngineSupervisor, int]] = []
         """Engines that died with it inside, with their incarnation."""
         waited_s = 0.0
         while True:
             began_at = loop.time()
-            rest = _remaining_request(request, pieces)
+            rest = _remaining_request(request, generations)
             async with self._suspect_lock if len(deaths) >= SUSPECT_DEATHS else contextlib.nullcontext():
                 supervisor = await self._choose_engine(rest)
                 incarnation = supervisor.incarnation
@@ -230,12 +230,12 @@ class Router:
                     supervisor.on_refused(incarnation, str(refusal))
                     raise
                 if isinstance(generation, Generation):
-                    return _join_generations([*pieces, generation], waited_s)
+                    return _join_generations([*generations, generation], waited_s)
                 self._on_engine_death(request, supervisor, incarnation, deaths, generation)
                 if generation.error.written is not None:
-                    pieces.append(_valid_prefix(generation.error.written, rest))
-            if _is_complete(request, pieces):
-                return _join_generations(pieces, waited_s)
+                    generations.append(_valid_prefix(generation.error.written, rest))
+            if _is_complete(request, generations):
+                return _join_generations(generations, waited_s)
             self._counts["resumed"] += 1
             self._emit(
                 RequestResumed(
@@ -244,7 +244,7 @@ class Router:
                     session=request.session,
                     task=request.task,
                     engine=supervisor.name,
-                    written=sum(len(piece.tokens) for piece in pieces),
+                    written=sum(len(part.tokens) for part in generations),
                 )
             )
 
@@ -444,9 +444,9 @@ class Router:
 # ---- requests that continue after the death of an engine ------------------------------------------------------------
 
 
-def _remaining_request(request: GenerationRequest, pieces: Sequence[Generation]) -> GenerationRequest:
+def _remaining_request(request: GenerationRequest, generations: Sequence[Generation]) -> GenerationRequest:
     """The request for the remaining tokens; positions follow from the number of tokens."""
-    written = tuple(token for piece in pieces for token in piece.tokens)
+    written = tuple(token for generation in generations for token in generation.tokens)
     if not written:
         return request
     sampling = msgspec.structs.replace(request.sampling, tokens_max=request.sampling.tokens_max - len(written))
@@ -471,29 +471,32 @@ def _valid_prefix(written: Generation, request: GenerationRequest) -> Generation
     )
 
 
-def _is_complete(request: GenerationRequest, pieces: Sequence[Generation]) -> bool:
+def _is_complete(request: GenerationRequest, generations: Sequence[Generation]) -> bool:
     """Whether the engine died after the last token."""
-    if not pieces:
+    if not generations:
         return False
-    return pieces[-1].finish == "stop" or sum(len(piece.tokens) for piece in pieces) >= request.sampling.tokens_max
+    return (
+        generations[-1].finish == "stop"
+        or sum(len(generation.tokens) for generation in generations) >= request.sampling.tokens_max
+    )
 
 
-def _join_generations(pieces: Sequence[Generation], waited_s: float) -> Generation:
-    last = pieces[-1]
-    with_tokens = [piece for piece in pieces if piece.tokens]
+def _join_generations(generations: Sequence[Generation], waited_s: float) -> Generation:
+    last = generations[-1]
+    with_tokens = [generation for generation in generations if generation.tokens]
     kept: tuple[tuple[int, ...], ...] | None = None
-    if with_tokens and all(piece.kept is not None for piece in with_tokens):
-        kept = tuple(ids for piece in with_tokens for ids in piece.kept or ())
+    if with_tokens and all(generation.kept is not None for generation in with_tokens):
+        kept = tuple(ids for generation in with_tokens for ids in generation.kept or ())
     return Generation(
-        tokens=tuple(token for piece in pieces for token in piece.tokens),
-        logprobs=tuple(value for piece in pieces for value in piece.logprobs),
-        versions=tuple(version for piece in pieces for version in piece.versions),
+        tokens=tuple(token for generation in generations for token in generation.tokens),
+        logprobs=tuple(value for generation in generations for value in generation.logprobs),
+        versions=tuple(version for generation in generations for version in generation.versions),
         kept=kept,
         finish=last.finish,
         engine=last.engine,
-        prefilled=sum(piece.prefilled for piece in pieces),
-        reused=sum(piece.reused for piece in pieces),
-        waiting_s=waited_s + sum(piece.waiting_s for piece in pieces),
-        prefill_s=sum(piece.prefill_s for piece in pieces),
-        decode_s=sum(piece.decode_s for piece in pieces),
+        prefilled=sum(generation.prefilled for generation in generations),
+        reused=sum(generation.reused for generation in generations),
+        waiting_s=waited_s + sum(generation.waiting_s for generation in generations),
+        prefill_s=sum(generation.prefill_s for generation in generations),
+        decode_s=sum(generation.decode_s for generation in generations),
     )

@@ -104,17 +104,17 @@ class EngineLoop:
                     )
             case messages.AbortRequest(id=id):
                 self._batcher.abort(id)
-            case messages.Suspend(ask=request_id):
+            case messages.Suspend(request_id=request_id):
                 self._batcher.suspend()
                 self._send_deltas()
-                self._supervisor.send(messages.EngineAcknowledged(ask=request_id))
-            case messages.Fetch(ask=request_id, weights=weights):
+                self._supervisor.send(messages.EngineAcknowledged(request_id=request_id))
+            case messages.Fetch(request_id=request_id, weights=weights):
                 self._fetcher.begin(request_id, weights)
-            case messages.Update(ask=request_id, weights=weights):
+            case messages.Update(request_id=request_id, weights=weights):
                 self._supervisor.send(self._update(request_id, weights))
-            case messages.Resume(ask=request_id):
+            case messages.Resume(request_id=request_id):
                 self._batcher.resume()
-                self._supervisor.send(messages.EngineAcknowledged(ask=request_id))
+                self._supervisor.send(messages.EngineAcknowledged(request_id=request_id))
             case messages.CloseEngine():
                 self._supervisor.exit_process()
             case messages.EngineHello():
@@ -125,11 +125,11 @@ class EngineLoop:
         try:
             self._model = self._fetcher.swap(weights, self._model)
         except Exception as error:
-            return messages.UpdateFailed(ask=request_id, reason=error_text(error))
+            return messages.UpdateFailed(request_id=request_id, reason=error_text(error))
         finally:
             self._update_s += time.monotonic() - began_at
         self._batcher.update(self._model, weights.version)
-        return messages.Updated(ask=request_id, version=weights.version)
+        return messages.Updated(request_id=request_id, version=weights.version)
 
     # ---- steps ----
 

@@ -186,7 +186,7 @@ def main(fd: int) -> NoReturn:
                 Path(command.folder),
                 lambda share, text: supervisor.send(JudgeProgress(share=share, text=text)),
             )
-            supervisor.send(JudgeTrained(ask=command.ask))
+            supervisor.send(JudgeTrained(request_id=command.request_id))
         except TangramError as error:
-            supervisor.send(JudgeTrained(ask=command.ask, error=str(error)))
+            supervisor.send(JudgeTrained(request_id=command.request_id, error=str(error)))
     supervisor.exit_process()

@@ -79,10 +79,10 @@ class PackedSamples:
         """Each trajectory has an action token. `with_teacher`: with log-probabilities of a teacher. Raises
         InvalidInput."""
         turns = [turn for each in trajectories for turn in each.turns]
-        pieces = list(chain.from_iterable((turn.observation_tokens, turn.tokens) for turn in turns))
-        sizes = np.fromiter(map(len, pieces), np.int64, len(pieces))
-        tokens = np.fromiter(chain.from_iterable(pieces), np.int64, int(sizes.sum()))
-        is_action = np.repeat(np.arange(len(pieces)) % 2 == 1, sizes)
+        parts = list(chain.from_iterable((turn.observation_tokens, turn.tokens) for turn in turns))
+        sizes = np.fromiter(map(len, parts), np.int64, len(parts))
+        tokens = np.fromiter(chain.from_iterable(parts), np.int64, int(sizes.sum()))
+        is_action = np.repeat(np.arange(len(parts)) % 2 == 1, sizes)
         counts = np.array([len(each.turns) for each in trajectories], dtype=np.int64)
         lengths = np.add.reduceat(sizes, 2 * start_offsets(counts)) if len(counts) else np.zeros(0, dtype=np.int64)
         samples = cls([each.id for each in trajectories], lengths, tokens, is_action)
@@ -118,8 +118,8 @@ class PackedSamples:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def _logprobs(self, pieces: Sequence[Sequence[float]], what: str) -> Floats:
-        logprobs = np.fromiter(chain.from_iterable(pieces), np.float64, len(self.targets))
+    def _logprobs(self, parts: Sequence[Sequence[float]], what: str) -> Floats:
+        logprobs = np.fromiter(chain.from_iterable(parts), np.float64, len(self.targets))
         wrong = ~np.isfinite(logprobs)
         if wrong.any():
             number = int(np.argmax(wrong))

@@ -78,17 +78,19 @@ class WeightFetcher:
         try:
             for _ in self._read_spare(weights):
                 if stop.is_set():
-                    self._send(UpdateFailed(ask=request_id, reason="a later version was requested before it was read"))
+                    self._send(
+                        UpdateFailed(request_id=request_id, reason="a later version was requested before it was read")
+                    )
                     return
                 if time.monotonic() - last_heartbeat_at > self._heartbeat_s:
                     last_heartbeat_at = time.monotonic()
-                    self._send(Fetching(ask=request_id))
+                    self._send(Fetching(request_id=request_id))
         except Exception as error:
-            self._send(UpdateFailed(ask=request_id, reason=error_text(error)))
+            self._send(UpdateFailed(request_id=request_id, reason=error_text(error)))
             return
         finally:
             self.fetch_s += time.monotonic() - began_at
-        self._send(Fetched(ask=request_id, version=weights.version))
+        self._send(Fetched(request_id=request_id, version=weights.version))
 
     def _read_spare(self, weights: PolicyWeights) -> Iterator[None]:
         self._spare_weights = None

@@ -245,10 +245,10 @@ class RolloutTimeline(msgspec.Struct, frozen=True):
             if lane.began >= gap.ended:
                 break
             own: Counter[Activity] = Counter()
-            for piece in lane.segments:
-                shared = min(piece.ended, gap.ended) - max(piece.began, gap.began)
-                if shared > 0 and not piece.activity.in_buffer:
-                    own[piece.activity] += shared
+            for segment in lane.segments:
+                shared = min(segment.ended, gap.ended) - max(segment.began, gap.began)
+                if shared > 0 and not segment.activity.in_buffer:
+                    own[segment.activity] += shared
             if own:
                 gaps.append((lane.trajectory.id, max(own, key=lambda each: (own[each], each)), own.total()))
         return heapq.nlargest(EXPLAINERS_MAX, gaps, key=lambda each: each[2])
@@ -298,22 +298,22 @@ def _time(value: float, name: str) -> int:
     return nanoseconds(value)
 
 
-def _flatten(pieces: Sequence[TimelineSegment], began: int, ended: int) -> Iterator[TimelineSegment]:
+def _flatten(segments: Sequence[TimelineSegment], began: int, ended: int) -> Iterator[TimelineSegment]:
     """Segments without overlaps and gaps: at each instant the one that began last, of two the later in the list."""
-    cuts = sorted({began, ended, *(cut for piece in pieces for cut in (piece.began, piece.ended))})
-    starting = sorted(range(len(pieces)), key=lambda index: pieces[index].began)
+    cuts = sorted({began, ended, *(cut for segment in segments for cut in (segment.began, segment.ended))})
+    starting = sorted(range(len(segments)), key=lambda index: segments[index].began)
     open_: list[tuple[int, int]] = []
     """A heap: (minus its begin, minus its place)."""
     following = 0
     last: TimelineSegment | None = None
     for since, until in pairwise(cuts):
-        while following < len(starting) and pieces[starting[following]].began <= since:
+        while following < len(starting) and segments[starting[following]].began <= since:
             index = starting[following]
-            heapq.heappush(open_, (-pieces[index].began, -index))
+            heapq.heappush(open_, (-segments[index].began, -index))
             following += 1
-        while open_ and pieces[-open_[0][1]].ended <= since:
+        while open_ and segments[-open_[0][1]].ended <= since:
             heapq.heappop(open_)
-        newest = pieces[-open_[0][1]] if open_ else TimelineSegment(since, until, BETWEEN)
+        newest = segments[-open_[0][1]] if open_ else TimelineSegment(since, until, BETWEEN)
         now = TimelineSegment(since, until, newest.activity, newest.attempt, newest.failure)
         if last is not None and (last.activity, last.attempt, last.failure) == (now.activity, now.attempt, now.failure):
             last = TimelineSegment(last.began, until, last.activity, last.attempt, last.failure)
@@ -372,7 +372,7 @@ def build_timeline(trajectories: Iterable[Trajectory], ended_s: float = 0.0) -> 
     lanes = sorted((trajectory_lane(each) for each in trajectories), key=lambda each: (each.began, each.trajectory.id))
     total = max([_time(ended_s, "ended_s"), *(each.ended for each in lanes)])
     over = max((each.ended for each in lanes if each.segments), default=0)
-    known = sorted({START, NOTHING, END, *(piece.activity for each in lanes for piece in each.segments)})
+    known = sorted({START, NOTHING, END, *(segment.activity for each in lanes for segment in each.segments)})
     number = {activity: place for place, activity in enumerate(known)}
     stages = [_StageAccumulator(stage, known) for stage in Stage]
     for since, until, active, seen in _sweep(lanes, total, number):
@@ -389,9 +389,9 @@ def _sweep(
     """Stretches from 0 to the end: (since, until, trajectories by activity, whether one was ever under way)."""
     changes: list[tuple[int, int, int]] = []
     for each in lanes:
-        for piece in each.segments:
-            doing = number[piece.activity]
-            changes += [(piece.began, doing, 1), (piece.ended, doing, -1)]
+        for segment in each.segments:
+            doing = number[segment.activity]
+            changes += [(segment.began, doing, 1), (segment.ended, doing, -1)]
     changes.sort()
     active: dict[int, int] = {}
     since, seen = 0, False
@@ -500,8 +500,8 @@ def _task_times(lanes: Sequence[TrajectoryLane]) -> Iterator[TaskTime]:
     for each in lanes:
         own = parts.setdefault(each.trajectory.task, Counter())
         count[each.trajectory.task] += 1
-        for piece in each.segments:
-            own[piece.activity] += piece.length
+        for segment in each.segments:
+            own[segment.activity] += segment.length
     for task in sorted(parts):
         yield TaskTime(task, count[task], parts[task].total(), _longest_first(parts[task]))
 

@@ -23,10 +23,10 @@ from tangram.client.client import Client, connect
 from tangram.config.tables import GIB
 from tangram.errors import InvalidConfig, ManagerError
 from tangram.processes.fork_server import ForkServer
-from tangram.rl.config.rollout_settings import EngineSettings, OutsideSettings, PolicySettings, RolloutSettings
+from tangram.rl.config.rollout_settings import EngineSettings, PolicySettings, ResourceSettings, RolloutSettings
 from tangram.rl.environments.protocol import Task
 from tangram.rl.environments.registry import tasks_of, words_of
-from tangram.rl.environments.shared_setup import Progress, acts_outside, needs_of
+from tangram.rl.environments.shared_setup import Progress, needs_client, needs_of
 from tangram.rl.inference.affinity import affinity_of
 from tangram.rl.inference.engines.protocol import InferenceEngine, PolicyWeights
 from tangram.rl.inference.router import Router
@@ -96,10 +96,10 @@ async def assembled(
         if fork_server is None:
             fork_server = await stack.enter_async_context(aclosing(fork_server_of(settings)))
         if client is None and _needs_client(settings, tasks):
-            needs = {} if settings.outside.url else needs_of_teachers(settings, codec)
+            needs = {} if settings.resources.url else needs_of_teachers(settings, codec)
             report(0.0, "connecting the client of the tasks")
             client = await stack.enter_async_context(
-                await connect_client(settings.outside, tasks, _first_half(report), needs)
+                await connect_client(settings.resources, tasks, _first_half(report), needs)
             )
         if client is not None and teacher_services(settings):
             report(0.5, f"teachers are loaded: {', '.join(teacher_services(settings))}")
@@ -177,7 +177,7 @@ def require_servable(settings: RolloutSettings) -> None:
 def _needs_client(settings: RolloutSettings, tasks: Sequence[Task]) -> bool:
     """Whether a task or its reward runs actions."""
     rewards = (effective_settings(task, each.reward).kind for task, each in zip(tasks, settings.tasks, strict=True))
-    return any(acts_outside(task) for task in tasks) or any(kind != "environment" for kind in rewards)
+    return any(needs_client(task) for task in tasks) or any(kind != "environment" for kind in rewards)
 
 
 def _ignore_progress(share: float, words: str) -> None:
@@ -251,16 +251,19 @@ def save_codec(codec: Codec, folder: Path) -> None:
 
 
 async def connect_client(
-    outside: OutsideSettings, tasks: Sequence[Task], progress: Progress | None, teachers: dict[str, Any] | None = None
+    resources: ResourceSettings,
+    tasks: Sequence[Task],
+    progress: Progress | None,
+    teachers: dict[str, Any] | None = None,
 ) -> Client:
     """`teachers`: services of teachers, added to those of the tasks."""
-    if outside.url:
-        return connect(outside.url, token=os.environ.get("TANGRAM_TOKEN", ""))
+    if resources.url:
+        return connect(resources.url, token=os.environ.get("TANGRAM_TOKEN", ""))
     return connect(
-        backend=outside.backend,
-        cores=outside.cores,
-        memory=outside.memory,
-        warm=outside.warm if outside.backend == "sandbox" else 0,
+        backend=resources.backend,
+        cores=resources.cores,
+        memory=resources.memory,
+        warm=resources.warm if resources.backend == "sandbox" else 0,
         **merge_needs(await needs_of(tasks, progress), teachers or {}),
     )
 
@@ -310,7 +313,7 @@ def _make_engine(
     return OpenAIEngine(
         settings,
         number,
-        dialect=settings.dialect,
+        server=settings.server,
         model=settings.model,
         key=key,
         temperature=temperature,

@@ -42,7 +42,7 @@ class TaskContext(NamedTuple):
 
     settings: TaskSettings
     task: Task
-    outside: ExternalResources
+    resources: ExternalResources
     sampling: Sampling
     reward: Reward
     slots: EpisodeSlots

@@ -119,7 +119,7 @@ class Episode:
         """It failed before its first turn for a permanent reason: every other attempt would fail in the same way."""
         self._rollout_context = rollout_context
         self._task_context = task_context
-        self._outside = msgspec.structs.replace(task_context.outside, trajectory=self.id)
+        self._resources = msgspec.structs.replace(task_context.resources, trajectory=self.id)
         self._seed = ticket.seed
         self._sampling = task_context.sampling
         if ticket.temperature is not None:
@@ -344,7 +344,7 @@ class Episode:
             if self._try_number == 0 and self._rollout_context.barrier is not None:
                 self._rollout_context.barrier.join(self.id)
             try:
-                self._environment = task_context.task(self._outside, **settings.options)
+                self._environment = task_context.task(self._resources, **settings.options)
             except (Exception, *EXIT_EXCEPTIONS) as error:
                 raise EnvironmentFailed(f"no environment: {_error_text(error)}") from error
             observation = await self._call_environment(
@@ -448,7 +448,7 @@ class Episode:
             metrics=self._metrics,
             temperature=self._sampling.temperature,
             environment=self._environment,
-            outside=self._outside,
+            resources=self._resources,
         )
         with self._time_stage(Stage.REWARD) as timer:
             try:

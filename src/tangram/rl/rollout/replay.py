@@ -91,11 +91,11 @@ async def replay(
     """Plays a trajectory in the environment of the settings, or of `task`. Raises InvalidConfig if there is no such
     environment, or if it needs a client and there is none."""
     task = task or task_of(settings)
-    outside = _ReplayResources(client=client, run=RUN, trajectory=f"{RUN}/{trajectory.id}")
-    playing = _Replay(trajectory, settings, effective_settings(task, settings.reward), outside)
+    resources = _ReplayResources(client=client, run=RUN, trajectory=f"{RUN}/{trajectory.id}")
+    playing = _Replay(trajectory, settings, effective_settings(task, settings.reward), resources)
     environment: Environment | None = None
     try:
-        environment = task(outside, **settings.options)
+        environment = task(resources, **settings.options)
         await playing.play(environment)
     except NeedsClient as error:
         raise InvalidConfig("client", None, f"one, as tangram.connect() gives it ({error})") from None
@@ -132,12 +132,12 @@ class _Replay:
     """One trajectory during its replay."""
 
     def __init__(
-        self, trajectory: Trajectory, settings: TaskSettings, reward: RewardSettings, outside: ExternalResources
+        self, trajectory: Trajectory, settings: TaskSettings, reward: RewardSettings, resources: ExternalResources
     ) -> None:
         self._trajectory = trajectory
         self._settings = settings
         self._reward_settings = reward
-        self._outside = outside
+        self._resources = resources
         self._differences: list[ReplayDifference] = []
         self._turns_played = 0
         self._done = False
@@ -199,7 +199,7 @@ class _Replay:
         trajectory, kind = self._trajectory, self._reward_settings.kind
         if trajectory.reward is None:
             return
-        if kind != "environment" and self._outside.client is None:
+        if kind != "environment" and self._resources.client is None:
             self._not_compared = f"the reward, which a {kind} gave"
             return
         played = PlayedTrajectory(
@@ -211,9 +211,9 @@ class _Replay:
             total=self._reward_sum,
             metrics=self._metrics,
             environment=environment,
-            outside=self._outside,
+            resources=self._resources,
         )
-        now = (await make_reward(self._reward_settings, self._outside.client).score(played)).value
+        now = (await make_reward(self._reward_settings, self._resources.client).score(played)).value
         if not math.isclose(trajectory.reward, now, rel_tol=REWARD_TOLERANCE, abs_tol=REWARD_TOLERANCE):
             self._compare("reward", f"{trajectory.reward!r}", f"{now!r}")
 

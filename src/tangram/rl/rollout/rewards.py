@@ -74,7 +74,7 @@ class PlayedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     """The temperature with which its tokens were sampled."""
     environment: Environment
     """Still open."""
-    outside: ExternalResources
+    resources: ExternalResources
 
     def transcript(self) -> dict[str, Any]:
         """The input of a reward function: plain values, without tokens."""
@@ -229,9 +229,10 @@ class _RemoteReward(ABC):
         # The idempotency key: the same transcript is scored once, however often it is sent; but a later try must not
         # get the stored result.
         content = msgspec.msgpack.encode([transcript, attempt], enc_hook=repr)
-        key = f"{played.outside.run}/{played.id}/{hashlib.sha256(content).hexdigest()[:16]}"
+        key = f"{played.resources.run}/{played.id}/{hashlib.sha256(content).hexdigest()[:16]}"
         result = await self._client.try_call(
-            self._scorer, transcript, run=played.outside.run, trajectory=played.outside.trajectory, task=played.task,
+            self._scorer, transcript, run=played.resources.run, trajectory=played.resources.trajectory,
+            task=played.task,
             idempotency_key=key,
         )  # fmt: skip
         if not result.ok:
@@ -242,7 +243,7 @@ class _RemoteReward(ABC):
     async def _call_service(self, payload: Any, played: PlayedTrajectory) -> tuple[Any, float]:
         """Calls the service of the settings. Returns its result and the seconds spent waiting."""
         inference = await self._client.infer(
-            self._settings.service, payload, run=played.outside.run, trajectory=played.outside.trajectory,
+            self._settings.service, payload, run=played.resources.run, trajectory=played.resources.trajectory,
             task=played.task, timeout_s=self._settings.timeout_s,
         )  # fmt: skip
         if not inference.ok:

@@ -204,15 +204,15 @@ class Rollout:
 
     def _make_task_context(self, settings: TaskSettings, task: Task) -> TaskContext:
         sampling = self.settings.sampling
-        outside = ExternalResources(client=self._client, run=self.settings.run)
+        resources = ExternalResources(client=self._client, run=self.settings.run)
         reward = self._rewards.get(settings.name) or self._make_reward(settings, task)
-        self._try_environment(settings, task, outside, reward)
+        self._try_environment(settings, task, resources, reward)
         self._counts[settings.name] = {}
         self._endings[settings.name] = {}
         return TaskContext(
             settings=settings,
             task=task,
-            outside=outside,
+            resources=resources,
             sampling=Sampling(
                 temperature=sampling.temperature,
                 stop=self._context.codec.stop,
@@ -232,12 +232,14 @@ class Rollout:
         except InvalidConfig as error:
             raise InvalidConfig(f"tasks.{settings.name}.{error.field}", error.value, error.expected) from error
 
-    def _try_environment(self, settings: TaskSettings, task: Task, outside: ExternalResources, reward: Reward) -> None:
+    def _try_environment(
+        self, settings: TaskSettings, task: Task, resources: ExternalResources, reward: Reward
+    ) -> None:
         """Makes an environment once, to check its options, the needs of its reward and the context size before playing.
         Raises InvalidConfig. Other errors are ignored here: they may be gone when the environment is played."""
         trajectory = f"{settings.name}/options"
         try:
-            environment = task(msgspec.structs.replace(outside, trajectory=trajectory), **settings.options)
+            environment = task(msgspec.structs.replace(resources, trajectory=trajectory), **settings.options)
         except (TypeError, ValueError, InvalidInput) as error:
             expected = f"options that {path_of(task)} can be made with ({error})"
             raise InvalidConfig(f"options of task {settings.name}", settings.options, expected) from error

@@ -34,9 +34,9 @@ async def demonstrate(
         if tasks and name not in tasks:
             continue
         seeds = random.Random(f"{settings.seed}/{name}/{agent}").sample(range(1 << 31), episodes)
-        outside = ExternalResources(client=client, run=settings.run, trajectory=f"shown-{name}")
+        resources = ExternalResources(client=client, run=settings.run, trajectory=f"shown-{name}")
         played = await demonstrations(
-            task, agent, seeds, outside=outside, turns_max=task_settings.turns_max, options=task_settings.options
+            task, agent, seeds, resources=resources, turns_max=task_settings.turns_max, options=task_settings.options
         )
         tokenised += [tokenise_episode(name, each, codec) for each in played]
     return tokenised

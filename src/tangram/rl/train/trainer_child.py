@@ -70,7 +70,7 @@ class HeartbeatThread(threading.Thread):
             used_s = time.process_time()
             request_id = self.current_request_id
             if request_id is not None and used_s - before_s > BUSY_CPU_SHARE * self._heartbeat_s:
-                self._supervisor.send(messages.TrainerHeartbeat(ask=request_id))
+                self._supervisor.send(messages.TrainerHeartbeat(request_id=request_id))
             before_s = used_s
 
 
@@ -92,16 +92,16 @@ class TrainerWorker:
     def handle(self, command: messages.AnyTrainerCommand) -> messages.AnyTrainerReply:
         """Raises InvalidInput; ManagerError and OSError for what cannot be written."""
         match command:
-            case messages.Imitate(ask=request_id, episodes=episodes):
-                return messages.Imitated(ask=request_id, loss=self._learner.imitate(episodes))
-            case messages.PublishWeights(ask=request_id, version=version):
-                return messages.WeightsPublished(ask=request_id, weights=self._publish(version))
-            case messages.TrainStep(ask=request_id, batch=batch):
-                return messages.TrainStepDone(ask=request_id, stepped=self._step(batch))
-            case messages.SaveCheckpoint(ask=request_id, folder=folder):
+            case messages.CloningStep(request_id=request_id, episodes=episodes):
+                return messages.CloningStepDone(request_id=request_id, loss=self._learner.imitate(episodes))
+            case messages.PublishWeights(request_id=request_id, version=version):
+                return messages.WeightsPublished(request_id=request_id, weights=self._publish(version))
+            case messages.TrainStep(request_id=request_id, batch=batch):
+                return messages.TrainStepDone(request_id=request_id, stepped=self._step(batch))
+            case messages.SaveCheckpoint(request_id=request_id, folder=folder):
                 with _remove_partial_files(Path(folder)):
                     self._learner.save(Path(folder))
-                return messages.CheckpointSaved(ask=request_id)
+                return messages.CheckpointSaved(request_id=request_id)
         raise AssertionError(f"a second {type(command).__name__}")
 
     def _step(self, batch: TrainingBatch) -> TrainStepResult:
@@ -163,29 +163,31 @@ def main(fd: int) -> NoReturn:
         trainer = TrainerWorker(hello)
     except InvalidInput as error:
         supervisor.send(
-            messages.TrainerRefused(ask=0, field=error.field, value=str(error.value), expected=error.expected)
+            messages.TrainerRefused(request_id=0, field=error.field, value=str(error.value), expected=error.expected)
         )
         sys.exit(1)
     except (TangramError, OSError) as error:
         retry = not isinstance(error, TangramError) or getattr(error, "retry", False)
-        supervisor.send(messages.TrainerNotReady(ask=0, reason=f"{type(error).__name__}: {error}", retry=retry))
+        supervisor.send(messages.TrainerNotReady(request_id=0, reason=f"{type(error).__name__}: {error}", retry=retry))
         sys.exit(1)
     gc.collect()
     gc.freeze()  # what exists now stays; the garbage collector skips it
-    supervisor.send(messages.TrainerReady(ask=0, weights=trainer.initial_weights))
+    supervisor.send(messages.TrainerReady(request_id=0, weights=trainer.initial_weights))
     while True:
         for command in commands:
             if isinstance(command, messages.CloseTrainer):
                 supervisor.exit_process()
-            heartbeat.current_request_id = command.ask
+            heartbeat.current_request_id = command.request_id
             try:
                 reply = trainer.handle(command)
             except InvalidInput as error:
                 reply = messages.TrainerRefused(
-                    ask=command.ask, field=error.field, value=str(error.value), expected=error.expected
+                    request_id=command.request_id, field=error.field, value=str(error.value), expected=error.expected
                 )
             except (ManagerError, OSError) as error:
-                reply = messages.TrainerFailed(ask=command.ask, reason=str(error), retry=getattr(error, "retry", True))
+                reply = messages.TrainerFailed(
+                    request_id=command.request_id, reason=str(error), retry=getattr(error, "retry", True)
+                )
             heartbeat.current_request_id = None
             supervisor.send(reply)
         commands = supervisor.receive_first()

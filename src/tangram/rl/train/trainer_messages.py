@@ -18,7 +18,7 @@ from tangram.rl.trajectories.training_batch import Demonstration, TrainingBatch
 
 
 class TrainerCommand(msgspec.Struct, frozen=True, kw_only=True, tag=False):
-    ask: int
+    request_id: int
     """Repeated in the reply."""
 
 
@@ -42,8 +42,8 @@ class TrainerHello(TrainerCommand, frozen=True, kw_only=True, tag="Hello"):
     """Interval between heartbeats."""
 
 
-class Imitate(TrainerCommand, frozen=True, kw_only=True, tag="Imitate"):
-    """Its reply is Imitated."""
+class CloningStep(TrainerCommand, frozen=True, kw_only=True, tag="Imitate"):
+    """Its reply is CloningStepDone."""
 
     episodes: tuple[Demonstration, ...]
 
@@ -74,7 +74,7 @@ class CloseTrainer(TrainerCommand, frozen=True, kw_only=True, tag="Close"):
 
 
 class TrainerReply(msgspec.Struct, frozen=True, kw_only=True, tag=False):
-    ask: int
+    request_id: int
 
 
 class TrainerReady(TrainerReply, frozen=True, kw_only=True, tag="Ready"):
@@ -86,7 +86,7 @@ class TrainerNotReady(TrainerReply, frozen=True, kw_only=True, tag="NotReady"):
     retry: bool
 
 
-class Imitated(TrainerReply, frozen=True, kw_only=True, tag="Imitated"):
+class CloningStepDone(TrainerReply, frozen=True, kw_only=True, tag="Imitated"):
     loss: float
 
 
@@ -118,14 +118,14 @@ class TrainerFailed(TrainerReply, frozen=True, kw_only=True, tag="Failed"):
 
 
 class TrainerHeartbeat(TrainerReply, frozen=True, kw_only=True, tag="Beat"):
-    """The trainer works and has used CPU time since the last heartbeat. `ask` is that of its current command."""
+    """The trainer works and has used CPU time since the last heartbeat. `request_id` is that of its current command."""
 
 
-AnyTrainerCommand = TrainerHello | Imitate | PublishWeights | TrainStep | SaveCheckpoint | CloseTrainer
+AnyTrainerCommand = TrainerHello | CloningStep | PublishWeights | TrainStep | SaveCheckpoint | CloseTrainer
 AnyTrainerReply = (
     TrainerReady
     | TrainerNotReady
-    | Imitated
+    | CloningStepDone
     | WeightsPublished
     | TrainStepDone
     | CheckpointSaved

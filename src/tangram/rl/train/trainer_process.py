@@ -77,7 +77,7 @@ class ProcessTrainer:
         await self.close()
         child = self._child = _TrainerChild(self._hang_s, self._work_s_max)
         hello = messages.TrainerHello(
-            ask=0,
+            request_id=0,
             settings=self._settings,
             vocabulary=self._codec_size,
             folder=str(self._folder),
@@ -94,13 +94,15 @@ class ProcessTrainer:
 
     async def imitate(self, episodes: Sequence[Demonstration]) -> float:
         child = self._require_child()
-        reply = await child.call(messages.Imitate(ask=child.next_number(), episodes=tuple(episodes)), messages.Imitated)
+        reply = await child.call(
+            messages.CloningStep(request_id=child.next_number(), episodes=tuple(episodes)), messages.CloningStepDone
+        )
         return reply.loss
 
     async def publish(self, version: int) -> PolicyWeights:
         child = self._require_child()
         reply = await child.call(
-            messages.PublishWeights(ask=child.next_number(), version=version), messages.WeightsPublished
+            messages.PublishWeights(request_id=child.next_number(), version=version), messages.WeightsPublished
         )
         return reply.weights
 
@@ -109,17 +111,19 @@ class ProcessTrainer:
         next version then, which can be saved, or published by `publish`."""
         child = self._require_child()
         reply = await child.call(
-            messages.TrainStep(ask=child.next_number(), batch=strip_batch(batch)), messages.TrainStepDone
+            messages.TrainStep(request_id=child.next_number(), batch=strip_batch(batch)), messages.TrainStepDone
         )
         return reply.stepped
 
     async def save(self, folder: Path) -> None:
         child = self._require_child()
-        await child.call(messages.SaveCheckpoint(ask=child.next_number(), folder=str(folder)), messages.CheckpointSaved)
+        await child.call(
+            messages.SaveCheckpoint(request_id=child.next_number(), folder=str(folder)), messages.CheckpointSaved
+        )
 
     async def close(self) -> None:
         if self._child is not None:
-            await self._child.close(messages.CloseTrainer(ask=0))
+            await self._child.close(messages.CloseTrainer(request_id=0))
 
     def _require_child(self) -> _TrainerChild:
         if self._child is None:
@@ -141,7 +145,7 @@ class _TrainerChild(ChildProcess):
         if not self.has_work:
             self._working_since = self._loop.time()
         try:
-            reply: messages.AnyTrainerReply = await self.request(command.ask, command)
+            reply: messages.AnyTrainerReply = await self.request(command.request_id, command)
         except FrameTooLong as error:
             raise InvalidInput(str(command.__struct_config__.tag).lower(), "too much at once", str(error)) from error
         match reply:
@@ -159,13 +163,13 @@ class _TrainerChild(ChildProcess):
                 self.mark_ready()
             case messages.TrainerNotReady(reason=reason, retry=retry):
                 self.fail_start(ManagerError(reason, retry=retry))
-            case messages.TrainerRefused(ask=0, field=field, value=value, expected=expected):
+            case messages.TrainerRefused(request_id=0, field=field, value=value, expected=expected):
                 self.fail_start(InvalidConfig(field, value, expected))
             case messages.TrainerHeartbeat():
                 pass  # its arrival is all that counts
             case _:
                 self._working_since = self._loop.time()  # it begins with the next thing
-                self.resolve(answer.ask, answer)
+                self.resolve(answer.request_id, answer)
 
     def death_error(self, reason: str) -> TrainerDied:
         return TrainerDied(reason)

@@ -87,13 +87,13 @@ async def collect_demonstrations(
         if name not in targets:
             continue
         seeds = random.Random(f"{settings.seed}/{name}/warm").sample(range(1 << 31), count)
-        outside = ExternalResources(client=client, run=settings.run, trajectory=f"warm-{name}")
+        resources = ExternalResources(client=client, run=settings.run, trajectory=f"warm-{name}")
         episodes: list[AgentEpisode] = []
         for first in range(0, count, EPISODES_PER_PROGRESS):
             if progress is not None:
                 progress(first / count, f"demonstrations of {name}")
             episodes += await demonstrations(
-                task, settings.warm_start.agent, seeds[first : first + EPISODES_PER_PROGRESS], outside=outside,
+                task, settings.warm_start.agent, seeds[first : first + EPISODES_PER_PROGRESS], resources=resources,
                 turns_max=task_settings.turns_max, options=task_settings.options,
             )  # fmt: skip
         try:

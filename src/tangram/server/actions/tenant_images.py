@@ -82,9 +82,9 @@ class TenantImages:
         await self._journal.put_note(NOTE_KEY_PREFIX + qualified_name, qualified_name.encode())
         self.by_name[qualified_name] = qualified_name
 
-    async def recall(self, namespace: TenantNamespace, key: str) -> str:
-        image = await self._images.recall_image(namespace.qualify_image_key(key))
+    async def find_by_key(self, namespace: TenantNamespace, key: str) -> str:
+        image = await self._images.find_image(namespace.qualify_image_key(key))
         return namespace.image_name(image) if image else ""
 
-    async def remember(self, namespace: TenantNamespace, key: str, name: str) -> None:
-        await self._images.remember_image(namespace.qualify_image_key(key), namespace.resolve_image(name))
+    async def tag(self, namespace: TenantNamespace, key: str, name: str) -> None:
+        await self._images.tag_image(namespace.qualify_image_key(key), namespace.resolve_image(name))

@@ -68,8 +68,8 @@ export class Pools {
     const [, , held, , list] = node.children;
     const shown = run ? pool.holders.filter((holder) => holder.run === run) : pool.holders;
     const open = this.open.has(pool.name) && shown.length > 0;
-    const boxes = pool.unit === "MiB";
-    const by = boxes ? counted(shown.length, "sandbox", "sandboxes") : counted(shown.length, "action");
+    const isMemory = pool.unit === "MiB";
+    const by = isMemory ? counted(shown.length, "sandbox", "sandboxes") : counted(shown.length, "action");
     put(held.lastChild, shown.length ? `by ${by}` : "");
     attr(held.lastChild, "aria-expanded", open);
     show(held.lastChild, shown.length > 0);
@@ -79,7 +79,7 @@ export class Pools {
       (item, holder) => {
         paintRun(item, holder.run);
         putAction(item.firstChild, holder.id, holder.run);
-        if (boxes) sandboxLink(item.firstChild);
+        if (isMemory) sandboxLink(item.firstChild);
         put(item.lastChild, units(holder.units, pool.unit));
       });
   }

@@ -9,14 +9,14 @@ import {Table} from "./table.js";
 const WAITING_TONES = 4;
 
 /** The parts of a time breakdown in display order. */
-function partsOf(spending) {
-  const waiting = Object.entries(spending.waiting_s).sort((a, b) => b[1] - a[1]);
+function partsOf(breakdown) {
+  const waiting = Object.entries(breakdown.waiting_s).sort((a, b) => b[1] - a[1]);
   const parts = waiting.map(([kind, seconds], k) => ({
     key: `waiting ${kind}`, label: `waiting for ${kind}`, seconds,
     colour: `waiting-${Math.min(k, WAITING_TONES - 1)}`,
   }));
   for (const key of ["overhead", "execution", "thinking"]) {
-    parts.push({key, label: key, seconds: spending[`${key}_s`], colour: `part-${key}`});
+    parts.push({key, label: key, seconds: breakdown[`${key}_s`], colour: `part-${key}`});
   }
   return parts.filter((part) => part.seconds > 0);
 }
@@ -58,11 +58,11 @@ function fillRun(node, run, chosen) {
   put(head.lastChild, `weight ${number(run.weight)} · ${count(run.running)} running · ${count(run.waiting)} waiting`);
   style(share.firstChild.firstChild, "width", `${Math.min(100, run.share * 100)}%`);
   put(share.lastChild, percent(run.share));
-  fillTime(time, run.spending);
+  fillTime(time, run.time_breakdown);
 }
 
-function fillTime(node, spending) {
-  const parts = partsOf(spending);
+function fillTime(node, breakdown) {
+  const parts = partsOf(breakdown);
   const [bar, words] = node.children;
   const total = parts.reduce((sum, part) => sum + part.seconds, 0);
   attr(bar, "role", "img");

@@ -333,15 +333,17 @@ class RouteHandlers:
             await self._images.forget(self._action_service.namespace(context.caller), context.path_param("name"))
         return no_content()
 
-    async def recall_image(self, context: RequestContext) -> Response:
+    async def find_image(self, context: RequestContext) -> Response:
         with self._drain_gate.admit():
-            name = await self._images.recall(self._action_service.namespace(context.caller), context.path_param("key"))
+            name = await self._images.find_by_key(
+                self._action_service.namespace(context.caller), context.path_param("key")
+            )
         return json_response(ImageReply(name=name))
 
-    async def remember_image(self, context: RequestContext) -> Response:
+    async def tag_image(self, context: RequestContext) -> Response:
         request = await self._read_json(context, ImageKeyRequest)
         with self._drain_gate.admit():
-            await self._images.remember(
+            await self._images.tag(
                 self._action_service.namespace(context.caller), context.path_param("key"), request.name
             )
         return no_content()
@@ -651,8 +653,8 @@ ROUTES = (
     Route(
         "GET",
         "/v1/image-keys/{key}",
-        RouteHandlers.recall_image,
-        "recall_image",
+        RouteHandlers.find_image,
+        "find_image",
         "Get the image stored under a key",
         None,
         ImageReply,
@@ -660,8 +662,8 @@ ROUTES = (
     Route(
         "PUT",
         "/v1/image-keys/{key}",
-        RouteHandlers.remember_image,
-        "remember_image",
+        RouteHandlers.tag_image,
+        "tag_image",
         "Store an image under a key",
         ImageKeyRequest,
         status=204,
@@ -679,9 +681,9 @@ ROUTES = (
     ),
     Route(
         "POST",
-        "/v1/quotas/{name}/heard",
+        "/v1/quotas/{name}/responses",
         RouteHandlers.report_upstream_response,
-        "heard",
+        "report_upstream_response",
         "Report the response of an API about its limits",
         UpstreamResponse,
         status=204,

@@ -61,7 +61,7 @@ class RunAccount:
         self.settled: dict[str, int] = {}
         """Settled actions by status."""
         self.latencies = LatencyHistogram()
-        """Settled actions of the present bucket."""
+        """Settled actions of the current bucket."""
         self.hour = LastHour()
         self.series: Series | None = None
         """Starts at the first bucket with activity."""

@@ -47,7 +47,7 @@ class ActionTracker:
         self.trajectories = TrajectoryClocks()
         self.by_id: dict[str, TrackedAction] = {}
         self._freed: tuple[str, ...] = ()
-        """Pools to which the present event returned units."""
+        """Pools to which the current event returned units."""
 
     def on_submitted(self, action: Action, now: float) -> TrackedAction | None:
         """Returns None if the action was refused: it is unknown then, or another action has its id."""

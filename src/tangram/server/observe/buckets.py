@@ -1,6 +1,6 @@
 """Buckets: the intervals of BUCKET_S that make up the history.
 
-Owns the present bucket. A settled action first counts in its class only; `fold` adds classes to runs and totals when a
+Owns the current bucket. A settled action first counts in its class only; `fold` adds classes to runs and totals when a
 view is built or the bucket ends, so that each action costs little.
 """
 

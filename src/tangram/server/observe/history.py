@@ -16,7 +16,7 @@ from tangram.runtime.views import BUCKET_S, BUCKETS_MAX, HistoryBucket
 
 SLICE_S = 300.0
 SLICES = 12
-"""The present slice and eleven complete ones: between 55 and 60 minutes."""
+"""The current slice and eleven complete ones: between 55 and 60 minutes."""
 
 
 class LastHour:

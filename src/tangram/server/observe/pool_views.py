@@ -106,10 +106,10 @@ def _holders_by_pool(scheduler: Scheduler) -> HoldersByPool:
             holders = held.get(holding.pool.name)
             if holders is not None:
                 holders.append((holding.units, action.id, action.run, holding))
-    for place in scheduler.places.by_sandbox.values():
-        reserved = place.reserved
+    for sandbox in scheduler.sandboxes.by_id.values():
+        reserved = sandbox.reserved
         if reserved is not None and reserved.pool.name in held:
-            held[reserved.pool.name].append((reserved.units, place.id, place.run.name, reserved))
+            held[reserved.pool.name].append((reserved.units, sandbox.id, sandbox.run.name, reserved))
     return held
 
 
@@ -122,7 +122,7 @@ def _holder_view(holder: tuple[int, str, str, Holding], run: str | None) -> Pool
 
 def _holding_cells(holding: Holding) -> tuple[int, ...]:
     """NUMA nodes or devices."""
-    layout = holding.pool.place
+    layout = holding.pool.layout
     if isinstance(layout, CoreSet):
         cells = {cell: None for cell, cores in enumerate(layout.numa) for core in holding.cells if core in cores}
         return tuple(cells)
@@ -134,7 +134,7 @@ def _holding_cells(holding: Holding) -> tuple[int, ...]:
 def _pool_parts(
     pool: PoolState, holders: list[tuple[int, str, str, Holding]], loaded: list[tuple[str, tuple[int, ...]]]
 ) -> tuple[PoolPart, ...]:
-    layout = pool.place
+    layout = pool.layout
     if isinstance(layout, Chunks):
         taken = {device for holder in holders for device in holder[3].cells}
         service_by_device = {device: service for service, devices in loaded for device in devices}

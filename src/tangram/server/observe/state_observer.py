@@ -317,7 +317,7 @@ class SettledActionLog:
         self._by_id[record.row.id] = record
 
     def hide_run(self, run: str) -> None:
-        """Hides all present rows of a run from a later run of that name."""
+        """Hides all current rows of a run from a later run of that name."""
         oldest = self.last_number - len(self._ring)
         self._hidden_until_by_run = {
             name: number for name, number in self._hidden_until_by_run.items() if number > oldest

@@ -57,10 +57,10 @@ class TrackedAction(ActionUse):
         self.granted_at = -1.0
         """Negative: never."""
         self.started_at = -1.0
-        """Start of the present attempt; negative: not yet."""
+        """Start of the current attempt; negative: not yet."""
         self.phase = WAITING
         self.phase_start = 0.0
-        """The result of `enter_phase` for the present phase."""
+        """The result of `enter_phase` for the current phase."""
         self.short_kind = ""
         """The kind of pool that was found short last."""
         self.pools: tuple[str, ...] = ()

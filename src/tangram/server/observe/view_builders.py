@@ -92,12 +92,12 @@ def _sandbox_view(
     scheduler: Scheduler, sandbox: TrackedSandbox, instance: FunctionInstanceView | None, now: float
 ) -> SandboxView:
     """The observer sees no actions of an instance: its calls name no sandbox."""
-    place = scheduler.places.by_sandbox.get(sandbox.name)
+    state = scheduler.sandboxes.by_id.get(sandbox.name)
     view = SandboxView(
         name=sandbox.name,
         run=sandbox.run,
         node=sandbox.node,
-        memory_mib=place.memory if place is not None else 0,
+        memory_mib=state.memory if state is not None else 0,
         opened_s=sandbox.opened_at,
         active=sandbox.active_actions,
         actions=sandbox.actions,
@@ -158,7 +158,7 @@ def run_view(shares: RunShares, account: RunAccount, runs: list[Run]) -> RunView
         sandboxes=account.sandboxes,
         settled=dict(account.settled),
         act=account.hour.total.percentiles(),
-        spending=account.time_breakdown.view(),
+        time_breakdown=account.time_breakdown.view(),
     )
 
 
@@ -283,7 +283,7 @@ def foreign_ids(scheduler: Scheduler, run: str | None) -> list[str]:
         return []
     queue = scheduler.queue
     closed = [waiters for pool in scheduler.ledger.pools.values() for waiters in
-              (queue.of_pool(pool), queue.of_newcomers(pool))]  # fmt: skip
+              (queue.pool_waiters(pool), queue.unplaced_waiters(pool))]  # fmt: skip
     ids = {entry.id: None for waiters in closed for name, entry in waiters.blockers.items() if name != run}
     return sorted(ids, key=lambda id: (-len(id), id))
 

@@ -794,15 +794,15 @@ def test_a_remembered_image_outlives_its_owner_until_it_is_forgotten(engine: Pri
         async with opened(engine) as harness:
             await harness.text("echo built >file")
             await harness.do(Commit(image="built"))
-            assert await harness.manager.recall_image("the key") == ""
-            await harness.manager.remember_image("the key", "built")
+            assert await harness.manager.find_image("the key") == ""
+            await harness.manager.tag_image("the key", "built")
 
     async def use(harness: Harness) -> None:
-        name = await harness.manager.recall_image("the key")
+        name = await harness.manager.find_image("the key")
         await harness.do(Open(spec=SandboxSpec(image=name)), "again")
         assert await harness.text("cat file", "again") == "built\n"
         await harness.manager.forget_image(name)
-        assert await harness.manager.recall_image("the key") == ""
+        assert await harness.manager.find_image("the key") == ""
         assert await harness.text("cat file", "again") == "built\n", "what was opened from it lives on"
         await harness.do(Close(), "again")
 

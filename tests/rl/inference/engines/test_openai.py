@@ -1,4 +1,4 @@
-"""The engine for external servers, against real HTTP servers of each dialect, correct and faulty."""
+"""The engine for external servers, against real HTTP servers of each kind, correct and faulty."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ from tangram.rl.inference.router import Router
 from tangram.rl.rollout.assembly import require_trainable_engines
 
 DEADLINE_S = 60.0
-BOTH = pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-ALL = pytest.mark.parametrize("dialect", ["vllm", "sglang", "plain"])
+BOTH = pytest.mark.parametrize("server_kind", ["vllm", "sglang"])
+ALL = pytest.mark.parametrize("server_kind", ["vllm", "sglang", "plain"])
 
 
-def engine_at(url: str, dialect: str = "vllm", **options: Any) -> OpenAIEngine:
+def engine_at(url: str, server_kind: str = "vllm", **options: Any) -> OpenAIEngine:
     given = {"silent_s_max": 20.0} | {key: options.pop(key) for key in ("silent_s_max", "slots") if key in options}
     settings = EngineSettings(name="server", hardware="bandwidth", kind="openai", url=url, **given)
-    return OpenAIEngine(settings, **({"dialect": dialect} | options))
+    return OpenAIEngine(settings, **({"server": server_kind} | options))
 
 
 def with_server(
-    test: Callable[[ModelServer, OpenAIEngine], Awaitable[None]], dialect: str = "vllm", **options: Any
+    test: Callable[[ModelServer, OpenAIEngine], Awaitable[None]], server_kind: str = "vllm", **options: Any
 ) -> None:
     async def main() -> None:
         server_options = {key: options.pop(key) for key in ("control", "scaled") if key in options}
-        async with asyncio.timeout(DEADLINE_S), ModelServer(dialect, **server_options) as server:
-            engine = engine_at(server.url, dialect, **options)
+        async with asyncio.timeout(DEADLINE_S), ModelServer(server_kind, **server_options) as server:
+            engine = engine_at(server.url, server_kind, **options)
             try:
                 await engine.start(weights())
                 await test(server, engine)
@@ -84,7 +84,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @ALL
-def test_tokens_go_in_and_tokens_come_out(dialect: str) -> None:
+def test_tokens_go_in_and_tokens_come_out(server_kind: str) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         request = a_request(tokens=6, tokens_max=5)
         generation = await engine.generate(request)
@@ -97,15 +97,15 @@ def test_tokens_go_in_and_tokens_come_out(dialect: str) -> None:
             3,
         )
         path, body = server.calls[-1]
-        sent = body["input_ids"] if dialect == "sglang" else body["prompt"]
-        sampling = body["sampling_params"] if dialect == "sglang" else body
-        assert path == ("/generate" if dialect == "sglang" else "/v1/completions")
+        sent = body["input_ids"] if server_kind == "sglang" else body["prompt"]
+        sampling = body["sampling_params"] if server_kind == "sglang" else body
+        assert path == ("/generate" if server_kind == "sglang" else "/v1/completions")
         assert sent == list(request.tokens) and sampling["stop_token_ids"] == [STOP]
-        seed = sampling["sampling_seed"] if dialect == "sglang" else sampling["seed"]
+        seed = sampling["sampling_seed"] if server_kind == "sglang" else sampling["seed"]
         assert seed == seed_of(request.noise, 6)
         assert engine.statistics().decode_tokens == 5
 
-    with_server(test, dialect)
+    with_server(test, server_kind)
 
 
 def test_a_seed_is_made_of_all_of_the_noise_and_of_the_position() -> None:
@@ -136,7 +136,7 @@ def test_an_action_ends_with_the_token_that_ends_it() -> None:
 
 
 @BOTH
-def test_a_server_keeps_the_weights_that_it_serves_until_it_takes_an_update(dialect: str, tmp_path: Path) -> None:
+def test_a_server_keeps_the_weights_that_it_serves_until_it_takes_an_update(server_kind: str, tmp_path: Path) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         assert server.weights == "none" and engine.statistics().version == 1
         assert not engine.output_is_trainable and engine.shortcoming == OWN_WEIGHTS
@@ -145,11 +145,11 @@ def test_a_server_keeps_the_weights_that_it_serves_until_it_takes_an_update(dial
         assert server.weights == second.folder
         assert engine.output_is_trainable and not engine.shortcoming
 
-    with_server(test, dialect)
+    with_server(test, server_kind)
 
 
 @BOTH
-def test_weights_change_in_the_middle_of_a_request(dialect: str, tmp_path: Path) -> None:
+def test_weights_change_in_the_middle_of_a_request(server_kind: str, tmp_path: Path) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         second = checkpoint(tmp_path, 2)
         request = a_request(tokens_max=20)
@@ -164,7 +164,7 @@ def test_weights_change_in_the_middle_of_a_request(dialect: str, tmp_path: Path)
         assert server.weights == second.folder and result.versions[-1] == 2
         assert engine.statistics().version == 2
         paths = [path for path, _ in server.calls]
-        if dialect == "vllm":
+        if server_kind == "vllm":
             assert result.versions[0] == 1
             assert paths[-4:] == [
                 "/pause?mode=keep", "/collective_rpc", "/reset_prefix_cache?reset_running_requests=true", "/resume",
@@ -172,11 +172,11 @@ def test_weights_change_in_the_middle_of_a_request(dialect: str, tmp_path: Path)
         else:
             assert paths[-3:] == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
 
-    with_server(test, dialect)
+    with_server(test, server_kind)
 
 
 @BOTH
-def test_weights_that_cannot_be_had_leave_the_old_ones(dialect: str, tmp_path: Path) -> None:
+def test_weights_that_cannot_be_had_leave_the_old_ones(server_kind: str, tmp_path: Path) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         server.refuse_weights = True
         with pytest.raises(ManagerError, match="no such file") as refused:
@@ -184,11 +184,11 @@ def test_weights_that_cannot_be_had_leave_the_old_ones(dialect: str, tmp_path: P
         assert not isinstance(refused.value, EngineDied)
         assert engine.statistics().version == 1 and engine.shortcoming == OWN_WEIGHTS
 
-    with_server(test, dialect)
+    with_server(test, server_kind)
 
 
 @BOTH
-def test_published_weights_are_never_sent_to_a_server(dialect: str, tmp_path: Path) -> None:
+def test_published_weights_are_never_sent_to_a_server(server_kind: str, tmp_path: Path) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         for name in ("manifest.json", "00000.bucket", "config.json"):
             (tmp_path / name).touch()
@@ -197,7 +197,7 @@ def test_published_weights_are_never_sent_to_a_server(dialect: str, tmp_path: Pa
         assert not isinstance(refused.value, EngineDied)
         assert server.weights == "none" and engine.statistics().version == 1
 
-    with_server(test, dialect)
+    with_server(test, server_kind)
 
 
 def test_a_server_that_has_new_weights_and_old_prefixes_counts_as_dead(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_server_that_has_new_weights_and_old_prefixes_counts_as_dead(tmp_path:
 
 
 @BOTH
-def test_a_server_with_updated_weights_gets_them_again_at_its_next_start(dialect: str, tmp_path: Path) -> None:
+def test_a_server_with_updated_weights_gets_them_again_at_its_next_start(server_kind: str, tmp_path: Path) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         await engine.update(checkpoint(tmp_path, 2))
         await engine.close()
@@ -225,15 +225,15 @@ def test_a_server_with_updated_weights_gets_them_again_at_its_next_start(dialect
         assert server.weights == third.folder and engine.output_is_trainable
         assert engine.statistics().version == 3
 
-    with_server(test, dialect)
+    with_server(test, server_kind)
 
 
 @BOTH
-def test_a_server_that_was_left_suspended_goes_on_when_it_is_started(dialect: str) -> None:
+def test_a_server_that_was_left_suspended_goes_on_when_it_is_started(server_kind: str) -> None:
     async def main() -> None:
-        async with asyncio.timeout(DEADLINE_S), ModelServer(dialect) as server:
+        async with asyncio.timeout(DEADLINE_S), ModelServer(server_kind) as server:
             server.running.clear()
-            engine = engine_at(server.url, dialect)
+            engine = engine_at(server.url, server_kind)
             await engine.start(weights())
             assert len((await engine.generate(a_request(tokens_max=2))).tokens) == 2
             await engine.close()
@@ -242,7 +242,7 @@ def test_a_server_that_was_left_suspended_goes_on_when_it_is_started(dialect: st
 
 
 @ALL
-def test_cancelling_a_request_aborts_it_in_the_server(dialect: str) -> None:
+def test_cancelling_a_request_aborts_it_in_the_server(server_kind: str) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         request = a_request(tokens_max=5000)
         other = asyncio.create_task(engine.generate(a_request(tokens_max=30)))
@@ -253,18 +253,18 @@ def test_cancelling_a_request_aborts_it_in_the_server(dialect: str) -> None:
             await task
         assert len((await other).tokens) == 30
         await until(lambda: server.inside == 0)
-        if dialect == "sglang":
+        if server_kind == "sglang":
             assert server.aborted == [request.id]
         assert engine.statistics().active == 0
 
-    with_server(test, dialect)
+    with_server(test, server_kind)
 
 
 # ---- what it is good for ----
 
 
 @BOTH
-def test_a_server_without_control_serves_evaluation_and_reports_why(dialect: str) -> None:
+def test_a_server_without_control_serves_evaluation_and_reports_why(server_kind: str) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         assert not engine.output_is_trainable
         assert "takes no weights" in engine.shortcoming
@@ -274,28 +274,30 @@ def test_a_server_without_control_serves_evaluation_and_reports_why(dialect: str
         request = a_request()
         assert (await engine.generate(request)).tokens == tokens_of(server, request)
 
-    with_server(test, dialect, control=False)
+    with_server(test, server_kind, control=False)
 
 
 @ALL
-def test_only_engines_that_have_taken_weights_may_be_trained_on(dialect: str, tmp_path: Path) -> None:
+def test_only_engines_that_have_taken_weights_may_be_trained_on(server_kind: str, tmp_path: Path) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         others = [fake("ours")]
         require_trainable_engines(others)
         with pytest.raises(InvalidConfig, match=r"engine server: expected .*no weights|engine server: .*of its own"):
             require_trainable_engines([*others, engine])
         await engine.update(checkpoint(tmp_path, 2))
-        if dialect == "plain":
-            with pytest.raises(InvalidConfig, match="the dialect takes no weights"):
+        if server_kind == "plain":
+            with pytest.raises(InvalidConfig, match="this kind of server takes no weights"):
                 require_trainable_engines([engine])
         else:
             require_trainable_engines([engine])
 
-    with_server(test, dialect)
+    with_server(test, server_kind)
 
 
 @BOTH
-def test_a_server_that_was_trained_on_does_not_come_back_with_weights_of_its_own(dialect: str, tmp_path: Path) -> None:
+def test_a_server_that_was_trained_on_does_not_come_back_with_weights_of_its_own(
+    server_kind: str, tmp_path: Path
+) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         await engine.update(checkpoint(tmp_path, 2))
         assert engine.output_is_trainable
@@ -308,12 +310,12 @@ def test_a_server_that_was_trained_on_does_not_come_back_with_weights_of_its_own
         await engine.start(PolicyWeights(version=3, folder=str(tmp_path / "3")))
         assert engine.output_is_trainable
 
-    with_server(test, dialect)
+    with_server(test, server_kind)
 
 
 @BOTH
 def test_a_server_that_was_trained_on_does_not_come_back_without_log_probabilities(
-    dialect: str, tmp_path: Path
+    server_kind: str, tmp_path: Path
 ) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         second = checkpoint(tmp_path, 2)
@@ -324,7 +326,7 @@ def test_a_server_that_was_trained_on_does_not_come_back_without_log_probabiliti
             with pytest.raises(ManagerError, match="was trained on, and now it returns no log-probabilities"):
                 await engine.start(second)
 
-    with_server(test, dialect)
+    with_server(test, server_kind)
 
 
 def test_a_plain_server_serves_evaluation() -> None:
@@ -335,11 +337,11 @@ def test_a_plain_server_serves_evaluation() -> None:
 
 
 @BOTH
-def test_a_server_without_log_probabilities_serves_evaluation(dialect: str) -> None:
+def test_a_server_without_log_probabilities_serves_evaluation(server_kind: str) -> None:
     async def main() -> None:
-        async with asyncio.timeout(DEADLINE_S), ModelServer(dialect) as server:
+        async with asyncio.timeout(DEADLINE_S), ModelServer(server_kind) as server:
             server.fault = "no logprobs"
-            engine = engine_at(server.url, dialect)
+            engine = engine_at(server.url, server_kind)
             await engine.start(weights())
             assert (
                 not engine.output_is_trainable
@@ -353,12 +355,12 @@ def test_a_server_without_log_probabilities_serves_evaluation(dialect: str) -> N
 
 
 @ALL
-def test_text_without_ids_is_refused_at_the_start(dialect: str) -> None:
+def test_text_without_ids_is_refused_at_the_start(server_kind: str) -> None:
     async def main() -> None:
-        async with asyncio.timeout(DEADLINE_S), ModelServer(dialect) as server:
+        async with asyncio.timeout(DEADLINE_S), ModelServer(server_kind) as server:
             server.fault = "text"
             with pytest.raises(ManagerError, match="text without the ids of its tokens"):
-                await engine_at(server.url, dialect).start(weights())
+                await engine_at(server.url, server_kind).start(weights())
 
     asyncio.run(main())
 
@@ -368,14 +370,14 @@ def test_text_without_ids_is_refused_at_the_start(dialect: str) -> None:
     ("temperature", "scaled", "output_is_trainable"), [(0.5, True, True), (0.5, False, False), (1.0, False, True)]
 )
 def test_log_probabilities_before_the_temperature_are_detected(
-    dialect: str, temperature: float, scaled: bool, output_is_trainable: bool, tmp_path: Path
+    server_kind: str, temperature: float, scaled: bool, output_is_trainable: bool, tmp_path: Path
 ) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         await engine.update(checkpoint(tmp_path, 2))
         assert engine.output_is_trainable is output_is_trainable
         assert ("before the temperature" in engine.shortcoming) is not output_is_trainable
 
-    with_server(test, dialect, scaled=scaled, temperature=temperature)
+    with_server(test, server_kind, scaled=scaled, temperature=temperature)
 
 
 def test_without_the_ids_of_the_sampled_subset_training_with_top_k_is_refused() -> None:
@@ -461,7 +463,7 @@ def test_a_whole_answer_that_goes_wrong_kills_the_engine(fault: str, words: str)
 
 @BOTH
 @pytest.mark.parametrize("finish", ["abort", "tool_calls", "content_filter"])
-def test_an_answer_that_ends_oddly_costs_its_request_alone(dialect: str, finish: str) -> None:
+def test_an_answer_that_ends_oddly_costs_its_request_alone(server_kind: str, finish: str) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         server.fault, server.words = "aborted", finish
         with pytest.raises(RequestRefused, match=f"ended the answer by '{finish}'"):
@@ -469,7 +471,7 @@ def test_an_answer_that_ends_oddly_costs_its_request_alone(dialect: str, finish:
         server.fault = ""
         assert (await engine.generate(a_request(tokens_max=2))).tokens, "it was not closed"
 
-    with_server(test, dialect)
+    with_server(test, server_kind)
 
 
 @pytest.mark.parametrize(
@@ -537,7 +539,7 @@ def test_a_length_error_names_the_key_to_change() -> None:
 
 
 @BOTH
-def test_a_token_that_the_policy_does_not_know_makes_no_sense(dialect: str) -> None:
+def test_a_token_that_the_policy_does_not_know_makes_no_sense(server_kind: str) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         request = a_request(tokens_max=20)
         wrong = next(token for token in tokens_of(server, request) if token >= 50)
@@ -547,7 +549,7 @@ def test_a_token_that_the_policy_does_not_know_makes_no_sense(dialect: str) -> N
         ):
             await engine.generate(request)
 
-    with_server(test, dialect, vocabulary=50)
+    with_server(test, server_kind, vocabulary=50)
 
 
 def test_a_server_without_free_slots_gets_the_request_again() -> None:
@@ -701,25 +703,25 @@ def test_one_table_describes_several_servers() -> None:
     assert (engine.name, engine.url) == ("server-2", "http://node-2:8000")
 
 
-# ---- behind a gateway ----
+# ---- behind a router ----
 
 
 @pytest.mark.usefixtures("no_pauses")
 def test_behind_a_gateway_a_busy_server_that_drops_a_connection_costs_no_request() -> None:
     async def main() -> None:
         async with asyncio.timeout(DEADLINE_S), ModelServer("vllm") as server:
-            gateway = Router([engine_at(server.url, slots=3)])
-            await gateway.start(weights())
+            router = Router([engine_at(server.url, slots=3)])
+            await router.start(weights())
             server.status, server.unlucky = 503, 3
-            tasks = [asyncio.create_task(gateway.generate(a_request(tokens_max=30))) for _ in range(7)]
+            tasks = [asyncio.create_task(router.generate(a_request(tokens_max=30))) for _ in range(7)]
             await until(lambda: server.inside == 3)
             server.fault, server.fault_after = "dropped", 0
             await until(lambda: server.inside < 3)
             server.fault, server.status, server.unlucky = "", 503, 3
             results = await asyncio.gather(*tasks)
             assert [len(each.tokens) for each in results] == [30] * 7
-            assert gateway.statistics().engines[0].incarnations >= 2
-            await gateway.close()
+            assert router.statistics().engines[0].incarnations >= 2
+            await router.close()
 
     asyncio.run(main())
 
@@ -728,21 +730,21 @@ def test_behind_a_gateway_a_request_survives_its_server() -> None:
     async def main() -> None:
         async with asyncio.timeout(DEADLINE_S), ModelServer("vllm") as first, ModelServer("vllm") as second:
             engines = [
-                OpenAIEngine(EngineSettings(name=name, kind="openai", url=server.url), dialect="vllm")
+                OpenAIEngine(EngineSettings(name=name, kind="openai", url=server.url), server="vllm")
                 for name, server in (("first", first), ("second", second))
             ]
-            gateway = Router(engines)
-            await gateway.start(weights())
+            router = Router(engines)
+            await router.start(weights())
             request = a_request(tokens_max=40)
             first.fault, first.fault_after = "dropped", 5
-            result = await gateway.generate(request)
+            result = await router.generate(request)
             assert result.tokens == tokens_of(first, request)
-            assert result.engine == "second" and gateway.statistics().resumed == 1
+            assert result.engine == "second" and router.statistics().resumed == 1
             prompt = second.calls[-1][1]["prompt"]
             assert len(prompt) > len(request.tokens) and prompt[len(request.tokens) :] == list(
                 result.tokens[: len(prompt) - len(request.tokens)]
             )
-            await gateway.close()
+            await router.close()
 
     asyncio.run(main())
 
@@ -750,17 +752,17 @@ def test_behind_a_gateway_a_request_survives_its_server() -> None:
 def test_behind_a_gateway_a_server_that_refuses_our_weights_goes_on_serving(tmp_path: Path) -> None:
     async def main() -> None:
         async with asyncio.timeout(DEADLINE_S), ModelServer("vllm") as server:
-            gateway = Router([engine_at(server.url)])
-            await gateway.start(weights())
+            router = Router([engine_at(server.url)])
+            await router.start(weights())
             request = a_request(tokens_max=40)
-            task = asyncio.create_task(gateway.generate(request))
+            task = asyncio.create_task(router.generate(request))
             await until(lambda: server.inside == 1)
             with pytest.raises(ManagerError, match=r"no engine took version 2.*Hugging Face folders only"):
-                await gateway.update(weights(2))
+                await router.update(weights(2))
             assert (await task).versions == (1,) * 40
-            await gateway.update(checkpoint(tmp_path, 2))
-            (kept,) = gateway.statistics().engines
+            await router.update(checkpoint(tmp_path, 2))
+            (kept,) = router.statistics().engines
             assert (kept.version, kept.output_is_trainable, kept.incarnations) == (2, True, 1)
-            await gateway.close()
+            await router.close()
 
     asyncio.run(main())

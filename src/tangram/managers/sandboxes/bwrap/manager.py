@@ -294,7 +294,7 @@ class BwrapManager(FilesMixin):
         self.images.get(HOST_IMAGE)  # made here rather than by the first sandbox
 
     async def _get_spawner(self) -> SpawnerClient:
-        """The present spawner. One that died took its sandboxes along; new sandboxes get a new one."""
+        """The current spawner. One that died took its sandboxes along; new sandboxes get a new one."""
         while self._spawner is None:
             async with self._spawner_lock:
                 if self._spawner is None:
@@ -553,12 +553,12 @@ class BwrapManager(FilesMixin):
         add = self.images.add_directory if await asyncio.to_thread(_is_root_file_system, path) else self.images.add_tar
         return (await add(Path(path))).name
 
-    async def recall_image(self, key: str) -> str:
-        image = self.images.recall(key)
+    async def find_image(self, key: str) -> str:
+        image = self.images.find_by_key(key)
         return image.name if image is not None else ""
 
-    async def remember_image(self, key: str, name: str) -> None:
-        self.images.remember(key, self.images.get(name))
+    async def tag_image(self, key: str, name: str) -> None:
+        self.images.tag(key, self.images.get(name))
         self._owner.untie_image(name)
 
     async def forget_image(self, name: str) -> None:

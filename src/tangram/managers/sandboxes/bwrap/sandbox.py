@@ -59,7 +59,7 @@ class ActionSlot:
         """Usage of all earlier actions."""
 
     def cpu_s_so_far(self) -> float:
-        """CPU seconds of the present action."""
+        """CPU seconds of the current action."""
         return max(0.0, self.group.cpu_s() - self._cpu_s)
 
     def take_usage(self) -> tuple[float, float]:

@@ -139,7 +139,7 @@ NAMESPACES = 0x7E020000
 NAMESPACE_TIME = 0x80
 """CLONE_NEWTIME; for clone these bits mean a signal."""
 PERSONALITIES = (0, 0x40000, 0xFFFFFFFF)
-"""The usual one, ADDR_NO_RANDOMIZE (debuggers set it), and the query of the present one."""
+"""The usual one, ADDR_NO_RANDOMIZE (debuggers set it), and the query of the current one."""
 TERMINAL_INPUT = (0x5412, 0x541C)
 """TIOCSTI and TIOCLINUX insert input into a terminal."""
 SOCKET_FAMILIES = (1, 2, 10)

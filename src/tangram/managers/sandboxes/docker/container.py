@@ -2,7 +2,7 @@
 
 Owns the state of one container in the engine: pause, CPU, end. Decides nothing: grants state how much. Promises that it
 runs only while an action runs or a file operation needs it; that its CPU is the sum of the grants of its running
-actions; and that no request repeats the present state.
+actions; and that no request repeats the current state.
 
 An engine limits containers, not the programs in them: several actions in one container share the sum of their grants.
 """

@@ -29,7 +29,7 @@ from tangram.managers.work import HOST_IMAGE, require_forgettable
 
 REPOSITORY = "tangram"
 """The repository of commits in the engine, with their name below it."""
-REMEMBERED_REPOSITORY = "tangram-kept"
+TAGGED_REPOSITORY = "tangram-kept"
 """The repository of remembered images in the engine, with the hash of their key as the tag."""
 
 _PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
@@ -163,16 +163,16 @@ class DockerImages:
 
     # ---- keep and remove ----
 
-    async def recall(self, key: str) -> str:
-        kept = f"{REMEMBERED_REPOSITORY}:{_hash(key)}"
+    async def find_by_key(self, key: str) -> str:
+        kept = f"{TAGGED_REPOSITORY}:{_hash(key)}"
         description = await self._describe(kept)
         if description is None:
             return ""
         return next((name for name, id in self._committed.items() if id == description["Id"]), kept)
 
-    async def remember(self, key: str, name: str) -> None:
+    async def tag(self, key: str, name: str) -> None:
         image = await self.find(name)
-        query = {"repo": REMEMBERED_REPOSITORY, "tag": _hash(key)}
+        query = {"repo": TAGGED_REPOSITORY, "tag": _hash(key)}
         await self._engine.json("POST", f"/images/{image.id}/tag", what="name an image", query=query)
 
     async def forget(self, name: str) -> None:
@@ -204,8 +204,8 @@ class DockerImages:
         names: list[str] = []
         for image in sorted(listed, key=lambda image: -int(image["Created"])):
             if of_owner((image["Labels"] or {}).get(OWNER_LABEL, "")):
-                kept = any(tag.startswith(f"{REMEMBERED_REPOSITORY}:") for tag in image["RepoTags"] or [])
-                tags = [tag for tag in _own_tags(image) if not tag.startswith(f"{REMEMBERED_REPOSITORY}:")]
+                kept = any(tag.startswith(f"{TAGGED_REPOSITORY}:") for tag in image["RepoTags"] or [])
+                tags = [tag for tag in _own_tags(image) if not tag.startswith(f"{TAGGED_REPOSITORY}:")]
                 names += tags if kept else [image["Id"]]
         while names:
             left = [name for name in names if not await self._remove(name)]
@@ -233,9 +233,7 @@ def _image_info(description: Json) -> ImageInfo:
 
 
 def _own_tags(description: Json) -> list[str]:
-    return [
-        tag for tag in description["RepoTags"] or [] if tag.startswith((f"{REPOSITORY}/", f"{REMEMBERED_REPOSITORY}:"))
-    ]
+    return [tag for tag in description["RepoTags"] or [] if tag.startswith((f"{REPOSITORY}/", f"{TAGGED_REPOSITORY}:"))]
 
 
 def _hash(text: str) -> str:

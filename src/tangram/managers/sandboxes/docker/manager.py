@@ -362,11 +362,11 @@ class DockerManager(FilesMixin):
     async def add_image(self, path: str) -> str:
         return await self._images.add(path)
 
-    async def recall_image(self, key: str) -> str:
-        return await self._images.recall(key)
+    async def find_image(self, key: str) -> str:
+        return await self._images.find_by_key(key)
 
-    async def remember_image(self, key: str, name: str) -> None:
-        await self._images.remember(key, name)
+    async def tag_image(self, key: str, name: str) -> None:
+        await self._images.tag(key, name)
 
     async def forget_image(self, name: str) -> None:
         await self._images.forget(name)

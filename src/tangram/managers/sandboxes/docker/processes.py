@@ -53,7 +53,7 @@ exit 0
 
 
 def now_ticks() -> int:
-    """The present time in the unit of process start times."""
+    """The current time in the unit of process start times."""
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * TICKS_PER_S)
 
 

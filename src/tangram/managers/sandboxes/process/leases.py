@@ -174,12 +174,14 @@ class ProcessLease(ExecLease):
     cpu_s_before = 0.0
     """CPU seconds of the child before this action."""
 
-    def __init__(self, box: ProcessSandbox, work: Exec, width: int, output: Output | None, host: ProgramHost) -> None:
+    def __init__(
+        self, sandbox: ProcessSandbox, work: Exec, width: int, output: Output | None, host: ProgramHost
+    ) -> None:
         super().__init__(work, width, output)
-        self.sandbox = box
+        self.sandbox = sandbox
         self.host = host
-        self.mark = box.next_mark()
-        self.processes = ProcessTree(box.process_table, ACTION_MARK, self.mark)
+        self.mark = sandbox.next_mark()
+        self.processes = ProcessTree(sandbox.process_table, ACTION_MARK, self.mark)
         self.cpus: tuple[int, ...] = ()
 
     async def _launch(self) -> None:
@@ -248,11 +250,11 @@ class ProcessProgramLease(ProcessLease):
     """A program of its own."""
 
     def _start_program(self) -> None:
-        box, command = self.sandbox, substitute_width(self.work.command, self.width)
+        sandbox, command = self.sandbox, substitute_width(self.work.command, self.width)
         argv = [self.host.shell, "-c", command] if isinstance(command, str) else list(command)
-        self.child = _spawn(self, argv, self.work.stdin, self.mark, cwd=box.resolve_cwd(self.work.cwd))
+        self.child = _spawn(self, argv, self.work.stdin, self.mark, cwd=sandbox.resolve_cwd(self.work.cwd))
         self.processes.include(self.child.pid)
-        box.processes.include(self.child.pid)
+        sandbox.processes.include(self.child.pid)
 
     def _end_futures(self) -> tuple[asyncio.Future[Any], ...]:
         return (self.child.exited,)

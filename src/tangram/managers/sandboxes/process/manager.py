@@ -146,9 +146,9 @@ class ProcessManager:
 
     async def __aexit__(self, *error: object) -> None:
         failures: list[ManagerError] = []
-        for box in list(self._sandboxes.values()):
+        for sandbox in list(self._sandboxes.values()):
             try:
-                await self._close(box, "the manager of its sandbox ended")
+                await self._close(sandbox, "the manager of its sandbox ended")
             except ManagerError as failure:
                 failures.append(failure)
         self._images, self._image_by_key = {}, {}
@@ -185,11 +185,11 @@ class ProcessManager:
         return CompletedLease(LeaseResult())
 
     def _get_sandbox(self, name: str) -> ProcessSandbox:
-        box = self._sandboxes.get(name)
-        if box is None or box.closed_reason:
-            why = f": {box.closed_reason}" if box is not None else ""
+        sandbox = self._sandboxes.get(name)
+        if sandbox is None or sandbox.closed_reason:
+            why = f": {sandbox.closed_reason}" if sandbox is not None else ""
             raise ManagerError(f"sandbox {name!r} is not open on this node{why}", retry=False)
-        return box
+        return sandbox
 
     async def _open(self, name: str, spec: SandboxSpec) -> None:
         assert self._lock >= 0, "a manager works between entering and leaving it"
@@ -198,65 +198,65 @@ class ProcessManager:
         if spec.user != "agent":
             raise ManagerError("user='root' needs a user namespace: use the sandbox backend", retry=False)
         self._require_image(spec.image)
-        box = ProcessSandbox(
+        sandbox = ProcessSandbox(
             name, spec, self._new_directory("box"), f"{self._mark}{self._directories_made}.", self._process_table
         )
-        self._sandboxes[name] = box
+        self._sandboxes[name] = sandbox
         try:
-            await self._create_sandbox(box)
+            await self._create_sandbox(sandbox)
         except BaseException as error:
-            self._unregister(box)
-            await _remove(box.directory)
+            self._unregister(sandbox)
+            await _remove(sandbox.directory)
             if isinstance(error, OSError):
                 raise ManagerError(f"sandbox {name!r} cannot be made: {error}") from error
             raise
 
-    async def _create_sandbox(self, box: ProcessSandbox) -> None:
+    async def _create_sandbox(self, sandbox: ProcessSandbox) -> None:
         """Create its directories and copy its image; no process runs before the first program (leases.py `_spawn`)."""
-        box.create_directories()
-        if box.spec.image != HOST_IMAGE:
-            await _copy(self._images[box.spec.image], box.work)
-        if self._sandboxes.get(box.name) is not box:
-            raise ManagerError(f"sandbox {box.name!r} was closed while it was made", retry=False)
-        box.closed_reason = ""
+        sandbox.create_directories()
+        if sandbox.spec.image != HOST_IMAGE:
+            await _copy(self._images[sandbox.spec.image], sandbox.work)
+        if self._sandboxes.get(sandbox.name) is not sandbox:
+            raise ManagerError(f"sandbox {sandbox.name!r} was closed while it was made", retry=False)
+        sandbox.closed_reason = ""
 
-    async def _close(self, box: ProcessSandbox, why: str) -> None:
+    async def _close(self, sandbox: ProcessSandbox, why: str) -> None:
         """Can be repeated after an interruption."""
-        box.closed_reason = why
-        async with box.start_lock:
-            await box.kill_all()
-            await _remove(box.directory)
-            self._unregister(box)
+        sandbox.closed_reason = why
+        async with sandbox.start_lock:
+            await sandbox.kill_all()
+            await _remove(sandbox.directory)
+            self._unregister(sandbox)
 
-    def _unregister(self, box: ProcessSandbox) -> None:
-        if self._sandboxes.get(box.name) is box:
-            del self._sandboxes[box.name]
+    def _unregister(self, sandbox: ProcessSandbox) -> None:
+        if self._sandboxes.get(sandbox.name) is sandbox:
+            del self._sandboxes[sandbox.name]
 
-    async def _commit(self, box: ProcessSandbox, image: str) -> None:
-        async with box.start_lock:
-            self._get_sandbox(box.name)
+    async def _commit(self, sandbox: ProcessSandbox, image: str) -> None:
+        async with sandbox.start_lock:
+            self._get_sandbox(sandbox.name)
             directory = self._new_directory("image")
-            box.processes.freeze()
+            sandbox.processes.freeze()
             try:
-                await _copy(box.work, directory)
+                await _copy(sandbox.work, directory)
             except BaseException:
                 await _remove(directory)
                 raise
             finally:
-                box.thaw_if_running()
+                sandbox.thaw_if_running()
             self._images[image] = directory
 
     def _new_directory(self, kind: str) -> Path:
         self._directories_made += 1
         return self._home / f"{kind}-{self._directories_made}"
 
-    async def _execute(self, box: ProcessSandbox, work: Exec, width: int, output: Output | None) -> Lease:
-        async with box.start_lock:
-            self._get_sandbox(box.name)
+    async def _execute(self, sandbox: ProcessSandbox, work: Exec, width: int, output: Output | None) -> Lease:
+        async with sandbox.start_lock:
+            self._get_sandbox(sandbox.name)
             if work.session:
-                self._require_session(box, work.session)
+                self._require_session(sandbox, work.session)
             width = min(width, len(self.cpu_allocator) * CORE)  # more would only compete for the same cores
-            lease = (ProcessSessionLease if work.session else ProcessProgramLease)(box, work, width, output, self)
+            lease = (ProcessSessionLease if work.session else ProcessProgramLease)(sandbox, work, width, output, self)
             try:
                 await lease.begin()
             except OSError as error:
@@ -269,12 +269,12 @@ class ProcessManager:
                 )
             return lease
 
-    def _require_session(self, box: ProcessSandbox, name: str) -> None:
+    def _require_session(self, sandbox: ProcessSandbox, name: str) -> None:
         if not self.shell.endswith("/bash"):
             raise ManagerError("sessions need bash on this machine: install it", retry=False)
-        shell = box.sessions.get(name)
+        shell = sandbox.sessions.get(name)
         if shell is not None and shell.busy:
-            raise ManagerError(f"session {name!r} of sandbox {box.name!r} runs a command already", retry=False)
+            raise ManagerError(f"session {name!r} of sandbox {sandbox.name!r} runs a command already", retry=False)
 
     # ---- images ----
 
@@ -284,11 +284,11 @@ class ProcessManager:
             retry=False,
         )
 
-    async def recall_image(self, key: str) -> str:
+    async def find_image(self, key: str) -> str:
         """Images of this backend end with its manager, so only its own are remembered."""
         return self._image_by_key.get(key, "")
 
-    async def remember_image(self, key: str, name: str) -> None:
+    async def tag_image(self, key: str, name: str) -> None:
         self._require_image(name)
         self._image_by_key[key] = name
 

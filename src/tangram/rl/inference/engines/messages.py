@@ -44,7 +44,7 @@ class AbortRequest(EngineCommand, frozen=True, kw_only=True, tag="Abort"):
 
 
 class Suspend(EngineCommand, frozen=True, kw_only=True, tag="Suspend"):
-    ask: int
+    request_id: int
     """Returned in the response."""
 
 
@@ -52,19 +52,19 @@ class Fetch(EngineCommand, frozen=True, kw_only=True, tag="Fetch"):
     """Reads weights while decoding continues. The response is Fetched or UpdateFailed, preceded by any number of
     Fetching. A second one replaces the first, which fails then."""
 
-    ask: int
+    request_id: int
     weights: PolicyWeights
 
 
 class Update(EngineCommand, frozen=True, kw_only=True, tag="Update"):
     """Switches to fetched weights; others are read first. The response is Updated or UpdateFailed."""
 
-    ask: int
+    request_id: int
     weights: PolicyWeights
 
 
 class Resume(EngineCommand, frozen=True, kw_only=True, tag="Resume"):
-    ask: int
+    request_id: int
 
 
 class CloseEngine(EngineCommand, frozen=True, kw_only=True, tag="Close"):
@@ -114,29 +114,29 @@ class GenerationRefused(EngineReply, frozen=True, kw_only=True, tag="Refused"):
 class EngineAcknowledged(EngineReply, frozen=True, kw_only=True, tag="Acknowledged"):
     """Response to Suspend and Resume; takes effect with the next step."""
 
-    ask: int
+    request_id: int
 
 
 class Fetching(EngineReply, frozen=True, kw_only=True, tag="Fetching"):
     """A heartbeat: an engine that does not decode sends nothing else."""
 
-    ask: int
+    request_id: int
 
 
 class Fetched(EngineReply, frozen=True, kw_only=True, tag="Fetched"):
-    ask: int
+    request_id: int
     version: int
 
 
 class Updated(EngineReply, frozen=True, kw_only=True, tag="Updated"):
-    ask: int
+    request_id: int
     version: int
 
 
 class UpdateFailed(EngineReply, frozen=True, kw_only=True, tag="UpdateFailed"):
     """The old weights stay."""
 
-    ask: int
+    request_id: int
     reason: str
 
 

@@ -12,7 +12,7 @@ Its output can be trained on only if the server returns ids and log-probabilitie
 taken weights; otherwise it serves evaluation, and `shortcoming` has the reason. An engine that trained before does not
 start if it no longer can, because its output would silently come from other weights.
 
-The API depends on the dialect:
+The API depends on the kind of server:
 
     vllm     /v1/completions with `return_token_ids`, streamed, so that partial output survives the server. Weights:
              /pause?mode=keep, /collective_rpc reload_weights, /reset_prefix_cache, /resume, which it has with
@@ -25,7 +25,7 @@ A server gets at most `slots` requests at once. One that cannot be reached, brea
 or sends malformed responses counts as dead (EngineDied); `start` finds out whether it is back. A busy server (BUSY) is
 retried, after Retry-After if it sends that, and counts as dead only if it accepts no request for `silent_s_max`. A
 failing one (5xx) is retried TRIES times; if it fails the same request each time and still answers a probe, it rejects
-that request (RequestRefused). Tested against a small server that implements each dialect, not against vLLM and SGLang
+that request (RequestRefused). Tested against a small server that implements each kind, not against vLLM and SGLang
 on real devices.
 
 Sessions are independent: a request that waits while the engine is closed gets EngineDied, even if the engine has been
@@ -49,7 +49,7 @@ import msgspec
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.managers.http import ConnectFailed, Disconnected, HttpClient, HttpError, InvalidUrl, backoff_s
 from tangram.managers.quotas.adaptive_rate import OVERLOADED, TOO_MANY, UNAVAILABLE, parse_rate_limit
-from tangram.rl.config.rollout_settings import Dialect, EngineSettings
+from tangram.rl.config.rollout_settings import EngineSettings, ServerKind
 from tangram.rl.inference.engines.http_session import RESPONSE_BYTES_MAX, HttpSession, HttpSessionClosed
 from tangram.rl.inference.engines.protocol import (
     EngineDied,
@@ -120,21 +120,21 @@ class OpenAIEngine:
         settings: EngineSettings,
         number: int = 0,
         *,
-        dialect: Dialect = "vllm",
+        server: ServerKind = "vllm",
         model: str = "",
         key: str = "",
         temperature: float = 1.0,
         vocabulary: int | None = None,
     ) -> None:
         """`vocabulary`: size of the vocabulary; None: unknown, every id is accepted."""
-        if dialect not in SERVER_ADAPTERS:
-            raise InvalidConfig("dialect", dialect, f"one of {', '.join(SERVER_ADAPTERS)}")
+        if server not in SERVER_ADAPTERS:
+            raise InvalidConfig("server", server, f"one of {', '.join(SERVER_ADAPTERS)}")
         self.name = settings.engine_name(number)
         self.hardware = settings.hardware
         self.output_is_trainable = False
         self.shortcoming = "it was not started"
         """Why it does not train; empty if it does."""
-        self._adapter = SERVER_ADAPTERS[dialect]
+        self._adapter = SERVER_ADAPTERS[server]
         self.url = settings.url.replace("{number}", str(number)).rstrip("/")
         """Address of the server, without a trailing slash."""
         self._model = model
@@ -202,7 +202,7 @@ class OpenAIEngine:
     async def _missing_control(self) -> str:
         """Returns why it takes no weights; empty if it does. Resumes the server, which may have been left suspended."""
         if self._adapter.update is None:
-            return "the dialect takes no weights"
+            return "this kind of server takes no weights"
         try:
             await self._post_all(self._adapter.resume)
         except _CallMissing as error:

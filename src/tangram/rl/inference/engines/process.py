@@ -197,24 +197,26 @@ class _EngineChild(ChildProcess):
         self.require_ready()
         request_id = self.next_number()
         self._suspended = True
-        await self.request(request_id, Suspend(ask=request_id))
+        await self.request(request_id, Suspend(request_id=request_id))
 
     async def resume(self) -> None:
         self.require_ready()
         request_id = self.next_number()
         self.reset_hang_timer()
         self._suspended = False
-        await self.request(request_id, Resume(ask=request_id))
+        await self.request(request_id, Resume(request_id=request_id))
 
     async def fetch(self, weights: PolicyWeights) -> None:
         request_id = self.next_number()
-        self._require_accepted(weights, await self.request(request_id, Fetch(ask=request_id, weights=weights)))
+        self._require_accepted(weights, await self.request(request_id, Fetch(request_id=request_id, weights=weights)))
 
     async def update(self, weights: PolicyWeights) -> None:
         request_id = self.next_number()
         self._updating += 1
         try:
-            self._require_accepted(weights, await self.request(request_id, Update(ask=request_id, weights=weights)))
+            self._require_accepted(
+                weights, await self.request(request_id, Update(request_id=request_id, weights=weights))
+            )
         finally:
             self._updating -= 1
 
@@ -239,10 +241,10 @@ class _EngineChild(ChildProcess):
                 if pending is not None and not pending.future.done():
                     pending.future.set_exception(InvalidAction(answer.field, answer.value, answer.expected))
             case (
-                EngineAcknowledged(ask=request_id)
-                | Fetched(ask=request_id)
-                | Updated(ask=request_id)
-                | UpdateFailed(ask=request_id)
+                EngineAcknowledged(request_id=request_id)
+                | Fetched(request_id=request_id)
+                | Updated(request_id=request_id)
+                | UpdateFailed(request_id=request_id)
             ):
                 self.resolve(request_id, answer)
             case EngineHeartbeat(statistics=statistics, steps=steps):

@@ -969,21 +969,21 @@ def test_paths_too_long_for_the_options_of_a_mount_are_refused(tmp_path: Path) -
 
 def test_a_cached_result_is_shared_until_its_layers_are_gone(store: ImageStore) -> None:
     image = commit(store, "ready", store.get("host"))
-    assert store.recall("pip install x") is None
-    store.remember("pip install x", image)
+    assert store.find_by_key("pip install x") is None
+    store.tag("pip install x", image)
     other = ImageStore(store.root)
-    assert other.recall("pip install x") == image
-    assert other.recall("pip install y") is None
+    assert other.find_by_key("pip install x") == image
+    assert other.find_by_key("pip install y") is None
     store.forget("ready")
-    assert other.recall("pip install x") is None
+    assert other.find_by_key("pip install x") is None
     assert os.listdir(store.root / "cache") == []
 
 
 def test_a_damaged_record_is_as_good_as_none(store: ImageStore) -> None:
-    store.remember("key", store.get("host"))
+    store.tag("key", store.get("host"))
     (record,) = (store.root / "cache").iterdir()
     record.write_bytes(record.read_bytes()[:-5])
-    assert store.recall("key") is None
+    assert store.find_by_key("key") is None
 
 
 HOLDER = """

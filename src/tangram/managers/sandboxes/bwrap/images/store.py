@@ -157,7 +157,7 @@ class ImageStore:
         return record.image
 
     def replaced_name(self, name: str) -> str:
-        """The name that the present image of this name gets once another one replaces it; empty if there is none."""
+        """The name that the current image of this name gets once another one replaces it; empty if there is none."""
         old = _read(_record_path(self._images, name))
         if old is None:
             return ""
@@ -219,10 +219,10 @@ class ImageStore:
             _require_name(name)
         key = f"archive {name} {_identity(real)}"
         async with self.lock(key):
-            image = self.recall(key)
+            image = self.find_by_key(key)
             if image is None:
                 image = await self._add_archive(real, name)
-                self.remember(key, image)
+                self.tag(key, image)
             return self.register(image)
 
     async def _add_archive(self, path: Path, name: str) -> StoredImage:
@@ -368,13 +368,13 @@ class ImageStore:
 
     # ---- the cache of committed set-ups -----------------------------------------------------------------------------
 
-    def remember(self, key: str, image: StoredImage) -> None:
-        """Remember an image for `recall`, also by other processes and after a restart."""
+    def tag(self, key: str, image: StoredImage) -> None:
+        """Tags an image with a key, for `find_by_key`, also of other processes and after a restart."""
         with self._store_lock():
             self._write(_record_path(self._cache, key), _ImageRecord(key, image))
 
-    def recall(self, key: str) -> StoredImage | None:
-        """The image that was remembered, if all of it still exists."""
+    def find_by_key(self, key: str) -> StoredImage | None:
+        """The image with this tag, if all of it still exists."""
         path = _record_path(self._cache, key)
         record = _read(path)
         if record is not None and _missing_layer(record.image):

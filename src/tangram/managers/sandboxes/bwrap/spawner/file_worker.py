@@ -27,7 +27,7 @@ tarfile.pwd = tarfile.grp = None  # type: ignore[attr-defined]
 tarfile.TarFile.extraction_filter = staticmethod(lambda member, path: member)
 
 
-def carry_out(request: Message, fds: list[int], box: object) -> Message:
+def carry_out(request: Message, fds: list[int], sandbox: object) -> Message:
     """Runs with the namespaces, root and user of a program of the sandbox, so no path leads outside. Data goes through
     the descriptor that came with the request."""
     # A reader that stops early must not kill this process before it replies.

@@ -100,8 +100,8 @@ def _namespace(pid: int, kind: str) -> str:
     return os.readlink(f"/proc/{pid}/ns/{kind}")
 
 
-def send_command(runner: Runner, box: SpawnedSandbox, groups: list[str], command: bytes, fds: list[int]) -> None:
-    box.join(runner.pid, groups)
+def send_command(runner: Runner, sandbox: SpawnedSandbox, groups: list[str], command: bytes, fds: list[int]) -> None:
+    sandbox.join(runner.pid, groups)
     send_packet(runner.channel, command, fds)
 
 

@@ -83,7 +83,7 @@ class Spawner:
         self._listener = listener
         """Accepts the next owner; None if there is none after the first."""
         self._outlives = False
-        """Whether sandboxes are left to the next owner, or end with the present one."""
+        """Whether sandboxes are left to the next owner, or end with the current one."""
         self._owner: socket.socket | None = None
         self._owner_pidfd = -1
         self._departing_owner: socket.socket | None = None
@@ -133,8 +133,8 @@ class Spawner:
         except EOFError:
             pass
         finally:
-            for box in self._sandboxes.values():
-                box.kill()
+            for sandbox in self._sandboxes.values():
+                sandbox.kill()
             orphan_cleanup.kill_all(self._groups)
 
     # ---- owners ----
@@ -168,10 +168,10 @@ class Spawner:
         self._owner, self._departing_owner = None, self._owner
         self._spares_wanted.clear()
         self._freeze_deadline_s = time.monotonic() + orphan_cleanup.END_S_MAX
-        for box in self._sandboxes.values():
-            for name, held in box.sessions.items():  # their shells are killed, if they have not ended
-                self._discard_output(box, held)
-                box.sessions[name] = []
+        for sandbox in self._sandboxes.values():
+            for name, held in sandbox.sessions.items():  # their shells are killed, if they have not ended
+                self._discard_output(sandbox, held)
+                sandbox.sessions[name] = []
 
     def _await_next_owner(self) -> None:
         """Called without an owner: wait until everything is frozen, then for the next owner."""
@@ -195,7 +195,7 @@ class Spawner:
             if runner is not None and runner.sandbox is not None:
                 orphan_cleanup.thaw_killed(pid, self._groups, runner.sandbox.name)
         busy = orphan_cleanup.freeze_orphans(
-            self._groups, {name for name, box in self._sandboxes.items() if not box.closing}
+            self._groups, {name for name, sandbox in self._sandboxes.items() if not sandbox.closing}
         )
         late_s = time.monotonic() - self._freeze_deadline_s
         if late_s > 0.0:
@@ -219,10 +219,11 @@ class Spawner:
             self._selector.unregister(self._listener)
             with contextlib.suppress(OSError):  # then its default size
                 reserve_send_buffer(self._owner, 4)
-            boxes = {
-                name: {"init": box.init, "sessions": sorted(box.sessions)} for name, box in self._sandboxes.items()
+            sandboxes = {
+                name: {"init": sandbox.init, "sessions": sorted(sandbox.sessions)}
+                for name, sandbox in self._sandboxes.items()
             }
-            self._send({"protocol": PROTOCOL, "number": self._number, "boxes": boxes})
+            self._send({"protocol": PROTOCOL, "number": self._number, "boxes": sandboxes})
 
     # ---- messages ----
 
@@ -343,10 +344,10 @@ class Spawner:
             self._reply(number, init=init)
 
         def ended(code: int) -> None:
-            box = self._sandboxes.pop(name, None)
-            if box is not None:
-                self._close_drained(box, 0)
-                box.close()
+            sandbox = self._sandboxes.pop(name, None)
+            if sandbox is not None:
+                self._close_drained(sandbox, 0)
+                sandbox.close()
                 self._spares_wanted.pop(name, None)
                 self._send({"gone": name, "code": code})
             else:
@@ -371,20 +372,20 @@ class Spawner:
                 then()
 
     def _close(self, request: Message, fds: list[int]) -> None:
-        box = self._sandboxes.get(request["box"])
-        if box is not None:
-            box.kill()
+        sandbox = self._sandboxes.get(request["box"])
+        if sandbox is not None:
+            sandbox.kill()
         self._reply(request["id"])
 
     def _copy(self, request: Message, fds: list[int]) -> None:
         """Copy a directory that only the holder of a sandbox sees to one that all processes see."""
-        box = self._get_sandbox(request["box"])
+        sandbox = self._get_sandbox(request["box"])
         spawner = os.getpid()
         with contextlib.ExitStack() as on_error, contextlib.ExitStack() as writers:
             status_read, status = _pipe(on_error, writers)
             pid = os.fork()
             if pid == 0:
-                child.become_copy(box.holder_fd, request["source"], request["target"], status, spawner)
+                child.become_copy(sandbox.holder_fd, request["source"], request["target"], status, spawner)
             pidfd = _open_pidfd(pid)
             on_error.pop_all()
         self._workers[pid] = None
@@ -397,18 +398,18 @@ class Spawner:
         self._collect(status_read, lambda text: self._watch(pid, pidfd, ended), into=output)
 
     def _get_sandbox(self, name: str) -> SpawnedSandbox:
-        box = self._sandboxes.get(name)
-        if box is None:
+        sandbox = self._sandboxes.get(name)
+        if sandbox is None:
             raise ProcessLookupError(errno.ESRCH, f"sandbox {name} is gone")
-        return box
+        return sandbox
 
     def _drain(self, request: Message, fds: list[int]) -> None:
         """Drain streams of ended actions, which the owner has closed."""
-        box = self._sandboxes.get(request["box"])
-        if box is not None:
-            self._discard_output(box, _duplicate(fds))
+        sandbox = self._sandboxes.get(request["box"])
+        if sandbox is not None:
+            self._discard_output(sandbox, _duplicate(fds))
 
-    def _discard_output(self, box: SpawnedSandbox, fds: list[int]) -> None:
+    def _discard_output(self, sandbox: SpawnedSandbox, fds: list[int]) -> None:
         """Read and discard, so that processes which still write there neither block nor die."""
 
         def more(fd: int) -> None:
@@ -419,62 +420,62 @@ class Spawner:
             except OSError:
                 data = b""
             if not data:
-                del box.drained[fd]
+                del sandbox.drained[fd]
                 self._selector.unregister(fd)
                 os.close(fd)
 
         for fd in fds:
-            box.drained[fd] = None
+            sandbox.drained[fd] = None
             self._selector.register(fd, selectors.EVENT_READ, more)
-        self._close_drained(box, DRAINED_MAX)
+        self._close_drained(sandbox, DRAINED_MAX)
 
-    def _close_drained(self, box: SpawnedSandbox, most: int) -> None:
-        while len(box.drained) > most:
-            fd, _ = box.drained.popitem(last=False)
+    def _close_drained(self, sandbox: SpawnedSandbox, most: int) -> None:
+        while len(sandbox.drained) > most:
+            fd, _ = sandbox.drained.popitem(last=False)
             self._selector.unregister(fd)
             os.close(fd)
 
     def _end_session(self, request: Message, fds: list[int]) -> None:
         """The caller has been notified of the end of this session's shell."""
-        box = self._sandboxes.get(request["box"])
-        if box is not None:
-            box.end_session(request["session"])
+        sandbox = self._sandboxes.get(request["box"])
+        if sandbox is not None:
+            sandbox.end_session(request["session"])
 
     # ---- runners ----
 
     def _run_command(self, request: Message, command: bytes, fds: list[int]) -> None:
         """Pass a command to a runner unchanged. `exit` reports its result; with `reports_pid`, the process id of the
         runner is reported first."""
-        box = self._get_sandbox(request["box"])
+        sandbox = self._get_sandbox(request["box"])
         groups = request["groups"]
         held = fds[len(fds) - request.get("held", 0) :]
         fds = fds[: len(fds) - len(held)]
         session_fds = _duplicate(held)
         try:
-            runner = self._send_command(box, groups, command, fds)
+            runner = self._send_command(sandbox, groups, command, fds)
         except BaseException:
             _close_all(session_fds)
             raise
         runner.number = request["id"]
         runner.executes = request["do"] == "exec"
         runner.commanded_s = time.monotonic()
-        runner.sandbox = box
+        runner.sandbox = sandbox
         if held:
-            box.end_session(request["session"])
-            box.sessions[request["session"]] = session_fds
+            sandbox.end_session(request["session"])
+            sandbox.sessions[request["session"]] = session_fds
         self._pending_runners[runner.number] = runner
         self._workers[runner.pid] = runner
         os.kill(runner.pid, signal.SIGCONT)
         if request["reports_pid"]:
             self._reply(runner.number, pid=runner.pid)
-        self._want_spare(box.name)
+        self._want_spare(sandbox.name)
         self._collect(runner.channel.detach(), functools.partial(self._on_reply, runner))
 
-    def _send_command(self, box: SpawnedSandbox, groups: list[str], command: bytes, fds: list[int]) -> Runner:
+    def _send_command(self, sandbox: SpawnedSandbox, groups: list[str], command: bytes, fds: list[int]) -> Runner:
         """Returns the runner that got the command."""
-        runner = self._take_runner(box)
+        runner = self._take_runner(sandbox)
         try:
-            send_command(runner, box, groups, command, fds)
+            send_command(runner, sandbox, groups, command, fds)
             return runner
         except RUNNER_GONE_ERRORS:
             # The spare was killed, as any process in the sandbox may be. Try once with another.
@@ -482,9 +483,9 @@ class Spawner:
         except OSError:
             discard_runner(runner)
             raise
-        runner = self._fork_runner(box)
+        runner = self._fork_runner(sandbox)
         try:
-            send_command(runner, box, groups, command, fds)
+            send_command(runner, sandbox, groups, command, fds)
             return runner
         except RUNNER_GONE_ERRORS:
             reason = parse_reply(read_reply(runner.channel))["error"]
@@ -518,10 +519,10 @@ class Spawner:
         runner.reply = text
         self._report_exit(runner)
 
-    def _on_runner_exit(self, box: SpawnedSandbox, runner: Runner, code: int) -> None:
-        if box.spare is runner:
-            box.spare = None
-            self._spares.pop(box.name, None)
+    def _on_runner_exit(self, sandbox: SpawnedSandbox, runner: Runner, code: int) -> None:
+        if sandbox.spare is runner:
+            sandbox.spare = None
+            self._spares.pop(sandbox.name, None)
             runner.channel.close()
         elif runner.number:
             runner.code = code
@@ -542,11 +543,11 @@ class Spawner:
             self._spares_wanted.popitem(last=False)
 
     def _fork_spare(self, name: str) -> None:
-        box = self._sandboxes.get(name)
-        if box is None or box.spare is not None:
+        sandbox = self._sandboxes.get(name)
+        if sandbox is None or sandbox.spare is not None:
             return
         try:
-            box.spare = self._fork_runner(box)
+            sandbox.spare = self._fork_runner(sandbox)
         except OSError:
             return  # the next command tries again, and reports the error
         self._spares[name] = None
@@ -557,21 +558,21 @@ class Spawner:
             oldest.spare.channel.close()  # it sees the end of the channel and exits
             oldest.spare = None
 
-    def _take_runner(self, box: SpawnedSandbox) -> Runner:
-        runner, box.spare = box.spare, None
+    def _take_runner(self, sandbox: SpawnedSandbox) -> Runner:
+        runner, sandbox.spare = sandbox.spare, None
         if runner is None:
-            return self._fork_runner(box)
-        del self._spares[box.name]
+            return self._fork_runner(sandbox)
+        del self._spares[sandbox.name]
         return runner
 
-    def _fork_runner(self, box: SpawnedSandbox) -> Runner:
+    def _fork_runner(self, sandbox: SpawnedSandbox) -> Runner:
         """Fork a child into the process namespace of a sandbox. The spawner itself stays in its own."""
         assert self._filter is not None, "the filter comes before the first sandbox"
         spawner_end, runner_end = packet_socketpair()
         pid = -1
         try:
             reserve_send_buffer(spawner_end, 2)
-            setns("joining the processes", box.init_fd, CLONE_NEWPID)
+            setns("joining the processes", sandbox.init_fd, CLONE_NEWPID)
             try:
                 pid = os.fork()
             finally:
@@ -585,9 +586,9 @@ class Spawner:
             if pid != 0:
                 runner_end.close()
         if pid == 0:
-            child.become_runner(runner_end.detach(), box, self._filter, COMMANDS, FDS_MAX)
+            child.become_runner(runner_end.detach(), sandbox, self._filter, COMMANDS, FDS_MAX)
         runner = Runner(pid, spawner_end)
-        self._watch(pid, pidfd, lambda code: self._on_runner_exit(box, runner, code))
+        self._watch(pid, pidfd, lambda code: self._on_runner_exit(sandbox, runner, code))
         return runner
 
 

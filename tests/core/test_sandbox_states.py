@@ -121,7 +121,7 @@ def test_a_call_that_waits_for_memory_is_settled_like_any_other(cluster: Make) -
     wait_for(c, "call", 300)
     c.cancel("call")
     assert c.outcome().status is Status.CANCELLED
-    assert list(c.scheduler.places.by_sandbox) == ["full"], "no action is left that would release the other"
+    assert list(c.scheduler.sandboxes.by_id) == ["full"], "no action is left that would release the other"
     c.submit("hasty", ONE, deadline_s=5.0)
     wait_for(c, "hasty", 300)
     c.pass_time(5.0)
@@ -777,7 +777,7 @@ def test_learned_cpu_runs_on_a_node_that_is_smaller_than_what_it_would_reserve(c
 def test_check_detects_a_sandbox_whose_memory_is_elsewhere(cluster: Make) -> None:
     c = cluster(*SMALL, *LARGE)
     c.send(box("b", node="small"))
-    c.scheduler.places.by_sandbox["b"].node = "large"
+    c.scheduler.sandboxes.by_id["b"].node = "large"
     with pytest.raises(InvariantError, match="holds memory on 'small'"):
         c.scheduler.check()
 
@@ -785,6 +785,6 @@ def test_check_detects_a_sandbox_whose_memory_is_elsewhere(cluster: Make) -> Non
 def test_check_finds_a_released_sandbox_that_was_left_behind(cluster: Make) -> None:
     c = cluster(*SMALL)
     c.send(box("b"))
-    c.scheduler.places.by_sandbox["b"].released = True
+    c.scheduler.sandboxes.by_id["b"].released = True
     with pytest.raises(InvariantError, match="sandbox b is released and empty but not removed"):
         c.scheduler.check()
