@@ -636,6 +636,21 @@ def test_sandboxes_go_with_their_node() -> None:
     assert world.picture.view(None).sandboxes == ()
 
 
+def test_an_instance_is_shown_once_the_call_that_waited_for_its_memory_is_granted() -> None:
+    world = World(*cpu_node("n0", 2, memory_gib=1))
+    world.send(Reserve(sandbox="full", memory=800, run="other", node="n0"))
+    world.submit("call", run="r")
+    world.send(StartFailed(action="call", reason="no memory", attempt=1, sandbox="instance", memory=300))
+    assert [box.name for box in world.picture.view(None).sandboxes] == ["full"]
+    world.send(Release(sandbox="full"))
+    [box] = world.picture.view(None).sandboxes
+    assert (box.name, box.run, box.node, box.memory_mib) == ("instance", "r", "n0", 300)
+    world.finish("call", 1.0)
+    assert [box.name for box in world.picture.view(None).sandboxes] == ["instance"]
+    world.send(Release(sandbox="instance"))
+    assert world.picture.view(None).sandboxes == ()
+
+
 # ---- all of it together ----
 
 

@@ -70,6 +70,14 @@ class Evaluator:
         )  # fmt: skip
         self._reporter.write(line)
 
+    def rollback(self, version: int) -> bool:
+        """Training goes back to this version. Returns whether a later one was evaluated; that evaluation no longer
+        counts."""
+        is_later = self.last_evaluated > version
+        if is_later:
+            self.last_evaluated = -1
+        return is_later
+
     async def run_warm_start(self, trainer: Trainer, progress: Progress | None) -> WarmStartChecked | None:
         """Runs the warm start of all tasks that have one; returns None if there are none. Raises TrainerDied and
         ManagerError."""

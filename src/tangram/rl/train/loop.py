@@ -282,8 +282,7 @@ class TrainingLoop:
                 self._highest_version, self._trainer_deaths = batch.version + 1, 0
             self._watchdog.on_progress(self._reporter.now())
             self.buffer.finish_step(batch)
-            self._weight_sync.newest = result.weights
-            self._weight_sync.discard_stale()
+            self._weight_sync.on_published(result.weights)
             self._reporter.write(
                 self._metrics.finish_step(
                     batch,
@@ -444,8 +443,7 @@ class TrainingLoop:
         if checkpoint is None:
             raise ManagerError(f"{error}; there is no checkpoint to go back to") from error
         version = checkpoint.state.version
-        if self._evaluator.last_evaluated > version:
-            self._evaluator.last_evaluated = -1
+        if self._evaluator.rollback(version):
             self._evaluation.cancel()
         with self._pause.held():
             await self._weight_sync.rollback(

@@ -60,15 +60,23 @@ class HeartbeatThread(threading.Thread):
     def __init__(self, supervisor: SupervisorConnection[messages.AnyTrainerCommand], heartbeat_s: float) -> None:
         super().__init__(name="heartbeat", daemon=True)
         self._supervisor, self._heartbeat_s = supervisor, heartbeat_s
-        self.current_request_id: int | None = None
+        self._request_id: int | None = None
         """The current command; None if idle."""
+
+    @contextlib.contextmanager
+    def computing(self, request_id: int) -> Iterator[None]:
+        self._request_id = request_id
+        try:
+            yield
+        finally:
+            self._request_id = None
 
     def run(self) -> None:
         before_s = time.process_time()
         while True:
             time.sleep(self._heartbeat_s)
             used_s = time.process_time()
-            request_id = self.current_request_id
+            request_id = self._request_id
             if request_id is not None and used_s - before_s > BUSY_CPU_SHARE * self._heartbeat_s:
                 self._supervisor.send(messages.TrainerHeartbeat(request_id=request_id))
             before_s = used_s
@@ -177,9 +185,9 @@ def main(fd: int) -> NoReturn:
         for command in commands:
             if isinstance(command, messages.CloseTrainer):
                 supervisor.exit_process()
-            heartbeat.current_request_id = command.request_id
             try:
-                reply = trainer.handle(command)
+                with heartbeat.computing(command.request_id):
+                    reply = trainer.handle(command)
             except InvalidInput as error:
                 reply = messages.TrainerRefused(
                     request_id=command.request_id, field=error.field, value=str(error.value), expected=error.expected
@@ -188,6 +196,5 @@ def main(fd: int) -> NoReturn:
                 reply = messages.TrainerFailed(
                     request_id=command.request_id, reason=str(error), retry=getattr(error, "retry", True)
                 )
-            heartbeat.current_request_id = None
             supervisor.send(reply)
         commands = supervisor.receive_first()

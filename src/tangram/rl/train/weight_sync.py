@@ -68,6 +68,11 @@ class WeightSync:
             # Again: until the engines were rolled back, turns could still end with tokens of later versions.
             self._rollout.discard_newer_than(version, cause)
 
+    def on_published(self, weights: PolicyWeights) -> None:
+        """The trainer has published newer weights."""
+        self.newest = weights
+        self.discard_stale()
+
     def discard_stale(self) -> None:
         """Enforces the staleness bound after new weights: discards what is too stale for the next step, which may be
         groups in the buffer and members of groups in flight, ended or not. Does nothing in modes that do not abort

@@ -78,6 +78,8 @@ class ActionTracker:
             tracked = self._track(action, now)
         elif tracked.phase != WAITING:
             self._requeue(tracked, now, "")
+        if tracked.instance:
+            self._open_instance(tracked, grant.node, now)
         trajectory, run = tracked.trajectory, tracked.account.run
         trajectory.advance(now)
         waited_s = trajectory.leave_phase(WAITING, tracked.phase_start)
@@ -98,6 +100,13 @@ class ActionTracker:
         tracked.add_note(now, GRANTED_NOTE, grant)
         if tracked.sandbox is not None:
             self._enter_sandbox(tracked.sandbox, grant.node, now)
+
+    def _open_instance(self, tracked: TrackedAction, node: str, now: float) -> None:
+        """The call has the memory of the instance for which it waited."""
+        sandbox, tracked.instance, run = tracked.instance, "", tracked.action.run
+        if self._scheduler.has_sandbox(sandbox):
+            self._sandboxes.open(sandbox, run, self._accounts.run(run), node, now)
+            self.touch_memory(node, now)
 
     def _enter_sandbox(self, sandbox: TrackedSandbox, node: str, now: float) -> None:
         settles_down = node and not sandbox.node
@@ -158,6 +167,7 @@ class ActionTracker:
         if event.sandbox and event.action in self._scheduler.entries:
             # This used up no attempt: after a second grant the number is the same.
             self._requeue(tracked, now, event.reason)
+            tracked.instance = event.sandbox
             return tracked
         return tracked if self._requeue_if_queued(tracked, now, event.reason) else None
 

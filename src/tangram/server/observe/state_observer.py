@@ -103,8 +103,6 @@ class StateObserver:
         self._now = 0.0
         """Time of the last event."""
         self._event: Event = Tick()
-        self._sandbox_by_call: dict[str, str] = {}
-        """By call that waits for the memory of an instance: the sandbox name of that instance."""
         self._event_handlers: dict[type, Callable[[Any, float], None]] = {
             Started: self.tracker.on_started,
             StartFailed: self._on_attempt_ended,
@@ -164,18 +162,11 @@ class StateObserver:
         tracked = self.tracker.on_attempt_ended(event, now)
         if tracked is not None:
             self.tracker.on_waiting(tracked, now)
-            if isinstance(event, StartFailed) and event.sandbox:
-                self._sandbox_by_call[event.action] = event.sandbox
 
     def _on_granted(self, effect: Start, now: float) -> None:
-        sandbox, run = self._sandbox_by_call.pop(effect.action.id, ""), effect.action.run
-        if self.scheduler.has_sandbox(sandbox):
-            self.sandboxes.open(sandbox, run, self.accounts.run(run), effect.grant.node, now)
-            self.tracker.touch_memory(effect.grant.node, now)
         self.tracker.on_granted(effect.action, effect.grant, self._event, now)
 
     def _on_settled(self, effect: Settle, now: float) -> None:
-        self._sandbox_by_call.pop(effect.outcome.action, None)
         record = self.tracker.on_settled(effect.outcome, self.settled_actions.last_number + 1, now)
         if record is not None:
             self.settled_actions.append(record)

@@ -36,7 +36,7 @@ class TrackedAction(ActionUse):
     """What the observer keeps of a live action: the units that it holds, its phases, and its notes."""
 
     __slots__ = (
-        "account", "sandbox", "cpu", "granted_at", "dropped_notes", "notes", "phase", "pools", "short_kind",
+        "account", "sandbox", "cpu", "granted_at", "dropped_notes", "instance", "notes", "phase", "pools", "short_kind",
         "phase_start", "started_at", "submitted_at", "trajectory",
     )  # fmt: skip
 
@@ -65,6 +65,8 @@ class TrackedAction(ActionUse):
         """The kind of pool that was found short last."""
         self.pools: tuple[str, ...] = ()
         """Pools of which it holds units."""
+        self.instance = ""
+        """Of a call that waits for the memory of an instance: the sandbox name of that instance."""
         self.cpu = 0
         """Milli-cores of its last grant."""
         self.notes: list[StoryNote] = []
