@@ -22,7 +22,7 @@ from tangram.core.messages import (
     Submit,
     cpu_node,
 )
-from tangram.core.speedup import LINEAR
+from tangram.core.speedup import PowerLaw
 from tangram.errors import InvalidConfig
 from tangram.managers.quotas.manager import Quota
 from tangram.sim.baselines import API_BACKOFF_S, API_RETRIES_MAX, ATTEMPTS_MAX, Baseline, PodsConfig
@@ -87,9 +87,9 @@ def test_pods_with_half_a_core_each_share_the_cores_of_their_node() -> None:
 
 
 def test_inside_its_pod_an_action_may_be_as_wide_as_the_limit() -> None:
-    elastic = Demand({CPU: cores(1, 8)}, LINEAR)
+    elastic = Demand({CPU: cores(1, 8)}, PowerLaw(1.0))
     result = simulate(
-        workload(episode("a", turn(call(8.0, elastic, speedup=LINEAR)))), "pods:0.5", cpu_node("n0", 8, 1.0)
+        workload(episode("a", turn(call(8.0, elastic, speedup=PowerLaw(1.0))))), "pods:0.5", cpu_node("n0", 8, 1.0)
     )
     assert (result.rows[0].width, result.rows[0].ended_at) == (4.0, 2.0)
 
@@ -201,7 +201,7 @@ def test_a_sandbox_that_is_released_twice_is_released_once() -> None:
 
 def test_a_service_serves_one_call_at_a_time_per_replica_in_order_of_arrival() -> None:
     services = tuple(ServiceModel(name=name, memory_gib=10.0, restore_s=0.0, degrees=(1, 2, 4)) for name in "xy")
-    ask = call(8.0, Demand({GPU: one_of(1, 2, 4)}, LINEAR), service="x", speedup=LINEAR)
+    ask = call(8.0, Demand({GPU: one_of(1, 2, 4)}, PowerLaw(1.0)), service="x", speedup=PowerLaw(1.0))
     work = workload(*[episode(f"e{number}", turn(ask), memory=0) for number in range(3)], services=services)
     result = simulate(work, "pods:0.5", (Pool(kind=GPU, node="g0", total=8),))
     assert [row.ended_at for row in result.rows] == [2.0, 4.0, 6.0], "the devices of y stay idle"

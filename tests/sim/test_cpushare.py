@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tangram.core.speedup import LINEAR, RIGID, Amdahl, PowerLaw, Speedup
+from tangram.core.speedup import RIGID, Amdahl, PowerLaw, Speedup
 from tangram.errors import InvariantError
 from tangram.sim import cpushare
 from tangram.sim.cpushare import CpuShare, CpuUsage, core_seconds, full_speed, shape
@@ -426,7 +426,7 @@ def test_check_finds_a_sum_that_went_wrong() -> None:
         share.check(0.0)
 
 
-@pytest.mark.parametrize("speedup", [LINEAR, RIGID, PowerLaw(0.7), Amdahl(0.9)])
+@pytest.mark.parametrize("speedup", [PowerLaw(1.0), RIGID, PowerLaw(0.7), Amdahl(0.9)])
 @pytest.mark.parametrize("busy", [0.05, 0.8, 1.0])
 @pytest.mark.parametrize(("width", "limit"), [(4.0, 8.0), (4.0, 4.0), (8.0, 3.0), (8.0, 1.5)])
 def test_alone_an_elastic_action_runs_at_the_speed_of_the_narrower_of_width_and_limit(
@@ -449,8 +449,8 @@ def test_an_action_that_is_not_elastic_slows_when_its_limit_is_below_what_it_kee
 
 
 def test_a_limit_below_one_core_slows_only_actions_that_need_more() -> None:
-    assert shape(60.0, 1.0, LINEAR, 4.0, 0.5) == (60.0, 0.5)
-    assert shape(60.0, 0.1, LINEAR, 4.0, 0.5) == (close(6.0), 0.1)
+    assert shape(60.0, 1.0, PowerLaw(1.0), 4.0, 0.5) == (60.0, 0.5)
+    assert shape(60.0, 0.1, PowerLaw(1.0), 4.0, 0.5) == (close(6.0), 0.1)
 
 
 @settings(deadline=None)

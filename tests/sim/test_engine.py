@@ -28,7 +28,7 @@ from tangram.core.policies import policy
 from tangram.core.policies.base import ArrivalOrder, Begin
 from tangram.core.scheduler import Scheduler
 from tangram.core.snapshot import Snapshot
-from tangram.core.speedup import LINEAR, PowerLaw
+from tangram.core.speedup import PowerLaw
 from tangram.errors import InvalidConfig, InvariantError
 from tangram.managers.quotas.manager import Quota, Rate
 from tangram.sim.engine import Simulator
@@ -194,9 +194,9 @@ def test_a_wider_launch_is_faster_by_its_speedup() -> None:
 
 def test_a_resize_changes_the_speed_of_what_is_left() -> None:
     recorder = Recorder()
-    elastic = Demand({CPU: cores(1, 4)}, LINEAR)
+    elastic = Demand({CPU: cores(1, 4)}, PowerLaw(1.0))
     work = workload(
-        episode("a", turn(call(40.0, elastic, speedup=LINEAR))),
+        episode("a", turn(call(40.0, elastic, speedup=PowerLaw(1.0)))),
         episode("b", turn(call(2.0, Demand({CPU: cores(2)}))), start_s=5.0),
     )
     result = simulate(work, "adaptive", cpu_node("n0", 4), knowledge="hints", observer=recorder)
@@ -228,7 +228,7 @@ def test_a_service_is_loaded_once_and_stays_until_its_memory_is_needed() -> None
 
 def test_more_devices_are_faster_by_the_speedup() -> None:
     service = ServiceModel(name="s", memory_gib=60.0, restore_s=0.0, degrees=(1, 2, 4))
-    ask = call(8.0, Demand({GPU: one_of(1, 2, 4)}, LINEAR), service="s", speedup=LINEAR)
+    ask = call(8.0, Demand({GPU: one_of(1, 2, 4)}, PowerLaw(1.0)), service="s", speedup=PowerLaw(1.0))
     result = simulate(
         workload(episode("a", turn(ask)), services=(service,)), "fixed:4", (Pool(kind=GPU, node="g", total=4),)
     )
@@ -319,10 +319,10 @@ def test_a_workload_without_episodes_is_over_at_once() -> None:
 
 def three() -> Workload:
     """a: 4 s, then 2 s. b: an elastic 8 s. c comes at 1 s: 3 s, thinks 1 s, 1 s."""
-    elastic = Demand({CPU: cores(1, 2)}, LINEAR)
+    elastic = Demand({CPU: cores(1, 2)}, PowerLaw(1.0))
     return workload(
         episode("a", turn(call(4.0)), turn(call(2.0))),
-        episode("b", turn(call(8.0, elastic, speedup=LINEAR))),
+        episode("b", turn(call(8.0, elastic, speedup=PowerLaw(1.0)))),
         episode("c", turn(call(3.0)), turn(call(1.0), think_s=1.0), start_s=1.0),
     )
 
@@ -348,11 +348,11 @@ def test_a_small_run_comes_out_as_worked_out_by_hand(name: str) -> None:
 def test_the_paper_divides_free_cores_for_the_least_sum_of_durations() -> None:
     """Four cores come free at 1. x has 8 s of work, y 4 s, both divide evenly: 2 and 2 cores make 4 + 2 s, less than
     3 and 1 or 1 and 3; leaving y to wait for the four cores of x would make 2 + 4 s, which is not less."""
-    elastic = Demand({CPU: cores(1, 4)}, LINEAR)
+    elastic = Demand({CPU: cores(1, 4)}, PowerLaw(1.0))
     work = workload(
         episode("all", turn(call(1.0, Demand({CPU: cores(4)})))),
-        episode("x", turn(call(8.0, elastic, speedup=LINEAR))),
-        episode("y", turn(call(4.0, elastic, speedup=LINEAR))),
+        episode("x", turn(call(8.0, elastic, speedup=PowerLaw(1.0)))),
+        episode("y", turn(call(4.0, elastic, speedup=PowerLaw(1.0)))),
     )
     result = simulate(work, "paper", cpu_node("n0", 4), knowledge="hints")
     assert times(result) == {"all.0.0": (0.0, 1.0), "x.0.0": (0.0, 5.0), "y.0.0": (0.0, 3.0)}

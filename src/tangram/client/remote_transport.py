@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 from urllib.parse import quote
 
 import msgspec
@@ -52,8 +52,6 @@ from tangram.runtime.wire import (
     settled_action_of,
     submission_of,
 )
-
-T = TypeVar("T")
 
 SHUTDOWN_TIMEOUT_S = 30.0
 """Time limit for closing everything that a connection has open."""

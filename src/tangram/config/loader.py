@@ -2,7 +2,8 @@
 
 Owns the errors: each names the file, the line if it is known, the table and the key, the value and what is valid. Never
 starts or creates anything. Promises that a Config is valid as a whole, and that its paths are absolute if it was loaded
-from a file. Errors that only the machine can reveal are found later; `placed` gives them the same form.
+from a file. Errors that only the machine can reveal are found later; `add_error_location` gives them the same
+form.
 """
 
 from __future__ import annotations

@@ -87,7 +87,6 @@ class Table(msgspec.Struct, frozen=True, gc=False, tag="table"):
 
 Speedup = PowerLaw | Amdahl | Table
 
-LINEAR = PowerLaw(1.0)
 RIGID = PowerLaw(0.0)
 
 

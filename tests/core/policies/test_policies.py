@@ -41,7 +41,7 @@ from tangram.core.policies.adaptive import GROW_AGE_S, RESERVE_MARGIN, RESERVE_M
 from tangram.core.policies.paper import DEPTH
 from tangram.core.profile import ProfileStore
 from tangram.core.scheduler import Scheduler
-from tangram.core.speedup import LINEAR, PowerLaw, Speedup
+from tangram.core.speedup import PowerLaw, Speedup
 from tangram.errors import InvalidConfig
 
 CONCRETE = [name.replace("K", "2") for name in POLICIES]
@@ -370,7 +370,7 @@ def test_paper_never_starts_a_tail_that_eviction_leaves() -> None:
     rig = Rig("paper", cpu_node("n0", 8))
     rig.submit("before", cores(8))
     rig.submit("long", cores(1, 8), duration_s=8.0, speedup=PowerLaw(0.98))
-    rig.submit("tail", cores(7, 8), duration_s=0.1, speedup=LINEAR)
+    rig.submit("tail", cores(7, 8), duration_s=0.1, speedup=PowerLaw(1.0))
     rig.started()
     rig.finish("before")
     assert rig.started() == {"long": 8000}
@@ -400,9 +400,9 @@ def test_paper_does_not_divide_the_devices_of_what_is_elastic_in_cpu(degree: int
     """The call would be fastest on all devices that came free, but some of them are held for the training step."""
     rig = Rig("paper", (*cpu_node("g0", 8), *gpu_node(4)))
     rig.submit("before", fixed(4), kind=GPU)
-    rig.submit("judge", one_of(1, 2, 4), kind=GPU, duration_s=10.0, speedup=LINEAR)
+    rig.submit("judge", one_of(1, 2, 4), kind=GPU, duration_s=10.0, speedup=PowerLaw(1.0))
     pools = {CPU: cores(1, 4), GPU: fixed(degree)}
-    rig.run(Submit(action=Action(id="train", demand=Demand(pools, LINEAR), duration_s=10.0)))
+    rig.run(Submit(action=Action(id="train", demand=Demand(pools, PowerLaw(1.0)), duration_s=10.0)))
     rig.started()
     rig.finish("before")
     assert rig.started() == {"judge": 2, "train": 4000}
@@ -749,7 +749,7 @@ def devices_with_resident(restore_s: float) -> Rig:
 
 
 def devices_for(rig: Rig, seconds: float) -> tuple[int, ...]:
-    effects = rig.submit("call", one_of(1, 2, 4), kind=GPU, duration_s=seconds, speedup=LINEAR, service="judge")
+    effects = rig.submit("call", one_of(1, 2, 4), kind=GPU, duration_s=seconds, speedup=PowerLaw(1.0), service="judge")
     return start_of(effects).grant.shares[0].cells
 
 

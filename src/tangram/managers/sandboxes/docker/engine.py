@@ -12,7 +12,7 @@ import contextlib
 import json
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 from tangram.errors import ManagerError
 from tangram.managers.http import HttpClient, HttpError, HttpStream, Timeouts
@@ -38,7 +38,6 @@ UPLOAD_BYTES = 1 << 20
 FRAME = struct.Struct(">BxxxI")
 """The header of each piece of output: the stream, and the number of bytes."""
 
-T = TypeVar("T")
 Json = Any
 Query = Mapping[str, str] | Sequence[tuple[str, str]]
 
