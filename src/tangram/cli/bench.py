@@ -128,8 +128,8 @@ def _list(benches: dict[str, str], as_json: bool) -> None:
     if as_json:
         show.print_json(benches)
         return
-    for name, description in benches.items():
-        typer.echo(f"{name:<16} {description}")
+    for line in terminal.text_table(list(benches.items())):
+        typer.echo(line)
 
 
 def _print(result: BenchResult) -> None:

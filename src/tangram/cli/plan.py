@@ -189,7 +189,7 @@ def _print(answer: Plan) -> None:
     for point, value in zip(answer.points, reached, strict=True):
         mark = "[green]✓[/green]" if answer.reaches(point) else "[red]✗[/red]"
         style = "bold" if point.size == answer.smallest else ""
-        bar = _bar(min(value, longest), longest, answer.target_s, width)
+        bar = terminal.marked_bar(min(value, longest) / longest, answer.target_s / longest, width, "cyan")
         table.add_row(*_cells(answer, point), mark, bar, style=style)
     table.add_section()
     table.add_row(
@@ -205,16 +205,6 @@ def _cells(answer: Plan, point: Point) -> list[str]:
     from tangram.reports.formatting import percent
 
     return [str(point.size), *answer.describe_point(point), percent(point.use)]
-
-
-def _bar(value: float, longest: float, target: float, width: int) -> str:
-    """A bar in eighths of a character, with the target marked."""
-    eighths = round(8 * width * value / longest)
-    bar = "█" * (eighths // 8) + ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")[eighths % 8]
-    place = min(width, round(width * target / longest))
-    if place >= len(bar):
-        return f"[cyan]{bar}[/cyan]{' ' * (place - len(bar))}[dim]│[/dim]"
-    return f"[cyan]{bar[:place]}[/cyan][dim]│[/dim][cyan]{bar[place + 1 :]}[/cyan]"
 
 
 def _as_dict(answer: Plan, reproduce: str) -> dict[str, Any]:

@@ -119,8 +119,7 @@ def rollout(
 
 
 def _reward_lines(rewards: dict[str, str]) -> list[str]:
-    width = max(map(len, ("task", *rewards)))
-    return [f"{name:<{width}}  {words}" for name, words in (("task", "rewarded by"), *rewards.items())]
+    return terminal.text_table([("task", "rewarded by"), *rewards.items()])
 
 
 class EngineEventSummary:

@@ -47,8 +47,6 @@ CAUSES_MAX = 4
 DIFFERENCES_MAX = 20
 BINS = 96
 """Characters of a stage over time."""
-LEVELS = " ▁▂▃▄▅▆▇█"
-LEVELS_ASCII = " .:-=+*%#"
 LETTERS = {"environment": "e", "engine": "g", "reward": "r", "buffer": "b", "rollout": "-", "run": "."}
 """Letters of idle causes by party; a wait for something with a name is `w`."""
 
@@ -384,9 +382,8 @@ def _print_stages(console: Console, timeline: RolloutTimeline) -> None:
     rows = {stage: _busy_shares(each, wide) for stage, each in timeline.stages.items()}
     terminal.print_plain(console, f"\n{'':10}0 s{elapsed(seconds_of(timeline.total)):>{wide - 3}}")
     for stage, each in timeline.stages.items():
-        levels = LEVELS if fancy else LEVELS_ASCII
-        bar = "".join(levels[math.ceil(share * (len(levels) - 1))] for share in rows[stage])
-        terminal.print_plain(console, f"{stage.value:<10}{bar}  {each.busy_share:4.0%} busy")
+        levels = terminal.level_row(rows[stage], fancy=fancy)
+        terminal.print_plain(console, f"{stage.value:<10}{levels}  {each.busy_share:4.0%} busy")
     causes = _cause_letters(timeline.stages[Stage.GENERATE], wide)
     terminal.print_plain(console, f"{'':10}{causes}")
     letters = "e environment, g engine, r reward, b buffer, w waiting, - between stages, . start or end"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -36,6 +35,7 @@ from tangram.managers.http import (
     Timeouts,
     TlsFailed,
 )
+from tangram.reports import live
 from tangram.reports.printable import escape_unprintable
 
 if TYPE_CHECKING:
@@ -259,10 +259,8 @@ async def _with_status(request: Any, url: str) -> Any:
     task = asyncio.ensure_future(request)
     try:
         await asyncio.wait({task}, timeout=STATUS_DELAY_S)
-        if not task.done() and sys.stderr.isatty():
-            from rich.console import Console
-
-            with Console(stderr=True).status(f"waiting for {url}"):
+        if not task.done():
+            with live.spinner(f"waiting for {url}"):
                 await asyncio.wait({task})
         return await task
     finally:

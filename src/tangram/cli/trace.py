@@ -55,8 +55,8 @@ def export(
         return
     name = shlex.quote(str(file))
     typer.echo(f"{file}: {lines:,} lines, {size / (1 << 20):,.1f} MiB\ncommands for it:")
-    for verb, what in NEXT_COMMANDS.items():
-        typer.echo(f"  {f'tangram {verb} {name}':<{24 + len(name)}} # {what}")
+    for line in terminal.text_table([(f"tangram {verb} {name}", f"# {what}") for verb, what in NEXT_COMMANDS.items()]):
+        typer.echo(f"  {line}")
 
 
 NEXT_COMMANDS = {

@@ -165,7 +165,7 @@ async def run_until_signal(work: Coroutine[Any, Any, Any]) -> int:
             loop.remove_signal_handler(number)
 
 
-# ---- progress bars ----------------------------------------------------------------------------------------------
+# ---- progress bars and spinners ----------------------------------------------------------------------------------
 
 
 class ProgressCallback(Protocol):
@@ -199,3 +199,15 @@ def progress(title: str, unit: str = "simulations") -> Iterator[ProgressCallback
             bar.update(task, completed=done, total=total, done=text)
 
         yield report
+
+
+@contextmanager
+def spinner(text: str) -> Iterator[None]:
+    """Shows on stderr that something is under way; nothing if stderr is no terminal. It disappears at the end."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text):
+        yield

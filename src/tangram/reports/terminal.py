@@ -5,6 +5,7 @@ Promises that names are printed as text, never as markup, and that a table in a 
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Collection, Sequence
@@ -21,6 +22,7 @@ WIDTH_MIN = 120
 """Columns of a table that goes to a file or a pipe."""
 EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
 SPARKS, PLAIN_SPARKS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
+PLAIN_LEVELS = " .:-=+*%#"
 
 
 def stdout_console() -> Console:
@@ -57,6 +59,19 @@ def table(title: str, *heads: str, right: Collection[str] = (), no_wrap: bool = 
     return table
 
 
+def text_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
+    """Lines with the cells of each row in columns, for text that may go anywhere. `right`: the numbers of the columns
+    that are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            text.rjust(width) if number in right else text.ljust(width)
+            for number, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
 def row(text: str, style: str = "") -> Text:
     """A row of a screen, cut at its right edge."""
     from rich.text import Text
@@ -72,13 +87,27 @@ def cell(text: str, width: int) -> str:
     return set_cell_size(shown, width) if cell_len(shown) <= width else set_cell_size(shown, width - 1) + "…"
 
 
+def bar(share: float, width: int, *, fancy: bool = True) -> str:
+    """A share of this many columns, in eighths of one; `fancy`: in block characters."""
+    eighths = round(8 * width * min(1.0, max(0.0, share)))
+    return "█" * (eighths // 8) + EIGHTHS[eighths % 8] if fancy else "#" * (eighths // 8)
+
+
+def marked_bar(share: float, mark: float, width: int, style: str) -> Text:
+    """A bar with a mark at another share: `███▌   │`."""
+    from rich.text import Text
+
+    full, place = bar(share, width), min(width, round(width * mark))
+    before, after = full[:place].ljust(place), full[place + 1 :]
+    return Text.assemble((before, style), ("│", "dim"), (after, style))
+
+
 def usage_bar(share: float, width: int, style: str, *, fancy: bool) -> Text:
     """A bar with its share in percent: `███▌······  35%`."""
     from rich.text import Text
 
     share = min(1.0, max(0.0, share))
-    eighths = round(8 * width * share)
-    full = "█" * (eighths // 8) + EIGHTHS[eighths % 8] if fancy else "#" * (eighths // 8)
+    full = bar(share, width, fancy=fancy)
     rest = ("·" if fancy else ".") * (width - len(full))
     return Text.assemble((full, style), (rest, "dim"), f" {share:4.0%}")
 
@@ -97,3 +126,9 @@ def sparkline(values: Sequence[float], fancy: bool = True) -> str:
     marks = SPARKS if fancy else PLAIN_SPARKS
     low, high = min(0.0, *values), max(1.0, *values)
     return "".join(marks[min(len(marks) - 1, int((value - low) / (high - low) * len(marks)))] for value in values)
+
+
+def level_row(shares: Sequence[float], *, fancy: bool) -> str:
+    """A character for each share from 0 to 1, blank for 0 alone."""
+    levels = f" {SPARKS}" if fancy else PLAIN_LEVELS
+    return "".join(levels[math.ceil(share * (len(levels) - 1))] for share in shares)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tangram.reports.terminal import text_table
 from tangram.sim.serving_fleet import NODE_DEVICES, DevicePool, Disaggregation, ServingResult, serve
 from tangram.sim.serving_model import (
     CALIBRATED,
@@ -76,14 +77,16 @@ class AffinityGains(msgspec.Struct, frozen=True, kw_only=True):
     label: str = "simulated"
 
     def lines(self) -> list[str]:
-        rows = [(gain.model, f"{gain.vs_compute:.2f}", f"{gain.vs_bandwidth:.2f}") for gain in self.models]
         compute, bandwidth = self.simulated_vs_compute, self.simulated_vs_bandwidth
+        rows = [
+            ("mix by affinity against", "H800 alone", "H20 alone"),
+            *((gain.model, f"{gain.vs_compute:.2f}×", f"{gain.vs_bandwidth:.2f}×") for gain in self.models),
+            ("mean", f"{compute.mean:.2f}×", f"{bandwidth.mean:.2f}×"),
+            ("published", _range(PUBLISHED_VS_COMPUTE), _range(PUBLISHED_VS_BANDWIDTH)),
+        ]
         return [
             f"{self.label}; seed {self.seed}; published fleets and batch divided by {SCALE}",
-            f"{'mix by affinity against':<24}{'H800 alone':>12}{'H20 alone':>12}",
-            *(f"{model:<24}{vs_compute:>11}×{vs_bandwidth:>11}×" for model, vs_compute, vs_bandwidth in rows),
-            f"{'mean':<24}{compute.mean:>11.2f}×{bandwidth.mean:>11.2f}×",
-            f"{'published':<24}{_range(PUBLISHED_VS_COMPUTE):>12}{_range(PUBLISHED_VS_BANDWIDTH):>12}",
+            *text_table(rows, right=(1, 2)),
         ]
 
 
@@ -213,18 +216,24 @@ def disaggregation_lines(predictions: Sequence[DisaggregationPrediction]) -> lis
         model: min(prediction.simulated for prediction in predictions if prediction.model == model)
         for model in _models(predictions)
     }
-    lines = [
-        "simulated; software engineering, batch of 128, 32k context; P: node of 8 H800, D: node of 8 H20",
-        f"{'model':<15}{'split':<7}{'together':>10}{'apart':>9}{'gain':>8}{'no reuse':>10}{'published':>11}",
-    ]
-    for prediction in predictions:
-        published = "worst" if prediction.published is None else f"{prediction.published:.2f}×"
-        mark = "  worst" if prediction.simulated == worst[prediction.model] else ""
-        lines.append(
-            f"{prediction.model:<15}{prediction.split:<7}{prediction.together_s:>8.0f} s{prediction.split_s:>7.0f} s"
-            f"{prediction.simulated:>7.2f}×{prediction.simulated_without_reuse:>9.2f}×{published:>11}{mark}"
+    rows = [("model", "split", "together", "apart", "gain", "no reuse", "published", "")]
+    rows += [
+        (
+            prediction.model,
+            prediction.split,
+            f"{prediction.together_s:.0f} s",
+            f"{prediction.split_s:.0f} s",
+            f"{prediction.simulated:.2f}×",
+            f"{prediction.simulated_without_reuse:.2f}×",
+            "worst" if prediction.published is None else f"{prediction.published:.2f}×",
+            "worst" if prediction.simulated == worst[prediction.model] else "",
         )
-    return lines
+        for prediction in predictions
+    ]
+    return [
+        "simulated; software engineering, batch of 128, 32k context; P: node of 8 H800, D: node of 8 H20",
+        *text_table(rows, right=range(2, 7)),
+    ]
 
 
 def _models(predictions: Sequence[DisaggregationPrediction]) -> list[str]:

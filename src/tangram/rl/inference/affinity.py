@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from tangram.errors import InvalidConfig
+from tangram.reports.terminal import text_table
 from tangram.rl.config.rollout_settings import RolloutSettings
 from tangram.sim.serving_model import H20, H800, Gpu
 
@@ -71,8 +72,8 @@ class Binding(msgspec.Struct, frozen=True, kw_only=True):
     def lines(self) -> list[str]:
         """As text."""
         rows = [(name, f"{len(engines)}", ", ".join(engines)) for name, engines in self.engines.items()]
-        lines = _table([("class", "engines", "names"), *rows])
-        lines += ["", *_table([("task", "served by", "why"), *(_binding_row(bound) for bound in self.tasks)])]
+        lines = text_table([("class", "engines", "names"), *rows])
+        lines += ["", *text_table([("task", "served by", "why"), *(_binding_row(bound) for bound in self.tasks)])]
         for bound in self.tasks:
             if bound.falls_back:
                 lines.append(f"! {bound.task} falls back: it prefers {bound.wanted}, {bound.used} serves it")
@@ -84,11 +85,6 @@ class Binding(msgspec.Struct, frozen=True, kw_only=True):
 def _binding_row(bound: TaskBinding) -> tuple[str, str, str]:
     then = f"; if it fails: {', '.join(bound.fallback)}" if bound.fallback and not bound.falls_back else ""
     return bound.task, bound.used or "any", bound.why + then
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 # ---- choosing -----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tangram.reports.formatting import duration, elapsed
 from tangram.reports.printable import escape_unprintable
-from tangram.reports.terminal import cell, progress_bar, row, sparkline
+from tangram.reports.terminal import bar, cell, progress_bar, row, sparkline
 from tangram.rl.observe.training_status import (
     ENDED,
     STARTING,
@@ -94,8 +94,8 @@ def _head(run: TrainingStatus, stages: dict[str, int], elapsed_s: float, width: 
     from rich.text import Text
 
     bar_width = BAR_WIDTH if width >= 100 else BAR_WIDTH // 2
-    bar = progress_bar(_share(run), bar_width, fancy=fancy)
-    title = Text.assemble((f"{run.phase} ", "bold"), *bar, f" {_phase_text(run)}  {_time(run, elapsed_s)}")
+    progress = progress_bar(_share(run), bar_width, fancy=fancy)
+    title = Text.assemble((f"{run.phase} ", "bold"), *progress, f" {_phase_text(run)}  {_time(run, elapsed_s)}")
     title.no_wrap, title.overflow = True, "ellipsis"
     rows = [title]
     if run.last is None:
@@ -237,7 +237,7 @@ def _histogram(counts: Sequence[int], fancy: bool) -> str:
 
 
 def _bar(share: float, fancy: bool) -> str:
-    cells = ("█" if fancy else "#") * round(8 * share)
+    cells = bar(round(8 * share) / 8, 8, fancy=fancy)
     return f"{cells} " if cells else ""
 
 
