@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,20 +20,12 @@ from collections.abc import Mapping, Sequence
 from tangram.core.action import NO_USAGE, Usage
 from tangram.processes.exit_codes import shell_exit_code
 from tangram.processes.fork_server_program import REAP
-from tangram.processes.packets import (
-    PACKET_BYTES_MAX,
-    Message,
-    decode_packet,
-    encode_packet,
-    packet_socketpair,
-    send_packet,
-)
+from tangram.processes.packet_connection import PacketConnection, PacketTooLong
+from tangram.processes.packets import PACKET_BYTES_MAX, Message, decode_packet, encode_packet, packet_socketpair
 from tangram.processes.process_tree import SpawnedChild, WatchedProcess
 
 SPAWN_S_MAX = 300.0
 """The time limit for forking a child. The import may still be in progress, possibly from a cold disk."""
-SEND_RETRY_S = 0.005
-"""The time between attempts to send a request while the socket is full, as with many requests during an import."""
 REAP_S_MAX = 20.0
 """The time limit for the exit code of a child. It usually takes milliseconds. A supervising server first kills the
 processes that each child has left, which takes up to `fork_server_program.KILL_S_MAX` for each child."""
@@ -66,7 +56,7 @@ class ForkServer:
         self._supervise = supervise
         self._env = env or {}
         self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
+        self._connection: PacketConnection | None = None
         self._can_fork = bool(modules)
         self._has_forked = False
         self._warned = False
@@ -82,7 +72,6 @@ class ForkServer:
             return
         self._detach()  # the previous server has ended
         owner_end, server_end = packet_socketpair()
-        owner_end.setblocking(False)
         arguments = f"{server_end.fileno()}, {os.getpid()}, {list(self._modules)!r}, {self._supervise}"
         try:
             with server_end:
@@ -103,7 +92,7 @@ class ForkServer:
         except BaseException:
             owner_end.close()
             raise
-        self._socket = owner_end
+        self._connection = PacketConnection(owner_end)
 
     @property
     def can_fork(self) -> bool:
@@ -142,40 +131,29 @@ class ForkServer:
             self._warn_of_length(len(packet))
             return None
         self.warm()
-        assert self._socket is not None
-        child_socket, server_end = packet_socketpair()
+        assert self._connection is not None
+        owner_end, server_end = packet_socketpair()
+        connection = PacketConnection(owner_end)
         try:
-            child_socket.setblocking(False)
             async with asyncio.timeout(SPAWN_S_MAX):
-                with server_end:
-                    try:
-                        await self._send(self._socket, packet, [server_end.fileno(), *fds])
-                    except OSError as error:
-                        if error.errno == errno.EMSGSIZE:  # the send buffer of the socket is smaller than a packet
-                            self._warn_of_length(len(packet))
-                            child_socket.close()
-                            return None
-                        # The server has ended: the other end of the connection is closed, and the next read reports it.
-                reply = await asyncio.get_running_loop().sock_recv(child_socket, PACKET_BYTES_MAX)
+                with server_end, contextlib.suppress(OSError):  # the server has ended: the next read reports it
+                    await self._connection.send(packet, [server_end.fileno(), *fds])
+                reply = await connection.receive()
             if pid := decode_packet(reply)["pid"] if reply else 0:
                 self._has_forked = True
-                return ForkedChild(pid, child_socket)
+                return ForkedChild(pid, connection)
+        except PacketTooLong:  # the send buffer of the socket is smaller than a packet
+            connection.close()
+            self._warn_of_length(len(packet))
+            return None
         except BaseException:
-            child_socket.close()  # the server kills its child
+            connection.close()  # the server kills its child
             raise
-        child_socket.close()
+        connection.close()
         if reply or not self._has_forked:
             self._can_fork = False  # it never can
             await self.aclose()
         return None
-
-    async def _send(self, connection: socket.socket, packet: bytes, fds: Sequence[int]) -> None:
-        """Send a request; wait while the socket is full. Raises OSError."""
-        while True:
-            try:
-                return send_packet(connection, packet, fds)
-            except BlockingIOError:
-                await asyncio.sleep(SEND_RETRY_S)
 
     def _warn_of_length(self, length: int) -> None:
         if not self._warned:
@@ -208,18 +186,18 @@ class ForkServer:
 
     def _detach(self) -> tuple[subprocess.Popen[bytes] | None, float]:
         """The process of the server, which is not used any more, and how long it may take to end by itself."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
         process, self._process = self._process, None
         return process, CLOSE_S_MAX if self._supervise and self._has_forked else 0.0
 
 
 class ForkedChild(WatchedProcess):
-    def __init__(self, pid: int, child_socket: socket.socket) -> None:
-        """`child_socket`: the connection to the server about this child; closing it kills the child."""
+    def __init__(self, pid: int, connection: PacketConnection) -> None:
+        """`connection`: to the server, about this child; closing it kills the child."""
         super().__init__(pid)
-        self._connection = child_socket
+        self._connection = connection
 
     unkilled: tuple[int, ...] = ()
     """Set by `collect_exit`: processes below a supervised child that could not be killed."""
@@ -227,13 +205,11 @@ class ForkedChild(WatchedProcess):
     async def collect_exit(self) -> tuple[int | None, Usage]:
         self._close()
         reply = b""
-        with self._connection:
-            try:
-                send_packet(self._connection, REAP)
-                async with asyncio.timeout(REAP_S_MAX):
-                    reply = await self._loop.sock_recv(self._connection, PACKET_BYTES_MAX)
-            except OSError:  # the server has ended, or it is late (TimeoutError)
-                pass
+        with contextlib.closing(self._connection), contextlib.suppress(OSError):
+            # The server has ended, or it is late (TimeoutError).
+            async with asyncio.timeout(REAP_S_MAX):
+                await self._connection.send(REAP)
+                reply = await self._connection.receive()
         if not reply:
             return None, NO_USAGE
         exit_report = decode_packet(reply)

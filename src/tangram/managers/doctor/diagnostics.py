@@ -16,7 +16,6 @@ import pwd
 import re
 import resource
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -47,6 +46,7 @@ from tangram.managers.sandboxes.cgroups.hierarchies import (
 from tangram.managers.sandboxes.machine import available_memory_bytes, meminfo_bytes, numa_cells
 from tangram.managers.work import GIB, MIB
 from tangram.processes.isolated import isolated_argv
+from tangram.processes.run_program import run_program
 
 OK, LIMITED, MISSING = "ok", "limited", "missing"
 SANDBOX, DOCKER, PROCESS = "sandbox", "docker", "process"
@@ -321,15 +321,12 @@ def _run_kernel_probes(code: str) -> dict[str, str]:
     """The reason of failure by the name of the probe."""
     request = {"user": SANDBOX_UID, "filter": code, "folder": tempfile.gettempdir()}
     argv = isolated_argv(kernel_probes.__name__)
-    reason = ""
     try:
-        done = subprocess.run(
-            argv, input=json.dumps(request).encode(), capture_output=True, timeout=KERNEL_PROBES_S_MAX
-        )
-        if done.returncode == 0:
-            return msgspec.json.decode(done.stdout, type=dict[str, str])
-        reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-    except (OSError, subprocess.TimeoutExpired, msgspec.MsgspecError) as error:
+        result = run_program(argv, request=json.dumps(request).encode(), seconds=KERNEL_PROBES_S_MAX)
+        if result.code == 0:
+            return msgspec.json.decode(result.stdout, type=dict[str, str])
+        reason = result.failure
+    except (OSError, msgspec.MsgspecError) as error:
         reason = str(error)
     return dict.fromkeys(("mount", "user", "tmpfs", "overlay", "seccomp"), f"could not be tried: {reason}")
 
@@ -407,10 +404,10 @@ def _parse_version(version: str) -> tuple[int, ...]:
 def _program_output(*argv: str) -> str:
     """The output of a program; empty if it fails or takes too long."""
     try:
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROGRAM_S)
-    except (OSError, subprocess.TimeoutExpired):
+        result = run_program(argv, seconds=PROGRAM_S)
+    except OSError:
         return ""
-    return done.stdout.decode(errors="replace").strip() if done.returncode == 0 else ""
+    return result.stdout.decode(errors="replace").strip() if result.code == 0 else ""
 
 
 # ---- the state directory and limits -------------------------------------------------------------------------------

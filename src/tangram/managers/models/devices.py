@@ -15,7 +15,6 @@ import importlib.util
 import json
 import math
 import mmap
-import subprocess
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from typing import Any, Protocol
 import msgspec
 
 from tangram.errors import InvalidConfig, ManagerError
+from tangram.processes.run_program import run_program
 
 CUDA_MEMORY_SHARE = 0.92
 """The part of the memory of a CUDA device that services may use: contexts, kernels and libraries of each process that
@@ -74,12 +74,12 @@ def discover() -> tuple[Cuda, ...]:
         return ()
     code = f"from {__name__} import _print_cuda; _print_cuda()"
     try:
-        completed = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, timeout=DISCOVER_S_MAX, check=True
-        )
-    except subprocess.SubprocessError as error:
+        result = run_program([sys.executable, "-c", code], seconds=DISCOVER_S_MAX)
+    except OSError as error:
         raise ManagerError(f"the devices of PyTorch cannot be listed: {error}") from error
-    return tuple(msgspec.convert(json.loads(completed.stdout.splitlines()[-1]), list[Cuda]))
+    if result.failure:
+        raise ManagerError(f"the devices of PyTorch cannot be listed: {result.failure}")
+    return tuple(msgspec.convert(json.loads(result.stdout.splitlines()[-1]), list[Cuda]))
 
 
 def _print_cuda() -> None:

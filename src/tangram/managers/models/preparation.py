@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from tangram.managers.models.service import Service
 from tangram.processes.child import START_S_MAX
 from tangram.processes.fork_server import ForkServer
 from tangram.processes.process_tree import ProcessTable
+from tangram.processes.run_program import run_program
 
 log = logging.getLogger("tangram")
 
@@ -85,13 +85,11 @@ def require_importable(service: str, engine: str) -> None:
     process."""
     program = f"{search_path_code()}; from {__package__}.service import imported; imported({engine!r})"
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", program], stdin=subprocess.DEVNULL, capture_output=True, timeout=START_S_MAX
-        )
-    except subprocess.TimeoutExpired:
+        result = run_program([sys.executable, "-c", program], seconds=START_S_MAX)
+    except TimeoutError:
         raise InvalidConfig(
             f"service {service} engine", engine, f"an engine that is imported within {START_S_MAX:g} s"
         ) from None
-    if done.returncode:
-        why = (done.stderr.decode(errors="replace").strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
-        raise InvalidConfig(f"service {service} engine", engine, f'"module:name" that can be imported ({why})')
+    if result.failure:
+        expected = f'"module:name" that can be imported ({result.failure})'
+        raise InvalidConfig(f"service {service} engine", engine, expected)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
 from pathlib import Path
 from typing import Self
 
 from tangram.core.messages import Pool, cpu_node
 from tangram.errors import InvalidConfig
 from tangram.managers.work import GIB
+from tangram.processes.run_program import run_program
 
 MEMORY_SHARE = 0.9
 """Share of the memory that is available at start; the rest is for this process and the system."""
@@ -90,4 +90,4 @@ def has_user_namespaces(user: int) -> bool:
     """Whether an unprivileged user may create a user namespace here. Tested by creating one, because several settings
     forbid it."""
     argv = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "unshare", "--user", "true"]
-    return subprocess.run(argv, capture_output=True, check=False).returncode == 0
+    return run_program(argv).code == 0

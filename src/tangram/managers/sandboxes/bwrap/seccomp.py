@@ -38,6 +38,7 @@ import struct
 from collections.abc import Callable
 
 from tangram.errors import ManagerError
+from tangram.processes.libc import CLONE_NAMESPACES
 
 X86_64, I386, AARCH64 = 0xC000003E, 0x40000003, 0xC00000B7
 """AUDIT_ARCH_*: the kernel's names of system call entries."""
@@ -134,8 +135,6 @@ CHECKED: dict[str, tuple[int, int, int]] = {
 """Refused or not by their arguments. Of each argument the lower half is compared, as in the kernel: upper bits that the
 kernel ignores would disguise a forbidden value."""
 
-NAMESPACES = 0x7E020000
-"""CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET."""
 NAMESPACE_TIME = 0x80
 """CLONE_NEWTIME; for clone these bits mean a signal."""
 PERSONALITIES = (0, 0x40000, 0xFFFFFFFF)
@@ -259,12 +258,12 @@ def _argument(program: _BpfProgram, index: int) -> None:
 
 def _check_clone(program: _BpfProgram, section: str) -> None:
     _argument(program, 0)
-    program.test(IF_ANY_BIT, NAMESPACES, section + NOT_PERMITTED, section + ALLOW)
+    program.test(IF_ANY_BIT, CLONE_NAMESPACES, section + NOT_PERMITTED, section + ALLOW)
 
 
 def _check_unshare(program: _BpfProgram, section: str) -> None:
     _argument(program, 0)
-    program.test(IF_ANY_BIT, NAMESPACES | NAMESPACE_TIME, section + NOT_PERMITTED, section + ALLOW)
+    program.test(IF_ANY_BIT, CLONE_NAMESPACES | NAMESPACE_TIME, section + NOT_PERMITTED, section + ALLOW)
 
 
 def _check_personality(program: _BpfProgram, section: str) -> None:

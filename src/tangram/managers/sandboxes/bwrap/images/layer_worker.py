@@ -6,10 +6,8 @@ failure is raised as the error that names its cause: the image, a limit or the m
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,12 @@ from tangram.managers.sandboxes.bwrap.images import layers
 from tangram.managers.sandboxes.bwrap.images.archives import ArchivedLayer
 from tangram.managers.sandboxes.bwrap.images.base_layers import ImageContents
 from tangram.processes.isolated import isolated_argv
+from tangram.processes.run_program import OutputTooLong, run_program_async
 
 UNPACK_S_MAX = 3600.0
 """Time limit for one request."""
+REPLY_BYTES_MAX = 1 << 28
+"""Output of the program: more than the names of `layers.INDEX_ENTRIES_MAX` files can take."""
 MEMORY_BYTES_MAX = 1 << 30
 """Address space of the program: a header may claim any length, and is read as a whole."""
 
@@ -95,43 +96,22 @@ def _limits(allowed: UnpackLimits) -> dict[str, int]:
 
 
 async def _run(request: bytes, fds: list[int]) -> dict[str, Any]:
-    process = _start(fds)
-    talk = asyncio.ensure_future(asyncio.to_thread(_communicate, process, request))
     try:
-        stdout, stderr = await asyncio.shield(talk)
-    except asyncio.CancelledError:
-        process.kill()
-        await asyncio.wait([talk])
-        raise
-    if not stdout:
-        output = stderr.decode(errors="replace").strip()[-500:] or "it was killed"
-        return {"kind": "invalid", "error": f"the unpacking ended with {process.returncode}: {output}"}
-    return json.loads(stdout)  # type: ignore[no-any-return]
-
-
-def _start(fds: list[int]) -> subprocess.Popen[bytes]:
-    try:
-        return subprocess.Popen(
+        result = await run_program_async(
             isolated_argv(layers.__name__, str(os.getpid()), options=("-X", "utf8")),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=fds,
+            request=request,
+            seconds=UNPACK_S_MAX,
+            output_bytes_max=REPLY_BYTES_MAX,
             # The environment of this process may hold secrets.
             env={"PATH": os.defpath},
             cwd="/",
+            pass_fds=fds,
         )
+    except (TimeoutError, OutputTooLong) as error:
+        return {"kind": "invalid", "error": f"the unpacking was stopped: {error}"}
     except OSError as error:
         raise ManagerError(f"the program that unpacks images could not be started: {error}") from error
-
-
-def _communicate(process: subprocess.Popen[bytes], request: bytes) -> tuple[bytes, bytes]:
-    with process:
-        try:
-            return process.communicate(request, timeout=UNPACK_S_MAX)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return b"", f"it took longer than {UNPACK_S_MAX:g} seconds".encode()
-        except BaseException:
-            process.kill()
-            raise
+    if not result.stdout:
+        output = result.stderr[-500:] or "it was killed"
+        return {"kind": "invalid", "error": f"the unpacking ended with {result.code}: {output}"}
+    return json.loads(result.stdout)  # type: ignore[no-any-return]

@@ -24,23 +24,20 @@ from tangram.errors import InvalidAction, ManagerError
 from tangram.managers.sandboxes.bwrap.spawner.lock import DetachedProcess, SpawnerLock
 from tangram.managers.sandboxes.bwrap.spawner.protocol import FDS_MAX, PROTOCOL
 from tangram.processes.isolated import isolated_argv
+from tangram.processes.packet_connection import PacketConnection, PacketTooLong
 from tangram.processes.packets import (
     PACKET_BYTES_MAX,
     Message,
     decode_packet,
     encode_packet,
     packet_socketpair,
-    receive_packet,
     reserve_send_buffer,
-    send_packet,
 )
 from tangram.processes.pending_replies import PendingReplies
 from tangram.processes.process_tree import SpawnedChild
 from tangram.processes.streams import Stream
 
 PROGRAM = f"{__package__}.spawner"
-SEND_RETRY_S = 0.001
-"""Pause between attempts to send while the socket is full."""
 
 END_S_MAX = 5.0
 """Time limit for the end of a spawner that was stopped; then it is killed."""
@@ -131,7 +128,7 @@ class SpawnerClient:
         self._replies = PendingReplies[Message]()
         self._exits = PendingReplies[Message]()
         """Exit reports, by the number of the request that started the program or file work."""
-        self._socket: socket.socket | None = None
+        self._connection: PacketConnection | None = None
         self._process: SpawnedChild | DetachedProcess | None = None
         self._end_task: asyncio.Task[None] | None = None
         self._lock = SpawnerLock(kept) if kept is not None else None
@@ -168,7 +165,7 @@ class SpawnerClient:
         self, arguments: list[str], *, cwd: str, keep: Iterable[int] = (), output: int | None = None
     ) -> SpawnedChild:
         owner_end, child_end = packet_socketpair()
-        self._configure_socket(owner_end)
+        self._connect(owner_end)
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         try:
             with child_end:
@@ -182,22 +179,26 @@ class SpawnerClient:
                 )
         finally:
             os.close(null)
-        asyncio.get_running_loop().add_reader(owner_end, self._on_readable)
+        self._watch()
         return process
 
-    def _configure_socket(self, connection: socket.socket) -> None:
+    def _connect(self, connection: socket.socket) -> PacketConnection:
         reserve_send_buffer(connection, 4)
-        connection.setblocking(False)
-        self._socket = connection
+        self._connection = PacketConnection(connection)
+        return self._connection
+
+    def _watch(self) -> None:
+        assert self._connection is not None
+        self._connection.watch(self._on_message, self._on_disconnect)
 
     @property
     def is_connected(self) -> bool:
-        return self._socket is not None
+        return self._connection is not None
 
     async def stop(self) -> None:
         """The end of the socket ends the spawner, and with it every sandbox. A spawner that outlives its owner ends
         when it has no sandbox; all must have been closed."""
-        if self._socket is not None:
+        if self._connection is not None:
             self._disconnect("the spawner was stopped")
         process = self._process
         if process is None:
@@ -214,17 +215,15 @@ class SpawnerClient:
         """Attach to the spawner that the previous owner left behind. Returns its sandboxes. Raises ManagerError if it
         cannot be used; it has ended then, and its sandboxes with it."""
         assert self._lock is not None
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(ATTACH_S_MAX):
                 connection, self._process = await self._lock.connect()
-                self._configure_socket(connection)
-                orphans = self._parse_greeting(await loop.sock_recv(connection, PACKET_BYTES_MAX))
-                loop.add_reader(connection, self._on_readable)
+                orphans = self._parse_greeting(await self._connect(connection).receive())
+                self._watch()
                 await self._begin(filter_program, groups)
             return orphans
         except BaseException as error:
-            if self._socket is not None:
+            if self._connection is not None:
                 self._disconnect("the spawner is not used")
             self._close_process()
             if not isinstance(error, (OSError, ManagerError)):
@@ -251,15 +250,11 @@ class SpawnerClient:
 
     async def detach(self) -> None:
         """Leave the spawner. Returns when it has frozen everything for the next owner."""
-        if self._socket is None:
+        if self._connection is None:
             return
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._socket)
-        with contextlib.suppress(OSError, TimeoutError):
+        with contextlib.suppress(OSError):
             async with asyncio.timeout(LEAVE_S_MAX):
-                self._socket.shutdown(socket.SHUT_WR)
-                while await loop.sock_recv(self._socket, PACKET_BYTES_MAX):
-                    pass  # replies that are not awaited any more
+                await self._connection.finish()
         self._disconnect("its sandboxes were left for the next owner")
         self._close_process()
 
@@ -274,12 +269,10 @@ class SpawnerClient:
         """Pass streams of an ended action to the spawner, which drains them beyond the life of this owner. Returns
         those that the owner must drain itself."""
         open_streams = [stream for stream in streams if stream.is_open]
-        if self._lock is None or self._socket is None or not open_streams:
+        if self._lock is None or self._connection is None or not open_streams:
             return open_streams
         message = _encode({"id": self._next_number(), "do": "drain", "box": sandbox_id})
-        try:
-            send_packet(self._socket, message, [stream.fileno() for stream in open_streams])
-        except OSError:  # its socket is full, or it has ended
+        if not self._connection.send_nowait(message, [stream.fileno() for stream in open_streams]):
             return open_streams
         for stream in open_streams:
             stream.close()
@@ -288,10 +281,9 @@ class SpawnerClient:
     def end_session(self, sandbox_id: str, session: str) -> None:
         """Report that the caller has been notified of the end of a session. If the socket is full it is skipped: a
         second notification by the next owner does no harm."""
-        if self._lock is not None and self._socket is not None:
+        if self._lock is not None and self._connection is not None:
             message = {"id": self._next_number(), "do": "end_session", "box": sandbox_id, "session": session}
-            with contextlib.suppress(OSError):
-                send_packet(self._socket, _encode(message))
+            self._connection.send_nowait(_encode(message))
 
     # ---- requests ----
 
@@ -376,43 +368,26 @@ class SpawnerClient:
 
     def _abandon(self, number: int) -> None:
         """Kill the runner of a command whose caller was cancelled."""
-        if self._socket is not None:
+        if self._connection is not None:
             message = {"id": self._next_number(), "do": "abandon", "request": number}
-            with contextlib.suppress(OSError):
-                send_packet(self._socket, _encode(message))
+            self._connection.send_nowait(_encode(message))
 
     async def _send(self, do: str, data: bytes, fds: list[int]) -> None:
-        if len(data) > PACKET_BYTES_MAX:
+        if self._connection is None:
+            raise ManagerError("the spawner is gone")
+        try:
+            await self._connection.send(data, fds)
+        except PacketTooLong as error:
             field, advice = LARGE_FIELDS.get(do, (do, ""))
-            raise InvalidAction(field, f"{len(data)} bytes", f"at most {PACKET_BYTES_MAX} bytes{advice}")
-        while True:
-            if self._socket is None:
-                raise ManagerError("the spawner is gone")
-            try:
-                send_packet(self._socket, data, fds)
-                return
-            except BlockingIOError:
-                await asyncio.sleep(SEND_RETRY_S)
-            except OSError as error:
-                raise ManagerError(f"the spawner cannot be reached: {error}") from error
+            raise InvalidAction(field, f"{error.size} bytes", f"at most {PACKET_BYTES_MAX} bytes{advice}") from None
+        except OSError as error:
+            why = "is gone" if self._connection is None else f"cannot be reached: {error}"
+            raise ManagerError(f"the spawner {why}") from error
 
     # ---- replies ----
 
-    def _on_readable(self) -> None:
-        assert self._socket is not None
-        while self._socket is not None:
-            try:
-                data, _ = receive_packet(self._socket)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self._on_disconnect()
-                return
-            self._on_message(_decode(data))
-
-    def _on_message(self, message: Message) -> None:
+    def _on_message(self, data: bytes) -> None:
+        message = _decode(data)
         if "gone" in message:
             self._on_gone(message["gone"], message["code"])
         elif "exit" in message:
@@ -421,14 +396,12 @@ class SpawnerClient:
             self._replies.resolve(message["id"], message)
 
     def _on_disconnect(self) -> None:
-        assert self._socket is not None and self._process is not None
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._socket)
-        self._end_task = loop.create_task(self._report_end(self._process))
+        assert self._process is not None
+        self._end_task = asyncio.get_running_loop().create_task(self._report_end(self._process))
 
     async def _report_end(self, process: SpawnedChild | DetachedProcess) -> None:
         await asyncio.wait({process.exited}, timeout=EXIT_CODE_S_MAX)
-        if self._socket is None:
+        if self._connection is None:
             return  # stopped meanwhile
         code = self._close_process()
         why = "the spawner has ended" if code is None else f"the spawner ended with {code}"
@@ -436,10 +409,9 @@ class SpawnerClient:
         self._on_end(why)
 
     def _disconnect(self, why: str) -> None:
-        assert self._socket is not None
-        asyncio.get_running_loop().remove_reader(self._socket)
-        self._socket.close()
-        self._socket = None
+        assert self._connection is not None
+        self._connection.close()
+        self._connection = None
         for pending in (self._replies, self._exits):
             pending.fail_all(lambda: ManagerError(why))
 
