@@ -58,7 +58,7 @@ VERSION = version("arl-tangram")
 STREAM_BYTES_MAX = (RECORD_BYTES_MAX - MIB) // 2
 """Per output stream of a program: both, with the rest of the result, must fit one journal record."""
 CORES_MIN = max(MAINTENANCE_CORES.values())
-"""Cores that maintenance of a sandbox takes."""
+"""Cores for maintenance of a sandbox."""
 OWNER = "service"
 """Owner of the sandboxes: the next server of this name adopts them."""
 

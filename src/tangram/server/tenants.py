@@ -27,20 +27,20 @@ def image_prefix(tenant: str) -> str:
 
 
 class Revocation:
-    """One run from creation to revocation. A later run of that name has another one."""
+    """One run from creation to revocation. A later run of that name has another object."""
 
     __slots__ = ("is_revoked",)
 
     def __init__(self) -> None:
         self.is_revoked = False
-        """Set when the run is revoked: nothing more is done for it."""
+        """Set when the run is revoked; then its requests fail."""
 
 
 class Principal(msgspec.Struct, frozen=True):
     """The identity of a request."""
 
     tenant: str
-    """Prefix of every name that it chooses, so that callers cannot mean each other's objects."""
+    """Prefix of every name that it chooses, so that callers cannot refer to objects of others."""
     run: str
     """The run it acts for; empty: requests name one."""
     is_admin: bool

@@ -1,6 +1,6 @@
 """Malformed records: decoder errors as errors that name the field, its value and what was expected.
 
-Promises that the field is named as in the body, and that a large or hostile body costs no more than its decoding.
+Promises that errors name the field as in the body, and that a large or hostile body costs no more than its decoding.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `tangram sim`, `tangram plan` and `tangram trace` read it. Each start of the server begins a new file and renames the
 previous one: `events.jsonl` becomes `events.20260131T235959.jsonl`, by the time of its end. An error of writing ends
-the log, not the server: the journal has what must not be lost.
+the log, not the server: everything that must survive is in the journal.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tangram.errors import ManagerError
 from tangram.runtime.trace_recorder import TraceLog
 
 EVENT_LOG_BYTES_MAX = 4 << 30
-"""The log ends at this size: about ten million actions, more than a simulation handles in a day."""
+"""Maximum size: about ten million actions, more than a simulation handles in a day."""
 
 
 def open_event_log(path: Path, header: Header) -> TraceLog:

@@ -1,4 +1,4 @@
-"""Stories: the history of one action, in lines for people.
+"""Stories: the history of one action, as readable lines.
 
 Owns notes on actions and their text. A note is a tuple; its text is written when a story is read.
 """
@@ -32,7 +32,7 @@ StoryNote = tuple[float, str, str | Grant | Resize | None]
 
 
 class TrackedAction:
-    """What the observer keeps of a live action."""
+    """The observer's record of a live action."""
 
     __slots__ = (
         "account", "action", "attempt", "sandbox", "cpu", "granted_at", "dropped_notes", "node", "notes", "phase",
@@ -61,7 +61,7 @@ class TrackedAction:
         self.phase_start = 0.0
         """The result of `enter_phase` for the present phase."""
         self.short_kind = ""
-        """The kind of pool that was found short last."""
+        """The kind of pool that lacked units at the last check."""
         self.pools: tuple[str, ...] = ()
         """Pools of which it holds units."""
         self.node = ""
