@@ -224,6 +224,33 @@ def test_every_package_has_a_readme_that_names_files_that_exist(package: Path) -
     assert missing_files(text, package) == []
 
 
+def missing_places(text: str, package: Path) -> list[str]:
+    """Of a table of places, the files, folders and identifiers that do not exist. A file without a folder is in that of
+    the file before it."""
+    missing: list[str] = []
+    for row in re.findall(r"^\|[^|]+\|(.+)\|$", text, re.MULTILINE):
+        path = package
+        for name in re.findall(r"`([^`]+)`", row):
+            if not name.endswith(("/", ".py")):  # an identifier in the file before it
+                found = all(re.search(rf"(def|class) {part}\b", path.read_text()) for part in name.split("."))
+            else:
+                folder = path if path.is_dir() else path.parent
+                path = next((each for each in (package / name, folder / name) if each.exists()), path)
+                found = path.match(name.rstrip("/"))
+            missing += [] if found else [name]
+    return missing
+
+
+def test_the_table_of_places_is_true(tmp_path: Path) -> None:
+    package = ROOT / "src" / "tangram"
+    text = (package / "README.md").read_text(encoding="utf-8")
+    assert text.count("\n| ") > 10 and missing_places(text, package) == []
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "file.py").write_text("class Box:\n    def open(self) -> None: ...\n")
+    wrong = "| a | `part/file.py` (`Box.open`); `part/no.py` |\n| b | `part/file.py` (`shut`); `no/`; `file.py` |\n"
+    assert missing_places(wrong, tmp_path) == ["part/no.py", "shut", "no/"]
+
+
 @pytest.mark.parametrize("page", ["architecture", "journey-of-an-action", "sandbox", "simulator", "papers-to-code"])
 def test_pages_on_internals_name_files_that_exist(page: str) -> None:
     path = ROOT / "docs" / "internals" / f"{page}.md"

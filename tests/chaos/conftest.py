@@ -23,6 +23,7 @@ from tests.owner_cgroups import owner_names
 
 import tangram
 from tangram import Status
+from tangram.managers.sandboxes.bwrap.spawner import client
 from tangram.managers.sandboxes.cgroups import cgroupfs, groups
 from tangram.managers.sandboxes.cgroups.hierarchies import find_hierarchies
 from tangram.processes.process_tree import PF_EXITING
@@ -286,7 +287,7 @@ def timed_out(result: tangram.Result) -> bool:
 
 def spawner() -> int:
     """The process that starts the programs of the one connection of this process."""
-    pids = [pid for pid in children() if "spawner.py" in read_proc_file(pid, "cmdline")]
+    pids = [pid for pid in children() if client.PROGRAM in read_proc_file(pid, "cmdline")]
     assert len(pids) == 1, f"one spawner was expected, these are there: {pids}"
     return pids[0]
 

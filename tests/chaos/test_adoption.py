@@ -92,6 +92,10 @@ class Keeper:
     async def open(self, name: str, image: str = "host") -> None:
         await self.do(name, Open(spec=msgspec.structs.replace(SPEC, image=image)))
 
+    async def close_all(self) -> None:
+        for name in self.manager.sandboxes():
+            await self.do(name, Close())
+
     async def run(self, name: str, command: str, session: str = "", reserved: int = 500) -> ExecResult:
         executed = (await self.do(name, Exec(command=command, session=session), reserved)).executed
         assert executed is not None
@@ -170,7 +174,7 @@ class Service:
         if not pids or is_zombie(pids[0]) or not os.path.exists(f"/proc/{pids[0]}"):
             return 0
         words = read_proc_file(pids[0], "cmdline")
-        return pids[0] if "spawner.py" in words or not words else 0
+        return pids[0] if client.PROGRAM in words or not words else 0
 
     def groups(self) -> list[str]:
         return [name for name in owner_names() if name.startswith(f"{self.name}.")]
@@ -185,7 +189,7 @@ class Service:
         """Remove it, as an administrator would."""
         async with self.comes() as k:
             assert not (self.directory / "kept" / "spawner.log").read_text(), "the spawner broke down"
-            await k.manager.close_all()
+            await k.close_all()
 
     def end_by_force(self) -> None:
         if self.spawner:
@@ -294,7 +298,7 @@ ready()
             await k.do("two", Commit(image=f"{image}-2"))
             await k.open("three", f"{image}-2")
             assert await k.says("three", "cat note") == "committed\nmore"
-            await k.manager.close_all()
+            await k.close_all()
         assert service.groups() == []
         async with service.comes() as k:
             await k.open("four", image)
@@ -673,7 +677,7 @@ def test_warm_sandboxes_are_not_left_behind(service: Service) -> None:
         async with service.comes() as k:
             assert list(k.manager.adopted) == ["one"]
             assert [path.name for path in (service.directory / "boxes").iterdir()] == ["1"]
-            await k.manager.close_all()
+            await k.close_all()
             with pytest.raises(ManagerError, match="there is no sandbox one"):
                 await k.run("one", "true")
 
@@ -889,7 +893,7 @@ def test_a_foreign_file_among_the_owners_is_left_alone(service: Service) -> None
     async def story() -> None:
         async with service.comes() as k:
             await k.open("one")
-            await k.manager.close_all()
+            await k.close_all()
 
     run(story())
     assert foreign.read_bytes() == b"x"
@@ -905,8 +909,8 @@ def test_a_spawner_of_another_version_is_ended_without_a_request(service: Servic
     (older / "protocol.py").write_text(text.replace(f"\nPROTOCOL = {protocol.PROTOCOL}\n", "\nPROTOCOL = 0\n"))
     service.killed(
         f'await k.open("one")\nawait k.run("one", {COUNTS!r})\nready()',
-        before="from tangram.managers.sandboxes.bwrap.spawner import client; "
-        f"client.PROGRAM = {str(older / 'spawner.py')!r}",
+        before="from tangram.processes import isolated; "
+        f"isolated.__file__ = {str(tmp_path / 'older' / 'processes' / 'isolated.py')!r}",
     )
     old = service.spawner
 

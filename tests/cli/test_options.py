@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from tests.chrome_trace import check
 from tests.rl.recordings import simple, span
 from typer.testing import CliRunner
 
@@ -57,4 +58,5 @@ def test_timelines_are_written_as_chrome_traces(tmp_path: Path) -> None:
         assert result.exit_code == 0, result.output
         assert "https://ui.perfetto.dev" in result.output
         events = json.loads(path.read_text())["traceEvents"]
+        check(events)
         assert {"X", "M", "C"} <= {event["ph"] for event in events}

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.chrome_trace import check, named
 
 
 def test_a_story_runs_from_submission_to_settling(cli, recording: Path) -> None:
@@ -32,6 +33,30 @@ def test_show_prints_the_content_of_a_trace_and_where_the_time_went(cli, recordi
         assert words in done.out
     document = cli("trace", "show", recording, "--json").json
     assert document["runs"][0]["run"] == "coding" and document["runs"][0]["trajectories"] == 4
+
+
+def test_show_writes_the_timeline_as_a_chrome_trace(cli, recording: Path, tmp_path: Path) -> None:
+    path = tmp_path / "out" / "run.json"
+    done = cli("trace", "show", recording, "--perfetto", path)
+    assert done.code == 0 and "https://ui.perfetto.dev" in done.out and "where the time went" in done.out
+    events = json.loads(path.read_text())["traceEvents"]
+    check(events)
+    summary = cli("trace", "show", recording, "--json").json
+    (run,) = summary["runs"]
+    actions = [event for event in events if event["ph"] == "X" and "id" in event["args"]]
+    assert len(actions) == run["actions"]
+    assert {event["args"]["status"] for event in actions} == set(run["statuses"])
+    assert len(set(named(events, "thread_name").values())) == run["trajectories"]
+    for phase, seconds in (("overhead", run["overhead_s"]), ("executing", run["execution_s"])):
+        drawn_us = sum(event["dur"] for event in events if event["ph"] == "X" and event["name"] == phase)
+        assert drawn_us / 1e6 == pytest.approx(seconds, abs=1e-3)
+    cores = [event["args"]["cores"] for event in events if event["ph"] == "C"]
+    assert 0.0 < max(cores) <= summary["pools"]["cpu@cpu-0"] / 1000 and min(cores) == cores[-1] == 0.0
+
+
+def test_a_timeline_that_cannot_be_written_is_refused_before_the_trace_is_read(cli, tmp_path: Path) -> None:
+    done = cli("trace", "show", tmp_path / "none.jsonl", "--perfetto", tmp_path)
+    assert done.code == 2 and "perfetto" in done.err and "none.jsonl" not in done.err
 
 
 def test_replay_verifies_a_trace(cli, recording: Path) -> None:

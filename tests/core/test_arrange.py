@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tangram.core.arrange import Arrangement, arrange_chunks, hesrpt_shares, srpt_lower_bound
-from tangram.core.arrange_units import STATES_MAX, arrange_units
+from tangram.core.policies.paper import STATES_MAX, arrange_units
 from tangram.core.topology import Chunks, level_of
 from tangram.errors import InvariantError
 

@@ -18,7 +18,7 @@ from tangram.rl.config.rollout_settings import GroupSettings, RolloutSettings, T
 from tangram.rl.environments.protocol import ExternalResources, MakeAgent, Step
 from tangram.rl.inference.engines.fake import FakeEngine, text_script
 from tangram.rl.inference.engines.protocol import GenerationRequest, PolicyWeights, Sampling, SamplingSeed
-from tangram.rl.rollout.replay import as_generator, replay
+from tangram.rl.rollout.replay import RecordedGenerator, replay
 from tangram.rl.rollout.rollout import Rollout, tickets
 from tangram.rl.runs.trajectory_log import GroupClosing, TrajectoryLog, groups, read
 from tangram.rl.trajectories.codec import WordCodec
@@ -192,6 +192,6 @@ async def test_8_a_recorded_trajectory_replays_without_a_model() -> None:
     [difference] = (await replay(recorded.members[0], changed)).differences
     assert (difference.turn, difference.recorded, difference.replayed) == (0, "which", "wrong")
 
-    async with Rollout(settings, as_generator(recorded.members), CODEC) as rollout:
+    async with Rollout(settings, RecordedGenerator(recorded.members), CODEC) as rollout:
         again = await rollout.play(ticket)
     assert {each.id: each.tokens for each in again.members} == {each.id: each.tokens for each in recorded.members}

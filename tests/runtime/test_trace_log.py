@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import tangram
 from tangram.core.limits import Limits
 from tangram.core.messages import Tick
 from tangram.core.trace import Header
+from tangram.errors import InvalidTrace
 from tangram.files import append_log
 from tangram.files.atomic_file import partial_path_of
 from tangram.runtime.trace_recorder import FLUSH_INTERVAL_S, TraceLog, open_trace, record_trace
@@ -118,3 +120,16 @@ def test_what_a_killed_process_recorded_is_beside_the_trace(tmp_path: Path) -> N
     with record_trace(path, policy="fcfs", pools=(), limits=Limits()):
         pass
     assert [entry.name for entry in tmp_path.iterdir()] == ["trace.jsonl"]
+
+
+def test_a_compressed_trace_is_read_and_an_incomplete_one_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl.gz"
+    with record_trace(tmp_path / "trace.jsonl", policy="adaptive", pools=(), limits=Limits()) as log:
+        many(log, 50)
+    content = gzip.compress((tmp_path / "trace.jsonl").read_bytes())
+    path.write_bytes(content)
+    with open_trace(path) as (header, lines):
+        assert header.policy == "adaptive" and len(list(lines)) == 50
+    path.write_bytes(content[:-10])
+    with pytest.raises(InvalidTrace, match=r"trace\.jsonl\.gz:\d+"), open_trace(path) as (_, lines):
+        list(lines)

@@ -50,8 +50,6 @@ class ServiceInternals(msgspec.Struct, frozen=True):
     """The number of the request that this answers, from 1."""
     tasks: int
     """Tasks of its event loop."""
-    objects: int
-    """Objects tracked by the garbage collector, after a collection."""
     places: list[str] = []
     """Largest allocations since the first request, if tracing is on."""
 
@@ -269,9 +267,7 @@ async def _serve(config: Path, output: Path) -> None:
                 f"{each.size_diff:+d} B {each.count_diff:+d}: {_stack_text(each.traceback)}"
                 for each in grown[:ALLOCATION_SITES_MAX]
             ]
-        internals = ServiceInternals(
-            request=requests, tasks=len(asyncio.all_tasks()), objects=len(gc.get_objects()), places=places
-        )
+        internals = ServiceInternals(request=requests, tasks=len(asyncio.all_tasks()), places=places)
         write_file(output, msgspec.json.encode(internals))
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, write_internals)

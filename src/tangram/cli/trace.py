@@ -134,16 +134,30 @@ def _nearest(action: str, ids: list[str]) -> str:
     return f", such as {', '.join(near)}" if near else ", which holds none"
 
 
-@app.command("show", epilog="[bold]Example[/bold]\n\ntangram trace show run.jsonl")
-def show_trace(file: File, as_json: Json = False) -> None:
+SHOW = """[bold]Examples[/bold]
+
+tangram trace show run.jsonl
+
+tangram trace show run.jsonl --perfetto run.json  [dim]# every action over time, for ui.perfetto.dev[/dim]
+"""
+
+
+@app.command("show", epilog=SHOW)
+def show_trace(file: File, perfetto: options.Perfetto = None, as_json: Json = False) -> None:
     """Show the contents of a trace, and where the time of each run went."""
+    from tangram.runtime.action_timeline import trace_of_recording
     from tangram.sim.trace_summary import summarize
 
+    options.check_output_files(perfetto=perfetto)
     summary = summarize(file)
+    if perfetto is not None:
+        trace_of_recording(file).write(perfetto)
     if as_json:
         show.print_json(summary)
         return
     _print(file, summary)
+    if perfetto is not None:
+        show.print_trace_path(perfetto)
 
 
 def _print(file: Path, summary: TraceSummary) -> None:

@@ -1,6 +1,6 @@
 """The API of functions: declared by a decorator, called as actions, with a value or a record as result.
 
-Owns the declaration, the serialization and the result cache of functions. A declared function can still be called
+Owns the declaration and the result cache of functions. A declared function can still be called
 directly, in this process. Promises that a caller can distinguish errors of the function from failures of the platform,
 and that no caller shares the deadline or the cancellation of another.
 """
@@ -13,6 +13,7 @@ import hashlib
 import inspect
 import math
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any, Generic, Literal, NoReturn, ParamSpec, Protocol, SupportsIndex, TypeVar
@@ -21,6 +22,14 @@ from urllib.parse import urlsplit
 import msgspec
 
 from tangram.client.result import Timing, raise_for
+from tangram.client.serialization import (
+    code_bytes,
+    is_importable,
+    pickle_arguments,
+    pickle_by_value,
+    qualified_name,
+    unwrap_declared,
+)
 from tangram.client.single_flight import SingleFlight
 from tangram.client.transport import Pending
 from tangram.client.validation import Lifecycle, Quotas, quota_demand
@@ -33,15 +42,6 @@ from tangram.errors import (
     FunctionFailed,
     InvalidAction,
     ManagerError,
-)
-from tangram.managers.functions.result_cache import ResultCache
-from tangram.managers.functions.serialization import (
-    code_bytes,
-    is_importable,
-    pickle_arguments,
-    pickle_by_value,
-    qualified_name,
-    unwrap_declared,
 )
 from tangram.managers.functions.work import (
     INSTANCES_MAX,
@@ -69,6 +69,8 @@ R = TypeVar("R")
 
 RESULT_CACHE_BYTES_MAX = 64 * MIB
 """Size of the result cache of pure functions, and of that of calls with an idempotency key."""
+ENTRY_BYTES = 400
+"""Overhead of an entry of a result cache in addition to its key and answer."""
 FUNCTIONS_MAX = 1000
 """Maximum number of functions and endpoints of one connection. Each has a pool until the connection ends, so do not
 create one per call."""
@@ -319,6 +321,43 @@ def _result_of_answer(answer: bytes, common: dict[str, Any]) -> CallResult:
     if failure is not None:
         return CallResult(kind="error", error=failure, reason=failure.message, **common)
     return CallResult(kind="value", value=value, **common)
+
+
+class ResultCache:
+    """Answers of calls by key, least recently used evicted first (LRU)."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._answers: OrderedDict[bytes, bytes] = OrderedDict()
+        self.size_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def get(self, key: bytes) -> bytes | None:
+        answer = self._answers.get(key)
+        if answer is not None:
+            self._answers.move_to_end(key)
+        return answer
+
+    def put(self, key: bytes, answer: bytes) -> None:
+        self._evict(key)
+        size = _entry_bytes(key, answer)
+        if size > self._bytes_max:
+            return
+        self._answers[key] = answer
+        self.size_bytes += size
+        while self.size_bytes > self._bytes_max:
+            self._evict(next(iter(self._answers)))
+
+    def _evict(self, key: bytes) -> None:
+        answer = self._answers.pop(key, None)
+        if answer is not None:
+            self.size_bytes -= _entry_bytes(key, answer)
+
+
+def _entry_bytes(key: bytes, answer: bytes) -> int:
+    return len(key) + len(answer) + ENTRY_BYTES
 
 
 # ---- calling ----------------------------------------------------------------------------------------------------

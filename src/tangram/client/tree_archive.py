@@ -59,6 +59,7 @@ def unpack_tree(tar: BinaryIO, target: Path) -> Path:
         target_path = target / name
         if os.path.lexists(target_path):
             raise FileFailed(str(target_path), "exists already; choose another target or remove it")
+        # Not `files.atomic_directory`: the name and whether it is a file are known only from the tar, which is hostile.
         os.rename(aside / name, target_path)
     except (tarfile.TarError, OSError, EOFError) as error:
         raise FileFailed(str(target), f"the tree could not be unpacked: {error}") from error

@@ -55,7 +55,7 @@ log = logging.getLogger("tangram.processes")
 
 class ForkServer:
     """Belongs to no event loop: several may use it, one after the other. The kernel ends the server with the *thread*
-    that started it (see `prctl.die_with_parent`), so each of these loops may have to start another one."""
+    that started it (see `libc.die_with_parent`), so each of these loops may have to start another one."""
 
     def __init__(self, *modules: str, env: Mapping[str, str] | None = None, supervise: bool = False) -> None:
         """`modules`: imported by `warm` or with the first child: modules that have `main(fd)`, and others that children

@@ -21,9 +21,9 @@ import sys
 import traceback
 from typing import NamedTuple, NoReturn
 
+from tangram.processes.libc import become_subreaper, die_with_parent, set_process_name
 from tangram.processes.orphans import kill_children, list_children
 from tangram.processes.packets import FDS_MAX, Message, decode_packet, encode_packet, receive_packet, send_packet
-from tangram.processes.prctl import become_subreaper, die_with_parent, set_process_name
 
 UMASK = 0o022
 PROCESS_NAME = b"tangram-fork"

@@ -1,8 +1,8 @@
 """Packets: JSON messages with file descriptors over Unix sockets of type SOCK_SEQPACKET.
 
 The protocol of processes that start other processes (the fork server, the spawner of sandboxes): the kernel keeps the
-boundaries of messages and passes descriptors along with them. Standard library only: the spawner runs without
-site-packages and loads this file by its path.
+boundaries of messages and passes descriptors along with them. Standard library only: isolated
+programs import it.
 """
 
 from __future__ import annotations

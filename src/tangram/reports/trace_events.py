@@ -124,12 +124,15 @@ class TraceEvents:
                 event["dur"] /= 1000
         return metadata + timed
 
+    def encode(self) -> bytes:
+        """The JSON of the trace."""
+        return msgspec.json.encode({"traceEvents": self.events(), "displayTimeUnit": "ms"})
+
     def write(self, path: Path) -> None:
         """Write the trace atomically. Raises InvalidConfig, naming the option, if `path` cannot be written."""
         check_writable(OPTION, path)
-        content = {"traceEvents": self.events(), "displayTimeUnit": "ms"}
         with atomic_write(OPTION, path) as file:
-            file.write(msgspec.json.encode(content))
+            file.write(self.encode())
 
     def _process(self, name: str) -> int:
         return self._processes.setdefault(name, len(self._processes) + 1)

@@ -12,13 +12,16 @@ are requests in flight, its total the concurrency limit, or the requests per win
 A trajectory is the one that the action names, else its sandbox, else the action itself. It ends when its last sandbox
 closes, or after IDLE_TIMEOUT_S without an action: a later action under its name starts another. Memory of sandboxes is
 not counted: trajectories reserve it either way. Of private pools, which are limits on calls, nothing is reserved.
+
+`PoolUsage` counts; its caller follows the scheduler and keeps one `ActionUse` for each live action. The observer of a
+server does so for all that it shows; `PoolUsageObserver` does it where nothing else follows actions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from tangram.core.action import Action
+from tangram.core.action import Action, Outcome
 from tangram.core.demand import CORE, CPU, GPU, MEMORY
 from tangram.core.ledger import PoolState
 from tangram.core.messages import (
@@ -161,29 +164,34 @@ class _Trajectory:
         self.idle_since_s = 0.0
 
 
-class _LiveAction:
-    __slots__ = ("action", "attempt", "batch", "held", "node", "run", "trajectory", "uses")
+class ActionUse:
+    """A live action and the units that it holds. Only `PoolUsage` changes it.
 
-    def __init__(self, action: Action, run: _RunUse, trajectory: _Trajectory) -> None:
+    The server extends it with its own fields, so that the two share one record.
+    """
+
+    __slots__ = ("action", "attempt", "batch", "held", "node", "run_use", "trajectory_use", "uses")
+
+    def __init__(self, action: Action, usage: PoolUsage) -> None:
         self.action = action
-        self.run = run
-        self.trajectory = trajectory
+        self.run_use, self.trajectory_use = usage.enter(action)
+        """Where its use counts, and the reservation of its trajectory."""
         self.attempt = 0
         self.node = self.batch = ""
+        """Of its last grant, as `attempt` and `uses`."""
         self.held: dict[_PoolUse, int] = {}
         self.uses: Iterable[_PoolUse] = ()
-        """Of its last grant."""
 
 
-class PoolUsageObserver:
-    """Its `observe` must be called for every event. `now` returns the present time, on the clock of the events."""
+class PoolUsage:
+    """`begin_event` must be called before the changes of an event are reported. `now` returns the present time, on the
+    clock of the events."""
 
     def __init__(self, scheduler: Scheduler, now: Callable[[], float]) -> None:
         self._scheduler = scheduler
         self._clock = now
         self._now = 0.0
         """Time of the last event or reading."""
-        self._live: dict[str, _LiveAction] = {}
         self._runs: dict[str, _RunUse] = {}
         self._ended_runs = _RunUse()
         """Use of public pools by all runs that were dropped."""
@@ -228,72 +236,58 @@ class PoolUsageObserver:
             del self._trajectories[key]
             self._idle.pop(key, None)
 
-    # ---- events and effects ----
+    # ---- live actions ----
 
-    def observe(self, now: float, event: Event, effects: list[Effect]) -> None:
-        now = self._now = max(self._now, now)
-        if isinstance(event, Submit):
-            if not any(isinstance(effect, Refuse) and effect.action == event.action.id for effect in effects):
-                self._track(event.action, now)
-        elif isinstance(event, Finished | StartFailed):
-            live = self._live.get(event.action)
-            if live is not None and event.attempt in (0, live.attempt):
-                self._release(live, now)
-        elif isinstance(event, NodeChanged) and event.state is NodeState.DOWN:
-            for live in self._live.values():
-                if live.node == event.node:
-                    self._release(live, now)
-        elif isinstance(event, PoolChanged) and event.pool.private and not event.pool.total:
-            self._forget_pool(event.pool.name)
-        for effect in effects:
-            if isinstance(effect, Start):
-                self._on_grant(effect.action, effect.grant, now)
-            elif isinstance(effect, Settle):
-                self._on_settle(effect, now)
-            elif isinstance(effect, Resize):
-                self._on_resize(effect, now)
+    def begin_event(self, now: float) -> None:
+        self._now = max(self._now, now)
 
-    def _track(self, action: Action, now: float) -> _LiveAction:
-        run = self._runs.get(action.run)
-        if run is None:
-            run = self._runs[action.run] = _RunUse()
-        live = self._live[action.id] = _LiveAction(action, run, self._trajectory_of(action, now))
-        live.trajectory.live_actions += 1
-        return live
+    def enter(self, action: Action) -> tuple[_RunUse, _Trajectory]:
+        """Counts a new live action in its run and trajectory until `on_settled`."""
+        run_use = self._runs.get(action.run)
+        if run_use is None:
+            run_use = self._runs[action.run] = _RunUse()
+        trajectory = self._trajectory_of(action)
+        trajectory.live_actions += 1
+        return run_use, trajectory
 
-    def _on_grant(self, action: Action, grant: Grant, now: float) -> None:
-        live = self._live.get(action.id) or self._track(action, now)
+    def on_granted(self, live: ActionUse, grant: Grant) -> None:
         if live.held:
-            self._release(live, now)
+            self.release(live)
         live.attempt, live.node, live.batch = grant.attempt, grant.node, grant.batch
         held: dict[_PoolUse, int] = {}
         for share in grant.shares:
-            use, counts = live.run.by_pool.get(share.pool) or self._use_of(live.run, share.pool)
+            use, counts = live.run_use.by_pool.get(share.pool) or self._use_of(live.run_use, share.pool)
             held[use] = held.get(use, 0) + share.reserved * counts
         live.held = live.uses = held
         for use, units in held.items():
-            self._add_units(live, use, units, now)
+            self._add_units(live, use, units)
 
-    def _release(self, live: _LiveAction, now: float) -> None:
+    def release(self, live: ActionUse) -> None:
+        """Its attempt has ended."""
         for use, units in live.held.items():
-            self._add_units(live, use, -units, now)
+            self._add_units(live, use, -units)
         live.held = {}
 
-    def _on_resize(self, effect: Resize, now: float) -> None:
-        live = self._live.get(effect.action)
-        if live is None:
-            return
-        use, counts = self._use_of(live.run, effect.pool)
+    def on_resized(self, live: ActionUse, effect: Resize) -> None:
+        use, counts = self._use_of(live.run_use, effect.pool)
         if use in live.held:
             units = effect.reserved * counts
-            self._add_units(live, use, units - live.held[use], now)
+            self._add_units(live, use, units - live.held[use])
             live.held[use] = units
 
-    def _add_units(self, live: _LiveAction, use: _PoolUse, units: int, now: float) -> None:
+    def on_settled(self, live: ActionUse, outcome: Outcome) -> None:
+        if live.held:
+            self.release(live)
+        for use in live.uses or self._uses_of_demand(live):
+            use.latencies.add(outcome.waiting_s, outcome.execution_s, outcome.overhead_s)
+        self._leave_trajectory(live.trajectory_use, live.action.kind)
+
+    def _add_units(self, live: ActionUse, use: _PoolUse, units: int) -> None:
         if not units:
             return
+        now = self._now
         if not use.pool.is_private:
-            reservations = live.trajectory.reservations
+            reservations = live.trajectory_use.reservations
             reservation = reservations.get(use)
             if reservation is None:
                 reservation = reservations[use] = _Reservation(now)
@@ -315,21 +309,10 @@ class PoolUsageObserver:
         else:
             del self._batches[key]
 
-    def _on_settle(self, effect: Settle, now: float) -> None:
-        outcome = effect.outcome
-        live = self._live.pop(outcome.action, None)
-        if live is None:
-            return
-        if live.held:
-            self._release(live, now)
-        for use in live.uses or self._uses_of_demand(live):
-            use.latencies.add(outcome.waiting_s, outcome.execution_s, outcome.overhead_s)
-        self._leave_trajectory(live.trajectory, live.action.kind, now)
-
     # ---- trajectories ----
 
-    def _trajectory_of(self, action: Action, now: float) -> _Trajectory:
-        self._forget_idle(now - IDLE_TIMEOUT_S)
+    def _trajectory_of(self, action: Action) -> _Trajectory:
+        self._forget_idle(self._now - IDLE_TIMEOUT_S)
         name = action.trajectory or action.sandbox
         if not name:
             return _Trajectory(None)
@@ -341,7 +324,7 @@ class PoolUsageObserver:
             self._idle.pop(key, None)
         return trajectory
 
-    def _leave_trajectory(self, trajectory: _Trajectory, kind: str, now: float) -> None:
+    def _leave_trajectory(self, trajectory: _Trajectory, kind: str) -> None:
         """An action of this kind has settled."""
         trajectory.live_actions -= 1
         if kind == "open":
@@ -354,7 +337,7 @@ class PoolUsageObserver:
         if kind == "close" and trajectory.sandboxes <= 0:
             del self._trajectories[key]
             return
-        trajectory.idle_since_s = now
+        trajectory.idle_since_s = self._now
         self._idle[key] = trajectory
         if len(self._idle) > TRAJECTORIES_MAX:
             self._drop_longest_idle()
@@ -369,8 +352,11 @@ class PoolUsageObserver:
 
     # ---- names of pools ----
 
-    def _forget_pool(self, pool: str) -> None:
-        """A private pool is closed. A tenant may open any number of them, one after the other."""
+    def on_pool_changed(self, event: PoolChanged) -> None:
+        """Forgets a private pool that is closed. A tenant may open any number of them, one after the other."""
+        pool = event.pool.name
+        if not event.pool.private or event.pool.total:
+            return
         counted, _ = self._counted_by_pool.pop(pool, (None, 0))
         if counted is None:
             return
@@ -395,9 +381,9 @@ class PoolUsageObserver:
             use = run.by_name[name] = _PoolUse(self._counted_by_name[name], self._now)
         return use
 
-    def _uses_of_demand(self, live: _LiveAction) -> list[_PoolUse]:
+    def _uses_of_demand(self, live: ActionUse) -> list[_PoolUse]:
         """Of an action that was never granted: the first pool of each kind that it demands."""
-        uses = [self._use_of(live.run, self._pool_of_kind(kind, ""))[0] for kind in live.action.demand.pools]
+        uses = [self._use_of(live.run_use, self._pool_of_kind(kind, ""))[0] for kind in live.action.demand.pools]
         return list(dict.fromkeys(uses))
 
     def _pool_of_kind(self, kind: str, node: str) -> str:
@@ -438,3 +424,41 @@ class PoolUsageObserver:
             name = self._counted_pool(self._pool_of_kind(kind, node))[0].name
             count_by_name[name] = count_by_name.get(name, 0) + count
         return count_by_name
+
+
+class PoolUsageObserver(PoolUsage):
+    """Follows all actions itself. `observe` must be called for every event."""
+
+    def __init__(self, scheduler: Scheduler, now: Callable[[], float]) -> None:
+        super().__init__(scheduler, now)
+        self._live: dict[str, ActionUse] = {}
+
+    def observe(self, now: float, event: Event, effects: list[Effect]) -> None:
+        self.begin_event(now)
+        if isinstance(event, Submit):
+            if not any(isinstance(effect, Refuse) and effect.action == event.action.id for effect in effects):
+                self._live[event.action.id] = ActionUse(event.action, self)
+        elif isinstance(event, Finished | StartFailed):
+            live = self._live.get(event.action)
+            if live is not None and event.attempt in (0, live.attempt):
+                self.release(live)
+        elif isinstance(event, NodeChanged) and event.state is NodeState.DOWN:
+            for live in self._live.values():
+                if live.node == event.node:
+                    self.release(live)
+        elif isinstance(event, PoolChanged):
+            self.on_pool_changed(event)
+        for effect in effects:
+            if isinstance(effect, Start):
+                live = self._live.get(effect.action.id)
+                if live is None:
+                    live = self._live[effect.action.id] = ActionUse(effect.action, self)
+                self.on_granted(live, effect.grant)
+            elif isinstance(effect, Settle):
+                live = self._live.pop(effect.outcome.action, None)
+                if live is not None:
+                    self.on_settled(live, effect.outcome)
+            elif isinstance(effect, Resize):
+                live = self._live.get(effect.action)
+                if live is not None:
+                    self.on_resized(live, effect)

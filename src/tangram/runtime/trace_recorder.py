@@ -19,7 +19,7 @@ from tangram.core.limits import Limits
 from tangram.core.messages import Concluded, Effect, Event, Pool, Settle
 from tangram.core.trace import EVENTS, Header, Line, Recorder, read
 from tangram.errors import InvalidConfig, InvalidTrace, ManagerError
-from tangram.files.append_log import AppendLog
+from tangram.files.append_log import AppendLog, LineReader
 from tangram.files.atomic_file import os_error_as_invalid_config, partial_path_of, replace_file
 
 FLUSH_BYTES = 64 << 10
@@ -114,26 +114,33 @@ def open_trace(path: str | Path) -> Iterator[tuple[Header, Iterator[Line]]]:
     """The header and the lines of a recorded trace, each checked when it is read."""
     try:
         with Path(path).open("rb") as file:
-            check = _TraceChecker(str(path))
-            header, lines = read(check.count_lines(file), str(path))
+            text = LineReader(file, Path(path))
+            check = _TraceChecker(str(path), text)
+            header, lines = read(_all_lines(text, str(path)), str(path))
             check.check_pools(header.pools)
             yield header, check.check_lines(lines)
     except OSError as error:
         raise InvalidConfig("trace", str(path), f"a file that can be read ({error.strerror})") from error
 
 
+def _all_lines(text: LineReader, name: str) -> Iterator[bytes]:
+    """Also a last line without newline, which `LineReader` skips: unlike a log, a trace is complete or malformed."""
+    yield from text
+    if text.rest:
+        text.number += 1
+        yield text.rest
+    elif text.torn:
+        raise InvalidTrace(f"{name}:{text.number + 1}", "an incomplete end of gzip", "a trace line")
+
+
 class _TraceChecker:
     """Invariants from line to line: consecutive numbers, effects after their event, times that never decrease."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, text: LineReader) -> None:
         self._name = name
-        self._line = 0
+        self._text = text
         self._event_seq = 0
         """The seq of the last event."""
-
-    def count_lines(self, texts: Iterable[bytes]) -> Iterator[bytes]:
-        for self._line, text in enumerate(texts, start=1):
-            yield text
 
     def check_pools(self, pools: tuple[Pool, ...]) -> None:
         names = [pool.name for pool in pools]
@@ -175,4 +182,4 @@ class _TraceChecker:
                     raise self._error(f"outcome {field}", value, f"seconds from 0 to {SECONDS_MAX:g}")
 
     def _error(self, field: str, value: object, expected: str) -> InvalidTrace:
-        return InvalidTrace(f"{self._name}:{self._line} {field}", value, expected)
+        return InvalidTrace(f"{self._name}:{self._text.number} {field}", value, expected)

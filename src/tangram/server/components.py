@@ -7,6 +7,7 @@ keys of the config.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +23,7 @@ from tangram.core.messages import Effect, Event, Pool
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.core.trace import Header
-from tangram.errors import InvalidConfig
+from tangram.errors import InvalidConfig, ManagerError
 from tangram.managers.backends import create_manager
 from tangram.managers.base import Executor, Manager
 from tangram.managers.functions.endpoint import EndpointManager
@@ -48,7 +49,6 @@ from tangram.server.http.middleware import ApiMiddleware
 from tangram.server.http.routes import RouteHandlers
 from tangram.server.journal.adapter import JournalAdapter
 from tangram.server.journal.journal import RECORD_BYTES_MAX, Journal
-from tangram.server.observe.event_log import open_event_log
 from tangram.server.observe.metrics import MetricsCollector, ReportedMetrics
 from tangram.server.observe.state_observer import StateObserver
 from tangram.server.observe.visibility import VisibilityFilter
@@ -57,6 +57,8 @@ from tangram.server.tenants import tenant_of
 VERSION = version("arl-tangram")
 STREAM_BYTES_MAX = (RECORD_BYTES_MAX - MIB) // 2
 """Per output stream of a program: both, with the rest of the result, must fit one journal record."""
+EVENT_LOG_BYTES_MAX = 4 << 30
+"""The event log ends at this size: about ten million actions, more than a simulation handles in a day."""
 CORES_MIN = max(MAINTENANCE_CORES.values())
 """Cores for maintenance of a sandbox."""
 OWNER = "service"
@@ -162,10 +164,21 @@ class Components:
 
 
 def _open_event_log(config: Config, pools: tuple[Pool, ...]) -> TraceLog | None:
+    """The event log: every event of the scheduler and its effects, in the trace format, which `tangram sim`, `tangram
+    plan` and `tangram trace` read. Each start begins a new file and renames the previous one: `events.jsonl` becomes
+    `events.20260131T235959.jsonl`, by the time of its end. A later write error ends the log, not the server: the
+    journal has what must not be lost. Raises ManagerError."""
     if not config.service.event_log:
         return None
+    path = Path(config.service.event_log)
     header = Header(policy=config.service.policy, pools=pools, limits=config.scheduler, note=config.node.backend)
-    return open_event_log(Path(config.service.event_log), header)
+    try:
+        if path.exists():
+            ended = time.strftime("%Y%m%dT%H%M%S", time.localtime(path.stat().st_mtime))
+            path.replace(path.with_name(f"{path.stem}.{ended}{path.suffix}"))
+        return TraceLog(path, header, permissions=0o600, bytes_max=EVENT_LOG_BYTES_MAX)
+    except OSError as error:
+        raise ManagerError(f"the event log {path} cannot be written: {error}", retry=False) from error
 
 
 def create_node_manager(config: Config, expected: Sequence[str]) -> Manager:

@@ -34,7 +34,7 @@ from tangram.server.components import (
 )
 from tangram.server.http.app import create_app
 from tangram.server.http.listener import bind, serving
-from tangram.server.journal.journal import Journal, JournalFailed, RecoveredState
+from tangram.server.journal.journal import Journal, JournalFailed
 from tangram.server.observe.metrics import ReportedMetrics
 from tangram.server.recovery import RecoveryReport, recover
 
@@ -124,12 +124,12 @@ async def running_server(config: Config, clock: Clock | None = None) -> AsyncIte
             report = await recover(
                 components.action_service, journal.recovered, components.manager, config.node.name, ending
             )
-            journal.recovered = RecoveredState()  # recovered actions are in memory now, results on disk
+            journal.drop_recovered()  # recovered actions are in memory now, results on disk
             for name in ending:
                 await _finish_revocation(components, name)
             for run in components.runs.replies():
                 components.action_service.set_weight(run.name, run.weight)
-            components.observer.recovered = str(report)
+            components.observer.on_recovered(str(report))
             app = create_app(components.handlers, components.middleware)
             http = serving(
                 app,

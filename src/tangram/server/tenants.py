@@ -33,7 +33,10 @@ class Revocation:
 
     def __init__(self) -> None:
         self.is_revoked = False
-        """Set when the run is revoked; then its requests fail."""
+        """Whether requests of the run fail."""
+
+    def revoke(self) -> None:
+        self.is_revoked = True
 
 
 class Principal(msgspec.Struct, frozen=True):

@@ -167,8 +167,6 @@ class DisaggregationPrediction(msgspec.Struct, frozen=True, kw_only=True):
     simulated_without_reuse: float
     """The same if no prompt finds its history in a cache: the lower bound of a real prefix cache."""
     published: float | None
-    sent_gb: float
-    """KV cache sent between nodes."""
     label: str = "simulated"
 
 
@@ -203,7 +201,6 @@ def _predict(model: Model, nodes: int, seeds: Sequence[int]) -> DisaggregationPr
         simulated=_gain(runs),
         simulated_without_reuse=_gain(both(msgspec.structs.replace(SWE, rerenders_prompt=True))),
         published=PUBLISHED_DISAGGREGATION.get((model.name, nodes)),
-        sent_gb=sum(split.sent_bytes for _, split in runs) / len(runs) / 1e9,
     )
 
 

@@ -16,14 +16,13 @@ from tests.managers.functions.conftest import DEADLINE_S, Bench, below, lines, l
 import tangram
 from tangram import Quota, Rate
 from tangram.client import functions as module
-from tangram.client.functions import FunctionCalls, function
+from tangram.client.functions import ENTRY_BYTES, FunctionCalls, ResultCache, function
 from tangram.client.transport import Pending
 from tangram.client.validation import Lifecycle
 from tangram.core.action import Action
 from tangram.core.messages import Pool
 from tangram.errors import ActionTimedOut, AdmissionRefused, FunctionFailed, InvalidAction, TangramError
 from tangram.managers.functions import lease
-from tangram.managers.functions.result_cache import ENTRY_BYTES, ResultCache
 from tangram.managers.work import Work
 
 Run = Callable[..., None]

@@ -855,11 +855,10 @@ def test_instances_that_a_dead_service_left_are_removed(tmp_path: Path, run: Run
                 lease = await manager.start(action, Grant(name, NODE, (), 0), Open(spec=SandboxSpec()))
                 assert not (await lease.wait()).lost
         async with (
-            BwrapManager(state=state, node=NODE, owner="service") as manager,
+            BwrapManager(state=state, node=NODE, owner="service", keeps=False) as manager,
             FunctionManager(manager, memory.reserve, memory.release),
         ):
             assert manager.sandboxes() == ("run/kept",)
-            await manager.close_all()
 
     asyncio.run(inside())
 

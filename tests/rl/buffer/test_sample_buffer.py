@@ -16,8 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tangram.rl.buffer.number_ranges import NumberRanges
 from tangram.rl.buffer.records import FULL, LOST_LINEAGE, STALE, BufferState, DroppedGroup
-from tangram.rl.buffer.sample_buffer import SampleBuffer
-from tangram.rl.buffer.sample_size import group_bytes
+from tangram.rl.buffer.sample_buffer import SampleBuffer, group_bytes
 from tangram.rl.trajectories.training_batch import TrainingBatch
 from tangram.rl.trajectories.trajectory import Ending, Group, GroupTicket, Span, Stage, Trajectory, Turn
 

@@ -233,7 +233,7 @@ def test_code_that_hangs_is_shown_to_the_agent_and_scores_zero(tmp_path: Path, m
         async with connection(tmp_path, "sandbox") as client:
             environment = await opened(client)
             monkeypatch.setattr(codefix, "TESTS_S_MAX", 0.5)
-            step = await environment.step("EDIT L1 if sum(iter(int, 1)) else")
+            step = await environment.step("EDIT L1 if __import__('time').sleep(600) else")
             assert step.observation.endswith("got hangs") and not step.done
             verdict = await environment.verdict(30.0)
             assert (verdict.status, verdict.exit_code) == (Status.TIMED_OUT, 1)

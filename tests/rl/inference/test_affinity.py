@@ -9,8 +9,9 @@ from tangram.errors import InvalidConfig
 from tangram.rl.config.rollout_settings import EngineSettings, RolloutSettings, TaskSettings
 from tangram.rl.inference.affinity import H20, H800, HARDWARE_BY_CLASS, PlannedEngine, affinity_of, bind, explain
 from tangram.rl.inference.engines.protocol import Generation
-from tangram.rl.inference.profiler import TRAJECTORIES_MIN, Assumptions, InferenceWork, Profiler, predicted_s
+from tangram.rl.inference.profiler import TRAJECTORIES_MIN, InferenceWork, Profiler, predicted_s
 from tangram.rl.trajectories.trajectory import Ending, Trajectory, Turn
+from tangram.sim.serving_model import CALIBRATED
 
 
 def settings(*classes: str, tasks: dict[str, str] | None = None) -> RolloutSettings:
@@ -183,9 +184,8 @@ def test_repeated_prefill_is_reported_and_does_not_affect_the_recommendation() -
 
 
 def test_predictions_follow_the_roofline() -> None:
-    assumptions = Assumptions(context_bytes_per_token=0.0, batch=1.0, reached={})
     reading, writing = InferenceWork(prefilled=1000), InferenceWork(decoded=1000)
-    ratio = predicted_s(reading, H20, assumptions) / predicted_s(reading, H800, assumptions)
-    assert ratio == pytest.approx(989.5 / 148.0)
-    ratio = predicted_s(writing, H800, assumptions) / predicted_s(writing, H20, assumptions)
-    assert ratio == pytest.approx(4.0 / 3.35)
+    ratio = predicted_s(reading, H20) / predicted_s(reading, H800)
+    assert ratio == pytest.approx(989.5 * CALIBRATED["H800"].prefill / (148.0 * CALIBRATED["H20"].prefill))
+    ratio = predicted_s(writing, H800) / predicted_s(writing, H20)
+    assert ratio == pytest.approx(4.0 * CALIBRATED["H20"].decode / (3.35 * CALIBRATED["H800"].decode))

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from tests.rl.inference.test_process import CONTEXT, SLOW, in_process, model, request, run, settings
+from tests.rl.inference.engines.test_process import CONTEXT, SLOW, in_process, model, request, run, settings
 from tests.rl.processes import until
 
 from tangram.errors import ManagerError

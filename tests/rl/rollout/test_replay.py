@@ -16,7 +16,7 @@ from tangram.rl.config.rollout_settings import GroupSettings, RewardSettings, Ro
 from tangram.rl.environments.protocol import ExternalResources, Step
 from tangram.rl.environments.registry import resolve
 from tangram.rl.inference.engines.protocol import Generation, GenerationRequest, Sampling, SamplingSeed
-from tangram.rl.rollout.replay import ReplayDifference, ReplayResult, as_generator, replay, settings_of
+from tangram.rl.rollout.replay import RecordedGenerator, ReplayDifference, ReplayResult, replay, settings_of
 from tangram.rl.rollout.rollout import Rollout, tickets
 from tangram.rl.trajectories.codec import WordCodec
 from tangram.rl.trajectories.trajectory import Ending, Trajectory
@@ -215,7 +215,7 @@ def test_the_record_answers_each_turn_by_session_or_by_noise() -> None:
     trajectory = recordings.played("frozenlake", "random", 2)
     assert len(trajectory.turns) > 1
     other = recordings.played("frozenlake", "random", 3, number=1)
-    generator = as_generator([trajectory, other])
+    generator = RecordedGenerator([trajectory, other])
     before: tuple[int, ...] = ()
     for turn in trajectory.turns:
         before += turn.observation_tokens
@@ -234,7 +234,7 @@ def test_the_record_answers_each_turn_by_session_or_by_noise() -> None:
 
 def test_a_prompt_that_the_recording_lacks_is_refused() -> None:
     trajectory = recordings.played("chain", "random", 2)
-    generator = as_generator([trajectory])
+    generator = RecordedGenerator([trajectory])
     first = trajectory.turns[0].observation_tokens
     for tokens, words in (
         ((*first[:-1], 999), "differ from position"),
@@ -281,7 +281,7 @@ def test_a_whole_rollout_is_played_again_out_of_its_record(seed: int) -> None:
         return msgspec.structs.replace(trajectory, spans=(), began_s=0.0, ended_s=0.0)
 
     first = asyncio.run(rollout(Guessing(codec, "frozenlake")))
-    second = asyncio.run(rollout(as_generator(first)))
+    second = asyncio.run(rollout(RecordedGenerator(first)))
     assert len(first) == 6
     assert [untimed(each) for each in second] == [untimed(each) for each in first]
     assert all(replayed(each, turns_max=6).is_same for each in first)

@@ -37,6 +37,7 @@ SEEN = [
     "/v1/view",
     "/v1/timeline",
     "/v1/timeline?after=0&limit=9",
+    "/v1/timeline/trace-events",
     "/v1/pool-usage",
     "/v1/sandboxes",
     "/v1/actions/mine/story",

@@ -20,7 +20,8 @@ from aiohttp import web
 from tests.server.dashboard.fake_model import Model
 
 import tangram.server
-from tangram.runtime.views import View
+from tangram.runtime.action_timeline import trace_of_rows
+from tangram.runtime.views import TIMELINE_ROWS_MAX, View
 
 FILES = Path(tangram.server.__file__).parent / "dashboard"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -81,6 +82,7 @@ class FakeService:
         app.router.add_get("/dashboard/{name}", self._file)
         app.router.add_get("/v1/view", self._view)
         app.router.add_get("/v1/timeline", self._timeline)
+        app.router.add_get("/v1/timeline/trace-events", self._trace_events)
         app.router.add_get("/v1/actions/{id}/story", self._story)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
         await runner.setup()
@@ -122,6 +124,10 @@ class FakeService:
 
     async def _timeline(self, request: web.Request) -> web.Response:
         return encoded(self.model.timeline(int(request.query["after"]), int(request.query["limit"])))
+
+    async def _trace_events(self, request: web.Request) -> web.Response:
+        content = trace_of_rows(self.model.timeline(0, TIMELINE_ROWS_MAX).rows).encode()
+        return web.Response(body=content, content_type="application/octet-stream")
 
     async def _story(self, request: web.Request) -> web.Response:
         story = self.model.story(request.match_info["id"])

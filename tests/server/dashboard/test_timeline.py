@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from tests.chrome_trace import check, named
 from tests.server.dashboard.conftest import Opener, Screen
 from tests.server.dashboard.fake_model import Model
 from tests.server.dashboard.fake_service import FakeService
@@ -198,6 +201,30 @@ def test_a_search_counts_what_matches(page: Screen, many: FakeService) -> None:
     live = [*model.running, *model.waiting]
     matches = sum("coding-0000" in row.id for row in model.rows) + sum("coding-0000" in one.id for one in live)
     page.until(f"document.querySelector('.toolbar .note').textContent === '{matches} matches'")
+
+
+def test_all_remembered_actions_are_exported_as_a_chrome_trace(page: Screen, many: FakeService) -> None:
+    with page.page.expect_download() as download:
+        page.page.click("text=Export")
+    assert download.value.suggested_filename == "timeline.json"
+    events = json.loads(Path(download.value.path()).read_text())["traceEvents"]
+    check(events)
+    ids = {event["args"]["id"] for event in events if event["ph"] == "X" and "id" in event["args"]}
+    assert ids == {row.id for row in many.model.rows}
+    assert set(named(events, "process_name").values()) == {row.run for row in many.model.rows}
+
+
+def test_an_export_that_fails_says_why_and_can_be_repeated(page: Screen, many: FakeService) -> None:
+    many.error = (503, "draining", "the service is stopping")
+    try:
+        page.page.click("text=Export")
+        page.until("document.body.innerText.includes('Export failed')")
+        assert "the service is stopping" in page.page.locator("text=Export failed").get_attribute("title")
+    finally:
+        many.error = None
+    with page.page.expect_download():
+        page.page.click("text=Export failed")
+    page.until("!document.body.innerText.includes('Export failed')")
 
 
 def test_lanes_are_packed_or_one_per_trajectory(page: Screen, many: FakeService) -> None:

@@ -35,7 +35,7 @@ from tangram.core.messages import (
 )
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
-from tangram.runtime.pool_usage import IDLE_TIMEOUT_S
+from tangram.runtime.pool_usage import IDLE_TIMEOUT_S, PoolUsageObserver
 from tangram.runtime.views import TimeBreakdown
 from tangram.server.observe import time_breakdown
 from tangram.server.observe.state_observer import StateObserver
@@ -52,6 +52,7 @@ class World:
         self.scheduler = Scheduler(policy("fcfs"), pools)
         self.clock = SimClock()
         self.picture = StateObserver(self.scheduler, clock=self.clock)
+        self.pool_usage = PoolUsageObserver(self.scheduler, self.clock.now)
         self.phase_by_action: dict[str, tuple[str, float]] = {}
         """Live actions."""
         self.trajectory_by_action: dict[str, str] = {}
@@ -69,6 +70,7 @@ class World:
     def send(self, event: Event) -> list[Effect]:
         effects = self.scheduler.handle(event, self.now)
         self.picture(self.now, event, effects)
+        self.pool_usage.observe(self.now, event, effects)
         if isinstance(event, Started):
             self._move(event.action, EXECUTING)
         for effect in effects:
@@ -119,6 +121,7 @@ class World:
         assert sum(account.waiting for account in accounts) == self.scheduler.queue.waiting
         assert sum(account.running for account in accounts) == len(self.scheduler.grants.holding)
         assert sorted(self.picture.tracker.by_id) == sorted(self.scheduler.entries)
+        assert self.picture.pool_usage(None).pools == self.pool_usage.reading(), "as without a server"
 
     def spent(self) -> TimeBreakdown:
         [view] = self.picture.view(None).runs

@@ -26,6 +26,7 @@ import msgspec
 
 from tangram.errors import ManagerError, TangramError
 from tangram.files.lock import is_locked
+from tangram.managers.doctor import kernel_probes
 from tangram.managers.http import BlockingHttpClient
 from tangram.managers.sandboxes.bwrap.images.store import FREE_BYTES_MIN, MOUNT_FORBIDDEN_CHARACTERS, SANDBOX_UID
 from tangram.managers.sandboxes.bwrap.manager import PROGRAMS
@@ -45,11 +46,11 @@ from tangram.managers.sandboxes.cgroups.hierarchies import (
 )
 from tangram.managers.sandboxes.machine import available_memory_bytes, meminfo_bytes, numa_cells
 from tangram.managers.work import GIB, MIB
+from tangram.processes.isolated import isolated_argv
 
 OK, LIMITED, MISSING = "ok", "limited", "missing"
 SANDBOX, DOCKER, PROCESS = "sandbox", "docker", "process"
 
-KERNEL_PROBES = Path(__file__).with_name("kernel_probes.py")
 PROGRAM_S = 1.0
 """Time for a program to print its version. A machine with many devices may need longer; its version is then unknown."""
 KERNEL_PROBES_S_MAX = 20.0
@@ -319,7 +320,7 @@ def _kernel_features() -> list[Diagnostic]:
 def _run_kernel_probes(code: str) -> dict[str, str]:
     """The reason of failure by the name of the probe."""
     request = {"user": SANDBOX_UID, "filter": code, "folder": tempfile.gettempdir()}
-    argv = [sys.executable, "-I", "-S", str(KERNEL_PROBES)]
+    argv = isolated_argv(kernel_probes.__name__)
     reason = ""
     try:
         done = subprocess.run(

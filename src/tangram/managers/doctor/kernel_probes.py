@@ -1,8 +1,8 @@
 """Kernel probes: what the kernel allows this user, tested in short-lived child processes.
 
-Run by its path, without site-packages; imports only the standard library. Owns nothing: all changes of a probe are
-private to its process. Reads a JSON object from its standard input, and prints one that maps the name of each probe to
-the reason of its failure; an empty reason means success.
+An isolated program (processes/isolated.py). Owns nothing: all changes of a probe are private to its process. Reads a
+JSON object from its standard input, and prints one that maps the name of each probe to the reason of its failure; an
+empty reason means success.
 
     user    the user for the probes, if this process is root
     filter  a filter of system calls, in hexadecimal digits; empty: no filter
@@ -11,29 +11,23 @@ the reason of its failure; an empty reason means success.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
-import struct
 import sys
 from collections.abc import Callable
 from typing import Any
 
-CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
-CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
-MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 2, 4, 0x4000, 0x40000
-PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 22, 38
-SECCOMP_MODE_FILTER = 2
-INSTRUCTION_BYTES = 8
+from tangram.processes import libc
+from tangram.processes.libc import MS_NODEV, MS_NOSUID, mount
 
 NAMESPACES = {
-    "mount": CLONE_NEWNS,
-    "pid": CLONE_NEWPID,
-    "net": CLONE_NEWNET,
-    "ipc": CLONE_NEWIPC,
-    "uts": CLONE_NEWUTS,
-    "cgroup": CLONE_NEWCGROUP,
+    "mount": libc.CLONE_NEWNS,
+    "pid": libc.CLONE_NEWPID,
+    "net": libc.CLONE_NEWNET,
+    "ipc": libc.CLONE_NEWIPC,
+    "uts": libc.CLONE_NEWUTS,
+    "cgroup": libc.CLONE_NEWCGROUP,
 }
 """The namespaces of a sandbox, except the user namespace."""
 
@@ -41,21 +35,13 @@ REASON_BYTES_MAX = 1000
 PROBE_S_MAX = 5
 """Time limit for one probe, which takes about a millisecond."""
 
-_libc = ctypes.CDLL(None, use_errno=True)
 
-
-def check_result(step: str, result: int) -> None:
-    if result != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"{step}: {os.strerror(code)}")
-
-
-def unshare(step: str, flags: int) -> None:
+def unshare(flags: int) -> None:
     """Creates namespaces. Without root, the other namespaces can only be created together with a user namespace."""
     user, group = os.geteuid(), os.getegid()
-    flags |= CLONE_NEWUSER if user != 0 else 0
-    check_result(step, _libc.unshare(flags))
-    if flags & CLONE_NEWUSER:
+    flags |= libc.CLONE_NEWUSER if user != 0 else 0
+    libc.unshare(flags)
+    if flags & libc.CLONE_NEWUSER:
         for name, text in (("uid_map", f"0 {user} 1"), ("setgroups", "deny"), ("gid_map", f"0 {group} 1")):
             write(f"/proc/self/{name}", text)
 
@@ -69,22 +55,6 @@ def write(path: str, text: str) -> None:
         os.close(fd)
 
 
-def mount(what: str, where: str, kind: str, flags: int = 0, options: str = "") -> None:
-    arguments = (
-        what.encode(),
-        os.fsencode(where),
-        kind.encode() or None,
-        ctypes.c_ulong(flags),
-        options.encode() or None,
-    )
-    check_result(f"mount {kind or where}", _libc.mount(*arguments))
-
-
-def make_mounts_private() -> None:
-    unshare("unshare", CLONE_NEWNS)
-    mount("none", "/", "", MS_REC | MS_PRIVATE)
-
-
 # ---- the probes -----------------------------------------------------------------------------------------------------
 
 
@@ -94,14 +64,14 @@ def user_namespace(user: int) -> None:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-        _libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # else /proc/self still belongs to root
-    unshare("unshare", CLONE_NEWUSER | CLONE_NEWNS)
-    mount("none", "/", "", MS_REC | MS_PRIVATE)
+        libc.prctl(libc.PR_SET_DUMPABLE, 1, 0, 0, 0)  # else /proc/self still belongs to root
+    unshare(libc.CLONE_NEWUSER | libc.CLONE_NEWNS)
+    libc.make_mounts_private()
 
 
 def namespace(flag: int) -> None:
-    unshare("unshare", flag)
-    if flag == CLONE_NEWPID:
+    unshare(flag)
+    if flag == libc.CLONE_NEWPID:
         child = os.fork()
         if child == 0:
             os._exit(0 if os.getpid() == 1 else 1)
@@ -110,7 +80,8 @@ def namespace(flag: int) -> None:
 
 
 def tmpfs(folder: str) -> None:
-    make_mounts_private()
+    unshare(libc.CLONE_NEWNS)
+    libc.make_mounts_private()
     mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=64,mode=0755")
 
 
@@ -130,12 +101,8 @@ def overlay(folder: str) -> None:
 
 
 def seccomp(code: bytes) -> None:
-    body = ctypes.create_string_buffer(code, len(code))
-    program = ctypes.create_string_buffer(
-        struct.pack("HxxxxxxP", len(code) // INSTRUCTION_BYTES, ctypes.addressof(body))
-    )
-    check_result("no_new_privs", _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    check_result("seccomp", _libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program, 0, 0))
+    libc.forbid_new_privileges()
+    libc.SeccompFilter(code).install()
 
 
 # ---- running probes -------------------------------------------------------------------------------------------------
@@ -174,5 +141,5 @@ def run_all_probes(request: dict[str, Any]) -> dict[str, str]:
     return {name: run_probe(probe) for name, probe in probes.items()}
 
 
-if __name__ == "__main__":
+def main() -> None:
     json.dump(run_all_probes(json.load(sys.stdin)), sys.stdout)

@@ -33,12 +33,12 @@ from typing import Any, NoReturn
 
 if __name__.startswith("tangram."):
     from tangram.managers.functions.plain_values import UnserialisableValue, encode_value
+    from tangram.processes.libc import become_subreaper
     from tangram.processes.orphans import kill_children, list_children
-    from tangram.processes.prctl import become_subreaper
 else:  # in a sandbox, where all of these are in one package
+    from .libc import become_subreaper  # type: ignore[import-not-found,no-redef,unused-ignore]
     from .orphans import kill_children, list_children  # type: ignore[import-not-found,no-redef,unused-ignore]
     from .plain_values import UnserialisableValue, encode_value  # type: ignore[no-redef,unused-ignore]
-    from .prctl import become_subreaper  # type: ignore[import-not-found,no-redef,unused-ignore]
 
 DIRECTORY = ".tangram"
 """The directory in the workspace of a sandbox with the program, its library and the function."""

@@ -36,7 +36,7 @@ from tangram.managers.functions.instance import (
 from tangram.managers.functions.program import DIRECTORY, LIBRARY, PACKAGE, SPEC_FILE, STARTER
 from tangram.managers.functions.work import Failure, FunctionSpec, loaded_spec
 from tangram.managers.work import WORKSPACE, Exec, LeaseResult, Open, SandboxSpec
-from tangram.processes import orphans, prctl
+from tangram.processes import libc, orphans
 from tangram.processes.exit_codes import NOT_FOUND, signal_of
 from tangram.processes.streams import COMMANDS_FD, STATUSES_FD
 
@@ -166,7 +166,7 @@ def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
 def _programs() -> tuple[tuple[str, bytes], ...]:
     here = Path(__file__)
     sources: dict[str, bytes] = {f"{PACKAGE}/__init__.py": b""}
-    modules = [*(here.with_name(f"{name}.py") for name in MODULES), Path(orphans.__file__), Path(prctl.__file__)]
+    modules = [*(here.with_name(f"{name}.py") for name in MODULES), Path(libc.__file__), Path(orphans.__file__)]
     for path in modules:
         sources[f"{PACKAGE}/{path.name}"] = path.read_bytes()
     for library in LIBRARIES:

@@ -28,7 +28,7 @@ from tangram.errors import InvalidAction, InvalidConfig
 from tangram.managers.http import BlockingHttpClient
 from tangram.managers.models.devices import Device
 from tangram.managers.models.engine import Engine, Weights
-from tangram.processes import prctl
+from tangram.processes import libc
 
 SLEEP_MODE = (
     "expected GET /is_sleeping, POST /sleep and POST /wake_up; "
@@ -176,7 +176,7 @@ class ServerHandle:
         self._http = BlockingHttpClient(self._url)
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(_visible_devices(self._devices))}
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", prctl.__file__, str(os.getpid()), *command],
+            [sys.executable, "-I", "-S", libc.__file__, str(os.getpid()), *command],
             stdin=subprocess.DEVNULL,
             env=os.environ | visible,
             start_new_session=True,

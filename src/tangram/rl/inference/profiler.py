@@ -8,7 +8,7 @@ not on the task; it is reported, but not part of the recommendation.
 The prediction is the time that one device of each class would spend on a trajectory, by its roofline. Prefill is bound
 by compute, because many tokens share one pass over the weights. Decoding is bound by bandwidth, because each step reads
 the weights once for the batch, and the context of each request. Times are compared at equal cost. Model and batch are
-assumptions, see `Assumptions`; ratios between tasks hardly depend on them, but the boundary between classes does.
+assumptions, `MODEL` and `BATCH`; ratios between tasks hardly depend on them, but the boundary between classes does.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ import msgspec
 from tangram.rl.inference.affinity import HARDWARE_BY_CLASS
 from tangram.rl.inference.engines.protocol import Generation
 from tangram.rl.trajectories.trajectory import Trajectory
-from tangram.sim.serving_model import CALIBRATED, Efficiency, Gpu
+from tangram.sim.serving_model import BYTES, CALIBRATED, QWEN3_8B, Efficiency, Gpu
 
+MODEL = QWEN3_8B
+"""The served model."""
+BATCH = 32
+"""Requests that decode in one step."""
 TRAJECTORIES_MIN = 16
 """With fewer, a recommendation is a guess: lengths of trajectories vary by several times."""
 RATIO_CLEAR = 1.2
@@ -30,18 +34,6 @@ AGREEMENT_CLEAR = 0.8
 """Required share of trajectories that agree on the class."""
 REREAD_SHARE_REPORTED = 0.1
 """A smaller share is the usual cost of weight updates and deaths."""
-
-
-class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The served model: 8B parameters, 36 layers with 8 key-value heads of 128, in 16 bits."""
-
-    parameters: float = 8.2e9
-    bytes_per_parameter: float = 2.0
-    context_bytes_per_token: float = 147_456.0
-    batch: float = 32.0
-    """Requests that decode in one step."""
-    reached: Mapping[str, Efficiency] = msgspec.field(default_factory=lambda: CALIBRATED)
-    """Which share of its published numbers a device reaches, by name; fitted by the simulator."""
 
 
 class InferenceWork(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,7 +140,7 @@ class Profiler:
 
     def _costs(self, work: InferenceWork) -> dict[str, float]:
         """Seconds times cost, by class."""
-        return {name: predicted_s(work, gpu, Assumptions()) * gpu.cost for name, gpu in HARDWARE_BY_CLASS.items()}
+        return {name: predicted_s(work, gpu) * gpu.cost for name, gpu in HARDWARE_BY_CLASS.items()}
 
     def _recommend(self, task: str) -> Recommendation:
         work = self._work_by_task[task]
@@ -223,14 +215,14 @@ def work_of(trajectory: Trajectory) -> InferenceWork:
     )
 
 
-def predicted_s(work: InferenceWork, gpu: Gpu, assumptions: Assumptions) -> float:
+def predicted_s(work: InferenceWork, gpu: Gpu) -> float:
     """On one device: prefill by compute; decoding by bandwidth, or by compute if that is the tighter bound."""
-    reached = assumptions.reached.get(gpu.name, Efficiency())
+    reached = CALIBRATED.get(gpu.name, Efficiency())
     flops = gpu.flops * reached.prefill
     bandwidth = gpu.bandwidth * reached.decode
-    token_s = 2.0 * assumptions.parameters / flops
-    weights_s = assumptions.parameters * assumptions.bytes_per_parameter / assumptions.batch / bandwidth
-    context_s = work.context * assumptions.context_bytes_per_token / bandwidth
+    token_s = 2.0 * MODEL.parameters / flops
+    weights_s = MODEL.parameters * BYTES / BATCH / bandwidth
+    context_s = work.context * MODEL.kv_bytes / bandwidth
     return work.needed * token_s + max(work.decoded * token_s, work.decoded * weights_s + context_s)
 
 

@@ -1,7 +1,7 @@
 """Replay: plays recorded trajectories again, without a model.
 
 Owns two ways. `replay` plays the environment of a trajectory with the same seed and the recorded actions, and reports
-differences: the environment is not deterministic, or has changed. `as_generator` generates from records, so that a
+differences: the environment is not deterministic, or has changed. `RecordedGenerator` generates from records, so that a
 whole rollout can be played again. Never changes a record. Promises that every environment that it makes is closed, and
 that an environment that raises or hangs is reported as a failure of the replay, never as a difference.
 """
@@ -251,10 +251,6 @@ class RecordedGenerator:
         if trajectory is None:
             raise InvalidInput("session", request.session or str(seed), "one of the recorded trajectories")
         return _continue_from(trajectory, request.tokens)
-
-
-def as_generator(trajectories: Iterable[Trajectory]) -> RecordedGenerator:
-    return RecordedGenerator(trajectories)
 
 
 def _continue_from(trajectory: Trajectory, tokens: tuple[int, ...]) -> Generation:

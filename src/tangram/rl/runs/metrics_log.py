@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import math
 import os
 import struct
 import sys
@@ -39,6 +38,7 @@ import msgspec
 from tangram.errors import InvalidConfig, InvalidInput, InvalidTrace, ManagerError, TangramError
 from tangram.files.append_log import AppendLog, LineReader, complete_lines_bytes
 from tangram.reports.printable import escape_unprintable
+from tangram.rl.runs.json_values import NUMBER_KEY, from_json_values, to_json_values
 from tangram.rl.runs.metrics_lines import (
     AnyMetricsLine,
     Evaluated,
@@ -50,9 +50,6 @@ from tangram.rl.runs.metrics_lines import (
 )
 from tangram.rl.runs.run_folder import METRICS, TENSORBOARD
 
-NUMBER_KEY = "$number"
-"""JSON has no NaN and no infinity; they are written as `{"$number": "nan"}`."""
-NOT_FINITE = ("nan", "inf", "-inf")
 THROUGHPUT_METRICS = {"trajectories", "tokens", "tokens_per_s"}
 """Metrics of the trainer that are shown as throughput, not as loss."""
 TIMES = ("step_s", "wait_s", "train_s", "push_s", "pull_s", "exposed_s", "evaluation_s")
@@ -116,21 +113,7 @@ def _open(path: Path, *, resume: bool) -> AppendLog:
 
 
 def _encode(line: AnyMetricsLine) -> bytes:
-    return _encoder.encode(_mark_non_finite(msgspec.to_builtins(line))) + b"\n"
-
-
-def _mark_non_finite(value: Any) -> Any:
-    """Converts to what JSON can represent. Text is for readers only, so lone surrogates become escapes."""
-    match value:
-        case dict():
-            return {_mark_non_finite(key): _mark_non_finite(each) for key, each in value.items()}
-        case list() | tuple():
-            return [_mark_non_finite(each) for each in value]
-        case float() if not math.isfinite(value):
-            return {NUMBER_KEY: repr(value)}
-        case str():
-            return value.encode("utf-8", "backslashreplace").decode()
-    return value
+    return _encoder.encode(to_json_values(msgspec.to_builtins(line), escape_surrogates=True)) + b"\n"
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -203,23 +186,12 @@ def _decode(text: bytes, path: Path, number: int) -> AnyMetricsLine:
     try:
         if NUMBER_KEY.encode() not in text:
             return _decoder.decode(text)
-        line: AnyMetricsLine = msgspec.convert(_unmark_non_finite(msgspec.json.decode(text)), AnyMetricsLine)
+        line: AnyMetricsLine = msgspec.convert(from_json_values(msgspec.json.decode(text)), AnyMetricsLine)
         return line
     except DECODE_ERRORS as error:
         raise InvalidTrace(
             f"{path}:{number}", escape_unprintable(repr(text[:80])), f"a line of metrics ({error})"
         ) from None
-
-
-def _unmark_non_finite(value: Any) -> Any:
-    match value:
-        case {"$number": str(number)} if len(value) == 1 and number in NOT_FINITE:
-            return float(number)
-        case dict():
-            return {key: _unmark_non_finite(each) for key, each in value.items()}
-        case list():
-            return [_unmark_non_finite(each) for each in value]
-    return value
 
 
 # ---- TensorBoard ----------------------------------------------------------------------------------------------------

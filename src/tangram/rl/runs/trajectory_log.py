@@ -26,14 +26,12 @@ from tangram.files.append_log import AppendLog, LineReader, check_line_length, p
 from tangram.reports.printable import escape_unprintable
 from tangram.rl.config.rollout_settings import RolloutSettings
 from tangram.rl.inference.engines.protocol import EngineStatistics
+from tangram.rl.runs.json_values import from_json_values, to_json_values
 from tangram.rl.trajectories.trajectory import Group, Trajectory
 
 LOG_FORMAT = 1
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, InvalidInput, AssertionError, RecursionError)
 """Errors of decoding: of JSON, of its text, and of values. Records assert what holds between their fields."""
-NUMBER_KEY, TEXT_KEY = "$number", "$text"
-"""Encodings of what JSON lacks: `{"$number": "nan"}` for NaN and infinity, `{"$text": "<UTF-8 in hex>"}` for text with
-lone surrogates."""
 
 
 class TrajectoryLogHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,7 +208,7 @@ def _encode(value: Any) -> bytes:
     except UnicodeEncodeError:
         pass
     try:
-        return _encoder.encode(_mark_unrepresentable(msgspec.to_builtins(value))) + b"\n"
+        return _encoder.encode(to_json_values(msgspec.to_builtins(value))) + b"\n"
     except UnicodeEncodeError as error:
         raise InvalidInput("record", error.object[:80], "names that are text, without lone surrogates") from None
 
@@ -231,40 +229,6 @@ def _is_finite(value: Any) -> bool:
         case TrajectoryLogHeader():
             return True  # settings are validated
     return False  # events and statistics are small
-
-
-def _mark_unrepresentable(value: Any) -> Any:
-    match value:
-        case dict():
-            return {key: _mark_unrepresentable(each) for key, each in value.items()}
-        case list() | tuple():
-            return [_mark_unrepresentable(each) for each in value]
-        case float() if not math.isfinite(value):
-            return {NUMBER_KEY: repr(value)}
-        case str() if not _is_text(value):
-            return {TEXT_KEY: value.encode("utf-8", "surrogatepass").hex()}
-    return value
-
-
-def _is_text(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _unmark_unrepresentable(value: Any) -> Any:
-    match value:
-        case {"$number": str(number)} if len(value) == 1 and number in ("nan", "inf", "-inf"):
-            return float(number)
-        case {"$text": str(text)} if len(value) == 1:
-            return bytes.fromhex(text).decode("utf-8", "surrogatepass")
-        case dict():
-            return {key: _unmark_unrepresentable(each) for key, each in value.items()}
-        case list():
-            return [_unmark_unrepresentable(each) for each in value]
-    return value
 
 
 # ---- reading --------------------------------------------------------------------------------------------------
@@ -372,12 +336,7 @@ def _decode(text: bytes) -> _AnyLogLine:
     except msgspec.MsgspecError:
         if b'{"$' not in text:
             raise
-    try:
-        return msgspec.convert(_unmark_unrepresentable(msgspec.json.decode(text)), type=_AnyLogLine)
-    except UnicodeDecodeError:
-        raise
-    except ValueError as error:  # `$text` without valid hex
-        raise msgspec.ValidationError(str(error)) from None
+    return msgspec.convert(from_json_values(msgspec.json.decode(text)), type=_AnyLogLine)
 
 
 def _reason(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from tangram.runtime.error_records import error_record_of
 from tangram.runtime.orchestrator import ActionTicket, SettledAction
 from tangram.runtime.wire import AnyWork
 from tangram.server.actions.output_buffer import OutputBuffer
+from tangram.server.actions.translate import with_running_cap
 from tangram.server.tenants import tenant_of
 
 
@@ -28,7 +29,16 @@ class RegisteredAction(ActionTicket):
     work: AnyWork
     output: OutputBuffer | None
 
-    def __init__(self, action: Action, work: AnyWork, work_bytes: int, output: OutputBuffer | None, now: float) -> None:
+    def __init__(
+        self,
+        action: Action,
+        work: AnyWork,
+        work_bytes: int,
+        output: OutputBuffer | None,
+        now: float,
+        *,
+        opens_sandbox: bool,
+    ) -> None:
         super().__init__(action, work, output)
         self.work_bytes = work_bytes
         """Encoded size of action and work in the journal."""
@@ -36,7 +46,7 @@ class RegisteredAction(ActionTicket):
         """May be set before the orchestrator has the action."""
         self.cancel_reason = ""
         """Empty if the caller cancelled."""
-        self.opens_sandbox = False
+        self.opens_sandbox = opens_sandbox
         """The action creates its sandbox: unless it succeeds, there is none."""
         self.last_polled_at = now
 
@@ -47,6 +57,20 @@ class RegisteredAction(ActionTicket):
         if not self.attempt:
             return "queued"
         return "starting" if self.lease is None else "running"
+
+    def limit_running(self) -> None:
+        """Adds the run's limit on running actions to the demand. The journal has the action without it."""
+        self.action = with_running_cap(self.action)
+
+    def request_cancel(self, reason: str) -> bool:
+        """Returns False if it was requested before."""
+        if self.cancel_requested:
+            return False
+        self.cancel_requested, self.cancel_reason = True, reason
+        return True
+
+    def on_polled(self, now: float) -> None:
+        self.last_polled_at = now
 
     def resolve(self, settled: SettledAction) -> None:
         """Completes `settled`. A rejected request is a result here, since it reaches the caller over HTTP."""
@@ -71,6 +95,16 @@ class RegisteredSandbox:
         self.active_actions = 0
         self.last_used_at = now
 
+    def begin_use(self) -> None:
+        self.active_actions += 1
+
+    def end_use(self, now: float) -> None:
+        self.active_actions -= 1
+        self.last_used_at = now
+
+    def on_used(self, now: float) -> None:
+        self.last_used_at = now
+
 
 class ActionRegistry:
     def __init__(self, now: Callable[[], float]) -> None:
@@ -87,17 +121,20 @@ class ActionRegistry:
         self.sandboxes_by_tenant: Counter[str] = Counter()
 
     def register(self, action: Action, work: AnyWork, work_bytes: int, output: OutputBuffer | None) -> RegisteredAction:
-        live = self.actions[action.id] = RegisteredAction(action, work, work_bytes, output, self._now())
+        opens_sandbox = False
+        if isinstance(work, Open) and action.sandbox not in self.sandboxes:
+            self.register_sandbox(action.sandbox, action.run, work.spec)
+            opens_sandbox = True
+        live = self.actions[action.id] = RegisteredAction(
+            action, work, work_bytes, output, self._now(), opens_sandbox=opens_sandbox
+        )
         tenant = tenant_of(action.id)
         self.actions_by_tenant[tenant] += 1
         self.calls_by_tenant[tenant] += isinstance(work, Call)
         self.bytes_by_tenant[tenant] += work_bytes
-        if isinstance(work, Open) and action.sandbox not in self.sandboxes:
-            self.register_sandbox(action.sandbox, action.run, work.spec)
-            live.opens_sandbox = True
         sandbox = self.sandboxes.get(action.sandbox)
         if sandbox is not None:
-            sandbox.active_actions += 1
+            sandbox.begin_use()
         return live
 
     def unregister(self, live: RegisteredAction) -> bool:
@@ -111,8 +148,7 @@ class ActionRegistry:
         self.bytes_by_tenant[tenant] -= live.work_bytes
         sandbox = self.sandboxes.get(action.sandbox)
         if sandbox is not None:
-            sandbox.active_actions -= 1
-            sandbox.last_used_at = self._now()
+            sandbox.end_use(self._now())
             if _ends_sandbox(live):
                 self.unregister_sandbox(action.sandbox)
         return True

@@ -42,7 +42,6 @@ from tangram.server.actions.translate import (
     function_pool,
     running_pool,
     translate,
-    with_running_cap,
 )
 from tangram.server.drain_gate import DrainGate
 from tangram.server.journal.adapter import decode_settled, encode
@@ -215,7 +214,7 @@ class ActionService:
         try:
             self._ensure_pool(tenant_of(action.id), live.work)
             if action.run in self._capped_runs:
-                live.action = with_running_cap(action)
+                live.limit_running()
             self.orchestrator.submit_ticket(live)
         except (AdmissionRefused, InvalidInput) as error:
             refused = refused_action(action.id, error)
@@ -302,7 +301,7 @@ class ActionService:
     async def wait(
         self, caller: Principal, live: RegisteredAction, id: str, *, wait_s: float, until_started: bool = False
     ) -> ActionReply:
-        live.last_polled_at = self._now()
+        live.on_polled(self._now())
         if isinstance(live.work, HoldGrant):  # a holder must poll often, or its quota is released
             wait_s = min(wait_s, self.limits.hold_idle_s / 3)
         try:
@@ -310,7 +309,7 @@ class ActionService:
             if wait_s > 0.0 and not awaited.done():
                 await asyncio.wait((awaited,), timeout=wait_s)
         finally:
-            live.last_polled_at = self._now()
+            live.on_polled(self._now())
         if live.settled.done():
             if self.drain_gate.is_draining and live.settled.exception() is not None:
                 raise Draining  # the next server will finish it; the client retries
@@ -349,8 +348,7 @@ class ActionService:
             raise NotFound("action", id)
 
     def _cancel(self, live: RegisteredAction, why: str = "") -> None:
-        if not live.cancel_requested:
-            live.cancel_requested, live.cancel_reason = True, why
+        if live.request_cancel(why):
             self.orchestrator.cancel(live.action.id, why)
 
     def acknowledge(self, caller: Principal, ids: Iterable[str]) -> None:
@@ -420,7 +418,7 @@ class ActionService:
             if qualified_name in self._lost_sandboxes:
                 raise ManagerError(f"sandbox {name} is gone: {self._lost_sandboxes[qualified_name]}", retry=False)
             raise NotFound("sandbox", name)
-        sandbox.last_used_at = self._now()
+        sandbox.on_used(self._now())
         return qualified_name
 
     @contextlib.contextmanager
@@ -429,7 +427,7 @@ class ActionService:
         does."""
         qualified_name = self.require_sandbox(caller, name)
         sandbox = self._registry.sandboxes[qualified_name]
-        sandbox.active_actions += 1
+        sandbox.begin_use()
         try:
             yield qualified_name
         except ManagerError as error:
@@ -437,8 +435,7 @@ class ActionService:
                 raise  # an error of the server, without names of a manager
             raise ManagerError(self.namespace(caller).unqualify(str(error)), retry=error.retry) from error
         finally:
-            sandbox.active_actions -= 1
-            sandbox.last_used_at = self._now()
+            sandbox.end_use(self._now())
 
     async def remove_sandbox(self, caller: Principal, name: str) -> None:
         """Removes a sandbox or an instance of a function immediately, with all its processes."""

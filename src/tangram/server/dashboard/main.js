@@ -63,7 +63,7 @@ const poll = new Poll({
 const MAKE = {
   overview: () => new OverviewPage(soon),
   actions: () => new ActionsPage(),
-  timeline: () => new TimelinePage(place, rows, open),
+  timeline: () => new TimelinePage(place, rows, open, poll),
   runs: () => new RunsPage(),
   sandboxes: () => new SandboxesPage(),
 };

@@ -24,19 +24,19 @@ export class Refused extends Error {
 /** The service did not respond, or the response was truncated. */
 class Gone extends Error {}
 
-async function reach(path, headers) {
+async function reach(path, headers, read) {
   try {
     const answer = await fetch(path, {headers, cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS)});
-    return [answer, answer.ok ? await answer.json() : null];
+    return [answer, answer.ok ? await read(answer) : null];
   } catch (error) {
     throw new Gone(String(error));
   }
 }
 
-async function request(path, token) {
+async function request(path, token, read = (answer) => answer.json()) {
   const headers = {Accept: "application/json"};
   if (token) headers.Authorization = `Bearer ${token}`;
-  const [answer, content] = await reach(path, headers);
+  const [answer, content] = await reach(path, headers, read);
   if (answer.ok) return content;
   let code = "unknown";
   let message = `the service answered ${answer.status}`;
@@ -162,6 +162,11 @@ export class Poll {
 
   story(id) {
     return request(`v1/actions/${encodeURIComponent(id)}/story`, this.token);
+  }
+
+  /** The timeline as a Chrome trace, a Blob. */
+  traceEvents() {
+    return request("v1/timeline/trace-events", this.token, (answer) => answer.blob());
   }
 }
 

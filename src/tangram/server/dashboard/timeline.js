@@ -15,12 +15,16 @@ import {hideTooltip} from "./tooltip.js";
 
 const GUTTER = 150;
 /* Beside lanes of trajectories, for their names. */
+const EXPORT = "Download all actions that are remembered as a Chrome trace, for ui.perfetto.dev";
+const REVOKE_MS = 60_000;
+/* The browser has read the file by then. */
 
 export class TimelinePage {
-  constructor(place, rows, open) {
+  constructor(place, rows, open, poll) {
     this.place = place;
     this.rows = rows;
     this.open = open;
+    this.poll = poll;
     this.range = new Range();
     this.live = [];
     this.scroll = 0;
@@ -64,9 +68,30 @@ export class TimelinePage {
     this.allButton = button("", "Everything");
     this.recentButton.addEventListener("click", () => this.recent());
     this.allButton.addEventListener("click", () => this.everything());
+    this.exportButton = button("", "Export");
+    attr(this.exportButton, "title", EXPORT);
+    this.exportButton.addEventListener("click", () => this.export());
     const zooms = box("div", "segmented", out, into, this.recentButton, this.allButton);
     return box("div", "timeline-head",
-      box("div", "toolbar", this.finder.input, this.finder.matchCount, this.summary, lanes, zooms), this.legend());
+      box("div", "toolbar", this.finder.input, this.finder.matchCount, this.summary, lanes, zooms,
+        box("div", "segmented", this.exportButton)), this.legend());
+  }
+
+  /** Downloads the timeline as the service remembers it. */
+  async export() {
+    try {
+      const address = URL.createObjectURL(await this.poll.traceEvents());
+      const link = el("a");
+      link.href = address;
+      link.download = "timeline.json";
+      link.click();
+      setTimeout(() => URL.revokeObjectURL(address), REVOKE_MS);
+      put(this.exportButton, "Export");
+      attr(this.exportButton, "title", EXPORT);
+    } catch (error) {
+      put(this.exportButton, "Export failed");
+      attr(this.exportButton, "title", `${error.message}. Click to try again.`);
+    }
   }
 
   laneButton(kind, text) {

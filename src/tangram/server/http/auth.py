@@ -165,7 +165,7 @@ class RunRegistry:
                 record = self._ending[name] = self.record(name)
                 self._principal_by_hash.pop(self._hash_by_run.pop(name), None)
                 del self._record_by_run[name]
-                self._revocation_by_run.pop(name).is_revoked = True
+                self._revocation_by_run.pop(name).revoke()
                 await self._store.record_run_ending(name, msgspec.msgpack.encode(record))
             self._revoking.add(name)
         try:

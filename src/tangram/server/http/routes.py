@@ -31,6 +31,7 @@ from tangram.core.messages import NodeChanged, NodeState, PoolChanged
 from tangram.errors import AdmissionRefused, InvalidAction, InvalidInput, ManagerError, TangramError
 from tangram.managers.base import Manager
 from tangram.managers.quotas.manager import Quota
+from tangram.runtime.action_timeline import trace_of_rows
 from tangram.runtime.error_records import NotFound, error_record_of
 from tangram.runtime.orchestrator import SettledAction
 from tangram.runtime.views import PoolUsageView, Story, TimelineView, View
@@ -60,7 +61,15 @@ from tangram.runtime.wire import (
 from tangram.server.actions.service import ActionService
 from tangram.server.actions.tenant_images import TenantImages
 from tangram.server.http.auth import RunRegistry
-from tangram.server.http.bodies import JSON, LARGE_BYTES, OpenFileResponse, ResponseSpool, UploadSpool, read_json
+from tangram.server.http.bodies import (
+    JSON,
+    LARGE_BYTES,
+    OCTET_STREAM,
+    OpenFileResponse,
+    ResponseSpool,
+    UploadSpool,
+    read_json,
+)
 from tangram.server.http.request_context import SAFE_INTEGER_MAX, RequestContext
 from tangram.server.http.responses import encode, json_response, no_content
 from tangram.server.observe.visibility import VisibilityFilter
@@ -436,6 +445,12 @@ class RouteHandlers:
         limit = context.query_int("limit", TIMELINE_ROWS_PER_PAGE, 1 << 20)
         return json_response(self._visibility.timeline(after, min(limit, TIMELINE_ROWS_PER_PAGE), context.caller))
 
+    async def timeline_trace_events(self, context: RequestContext) -> Response:
+        async with self._encode_lock:
+            rows = self._visibility.timeline_rows(context.caller)
+            content = await asyncio.to_thread(lambda: trace_of_rows(rows).encode())
+        return Response(content, media_type=OCTET_STREAM)
+
     async def pool_usage(self, context: RequestContext) -> Response:
         return json_response(self._visibility.pool_usage(context.caller))
 
@@ -692,6 +707,15 @@ ROUTES = (
         None,
         TimelineView,
         (AFTER, LIMIT),
+    ),
+    Route(
+        "GET",
+        "/v1/timeline/trace-events",
+        RouteHandlers.timeline_trace_events,
+        "timeline_trace_events",
+        "Download settled actions as a Chrome trace (JSON), for https://ui.perfetto.dev",
+        None,
+        bytes,
     ),
     Route(
         "GET",

@@ -41,9 +41,9 @@ from tangram.server.journal.store import (
     JournaledNote,
     JournaledRun,
     JournaledSandbox,
-    JournalEntry,
     JournalStore,
     RecoveredState,
+    SubmittedRow,
     digest_of,
 )
 from tangram.server.tenants import tenant_of
@@ -145,7 +145,7 @@ class Journal:
         self.path = Path(os.path.abspath(path))
         self.durability = durability
         self.recovered = RecoveredState()
-        """The content at opening. May be replaced by an empty one to free its memory."""
+        """The content at opening, until `drop_recovered`."""
         self._on_commit = on_commit
         self._retention_s = retention_s
         self._clock = clock or WallClock()
@@ -154,7 +154,8 @@ class Journal:
         self._store: JournalStore
         """Set by opening, as `_uptime`."""
         self._uptime: _UptimeClock
-        self._live_entries: dict[str, JournalEntry] = {}
+        self._seq_by_id: dict[str, int] = {}
+        """Rows of the actions that have not settled."""
         self.unfetched_bytes: collections.Counter[str] = collections.Counter()
         """By tenant: size of results that are not acknowledged."""
         self._next_seq = 1
@@ -180,9 +181,9 @@ class Journal:
         except BaseException:
             await run_to_completion(self._close())
             raise
-        self.recovered, self._store.recovered = self._store.recovered, RecoveredState()
+        self.recovered = self._store.take_recovered()
         self.unfetched_bytes = self._store.unfetched_bytes
-        self._live_entries = {entry.id: entry for entry in self._store.live_entries}
+        self._seq_by_id = self._store.seq_by_id
         self._next_seq = self._store.next_seq
         self._uptime = _UptimeClock(self._clock, self._store.uptime_s)
         self._is_accepting = True
@@ -192,6 +193,10 @@ class Journal:
         """Commits pending operations."""
         self._is_accepting = False
         await run_to_completion(self._close())
+
+    def drop_recovered(self) -> None:
+        """Frees the memory of `recovered`."""
+        self.recovered = RecoveredState()
 
     def _open(self) -> None:
         try:
@@ -232,20 +237,17 @@ class Journal:
         size = _require_record("action", action) + _require_record("work", work)
         digest = digest_of(run, action, work)
         self._require_usable()
-        entry = self._live_entries.get(id)
-        if entry is not None and entry.digest != digest:
-            raise JournalConflict(id)
         batch = self._open_batch(size)
-        is_new = entry is None
-        if entry is None:
-            entry = self._live_entries[id] = JournalEntry(self._next_seq, id, run, digest)
-            self._next_seq += 1
-            batch.submitted.append((entry, action, work))
-        else:
+        if id in self._seq_by_id:
             batch.queried_ids.append(id)
-        await batch.wait_committed()
-        if is_new and not entry.is_duplicate:
-            return None
+            await batch.wait_committed()
+        else:
+            seq = self._seq_by_id[id] = self._next_seq
+            self._next_seq += 1
+            batch.submitted.append(SubmittedRow(seq, id, run, digest, action, work))
+            await batch.wait_committed()
+            if seq not in batch.duplicates:
+                return None
         known = batch.actions_by_id[id]
         if known.digest != digest:
             raise JournalConflict(id)
@@ -254,28 +256,28 @@ class Journal:
     async def record_start(self, id: str, attempt: int) -> None:
         """The action may be started after this returns."""
         assert type(attempt) is int and 0 < attempt < 1 << 31, f"attempts count from 1, got {attempt!r}"
-        entry = self._live_entry(id)
+        seq = self._seq_of(id)
         batch = self._open_batch()
-        batch.started[entry] = attempt
+        batch.started[seq] = attempt
         await batch.wait_committed()
-        _require_not_duplicate(entry)
+        _require_stored(id, seq, batch)
 
     async def record_settled(self, id: str, settled: bytes) -> None:
         """The result may be delivered after this returns."""
         size = _require_record("settled", settled)
-        entry = self._live_entry(id)
+        seq = self._seq_of(id)
         batch = self._open_batch(size)
-        del self._live_entries[id]
+        del self._seq_by_id[id]
         self.unfetched_bytes[tenant_of(id)] += size
-        batch.settled.append((entry, self._uptime.read(), settled))
+        batch.settled.append((seq, self._uptime.read(), settled))
         await batch.wait_committed()
-        _require_not_duplicate(entry)
+        _require_stored(id, seq, batch)
 
     def record_fetched(self, id: str) -> None:
         """Records that the caller has the result. Does not wait: if the record is lost, the result is only kept
         longer."""
         self._require_usable()
-        if id in self._live_entries:
+        if id in self._seq_by_id:
             raise InvariantError(f"action {id} has not settled, so there is no result to acknowledge")
         self._open_batch().fetched.append(id)
 
@@ -293,12 +295,12 @@ class Journal:
         size: int | None = await self._call_store(JournalStore.result_bytes, id)
         return size
 
-    def _live_entry(self, id: str) -> JournalEntry:
+    def _seq_of(self, id: str) -> int:
         self._require_usable()
-        entry = self._live_entries.get(id)
-        if entry is None:
+        seq = self._seq_by_id.get(id)
+        if seq is None:
             raise InvariantError(f"the journal has no action {id} that is queued or running")
-        return entry
+        return seq
 
     # ---- sandboxes, runs and notes ----
 
@@ -375,8 +377,7 @@ class Journal:
         if batch is None or batch.operations >= BATCH_OPERATIONS_MAX or batch.bytes + size > BATCH_BYTES_MAX:
             batch = _PendingBatch()
             self._batches.append(batch)
-        batch.operations += 1
-        batch.bytes += size
+        batch.add_operation(size)
         if not self._is_committing:
             self._is_committing = True
             self._idle.clear()
@@ -390,8 +391,7 @@ class Journal:
             self._idle.set()
             return
         batch = self._batches.popleft()
-        batch.uptime_s = self._uptime.read()
-        batch.began_at = self._clock.now()
+        batch.begin_commit(self._uptime.read(), self._clock.now())
         self._on_thread(self._store.commit, batch).add_done_callback(functools.partial(self._on_commit_done, batch))
 
     def _on_commit_done(self, batch: _PendingBatch, done: asyncio.Future[None]) -> None:
@@ -400,9 +400,8 @@ class Journal:
             self._fail(error)
             self._commit_next()
             return
-        for entry, _, _ in batch.submitted:
-            if entry.is_duplicate and self._live_entries.get(entry.id) is entry:
-                del self._live_entries[entry.id]
+        if batch.duplicates:
+            self._drop_duplicates(batch)
         self.unfetched_bytes.subtract(batch.freed_bytes)
         batch.resolve(None)
         if self._on_commit is not None:
@@ -411,6 +410,15 @@ class Journal:
             self._on_thread(self._store.checkpoint).add_done_callback(self._on_checkpoint_done)
         else:
             self._commit_next()
+
+    def _drop_duplicates(self, batch: _PendingBatch) -> None:
+        """Later batches may have a start or end of a submission whose id was taken: they write nothing of it."""
+        duplicates = [row for row in batch.submitted if row.seq in batch.duplicates]
+        for row in duplicates:
+            if self._seq_by_id.get(row.id) == row.seq:
+                del self._seq_by_id[row.id]
+        for later in self._batches:
+            later.duplicates.update([row.seq for row in duplicates])
 
     def _on_checkpoint_done(self, done: asyncio.Future[None]) -> None:
         if (error := done.exception()) is not None:
@@ -455,6 +463,13 @@ class _PendingBatch(CommitBatch):
         super().__init__()
         self.began_at = 0.0
         self._waiters: list[asyncio.Future[None]] = []
+
+    def add_operation(self, size: int) -> None:
+        self.operations += 1
+        self.bytes += size
+
+    def begin_commit(self, uptime_s: float, now: float) -> None:
+        self.uptime_s, self.began_at = uptime_s, now
 
     def wait_committed(self) -> asyncio.Future[None]:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -503,9 +518,9 @@ def _require_record(field: str, value: object) -> int:
     return len(value)
 
 
-def _require_not_duplicate(entry: JournalEntry) -> None:
-    if entry.is_duplicate:
-        raise InvariantError(f"action {entry.id} was not stored: its id was taken")
+def _require_stored(id: str, seq: int, batch: CommitBatch) -> None:
+    if seq in batch.duplicates:
+        raise InvariantError(f"action {id} was not stored: its id was taken")
 
 
 # ---- the files ------------------------------------------------------------------------------------------------------

@@ -126,18 +126,15 @@ class RecoveredState(msgspec.Struct, frozen=True, kw_only=True):
     """Damage that was found, in sentences."""
 
 
-class JournalEntry:
-    """A live action in the journal."""
+class SubmittedRow(msgspec.Struct, frozen=True, gc=False):
+    """A new action, until its commit."""
 
-    __slots__ = ("seq", "id", "run", "digest", "is_duplicate")
-
-    def __init__(self, seq: int, id: str, run: str, digest: bytes) -> None:
-        self.seq = seq
-        self.id = id
-        self.run = run
-        self.digest = digest
-        self.is_duplicate = False
-        """The id was taken: nothing more is written of this entry."""
+    seq: int
+    id: str
+    run: str
+    digest: bytes
+    action: bytes
+    work: bytes
 
 
 JournaledFact = JournaledSandbox | JournaledRun | JournaledNote
@@ -148,9 +145,13 @@ class CommitBatch:
     """Operations of one commit. Order matters only within one action: submitted, started, settled, fetched."""
 
     def __init__(self) -> None:
-        self.submitted: list[tuple[JournalEntry, bytes, bytes]] = []
-        self.started: dict[JournalEntry, int] = {}
-        self.settled: list[tuple[JournalEntry, float, bytes]] = []
+        self.submitted: list[SubmittedRow] = []
+        self.started: dict[int, int] = {}
+        """Attempt by seq."""
+        self.settled: list[tuple[int, float, bytes]] = []
+        """Seq, uptime, and result."""
+        self.duplicates: set[int] = set()
+        """Seqs of submissions whose id was taken, in this batch or shortly before: nothing is written of them."""
         self.fetched: list[str] = []
         self.freed_bytes: Counter[str] = Counter()
         """By tenant: size of the results that this batch acknowledges."""
@@ -159,7 +160,7 @@ class CommitBatch:
         self.queried_ids: list[str] = []
         """Ids whose stored action is requested."""
         self.actions_by_id: dict[str, JournaledAction] = {}
-        """Requested actions and those of duplicate entries."""
+        """Requested actions and those whose id was submitted again."""
         self.uptime_s = 0.0
         self.operations = 0
         self.bytes = 0
@@ -183,7 +184,8 @@ class JournalStore:
     def __init__(self, path: Path, *, survives_power_loss: bool) -> None:
         self._wal = path.with_name(path.name + "-wal")
         self.recovered = RecoveredState()
-        self.live_entries: list[JournalEntry] = []
+        self.seq_by_id: dict[str, int] = {}
+        """Actions that had not settled at opening."""
         self.uptime_s = 0.0
         self.commits = 0
         self.next_seq = 1
@@ -213,6 +215,11 @@ class JournalStore:
         """Copies the log into the database and deletes it; on failure it stays for the next opening."""
         self._db.close()
 
+    def take_recovered(self) -> RecoveredState:
+        """Returns the content at opening, and keeps none of it."""
+        recovered, self.recovered = self.recovered, RecoveredState()
+        return recovered
+
     def checkpoint(self) -> None:
         """Copies the whole log into the database and empties it."""
         busy, *_ = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
@@ -224,10 +231,11 @@ class JournalStore:
 
     def commit(self, batch: CommitBatch) -> None:
         with self._transaction(batch.uptime_s):
-            refused = self._insert_actions(batch.submitted)
-            starts = [(e.seq, n, _checksum(e.seq, n)) for e, n in batch.started.items() if not e.is_duplicate]
+            duplicates = self._insert_actions(batch.submitted)
+            batch.duplicates.update([row.seq for row in duplicates])
+            starts = [(seq, n, _checksum(seq, n)) for seq, n in batch.started.items() if seq not in batch.duplicates]
             self._execute_many("INSERT OR REPLACE INTO starts", starts)
-            self._settle([row for row in batch.settled if not row[0].is_duplicate])
+            self._settle([row for row in batch.settled if row[0] not in batch.duplicates])
             fetched = self._select(
                 "UPDATE results SET fetched = seq WHERE fetched IS NULL AND seq IN (SELECT seq FROM actions WHERE id IN"
                 " (",
@@ -236,27 +244,23 @@ class JournalStore:
             )
             batch.freed_bytes = _bytes_by_tenant(fetched)
             self._set_facts(batch.facts)
-            batch.actions_by_id = self._load_actions(batch.queried_ids + refused)
+            batch.actions_by_id = self._load_actions(batch.queried_ids + [row.id for row in duplicates])
 
-    def _insert_actions(self, submitted: list[tuple[JournalEntry, bytes, bytes]]) -> list[str]:
-        """Returns the ids that were taken."""
-        entries = [entry for entry, _, _ in submitted]
-        rows = [(e.seq, e.id, e.run, e.digest, _checksum(e.seq, e.id, e.run, e.digest)) for e in entries]
-        refused = []
+    def _insert_actions(self, submitted: list[SubmittedRow]) -> list[SubmittedRow]:
+        """Returns those whose id was taken."""
+        rows = [(e.seq, e.id, e.run, e.digest, _checksum(e.seq, e.id, e.run, e.digest)) for e in submitted]
+        inserted, duplicates = submitted, []
         if self._execute_many("INSERT INTO actions", rows, "ON CONFLICT (id) DO NOTHING") < len(rows):
-            taken = self._select("SELECT id, seq FROM actions WHERE id IN (", [(e.id,) for e in entries], ")")
+            taken = self._select("SELECT id, seq FROM actions WHERE id IN (", [(e.id,) for e in submitted], ")")
             seq_by_id = dict(taken)
-            for entry in entries:
-                entry.is_duplicate = seq_by_id[entry.id] != entry.seq
-            refused = [entry.id for entry in entries if entry.is_duplicate]
-        self._execute_many(
-            "INSERT INTO works", [(e.seq, action, work) for e, action, work in submitted if not e.is_duplicate]
-        )
-        return refused
+            inserted = [e for e in submitted if seq_by_id[e.id] == e.seq]
+            duplicates = [e for e in submitted if seq_by_id[e.id] != e.seq]
+        self._execute_many("INSERT INTO works", [(e.seq, e.action, e.work) for e in inserted])
+        return duplicates
 
-    def _settle(self, settled: list[tuple[JournalEntry, float, bytes]]) -> None:
-        seqs = [(entry.seq,) for entry, _, _ in settled]
-        rows = [(e.seq, at_s, None, _checksum(e.seq, at_s, content=result), result) for e, at_s, result in settled]
+    def _settle(self, settled: list[tuple[int, float, bytes]]) -> None:
+        seqs = [(seq,) for seq, _, _ in settled]
+        rows = [(seq, at_s, None, _checksum(seq, at_s, content=result), result) for seq, at_s, result in settled]
         self._execute_many("INSERT INTO results", rows)
         self._execute_many("DELETE FROM works WHERE seq IN (", seqs, ")")
         self._execute_many("DELETE FROM starts WHERE seq IN (", seqs, ")")
@@ -401,7 +405,7 @@ class JournalStore:
             known = _verified_action(row)
             seq = row[0]
             if known.phase is not JournalPhase.SETTLED:
-                self.live_entries.append(JournalEntry(seq, known.id, known.run, known.digest))
+                self.seq_by_id[known.id] = seq
                 running += known.phase is JournalPhase.RUNNING
             elif known.result is not None:
                 if not known.fetched:
@@ -411,7 +415,7 @@ class JournalStore:
                     known = msgspec.structs.replace(known, result=None)
             actions.append(known)
             self.next_seq = seq + 1
-        self._check_row_counts(len(actions), len(self.live_entries), running)
+        self._check_row_counts(len(actions), len(self.seq_by_id), running)
         facts = self._load_facts()
         self.recovered = RecoveredState(
             actions=tuple(actions),

@@ -1,8 +1,8 @@
 """The action tracker: follows each live action from phase to phase.
 
-Adds the time of each phase to the accounts of the run, to the sums of the trajectory, and updates the utilization of
-pools. Follows the effects of the scheduler, and reads the scheduler where they do not suffice: that an attempt was lost
-and the action waits again.
+Adds the time of each phase to the accounts of the run and to the sums of the trajectory, updates the utilization of
+pools, and reports to the pool usage which units the action holds. Follows the effects of the scheduler, and reads the
+scheduler where they do not suffice: that an attempt was lost and the action waits again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from tangram.core.action import Action, Outcome, State, Status
 from tangram.core.demand import CPU, MEMORY
 from tangram.core.messages import Event, Finished, Grant, Resize, Started, StartFailed
 from tangram.core.scheduler import Scheduler
+from tangram.runtime.pool_usage import PoolUsage
 from tangram.runtime.shortage import short_kind_when_granted, short_kind_when_queued
 from tangram.runtime.views import TimelineRow
 from tangram.server.observe.accounts import Accounts
@@ -30,8 +31,16 @@ from tangram.server.observe.time_breakdown import EXECUTING, START, STARTING, WA
 
 
 class ActionTracker:
-    def __init__(self, scheduler: Scheduler, accounts: Accounts, buckets: Buckets, sandboxes: SandboxStats) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        accounts: Accounts,
+        buckets: Buckets,
+        sandboxes: SandboxStats,
+        pool_usage: PoolUsage,
+    ) -> None:
         self._scheduler = scheduler
+        self._pool_usage = pool_usage
         self._accounts = accounts
         self._buckets = buckets
         self._sandboxes = sandboxes
@@ -49,7 +58,8 @@ class ActionTracker:
         account = self._accounts.account_of(action)
         trajectory = self.trajectories.trajectory_of(action, account.run.time_breakdown, now)
         sandbox = self._sandboxes.by_name.get(action.sandbox) if action.sandbox else None
-        tracked = self.by_id[action.id] = TrackedAction(action, account, trajectory, sandbox, now)
+        tracked = TrackedAction(action, account, trajectory, sandbox, self._pool_usage, now)
+        self.by_id[action.id] = tracked
         tracked.phase_start = trajectory.enter_phase(WAITING)
         account.live_actions += 1
         account.run.waiting += 1
@@ -76,7 +86,8 @@ class ActionTracker:
                 short_kind_when_granted(self._scheduler, action, event, self._freed, tracked.short_kind), waited_s
             )
         tracked.phase, tracked.phase_start = STARTING, trajectory.enter_phase(STARTING)
-        tracked.granted_at, tracked.started_at, tracked.attempt, tracked.node = now, -1.0, grant.attempt, grant.node
+        tracked.granted_at, tracked.started_at = now, -1.0
+        self._pool_usage.on_granted(tracked, grant)
         run.waiting -= 1
         run.running += 1
         tracked.pools = tuple([share.pool for share in grant.shares])
@@ -122,6 +133,7 @@ class ActionTracker:
         if tracked is not None:
             if self._touch_pool(effect.pool, now) == CPU:
                 tracked.cpu = effect.reserved
+            self._pool_usage.on_resized(tracked, effect)
             tracked.add_note(now, RESIZED_NOTE, effect)
 
     def on_stopped(self, id: str, reason: str, now: float) -> None:
@@ -129,7 +141,8 @@ class ActionTracker:
         if tracked is not None:
             tracked.add_note(now, STOPPED_NOTE, reason)
 
-    def begin_event(self) -> None:
+    def begin_event(self, now: float) -> None:
+        self._pool_usage.begin_event(now)
         self._freed = ()
 
     def on_attempt_ended(self, event: Finished | StartFailed, now: float) -> TrackedAction | None:
@@ -138,6 +151,7 @@ class ActionTracker:
         tracked = self.by_id.get(event.action)
         if tracked is None or tracked.phase == WAITING or event.attempt not in (0, tracked.attempt):
             return None
+        self._pool_usage.release(tracked)
         self._freed = tracked.pools
         if isinstance(event, Finished):
             return tracked if self._requeue_if_queued(tracked, now, event.lost) else None
@@ -150,6 +164,8 @@ class ActionTracker:
     def on_node_down(self, node: str, now: float) -> list[TrackedAction]:
         """Returns the actions that were queued again."""
         there = [tracked for tracked in self.by_id.values() if tracked.node == node and tracked.phase != WAITING]
+        for tracked in there:
+            self._pool_usage.release(tracked)
         return [tracked for tracked in there if self._requeue_if_queued(tracked, now, f"node {node} went down")]
 
     def _requeue_if_queued(self, tracked: TrackedAction, now: float, reason: str) -> bool:
@@ -198,6 +214,7 @@ class ActionTracker:
         if tracked is None:
             return None
         self._leave_phase(tracked, now, outcome.usage.overhead_s)
+        self._pool_usage.on_settled(tracked, outcome)
         action, account, status = tracked.action, tracked.account, outcome.status.value
         self.trajectories.on_settled(tracked.trajectory, action.kind, outcome.status is Status.SUCCEEDED)
         account.live_actions -= 1

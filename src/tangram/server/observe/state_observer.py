@@ -43,7 +43,7 @@ from tangram.core.messages import (
 from tangram.core.scheduler import Scheduler
 from tangram.core.trace import EVENTS
 from tangram.managers.functions.manager import FunctionInstanceView
-from tangram.runtime.pool_usage import IDLE_TIMEOUT_S, PoolUsageObserver
+from tangram.runtime.pool_usage import IDLE_TIMEOUT_S, PoolUsage
 from tangram.runtime.views import (
     TIMELINE_ROWS_MAX,
     PoolUsageView,
@@ -78,17 +78,17 @@ class StateObserver:
         self.scheduler = scheduler
         self.version = version
         self.durability = durability
-        self.recovered = ""
-        """What this start recovered, in a sentence. Set after recovery, which this object observes."""
+        self._recovered = ""
+        """What this start recovered, in a sentence."""
         self._drain_gate = drain_gate or DrainGate()
         self.instance = secrets.token_hex(8)
         self.began_at = calendar()
         self.accounts = Accounts()
         self.buckets = Buckets(self.accounts)
         self.sandboxes = SandboxStats()
-        self.tracker = ActionTracker(scheduler, self.accounts, self.buckets, self.sandboxes)
+        self._pool_usage = PoolUsage(scheduler, self.now)
+        self.tracker = ActionTracker(scheduler, self.accounts, self.buckets, self.sandboxes, self._pool_usage)
         self.settled_actions = SettledActionLog()
-        self._pool_usage = PoolUsageObserver(scheduler, self.now)
         self.instances = instances
         """Returns the instances of functions."""
         self.loaded: dict[str, LoadedServices] = {}
@@ -126,6 +126,10 @@ class StateObserver:
             Refuse: self._on_refused,
         }
 
+    def on_recovered(self, report: str) -> None:
+        """Called after recovery, which this object observes."""
+        self._recovered = report
+
     # ---- every event ----
 
     def __call__(self, now: float, event: Event, effects: list[Effect]) -> None:
@@ -141,7 +145,7 @@ class StateObserver:
         kind = type(event)
         self.events[kind] += 1
         tracker = self.tracker
-        tracker.begin_event()
+        tracker.begin_event(now)
         tracked = tracker.on_submitted(event.action, now) if isinstance(event, Submit) else None
         on_event = self._event_handlers.get(kind)
         if on_event is not None:
@@ -152,7 +156,6 @@ class StateObserver:
                 on_effect(effect, now)
         if tracked is not None:
             tracker.on_waiting(tracked, now)
-        self._pool_usage.observe(now, event, effects)
 
     def _close_buckets(self, now: float) -> None:
         self.buckets.close(now, self.scheduler.ledger.pools)
@@ -214,6 +217,7 @@ class StateObserver:
         self.loaded.get(event.node, {}).pop((event.service, event.devices), None)
 
     def _on_pool_changed(self, event: PoolChanged, now: float) -> None:
+        self._pool_usage.on_pool_changed(event)
         pool = self.scheduler.ledger.pools.get(event.pool.name)
         if pool is not None:
             self.buckets.utilization.touch(pool, now)
@@ -246,7 +250,7 @@ class StateObserver:
             instance=self.instance,
             policy=self.scheduler.policy.name,
             durability=self.durability,
-            recovered=self.recovered,
+            recovered=self._recovered,
             draining=tuple(node for node, state in self.scheduler.ledger.nodes.items() if state is NodeState.DRAINING),
         )
 

@@ -9,6 +9,7 @@ import msgspec
 
 from tangram.core.action import Action
 from tangram.core.messages import Grant, Resize
+from tangram.runtime.pool_usage import ActionUse, PoolUsage
 from tangram.runtime.views import StoryLine, TimelineRow
 from tangram.server.observe.accounts import ClassAccount
 from tangram.server.observe.amounts import describe_demand, describe_share
@@ -31,12 +32,12 @@ StoryNote = tuple[float, str, str | Grant | Resize | None]
 """Time, kind, and detail."""
 
 
-class TrackedAction:
-    """The observer's record of a live action."""
+class TrackedAction(ActionUse):
+    """The observer's record of a live action: the units that it holds, its phases, and its notes."""
 
     __slots__ = (
-        "account", "action", "attempt", "sandbox", "cpu", "granted_at", "dropped_notes", "node", "notes", "phase",
-        "pools", "short_kind", "phase_start", "started_at", "submitted_at", "trajectory",
+        "account", "sandbox", "cpu", "granted_at", "dropped_notes", "notes", "phase", "pools", "short_kind",
+        "phase_start", "started_at", "submitted_at", "trajectory",
     )  # fmt: skip
 
     def __init__(
@@ -45,9 +46,10 @@ class TrackedAction:
         account: ClassAccount,
         trajectory: TrajectoryClock,
         sandbox: TrackedSandbox | None,
+        pool_usage: PoolUsage,
         now: float,
     ):
-        self.action = action
+        super().__init__(action, pool_usage)
         self.account = account
         self.trajectory = trajectory
         self.sandbox = sandbox
@@ -56,7 +58,6 @@ class TrackedAction:
         """Negative: never."""
         self.started_at = -1.0
         """Start of the present attempt; negative: not yet."""
-        self.attempt = 0
         self.phase = WAITING
         self.phase_start = 0.0
         """The result of `enter_phase` for the present phase."""
@@ -64,7 +65,6 @@ class TrackedAction:
         """The kind of pool that lacked units at the last check."""
         self.pools: tuple[str, ...] = ()
         """Pools of which it holds units."""
-        self.node = ""
         self.cpu = 0
         """Milli-cores of its last grant."""
         self.notes: list[StoryNote] = []

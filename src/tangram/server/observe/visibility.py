@@ -14,7 +14,7 @@ from tangram.core.messages import Pool
 from tangram.errors import InvalidAction
 from tangram.managers.models import ModelManager
 from tangram.runtime.trace_recorder import TraceLog
-from tangram.runtime.views import PoolUsageView, Story, TimelineView, View
+from tangram.runtime.views import TIMELINE_ROWS_MAX, PoolUsageView, Story, TimelineRow, TimelineView, View
 from tangram.runtime.wire import ServiceReply
 from tangram.server.observe.state_observer import StateObserver
 from tangram.server.tenants import Principal
@@ -43,6 +43,10 @@ class VisibilityFilter:
 
     def timeline(self, after: int, limit: int, caller: Principal) -> TimelineView:
         return self._observer.timeline(after, limit, _visible_run(caller))
+
+    def timeline_rows(self, caller: Principal) -> tuple[TimelineRow, ...]:
+        """All rows that the server remembers."""
+        return self._observer.timeline(0, TIMELINE_ROWS_MAX, _visible_run(caller)).rows
 
     def pool_usage(self, caller: Principal) -> PoolUsageView:
         """Use by the run for which the caller acts; of the admin outside of a run, by all."""

@@ -31,7 +31,7 @@ from tangram.core.demand import CPU, Demand, cores, learned
 from tangram.core.speedup import PowerLaw
 from tangram.sim.episode import SimEpisode, SimStep, SimTurn, Workload
 from tangram.sim.workloads import options
-from tangram.sim.workloads.fit import SECONDS_MIN, Floats, LognormalPart, Mixture, blend, lognormal, random_stream
+from tangram.sim.workloads.fit import SECONDS_MIN, Floats, LognormalPart, Mixture, lognormal, random_stream
 
 TOOL_LIMIT_S = 120.0
 """Default time limit of a shell tool: every measurement shows a peak of durations at 120 s."""
@@ -142,8 +142,6 @@ CLASSES = (
     CallClass("bash:pip", 0.032, INSTALLS, INSTALL_CORES),
 )
 """Short calls dominate the count, tests the time. A class predicts the duration of its calls only roughly."""
-
-CALL_SECONDS = blend(tuple((c.share, c.seconds) for c in CLASSES))
 
 
 class _MixtureTable:

@@ -91,17 +91,6 @@ class Mixture(msgspec.Struct, frozen=True):
         return values
 
 
-def blend(shares_and_mixtures: tuple[tuple[float, Mixture], ...]) -> Mixture:
-    """Return the mixture of mixtures: the distribution over all classes."""
-    return Mixture(
-        tuple(
-            LognormalPart(share * part.weight, part.median, part.sigma, part.cap)
-            for share, mixture in shares_and_mixtures
-            for part in mixture.parts
-        )
-    )
-
-
 def lognormal(median: float, sigma: float, cap: float = math.inf) -> Mixture:
     return Mixture((LognormalPart(1.0, median, sigma, cap),))
 

@@ -284,14 +284,6 @@ class BwrapManager(FilesMixin):
             with contextlib.suppress(ManagerError, OSError):  # it is removed with its owner, or at the next start
                 await self._end_sandbox(sandbox)
 
-    async def close_all(self) -> None:
-        """End every sandbox: before leaving a manager that would keep them."""
-        await self._close_warm()
-        ended = await asyncio.gather(*[self._close(name) for name in list(self._sandboxes)])
-        lost = [each.lost for each in ended if each.lost]
-        if lost:
-            raise ManagerError("; ".join(lost))
-
     def _tidy_images(self, names: list[str]) -> None:
         """Delete these images and unsealed layers. Blocks."""
         for name in names:

@@ -210,6 +210,7 @@ class Workspace:
         if name == ".":
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         os.fchmod(part.fileno(), mode & 0o777)
+        # Not `files.atomic_file`, which resolves a path: programs may replace a directory on it by a link meanwhile.
         os.replace(part.name, name, dst_dir_fd=parent)
 
 

@@ -125,6 +125,7 @@ class ProcessManager:
 
     def _create_home(self, root: Path) -> None:
         """It is locked before it gets the name under which others look for directories of dead owners."""
+        # Not `files.atomic_directory`, which syncs to disk and has no lock: nothing here outlives this process.
         new = Path(tempfile.mkdtemp(prefix=".tangram-", dir=root))
         self._lock = lock_file(new / LOCK)
         self._home = root / f"{HOME_PREFIX}{self._mark.removesuffix('.')}"

@@ -10,7 +10,6 @@ import asyncio
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from tangram.errors import AdmissionRefused, InvalidConfig, ManagerError
 from tangram.managers.sandboxes.bwrap.images import layers
 from tangram.managers.sandboxes.bwrap.images.archives import ArchivedLayer
 from tangram.managers.sandboxes.bwrap.images.base_layers import ImageContents
+from tangram.processes.isolated import isolated_argv
 
 UNPACK_S_MAX = 3600.0
 """Time limit for one request."""
@@ -112,7 +112,7 @@ async def _run(request: bytes, fds: list[int]) -> dict[str, Any]:
 def _start(fds: list[int]) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", "-X", "utf8", layers.__file__],
+            isolated_argv(layers.__name__, str(os.getpid()), options=("-X", "utf8")),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -1,9 +1,9 @@
 """Layers: unpack untrusted tars into directories.
 
-A separate program: run by its path, without site-packages, it imports only the standard library. It gets open
-descriptors, confines itself to the new directory (a mount namespace, chroot) before it reads the first byte, and runs
-as the user that owns the files. So no name of a member and no link leads outside. It becomes root again only for
-whiteouts and the attribute of opaque directories, which the kernel reserves for root.
+An isolated program (processes/isolated.py): it imports only the standard library. It gets open descriptors, confines
+itself to the new directory (a mount namespace, chroot) before it reads the first byte, and runs as the user that owns
+the files. So no name of a member and no link leads outside. It becomes root again only for whiteouts and the attribute
+of opaque directories, which the kernel reserves for root.
 
 Reads one request from its standard input and writes one response to its standard output, both JSON. Limits and digests
 come with the request. The caller deletes what a failure leaves.
@@ -12,7 +12,6 @@ come with the request. The caller deletes what a failure leaves.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import gzip
 import hashlib
@@ -20,12 +19,22 @@ import io
 import json
 import os
 import resource
-import signal
 import stat
 import sys
 import tarfile
 from collections.abc import Iterator
 from typing import Any
+
+from tangram.processes.libc import (
+    CLONE_NEWNS,
+    MS_NODEV,
+    MS_NOSUID,
+    MS_RDONLY,
+    die_with_parent,
+    make_mounts_private,
+    mount,
+    unshare,
+)
 
 CPU_S_MAX = 3600
 """CPU time limit of the program: an archive that needs more is an attack."""
@@ -42,10 +51,6 @@ FREE_FILES_MIN = 20_000
 ENTRY_BYTES = 4096
 """Disk space of an entry in addition to its content, as counted for these checks."""
 
-CLONE_NEWNS = 0x00020000
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 1, 2, 4, 0x4000, 0x40000
-PR_SET_PDEATHSIG = 1
-
 WHITEOUT, WHITEOUT_META, WHITEOUT_OPAQUE = ".wh.", ".wh..wh.", ".wh..wh..opq"
 OPAQUE_XATTR = "trusted.overlay.opaque"
 
@@ -55,8 +60,6 @@ INSPECTED_DIRECTORIES = ("etc", "home", "var")
 INSPECTED_FILES = ("etc/passwd", "etc/group", "etc/hosts", "etc/resolv.conf")
 
 Request = dict[str, Any]
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class UnpackError(Exception):
@@ -335,14 +338,13 @@ def require_space(path: str | int, size: int, free_bytes_min: int) -> None:
 def enter_chroot(folder: int, user: int, *, overlay: tuple[str, str] | None = None, permanent: bool = True) -> None:
     """Make a directory the root of this process, and the owner of its files its user. `overlay`: the layers to mount
     first, and where; the mount vanishes with the process."""
-    _check_result(_libc.unshare(CLONE_NEWNS))
-    _check_result(_libc.mount(None, b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None))
+    unshare(CLONE_NEWNS)
+    make_mounts_private()
     if overlay is None:
         os.fchdir(folder)
     else:
         lower, target = overlay
-        flags = ctypes.c_ulong(MS_RDONLY | MS_NOSUID | MS_NODEV)
-        _check_result(_libc.mount(b"overlay", os.fsencode(target), b"overlay", flags, os.fsencode(f"lowerdir={lower}")))
+        mount("overlay", target, "overlay", MS_RDONLY | MS_NOSUID | MS_NODEV, f"lowerdir={lower}")
         os.chdir(target)
     os.chroot(".")
     os.chdir("/")
@@ -354,12 +356,6 @@ def enter_chroot(folder: int, user: int, *, overlay: tuple[str, str] | None = No
     else:
         os.setegid(user)
         os.seteuid(user)
-
-
-def _check_result(result: int) -> None:
-    if result != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
 
 
 def do_index(request: Request) -> object:
@@ -491,7 +487,7 @@ def handle_request(request: Request) -> Request:
 
 
 def main() -> None:
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_parent(int(sys.argv[1]))
     request: Request = json.load(sys.stdin)
     for limit, value in (
         (resource.RLIMIT_AS, request["memory_bytes_max"]),
@@ -501,7 +497,3 @@ def main() -> None:
         resource.setrlimit(limit, (value, value))
     json.dump(handle_request(request), sys.stdout)
     sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()

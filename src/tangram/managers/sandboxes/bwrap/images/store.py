@@ -286,7 +286,9 @@ class ImageStore:
                 self.discard(part)
         return str(target)
 
-    # ---- incomplete layers -------
+    # ---- incomplete layers ----
+    # Not `files.atomic_directory`: other processes write layers over many calls, layers get their name in one step with
+    # the record of the image, and `sweep` distinguishes them from those of dead processes by their lock.
 
     def new_layer(self) -> Path:
         """An empty directory for the files of a commit. The caller seals or discards it."""

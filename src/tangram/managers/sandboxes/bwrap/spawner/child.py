@@ -8,7 +8,6 @@ descriptor, privilege or namespace of the spawner.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import resource
@@ -17,14 +16,26 @@ import socket
 from collections.abc import Callable
 from typing import NoReturn, Protocol
 
+from tangram.processes.libc import (
+    CLONE_NEWCGROUP,
+    CLONE_NEWIPC,
+    CLONE_NEWNET,
+    CLONE_NEWNS,
+    CLONE_NEWUSER,
+    CLONE_NEWUTS,
+    PR_CAPBSET_DROP,
+    PR_SET_DUMPABLE,
+    PR_SET_PDEATHSIG,
+    SeccompFilter,
+    die_with_parent,
+    forbid_new_privileges,
+    make_mounts_private,
+    mount,
+    prctl,
+    setns,
+    unshare,
+)
 from tangram.processes.packets import Message, decode_packet, encode_packet, receive_packet, send_packet
-from tangram.processes.prctl import PR_SET_PDEATHSIG, die_with_parent, libc, prctl
-
-CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
-CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
-MS_REC, MS_PRIVATE = 0x4000, 0x40000
-PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 4, 24, 38, 22
-SECCOMP_MODE_FILTER = 2
 
 ROOT_CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 27, 29, 31)
 """Capabilities of user 0 in a user namespace, as containers usually have: chown, dac_override, fowner, fsetid, kill,
@@ -53,18 +64,6 @@ REASON_CHARACTERS = 2000
 """Length limit of a path or a word of the caller in an error message."""
 
 
-class StepFailed(Exception):
-    """A step between fork and exec failed."""
-
-    def __init__(self, step: str, code: int) -> None:
-        super().__init__(f"{step}: {os.strerror(code)}")
-
-
-def check_result(step: str, result: int) -> None:
-    if result != 0:
-        raise StepFailed(step, ctypes.get_errno())
-
-
 def _join(pid: int, groups: list[str]) -> None:
     for path in groups:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
@@ -89,12 +88,7 @@ def _make_directory(path: str, user: int, mode: int) -> None:
     os.chown(path, user, user)
 
 
-def _mount(source: str, target: str, kind: str, flags: int, options: str) -> None:
-    result = libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
-    check_result(f"mount of {kind} on {target}", result)
-
-
-_PREPARE_STEPS: dict[str, Callable[..., None]] = {"mkdir": _make_directory, "mount": _mount}
+_PREPARE_STEPS: dict[str, Callable[..., None]] = {"mkdir": _make_directory, "mount": mount}
 
 
 def become_holder(request: Message, filter_code: bytes, status: int, info: int, spawner: int) -> NoReturn:
@@ -104,8 +98,8 @@ def become_holder(request: Message, filter_code: bytes, status: int, info: int, 
         os.dup2(status, 2)
         die_with_parent(spawner)
         _join(os.getpid(), request["groups"])
-        check_result("unshare", libc.unshare(CLONE_NEWNS))
-        check_result("private mounts", libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
+        unshare(CLONE_NEWNS)
+        make_mounts_private()
         for step, *arguments in request["prepare"]:
             _PREPARE_STEPS[step](*arguments)
         init = fcntl.fcntl(os.open(request["init"], os.O_RDONLY), fcntl.F_DUPFD, LOW_FDS)
@@ -137,7 +131,7 @@ def become_copy(holder_fd: int, source: str, target: str, status: int, spawner: 
         _reset_signals()
         os.dup2(status, 2)
         die_with_parent(spawner)
-        check_result("joining the mounts", libc.setns(holder_fd, CLONE_NEWNS))
+        setns("joining the mounts", holder_fd, CLONE_NEWNS)
         os.closerange(3, DESCRIPTORS_MAX)
         os.execvp("cp", ["cp", "--archive", "--reflink=auto", "--", f"{source}/.", target])
     except BaseException as error:
@@ -166,19 +160,16 @@ Commands = dict[str, Callable[[Message, list[int], SandboxHandle], Message]]
 def become_runner(
     channel: int,
     sandbox: SandboxHandle,
-    seccomp_fprog: ctypes.Array[ctypes.c_char],
+    seccomp_filter: SeccompFilter,
     handlers: Commands,
     fds_max: int,
 ) -> NoReturn:
-    """Waits inside a sandbox for one command with at most `fds_max` descriptors. `seccomp_fprog`: the filter of system
-    calls. Errors are reported on the channel."""
+    """Waits inside a sandbox for one command with at most `fds_max` descriptors. Errors are reported on the channel."""
     try:
         _reset_signals()
         os.dup2(channel, CHANNEL_FD, inheritable=False)
         _enter(sandbox)
-        check_result(
-            "system call filter", prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(seccomp_fprog), 0, 0)
-        )
+        seccomp_filter.install()
         command_socket = socket.socket(fileno=CHANNEL_FD)
         data, fds = receive_packet(command_socket, fds_max)
         if data:
@@ -200,7 +191,7 @@ def _enter(sandbox: SandboxHandle) -> None:
     clone_flags = CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP
     if sandbox.has_user_namespace:
         clone_flags |= CLONE_NEWUSER
-    check_result("joining the namespaces", libc.setns(sandbox.init_fd, clone_flags))
+    setns("joining the namespaces", sandbox.init_fd, clone_flags)
     null = os.open("/dev/null", os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(null, stream)
@@ -219,7 +210,7 @@ def _enter(sandbox: SandboxHandle) -> None:
     os.setresuid(sandbox.uid, sandbox.uid, sandbox.uid)
     prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    check_result("no new privileges", prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    forbid_new_privileges()
     os.umask(0o022)
 
 

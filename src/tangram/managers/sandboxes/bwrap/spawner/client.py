@@ -13,7 +13,6 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import msgspec
 from tangram.errors import InvalidAction, ManagerError
 from tangram.managers.sandboxes.bwrap.spawner.lock import DetachedProcess, SpawnerLock
 from tangram.managers.sandboxes.bwrap.spawner.protocol import FDS_MAX, PROTOCOL
+from tangram.processes.isolated import isolated_argv
 from tangram.processes.packets import (
     PACKET_BYTES_MAX,
     Message,
@@ -37,7 +37,7 @@ from tangram.processes.pending_replies import PendingReplies
 from tangram.processes.process_tree import SpawnedChild
 from tangram.processes.streams import Stream
 
-PROGRAM = Path(__file__).with_name("spawner.py")
+PROGRAM = f"{__package__}.spawner"
 SEND_RETRY_S = 0.001
 """Pause between attempts to send while the socket is full."""
 
@@ -172,7 +172,7 @@ class SpawnerClient:
         try:
             with child_end:
                 process = SpawnedChild(
-                    [sys.executable, "-I", "-S", str(PROGRAM), str(child_end.fileno()), *arguments],
+                    isolated_argv(PROGRAM, str(child_end.fileno()), *arguments),
                     # It forks into sandboxes, so of the owner's environment it gets only PATH.
                     env={"PATH": os.environ.get("PATH", os.defpath)},
                     cwd=cwd,

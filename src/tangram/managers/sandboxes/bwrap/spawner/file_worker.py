@@ -69,6 +69,7 @@ def _write(request: Message) -> int:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    # Not `files.atomic_file`: the spawner imports the standard library only.
     beside = os.path.join(os.path.dirname(path), request["beside"])
     written = 0
     try:

@@ -11,12 +11,12 @@ from typing import Any
 from tangram.managers.sandboxes.bwrap.images.store import SANDBOX_UID
 from tangram.managers.sandboxes.bwrap.sandbox import BwrapSandbox
 from tangram.managers.sandboxes.bwrap.spawner.child import FILTER_FD, INFO_FD, INIT_FD
+from tangram.processes.libc import MS_BIND, MS_NODEV, MS_NOSUID
 
 INODE_BYTES = 4096
 """Bytes of the disk limit per inode: many small files use memory as well as few large ones."""
 SHM_SHARE = 4
 """Shared memory of a sandbox: this part of its memory limit."""
-MS_NOSUID, MS_NODEV, MS_BIND = 2, 4, 4096
 ROOT_MOUNT = "/mnt"
 """Where the holder of a sandbox binds its root, in its own mount namespace. Every user may enter it, unlike the state
 directory."""

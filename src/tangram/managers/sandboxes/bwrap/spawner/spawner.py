@@ -1,11 +1,11 @@
 """The spawner: a small privileged process that starts programs and file workers inside sandboxes.
 
-Run by its path, without site-packages; imports only the standard library, so forking it costs a fraction of forking its
-owner. Everything that its forks need is imported before the first fork, because a later import would read files of the
-sandbox. Single-threaded. Owns the processes of all sandboxes; child.py has the steps of its forks. Makes no decisions:
-it executes the requests on its socket, with one reply each, and reports the end of programs. Promises that its children
-end with it, that it ends with its owner (the end of the socket kills every sandbox), and that no program in a sandbox
-can crash it.
+An isolated program (processes/isolated.py): imports only the standard library, so forking it costs a fraction of
+forking its owner. Everything that its forks need is imported before the first fork, because a later import would read
+files of the sandbox. Single-threaded. Owns the processes of all sandboxes; child.py has the steps of its forks. Makes
+no decisions: it executes the requests on its socket, with one reply each, and reports the end of programs. Promises
+that its children end with it, that it ends with its owner (the end of the socket kills every sandbox), and that no
+program in a sandbox can crash it.
 
 The spawner of a named owner outlives it, if that owner requests it. Without an owner it kills the processes of actions,
 freezes all others, and listens on a socket in the directory of the owner for the next one. Without a sandbox it exits.
@@ -20,7 +20,6 @@ command, and shares nothing with the spawner but the streams that come with the 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import functools
@@ -36,13 +35,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
-
-if __name__ == "__main__":  # run by its path, without site-packages: find the package, do not run its __init__.py
-    _package = ModuleType("tangram")
-    _package.__path__ = [os.path.join(os.path.dirname(os.path.abspath(__file__)), *[os.pardir] * 4)]
-    sys.modules["tangram"] = _package
 
 from tangram.managers.sandboxes.bwrap.spawner import child, file_worker, orphan_cleanup
 from tangram.managers.sandboxes.bwrap.spawner.protocol import FDS_MAX, PROTOCOL, SOCKET_NAME
@@ -56,6 +49,7 @@ from tangram.managers.sandboxes.bwrap.spawner.spawned_sandbox import (
     read_reply,
     send_command,
 )
+from tangram.processes.libc import CLONE_NEWPID, SeccompFilter, setns
 from tangram.processes.packets import (
     PACKET_BYTES_MAX,
     Message,
@@ -67,7 +61,6 @@ from tangram.processes.packets import (
     reserve_send_buffer,
     send_packet,
 )
-from tangram.processes.prctl import libc
 
 SPARES_MAX = 64
 """Maximum spare runners. Each takes about half a megabyte; those of the most recently used sandboxes are kept."""
@@ -106,8 +99,7 @@ class Spawner:
         self._own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self._groups: list[str] = []
         """The control groups of the owner: every process in them ends with the spawner."""
-        self._filter: ctypes.Array[ctypes.c_char] | None = None
-        self._seccomp_fprog: ctypes.Array[ctypes.c_char] | None = None
+        self._filter: SeccompFilter | None = None
         self._spares_wanted: OrderedDict[str, None] = OrderedDict()
         """Sandboxes whose next runner is forked when there is nothing else to do."""
         self._spares: OrderedDict[str, None] = OrderedDict()
@@ -252,7 +244,7 @@ class Spawner:
                 self._run_command(request, command, fds)
             else:
                 _REQUESTS[request["do"]](self, request, fds)
-        except (OSError, child.StepFailed) as error:
+        except OSError as error:
             self._send({"exit" if command else "id": request["id"], "error": str(error)})
         finally:
             for fd in fds:
@@ -302,10 +294,7 @@ class Spawner:
         """Set the filter of all programs from now on: instructions of classic BPF, hexadecimal."""
         self._groups = request["groups"]
         self._outlives = request["outlives"]
-        code = bytes.fromhex(request["filter"])
-        self._filter = ctypes.create_string_buffer(code, len(code))
-        packed = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(self._filter))
-        self._seccomp_fprog = ctypes.create_string_buffer(packed, len(packed))
+        self._filter = SeccompFilter(bytes.fromhex(request["filter"]))
         self._reply(request["id"], pid=os.getpid())
 
     # ---- sandboxes ----
@@ -320,7 +309,7 @@ class Spawner:
             info_read, info = _pipe(on_error, writers)
             pid = os.fork()
             if pid == 0:
-                child.become_holder(request, self._filter.raw, status, info, spawner)
+                child.become_holder(request, self._filter.code, status, info, spawner)
             pidfd = _open_pidfd(pid)
             on_error.pop_all()
         self._workers[pid] = None
@@ -558,7 +547,7 @@ class Spawner:
             return
         try:
             box.spare = self._fork_runner(box)
-        except (OSError, child.StepFailed):
+        except OSError:
             return  # the next command tries again, and reports the error
         self._spares[name] = None
         if len(self._spares) > SPARES_MAX:
@@ -577,17 +566,17 @@ class Spawner:
 
     def _fork_runner(self, box: SpawnedSandbox) -> Runner:
         """Fork a child into the process namespace of a sandbox. The spawner itself stays in its own."""
-        assert self._seccomp_fprog is not None, "the filter comes before the first sandbox"
+        assert self._filter is not None, "the filter comes before the first sandbox"
         spawner_end, runner_end = packet_socketpair()
         pid = -1
         try:
             reserve_send_buffer(spawner_end, 2)
-            child.check_result("joining the processes", libc.setns(box.init_fd, child.CLONE_NEWPID))
+            setns("joining the processes", box.init_fd, CLONE_NEWPID)
             try:
                 pid = os.fork()
             finally:
                 if pid != 0:
-                    libc.setns(self._own_pid_namespace, child.CLONE_NEWPID)
+                    setns("leaving the processes", self._own_pid_namespace, CLONE_NEWPID)
             pidfd = _open_pidfd(pid) if pid != 0 else -1
         except BaseException:
             spawner_end.close()
@@ -596,7 +585,7 @@ class Spawner:
             if pid != 0:
                 runner_end.close()
         if pid == 0:
-            child.become_runner(runner_end.detach(), box, self._seccomp_fprog, COMMANDS, FDS_MAX)
+            child.become_runner(runner_end.detach(), box, self._filter, COMMANDS, FDS_MAX)
         runner = Runner(pid, spawner_end)
         self._watch(pid, pidfd, lambda code: self._on_runner_exit(box, runner, code))
         return runner
@@ -652,7 +641,7 @@ _REQUESTS: dict[str, Callable[[Spawner, Message, list[int]], None]] = {
 
 
 def main() -> None:
-    """`python -I -S spawner.py FD [LOCK DIRECTORY]`: the descriptor of a SOCK_SEQPACKET socket to the owner. For a
+    """Arguments: `FD [LOCK DIRECTORY]`: the descriptor of a SOCK_SEQPACKET socket to the owner. For a
     named owner also the descriptor of a locked file, which is held for the life of the spawner, and the directory where
     the next owner finds it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the owner
@@ -690,7 +679,3 @@ def _daemonize(lock: int, directory: str) -> socket.socket:
     listener.listen()
     os.chdir("/")
     return listener
-
-
-if __name__ == "__main__":
-    main()
