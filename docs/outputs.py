@@ -1,14 +1,14 @@
-"""The outputs in the documentation: `python docs/outputs.py` runs their commands and replaces them; with
-names of pages, those of these alone.
+"""The outputs in the documentation: `python docs/outputs.py [PAGE ...]` runs their commands and replaces them, on all
+pages or on those given.
 
 A comment before a block marks it. Everything runs in one temporary directory, page by page and from top to bottom, so
-a file that a block writes is there for the next; a command that was run before is not run again. Some of it opens real
-sandboxes, which needs root; they have their state in that directory too.
+later blocks can use the files of earlier ones; no command runs twice. Some blocks open real sandboxes, which need root;
+their state is in that directory too.
 
-    <!-- run -->              a console block: its commands are run, their output is not shown
+    <!-- run -->              a console block: its commands run, their output is not shown
     <!-- output -->           a console block: each `$ command` is followed by its output
-    <!-- output: COMMAND -->  the same, for a block whose one command stands for COMMAND
-    <!-- output -->           a text block: what the Python block before it prints
+    <!-- output: COMMAND -->  the same, but COMMAND runs instead of the command of the block
+    <!-- output -->           a text block: the output of the Python block before it
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BLOCK = re.compile(
 )
 
 COMMAND_S_MAX = 300.0
-"""A documented command that takes longer is no example."""
+"""Time limit of one command."""
 
 
 class Shell:
@@ -62,7 +62,8 @@ class Shell:
 
 
 def renewed(page: str, shell: Shell) -> str:
-    """The page with the output of every marked block replaced. Returns a page without marks unchanged, runs nothing."""
+    """Returns the page with the output of every marked block replaced. A page without marks is returned unchanged, and
+    nothing runs."""
     if not any(block["mark"] for block in BLOCK.finditer(page)):
         return page
     program = types.ModuleType("__main__")
@@ -90,7 +91,7 @@ def _console(block: re.Match[str], shell: Shell) -> str:
 
 
 def _run_python(text: str, program: types.ModuleType, directory: Path) -> str:
-    """The Python of a page is one program, as in its test."""
+    """Runs the Python blocks of a page as one program, as its test does."""
     printed = io.StringIO()
     before, sys.modules["__main__"] = sys.modules["__main__"], program
     try:

@@ -1,12 +1,11 @@
 """Run the tests that need a Docker engine: `python -m tools.docker_tests [WORD ...]`.
 
-Words go to pytest; if none of them is a path, DOCKER_TESTS run. The tests start private engines, see
-tests/managers/sandboxes/docker/docker_engine.py. Installs docker.io with apt if there is no engine, and starts no
-service of it. Fetches no image. The exit code is that of pytest, 2 if the engine cannot be installed.
+The words are arguments of pytest; without a path among them, it runs DOCKER_TESTS. The tests start private engines, see
+tests/managers/sandboxes/docker/docker_engine.py. Installs docker.io with apt if there is no engine, without starting
+its service. Pulls no image. The exit code is that of pytest, 2 if the engine cannot be installed.
 
-All that the tests start and write is below one temporary directory, or carries its name: TMPDIR of the processes, and
-control groups. It is removed at the end of the tests, and also after Ctrl-C and SIGTERM; a package that was installed
-stays.
+All files of the tests are below one temporary directory, whose name is also in TMPDIR of their processes and in their
+control groups. All of it is removed at the end, also after Ctrl-C and SIGTERM. An installed package is not removed.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from tests.managers.sandboxes.docker.docker_engine import PREFIX, kill_all, read
 
 PACKAGE = "docker.io"
 POLICY = Path("/usr/sbin/policy-rc.d")
-"""Debian asks this program whether a package may start its services; 101 is no."""
+"""Debian calls this program to decide whether a package may start its services; exit code 101 forbids it."""
 STOP_S = 20.0
-"""For pytest to report what it has so far, after Ctrl-C."""
+"""Time for pytest to print its report after Ctrl-C."""
 NEVER_RAN = 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Unable(Exception):
-    """What is missing, and what to do."""
+    """The message states what is missing and what to do."""
 
 
 class Stopped(BaseException):
@@ -49,7 +48,7 @@ def main(words: list[str]) -> int:
         raise Unable(reason)
     scratch = Path(tempfile.mkdtemp(prefix=PREFIX, dir="/tmp"))  # short: the path of a socket has at most 107 bytes
     try:
-        scratch.chmod(0o711)  # users of an engine that maps users get through
+        scratch.chmod(0o711)  # an engine that maps users accesses it as another user
         return run(words, scratch)
     finally:
         for number in SIGNALS:
@@ -70,7 +69,7 @@ def install() -> None:
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
     words = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", PACKAGE]
     with services_stay_off():
-        # Old package lists may do; a machine without any needs new ones first.
+        # Existing package lists usually suffice; if not, update them first.
         if subprocess.run(words, env=environment, capture_output=True).returncode == 0:
             return
         subprocess.run(["apt-get", "update", "-qq"], env=environment, capture_output=True)
@@ -85,7 +84,7 @@ def services_stay_off() -> Iterator[None]:
         with POLICY.open("x") as file:
             file.write("#!/bin/sh\nexit 101\n")
     except FileExistsError:
-        yield  # the machine has a policy
+        yield  # the machine has its own policy
         return
     try:
         POLICY.chmod(0o755)
@@ -95,7 +94,7 @@ def services_stay_off() -> Iterator[None]:
 
 
 def run(words: list[str], scratch: Path) -> int:
-    """In a session of its own: Ctrl-C reaches pytest from here, and the engines not at all."""
+    """Runs pytest in a new session: Ctrl-C is forwarded to pytest and does not reach the engines."""
     environment = os.environ | {"CI": "true", "TANGRAM_DOCKER_TESTS": "1", "TMPDIR": str(scratch)}
     if not any(Path(word.partition("::")[0]).exists() for word in words):
         words = [*words, *DOCKER_TESTS]
@@ -115,7 +114,7 @@ def run(words: list[str], scratch: Path) -> int:
 
 
 def sweep(scratch: Path) -> None:
-    """Kills what tests that were stopped left running, and removes their control groups and files."""
+    """Kills processes that stopped tests left running, and removes their control groups and files."""
     mark = f"TMPDIR={scratch}\0".encode()
     engines = {path.name for path in scratch.glob(f"{PREFIX}*")}
     kill_all(lambda pid: mark in read_proc(pid, "environ"), engines)

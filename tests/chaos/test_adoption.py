@@ -772,7 +772,7 @@ def test_a_spawner_that_dies_under_its_owner_is_replaced_and_the_new_one_is_kept
             assert service.spawner not in (0, first)
         async with service.comes() as k:
             assert sorted(k.manager.adopted) == ["new-0", "new-1", "new-2"]
-            assert k.manager.missing == {"one": "its first process has ended, and with it all that ran in it"}
+            assert k.manager.missing == {"one": "its first process has ended, and all its programs with it"}
 
     run(story())
 
@@ -916,7 +916,7 @@ def test_a_spawner_of_another_version_is_ended_without_a_request(service: Servic
 
     async def story() -> None:
         async with service.comes() as k:
-            reason = f"the spawner that held it is of another version of Tangram: protocol 0, not {protocol.PROTOCOL}"
+            reason = f"its spawner belongs to another version of Tangram: protocol 0, not {protocol.PROTOCOL}"
             assert (k.manager.adopted, k.manager.missing) == ({}, {"one": reason})
             assert service.spawner not in (0, old) and not read_proc_file(old, "cmdline")
             await k.open("one")
@@ -933,7 +933,7 @@ def test_a_spawner_that_does_not_answer_is_ended(service: Service, monkeypatch: 
 
     async def story() -> None:
         async with service.comes() as k:
-            assert k.manager.missing == {"one": "the spawner that held it does not answer: it hangs"}
+            assert k.manager.missing == {"one": "its spawner does not respond: it hangs"}
             await k.open("one")
 
     run(story())

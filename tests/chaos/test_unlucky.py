@@ -219,7 +219,7 @@ def test_an_error_of_the_disk_while_a_sandbox_opens_is_a_lost_lease(state: Path)
             boxes = next((state / "owners").glob("*/boxes"))
             boxes.rmdir()
             lost = (await (await harness.start("box", Open(spec=SandboxSpec(image="host")))).wait()).lost
-            assert "sandbox box could not be made" in lost and "No such file" in lost
+            assert "sandbox box could not be created" in lost and "No such file" in lost
             boxes.mkdir(mode=0o711)
 
     run(main())

@@ -471,7 +471,7 @@ def test_without_a_service_each_verb_prints_where_it_looked_and_what_to_do(cli: 
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         done = cli(*words, "--url", url)
     assert (done.code, done.out) == (2, "")
-    assert f"there is no service at {url} (Connection refused)" in done.err and "`tangram serve`" in done.err
+    assert f"no service responds at {url} (Connection refused)" in done.err and "`tangram serve`" in done.err
     assert done.err.count("\n") == 1
 
 
@@ -596,11 +596,11 @@ def answering(answer: bytes) -> Iterator[str]:
     ("answer", "complaint"),
     [
         (b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\n\r\nno", "is --url the address of the service?"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\n<html>", "is no service of this version of Tangram"),
-        (b"HTTP/1.1 302 Found\r\nlocation: http://127.0.0.1:1/\r\ncontent-length: 0\r\n\r\n", "is no service of"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\n<html>", "is not a service of this version of Tangram"),
+        (b"HTTP/1.1 302 Found\r\nlocation: http://127.0.0.1:1/\r\ncontent-length: 0\r\n\r\n", "is not a service of"),
         (b"HTTP/1.1 503 Busy\r\ncontent-length: 0\r\n\r\n", "answered 503"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n{", "broke off its response"),
-        (b"SSH-2.0-OpenSSH\r\n", "broke off its response"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n{", "closed the connection during its response"),
+        (b"SSH-2.0-OpenSSH\r\n", "closed the connection during its response"),
         (b'HTTP/1.1 422 No\r\ncontent-length: 52\r\n\r\n{"error":{"code":"failed","message":"\\u001b[31mred"}}', "red"),
     ],
 )  # fmt: skip
@@ -666,7 +666,7 @@ def test_a_trace_that_breaks_off_leaves_what_was_there(cli: Cli, tmp_path: Path)
     file.write_text("before")
     with answering(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n" + b"x" * 500) as url:
         done = cli("trace", "export", file, "--url", url)
-    assert (done.code, done.out) == (2, "") and "broke off its response" in done.err
+    assert (done.code, done.out) == (2, "") and "closed the connection during its response" in done.err
     assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]
 
 

@@ -127,7 +127,7 @@ def test_invalid_arguments_are_rejected_before_anything_runs(tmp_path: Path) -> 
 
     async def without() -> None:
         async with connect(backend="process", state=tmp_path / "state") as t:
-            with pytest.raises(InvalidAction, match="was given none"):
+            with pytest.raises(InvalidAction, match="this connection has none"):
                 await t.infer("judge", "x")
         with pytest.raises(TangramError, match="is closed"):
             await t.infer("judge", "x")

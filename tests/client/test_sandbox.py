@@ -219,7 +219,7 @@ def test_an_image_without_set_up_is_looked_for(connected: Connected) -> None:
         assert (await t.image()).name == (await t.image(base="host")).name == "host"
         with pytest.raises(InvalidAction, match=r"image: expected one of 'host'.*got 'hots'"):
             await t.image(base="hots")
-        with pytest.raises(InvalidAction, match="base: expected none beside a source"):
+        with pytest.raises(InvalidAction, match="base: expected either a source or a base"):
             await t.image("/usr", base="host")
 
     connected(test)

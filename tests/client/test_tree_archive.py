@@ -115,9 +115,9 @@ def test_what_is_there_is_not_replaced(tmp_path: Path) -> None:
 
 def test_a_target_that_is_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(FileFailed, match="file: is no directory that can be written to: File exists"):
+    with pytest.raises(FileFailed, match="file: is not a writable directory: File exists"):
         unpack_tree(crafted(("top", b"x")), tmp_path / "file")
-    with pytest.raises(FileFailed, match="below: is no directory that can be written to: Not a directory"):
+    with pytest.raises(FileFailed, match="below: is not a writable directory: Not a directory"):
         unpack_tree(crafted(("top", b"x")), tmp_path / "file" / "below")
     assert (tmp_path / "file").read_text() == "mine"
 

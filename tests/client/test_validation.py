@@ -72,7 +72,7 @@ def test_a_target_that_is_a_file_is_refused(plain: Connected, tmp_path: Path) ->
     async def test(t: Client) -> None:
         async with t.sandbox() as box:
             await box.write("a", "1")
-            with pytest.raises(FileFailed, match="is no directory that can be written to"):
+            with pytest.raises(FileFailed, match="is not a writable directory"):
                 await box.download("a", tmp_path / "file")
 
     plain(test)
@@ -109,7 +109,7 @@ def test_a_range_may_be_a_list(plain: Connected) -> None:
         ({"memory": "1MiB"}, "memory: .* at least 4 MiB, got '1MiB'"),
         ({"disk": 5}, "disk: .* at least 64 KiB, got 5"),
         ({"env": ["A=1"]}, "env: expected variables by name"),
-        ({"image": Path("x.tar")}, r"image: expected an Image, or the name of one; t\.image\(\) makes one"),
+        ({"image": Path("x.tar")}, r"image: expected an Image, or the name of one; t\.image\(\) creates one"),
     ],
 )
 def test_a_sandbox_that_cannot_be_meant_is_refused(plain: Connected, options: dict[str, Any], says: str) -> None:

@@ -84,7 +84,7 @@ def test_a_start_fails_as_often_as_the_script_sets() -> None:
     async def scenario() -> None:
         manager = await opened({"flaky": FakeScript(start_failures=2)})
         for _ in range(2):
-            with pytest.raises(ManagerError, match="the script says so") as caught:
+            with pytest.raises(ManagerError, match="fails as scripted") as caught:
                 await start(manager, Exec(command="true"), key="flaky")
             assert caught.value.retry
         ended = await (await start(manager, Exec(command="true"), key="flaky")).wait()
@@ -100,7 +100,7 @@ def test_an_action_is_lost_after_the_time_in_the_script() -> None:
         manager = await opened({"bad": FakeScript(duration_s=10.0, lost_after_s=3.0)})
         began = now()
         ended = await (await start(manager, Exec(command="true"), key="bad")).wait()
-        assert (ended.lost, ended.executed) == ("the script says so", None)
+        assert (ended.lost, ended.executed) == ("lost as scripted", None)
         assert now() - began == pytest.approx(3.0)
 
     on_virtual_time(scenario())

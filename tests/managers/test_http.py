@@ -91,7 +91,7 @@ def test_a_whole_response() -> None:
 
 def test_a_body_above_its_limit_is_not_read() -> None:
     async def use(client: HttpClient, url: str) -> None:
-        with pytest.raises(ResponseTooLarge, match="answered 200 with more than 10 bytes") as failed:
+        with pytest.raises(ResponseTooLarge, match="responded 200 with more than 10 bytes") as failed:
             await client.request("GET", url, timeout_s=30.0, bytes_max=10)
         assert not failed.value.retry
 
@@ -145,9 +145,9 @@ def test_a_body_that_ends_early() -> None:
 
 def test_a_silent_server_times_out() -> None:
     async def use(client: HttpClient, url: str) -> None:
-        with pytest.raises(ResponseTimeout, match=r"did not answer within 0.2 s"):
+        with pytest.raises(ResponseTimeout, match=r"did not respond within 0.2 s"):
             await client.request("GET", url, timeout_s=0.2, bytes_max=10)
-        with pytest.raises(ResponseTimeout, match=r"did not answer within 0.2 s"):
+        with pytest.raises(ResponseTimeout, match=r"did not respond within 0.2 s"):
             await client.send("GET", url, timeouts=Timeouts(read_s=0.2))
 
     run(silent, use)
@@ -172,7 +172,7 @@ def test_a_file_that_holds_no_certificates(tmp_path: Path) -> None:
 def test_a_response_that_is_no_json() -> None:
     async def use(client: HttpClient, url: str) -> None:
         response = await client.request("GET", url, timeout_s=30.0, bytes_max=100)
-        with pytest.raises(ManagerError, match="no JSON"):
+        with pytest.raises(ManagerError, match="not JSON"):
             response.json()
 
     run(sends(b"hello"), use)

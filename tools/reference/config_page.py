@@ -1,7 +1,7 @@
-"""The reference page of the config, made of its records.
+"""The reference page of the config, generated from its records.
 
-Owns the words around the tables and the values of the example. Everything else is read from `tangram.config`: keys,
-what they take, defaults, and the sentences below the fields, which only the source holds.
+Owns the text around the tables and the values of the example. Everything else comes from `tangram.config`: keys, their
+types and defaults, and the docstrings of the fields.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ EXAMPLES: dict[str, Any] = {
     "devices.kind": "emulated",
     "devices.memory_bytes": "8GiB",
 }
-"""Of what has no default."""
+"""Values for keys without a default."""
 
 
 def config_page(note: str) -> str:
@@ -79,7 +79,7 @@ def config_page(note: str) -> str:
 
 
 def example() -> str:
-    """A file with every key, at its default where it has one."""
+    """Returns a file with every key, at its default if it has one."""
     lines = []
     for name, kind in field_types(Config).items():
         several, record = record_of(kind)
@@ -103,7 +103,7 @@ def head_of(name: str, several: bool) -> str:
 
 
 def table_of(record: type[msgspec.Struct]) -> str:
-    """The keys of a table, as Markdown."""
+    """Returns the keys of a table as Markdown."""
     return "\n".join(["| key | takes | default | means |", "|---|---|---|---|", *_rows(record)]) + "\n"
 
 
@@ -130,7 +130,7 @@ def _default(field: Any) -> Any:
 
 
 def _toml(value: Any, kind: Any) -> str:
-    """As a file says it."""
+    """Returns the value in the syntax of the file."""
     if isinstance(kind, types.UnionType) or isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {_toml(each, None)}" for key, each in value.items()) + "}"
     if kind in (SIZE, SIZE_OR_0) and type(value) is int:
@@ -145,7 +145,7 @@ def _toml(value: Any, kind: Any) -> str:
 
 
 def _size(size: int) -> str:
-    """In the largest unit that it is a whole number of."""
+    """Returns the size in the largest unit that divides it."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if size and size % 1024**power == 0:
             return f'"{size // 1024**power}{unit}"'

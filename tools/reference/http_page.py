@@ -1,6 +1,6 @@
-"""The reference page of the HTTP API, made of the table of routes and the records that they take and give.
+"""The reference page of the HTTP API, generated from the route table and the records of requests and responses.
 
-Owns the words around them. What a field means is the sentence below it in the source.
+Owns the text around them. The docstring of a field describes it.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _shown(kind: Any) -> str:
 
 
 def _reached(roots: list[Any]) -> Iterator[type[msgspec.Struct]]:
-    """Records by name, with all that they hold."""
+    """Returns records by name, including the records of their fields."""
     records: dict[str, type[msgspec.Struct]] = {}
     pending = list(roots)
     while pending:

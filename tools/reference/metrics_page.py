@@ -1,6 +1,6 @@
-"""The reference page of the metrics, made of `tangram.server.observe.metrics.FAMILIES`.
+"""The reference page of the metrics, generated from `tangram.server.observe.metrics.FAMILIES`.
 
-Owns the words around the tables.
+Owns the text around the tables.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def metrics_page(note: str) -> str:
 
 
 def _process_families() -> list[MetricFamily]:
-    """Those that `prometheus_client` adds where the kernel has /proc."""
+    """Returns the metrics that `prometheus_client` adds on systems with /proc."""
     metrics = ProcessCollector(registry=None).collect()
     return [
         MetricFamily(f"{m.name}_total" if m.type == "counter" else m.name, m.type, m.documentation) for m in metrics

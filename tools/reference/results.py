@@ -1,4 +1,4 @@
-"""The tables of results, from the output of `tangram bench all --json`: headlines in the README, everything on a page.
+"""The tables of results, from the output of `tangram bench all --json`: headlines in the README, all on a page.
 
 Owns that page, and the text between the markers of the README. The numbers are in docs/reference/results.jsonl, one
 line per benchmark.

@@ -1,7 +1,7 @@
 """The command `tangram`: one file per verb.
 
-Owns the app and what holds for every verb: an error of ours is one line on stderr and exit code 2, Ctrl-C ends with
-130 and SIGTERM with 143 after cleaning up, and nothing that takes time to import is imported before a verb needs it.
+Owns the app and the rules for every verb: a Tangram error is one line on stderr and exit code 2, Ctrl-C ends with 130
+and SIGTERM with 143 after cleaning up, and slow imports happen only in the verbs that need them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ EXIT_INTERRUPTED, EXIT_TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
 MESSAGE_MAX = 800
-"""Characters of an error message: a value from a broken file may be as long as the file."""
+"""Maximum characters of an error message: a value from a broken file may be as long as the file."""
 
 
 def _one_line(message: str) -> str:
@@ -114,7 +114,7 @@ tangram serve  [dim]# share this machine with several training runs[/dim]
 
 tangram status  [dim]# the state of the service[/dim]
 
-Every verb has examples of its own: tangram sim --help
+Every verb has examples: tangram sim --help
 """
 
 app = typer.Typer(
@@ -176,13 +176,13 @@ class _TerminationHandler:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.was_called = True
         interrupt = signal.getsignal(signal.SIGINT)
-        if callable(interrupt):  # otherwise a verb has had a signal and is ending
+        if callable(interrupt):  # otherwise a verb has received a signal and is ending
             interrupt(signal.SIGINT, frame)
 
 
 def main() -> None:
     """The entry point of the command. Verbs that handle signals install their own handlers."""
-    # A shell starts what follows `&` in a script with Ctrl-C ignored, and asyncio would leave it so.
+    # A shell starts background commands of a script with SIGINT ignored, and asyncio would not change that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     terminated = _TerminationHandler()
     signal.signal(signal.SIGTERM, terminated)

@@ -1,4 +1,4 @@
-"""`tangram doctor`: what this machine offers, what is missing, and how to get it."""
+"""`tangram doctor`: what this machine supports, what is missing, and how to get it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TRIAL_OUTPUT = "it works"
 
 
 def doctor(as_json: options.Json = False) -> None:
-    """Report what this machine offers, what is missing, and how to get it.
+    """Report what this machine supports, what is missing, and how to get it.
 
     Opens a real sandbox and runs a command in it; leaves no changes behind.
 
@@ -62,11 +62,12 @@ def doctor(as_json: options.Json = False) -> None:
 
 
 def _try_sandbox() -> dict[str, float]:
-    """The seconds of each step. Uses a separate state directory: what dead owners left in the usual one stays."""
+    """Returns the seconds of each step. Uses a separate state directory: leftovers of dead owners in the usual one
+    stay."""
     from tangram.managers.doctor.diagnostics import restoring_cgroups
 
     with tempfile.TemporaryDirectory(prefix="tangram-doctor-") as scratch, restoring_cgroups():
-        os.chmod(scratch, 0o711)  # as a state directory has it: an unprivileged user may pass through
+        os.chmod(scratch, 0o711)  # like a state directory: unprivileged users may traverse it
         return asyncio.run(_open_and_run(Path(scratch) / "state"))
 
 
@@ -82,7 +83,7 @@ async def _open_and_run(state: Path) -> dict[str, float]:
             at.append(time.perf_counter())
     at.append(time.perf_counter())
     if result.stdout.strip() != TRIAL_OUTPUT:
-        raise OSError(f"the command should print {TRIAL_OUTPUT!r} and printed {result.stdout!r}")
+        raise OSError(f"expected the command to print {TRIAL_OUTPUT!r}, it printed {result.stdout!r}")
     steps = zip(("start_s", "open_s", "exec_s", "close_s"), at, at[1:], strict=False)
     return {name: after - before for name, before, after in steps}
 

@@ -27,9 +27,9 @@ EXIT_META = "tangram.exit_code"
 BATCHES = {"coding": 128, "search": 64, "teachers": 1024, "mixed": 384, "elastic": 1000}
 """Trajectories when --batch is not given: a comparison over five seeds then takes seconds."""
 UNITS = 32
-"""Cores that the arrival rate of independent rewards is made for, unless --option units is given."""
+"""The arrival rate of independent rewards fits this number of cores, unless --option units is given."""
 SEEDS = 5
-"""Three are enough for means; with five, the interval of Student's t is half as wide."""
+"""Three suffice for means; with five, the interval of Student's t is half as wide."""
 
 WorkloadName = Annotated[
     str | None,
@@ -213,7 +213,7 @@ def _parse_option(text: str) -> tuple[str, Any]:
 
 
 def _parse_value(text: str) -> Any:
-    """A number, true, false, none, a list of these with commas, or the word itself."""
+    """Parses a number, true, false, none or a list of these with commas; returns other text unchanged."""
     if "," in text:
         return tuple(_parse_value(part) for part in text.split(",") if part)
     words = {"true": True, "false": False, "none": None}
@@ -228,7 +228,7 @@ def _parse_value(text: str) -> Any:
 
 
 def parse_names(option: str, text: str) -> tuple[str, ...]:
-    """Names with commas between them, each once."""
+    """Parses names with commas between them, each once."""
     values = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not values:
         raise InvalidConfig(option, text, f"names with commas between them; without --{option}: the defaults")
@@ -236,7 +236,7 @@ def parse_names(option: str, text: str) -> tuple[str, ...]:
 
 
 def parse_integers(option: str, text: str, least: int = 0) -> tuple[int, ...]:
-    """Whole numbers with commas between them, each once."""
+    """Parses whole numbers with commas between them, each once."""
     try:
         values = tuple(dict.fromkeys(int(part) for part in text.split(",") if part.strip()))
     except ValueError:
@@ -263,7 +263,7 @@ def _sizes(
     memory: float | None,
     devices: int | None,
 ) -> list[Size]:
-    """A size for each given number of cores. Defaults are as recorded, or fit the workload."""
+    """Returns a size for each given number of cores. Defaults are as recorded, or fit the workload."""
     import msgspec
 
     usual = _usual_size(source, first)
@@ -295,7 +295,7 @@ def _usual_size(source: Source, first: Workload) -> Size:
 
 
 def recording_of(source: Source) -> str:
-    """The single recording that is played, which contains its policy and pools; "" otherwise."""
+    """Returns the single recording that is played, which contains its policy and pools; "" otherwise."""
     from tangram.sim.recordings import is_recording
 
     return source.traces[0] if len(source.traces) == 1 and is_recording(source.traces[0]) else ""
@@ -322,7 +322,7 @@ def config_errors_in(config: Path) -> Iterator[None]:
 
 
 def check_output_files(**paths: Path | None) -> None:
-    """Raise InvalidConfig before the work if a file cannot be written. Makes the folders."""
+    """Raises InvalidConfig before the work if a file cannot be written. Creates the folders."""
     from tangram.files.atomic_file import check_writable
 
     given = {option: path for option, path in paths.items() if path is not None}
@@ -336,7 +336,7 @@ def check_output_files(**paths: Path | None) -> None:
 
 
 def reproduce_command(verb: str, source: Source, size: Size, seeds: tuple[int, ...], options: dict[str, object]) -> str:
-    """The command with every default filled in, so that it is reproducible after a default changes."""
+    """Returns the command with every default filled in, so that it stays reproducible if a default changes."""
     options = options | {
         "nodes": size.nodes if size.nodes > 1 else None,
         "memory-per-core": size.memory_per_core_gib if size.cores else None,

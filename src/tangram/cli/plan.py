@@ -127,7 +127,7 @@ def plan(
 
 
 def _recorded(source: Source, resource: str) -> tuple[str, int] | None:
-    """The policy and the size that a recording was made with; None where nothing says it."""
+    """Returns the policy and the size of a recording; None if it does not contain them."""
     from tangram.sim.recordings import recorded_policy, recorded_size
 
     recording = options.recording_of(source)
@@ -137,7 +137,7 @@ def _recorded(source: Source, resource: str) -> tuple[str, int] | None:
 
 
 def _parse_like(text: str | None) -> tuple[str, int]:
-    """`pods:0.5@64` is that baseline on 64; without a size, what it takes today."""
+    """`pods:0.5@64` is that baseline on 64 units; without a size, on today's reservation."""
     from tangram.sim.plan import REFERENCE_POLICY
 
     if text is None:

@@ -71,7 +71,7 @@ def resize(
     """Change the size of a pool, up to its size at the start of the service.
 
     Running actions and open sandboxes keep their units, so a pool shrinks as they end. Actions that need more than the
-    new size fail after scheduler.stranded_s of the config. A restart restores the size of the config.
+    new size are lost after scheduler.stranded_s of the config. A restart restores the size of the config.
     """
     from tangram.cli.screen import amount, amount_with_unit
     from tangram.runtime.views import View
@@ -146,7 +146,7 @@ def _set_node_state(target: ServiceTarget, node: str, state: str, as_json: bool)
     elif state == "up":
         typer.echo(f"{escape_unprintable(node)} is up: it accepts new sandboxes and actions again")
     else:
-        state_text = f"{escape_unprintable(node)} is draining: it takes no new sandbox, and no action without one"
+        state_text = f"{escape_unprintable(node)} is draining: it accepts no new sandboxes and no actions without one"
         verb = "runs" if running == 1 else "run"
         typer.echo(
             f"{state_text}; it has {pluralize(sandboxes, 'sandbox', 'sandboxes')},"

@@ -41,7 +41,7 @@ Backend = Annotated[
 LIMIT = 50
 """Rows of a table by default."""
 CONCURRENCY_MAX = 8
-"""Episodes that are replayed at once: enough to hide the waits of an environment, few enough for a laptop."""
+"""Concurrent episodes of a replay: enough to hide the waits of an environment, few enough for a laptop."""
 SORTS = ("began", "ended", "time", "reward", "turns", "tokens", "waiting", "id")
 SHOW = """[bold]Examples[/bold]
 

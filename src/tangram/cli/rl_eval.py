@@ -104,7 +104,7 @@ def evaluate(
         raise typer.Exit(1)
 
 
-# ---- what is to be played -------------------------------------------------------------------------------------------
+# ---- the checkpoint and its tasks -----------------------------------------------------------------------------------
 
 
 class EvalCheckpoint(NamedTuple):
@@ -207,7 +207,7 @@ def only_task(settings: RolloutSettings, task: str | None) -> RolloutSettings:
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
         raise InvalidConfig("--task", task, f"a task of the run ({hint})")
     alone = settings.task(task)
-    if isinstance(settings, TrainSettings):  # with the teacher that it asks, and no other
+    if isinstance(settings, TrainSettings):  # only the teacher of this task
         teachers = tuple(each for each in settings.teachers if each.name == alone.reward.service)
         return msgspec.structs.replace(settings, tasks=(alone,), teachers=teachers)
     return msgspec.structs.replace(settings, tasks=(alone,))

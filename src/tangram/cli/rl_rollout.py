@@ -183,7 +183,7 @@ async def _play(
     from tangram.rl.trajectories.codec import WordCodec
 
     _, codec = require_playable(settings)
-    began = asyncio.get_running_loop().time()  # of all that the log tells: what engines do at their start, too
+    began = asyncio.get_running_loop().time()  # includes the start of the engines
     async with AsyncExitStack() as stack:
         log = None
         if out is not None:
@@ -282,7 +282,7 @@ def _interrupted(endings: Counter[str], out: Path | None) -> str:
 
 
 def _lines(collected: CollectedBatch, causes: dict[str, str]) -> list[str]:
-    """The first failure of each kind, and the trajectories that were played and left out."""
+    """Prints the first failure of each kind, and the trajectories that were played and discarded."""
     from tangram.rl.rollout.redundancy import report
 
     lines = [f"{kind}, first cause: {cause}" for kind, cause in causes.items()]

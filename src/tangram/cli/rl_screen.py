@@ -1,7 +1,7 @@
-"""What `tangram rl` prints: trajectories, one of them in full, a timeline in a terminal, and replays.
+"""The output of `tangram rl`: trajectories, one of them in full, a timeline in a terminal, and replays.
 
-Owns the look. What environments, models and engines wrote is shown as text, whatever is in it, and cut where it is
-long; `--json` has all of it, in characters that no terminal obeys.
+Owns the formatting. Text of environments, models and engines is escaped and truncated; `--json` contains all of it in
+ASCII.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def print_listing(
         )
         return
     table = terminal.table(f"{escape_unprintable(file.name)}: {_count_text(len(rows), len(listing.rows))}")
-    # An id is there to be copied: it is whole, whatever else has to be cut.
+    # Ids are for copying: they are never truncated.
     table.add_column("trajectory", no_wrap=True, min_width=max(len(escape_unprintable(row.id)) for row in listing.rows))
     table.add_column("ending", no_wrap=True)
     for head in ("reward", "turns", "tokens", "versions", "began", "time", "waiting"):
@@ -437,7 +437,7 @@ def _letter(activity: Activity) -> str:
 
 
 def _spread(began: int, ended: int, total: int, wide: int) -> Iterable[tuple[int, int]]:
-    """How much of a stretch is in each of `wide` equal ones: (number, length)."""
+    """Yields (number, length): how much of a stretch is in each of `wide` equal ones."""
     for place in range(began * wide // total, min(wide, -(-ended * wide // total))):
         low, high = place * total // wide, (place + 1) * total // wide
         yield place, max(0, min(ended, high) - max(began, low))

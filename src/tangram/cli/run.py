@@ -1,7 +1,7 @@
 """`tangram run`: one command as an action, in a sandbox of its own.
 
-Owns how a command line becomes an action and how its end becomes an exit code. What the command writes is handed on as
-it comes; a slow reader slows the command down.
+Owns the translation of a command line into an action, and of its result into an exit code. The output of the command
+is streamed; a slow reader slows the command down.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EXIT_TIMED_OUT, EXIT_TANGRAM_FAILED, EXIT_CANCELLED = 124, 125, 130
 STDIN_BYTES_MAX = 256 << 20
 """Standard input is read to its end before the command starts."""
 CAPTURE_BYTES = 4096
-"""Bytes of forwarded output that are kept: only there is the reason why a command could not be started."""
+"""Bytes of forwarded output that are kept: they contain the reason why a command could not be started."""
 PATH_STARTS, TAR_ENDS = ("/", "./", "../"), (".tar", ".tar.gz", ".tgz")
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -43,7 +43,7 @@ EXAMPLES = """[bold]Examples[/bold]
 
 tangram run -- python3 -c 'print(6 * 7)'
 
-tangram run "nproc && whoami"  [dim]# one word with blanks goes through a shell[/dim]
+tangram run "nproc && whoami"  [dim]# a single argument with spaces runs in a shell[/dim]
 
 tangram run --cpus 1-4 --timeout 60 --upload project -- make -C project -j{cpus}
 
@@ -73,7 +73,7 @@ def run(
         list[str],
         typer.Argument(
             metavar="CMD",
-            help="The command. Several words are executed without a shell; a single word with blanks runs in a shell."
+            help="The command. Several words are executed without a shell; a single one with spaces runs in a shell."
             " {cpus} is replaced with the number of granted cores.",
         ),
     ],

@@ -1,6 +1,6 @@
 """The state of a shared service as a page of a terminal, for `tangram status`, `top` and `pool list`.
 
-Owns how pools, the queue, runs and sandboxes look. Never calls the service. Names that users chose are printed as text.
+Owns the formatting of pools, the queue, runs and sandboxes. Never calls the service. Names chosen by users are escaped.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from tangram.runtime.views import PoolPart, PoolView, RunView, ServiceView, TimeBreakdown, View
 
 BAR_WIDTH, WIDE_MIN = 24, 100
-"""Width of a bar, and the columns below which it is halved."""
+"""Width of a bar; on a screen with fewer columns than the second number, half of it."""
 POOLS_SHOWN, RUNS_SHOWN, WAITING_SHOWN = 20, 12, 10
-"""Rows of each list; one more line says how many are left out."""
+"""Rows of each list; one more line shows the number of omitted ones."""
 QUEUE_ROWS_MIN = 3
 """Rows of the queue on the smallest screen."""
 KINDS = ("cpu", "memory", "gpu")
@@ -40,7 +40,7 @@ def screen(view: View, url: str, console: Console, *, height: int | None = None)
 
     fancy = is_unicode(console)
     width = BAR_WIDTH if console.width >= WIDE_MIN else BAR_WIDTH // 2
-    fold = height is None  # a screen that is drawn again and again keeps its rows
+    fold = height is None  # keeps the number of rows constant when the screen is redrawn
     above = Group(_service(view, url), pools(view.pools, fancy=fancy, width=width), runs(view.runs, fold=fold))
     below = _sandboxes(view)
     rows = WAITING_SHOWN

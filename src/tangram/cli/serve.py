@@ -66,7 +66,7 @@ def serve(
     """Serve the pools of this machine to training runs on any machine, over HTTP.
 
     Acknowledged actions survive a crash. SIGTERM or Ctrl-C lets running actions end within a limit; the next start
-    resumes waiting actions and adopts the sandboxes. A second signal exits at once.
+    resumes waiting actions and adopts the sandboxes. A second signal exits immediately.
     """
     import asyncio
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from tangram.runtime.views import View
 
 URL = "http://127.0.0.1:7433"
-"""Where `tangram serve` listens unless its config says otherwise."""
+"""The default address of `tangram serve`."""
 RESPONSE_S = 60.0
 CHUNK_S = 60.0
 """Timeout between two chunks of a download; the whole download has none."""
@@ -81,7 +81,7 @@ class ServiceUnreachable(ManagerError):
 
 
 class ResourceNotFound(ManagerError):
-    """The service answered that the requested thing does not exist."""
+    """The service responded that the requested object does not exist."""
 
 
 class RequestRejected(TangramError):
@@ -161,7 +161,9 @@ class ServiceConnection:
         try:
             return msgspec.json.decode(content, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            message = f"{self._target.url} is no service of this version of Tangram: {escape_unprintable(str(error))}"
+            message = (
+                f"{self._target.url} is not a service of this version of Tangram: {escape_unprintable(str(error))}"
+            )
             raise ManagerError(message, retry=False) from None
 
     async def download(self, path: str, write: Callable[[bytes], object], report: Callable[[int, int], None]) -> int:

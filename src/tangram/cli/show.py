@@ -1,4 +1,4 @@
-"""Output of verbs that is no table: JSON and the paths of files. With --json, stdout contains only JSON."""
+"""Output that is not a table: JSON and the paths of files. With --json, stdout contains only JSON."""
 
 from __future__ import annotations
 

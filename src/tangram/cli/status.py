@@ -19,7 +19,7 @@ tangram status --json
 
 @option_group(target=parse_target)
 def status(target: ServiceTarget, as_json: Json = False) -> None:
-    """Show what a shared service is doing: pools, queue, runs and sandboxes.
+    """Show the state of a shared service: pools, queue, runs and sandboxes.
 
     The token of a run shows all of that run, and of other runs only the units that they hold.
     """

@@ -1,4 +1,4 @@
-"""`tangram story`: what happened to one action of a shared service."""
+"""`tangram story`: the events of one action of a shared service."""
 
 from __future__ import annotations
 

@@ -167,7 +167,8 @@ def renew(
     target: ServiceTarget,
     as_json: Json = False,
 ) -> None:
-    """Replace the token of a run and print the new one. The old one is void at once; sandboxes and actions continue."""
+    """Replace the token of a run and print the new one. The old one is invalid immediately; sandboxes and actions
+    continue."""
     from tangram.runtime.wire import RunReply
 
     _check_name(run)

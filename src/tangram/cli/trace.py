@@ -83,7 +83,7 @@ async def _download(target: ServiceTarget, path: Path) -> tuple[int, int]:
 
 
 class _LineCounter:
-    """Counts lines on their way into a file."""
+    """Counts lines while they are written to a file."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

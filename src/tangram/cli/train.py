@@ -1,8 +1,7 @@
-"""`tangram train`: train a policy on the tasks of a config, and see it learn.
+"""`tangram train`: train a policy on the tasks of a config.
 
-Owns the command line of a run, its signals and its exit code: 0 when it ended as it was meant to, 1 when it failed, 2
-when something has to be changed before it can begin, 130 and 143 when it was stopped by Ctrl-C or SIGTERM, with what
-was reached saved.
+Owns the command line of a run, its signals and its exit code: 0 after its normal end, 1 after a failure, 2 for input
+that prevents a start, 130 and 143 after Ctrl-C and SIGTERM, which save the progress.
 """
 
 from __future__ import annotations
@@ -204,7 +203,7 @@ def _require_folder(folder: Path, again: str, *, resume: bool, fresh: bool) -> N
 
 
 def _require_writable(folder: Path, *, make: bool) -> None:
-    """Raises InvalidConfig, if a run cannot be written there."""
+    """Raises InvalidConfig if the folder cannot be written."""
     import tempfile
 
     try:
@@ -265,7 +264,7 @@ def _delete_unstarted(folder: Path) -> None:
 class TrainingExit(NamedTuple):
     code: int
     cause: str
-    """`steps`, `seconds`, `interrupted`, or what went wrong."""
+    """`steps`, `seconds`, `interrupted`, or the error."""
     is_resumable: bool = True
     """Whether the same command can resume it; false if the config or all checkpoints are invalid."""
 
@@ -439,7 +438,7 @@ def summary(lines: Sequence[AnyMetricsLine], settings: TrainSettings, folder: Pa
 
 
 def _relative_to_folder(folder: Path, path: str) -> str:
-    """The path with the folder as it was given on the command line; unchanged outside of it."""
+    """Returns the path with the folder as given on the command line; unchanged outside of the folder."""
     inside = Path(path).is_relative_to(folder.absolute()) if path else False
     return str(folder / Path(path).relative_to(folder.absolute())) if inside else path
 

@@ -6,7 +6,7 @@ folder, those of a `--set` to the current one.
 
     training.staleness=2            a key of a table
     tasks.frozenlake.weight=2       of several tables, the one with that name
-    engines.0.count=2               ... or the one of that number, counted from 0; engines[0].count as well
+    engines.0.count=2               ... or the one of that number, counted from 0; also engines[0].count
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from tangram.errors import InvalidConfig
 R = TypeVar("R", bound=ConfigRoot)
 
 CHANGED = "changed"
-"""The internal name of the file while it is read with its `--set` changes."""
+"""The internal name of the file with its `--set` changes."""
 TOML_VALUE_STARTS = tuple("\"'[{")
-"""A value that begins with one of these is no plain word: it must be TOML."""
+"""A value that starts with one of these characters must be TOML; others may be plain words."""
 
 
 class Setting(NamedTuple):
@@ -67,7 +67,7 @@ def load_config(kind: type[R], path: Path, changes: Sequence[str] = ()) -> R:
         places = [_apply_setting(kind, tables, each) for each in settings]
         return _with_absolute_paths(parse_as(kind, _to_toml(tables), CHANGED), path)
     except (InvalidConfig, ValueError, RecursionError) as error:
-        parse_as(kind, text, str(path))  # what is wrong with the file itself comes first
+        parse_as(kind, text, str(path))  # reports errors of the file itself first
         if not isinstance(error, InvalidConfig) or not error.field.startswith(CHANGED):
             raise
         raise _translate_error(error, settings, places) from None
@@ -135,7 +135,7 @@ def _parse_value(text: str, value: str) -> Any:
 
 
 def _apply_setting(kind: type[ConfigRoot], tables: dict[str, Any], setting: Setting) -> str:
-    """Put a setting into the tables. Returns its place as errors name it."""
+    """Puts a setting into the tables. Returns its place as shown in errors."""
     place = ""
     there: Any = tables
     takes: Any = kind
@@ -160,7 +160,7 @@ def _descend(setting: Setting, place: str, there: Any, takes: Any, key: str) -> 
         raise InvalidConfig(f"--set {setting.text}", key, f"no more keys: {place} is a value")
     below = _kind_of(takes, key)
     if key not in there:
-        # Of tables that the file does not have, there are as many as there are without it.
+        # Tables that the file does not contain have their default number.
         several = get_origin(below) is tuple
         there[key] = [{} for _ in _default(takes, key)] if several else {}
     return f"{place}.{key}".lstrip("."), there[key], below
@@ -195,14 +195,14 @@ def _table_index(setting: Setting, place: str, there: list[Any], key: str) -> in
     )
 
 
-# ---- what is wrong --------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------------------
 
 
 def _translate_error(error: InvalidConfig, settings: Sequence[Setting], places: Sequence[str]) -> InvalidConfig:
     """The error with its `--set`: the one of its key, else those of its table, else all."""
     field = error.field.removeprefix(CHANGED).removeprefix(": ")
     pairs = list(zip(settings, map(_key_path, places), strict=True))
-    for key in (_key_path(f"{field}.{error.value}"), _key_path(field)):  # the first of a key that there is not
+    for key in (_key_path(f"{field}.{error.value}"), _key_path(field)):  # the first unknown key
         meant = [each for each, way in pairs if way == key[: len(way)]] or [
             each for each, way in pairs if way[: len(key)] == key and key
         ]

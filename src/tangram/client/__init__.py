@@ -1,1 +1,1 @@
-"""The SDK, which a program uses: a connection, sandboxes and the results of actions."""
+"""The SDK: a connection, sandboxes and the results of actions."""

@@ -1,6 +1,6 @@
 """Requests to an HTTP API within its quota, with retries and exponential backoff.
 
-Owns the retries. Every try is an action of its own, so retries never exceed the quota. Promises that a returned
+Owns the retries. Every try is a separate action, so retries never exceed the quota. Promises that a returned
 response is the API's own: a request that is still refused, broken or unanswered after the last try raises ActionLost. A
 request that may have been executed is repeated only if it is idempotent.
 """
@@ -98,7 +98,7 @@ class Api:
         idempotent: bool | None = None,
         deadline_s: float | None = None,
     ) -> HttpResponse:
-        """One request, repeated while it is refused, fails or does not arrive.
+        """Sends a request; repeats it while it is refused, fails or does not arrive.
 
         `tokens`: an estimate, if the quota counts them; `used` computes from the response how many it took.
         `idempotent`: whether it may be repeated after it may have been executed; None: as HTTP defines for the method.
@@ -155,12 +155,12 @@ class Api:
             if not (again or answer.status in NOT_EXECUTED_STATUSES):
                 break
         times = f"{attempt + 1} tries" if attempt else "one try"
-        raise ActionLost(f"{method} {address}: given up after {times}: {why}", None)
+        raise ActionLost(f"{method} {address}: failed after {times}: {why}", None)
 
 
 def _encode_body(json: Any, content: Content | None, headers: dict[str, str]) -> dict[str, bytes]:
     if json is not None and content is not None:
-        raise InvalidAction("content", type(content).__name__, "none beside json: a request has one body")
+        raise InvalidAction("content", type(content).__name__, "either body or json: a request has one body")
     if content is not None:
         return {"data": bytes_of("content", content)}
     if json is None:

@@ -1,4 +1,4 @@
-"""The client: a connection to the pools, and what is opened through it.
+"""The client: a connection to the pools and to everything that is opened through it.
 
 Owns the names of sandboxes and the images made by set-up commands. `connect()` without an address starts an
 orchestrator in this process, with managers for this machine.
@@ -157,7 +157,7 @@ class Client:
         )
 
     def _prepare(self, spec: SandboxSpec) -> None:
-        """Create a warm sandbox in the background, as an action of its own."""
+        """Create a warm sandbox in the background, as a separate action."""
         action = Action(
             id=f"{self._prefix}-warm-{next(self._action_numbers)}", demand=PREPARE_DEMAND, run="warm", kind="prepare"
         )
@@ -184,7 +184,7 @@ class Client:
         self._lifecycle.require_open()
         commands, variables = commands_of(setup), variables_of(env)
         if source and base:
-            raise InvalidAction("base", base, "none beside a source: the set-up commands are run on that")
+            raise InvalidAction("base", base, "either a source or a base: the set-up commands run on the source")
         if source:
             name = await self._transport.images.add_image(path_of("source", source))
         else:
@@ -207,7 +207,7 @@ class Client:
             return committed
 
     async def _require_image(self, name: str, run: str) -> None:
-        """Raises the error that keeps sandboxes from being opened from the image."""
+        """Raises the error that opening a sandbox from the image raises."""
         async with self.sandbox(image=name, memory=TRIAL_MEMORY, run=run):
             pass
 
@@ -241,10 +241,10 @@ class Client:
     ) -> Inference:
         """Call a model service, as one action on devices: `(await t.infer("judge", {"text": "..."})).json()`.
 
-        A payload that is neither bytes nor text is sent as JSON that may hold NaN. `devices`: how many, for a service
-        with several degrees; None: the number that ends soonest. `timeout_s`: limit of the call, without loading the
-        model; None: `Service.call_s_max`. `quotas`: requests of APIs, granted together with the devices, such as
-        {"search": 1}. `idempotent`: repeat the call if it is lost.
+        A payload that is neither bytes nor text is sent as JSON that may contain NaN. `devices`: how many, for a
+        service with several degrees; None: the number that ends soonest. `timeout_s`: limit of the call, without
+        loading the model; None: `Service.call_s_max`. `quotas`: requests of APIs, granted together with the devices,
+        such as {"search": 1}. `idempotent`: repeat the call if it is lost.
 
         Raises InvalidAction for invalid arguments, and for a payload that the engine rejects. Every other result is
         returned; see its `status`.
@@ -395,7 +395,7 @@ class Client:
 def _image_name(field: str, image: str | Image) -> str:
     name = image.name if isinstance(image, Image) else image
     if not isinstance(name, str):
-        raise InvalidAction(field, image, "an Image, or the name of one; t.image() makes one of a directory or a tar")
+        raise InvalidAction(field, image, "an Image, or the name of one; t.image() creates one of a directory or a tar")
     return name
 
 
@@ -425,10 +425,10 @@ def connect(
 ) -> Client:
     """A connection, to be entered: `async with tangram.connect() as t:`.
 
-    With the address of a shared service, as `tangram serve` prints it, everything happens there. `token` identifies the
-    run (default: TANGRAM_TOKEN), and `ca` names a file with the certificate that signed the service's, if this machine
-    does not trust it already. `reconnect_s`: how long to retry while the service does not respond. All other options
-    belong to the config of the service.
+    With the address of a shared service, as `tangram serve` prints it, the service executes everything. `token`
+    identifies the run (default: TANGRAM_TOKEN), and `ca` names a file with the certificate that signed the service's,
+    if this machine does not trust it already. `reconnect_s`: how long to retry while the service does not respond. All
+    other options belong to the config of the service.
 
     Without an address, an orchestrator starts in this process: it owns the sandboxes, and they end with it. `backend`:
     "sandbox" (isolated, needs root), "docker" (through an engine), or "process", which isolates nothing. `cores` and
@@ -473,7 +473,7 @@ def connect(
 
 
 def _require_no_embedded_options(options: Mapping[str, object]) -> None:
-    """Rejects options that apply only without an address."""
+    """Rejects options that do not apply with an address."""
     for name, parameter in inspect.signature(connect).parameters.items():
         if name not in REMOTE_OPTIONS and options[name] != parameter.default:
             expected = "no such option with an address: it belongs to the config of the service"
@@ -507,7 +507,7 @@ def _require_quotas(quotas: Iterable[Quota]) -> list[Quota]:
     declared = list(quotas) if isinstance(quotas, Iterable) else []
     alike = all(isinstance(quota, Quota) for quota in declared) and isinstance(quotas, Iterable)
     if not alike or len({quota.name for quota in declared}) < len(declared):
-        raise InvalidConfig("quotas", quotas, "a list of tangram.Quota, each with a name of its own")
+        raise InvalidConfig("quotas", quotas, "a list of tangram.Quota with different names")
     return declared
 
 

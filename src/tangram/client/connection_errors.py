@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def no_service(url: str, why: str) -> str:
-    return f"there is no service at {url} ({why}): start one with `tangram serve`, or give its address"
+    return f"no service responds at {url} ({why}): start one with `tangram serve`, or give its address"
 
 
 def unknown_token(url: str) -> str:
@@ -21,4 +21,4 @@ def without_tls(url: str) -> str:
 
 def broken_off(url: str, why: str) -> str:
     hint = "" if url.startswith("https") else "; if it speaks TLS, use an address with https://"
-    return f"{url} broke off its response ({why}){hint}"
+    return f"{url} closed the connection during its response ({why}){hint}"

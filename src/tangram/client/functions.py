@@ -1,4 +1,4 @@
-"""Functions for their users: declared by a decorator, called as actions, with a value or a record as result.
+"""The API of functions: declared by a decorator, called as actions, with a value or a record as result.
 
 Owns the declaration and the result cache of functions. A declared function can still be called
 directly, in this process. Promises that a caller can distinguish errors of the function from failures of the platform,
@@ -72,15 +72,15 @@ RESULT_CACHE_BYTES_MAX = 64 * MIB
 ENTRY_BYTES = 400
 """Overhead of an entry of a result cache in addition to its key and answer."""
 FUNCTIONS_MAX = 1000
-"""Functions and endpoints of one connection. Each has a pool until the connection ends, so creating one for every call
-is a mistake."""
+"""Maximum number of functions and endpoints of one connection. Each has a pool until the connection ends, so do not
+create one per call."""
 SHOWN_CHARACTERS = 2000
-"""Output of the function that an error message shows."""
+"""Maximum output of the function in an error message."""
 
 Kind = Literal["value", "error", "timed_out", "cancelled", "refused", "lost"]
 
 
-# ---- what is called ---------------------------------------------------------------------------------------------
+# ---- functions and endpoints ------------------------------------------------------------------------------------
 
 
 class Function(Generic[P, R]):
@@ -181,12 +181,12 @@ def function(
 ) -> Callable[[Callable[P, R]], Function[P, R]]:
     """Declare a stateless function, such as a reward: `@tangram.function(cpus=1, max_instances=8)`.
 
-    It can be called directly as before. `await t.call(score, ...)` runs it in an instance of its own: up to
-    `max_instances` run at once, and one that is idle for `idle_s` ends. `memory` is the limit of each process,
+    It can still be called directly. `await t.call(score, ...)` runs it in an instance: up to `max_instances` run at the
+    same time, and an instance that is idle for `idle_s` ends. `memory` is the limit of each process,
     `timeout_s` of each call. `retries`: how often a lost call is repeated. `pure`: equal arguments always give equal
     values, so results are cached. `processes`: how many processes and threads an instance may have, itself included.
 
-    A function is called as it is defined, not bound to an object: methods are rejected, static methods are not.
+    Only plain functions and static methods are accepted, because no object is passed; methods are rejected.
     """
     if bare:
         raise InvalidAction("@tangram.function", bare[0], "options by name in parentheses: @tangram.function()")
@@ -210,9 +210,7 @@ def _require_plain_function(function: Callable[..., Any]) -> None:
     except (TypeError, ValueError):
         return  # a C function without a signature
     if first in ("self", "cls"):
-        expected = (
-            "a function, which is never bound to an object: put it outside of the class, or make it a @staticmethod"
-        )
+        expected = "a function that needs no object: define it outside of the class, or as a @staticmethod"
         raise InvalidAction("@tangram.function", f"the method {qualified_name(function)}", expected)
 
 
@@ -224,8 +222,8 @@ def endpoint(
     retries: int = 3,
     headers: dict[str, str] | None = None,
 ) -> EndpointSpec:
-    """An HTTP endpoint that takes JSON by POST and answers with JSON. `timeout_s` limits one attempt. It is retried up
-    to `retries` times when it cannot be reached, is overloaded, or a gateway before it fails."""
+    """An HTTP endpoint that accepts JSON by POST and returns JSON. `timeout_s` limits one attempt. A call is retried up
+    to `retries` times if the endpoint cannot be reached, is overloaded, or a gateway fails."""
     headers = {} if headers is None else headers
     require_url(url)
     require_headers(headers)
@@ -243,26 +241,26 @@ def endpoint(
 
 
 def _content_name(title: str, content: bytes) -> str:
-    """Equal for equal content, and only then."""
+    """Equal if and only if the content is equal."""
     return f"{title[-(NAME_CHARACTERS_MAX - 9) :]}-{hashlib.sha256(content).hexdigest()[:8]}"
 
 
-# ---- what comes of it -------------------------------------------------------------------------------------------
+# ---- results ----------------------------------------------------------------------------------------------------
 
 
 class CallResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that has settled. `kind` tells the result and who caused it."""
+    """A call that has settled. `kind` distinguishes results and causes of failures."""
 
     function: str
     kind: Kind
     """`value`; `error`: the function failed, see `error`; `timed_out`; `cancelled`; `refused`: not admitted; `lost`:
     the platform failed, independent of the function."""
     value: Any = None
-    """Only for kind `value`."""
+    """Set only for kind `value`."""
     error: Failure | None = None
     """Only for kind `error`: its type, message and traceback."""
     reason: str = ""
-    """Why there is no value, in one line."""
+    """The reason of a missing value, in one line."""
     stdout: str = ""
     stderr: str = ""
     """Output of the call; the middle is cut if it is long."""
@@ -278,7 +276,7 @@ class CallResult(msgspec.Struct, frozen=True, kw_only=True):
         return self.kind == "value"
 
     def check(self) -> Any:
-        """Returns the value, or raises the exception that describes why there is none."""
+        """Returns the value, or raises the exception that explains its absence."""
         if self.kind != "value":
             self._raise()
         return self.value
@@ -396,7 +394,7 @@ class FunctionCalls:
         self._prefix = prefix
         self._numbers = count(1)
         self._pools: set[str] = set()
-        """Kinds of pools that the scheduler has."""
+        """Kinds of the scheduler's pools."""
         self._single_flight = SingleFlight()
         self._pure_results, self._keyed_results = (
             ResultCache(RESULT_CACHE_BYTES_MAX),
@@ -423,9 +421,10 @@ class FunctionCalls:
         quotas: Quotas | None = None,
         **kwargs: Any,
     ) -> CallResult:
-        """Returns the result, whatever it is. Arguments of the function whose names are used here are passed by
-        position; an endpoint takes its JSON as one argument. Calls with equal `idempotency_key` share one result, and
-        each keeps its own deadline. `quotas`: requests of APIs, granted together with the instance and its cores."""
+        """Returns every result, failures included. Arguments of the function whose names equal options of this method
+        are passed by position; an endpoint takes its JSON as one argument. Calls with equal `idempotency_key` share one
+        result, and each keeps its own deadline. `quotas`: requests of APIs, granted together with the instance and its
+        cores."""
         self._lifecycle.require_open()
         if not isinstance(idempotency_key, str):
             raise InvalidAction("idempotency_key", idempotency_key, "text")
@@ -456,7 +455,7 @@ class FunctionCalls:
             # Calls with different time limits do not share a run.
             key = _digest(f"{spec.name} {target.timeout_s}", arguments) if target.pure else b""
         else:
-            raise InvalidAction("function", target, "what @tangram.function() or tangram.endpoint() made")
+            raise InvalidAction("function", target, "the result of @tangram.function() or tangram.endpoint()")
         if idempotency_key:
             key, cache = _digest(pool.kind, idempotency_key.encode(errors="surrogatepass")), self._keyed_results
         return await self._call_once(action, work, pool, key, cache)
@@ -487,7 +486,7 @@ class FunctionCalls:
         """Registers the pool before an action demands it."""
         if pool.kind not in self._pools:
             if len(self._pools) >= FUNCTIONS_MAX:
-                reason = f"this connection has called {FUNCTIONS_MAX} functions; make one and give it arguments"
+                reason = f"this connection has called {FUNCTIONS_MAX} functions, the maximum; reuse them"
                 raise AdmissionRefused("functions_max", reason)
             self._transport.ensure_pool(pool)
             self._pools.add(pool.kind)

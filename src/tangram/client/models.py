@@ -26,7 +26,7 @@ class Inference(msgspec.Struct, frozen=True, kw_only=True):
     service: str
     status: Status
     reason: str = ""
-    """Why there is no response."""
+    """The reason of a missing response."""
     answer: bytes = b""
     timing: Timing = Timing(waiting_s=0.0, execution_s=0.0, overhead_s=0.0)
     """`overhead_s` is the restore, if the service was not on its devices."""
@@ -38,18 +38,18 @@ class Inference(msgspec.Struct, frozen=True, kw_only=True):
         return self.status is Status.SUCCEEDED
 
     def check(self) -> bytes:
-        """Returns the response, or raises the exception that describes why there is none."""
+        """Returns the response, or raises the exception that explains its absence."""
         if not self.ok:
             raise_for(self.status, f"service {self.service}: {self.reason}", self)
         return self.answer
 
     def json(self) -> Any:
-        """The response decoded as JSON, in which NaN and Infinity may be. Raises as `check` does."""
+        """The response decoded as JSON, which may contain NaN and Infinity. Raises as `check` does."""
         answer = self.check()
         try:
             return json.loads(answer)
         except (ValueError, RecursionError) as error:
-            raise ManagerError(f"the answer of {self.service} is no JSON: {error}", retry=False) from None
+            raise ManagerError(f"the response of {self.service} is not JSON: {error}", retry=False) from None
 
 
 def inference_of(service: str, settled: SettledAction) -> Inference:

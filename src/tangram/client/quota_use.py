@@ -1,4 +1,4 @@
-"""The use of a quota as a context manager, around a client of the caller's own.
+"""The use of a quota as a context manager, around the caller's own API client.
 
 Owns one action from its grant until the end of the block. Never calls an API.
 """
@@ -50,7 +50,7 @@ class QuotaUse:
         return self
 
     async def _abandon(self, pending: Pending) -> None:
-        """The action may be granted already, or at this moment; nothing else would release it then."""
+        """Releases an action that may already be granted, or is being granted."""
         pending.cancel()
         if await pending.started():
             self._transport.release_quota(self._action.id, None)
@@ -63,7 +63,7 @@ class QuotaUse:
         await run_to_completion(self._pending.settled())
 
     def spent(self, *, tokens: int, name: str = "") -> None:
-        """Reports how many tokens it really took, which corrects the estimate. `name`: the quota, if several count
+        """Reports the number of tokens that were used, which corrects the estimate. `name`: the quota, if several count
         tokens."""
         self._lifecycle.require_open()
         counting = [each for each, quota in self._quotas.items() if quota.tokens is not None]
@@ -83,5 +83,5 @@ def _require_quota_name(name: str, names: Collection[str]) -> str:
     if not name and len(names) == 1:
         return next(iter(names))
     if not isinstance(name, str) or name not in names:
-        raise InvalidAction("name", name, f"the quota that is meant: {' or '.join(map(repr, names))}")
+        raise InvalidAction("name", name, f"the name of one quota: {' or '.join(map(repr, names))}")
     return name

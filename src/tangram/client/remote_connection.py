@@ -1,7 +1,7 @@
 """The connection to a shared service: HTTP requests, retried until they get a response.
 
-Owns the retry time: while the service is down, requests are retried for RECONNECT_S. Knows no actions. Promises that a
-response with an error raises the exception that the service had.
+Owns the retry time: while the service is down, requests are retried for RECONNECT_S. Does not interpret actions.
+Promises that an error response raises the exception of the service.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RECONNECT_S = 300.0
 RETRY_S, RETRY_S_MAX = 0.1, 5.0
 """Exponential backoff of requests."""
 CLOSE_RETRY_S = 10.0
-"""Retry time of requests without which the service releases the resource after its own timeout."""
+"""Retry time of requests that release a resource; without them the service releases it after its own timeout."""
 RESPONSE_TIMEOUT_S = 60.0
 """Time limit of a response, in addition to the long poll."""
 JSON = {"content-type": "application/json"}
@@ -61,7 +61,7 @@ class RemoteConnection:
         self._http = HttpClient(headers=headers, ca=ca, resend=True)  # unlimited: every long poll occupies a connection
         self._is_open = False
         self._closing_deadline: float | None = None
-        """When closing requests without a response stop retrying; None unless the last one got no response."""
+        """Time at which closing requests without a response stop retrying; None unless the last one got no response."""
 
     async def open(self) -> None:
         """Raises InvalidConfig for `ca`."""
@@ -127,7 +127,7 @@ class RemoteConnection:
             if status in (502, 503, 504):  # a gateway, or too many connections
                 raise RequestRetryable(f"status {status}") from None
             shown = content[:200].decode(errors="replace")
-            message = f"{self.url} answered {status}, which is no response of Tangram: {shown!r}"
+            message = f"{self.url} responded {status}, which is not a response of Tangram: {shown!r}"
             raise ManagerError(message, retry=False) from None
         if fault.code in ("draining", "journal_failed", "rate", "too_slow") and fault.limit != "wrong_tokens":
             raise RequestRetryable(fault.message)
@@ -156,7 +156,7 @@ class RemoteConnection:
                     if loop.time() >= deadline:
                         is_down = True
                         reason = error.reason if isinstance(error, HttpError) else error
-                        raise ReconnectTimeout(f"{self.url} did not answer for {timeout_s:.0f} s: {reason}") from error
+                        raise ReconnectTimeout(f"{self.url} did not respond for {timeout_s:.0f} s: {reason}") from error
                     tries += 1
                     await asyncio.sleep(backoff_s(tries, RETRY_S, RETRY_S_MAX))
         finally:

@@ -1,9 +1,9 @@
 """The transport to a shared service over HTTP.
 
-Owns the actions in flight, and what this client has left open at the service. Promises what every
-transport promises: an action is submitted under an id that this side chose, an idempotency key, so a lost response is
-requested again and nothing is executed twice. When the retry time of the connection has passed, the actions in flight
-are lost to this client.
+Owns the actions in flight, and the objects that this client has open at the service. Promises what every transport
+promises: the client chooses the id of an action, which is an idempotency key, so a request with a lost response is
+repeated and nothing is executed twice. When the retry time of the connection has passed, the actions in flight are lost
+to this client.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ LONG_POLL_S = 30.0
 """Duration of one long poll."""
 ACKNOWLEDGE_INTERVAL_S = 0.5
 ACKNOWLEDGE_BATCH_MAX = 1000
-"""Received results are acknowledged after this time, or when there are this many."""
+"""Received results are acknowledged after this time, or when this many are pending."""
 LINE_BYTES_MAX = 64 << 20
 
 _decode_reply = msgspec.json.Decoder(ActionReply).decode
@@ -219,7 +219,7 @@ class RemoteTransport:
         self._acknowledge_timer: asyncio.TimerHandle | None = None
         self._is_closing = False
 
-    # ---- its life ----
+    # ---- opening and closing
 
     async def __aenter__(self) -> Self:
         await self.connection.open()
@@ -232,7 +232,7 @@ class RemoteTransport:
         except BaseException as error:
             await self.connection.close()
             if isinstance(error, msgspec.MsgspecError):
-                message = f"{self.connection.url} is no service of this version of Tangram: {error}"
+                message = f"{self.connection.url} is not a service of this version of Tangram: {error}"
                 raise ManagerError(message, retry=False) from None
             raise
         self._quotas = {quota.name: quota for quota in quotas}
@@ -240,7 +240,7 @@ class RemoteTransport:
         return self
 
     async def _fetch_about(self) -> bytes:
-        """Fails at once instead of retrying: a service that never answered may not exist."""
+        """Fails immediately instead of retrying: a service that never responded may not exist."""
         url = self.connection.url
         try:
             return await self.connection.call_once("GET", "/v1/about", None, {}, 0.0)

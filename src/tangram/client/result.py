@@ -1,4 +1,4 @@
-"""Results of actions, and whose fault a failure is.
+"""Results of actions, and which side caused a failure.
 
 Failures are values: an action that timed out, was cancelled, refused or lost is a Result too, distinguished by its
 status. `check()` turns them into exceptions.
@@ -15,7 +15,7 @@ from tangram.errors import ActionCancelled, ActionLost, ActionTimedOut, Admissio
 from tangram.managers.work import ExecResult
 
 SHOWN_CHARACTERS = 2000
-"""The end of the output in an error message, which usually has the reason."""
+"""Length of the end of the output in an error message, which usually contains the reason."""
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +40,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     command: str
     status: Status
     reason: str
-    """Why it did not succeed; empty if it did."""
+    """The reason of a failure; empty after success."""
     exit_code: int | None
     """None if it did not run to its end; 128 + the signal if a signal ended it."""
     stdout: str

@@ -1,4 +1,4 @@
-"""A sandbox for its user: commands, files, sessions, servers, copies.
+"""The API of a sandbox: commands, files, sessions, servers, copies.
 
 Owns the ids of its actions and the order of opening and closing. Opening and closing are actions too: they wait for
 their grant like any other.
@@ -99,7 +99,7 @@ class Sandbox:
         self._spec = spec
         self._run = run
         self.trajectory = trajectory or name
-        """Run, task and trajectory of its actions. Change it when the sandbox is handed on."""
+        """Run, task and trajectory of its actions. May be changed when the sandbox is reused."""
         self._task = task
         self._on_opened = on_opened
         """Called when the sandbox has been opened."""
@@ -107,7 +107,7 @@ class Sandbox:
         self._pending: dict[Pending, None] = {}
         """Programs that have not settled."""
 
-    # ---- its life ----
+    # ---- opening and closing
 
     async def __aenter__(self) -> Self:
         self._connection.require_open()
@@ -280,7 +280,7 @@ class Sandbox:
         """Delete a file or a whole tree. Links are removed, not followed."""
         place = path_of("path", path)
         if place and posixpath.normpath(posixpath.join(WORKSPACE, place)) in ("/", WORKSPACE):
-            raise FileFailed(place, "is where commands start; delete what is in it instead")
+            raise FileFailed(place, "is where commands start; delete its contents instead")
         await self._files.delete(self.name, place)
 
     async def upload(self, source: PathText, path: PathText = ".") -> None:

@@ -1,4 +1,4 @@
-"""Serialization: how a function and its arguments get into another process.
+"""Serialization: how a function and its arguments are sent to another process.
 
 A function that another process can import is sent by name. One of a script, a notebook or another function is sent by
 value with cloudpickle, which is imported only then.
@@ -30,7 +30,7 @@ def qualified_name(function: Callable[..., Any]) -> str:
 
 
 unwrap_declared: ContextVar[bool] = ContextVar("unwrap_declared", default=False)
-"""Set while pickling for a place without Tangram: a declared function is sent as the plain one that it declares."""
+"""Set while pickling for an image without Tangram: a declared function is sent as the plain one that it declares."""
 
 
 def is_importable(function: Callable[..., Any]) -> bool:
@@ -56,7 +56,7 @@ def code_bytes(function: Callable[..., Any]) -> bytes:
 
 
 def pickle_by_value(function: Callable[..., Any], *, include_module: bool = False) -> bytes:
-    """`include_module`: what its module defines is included, for a place that does not have the module."""
+    """`include_module`: includes the definitions of its module, for an image that does not contain the module."""
     module = sys.modules.get(getattr(function, "__module__", None) or "") if include_module else None
     token = unwrap_declared.set(include_module)
     try:
@@ -72,8 +72,8 @@ def pickle_by_value(function: Callable[..., Any], *, include_module: bool = Fals
 
 
 def pickle_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """The pickled arguments: by value with cloudpickle if they refer to a script, which an instance does not have, or
-    if pickle fails."""
+    """The pickled arguments: by value with cloudpickle if they refer to a script, which instances cannot import, or if
+    pickle fails."""
     try:
         data = pickle.dumps((args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
         if MAIN.encode() not in data:

@@ -1,8 +1,8 @@
 """Single flight: concurrent calls with the same key share one run.
 
 Owns which caller waits for which run. Each caller has its own deadline and cancellation, which do not affect the
-others. Promises that a run is cancelled only when its last caller has gone, that there is never more than one run of a
-key, and that a caller that meets a run that is being stopped waits for its end and starts another.
+others. Promises that a run is cancelled only after its last caller has left, that a key has at most one run, and that
+a caller whose key has a stopping run waits for its end and starts another.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class _InFlightCall:
 class SingleFlight:
     def __init__(self) -> None:
         self._calls: dict[bytes, _InFlightCall] = {}
-        """Runs in flight, by key."""
+        """Runs in flight by key."""
 
     async def run(self, key: bytes, start: StartCall, action: str, deadline_s: float | None) -> SettledAction:
-        """The result of the run of this key, which `start` begins if there is none. `deadline_s` is that of this
-        caller, from now on, and `action` its name. Raises what `start` raises."""
+        """Returns the result of the run of this key; `start` starts one if there is none. `deadline_s` counts from now
+        and applies to this caller only; `action` is its name. Raises what `start` raises."""
         loop = asyncio.get_running_loop()
         deadline = None if deadline_s is None else loop.time() + deadline_s
         while True:

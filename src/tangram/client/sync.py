@@ -96,8 +96,8 @@ class _Portal:
         self._lifecycle.require_open()
         if threading.current_thread() is self._thread:
             raise TangramError(
-                "called on the thread of the event loop, as from `on_output`: waiting here would wait for ever;"
-                " let another thread do it, or do it after the call"
+                "called on the thread of the event loop, as from `on_output`: waiting here would block forever;"
+                " call it from another thread, or after the call that runs now"
             )
 
 

@@ -40,7 +40,7 @@ class Pending(Protocol):
         ...
 
     async def settled_shielded(self) -> SettledAction:
-        """Waits until it has settled. A cancelled caller returns at once, and the action continues."""
+        """Waits until it has settled. A cancelled caller returns immediately, and the action continues."""
         ...
 
     def cancel(self) -> None: ...
@@ -84,7 +84,7 @@ class Transport(Protocol):
         ...
 
     def release_quota(self, action: str, spent: dict[str, int] | None) -> None:
-        """The caller no longer uses what it holds."""
+        """Releases what the action holds."""
         ...
 
     def report_upstream_response(self, quota: str, status: int, headers: Mapping[str, str], action: str) -> None:
@@ -92,7 +92,7 @@ class Transport(Protocol):
         ...
 
     def pool_usage(self) -> asyncio.Future[PoolUsageView]:
-        """Reads the use of pools by all actions that this client may see. The future is done at once if the
+        """Reads the use of pools by all actions that this client may see. The future is already done if the
         orchestrator is in this process."""
         ...
 
@@ -140,7 +140,7 @@ class LocalTransport:
         models: ModelManager | None = None,
         recorder: AbstractContextManager[Observer | None] | None = None,
     ) -> None:
-        """`recorder`: gives an observer of the orchestrator as long as it is open."""
+        """`recorder`: a context that yields an observer of the orchestrator."""
         self.orchestrator = orchestrator
         self._quotas = quotas
         self.models = models
@@ -168,7 +168,7 @@ class LocalTransport:
 
     def service(self, name: str) -> Service:
         if self.models is None:
-            raise InvalidAction("service", name, "one of connect(services=...), and this connection was given none")
+            raise InvalidAction("service", name, "a service of connect(services=...); this connection has none")
         return self.models.service(name)
 
     def release_quota(self, action: str, spent: dict[str, int] | None) -> None:

@@ -20,11 +20,11 @@ from typing import BinaryIO
 from tangram.errors import FileFailed
 
 MEMORY_BYTES_MAX = 64 << 20
-"""A tar in the making uses a temporary file above this size."""
+"""Above this size, a tar that is being written uses a temporary file."""
 ENTRIES_MAX = 1_000_000
 NAME_BYTES_MAX = 4096
 DEPTH_MAX = 200
-"""Nesting of directories; creating and deleting them recurses as deep."""
+"""Maximum nesting of directories; creating and deleting them recurses as deeply."""
 
 
 def pack_tree(source: Path) -> BinaryIO:
@@ -53,7 +53,7 @@ def unpack_tree(tar: BinaryIO, target: Path) -> Path:
         target.mkdir(parents=True, exist_ok=True)
         aside.mkdir(mode=0o700)
     except OSError as error:
-        raise FileFailed(str(target), f"is no directory that can be written to: {error.strerror}") from error
+        raise FileFailed(str(target), f"is not a writable directory: {error.strerror}") from error
     try:
         name = _unpack(tar, aside)
         target_path = target / name
@@ -98,7 +98,7 @@ def _unpack(tar: BinaryIO, aside: Path) -> str:
         if _stays_below(top, name, leads_to):
             _make_link(aside, name, leads_to)
     if not top or not os.path.lexists(aside / top):
-        raise FileFailed(top or "the tree", "holds nothing that can be unpacked")
+        raise FileFailed(top or "the tree", "contains nothing that can be unpacked")
     return top
 
 
@@ -112,7 +112,7 @@ def _make_link(aside: Path, name: str, leads_to: str) -> None:
 
 def _write_file(reader: tarfile.TarFile, member: tarfile.TarInfo, target_path: Path) -> None:
     if member.issparse():
-        raise FileFailed(member.name[:200], "has holes, which may be larger than any disk")
+        raise FileFailed(member.name[:200], "is a sparse file, whose size may exceed any disk")
     target_path.parent.mkdir(parents=True, exist_ok=True)
     content = reader.extractfile(member)
     assert content is not None

@@ -1,4 +1,4 @@
-"""Validation of arguments, and of the life cycle of what is opened and closed.
+"""Validation of arguments, and of the life cycle of connections and sandboxes.
 
 Owns the errors for invalid arguments and for use before opening, after closing, or on another event loop. Does no work.
 Promises errors of `tangram.errors` that name the argument.
@@ -55,7 +55,7 @@ class Lifecycle:
     def begin(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Marks it as being opened. With a loop: it belongs to that loop."""
         if self.has_begun:
-            raise TangramError(f"{self._subject} was opened before, which can be done once; make another one")
+            raise TangramError(f"{self._subject} was opened before and can be opened only once; create another one")
         self.has_begun = True
         self._loop = loop
 
@@ -128,7 +128,7 @@ def quota_demand(quotas: Quotas | None, find: Callable[[str], Quota]) -> dict[st
 
 
 def headers_of(headers: Mapping[str, str]) -> dict[str, str]:
-    """Accepts headers that are no Mapping but have `items()`."""
+    """Accepts any object with `items()`, such as headers."""
     items = getattr(headers, "items", None)
     if not callable(items) or isinstance(headers, type):
         raise InvalidAction("headers", headers, "texts by name, such as {'Accept': 'text/plain'}")
@@ -152,7 +152,7 @@ def sendable_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
 
 def status_of(status: int) -> int:
     if not isinstance(status, int) or not STATUS_MIN <= status <= STATUS_MAX:
-        raise InvalidAction("status", status, "the status of an HTTP answer, such as 200")
+        raise InvalidAction("status", status, "the status of an HTTP response, such as 200")
     return status
 
 

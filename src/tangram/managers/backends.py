@@ -1,4 +1,4 @@
-"""Backends: creates the manager of sandboxes that a name stands for, and imports no other one."""
+"""Backends: creates the sandbox manager of a given name, and imports no other one."""
 
 from __future__ import annotations
 

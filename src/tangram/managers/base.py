@@ -1,17 +1,17 @@
 """The contract of managers.
 
-An executor carries out one kind of work; a manager is the executor of sandboxes on one node, with their files and
-images. It decides nothing: it starts the work of a Grant, with the units of the Grant, and reports its end. The rules
-that all of them follow, and that one contract suite checks:
+An executor executes one kind of work; a manager is the executor of sandboxes on one node, with their files and images.
+It makes no decisions: it starts the work of a Grant, with the units of the Grant, and reports its end. The rules for
+all of them, which one contract suite checks:
 
 - `start` returns when the work runs, or raises ManagerError and leaves nothing behind; in an executor that is not a
-  manager it may be cancelled, and leaves nothing behind either;
+  manager it may be cancelled, which leaves nothing behind either;
 - a lease ends exactly once: `wait` returns, whatever happens to the program, the sandbox or the machine around it;
-- when `wait` has returned after `stop`, nothing that the action started is left, and nothing else was touched;
-- what a completed action leaves running stays in its sandbox and does not run while no action does;
+- when `wait` has returned after `stop`, no process of the action is left, and nothing else was touched;
+- processes that a completed action leaves running stay in its sandbox and are frozen while no action runs;
 - a sandbox that is closed while it is being opened is removed when that `Close` has ended, and one that could not be
   removed can be closed again;
-- `resize` takes effect at once and never blocks.
+- `resize` takes effect immediately and never blocks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Lease(Protocol):
 
 
 class UnmeteredLease:
-    """The part of a lease of work that uses no CPU of the node: it has no size and no usage."""
+    """The default methods of a lease whose work uses no CPU of the node: it has no size and no usage."""
 
     def resize(self, *, reserved: int, limit: int) -> None: ...
 
@@ -125,17 +125,17 @@ class Images(Protocol):
         ...
 
     async def forget_image(self, name: str) -> None:
-        """Delete a committed image; sandboxes that were opened from it live on."""
+        """Delete a committed image; sandboxes that were opened from it continue to work."""
         ...
 
 
 class Executor(Protocol):
-    """Carries out one kind of work, and owns the resources for it."""
+    """Executes one kind of work, and owns the resources for it."""
 
     async def start(self, action: Action, grant: Grant, work: Work, output: Output | None = None) -> Lease: ...
 
     async def __aenter__(self) -> Self:
-        """Take possession: remove what a dead owner left."""
+        """Acquire the resources, and remove those that a dead owner left behind."""
         ...
 
     async def __aexit__(
@@ -150,13 +150,13 @@ class ServiceRestorer(Protocol):
     """An executor that can load a service ahead of its next action."""
 
     async def restore(self, service: str, devices: tuple[int, ...]) -> None:
-        """Devices that are in use by now are left alone. Raises ManagerError."""
+        """Does not touch devices that are in use by now. Raises ManagerError."""
         ...
 
 
 class InsufficientMemory(ManagerError):
-    """An executor needs memory for a sandbox before it can start an action, and there is none now. Not a failure: the
-    action waits for it, and is started again with that memory reserved under this name."""
+    """An executor needs memory for a sandbox before it can start an action, and none is available. Not a failure: the
+    action waits for memory, and is started again with that memory reserved under this name."""
 
     def __init__(self, sandbox: str, memory_mib: int) -> None:
         self.sandbox = sandbox
@@ -172,7 +172,7 @@ class Manager(Executor, Files, Images, Protocol):
     """Whether programs in a sandbox are isolated from the machine and from other sandboxes."""
 
     def pools(self) -> tuple[Pool, ...]:
-        """The resources that it offers."""
+        """The resources of the node."""
         ...
 
     def sandboxes(self) -> tuple[str, ...]:
@@ -187,7 +187,7 @@ class AdoptingManager(Protocol):
     adopted: dict[str, SandboxSpec]
     """Sandboxes that were recovered, by name."""
     missing: dict[str, str]
-    """Sandboxes that were not, with the reason."""
+    """Sandboxes that were not recovered, with the reason."""
 
 
 def sandbox_not_found(sandbox: str) -> ManagerError:

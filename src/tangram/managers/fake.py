@@ -1,17 +1,17 @@
 """The fake manager: runs no programs. The course of an action is scripted; files are a dict.
 
-For tests and simulation: it keeps the contract of managers on any event loop, in virtual time too, because it only uses
-timers of the loop. Owns nothing outside itself. Records the last CALLS_MAX calls.
+For tests and simulation: implements the contract of managers on any event loop, also in virtual time, because it only
+uses timers of the loop. Owns nothing outside itself. Records the last CALLS_MAX calls.
 
     manager = FakeManager({"tests": Script(duration_s=lambda action, grant: 8.0 * CORE / grant.width)})
 
-A Script is found by the key of an action; without one, the command itself determines the result. It may consist of
-these, with `;`, a new line or `&&` between them:
+The key of an action selects its Script; without one, the command itself determines the result. It may consist of these,
+with `;`, a new line or `&&` between them:
 
     echo WORD...   cat [FILE...]   printenv NAME...   pwd   cd DIR   sleep SECONDS   true   false   exit N
 
 each optionally followed by `> FILE` or `>&2`; `cat` without a file prints its standard input. Any other command is not
-found (127). All of it happens at the end of the action, so one that is stopped has done nothing.
+found (127). All effects happen at the end of the action, so a stopped one has none.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from tangram.processes.streams import STDERR, STDOUT, GuardedOutput, Output
 from tangram.processes.width import substitute_width, whole_cores, with_width
 
 CALLS_MAX = 10_000
-"""Recorded calls: more than a test needs; a service that runs on it for days must not record all."""
+"""Maximum recorded calls: more than a test needs, and bounded for a service that runs on it for days."""
 DIRECTORY_MODE = 0o755
 FILE_MODE = 0o644
 
@@ -279,7 +279,7 @@ class FakeLease:
         if script.ends:
             self._timers.append(self._loop.call_later(duration_s, self._complete))
         if script.lost_after_s is not None:
-            self._timers.append(self._loop.call_later(script.lost_after_s, self.mark_lost, "the script says so"))
+            self._timers.append(self._loop.call_later(script.lost_after_s, self.mark_lost, "lost as scripted"))
 
     async def wait(self) -> LeaseResult:
         return await asyncio.shield(self._result)
@@ -384,7 +384,7 @@ class FakeExecLease(FakeLease):
 
 
 class FakeManager:
-    """Keeps the contract of managers without programs."""
+    """Implements the contract of managers without programs."""
 
     backend = "fake"
     isolates = True
@@ -435,7 +435,7 @@ class FakeManager:
         if script.start_failures:
             starts = self._starts_by_action[action.id] = self._starts_by_action.get(action.id, 0) + 1
             if starts <= script.start_failures:
-                raise ManagerError(f"start {starts} of action {action.id} fails: the script says so")
+                raise ManagerError(f"start {starts} of action {action.id} fails as scripted")
         name = action.sandbox
         if isinstance(work, Exec):
             return FakeExecLease(self, action, grant, script, self._get_sandbox(name), work, output)

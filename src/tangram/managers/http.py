@@ -1,6 +1,6 @@
-"""The HTTP client: connection pool, time-outs per phase, bounded bodies, streams of lines, TLS, one tree of errors.
+"""The HTTP client: connection pool, timeouts per phase, bounded bodies, streams of lines, TLS, one error tree.
 
-Owns connections. Never follows a redirect and never repeats a request, so that its callers decide and quotas count it.
+Owns connections. Never follows a redirect and never repeats a request: its callers do that, and quotas count it.
 `backoff_s` is the pause before a repetition; `quotas/adaptive_rate.py` parses `Retry-After` and related headers.
 
     ManagerError
@@ -11,7 +11,7 @@ Owns connections. Never follows a redirect and never repeats a request, so that 
             CertificateRejected
         ResponseTimeout
         Disconnected        the server closed the connection instead of responding
-        ResponseBroken      all else, such as a body that ends too early
+        ResponseBroken      other errors, such as a body that ends too early
         ResponseTooLarge
     InvalidAction
       InvalidUrl
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 CONNECT_S_MAX = 10.0
 KEEP_ALIVE_S = 60.0
-"""How long an idle connection stays in the pool."""
+"""Time for which an idle connection stays in the pool."""
 OVERLOADED = 529
 """Sent by services and proxies that are overloaded; no standard defines it."""
 NOT_EXECUTED_STATUSES = (
@@ -140,7 +140,7 @@ def _http_error(error: Exception, url: str, timeouts: Timeouts) -> HttpError:
             return ConnectTimeout(unreachable, reason=str(error), retry=True)
         case TimeoutError():
             seconds = timeouts.total_s if timeouts.total_s is not None else timeouts.read_s or 0.0
-            return ResponseTimeout(f"{url} did not answer within {seconds:g} s")
+            return ResponseTimeout(f"{url} did not respond within {seconds:g} s")
         case aiohttp.ServerDisconnectedError():
             return Disconnected(f"{url}: {type(error).__name__}: {error}", reason=str(error))
     return ResponseBroken(f"{url}: {type(error).__name__}: {error}", reason=str(error) or type(error).__name__)
@@ -176,11 +176,11 @@ class HttpResponse(msgspec.Struct, frozen=True):
         try:
             return msgspec.json.decode(self.content)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ManagerError(f"the answer is no JSON ({error}): {self.text[:200]!r}", retry=False) from None
+            raise ManagerError(f"the response is not JSON ({error}): {self.text[:200]!r}", retry=False) from None
 
 
 class HttpStream:
-    """A response whose body is still to be read, as a context manager. Its methods raise HttpError.
+    """A response with an unread body, as a context manager. Its methods raise HttpError.
 
     At the end of the block its connection returns to the pool if the body was read to its end, and is closed otherwise.
     """
@@ -205,7 +205,7 @@ class HttpStream:
 
     @property
     def reason(self) -> str:
-        """The text beside the status; may be empty."""
+        """The reason phrase of the status; may be empty."""
         return self._response.reason or ""
 
     @property
@@ -223,7 +223,7 @@ class HttpStream:
             content += chunk
             if len(content) > bytes_max:
                 self.close()
-                message = f"{self._response.url} answered {self.status} with more than {bytes_max} bytes"
+                message = f"{self._response.url} responded {self.status} with more than {bytes_max} bytes"
                 raise ResponseTooLarge(message)
         return bytes(content)
 
@@ -295,9 +295,8 @@ class HttpClient:
         ca: a file of certificates in PEM, to verify servers instead of those of the system.
         unix_socket: connect to it, whatever host an address names.
         connections_max: 0 is unlimited; pools of the scheduler limit requests.
-        resend: repeat an idempotent request at once if its pooled connection turns out to be closed. Requests that a
-            quota counts must not do so.
-        """
+        resend: repeat an idempotent request immediately if its pooled connection turns out to be closed. Not for
+        requests that a quota counts."""
         self._headers = dict(headers or {})
         self._ca = ca
         self._unix_socket = unix_socket

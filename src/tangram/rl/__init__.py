@@ -1,5 +1,5 @@
-"""Reinforcement learning of agents, every outside step of which is an action.
+"""Reinforcement learning of agents; every step outside the model is an action.
 
-Generation, environments and rewards proceed independently for each trajectory. What needs PyTorch is in `rl.model` and
-is imported where it is used; everything else does without.
+Generation, environments and rewards proceed independently for each trajectory. Code that needs PyTorch is in `rl.model`
+and is imported where it is used; all other modules do not need it.
 """

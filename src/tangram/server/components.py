@@ -60,7 +60,7 @@ STREAM_BYTES_MAX = (RECORD_BYTES_MAX - MIB) // 2
 EVENT_LOG_BYTES_MAX = 4 << 30
 """The event log ends at this size: about ten million actions, more than a simulation handles in a day."""
 CORES_MIN = max(MAINTENANCE_CORES.values())
-"""Cores that maintenance of a sandbox takes."""
+"""Cores for maintenance of a sandbox."""
 OWNER = "service"
 """Owner of the sandboxes: the next server of this name adopts them."""
 

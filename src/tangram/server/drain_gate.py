@@ -1,4 +1,4 @@
-"""The drain gate: how far the shutdown of the server is, and the requests to managers that it waits for.
+"""The drain gate: the progress of the shutdown, and the requests to managers that it waits for.
 
 begin_draining()    new actions are refused; views show it
 close(timeout_s)    new requests to managers, and those that fail because their manager has closed, raise Draining:
@@ -45,7 +45,8 @@ class DrainGate:
                 self._idle.set()
 
     async def close(self, timeout_s: float) -> int:
-        """Rejects new requests and waits up to `timeout_s` for those in flight. Returns how many are left."""
+        """Rejects new requests and waits up to `timeout_s` for those in flight. Returns the number of remaining
+        ones."""
         self.is_closed = True
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):

@@ -1,4 +1,4 @@
-"""Recovery: resumes at start-up what the previous server left in its journal.
+"""Recovery: resumes the content of the journal at start-up.
 
 Owns no state. Every recorded action ends with a known outcome; none runs twice unless it is idempotent. Queued actions
 are queued again in order; running actions run again if they are idempotent, and settle as lost otherwise; results stay.
@@ -33,12 +33,12 @@ class RecoveryReport(msgspec.Struct, frozen=True, kw_only=True):
     rerun: int = 0
     lost: int = 0
     refused: int = 0
-    """Queued or idempotent actions that settled at once: their sandbox is gone or capacity is missing."""
+    """Queued or idempotent actions that settled immediately: their sandbox was lost or capacity is missing."""
     results: int = 0
     sandboxes: int = 0
     sandboxes_lost: int = 0
     damage: tuple[str, ...] = ()
-    """What was damaged in the journal."""
+    """The damage found in the journal."""
 
     def __str__(self) -> str:
         counts = (

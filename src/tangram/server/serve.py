@@ -156,8 +156,8 @@ async def running_server(config: Config, clock: Clock | None = None) -> AsyncIte
 
 
 async def _finish_revocation(components: Components, name: str) -> None:
-    """Finishes a revocation that the previous server began. On failure the run keeps its name, and the server starts
-    all the same."""
+    """Finishes a revocation that the previous server began. On failure the name of the run stays reserved, and the
+    server starts nevertheless."""
     try:
         async with components.runs.revoking(name):
             await components.action_service.end_run(name)

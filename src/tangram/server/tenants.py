@@ -27,13 +27,13 @@ def image_prefix(tenant: str) -> str:
 
 
 class Revocation:
-    """One run from creation to revocation. A later run of that name has another one."""
+    """One run from creation to revocation. A later run of that name has another object."""
 
     __slots__ = ("is_revoked",)
 
     def __init__(self) -> None:
         self.is_revoked = False
-        """Nothing more is done for the run."""
+        """Whether requests of the run fail."""
 
     def revoke(self) -> None:
         self.is_revoked = True
@@ -43,7 +43,7 @@ class Principal(msgspec.Struct, frozen=True):
     """The identity of a request."""
 
     tenant: str
-    """Prefix of every name that it chooses, so that callers cannot mean each other's objects."""
+    """Prefix of every name that it chooses, so that callers cannot refer to objects of others."""
     run: str
     """The run it acts for; empty: requests name one."""
     is_admin: bool

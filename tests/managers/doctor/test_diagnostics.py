@@ -224,8 +224,8 @@ def test_what_dead_owners_left_is_counted_and_stays(tmp_path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         fcntl.flock(spawner, fcntl.LOCK_EX)
         description = of(diagnose(tmp_path), "state directory").found
-    assert "1 in use" in description and "2 left by owners that died" in description
-    assert "1 with sandboxes that wait" in description
+    assert "1 in use" in description and "2 left by dead owners" in description
+    assert "1 with sandboxes that the next start" in description
     assert sorted(path.name for path in owners.iterdir()) == ["dead", "half-made", "living", "service.1234"]
 
 

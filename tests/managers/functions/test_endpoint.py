@@ -252,7 +252,7 @@ def test_an_answer_that_is_too_large_is_an_error_of_the_function(run: Run) -> No
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        (never, "did not answer within 0.2 s"),
+        (never, "did not respond within 0.2 s"),
         (garbage, "Error: "),
         (breaks_off, "Error: "),
         (says(503), "responded with 503"),

@@ -65,7 +65,7 @@ def test_raising_does_not_cost_the_instance(run: Run) -> None:
         ("huge int", "ints"),
         ("half a character", "returned a str, which cannot be serialised"),
         ("deep", "RecursionError"),
-        ("large", "at most 16777216 can be taken"),
+        ("large", "the maximum is 16777216"),
     ],
 )
 def test_a_value_that_cannot_be_serialised_is_an_error(run: Run, what: str, said: str) -> None:
@@ -106,7 +106,7 @@ def test_a_value_that_would_come_back_as_another_is_an_error_that_names_its_plac
         result = await bench.try_call(rewards.returns_foreign, what)
         assert result.kind == "error" and result.error is not None
         assert result.error.kind == "unserialisable"
-        assert f"what would not come back as it is: {said}; return" in result.error.message
+        assert f"a value that would reach the caller as another type: {said}; return" in result.error.message
 
     run(test)
 
@@ -135,7 +135,7 @@ def test_memory_beyond_the_limit_is_an_error_of_the_function(run: Run) -> None:
         for call in (bench.try_call(rewards.exhausts), bench.try_call(rewards.sums, 192)):
             result = await call
             assert result.error is not None and result.error.kind == "memory"
-            assert "out of memory: it may use 192 MiB" in result.reason
+            assert "out of memory: it has used up its limit of 192 MiB" in result.reason
         # An instance that was at its limit is not used again, and the next call has all of its memory.
         assert await bench.call(rewards.sums, 100) == 100
 
@@ -148,7 +148,7 @@ def test_arguments_beyond_the_memory_are_an_error_of_the_function(run: Run, valu
         assert await bench.call(rewards.takes_little, bytes(5 << 20)) == 5 << 20
         result = await bench.try_call(rewards.takes_little, value)
         assert result.error is not None and result.error.kind == "memory"
-        assert "out of memory: it may use 64 MiB" in result.reason
+        assert "out of memory: it has used up its limit of 64 MiB" in result.reason
         assert await bench.call(rewards.takes_little, bytes(5 << 20)) == 5 << 20  # the next one has all of its memory
 
     run(test)

@@ -332,10 +332,10 @@ def test_an_engine_whose_weights_are_elsewhere_has_to_declare_its_memory() -> No
     async def test(rig: Rig) -> None:
         raise AssertionError("entered")
 
-    with pytest.raises(InvalidConfig, match=r"service a memory_bytes: expected the bytes that it takes .* 60 << 30"):
+    with pytest.raises(InvalidConfig, match=r"service a memory_bytes: expected its size on devices .* 60 << 30"):
         Service(name="a", engine=Elsewhere())
     named = Service(name="a", engine="tests.managers.models.test_manager:Elsewhere")
-    with pytest.raises(InvalidConfig, match="service a memory_bytes: expected the bytes that it takes"):
+    with pytest.raises(InvalidConfig, match="service a memory_bytes: expected its size on devices"):
         run(Rig([named], devices(1)), test)
 
 

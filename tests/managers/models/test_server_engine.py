@@ -125,7 +125,7 @@ def test_a_server_whose_load_fails_is_killed_and_the_next_service_has_the_device
 
 
 def test_the_memory_of_a_server_has_to_be_declared() -> None:
-    with pytest.raises(InvalidConfig, match=r"memory_bytes: expected the bytes that it takes .* such as 60 << 30"):
+    with pytest.raises(InvalidConfig, match=r"memory_bytes: expected its size on devices .* such as 60 << 30"):
         Service(name="judge", engine=ServerEngine(("vllm",)))
 
 
@@ -165,7 +165,7 @@ def test_the_status_of_a_response_decides_whether_the_caller_or_the_service_fail
         assert (await said(rig, "a"))["text"] == "A"
         for status in (401, 404):
             ended = await rig.call("judge", payload=prompt(str(status)))
-            assert "the service is set up wrongly" in ended.lost
+            assert "the service is misconfigured" in ended.lost
             assert f"responded to POST /v1/completions with {status}: as you like" in ended.lost
         assert (await said(rig, "a"))["text"] == "A"
 
@@ -248,7 +248,7 @@ def test_a_server_that_runs_elsewhere_is_woken_and_put_to_sleep_and_outlives_us(
     ("command", "complaint"),
     [
         ((sys.executable, "-c", "raise SystemExit(4)"), "the server ended with code 4"),
-        (("no-such-server",), "no program"),
+        (("no-such-server",), "does not exist"),
     ],
 )
 def test_a_server_that_cannot_be_started_is_an_error(command: tuple[str, ...], complaint: str) -> None:

@@ -150,7 +150,7 @@ def test_a_module_that_crashes_or_loops_costs_its_own_call_alone(flag: Flag) -> 
 @pytest.mark.parametrize(
     ("engine", "complaint"),
     [
-        (TorchEngine("tests.managers.models.modules:Unpicklable"), "has to be picklable"),
+        (TorchEngine("tests.managers.models.modules:Unpicklable"), "expected a picklable module"),
         (TorchEngine("json:loads", {"s": "1"}), "expected a factory of modules, got int"),
     ],
 )

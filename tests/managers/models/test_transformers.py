@@ -156,8 +156,8 @@ def put(engine: TransformersEngine) -> PlacedModule:
         (asked([VOCABULARY]), "each from 0 to 63"),
         (asked([-1]), "each from 0 to 63"),
         (asked([1], max_tokens=4), "only text, token_ids, tokens_max, temperature, got .*max_tokens"),
-        (asked([1] * (PLACES + 1)), f"at most {PLACES}, which the model takes, got '{PLACES + 1} tokens'"),
-        (asked([1] * PLACES), "there is no room for an answer"),
+        (asked([1] * (PLACES + 1)), f"at most {PLACES}, the positions of the model, got '{PLACES + 1} tokens'"),
+        (asked([1] * PLACES), "to leave room for an answer"),
         (asked([1, 2], tokens_max=PLACES - 1), f"tokens_max: expected at most {PLACES - 2}"),
         (asked([1], tokens_max=10**9), f"tokens_max: expected at most {PLACES - 1}"),
         (asked([1], tokens_max=0), "tokens_max: expected a positive whole number"),
@@ -195,7 +195,7 @@ def test_a_model_takes_as_many_tokens_as_it_has_positions(tmp_path: Path, kind: 
     engine = kind(str(tmp_path))
     placed = put(engine)
     assert json.loads(engine.call(placed, [asked([5] * 32)])[0])
-    with pytest.raises(InvalidAction, match="at most 32, which the model takes, got '33 tokens'"):
+    with pytest.raises(InvalidAction, match="at most 32, the positions of the model, got '33 tokens'"):
         engine.call(placed, [asked([5] * 33)])
     with pytest.raises(InvalidAction, match="only text, token_ids"):
         engine.call(placed, [asked([5], tokens_max=1)])

@@ -356,7 +356,7 @@ BROKEN: list[tuple[type[Parrot], str, str]] = [
     (ResetsByChance, "reset_repeats", "and then 'say"),
     (StepsByChance, "steps_repeat", "turn 0"),
     (RemembersTheLastEpisode, "steps_repeat", "turn 0"),
-    (SameForAll, "seeds_differ", "20 seeds, each of which begins with 'say"),
+    (SameForAll, "seeds_differ", "20 seeds with the same first observation 'say"),
     (SharesItsState, "instances_apart", "turn 0"),
     (SharesTheGlobalChance, "instances_apart", "turn"),
     (TakesNumbersOnly, "garbage", "ValueError: invalid literal for int()"),
@@ -381,7 +381,7 @@ BROKEN: list[tuple[type[Parrot], str, str]] = [
     (LeavesATaskOfItsStep, "cancels", "heartbeat, 0.05 s after close"),
     (SwallowsCancel, "cancels", "it went on to its end"),
     (CallsCancelAFailure, "cancels", "reset was interrupted"),
-    (IgnoresCancel, "cancels", "it goes on after 0.2 s"),
+    (IgnoresCancel, "cancels", "it runs on after 0.2 s"),
     (Free, "random", "1.00"),
     (TaughtTooWell, "teacher", "1.00"),
     (Unsolved, "expert", "0.0"),
@@ -449,7 +449,7 @@ def test_a_task_that_cannot_be_played_is_not_judged_further() -> None:
     report = checked(Raises)
     assert [finding.name for finding in report.failed] == ["plays"]
     assert {finding.verdict for finding in report.findings[2:]} == {"skipped"}
-    assert report.finding("words").came == "it can be judged once `plays` is kept"
+    assert report.finding("words").came == "it can be checked once `plays` holds"
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -462,9 +462,9 @@ def test_errors_of_close_are_reported_as_errors_of_close(hangs: bool) -> None:
 
     report = checked(Unclosed)
     (finding,) = report.failed
-    assert finding.name == "closes" and finding.advice.startswith("let close give back what there is")
+    assert finding.name == "closes" and finding.advice.startswith("release in close whatever was acquired")
     assert ("within 0.2 s" if hangs else "RuntimeError: the lock is gone") in finding.came
-    assert report.finding("plays").came == "it can be judged once `closes` is kept"
+    assert report.finding("plays").came == "it can be checked once `closes` holds"
 
 
 def test_a_check_reports_what_it_examined() -> None:

@@ -295,7 +295,7 @@ def test_an_api_that_is_gone_is_an_infrastructure_failure(tmp_path: Path, monkey
         async with lookup(tmp_path) as (client, _):
             environment = Lookup(ExternalResources(client=client), url="http://127.0.0.1:1")
             await environment.reset(0)
-            with pytest.raises(ActionLost, match="given up after 5 tries"):
+            with pytest.raises(ActionLost, match="failed after 5 tries"):
                 await environment.step(f"SEARCH {TABLE_NAMES[0]} owner")
             await environment.close()
 

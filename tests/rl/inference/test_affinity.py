@@ -59,7 +59,7 @@ def test_a_task_on_evaluation_engines_is_not_trained_on() -> None:
     engines = (PlannedEngine("server", "remote", output_is_trainable=False), PlannedEngine("own", "default"))
     binding = bind({"evaluation": "remote"}, ["evaluation", "chain"], engines)
     assert not binding.task("evaluation").output_is_trainable and binding.task("chain").output_is_trainable
-    assert "! evaluation: what remote writes cannot be trained on, only evaluated" in binding.lines()
+    assert "! evaluation: the output of remote cannot be trained on, only evaluated" in binding.lines()
 
 
 def test_an_unknown_class_is_refused_and_the_nearest_suggested() -> None:

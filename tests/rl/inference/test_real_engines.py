@@ -115,7 +115,7 @@ def test_missing_weights_cost_no_request_anything(tmp_path: Path) -> None:
         tasks = [asyncio.create_task(router.generate(a_request(tokens_max=60, stop=()))) for _ in range(4)]
         await until(lambda: sum(kept.requests for kept in router.statistics().engines) == 4)
         incarnations = [engine.pid for engine in engines]
-        with pytest.raises(ManagerError, match=r"no engine took version 9.*/nonexistent/manifest.json"):
+        with pytest.raises(ManagerError, match=r"no engine applied version 9.*/nonexistent/manifest.json"):
             await router.update(PolicyWeights(version=9, folder="/nonexistent"))
         results = await asyncio.gather(*tasks)
         assert {version for each in results for version in each.versions} == {1}

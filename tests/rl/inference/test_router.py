@@ -260,7 +260,7 @@ def test_when_no_engine_remains_every_request_gets_the_reason() -> None:
             engine.refuse(starts=100)
             engine.die("power")
         results = await asyncio.gather(*waiting, return_exceptions=True)
-        assert all(isinstance(each, NoEngine) and "no start, as the script says" in str(each) for each in results)
+        assert all(isinstance(each, NoEngine) and "no start, as scripted" in str(each) for each in results)
         with pytest.raises(NoEngine, match="no engine is left for task default"):
             await rig.router.generate(a_request())
         with pytest.raises(NoEngine):
@@ -332,7 +332,7 @@ def test_only_the_request_that_kills_engines_is_given_up(engines: int) -> None:
         tasks = [asyncio.create_task(rig.router.generate(request)) for request in innocent]
         await asyncio.sleep(0.2)
         poison = a_request(tokens_max=30, task="poison")
-        with pytest.raises(RequestAbandoned, match=rf"{poison.id} was inside at 3 deaths") as given_up:
+        with pytest.raises(RequestAbandoned, match=rf"{poison.id} was inside 3 engines when they died") as given_up:
             await rig.router.generate(poison)
         assert given_up.value.request == poison.id
         results = await asyncio.gather(*tasks)
@@ -534,7 +534,7 @@ def test_weights_that_no_engine_accepts_are_reported_and_all_continue_with_the_p
         for engine in rig.engines.values():
             engine.refuse(updates=1)
         with pytest.raises(
-            ManagerError, match=r"no engine took version 9.*continue with version 1.*e0: .*no update"
+            ManagerError, match=r"no engine applied version 9.*continue with version 1.*e0: .*no update"
         ) as caught:
             await rig.router.update(weights(9))
         assert all(f"{name}: " in str(caught.value) for name in rig.engines)
@@ -552,7 +552,7 @@ def test_weights_that_no_engine_accepts_are_reported_and_all_continue_with_the_p
 
 def test_an_engine_that_starts_after_refused_weights_gets_those_before() -> None:
     async def test(rig: Rig) -> None:
-        with pytest.raises(ManagerError, match="no engine took version 9"):
+        with pytest.raises(ManagerError, match="no engine applied version 9"):
             await rig.router.update(weights(9))
         rig.engines["a"].die()
         assert (await rig.router.generate(a_request())).versions == (1,) * 8
@@ -560,7 +560,7 @@ def test_an_engine_that_starts_after_refused_weights_gets_those_before() -> None
         rig.engines["a"].die()
         waiting = asyncio.create_task(rig.router.generate(a_request()))
         await until(lambda: rig.router.statistics().engines[0].state is EngineState.DOWN)
-        with pytest.raises(ManagerError, match="no engine took version 9"):
+        with pytest.raises(ManagerError, match="no engine applied version 9"):
             await rig.router.update(weights(9))
         assert (await waiting).versions == (1,) * 8
         assert rig.router.statistics().version == 1

@@ -28,7 +28,7 @@ def test_an_engine_writes_while_it_fetches_and_stands_still_only_to_switch() -> 
 def test_a_failed_fetch_keeps_the_old_weights_and_suspends_no_engine() -> None:
     async def test(rig: Rig) -> None:
         rig.engines["a"].refuse(fetches=1)
-        with pytest.raises(ManagerError, match=r"no engine took version 2.*no fetch"):
+        with pytest.raises(ManagerError, match=r"no engine applied version 2.*no fetch"):
             await rig.router.update(weights(2))
         assert rig.engines["a"].version == 1
         assert rig.engines["a"].statistics().suspended_s == 0.0

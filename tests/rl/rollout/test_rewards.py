@@ -362,7 +362,7 @@ def test_a_service_that_is_gone_is_called_again_and_then_there_is_no_reward(pass
 @pytest.mark.parametrize(
     ("answer", "why"),
     [(b"NaN", "got nan"), (b'{"score": "high"}', "got 'high'"), (b'{"other": 1}', "got {'other': 1}"),
-     (b"<html>", "no JSON")],
+     (b"<html>", "not JSON")],
 )  # fmt: skip
 def test_an_answer_that_is_no_number_fails_at_once(answer: bytes, why: str) -> None:
     answers = Answers(answer)
@@ -374,7 +374,7 @@ def test_an_environment_without_a_transcript_and_an_invalid_service_are_errors(t
     assert "Plain has no `def evidence(self)`" in why_failed(model(Answers(b"1")), played())
 
     async def test(client: Client) -> None:
-        with pytest.raises(InvalidConfig, match=r"reward\.service: .* this connection was given none, got 'nosuch'"):
+        with pytest.raises(InvalidConfig, match=r"reward\.service: .* this connection has none, got 'nosuch'"):
             make_reward(RewardSettings(kind="model", service="nosuch"), client)
 
     connected(tmp_path, test)

@@ -1,4 +1,4 @@
-"""Diagnostics: what this machine offers to managers, what is missing, and how to install it.
+"""Diagnostics: what this machine supports for managers, what is missing, and how to install it.
 
 Owns the list of components and their findings. Tries a feature rather than comparing version numbers: it creates and
 removes a control group, enters a namespace, mounts an overlay, each where no other process sees it. Promises to leave
@@ -145,7 +145,7 @@ def diagnose(state: Path | None = None) -> MachineReport:
 
 
 def _run_check(component: str, check: Callable[[], Diagnostic | list[Diagnostic]]) -> list[Diagnostic]:
-    """A component that cannot even be examined does not hide the others."""
+    """Converts an exception during an examination into a finding, so that the other components are still reported."""
     try:
         diagnostic = check()
     except (OSError, ValueError, TangramError) as error:
@@ -154,7 +154,7 @@ def _run_check(component: str, check: Callable[[], Diagnostic | list[Diagnostic]
 
 
 def _missing(component: str, found: str, to_do: str) -> Diagnostic:
-    """A feature that sandboxes need. Whether root may use it can only be tested by root."""
+    """A feature that sandboxes need. Only root can test whether root may use it."""
     if os.geteuid() != 0:
         return Diagnostic(component=component, state=LIMITED, found=found, to_do="run it again as root")
     return Diagnostic(component=component, state=MISSING, found=found, to_do=to_do, needed_by=(SANDBOX,))
@@ -275,7 +275,7 @@ def _try_cgroup(above: Path, file: str, value: str) -> str:
     try:
         group.mkdir()
     except OSError as error:
-        return f"no group can be made in {above}: {error.strerror}"
+        return f"no group can be created in {above}: {error.strerror}"
     try:
         if file == "cpuset.cpus" and (group / "cpuset.mems").exists() and (group / "cgroup.clone_children").exists():
             cgroupfs.inherit_cpuset(group)
@@ -300,7 +300,7 @@ def _kernel_features() -> list[Diagnostic]:
     reasons.setdefault("seccomp", no_filter)
     spaces = {name: why for name, why in reasons.items() if name not in ("user", "tmpfs", "overlay", "seccomp")}
     failed = {name: why for name, why in spaces.items() if why}
-    container = "a container around this must be privileged"
+    container = "if this runs in a container, it must be privileged"
     return [
         _kernel_feature(
             "namespaces", ", ".join(spaces), "; ".join(f"{name}: {why}" for name, why in failed.items()), container
@@ -348,7 +348,7 @@ def _user_namespaces(reason: str) -> Diagnostic:
         for name, (bad, good) in USER_NAMESPACE_SETTINGS.items()
         if settings.get(name) == bad
     ]
-    to_do = "; ".join(commands) or "a container around this must allow them"
+    to_do = "; ".join(commands) or "if this runs in a container, it must allow them"
     return Diagnostic(
         component="user namespaces",
         state=LIMITED,
@@ -434,7 +434,7 @@ def _state(state: Path) -> Diagnostic:
 
 
 def _leftovers(state: Path) -> str:
-    """What owners that have died left behind. Reads without taking any lock that an owner needs."""
+    """Describes what dead owners left behind. Takes no lock that an owner needs."""
     dead = kept = living = 0
     try:
         for directory in (state / "owners").iterdir():
@@ -447,8 +447,8 @@ def _leftovers(state: Path) -> str:
     except OSError:
         return ""
     details = f", {living} in use" if living else ""
-    details += f", {kept} with sandboxes that wait for their service to be started again" if kept else ""
-    return details + (f", {dead} left by owners that died, which the next start sweeps" if dead else "")
+    details += f", {kept} with sandboxes that the next start of their service adopts" if kept else ""
+    return details + (f", {dead} left by dead owners, which the next start removes" if dead else "")
 
 
 def _open_files() -> Diagnostic:
@@ -475,7 +475,7 @@ def _cores() -> Diagnostic:
 
 
 def _ancestor_cgroups(controller: str) -> list[Path]:
-    """The groups that contain this process, from the top, as far as they are visible."""
+    """The visible groups that contain this process, from the top."""
     hierarchies = find_hierarchies()
     mount = hierarchies.by_controller.get(controller)
     if mount is None:
@@ -561,7 +561,7 @@ def _docker() -> Diagnostic:
 
 
 def _engine_version(path: str) -> tuple[str, str]:
-    """The version of the engine, or why it cannot be used."""
+    """The version of the engine, or the reason why it cannot be used."""
     try:
         _, content = BlockingHttpClient("http://engine", unix_socket=path).request(
             "GET", "/version", timeout_s=ENGINE_S

@@ -1,11 +1,11 @@
-"""Kernel probes: what the kernel allows this user, tried in child processes that are thrown away.
+"""Kernel probes: what the kernel allows this user, tested in short-lived child processes.
 
 An isolated program (processes/isolated.py). Owns nothing: all changes of a probe are private to its process. Reads a
-JSON object from its standard input and prints one with the reason of failure by the name of the probe; an empty reason
-means success.
+JSON object from its standard input, and prints one that maps the name of each probe to the reason of its failure; an
+empty reason means success.
 
-    user    the user as whom it is tried, if this process is root
-    filter  a filter of system calls, in hexadecimal digits; empty: none is tried
+    user    the user for the probes, if this process is root
+    filter  a filter of system calls, in hexadecimal digits; empty: no filter
     folder  an existing directory, over which a file system is mounted in a private namespace
 """
 
@@ -47,7 +47,7 @@ def unshare(flags: int) -> None:
 
 
 def write(path: str, text: str) -> None:
-    """Writes bytes, because a text encoding would have to be imported from files that may be out of reach by then."""
+    """Writes bytes: a text encoding would be imported from files that may no longer be reachable."""
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.write(fd, text.encode())

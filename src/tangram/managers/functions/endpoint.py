@@ -1,8 +1,8 @@
 """The endpoint manager: calls of functions behind external HTTP endpoints.
 
-Owns the attempts of each call. The pool of each endpoint limits how many calls are under way at once. A response of the
-endpoint is a result of the function. What never reached the endpoint, or never came back, is retried and then lost; it
-is never a result.
+Owns the attempts of each call. The pool of each endpoint limits its concurrent calls. A response of the endpoint is a
+result of the function. A call that did not reach the endpoint, or got no response, is retried and then lost; it is
+never a result.
 
     200-299 with JSON                                 the value
     200-299 without JSON or too large, 3xx, 4xx,      a failure of the function, not retried
@@ -10,9 +10,8 @@ is never a result.
     408, 425, 429, 500 without JSON, all other 5xx,   retried with exponential backoff and jitter, or after the time
     no connection, a broken response, a timeout       of Retry-After
 
-A function that failed responds with JSON. A 500 with a page comes from a server in front of it that could not reach it,
-and so do 502 to 504 and above: 520 to 530 of proxies, 529 of an overloaded service.
-"""
+A function that failed responds with JSON. A 500 with a page comes from a proxy that could not reach it, and so do 502
+to 504 and above: 520 to 530 of proxies, 529 of an overloaded service."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ PAUSE_S, PAUSE_S_MAX = 0.1, 10.0
 RETRY_AFTER_S_MAX = 120.0
 """An endpoint that requests a longer pause counts as unavailable."""
 SHOWN_CHARACTERS_MAX = 2000
-"""How much of the response a failure shows."""
+"""Length of the response in a failure."""
 
 
 REFUSALS = (501, 505)
@@ -45,7 +44,7 @@ REFUSALS = (501, 505)
 
 
 class _RetryableAttempt(Exception):
-    """An attempt without a result, which may be repeated."""
+    """An attempt without a result; may be repeated."""
 
     def __init__(self, why: str, after_s: float | None = None) -> None:
         self.after_s = after_s
@@ -87,7 +86,7 @@ class PostLease(UnmeteredLease):
         return LeaseResult() if self.task.cancelled() else self.task.result()
 
     async def stop(self) -> None:
-        """Closes the connection. The endpoint may go on."""
+        """Closes the connection. The endpoint may continue the call."""
         self.task.cancel()
         await asyncio.wait({self.task})
 
@@ -108,7 +107,7 @@ class PostLease(UnmeteredLease):
                 )
 
     async def _attempt(self) -> bytes:
-        """The answer. Raises _RetryableAttempt."""
+        """Returns the answer. Raises _RetryableAttempt."""
         names = {name.lower() for name in self._spec.headers}
         defaults = {"Content-Type": "application/json", "Idempotency-Key": self._work.key}
         headers = {name: value for name, value in defaults.items() if name.lower() not in names} | self._spec.headers

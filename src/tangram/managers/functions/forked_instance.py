@@ -2,10 +2,10 @@
 
 Owns the fork server of a function, and the process, the socket and the streams of each instance. Promises that the
 result of a call whose instance ends states the reason; that processes which an instance leaves running are killed
-before its end is reported; and that all of them die with this process.
+before its end is reported; and that all of them end with this process.
 
-A function whose import starts threads cannot be forked: its instances are executed and import it for themselves. If
-this process is killed by SIGKILL, they die, but processes that they have started may survive.
+A function whose import starts threads cannot be forked: its instances are new processes that import it themselves. If
+SIGKILL ends this process, they end too, but processes that they have started may survive.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class FunctionForkServer:
         return self._server is not None or bool(self._closings)
 
     async def spawn(self, fd: int, streams: tuple[int, int, int]) -> tuple[WatchedProcess, ProcessTree]:
-        """Start the process of an instance. Returns it, and the tree of processes that may remain after its end.
+        """Start the process of an instance. Returns it, and the process tree that may remain after its end.
         Raises OSError."""
         self._instances += 1
         self._stop_timer()
@@ -111,7 +111,8 @@ class FunctionForkServer:
         except BaseException:
             self.leave()
             raise
-        # What a forked child leaves shows the mark of its server, which kills it; unless that was killed itself.
+        # Leftover processes of a forked child carry the mark of its server, which kills them, unless it was killed
+        # itself.
         forked = isinstance(process, ForkedChild)
         return process, ProcessTree(self._table, ACTION_MARK, self._mark if forked else own_mark)
 
@@ -191,7 +192,7 @@ def _umask() -> int:
 
 
 class InstanceExit(msgspec.Struct, frozen=True, kw_only=True):
-    """How an instance has ended, all its processes included."""
+    """How an instance and all its processes have ended."""
 
     code: int | None = None
     """The exit code as a shell reports it; None if unknown."""
@@ -201,7 +202,7 @@ class InstanceExit(msgspec.Struct, frozen=True, kw_only=True):
     excess: int = 0
     """The number of its processes, if it was killed because of it."""
     lost: str = ""
-    """Why processes of it may remain."""
+    """The reason why processes of it may remain."""
 
 
 class ForkedInstance(Instance):
@@ -342,7 +343,7 @@ class ForkedInstance(Instance):
         assert self.process is not None
         self._signal_group(signal.SIGKILL)
         for stream in self.streams:
-            stream.end()  # to what it wrote in the end
+            stream.end()  # up to its last output
         code, usage = await self.process.collect_exit()
         lost = self._lost
         if isinstance(self.process, ForkedChild) and code is not None:
@@ -350,7 +351,7 @@ class ForkedInstance(Instance):
                 self._unkilled = [
                     process for pid in self.process.unkilled if (process := read_process(pid)) is not None
                 ]
-                lost = f"processes {list(self.process.unkilled[:8])} of it could not be killed"
+                lost = f"its processes {list(self.process.unkilled[:8])} could not be killed"
         else:
             try:
                 await self.fork_server.kill_left(self._tree)
@@ -386,7 +387,7 @@ class ForkedInstance(Instance):
         """Send SIGTERM to the process and its group, and SIGKILL after `grace_s`. Blocks until all its processes have
         ended."""
         if self._spawning is not None and self.process is None:
-            self._spawning.cancel()  # a child that is forked all the same is killed
+            self._spawning.cancel()  # if the child is forked nevertheless, it is killed
             await asyncio.wait({self._spawning})
         if self.process is None:
             if not self.gone.done():
@@ -412,7 +413,7 @@ class ForkedInstance(Instance):
             raise ManagerError(self.gone.result().lost)
         await self.fork_server.kill_left(self._tree)
 
-    # ---- what ended it ----
+    # ---- the cause of its end
 
     def import_failure(self, ended: LeaseResult, reason: str, stderr: str) -> Failure:
         """A module that ends its process cannot be distinguished from one that is killed: both send no reply."""

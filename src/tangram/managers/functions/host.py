@@ -1,12 +1,12 @@
-"""The host of one function: its instances, from none to the limit and back to none.
+"""The host of one function: its instances, from zero to the limit and back to zero.
 
 Owns the state of each instance (idle or busy), its idle time, and the memory that is reserved for it. Promises that the
 number of instances never exceeds `max_instances`, including those that are being opened or removed, or cannot be
 removed; that a discarded instance is never used again; and that `close` removes all instances.
 
-Before a host opens an instance, other idle instances end as far as their memory is needed. A call without enough
-memory, or with only memory that other actions wait for, does not start: it waits in the queue of the scheduler and
-holds no resources.
+Before a host opens an instance, it ends other idle instances if it needs their memory. A call that finds too little
+memory, or only memory that other actions wait for, does not start: it waits in the queue of the scheduler and holds no
+resources.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tangram.managers.functions.work import FunctionSpec
 from tangram.managers.work import MIB, PROCESSES_MAX, SandboxSpec
 
 PREFIX = "function-"
-"""The beginning of the names of instances. Sandboxes of tenants have a '/' in their names, which these never have."""
+"""The prefix of the names of instances. Names of tenants' sandboxes contain a '/', these never do."""
 ALLOWANCE_BYTES = 128 * MIB
 """Memory of a sandbox beyond that of the function: for the program, and for arguments and replies in transit."""
 DISK_BYTES = 256 * MIB
@@ -50,7 +50,7 @@ ReleaseMemory = Callable[[str], None]
 MEMORY_SHORTAGE = "memory"
 """The limit that is reached when there is no memory now, but waiting for it will help."""
 COMMON_LIMITS = (MEMORY_SHORTAGE, "capacity", "sandboxes_max")
-"""Limits of the machine: idle instances of any tenant make room. Others concern their tenant alone."""
+"""Limits of the machine: idle instances of any tenant make room. Other limits concern a single tenant."""
 
 
 class MemoryWaiter(msgspec.Struct, frozen=True):
@@ -125,11 +125,11 @@ class HostManager(Protocol):
     """The idle instances of all hosts; the one with the longest idle time comes first."""
 
     def exceeds_limit(self, tenant: str) -> bool:
-        """Whether this tenant has more instances than it may have."""
+        """Whether this tenant exceeds its limit of instances."""
 
     async def reclaim(self, tenant: str, *, of_all: bool) -> bool:
-        """Waits until an instance of this tenant is gone, or of any tenant: one that is ending, or an idle one, which
-        ends for it. False: there is none."""
+        """Waits until an instance of this tenant, or of any tenant, has ended: one that is ending, or an idle one,
+        which is ended for this. Returns False if there is none."""
 
     def forget(self, host: FunctionHost) -> None:
         """Called when a host has neither instances nor calls."""
@@ -155,7 +155,7 @@ class FunctionHost:
         """The number of calls in progress."""
         self._tag = _digest(tenant, run, spec.name)
         self.promised: list[str] = []
-        """Calls that waited for memory and are to take an idle instance instead."""
+        """Calls that waited for memory and will take an idle instance instead."""
         self._past = FunctionStatistics()
         self._is_closing = False
         self._fork_server: FunctionForkServer | None = None
@@ -165,11 +165,11 @@ class FunctionHost:
     # ---- calls that wait for memory ----
 
     def name_for(self, action: Action, grant: Grant) -> str:
-        """The name of the instance for whose memory this attempt of a call waits. A repetition has the same name."""
+        """Returns the name of the instance whose memory this attempt of a call waits for. A retry has the same name."""
         return f"{PREFIX}{self._tag}{_digest(action.id, str(grant.attempt))}"
 
     def is_awaited_by(self, waiter: MemoryWaiter) -> bool:
-        """Whether it is a call of this function that waits."""
+        """Whether the waiting action is a call of this function."""
         return waiter.sandbox.startswith(f"{PREFIX}{self._tag}")
 
     def promise(self, waiter: MemoryWaiter) -> bool:
@@ -189,12 +189,12 @@ class FunctionHost:
 
     @property
     def instances(self) -> frozenset[Instance]:
-        """Those included that are being opened or removed."""
+        """Includes instances that are being opened or removed."""
         return frozenset(self._instances)
 
     @property
     def endings(self) -> list[asyncio.Task[bool]]:
-        """One for each instance that is being removed: done when it is gone."""
+        """One future for each instance that is being removed; done when it is removed."""
         return list(self._removals.values())
 
     def sandbox_spec(self) -> SandboxSpec:
@@ -239,7 +239,7 @@ class FunctionHost:
     async def open(self, action: Action, grant: Grant, *, held: bool) -> Instance:
         """Open a new instance. `held`: its memory is reserved under the name for this call. Raises AdmissionRefused,
         InvalidAction, ManagerError."""
-        assert self.has_room, "a caller checks for room before it opens an instance"
+        assert self.has_room, "check for room before opening an instance"
         awaited = self.name_for(action, grant)
         instance = self._new_instance(awaited if held else f"{PREFIX}{secrets.token_hex(8)}")
         self._instances.add(instance)
@@ -275,11 +275,11 @@ class FunctionHost:
     async def _require_cap(self) -> None:
         while self._host_manager.exceeds_limit(self.tenant):
             if not await self._host_manager.reclaim(self.tenant, of_all=False):
-                raise ManagerError(f"run {self.run} may have fewer sandboxes than it had when this call was let in")
+                raise ManagerError(f"run {self.run} may have fewer sandboxes than when this call was admitted")
 
     async def _reserve(self, instance: Instance, awaited: str) -> None:
-        """Idle instances make room. Memory that others wait for already is not taken: the call waits behind them, as it
-        does where there is no memory, under the name `awaited`."""
+        """Reserves memory; idle instances make room. Memory that others already wait for is not taken: the call waits
+        behind them, as if there were no memory, under the name `awaited`."""
         context, memory_mib = self.context, -(-self.sandbox_spec().memory_bytes // MIB)
         while context.queue.first_waiter() is None:
             try:
@@ -309,16 +309,17 @@ class FunctionHost:
             self._past += FunctionStatistics(busy_s=self._loop.time() - since)
 
     def on_load_failed(self) -> None:
-        """The next instance imports the function again: what was missing may be there then."""
+        """Discards the import: the next instance imports the function again, since a missing module may exist by
+        then."""
         if self._fork_server is not None:
             self._fork_server.close()
 
-    # ---- their end ----
+    # ---- removing instances
 
     def discard(self, instance: Instance) -> asyncio.Future[bool]:
         """Remove an instance. The result of the future is False if it could not be removed."""
         self._end_idling(instance)
-        if instance not in self._instances:  # it is gone already
+        if instance not in self._instances:  # it was removed before
             closed: asyncio.Future[bool] = self._loop.create_future()
             closed.set_result(True)
             return closed

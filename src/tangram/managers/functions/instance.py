@@ -1,4 +1,4 @@
-"""An instance of a function: the interface that the host and the lease of a call need of it.
+"""An instance of a function: the interface for the host and for the lease of a call.
 
 An instance runs the program of `program.py`: in a sandbox (`sandbox_instance`) or as a process that was forked from one
 that has imported the function (`forked_instance`). It executes one command at a time, each for an action and its grant.
@@ -22,14 +22,14 @@ from tangram.managers.work import KIB, LeaseResult
 from tangram.processes.streams import Output
 
 SHOWN_CHARACTERS = 1000
-"""How much of the output of an instance a reason quotes, from its end."""
+"""Length of the end of an instance's output in a reason."""
 INLINE_BYTES_MAX = 64 * KIB
 """The largest arguments that are sent with the command; longer ones are passed as a file. The kernel limits one word of
 a command line to 128 KiB."""
 
 
 class FunctionLoadFailed(Exception):
-    """The function cannot be imported, or not be called at all: an error of the function."""
+    """The function cannot be imported or called: an error of the function."""
 
     def __init__(self, failure: Failure, stdout: bytes = b"", stderr: bytes = b"") -> None:
         self.failure = failure
@@ -39,7 +39,7 @@ class FunctionLoadFailed(Exception):
 
 
 class InstanceLost(Exception):
-    """The instance ended during a call, and the function did not cause it."""
+    """The instance ended during a call, not because of the function."""
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +54,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
         return self.arguments is not None and len(self.arguments) <= INLINE_BYTES_MAX
 
     def text(self, path: str) -> str:
-        """As the program reads it. `path`: the file of the function or of the arguments; not used if they are
+        """Encodes it for the program. `path`: the file of the function or of the arguments; not used if they are
         inline."""
         verb = "load" if self.arguments is None else "call"
         if self.arguments is not None and self.is_inline:
@@ -65,38 +65,38 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
 
 
 AwaitLease = Callable[[Awaitable[Lease]], Awaitable[LeaseResult]]
-"""Waits for the start and the end of a lease, on behalf of the call that needs it."""
+"""Waits for the start and the end of a lease that a call needs."""
 
 
 class Instance(ABC):
     is_isolated = True
-    """Nothing but the function can have ended its process."""
+    """Only the function can have ended its process."""
     loads_once = True
-    """The function is loaded before the first call; else with each call."""
+    """The function is loaded before the first call; otherwise with each call."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.is_open = False
-        """It has everything that a call needs."""
+        """It is ready for calls."""
         self.calls = 0
         self.opened_s = asyncio.get_running_loop().time()
         self.busy_since: float | None = None
         self.idle_since = 0.0
         self.idle_timer: asyncio.TimerHandle | None = None
         self.removal_timer: asyncio.TimerHandle | None = None
-        """Set after it could not be removed: it is tried again."""
+        """Set after a failed removal, which is retried."""
 
     @abstractmethod
     async def open(self, action: Action, grant: Grant) -> None:
-        """Make it. Raises InvalidAction, ManagerError."""
+        """Create the instance. Raises InvalidAction, ManagerError."""
 
     @abstractmethod
     async def prepare(self, action: Action, grant: Grant, await_lease: AwaitLease) -> None:
-        """Get ready to load the function. Raises FunctionLoadFailed, ManagerError."""
+        """Prepare loading the function. Raises FunctionLoadFailed, ManagerError."""
 
     @abstractmethod
     async def execute(self, command: Command, action: Action, grant: Grant) -> Lease:
-        """Start a command. Its lease ends when the program has carried it out, or has ended."""
+        """Start a command. Its lease ends when the program has executed it, or has ended."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -104,11 +104,11 @@ class Instance(ABC):
 
     @abstractmethod
     def import_failure(self, ended: LeaseResult, reason: str, stderr: str) -> Failure:
-        """Why loading ended without a reply. Raises ManagerError if the function did not cause it."""
+        """Returns why loading ended without a reply. Raises ManagerError if the function did not cause it."""
 
     @abstractmethod
     def exit_failure(self, ended: LeaseResult, stderr: str) -> Failure:
-        """Why a call ended without a reply. Raises InstanceLost if the function did not cause it."""
+        """Returns why a call ended without a reply. Raises InstanceLost if the function did not cause it."""
 
 
 def exit_message(code: int | None, number: int) -> str:

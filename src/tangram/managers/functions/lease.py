@@ -1,7 +1,7 @@
 """The lease of one call: from an instance to a reply.
 
-Owns the steps of a call and classifies its failures. Promises what `managers.base`
-requires of a lease: it ends once, and when it has ended after `stop`, the instance that it used is gone.
+Owns the steps of a call and classifies its failures. Promises what `managers.base` requires of a lease: it ends once,
+and when it has ended after `stop`, the instance that it used is removed.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from tangram.processes.streams import Output
 CALLS_MAX = 1000
 """An instance ends after this number of calls, so that memory which the function leaks is freed."""
 START_WAIT_S = 10.0
-"""How long starting a call waits for its instance. The time limit of the call does not count this time. Must be short:
-a call cannot be stopped while it is being started."""
+"""Time that the start of a call waits for its instance. Does not count towards the time limit of the call. Must be
+short: a call cannot be stopped while it starts."""
 IMPORT_S_MAX = 300.0
 """The time limit of an import. A cold disk takes long; an import that hangs never ends."""
 
 
 class CallStopped(Exception):
-    """The call was stopped before it was made."""
+    """The call was stopped before it started."""
 
 
 class CallLease:
@@ -53,7 +53,7 @@ class CallLease:
         """Called with the reason if the call is lost."""
         self._stopped = False
         self._aborted = ""
-        """Why it ended although its owner did not stop it."""
+        """The reason of an end that its owner did not request."""
         self._inner: Lease | None = None
         """The lease of the command that the instance executes now."""
         self._turn: asyncio.Future[None] | None = None
@@ -75,12 +75,12 @@ class CallLease:
     def _on_done(self, task: asyncio.Task[LeaseResult]) -> None:
         self._host.leave()
         if not task.cancelled():
-            task.exception()  # retrieved here: the waiter may have gone
+            task.exception()  # retrieved here: there may be no waiter any more
 
     # ---- the interface of a lease ----
 
     async def begin(self) -> None:
-        """Raises what keeps it from an instance, if that is known soon."""
+        """Raises the error that prevents an instance, if it is known soon."""
         begun = asyncio.ensure_future(self._begun.wait())
         try:
             await asyncio.wait({begun, self.task}, timeout=START_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
@@ -125,7 +125,7 @@ class CallLease:
         self._aborted = "" if self._stopped else reason
         await self.stop()
 
-    # ---- its steps ----
+    # ---- steps --------
 
     async def _run(self) -> LeaseResult:
         result = await self._run_call()
@@ -153,7 +153,7 @@ class CallLease:
             return LeaseResult(usage=self._usage, executed=executed, answer=answer)
 
     async def _call_until_taken(self) -> LeaseResult:
-        """Repeat until an instance takes the call. An idle one may have died since its last call."""
+        """Repeats until an instance accepts the call. An idle one may have died since its last call."""
         while True:
             instance, is_new = await self._acquire_instance()
             keep = False
@@ -169,7 +169,7 @@ class CallLease:
                 return ended
             if is_new:
                 return LeaseResult(
-                    usage=self._usage, lost=f"an instance of function {self._spec.name} did not take the call"
+                    usage=self._usage, lost=f"an instance of function {self._spec.name} did not accept the call"
                 )
 
     async def _release_instance(self, instance: Instance, keep: bool) -> None:
@@ -185,7 +185,7 @@ class CallLease:
         host = self._host
         while True:
             if self._stopped:
-                host.wake_next()  # it may have been the turn of this call
+                host.wake_next()  # an instance may have been assigned to this call
                 raise CallStopped
             instance = host.take_idle()
             if instance is not None:
@@ -251,7 +251,8 @@ class CallLease:
     # ---- the call ----
 
     async def _call(self, instance: Instance) -> tuple[LeaseResult | None, bool]:
-        """The result, and whether the instance can be used again. None: the instance did not take the call."""
+        """Returns the result, and whether the instance can be used again. None: the instance did not accept the
+        call."""
         parser, command = self._command(self._work.arguments, self._output)
         instance.calls += 1
         ended = await self._execute(instance.execute(command, self._action, self._grant), begun=True)
@@ -267,7 +268,7 @@ class CallLease:
             reply = parser.reply()
         except MalformedReply as error:
             return self._failed(instance, parser, ended, executed, str(error)), False
-        if not instance.is_isolated:  # the manager of a sandbox measures it, which nothing inside can change
+        if not instance.is_isolated:  # measured by the manager, so code in the sandbox cannot change it
             self._usage = _usage_of(reply)
         code = None if ended.executed is None else ended.executed.exit_code
         keep = reply.keep and code in (0, ANSWERED) and not executed.out_of_memory
@@ -276,7 +277,7 @@ class CallLease:
     def _failed(
         self, instance: Instance, parser: ReplyParser, ended: LeaseResult, executed: ExecResult, malformed: str
     ) -> LeaseResult:
-        """The call brought no reply."""
+        """Classifies a call without a reply."""
         try:
             if executed.out_of_memory:
                 failure = Failure(kind="memory", message=self._out_of_memory(""))
@@ -291,7 +292,7 @@ class CallLease:
 
     def _out_of_memory(self, when: str) -> str:
         limit = self._spec.memory_bytes // MIB
-        return f"out of memory{when}: it may use {limit} MiB, which it and its files have used up"
+        return f"out of memory{when}: it and its files have used up their limit of {limit} MiB"
 
     def _command(self, arguments: bytes | None, output: Output | None) -> tuple[ReplyParser, Command]:
         token = secrets.token_hex(TOKEN_BYTES // 2)
@@ -321,7 +322,7 @@ class CallLease:
 
 
 async def _stop(lease: Lease) -> None:
-    """An error here shows in the end of the lease."""
+    """Errors here are reported by the end of the lease."""
     with contextlib.suppress(ManagerError, OSError):
         await lease.stop()
 

@@ -1,13 +1,12 @@
-"""The function manager: calls of stateless Python functions, each in an instance that exists only when it is needed.
+"""The function manager: calls of stateless Python functions, in instances that scale from zero.
 
     Call ──▶ FunctionManager ── FunctionHost (one per function and run) ── instances ── the program with the function
 
 An instance is a sandbox of a manager (functions of tenants), or a process that is forked from one that has imported the
 function (functions of the user of this process, which are not isolated). Owns the hosts of all functions. The pool of
-each function limits how many calls run at once, and the grant of a call gives its cores; the manager of the sandboxes
-enforces them. Functions of two runs never share a sandbox, nor two functions of one run; nothing of a tenant is
-unpickled here; a function that fails, hangs, leaks or is killed harms no other call; and an idle instance yields its
-memory to any action that waits for it.
+each function limits its concurrent calls, and the grant of a call sets its cores; the manager of the sandboxes enforces
+them. Two functions never share a sandbox; nothing of a tenant is unpickled here; a function that fails, hangs, leaks or
+is killed does not affect other calls; and an idle instance releases its memory when another action waits for it.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from tangram.managers.work import HOST_IMAGE, SandboxSpec, Work
 from tangram.processes.streams import Output
 
 LOSSES_MAX = 10_000
-"""Actions whose last loss is remembered, for the error that their last attempt ends with."""
+"""Maximum actions whose last loss is remembered, for the error of their last attempt."""
 
 Key = tuple[str, str, str]
 """The key of a host: the tenant, the run and the name of the function."""
@@ -61,7 +60,7 @@ class FunctionInstanceView(msgspec.Struct, frozen=True, kw_only=True):
     calls: int
     """So far, the current one included."""
     idle_s: float | None
-    """Since its last call; None: it serves one, or is being opened or removed."""
+    """Seconds since its last call; None: it serves one, or is being opened or removed."""
 
 
 def _reserve_nothing(instance: str, memory_mib: int, run: str) -> None:
@@ -79,10 +78,10 @@ class FunctionManager:
         tenant_of: Callable[[Action], str] = lambda action: action.run,
         instances_max: Callable[[str], int] = lambda tenant: sys.maxsize, queue: MemoryQueue | None = None,
     ) -> None:  # fmt: skip
-        """`manager`: whose sandboxes instances are; it is entered before this one and left after it. None: instances
-        are processes of this machine, which all runs share. `reserve` and `release` are called for each instance that
-        is made and removed. `tenant_of`: the tenant of the instances that a call makes; `instances_max`: how many a
-        tenant may have; `queue`: the actions that wait for memory."""
+        """`manager`: the manager of the sandboxes that serve as instances; it is entered before this one and left after
+        it. None: instances are processes of this machine, which all runs share. `reserve` and `release` are called for
+        each instance that is created and removed. `tenant_of`: the tenant of the instances of a call; `instances_max`:
+        the limit of a tenant; `queue`: the actions that wait for memory."""
         self._manager = manager
         self._tenant_of = tenant_of
         self._instances_max = instances_max
@@ -93,9 +92,9 @@ class FunctionManager:
             manager=manager, reserve=reserve, release=release, queue=self._queue, image=image, idle_s_max=idle_s_max,
         )  # fmt: skip
         self._hosts: dict[Key, FunctionHost] = {}
-        """Those that have instances or calls."""
+        """Hosts that have instances or calls."""
         self._reclaiming: asyncio.Task[None] | None = None
-        """Set while idle instances end for actions that wait for memory."""
+        """Set while idle instances are ended for actions that wait for memory."""
         self._leases: set[CallLease] = set()
         self._losses: OrderedDict[str, str] = OrderedDict()
         self._past = FunctionStatistics()
@@ -103,7 +102,7 @@ class FunctionManager:
         self._open = False
 
     async def __aenter__(self) -> Self:
-        assert not self._open, "a manager is entered once at a time"
+        assert not self._open, "this manager is entered already; a manager can be entered once at a time"
         await self._sweep()
         self._open = True
         return self
@@ -156,7 +155,7 @@ class FunctionManager:
         if host is None:
             host = self._hosts[key] = FunctionHost(spec, run, tenant, self._context, self)
         elif host.spec is not spec and host.spec != spec:
-            raise ManagerError(f"another function is called {spec.name} already", retry=False)
+            raise ManagerError(f"another function already has the name {spec.name}", retry=False)
         return host
 
     def forget(self, host: FunctionHost) -> None:
@@ -166,7 +165,7 @@ class FunctionManager:
             del self._hosts[key]
             self._past += host.statistics()
 
-    # ---- instances that end for others ----
+    # ---- ending instances for waiting actions
 
     def _hosts_of(self, tenant: str) -> list[FunctionHost]:
         return [host for host in self._hosts.values() if host.tenant == tenant]
@@ -176,8 +175,8 @@ class FunctionManager:
         return sum(len(host.instances) for host in self._hosts_of(tenant)) > self._instances_max(tenant)
 
     async def reclaim(self, tenant: str, *, of_all: bool) -> bool:
-        """Waits until an instance of this tenant is gone, or else of any tenant: one that is ending, or an idle one,
-        which ends for it. False: there is none."""
+        """Waits until an instance of this tenant, or else of any tenant, has ended: one that is ending, or an idle one,
+        which is ended for this. Returns False if there is none."""
         removal = self._removal(lambda host: host.tenant == tenant)
         if removal is None and of_all:
             removal = self._removal(_any)
@@ -195,8 +194,8 @@ class FunctionManager:
         return None if pair is None else pair[1].discard(pair[0])
 
     def reclaim_idle(self) -> None:
-        """Called when the state of the scheduler has changed. While actions wait for memory, idle instances end, one
-        after the other; a call of the function of an idle instance takes it over instead."""
+        """Called when the state of the scheduler has changed. While actions wait for memory, ends idle instances one
+        after the other; a waiting call of the same function takes the idle instance instead."""
         if self._open and self._reclaiming is None and self.idle and self._queue.first_waiter() is not None:
             self._reclaiming = asyncio.get_running_loop().create_task(self._reclaim_all())
 
@@ -214,20 +213,20 @@ class FunctionManager:
             self._reclaiming = None
 
     def _host_for(self, waiter: MemoryWaiter) -> FunctionHost | None:
-        """The host that has idle instances for a call that waits."""
+        """Returns the host that has idle instances for a waiting call."""
         return next((host for host in self._hosts.values() if host.idle and host.is_awaited_by(waiter)), None)
 
     def trim(self, tenant: str) -> None:
-        """Ends idle instances of a tenant that has more than it may have, the one that was idle the longest first."""
+        """Ends idle instances of a tenant that exceeds its limit, the one with the longest idle time first."""
         staying = sum(len(host.instances) - len(host.endings) for host in self._hosts_of(tenant))
         idle = [(instance, host) for instance, host in self.idle.items() if host.tenant == tenant]
         for instance, host in idle[: max(0, staying - self._instances_max(tenant))]:
             host.discard(instance)
 
     async def end(self, tenant: str, sandbox: str = "") -> bool:
-        """Ends this instance of a tenant, once it is open, or all that it has. Returns when they are gone: True if
-        there were any. Before it ends all, the caller stops the calls of the tenant. Raises ManagerError for instances
-        that are left behind."""
+        """Ends this instance of a tenant, once it is open, or all of its instances. Returns when they are removed: True
+        if there were any. Before ending all, the caller stops the calls of the tenant. Raises ManagerError for
+        instances that could not be removed."""
         removals = [
             host.discard(instance)
             for host in self._hosts_of(tenant)
@@ -235,7 +234,7 @@ class FunctionManager:
             if not sandbox or (instance.name == sandbox and instance.is_open)
         ]
         if removals:
-            await asyncio.wait(removals)  # they go on if this is cancelled
+            await asyncio.wait(removals)  # removals continue if this is cancelled
         left = [removal for removal in removals if not removal.result()]
         if left:
             raise ManagerError(f"{len(left)} sandboxes of functions could not be removed; see the log")
@@ -244,7 +243,7 @@ class FunctionManager:
     # ---- reports ----
 
     def instance_views(self) -> list[FunctionInstanceView]:
-        """All instances, those included that are being opened or removed."""
+        """All instances, including those that are being opened or removed."""
         now = asyncio.get_running_loop().time()
         return [
             FunctionInstanceView(

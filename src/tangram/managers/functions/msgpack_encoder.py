@@ -1,7 +1,7 @@
 """A msgpack encoder in pure Python, for images without msgspec.
 
 Encodes plain values as `msgspec.msgpack.encode` does, and raises the same exceptions for values that do not fit:
-TypeError, OverflowError, ValueError. It is sent into sandboxes and needs nothing but Python.
+TypeError, OverflowError, ValueError. It is sent into sandboxes and needs only Python.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a function may return: values that come back to the caller as they are.
+"""The values that a function may return: those that reach the caller unchanged.
 
-Needs nothing but Python: it is also sent into sandboxes, beside the program that makes the calls.
+Needs only Python: it is also sent into sandboxes, with the program that makes the calls.
 """
 
 from __future__ import annotations
@@ -16,30 +16,31 @@ except ImportError:  # in a sandbox whose image has no msgspec
     from .msgpack_encoder import encode  # type: ignore[assignment]
 
 ATOMS = frozenset({type(None), bool, int, float, str, bytes})
-"""Types whose values come back unchanged."""
+"""Types whose values reach the caller unchanged."""
 
 
 class UnserialisableValue(Exception):
-    """A value would come back as something else: `result["when"]: datetime`."""
+    """A value would reach the caller as another type: `result["when"]: datetime`."""
 
     def __init__(self, value: Any) -> None:
         self.kind = type(value).__qualname__
         self.steps: list[str] = []
-        """The path from the value up to the returned one."""
+        """The path from the value to the returned one."""
 
     def __str__(self) -> str:
         return f"result{''.join(reversed(self.steps))}: {self.kind}"
 
 
 def encode_value(value: Any) -> bytes:
-    """As msgpack. Raises UnserialisableValue, and what msgspec raises for a value that does not fit."""
+    """Encodes a value as msgpack. Raises UnserialisableValue, and the errors of msgspec for a value that does not
+    fit."""
     return encode(plain(value))
 
 
 def plain(value: Any) -> Any:
-    """The same value of plain types. Numbers of NumPy, which rewards often are, and subclasses of plain types become
-    the plain value that they equal; a tuple becomes a list. Raises UnserialisableValue for all else: a datetime or a
-    decimal would come back as text, a record as a dict, a set in any order."""
+    """Returns the value in plain types. Numbers of NumPy, which rewards often are, and subclasses of plain types become
+    the plain value that they equal; a tuple becomes a list. Raises UnserialisableValue for other types: a datetime or a
+    decimal would become text, a record a dict, a set a list in any order."""
     kind = type(value)
     if kind in ATOMS:
         return value
@@ -63,7 +64,7 @@ def _part(value: Any, step: object) -> Any:
 
 
 def _key(key: Any) -> Any:
-    """A tuple stays a tuple, so that a lookup by it still works."""
+    """A tuple stays a tuple, so that it can be a key."""
     if type(key) is tuple:
         return tuple(map(_key, key))
     try:

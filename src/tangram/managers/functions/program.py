@@ -3,14 +3,14 @@
 It runs in sandboxes of any image, where it needs only Python, and as a forked process on the machine of the client. It
 executes the commands that it receives. The owner must not trust its replies: code of the user runs in this process.
 
-    serve COMMANDS STATUSES  takes the place of a held shell: reads commands, each ended by NUL, from one descriptor and
+    serve COMMANDS STATUSES  replaces a held shell: reads commands, each terminated by NUL, from one descriptor and
                              writes a status line to the other after each, as processes.streams describes. The manager
                              of the sandbox attributes its resource usage to the action
     once TOKEN               makes one call, with the arguments on its standard input
-    main(FD)                 for the fork server: as `serve`, with one socket for both
+    main(FD)                 for the fork server: like `serve`, with one socket for both
 
-What a call prints is written to the streams of the process. When nothing else that the call started can write there,
-the reply is written to the first stream. A mark precedes it, with a token that only the owner and this program have.
+Output of a call goes to the streams of the process. When no process of the call can write there any more, the reply is
+written to the first stream, after a mark with a token that only the owner and this program have.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def load(spec: Message) -> Callable[..., Any]:
     if spec["pickled"] and spec["python"] and tuple(spec["python"]) != here:
         theirs, ours = ".".join(map(str, spec["python"])), ".".join(map(str, here))
         message = f"{spec['name']} was pickled by Python {theirs}, and image {spec['image']} has Python {ours}"
-        raise FunctionFailure("import", f"{message}; code goes by value between equal versions only: use one of them")
+        raise FunctionFailure("import", f"{message}; code sent by value needs equal versions")
     set_import_path(spec)
     what = spec["name"]
     try:
@@ -123,7 +123,7 @@ def load(spec: Message) -> Callable[..., Any]:
         raise with_hint(failure, error, spec) from None
     used = memory()["VmData"]
     if used + START_BYTES > spec["memory_bytes"]:
-        message = f"importing {what} takes {used >> 20} MiB of the {spec['memory_bytes'] >> 20} MiB that it may use"
+        message = f"importing {what} takes {used >> 20} MiB of its limit of {spec['memory_bytes'] >> 20} MiB"
         raise FunctionFailure("memory", f"{message}; give it more memory")
     call: Callable[..., Any] = function
     return call
@@ -138,7 +138,7 @@ def with_hint(failure: FunctionFailure, cause: BaseException, spec: Message) -> 
     """Add a hint if a module is missing in an image."""
     if spec["image"] and isinstance(cause, ModuleNotFoundError) and cause.name:
         missing = f"there is no module {cause.name} in image {spec['image']}; put it into an image"
-        failure.record["message"] += f"; {missing}, or define what you use of it in your script"
+        failure.record["message"] += f"; {missing}, or define the functions that you need in your script"
     return failure
 
 
@@ -193,7 +193,7 @@ class ReplyChannel:
         self._streams = (os.dup(1), os.dup(2))
         self._null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         self._imported_children = list_children()
-        """Children that importing has started live as long as this process."""
+        """Children that were started by the import; they end with this process."""
         self.token = ""
         self.no_orphans = True
         """Whether all processes that the last call started have ended."""
@@ -259,13 +259,13 @@ class FunctionRunner:
             failure = self._out_of_memory("").record
         flush()
         sizes = memory()
-        # An instance that keeps more than half of what it may use is replaced: the next call might fail for it.
+        # An instance that keeps more than half of its memory limit is replaced: the next call might fail because of it.
         leaked = 2 * (sizes["RssAnon"] - self._loaded_bytes) > self._limit - self._loaded_bytes
         keep = not leaked and (failure is None or failure["kind"] != "memory")
         self._channel.send(failure, value, max(0.0, cpu_s() - before), sizes["VmHWM"], keep=keep)
 
     def _raise_limit(self) -> None:
-        """Make room to report that there was none."""
+        """Free memory, so that the failure can be reported."""
         resource.setrlimit(resource.RLIMIT_DATA, (self._hard, self._hard))
 
     def _call(self, arguments: Callable[[], bytes]) -> bytes:
@@ -300,19 +300,19 @@ class FunctionRunner:
             self._raise_limit()
             raise self._out_of_memory(format_traceback(error)) from None
         except UnserialisableValue as error:
-            message = f"it returned what would not come back as it is: {error}"
+            message = f"it returned a value that would reach the caller as another type: {error}"
             raise FunctionFailure("unserialisable", f"{message}; return numbers, text, bytes, lists or dicts") from None
         except BaseException as error:
             message = f"it returned a {type(value).__name__}, which cannot be serialised: {one_line(error)}"
             raise FunctionFailure("unserialisable", message) from None
         bytes_max = self._spec["answer_bytes_max"]
         if len(data) > bytes_max:
-            message = f"it returned {len(data)} bytes, and at most {bytes_max} can be taken"
+            message = f"it returned {len(data)} bytes, and the maximum is {bytes_max}"
             raise FunctionFailure("unserialisable", f"{message}; return less, or write a file")
         return data
 
     def _out_of_memory(self, trace: str) -> FunctionFailure:
-        message = f"out of memory: it may use {self._limit >> 20} MiB, which it has used up"
+        message = f"out of memory: it has used up its limit of {self._limit >> 20} MiB"
         return FunctionFailure("memory", message, trace)
 
 
@@ -379,7 +379,7 @@ class CommandLoop:
 
 
 def has_room(disk_bytes: int) -> bool:
-    """Whether calls so far have left half of the disk. 0: the disk has no limit. A larger disk is not the sandbox's."""
+    """Whether at least half of the disk is free. 0: the disk has no limit. A larger disk is not that of the sandbox."""
     if not disk_bytes:
         return True
     disk = os.statvfs(".")

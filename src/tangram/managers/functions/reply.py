@@ -1,7 +1,7 @@
-"""The reply of an instance to one command, parsed from what its program writes.
+"""The reply of an instance to one command, parsed from the output of its program.
 
-Owns the bounds of what is kept. Whatever comes, in whatever pieces, takes bounded memory and ends in a reply or in the
-reason why it is malformed. No value of a user is built here: its bytes are only validated and passed to the caller.
+Owns the limits of stored output. Any input takes bounded memory and ends in a reply or in the reason why it is
+malformed. Creates no value of a user: it only validates its bytes and passes them to the caller.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _validate = msgspec.msgpack.Decoder(msgspec.Raw).decode
 
 
 class ReplyParser:
-    """Fed with what the program writes. Apart from the marks and the reply, that is output."""
+    """Receives the output of the program, which contains marks and the reply; all else is output of the call."""
 
     def __init__(self, token: str, output: Output | None) -> None:
         assert len(token) == TOKEN_BYTES
@@ -63,11 +63,11 @@ class ReplyParser:
         self._frame = bytearray()
         """The bytes behind the mark of the answer."""
         self._frame_bytes = FRAME.size
-        """The length of the frame, as far as it is known."""
+        """The length of the frame; None until it is known."""
         self.begun = False
-        """The program has taken the command."""
+        """The program has accepted the command."""
         self.answered = False
-        """The mark of an answer has come."""
+        """The mark of an answer was received."""
 
     def feed(self, stream: int, data: bytes) -> None:
         if stream == STDERR:
@@ -97,7 +97,7 @@ class ReplyParser:
                 self._extend_frame(data[room:])
 
     def _skip_to(self, mark: bytes, *, keep: bool) -> bool:
-        """Whether the mark was found. What comes before it is output if `keep`, or else dropped."""
+        """Returns whether the mark was found. Bytes before it are output if `keep`, otherwise dropped."""
         at = self._buffer.find(mark)
         end = at if at >= 0 else len(self._buffer) - mark_overlap(self._buffer, mark)
         before, self._buffer = self._buffer[:end], self._buffer[end:]
@@ -113,7 +113,7 @@ class ReplyParser:
             self._output(stream, data)
 
     def end(self) -> None:
-        """Nothing more comes: what was held back was no mark."""
+        """The stream has ended: bytes held back were not a mark."""
         if self.begun and not self.answered and self._buffer:
             self._forward(STDOUT, self._buffer)
             self._buffer = b""
@@ -158,7 +158,7 @@ def decode_reply(content: bytes) -> InstanceReply:
         if reply.failure is not None:
             return reply
         data = content[REPLY.size + head :]
-        _validate(data)  # it is one message and nothing else
+        _validate(data)  # exactly one message
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise MalformedReply(f"the reply cannot be decoded: {error}") from None
     return msgspec.structs.replace(reply, value=data)

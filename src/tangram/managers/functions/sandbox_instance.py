@@ -1,8 +1,8 @@
 """An instance in a sandbox: the sandbox with its files, and the commands to the program inside.
 
-Owns which files are put into the sandbox and how a command reaches the program: by a held shell whose place the program
-takes, or, where the manager has none of that kind, as a program of its own for each call. The function is bytes that
-are only unpickled inside. Whatever ends the program is the doing of the function in it.
+Owns which files are put into the sandbox and how a command reaches the program: the program replaces a held shell, or,
+if the manager has no such shells, is started for each call. The function is bytes that are only unpickled inside. If
+the program ends, the function has caused it.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from tangram.processes.exit_codes import NOT_FOUND, signal_of
 from tangram.processes.streams import COMMANDS_FD, STATUSES_FD
 
 SESSION = "function"
-"""The held shell whose place the program takes."""
+"""The held shell that the program replaces."""
 HOLDING_BACKENDS = ("sandbox", "process")
-"""Whose held shells read commands and write statuses as `processes.streams` describes. Elsewhere each call is a
-program."""
+"""Managers whose held shells read commands and write statuses as `processes.streams` describes. With others, each
+call is a program."""
 MODULES = ("program", "plain_values", "msgpack_encoder")
 """Modules of this package that run inside the sandbox."""
 LIBRARIES = ("cloudpickle",)
-"""Libraries that load functions sent by value, in the version that the service has."""
+"""Libraries that load functions sent by value, in the version of the service."""
 ZIP = re.compile(r"/python(\d)(\d{1,3})\.zip$")
-"""The place in every search path of modules that names the version."""
+"""The part of every module search path that contains the Python version."""
 
 
 class SandboxInstance(Instance):
@@ -82,13 +82,13 @@ class SandboxInstance(Instance):
     # ---- commands ----
 
     async def prepare(self, action: Action, grant: Grant, await_lease: AwaitLease) -> None:
-        """Put the program into the place of a held shell, where there is one of the kind that it can replace."""
+        """Replace a held shell by the program, if the manager has shells that it can replace."""
         self.loads_once = False
         if self._manager.backend not in HOLDING_BACKENDS:
             return
-        # The shell asks for its next command by `read`, where its descriptors are those that it is held by.
+        # The shell reads its next command with `read`, at a point where its descriptors are those of a held shell.
         program = f"exec python3 -c {shlex.quote(STARTER)} serve {COMMANDS_FD} {STATUSES_FD}"
-        # Looked for first: a shell that cannot become its program ends, sooner or later than the next command comes.
+        # Checked first: a shell that cannot execute the program ends, possibly after the next command was sent.
         shell_command = f"type -P python3 >/dev/null && read() {{ {program}; }}"
         work = Exec(command=shell_command, cwd=DIRECTORY, session=SESSION, capture_bytes_max=0)
         try:
@@ -115,7 +115,7 @@ class SandboxInstance(Instance):
             await self._manager.write(self.name, path, arguments, mode=0o600)
         return Exec(command=command.text(path), session=SESSION, capture_bytes_max=0)
 
-    # ---- what ended the program ----
+    # ---- the cause of the program's end
 
     def import_failure(self, ended: LeaseResult, reason: str, stderr: str) -> Failure:
         shown = stderr.strip()[-SHOWN_CHARACTERS:]
@@ -149,7 +149,7 @@ def bundle(spec: FunctionSpec, *, image: str, disk_bytes: int) -> io.BytesIO:
 
 
 def pickled_by(spec: FunctionSpec) -> tuple[int, int] | None:
-    """The version of the Python that pickled the function, if its search path shows it."""
+    """The version of the Python that pickled the function, if its module search path contains it."""
     for path in spec.paths:
         if (match := ZIP.search(path)) is not None:
             return int(match[1]), int(match[2])

@@ -1,7 +1,7 @@
 """Records of function calls: what to call, and its result.
 
-Owns the records that clients and the managers of this package exchange. All are serialisable and checked when they are
-made. `decode_result` rejects what is not a well-formed result.
+Owns the records that clients and the managers of this package exchange. All are serialisable and checked at
+construction. `decode_result` rejects malformed results.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ ARGUMENTS_BYTES_MAX = 64 * MIB
 ANSWER_BYTES_MAX = 16 * MIB
 """The largest encoded value that a function returns."""
 MEMORY_BYTES_MIN = 32 * MIB
-"""The least memory of an instance: less is not enough for an interpreter with a few modules."""
+"""The minimum memory of an instance: less does not suffice for an interpreter with a few modules."""
 INSTANCES_MAX = 4096
 RETRIES_MAX = 100
 PROCESSES_MAX = 1 << 22
-"""The most processes of an instance: the limit of the kernel."""
+"""The maximum processes of an instance: the limit of the kernel."""
 HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 """Not allowed in a header value, where a line break would begin another header."""
@@ -45,7 +45,7 @@ class FunctionSpec(msgspec.Struct, frozen=True, kw_only=True):
     module: str = ""
     qualname: str = ""
     pickled: bytes = b""
-    """The function by value, as cloudpickle writes it; empty: `qualname` of `module`."""
+    """The function by value, pickled by cloudpickle; empty: `qualname` of `module`."""
     paths: tuple[str, ...] = ()
     """The import path (`sys.path`) of its instances."""
     cpu_units: int = CORE
@@ -76,7 +76,7 @@ class FunctionSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pool(self) -> str:
-        """The kind of the pool that counts its instances."""
+        """The kind of the pool of its instances."""
         return f"function/{self.name}"
 
 
@@ -98,7 +98,7 @@ def loaded_spec(spec: FunctionSpec) -> dict[str, Any]:
 
 
 class Call(Work, frozen=True, kw_only=True, tag="Call"):
-    """Call a function in an instance of it."""
+    """Call a function in one of its instances."""
 
     function: FunctionSpec
     arguments: bytes
@@ -134,7 +134,7 @@ class EndpointSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pool(self) -> str:
-        """The kind of the pool that counts the calls under way."""
+        """The kind of the pool of its concurrent calls."""
         return f"endpoint/{self.name}"
 
 
@@ -189,7 +189,7 @@ def require_headers(headers: object) -> None:
         if not isinstance(name, str) or not HEADER_NAME.fullmatch(name):
             raise InvalidAction("headers", name, "names of letters, digits and '-'")
         if name.lower() in FRAMING:
-            raise InvalidAction("headers", name, "others: this one is set for each request")
+            raise InvalidAction("headers", name, "other headers: this one is set for each request")
         require_header_value(f"headers[{name!r}]", value)
 
 
@@ -211,12 +211,12 @@ def require_seconds(field: str, value: object) -> None:
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a function returned no value, by its own fault."""
+    """A failure that the function itself caused."""
 
     kind: str
     """`raised`, `import` (its module cannot be imported), `arguments` (they cannot be unpickled), `unserialisable` (the
     returned value), `memory` (its limit was reached), `processes` (it had more than its limit), `exited` (it ended its
-    process), or `answer` (an endpoint responded with an error, or with what cannot be read)."""
+    process), or `answer` (an endpoint responded with an error or a malformed body)."""
     message: str
     """One line."""
     traceback: str = ""
@@ -224,7 +224,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FunctionResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The result of a call: a value, or why there is none."""
+    """The result of a call: a value or a failure."""
 
     failure: Failure | None = None
     value: msgspec.Raw = msgspec.Raw(b"\xc0")
@@ -241,12 +241,12 @@ def encode_failure(kind: str, message: str, traceback: str = "") -> bytes:
 
 
 def encode_value(value: bytes) -> bytes:
-    """The encoded result with this value, which is msgpack."""
+    """Encodes the result with this value, which is msgpack."""
     return _encode(FunctionResult(value=msgspec.Raw(value)))
 
 
 def decode_result(data: bytes) -> tuple[Failure | None, Any]:
-    """The failure or the value. Raises ManagerError for what is not a result."""
+    """Decodes the failure or the value. Raises ManagerError for a malformed result."""
     try:
         answer = _decode(data)
         return answer.failure, (None if answer.failure is not None else _value(answer.value))

@@ -1,9 +1,9 @@
 """Model services on devices: prepared once, restored on demand, evicted without a copy back.
 
 A service is a model that actions call by name. Host memory holds one read-only copy of its weights. When an action is
-granted devices, its service is copied onto exactly those, unless it is loaded there already. It stays loaded until
-others need the memory; the least recently used service is evicted first. Each device has a process in which engines
-run, so a model that crashes or hangs loses only what that process holds.
+granted devices, its service is copied onto exactly those devices, unless it is already loaded there. It stays loaded
+until another service needs the memory; the least recently used service is evicted first. Each device has a process for
+engines, so a model that crashes or hangs affects only the services in that process.
 
 Engines: `torch_engine` (any module), `transformers_engine` (rewards, teachers, judges), `server_engine` (a server with
 an OpenAI-compatible API that can sleep). Others are written against `engine.Engine`.

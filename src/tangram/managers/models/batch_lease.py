@@ -1,10 +1,9 @@
 """Batch lease: the calls of one service that share a chunk of devices, from their grant to their answers.
 
-Owns the leases of the calls. It locks its devices from the first to the last of its calls: those of an action and of
-the actions that share its grant (`Grant.batch`). Waiting calls are batched as far as the engine can. Each lease ends
-once; a payload that breaks a batch fails only its own call; stopping one call does not disturb the others; and a call
-that must not be repeated is never passed to an engine twice.
-"""
+Owns the leases of the calls: those of an action and of the actions that share its grant (`Grant.batch`). Locks its
+devices from the first call to the last. Batches waiting calls up to the limit of the engine. Promises that each lease
+ends once; that a payload that breaks a batch fails only its own call; that stopping one call does not affect the
+others; and that a call that is not idempotent is never passed to an engine twice."""
 
 from __future__ import annotations
 
@@ -45,9 +44,9 @@ class InferLease(UnmeteredLease):
         self.action = action
         self.payload = payload
         self.runs_alone = attempt > 1
-        """It was in a batch that failed, or it was lost: if it is the cause, it must not affect others again."""
+        """It was in a failed batch, or it was lost. It is repeated alone, since it may be the cause."""
         self.was_retried = False
-        """Its process had ended before the call began."""
+        """Its process ended before the call began."""
         self.is_stopped = False
         self.started_at = self.called_at = 0.0
         self.ended: asyncio.Future[LeaseResult] = asyncio.get_running_loop().create_future()
@@ -93,12 +92,13 @@ class BatchLease:
         """The service has to be loaded again before its next call."""
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self.is_closed = False
-        """No call can join any more."""
+        """Closed for further calls."""
 
     # ---- for callers ----
 
     async def join(self, action: Action, payload: bytes, attempt: int) -> InferLease:
-        """Returns when the service is loaded and calls begin. Raises why it cannot be. If cancelled, stops the call."""
+        """Returns when the service is loaded and calls begin. Raises errors of loading. If cancelled, stops the
+        call."""
         assert not self.is_closed
         lease = InferLease(self, action, payload, attempt)
         self._waiting[lease] = None
@@ -118,7 +118,7 @@ class BatchLease:
         if lease.ended.done():
             return
         if not all(other.is_stopped or other.ended.done() for other in self._in_flight):
-            lease.finish()  # the other calls of the batch go on
+            lease.finish()  # the other calls of the batch continue
             return
         process, call = self._process, self._call_id
         assert process is not None
@@ -133,7 +133,7 @@ class BatchLease:
     # ---- calls ----
 
     async def run(self) -> None:
-        """Make all calls. Errors go to the leases of the calls and are not raised here."""
+        """Makes all calls. Reports errors through the leases of the calls and raises none."""
         await self._manager.acquire(self._placement.devices)
         try:
             while self._waiting:
@@ -209,7 +209,7 @@ class BatchLease:
             self._in_flight, self._call_id = [], 0
 
     def _on_loss(self, batch: list[InferLease], error: ProcessLost) -> None:
-        """A call that had not begun is made again, once: its process ended before the call, not because of it."""
+        """Repeats calls that had not begun, once: their process ended before the call, not because of it."""
         again = [lease for lease in batch if not (error.begun or lease.was_retried or lease.is_stopped)]
         if not again:
             self._circuit_breaker.record_failure(str(error), self._clock.now(), _action_ids(batch))
@@ -221,7 +221,7 @@ class BatchLease:
         self._waiting = dict.fromkeys([*again, *self._waiting])
 
     def _on_failure(self, batch: list[InferLease], error: ServiceFailed) -> None:
-        """An engine that failed a batch may have carried it out: only idempotent calls are made again."""
+        """An engine that failed a batch may have executed it, so only idempotent calls are repeated."""
         failed = error.failed
         for lease in batch:
             if lease.is_stopped or failed.whose == "stopped":
@@ -245,7 +245,7 @@ class BatchLease:
                 lease.finish(lost=f"service {self._placement.service} failed{together}: {failed.reason}")
 
     def _record_failure(self, failed: RequestFailed, leases: list[InferLease]) -> None:
-        """Calls that are made again count only if they fail again."""
+        """Repeated calls count only if they fail again."""
         if failed.whose == "payload":
             self._circuit_breaker.record_rejection()
             return

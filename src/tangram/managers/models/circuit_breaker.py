@@ -1,13 +1,13 @@
 """The circuit breaker: a service that keeps failing gets no calls for a while.
 
-Owns the count of consecutive failures. A service whose engine crashes each time would cost every caller a restore and
-evict others for nothing. After FAILURES_MAX failures the circuit opens: calls are refused until a pause has passed,
-then one trial call is admitted (half-open).
+Owns the count of consecutive failures. Without it, a service whose engine always crashes would cost every caller a
+restore and evict other services in vain. After FAILURES_MAX failures the circuit opens: calls are refused until a pause
+has passed, then one trial call is admitted (half-open).
 
-Failures of different actions count: the retries of one action count once, and so does a batch. Crashes, hangs and
-failed loads always count. A call that raises counts only until a call of the service has succeeded: afterwards the
-cause is more likely a payload, and the payloads of one caller must not close the service for all others. Then
-FAILURES_MAX such actions in a row cause the service to be loaded again.
+The retries of one action count as one failure, and so does a batch. Crashes, hangs and failed loads always count. A
+call that raises counts only until a call of the service has succeeded: afterwards the cause is more likely a payload,
+and the payloads of one caller must not close the service for others. Then FAILURES_MAX such actions in a row reload the
+service.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CircuitBreaker:
         self._open_until = 0.0
         self._is_half_open = False
         self._has_succeeded = False
-        """A call has succeeded."""
+        """Whether a call has succeeded."""
         self._working_devices: set[Devices] = set()
         """Devices on which a call has succeeded since the service was loaded there."""
         self._errors_by_devices: dict[Devices, set[str]] = {}
@@ -45,7 +45,7 @@ class CircuitBreaker:
         return self._failures >= FAILURES_MAX
 
     def admit(self, now: float) -> None:
-        """Admit a use of the service. Raises AdmissionRefused. After it the caller reports the results of the calls,
+        """Admit a use of the service. Raises AdmissionRefused. Afterwards the caller reports the results of the calls,
         and finally calls `end_trial`."""
         if not self.is_open:
             return
@@ -59,7 +59,7 @@ class CircuitBreaker:
         self._is_half_open = True
 
     def on_loaded(self, devices: Devices) -> None:
-        """Forget what was known of the service on these devices."""
+        """Forget the state of the service on these devices."""
         self._working_devices.discard(devices)
         self._errors_by_devices.pop(devices, None)
 
@@ -70,11 +70,11 @@ class CircuitBreaker:
         self._close()
 
     def record_rejection(self) -> None:
-        """The engine rejected a payload: it works, and nothing more is known."""
+        """Record a rejected payload: the engine works."""
         self._close()
 
     def record_failure(self, reason: str, now: float, actions: Sequence[str] = ()) -> None:
-        """A load failed, or a process was lost. `actions`: those that it failed for, if any."""
+        """Record a failed load or a lost process. `actions`: the affected actions, if any."""
         self._reason = reason
         self._open_until = now + self._pause_s
         self._is_half_open = False
@@ -83,7 +83,7 @@ class CircuitBreaker:
             self._failed_actions.update(actions)
 
     def record_error(self, reason: str, now: float, devices: Devices, actions: Sequence[str]) -> bool:
-        """A call raised. True if the service has to be loaded again before its next call."""
+        """Record a call that raised. Returns True if the service must be reloaded before its next call."""
         if not self._has_succeeded:
             self.record_failure(reason, now, actions)
             return False
@@ -93,7 +93,7 @@ class CircuitBreaker:
         return devices in self._working_devices and len(raised) >= FAILURES_MAX
 
     def end_trial(self) -> None:
-        """The use that was admitted is over, with or without a result."""
+        """End the admitted use, with or without a result."""
         self._is_half_open = False
 
     def _close(self) -> None:

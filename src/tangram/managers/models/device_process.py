@@ -1,7 +1,7 @@
-"""The process of a device, from the side of the manager: started, called, and ended with all that it started itself.
+"""The manager's side of the process of a device: starts it, sends calls, and ends it with all its descendants.
 
-Owns the child process. Every request gets a reply, or ProcessLost if the process ends first. After `end`, nothing of
-the process is left.
+Owns the child process. Promises that every request gets a reply, or ProcessLost if the process ends first, and that
+after `end` no descendant of the process is left.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ProcessLost(ManagerError):
     """The process has ended before it replied."""
 
     begun = False
-    """Whether an engine had begun the call."""
+    """Whether an engine had started the call."""
 
 
 class DeviceProcessNotReady(ManagerError):
@@ -139,7 +139,7 @@ class DeviceProcess(ChildProcess):
         return ProcessLost(f"{self.name}: {reason}")
 
     def connection_lost(self, error: Exception | None) -> None:
-        """A process closes its end only by ending."""
+        """The process closes its socket only by ending."""
         set_done(self._disconnected)
         if self.alive:
             assert self._process is not None
@@ -149,5 +149,5 @@ class DeviceProcess(ChildProcess):
         self._on_unexpected_end(self)
 
     async def kill_remaining(self) -> None:
-        """Kill also what engines have started."""
+        """Also kills processes that engines have started."""
         await self._tree.kill()

@@ -1,9 +1,9 @@
 """The process of a device: runs engines and holds what they load.
 
-There is one for each device. It serves the chunks whose first device is its own, so what it holds may span several
+There is one for each device. It serves the chunks whose first device is its own, so its services may span several
 devices. One thread runs engines; another reads requests, unloads services while a call to another service runs, and
-interrupts calls. It owns only what it has loaded: `kill -9` loses that and the running call, and the manager starts
-another process. It ends with the manager.
+interrupts calls. Owns the loaded services: `kill -9` loses them and the running call, and the manager starts another
+process. It ends with the manager.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ REASON_CHARACTERS_MAX = 4000
 
 
 class CallInterrupted(BaseException):
-    """A call was interrupted. Not an Exception, so that no engine catches it as one of its own."""
+    """A call was interrupted. Not an Exception, so that engines do not catch it."""
 
 
 class LoadedService(NamedTuple):
@@ -204,7 +204,7 @@ class DeviceServer:
             self._running_call = 0  # later interrupts are ignored
         seconds = time.monotonic() - began_at
         if not isinstance(answers, list) or len(answers) != len(request.payloads):
-            count = len(answers) if isinstance(answers, list) else f"no list but {type(answers).__name__} of"
+            count = len(answers) if isinstance(answers, list) else f"not a list but {type(answers).__name__} of"
             raise TypeError(f"the engine gave {count} answers to {len(request.payloads)} payloads")
         for answer in answers:
             if not isinstance(answer, bytes) or len(answer) > PAYLOAD_BYTES_MAX:
@@ -224,7 +224,7 @@ class DeviceServer:
         return {}
 
     def _free_leftovers(self, request: LoadService | UnloadService, blocks: dict[Block, Device]) -> bool:
-        """Free what a failed load has allocated, or a failed unload has left. Returns whether all of it is free."""
+        """Free memory of a failed load or unload. Returns whether all of it is free."""
         if isinstance(request, LoadService):
             left = {block: device for block, device in self._blocks_of(request).items() if block not in blocks}
         else:

@@ -1,11 +1,11 @@
-"""Devices: memory that models are loaded into, over a link of some speed.
+"""Devices: memory for models, behind a link of limited speed.
 
 Owns blocks of device memory. Never decides what is loaded. An allocation beyond the memory of a device raises
 DeviceFull and changes nothing.
 
-CUDA devices are those of PyTorch. Where there are none, devices can be *emulated*: memory of the machine is really
-allocated, filled and freed; only its size and the speed of the link are invented. A copy takes as long as the link
-would need, or longer if the machine is slower. Figures from emulated devices are labelled emulated.
+CUDA devices are those of PyTorch. On machines without them, devices can be *emulated*: memory of the machine is really
+allocated, filled and freed; only its size and the speed of the link are parameters. A copy takes as long as the link
+needs, or longer if the machine is slower. Results from emulated devices are labelled emulated.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tangram.errors import InvalidConfig, ManagerError
 from tangram.processes.run_program import run_program
 
 CUDA_MEMORY_SHARE = 0.92
-"""The part of the memory of a CUDA device that services may use: contexts, kernels and libraries of each process that
-uses it take the rest."""
+"""The part of the memory of a CUDA device for services; the rest is for contexts, kernels and libraries of each process
+that uses it."""
 DISCOVER_S_MAX = 120.0
 """Time limit for importing PyTorch from a cold disk and listing its devices."""
 
 
 COPY_BYTES = 1 << 26
-"""Copied at once: Python holds the interpreter lock within a copy, and the other thread of the process has to run."""
+"""Size of one copy: Python holds the interpreter lock during a copy, and the other thread of the process must run."""
 
 
 class DeviceFull(ManagerError):
@@ -129,8 +129,8 @@ class Device(Protocol):
 
 
 class EmulatedMemoryUsage:
-    """Bytes that each process holds on each emulated device, which a driver would know of a real one. In memory shared
-    by all processes: each writes only its own column, and the manager clears that of a dead one. It needs no lock
+    """Bytes that each process holds on each emulated device; for real devices, the driver has this table. In memory
+    shared by all processes: each writes only its own column, and the manager clears that of a dead one. Needs no lock
     between processes, because one process at a time allocates on a device."""
 
     def __init__(self, fd: int, devices: int) -> None:

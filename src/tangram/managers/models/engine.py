@@ -1,4 +1,4 @@
-"""Engines: the interface by which a model is prepared, loaded on devices, called and unloaded.
+"""Engines: the interface to prepare a model, load it on devices, call it and unload it.
 
 Owns the contract between a service and the processes that run it, and the form of weights. Engines run in the processes
 of devices, where they may block, crash or hang; never in the process of the manager.
@@ -16,7 +16,7 @@ Loaded = Any
 """What `Engine.load` returns, passed back to the engine at each call."""
 
 ALIGNMENT_BYTES = 256
-"""Alignment of every piece, in host memory and on devices: the largest alignment that kernels of any device need."""
+"""Alignment of every piece, in host memory and on devices: the largest that device kernels need."""
 
 
 class Piece(NamedTuple):
@@ -39,11 +39,11 @@ class Weights:
     def __init__(self, pieces: Iterable[Piece], extra: bytes = b"") -> None:
         self.pieces = tuple(pieces)
         self.extra = extra
-        """Metadata of the engine about the whole, such as the modules without their tensors."""
+        """Metadata of the engine about the model, such as the modules without their tensors."""
         self.total_bytes = sum(piece.size for piece in self.pieces)
 
     def split(self, degree: int) -> list[tuple[Piece, ...]]:
-        """Whole pieces in order, a run of them for each device, as even as possible."""
+        """Divides the pieces, in order, into one consecutive part per device, as evenly as possible."""
         parts: list[list[Piece]] = [[] for _ in range(degree)]
         before = 0
         for piece in self.pieces:
@@ -53,7 +53,7 @@ class Weights:
         return [tuple(part) for part in parts]
 
     def need(self, degree: int) -> int:
-        """Bytes on the device with the most."""
+        """The largest number of bytes on a device."""
         return max(sum(piece.size for piece in part) for part in self.split(degree))
 
 
@@ -61,18 +61,18 @@ class Weights:
 class Engine(Protocol):
     """Subclass it, or implement these methods. All may block.
 
-    An engine whose weights are not those that it prepares, such as one for a server, sets `external_weights = True`;
-    its services have to declare the memory that they take on devices."""
+    An engine with weights outside of Tangram, such as one for a server, sets `external_weights = True`; its services
+    must declare the memory that they take on devices."""
 
     batch_max: int
     """The largest number of payloads of one `call`. 1: it cannot batch."""
 
     def warm(self, weights: Weights | None) -> None:
-        """Called once in every process, first: import what takes long to import. `weights`: those to be loaded here;
-        None in the process that prepares."""
+        """Called first, once in every process, for slow imports. `weights`: the weights that are loaded here; None in
+        the process that prepares."""
 
     def prepare(self) -> Weights:
-        """Called once, in a separate process: read or make the weights in host memory."""
+        """Called once, in a separate process: read or create the weights in host memory."""
         ...
 
     def load(self, weights: Weights, devices: Sequence[Device]) -> Loaded:
@@ -81,8 +81,8 @@ class Engine(Protocol):
         ...
 
     def call(self, loaded: Loaded, payloads: list[bytes]) -> list[bytes]:
-        """One answer for each payload. Raises InvalidAction if a payload is wrong; any other exception is a failure of
-        the service. If a batch fails, each of its payloads that may be called twice is called again alone."""
+        """Returns one answer for each payload. Raises InvalidAction for an invalid payload; any other exception is a
+        failure of the service. If a batch fails, each of its idempotent payloads is called again alone."""
         ...
 
     def unload(self, loaded: Loaded) -> None:

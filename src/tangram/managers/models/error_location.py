@@ -1,7 +1,6 @@
 """Error locations: where in an engine an exception was raised.
 
-Chooses one frame of the traceback. The last frame is mostly in a library; the last one of the user's own code is more
-useful to find a mistake.
+Chooses one frame of the traceback: the last one of the user's code, because the last of all is usually in a library.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ INSTALLED_DIRECTORIES = tuple(
 
 
 def location_of(error: BaseException) -> str:
-    """The place in the code, such as `my_engine.py, line 12, in call`: the last frame of code that was not
-    installed, else of any outside this package. Empty if there is none: the messages of engines of this package explain
-    themselves."""
+    """Returns the place in the code, such as `my_engine.py, line 12, in call`: the last frame of code that is not
+    installed, else the last one outside this package. Empty if there is none: messages of engines of this package need
+    no location."""
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if not _is_in(frame.filename, PACKAGE_DIRECTORY)
     ]

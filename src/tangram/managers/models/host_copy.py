@@ -1,7 +1,7 @@
-"""Host copies: the weights of every service, once in the memory of the machine, shared by all processes.
+"""Host copies: the weights of each service, stored once in the memory of the machine and shared by all processes.
 
-Owns the memory files (memfd) that hold them. A copy is sealed once it is written: the kernel then rejects every change.
-Processes map it without a copy of their own; its memory is freed when the last of them has ended.
+Owns their memory files (memfd). A complete copy is sealed: the kernel then rejects every change. Processes map it
+without copying; its memory is freed when the last of them has ended.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def write(weights: Weights, fd: int) -> HostCopyLayout:
         pieces.append(PieceLayout(piece.name, offset, piece.content.nbytes, piece.meta))
         offset += piece.size
     if offset:
-        os.posix_fallocate(fd, 0, offset)  # else a full machine kills the process that touches a missing page
+        os.posix_fallocate(fd, 0, offset)  # otherwise touching a missing page of a full machine kills the process
         with mmap.mmap(fd, offset) as shared, memoryview(shared) as target:
             for at, piece in zip(pieces, weights.pieces, strict=True):
                 target[at.offset : at.offset + at.size] = piece.content.cast("B")
@@ -56,12 +56,12 @@ def seal(fd: int) -> None:
 
 
 def attach(layout: HostCopyLayout, fd: int) -> tuple[Weights, mmap.mmap | None]:
-    """The weights as this process sees them, and the mapping that holds them. All pages are mapped now, not when a
+    """Returns the weights in the address space of this process, and their mapping. Maps all pages now, not when a
     service is restored."""
     if not layout.total_bytes:
         pieces = [Piece(at.name, memoryview(b""), at.meta) for at in layout.pieces]
         return Weights(pieces, layout.extra), None
-    # Older kernels let a sealed file be mapped only through a descriptor that cannot write.
+    # Older kernels map a sealed file only through a read-only descriptor.
     reader = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         shared = mmap.mmap(reader, layout.total_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)

@@ -1,12 +1,12 @@
 """The manager of model services: evict on execution.
 
 Owns the devices of one node, the processes that run engines on them and the host copies of all services. Starts each
-grant on exactly its devices, and decides only which services are evicted for it. A device never holds more than its
-memory, nothing in use is evicted, Evicted and Resident are published in the order in which they happened, and after
-`__aexit__` no process, memory or descriptor is left.
+grant on exactly its devices, and decides only which services are evicted for it. Promises that a device never holds
+more than its memory, that no service in use is evicted, that Evicted and Resident are published in order, and that no
+process, memory or descriptor is left after `__aexit__`.
 
 `start` returns when the service is on its devices and the call begins. So the time of a restore is between the grant
-and Started, where the scheduler learns it. `Usage.overhead_s` is the overhead after that.
+and Started, where the scheduler learns it. `Usage.overhead_s` is the overhead after Started.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tangram.processes.streams import Output
 log = logging.getLogger("tangram")
 
 UNLOAD_S_MAX = 30.0
-"""Freeing memory takes milliseconds; a server that is put to sleep copies its weights first."""
+"""Freeing memory takes milliseconds, but a server copies its weights before it sleeps."""
 
 
 class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,7 +112,7 @@ class ModelManager:
         self._tasks: set[asyncio.Task[None]] = set()
         self._memory_usage: EmulatedMemoryUsage | None = None
         self._descriptors: list[int] = []
-        self._closed_reason = "the manager of model services is not entered"
+        self._closed_reason = "the manager of model services is not open: use it inside `async with`"
         self._loads = self._evictions = self._calls = 0
         self._load_s = 0.0
 
@@ -171,7 +171,7 @@ class ModelManager:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """Publishes no Evicted for what the end evicts: the scheduler ends too."""
+        """Publishes no Evicted for services evicted by the shutdown: the scheduler ends too."""
         await run_to_completion(self._end_all("the manager of model services was closed"))
 
     def _keep_descriptor(self, fd: int) -> int:
@@ -279,7 +279,7 @@ class ModelManager:
         self._require_open()
         process = self._processes.get(placement.devices[0])
         if process is not None and process.has_ended:
-            await self.kill(process, "")  # its end may not have been noticed yet
+            await self.kill(process, "")  # its end may not have been detected yet
         if placement not in self._placements:
             await self._load(placement)
         self._placements.touch(placement)
@@ -324,7 +324,7 @@ class ModelManager:
         return process
 
     def _on_process_ended(self, process: DeviceProcess) -> None:
-        """Drop what the process had loaded on devices."""
+        """Drop the placements of an ended process."""
         index = next((index for index, other in self._processes.items() if other is process), None)
         if index is None or self._closed_reason:
             return
@@ -338,8 +338,8 @@ class ModelManager:
     # ---- loading and evicting ----
 
     async def _load(self, placement: ServicePlacement) -> None:
-        """Evict what is in the way, and load the service. What was evicted is not restored if the load fails: whether
-        it succeeds is known only when its memory is free. It is restored at its next call."""
+        """Evict services to make room, and load the service. If the load fails, evicted services are not restored until
+        their next call."""
         service, need = self._services[placement.service], self._need[placement.service, len(placement.devices)]
         for victim in self._placements.victims(placement.devices, need):
             await self.evict(victim)

@@ -1,7 +1,7 @@
 """The messages between a manager and the process of a device, over a socket pair.
 
-Framed by `processes.framing`. Both ends are this program, so no message is hostile; payloads and answers of engines are
-bytes that neither end looks into.
+Framed by `processes.framing`. Both ends are this program, so messages are trusted; payloads and answers of engines are
+opaque bytes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class CallService(DeviceRequest, frozen=True, kw_only=True, tag="Call"):
 
 
 class InterruptCall(DeviceRequest, frozen=True, kw_only=True, tag="Interrupt"):
-    """End the call, if it can be interrupted."""
+    """Interrupts the call, if possible."""
 
     call: int
 
@@ -77,7 +77,7 @@ class DeviceReply(msgspec.Struct, frozen=True, kw_only=True, tag=False):
 
 
 class CallStarted(DeviceReply, frozen=True, kw_only=True, tag="Begun"):
-    """Sent when the engine begins a call: from now on the call may have had effects."""
+    """Sent when the engine starts a call: from now on the call may have effects."""
 
 
 class RequestDone(DeviceReply, frozen=True, kw_only=True, tag="Done"):
@@ -87,7 +87,7 @@ class RequestDone(DeviceReply, frozen=True, kw_only=True, tag="Done"):
     """Prepare: bytes on each device, by degree."""
     batch_max: int = 1
     external_weights: bool = False
-    """Prepare: the weights are not in the host copy, so the service has to declare its memory."""
+    """Prepare: the weights are not in the host copy, so the service must declare its memory."""
     seconds: float = 0.0
     """Time that the engine took, without the transport."""
 
@@ -95,13 +95,13 @@ class RequestDone(DeviceReply, frozen=True, kw_only=True, tag="Done"):
 class RequestFailed(DeviceReply, frozen=True, kw_only=True, tag="Failed"):
     reason: str
     whose: str = "service"
-    """What is at fault: `service`; `payload`, of the caller; `config`, of the service; `full`, a device without enough
-    memory; `stopped`: the call was interrupted."""
+    """The cause: `service`; `payload`, of the caller; `config`, of the service; `full`, a device without enough memory;
+    `stopped`: the call was interrupted."""
     field: str = ""
     expected: str = ""
-    """What would be valid in the field of a payload or a config."""
+    """The valid values of the field of a payload or a config."""
     unclean: bool = False
-    """Memory is left on the devices that only the end of the process frees."""
+    """The devices hold memory that only the end of the process frees."""
 
 
 AnyDeviceRequest = DeviceHello | PrepareService | LoadService | UnloadService | CallService | InterruptCall

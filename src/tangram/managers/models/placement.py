@@ -1,7 +1,7 @@
 """Placement: which services are loaded on which devices, the memory each takes, and which to evict (LRU).
 
-Owns that table and loads or evicts nothing itself. No device is ever filled beyond its memory, and a service in use is
-never chosen for eviction.
+Owns that table; loads and evicts nothing. Promises that no device is filled beyond its memory, and that a service in
+use is never chosen for eviction.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PlacementTable:
         return sum(need for placement, need in self._need.items() if device in placement.devices)
 
     def victims(self, devices: tuple[int, ...], need: int) -> list[ServicePlacement]:
-        """What to evict, in order, so that each of these devices has `need` bytes free."""
+        """Returns the placements to evict, in order, so that each of these devices has `need` bytes free."""
         evicted: dict[ServicePlacement, None] = {}
         for device in devices:
             left = [placement for placement in self._need if device in placement.devices and placement not in evicted]
@@ -72,7 +72,7 @@ class PlacementTable:
 
     def remove(self, placement: ServicePlacement) -> None:
         if placement in self._in_use:
-            raise InvariantError(f"{placement} is to be evicted while it is in use")
+            raise InvariantError(f"{placement} cannot be evicted while it is in use")
         del self._need[placement]
 
     def drop(self, placement: ServicePlacement) -> None:

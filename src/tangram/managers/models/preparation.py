@@ -1,8 +1,8 @@
-"""Preparation: reads or makes the weights of every service once and writes them to host memory.
+"""Preparation: reads or creates the weights of every service once and writes them to host memory.
 
-It runs in a separate process that ends afterwards and frees what that took, so neither the manager nor the processes of
-devices hold a second copy. Services are prepared one after the other: what their engines import is imported once, and
-at most one service is in memory twice. Each is logged, because it may take long.
+Runs in a separate process that ends afterwards and frees its memory, so neither the manager nor the processes of
+devices hold a second copy. Prepares services one after the other: imports of engines happen once, and at most one
+service is in memory twice. Logs each service, because a preparation may take long.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The engine for servers: a model behind an OpenAI-compatible API with a sleep mode, such as vLLM.
 
 Owns the servers that it started, one for each chunk. Loading starts or wakes the server; evicting puts it to sleep at
-level 1, which keeps the weights in host memory, as `prepare` does for other engines. A service has to declare the
-memory that the server takes on its devices: `Service(memory_bytes=...)`.
+level 1, which keeps the weights in host memory, as `prepare` does for other engines. A service must declare the memory
+of the server on its devices: `Service(memory_bytes=...)`.
 
 The contract: `GET /health` is 200 when it serves; `POST /sleep?level=1`, `POST /wake_up`, `GET /is_sleeping`. The tests
 run against a small server that implements this contract, not against vLLM on real devices.
@@ -35,17 +35,17 @@ SLEEP_MODE = (
     "vLLM has them with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1 in its environment"
 )
 POLL_S = 0.05
-"""Between polls of a server that starts, wakes or goes to sleep."""
+"""Interval of polling a server that starts, wakes or enters sleep."""
 CONTROL_S_MAX = 120.0
 """Time limit of a request that does not run the model."""
 EXIT_WAIT_S = 0.5
-"""Between the closed connection of a server that crashes and its exit."""
+"""Time between the closed connection of a crashing server and its exit."""
 CLIENT_ERROR_STATUSES = range(400, 500)
-"""Faults of the caller, except for the following two."""
+"""Errors of the caller, except for the following two."""
 BUSY_STATUSES = (408, 425, 429)
 """The server may accept the same payload later."""
 MISCONFIGURED_STATUSES = (401, 403, 404, 405, 407)
-"""Faults of the configuration of the service: the path, the name of the model, a key."""
+"""Errors in the configuration of the service: the path, the name of the model, a key."""
 SHOWN_CHARACTERS_MAX = 500
 
 
@@ -81,7 +81,7 @@ class ServerEngine(Engine):
 
     def prepare(self) -> Weights:
         if self._command and shutil.which(self._command[0]) is None:
-            raise FileNotFoundError(f"there is no program {self._command[0]} to start the server with")
+            raise FileNotFoundError(f"the program {self._command[0]} that starts the server does not exist")
         return Weights([])
 
     def load(self, weights: Weights, devices: Sequence[Device]) -> ServerHandle:
@@ -158,7 +158,7 @@ class ServerHandle:
             self.wake()
 
     def sleep(self) -> None:
-        """Free its devices. A server that it started and that does not go to sleep is killed."""
+        """Free its devices. Kills a server that it started and that fails to enter sleep."""
         try:
             self._control("POST", "/sleep?level=1")
             self._wait(self._is_sleeping, "did not go to sleep")
@@ -184,7 +184,7 @@ class ServerHandle:
         self._wait(self._is_healthy, "was not healthy")
 
     def _kill(self) -> None:
-        """Kill it with its session; the manager kills what has left the session."""
+        """Kill it with its session; the manager kills processes that have left the session."""
         assert self._process is not None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -211,8 +211,8 @@ class ServerHandle:
         shown = f"{status}: {answer[:SHOWN_CHARACTERS_MAX].decode(errors='replace')}"
         if status in MISCONFIGURED_STATUSES:
             raise RuntimeError(
-                f"the service is set up wrongly: the server at {self._url} responded to POST {path} with {shown}; "
-                "look at `path`, at the name of the model in payloads, and at what the server requires of its clients"
+                f"the service is misconfigured: the server at {self._url} responded to POST {path} with {shown}; "
+                "check `path`, the name of the model in payloads, and the credentials that the server requires"
             )
         if status in CLIENT_ERROR_STATUSES and status not in BUSY_STATUSES:
             raise InvalidAction("payload", shown, f"a body that {path} takes")

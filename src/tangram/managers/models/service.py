@@ -22,7 +22,7 @@ T = TypeVar("T")
 LOAD_S_MAX = 600.0
 """Time limit for loading a service. A copy takes seconds; a server that is started for the first time takes minutes."""
 CALL_S_MAX = 600.0
-"""Time limit of one call: longer than a judge generates, short enough that a hanging device is not lost for a night."""
+"""Time limit of one call: more than a judge needs, and short enough to recover a hanging device soon."""
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,8 +30,8 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     engine: Any
-    """An Engine that can be pickled; or `module:name`, an Engine or a callable that makes one of `arguments`. The
-    processes of devices import it, this process never does."""
+    """An Engine that can be pickled; or `module:name`, an Engine or a callable that creates one from `arguments`. Only
+    the processes of devices import it."""
     arguments: dict[str, Any] = {}
     degrees: tuple[int, ...] = (1,)
     """Numbers of devices it can run on. It is loaded separately for each."""
@@ -39,9 +39,9 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     """On all of its devices together: weights and working memory. 0: the size of its weights; not allowed for an engine
     whose weights are elsewhere, such as in a server."""
     load_s_max: float = LOAD_S_MAX
-    """A load that takes longer is ended."""
+    """Time limit of a load."""
     call_s_max: float = CALL_S_MAX
-    """A call that takes longer is stopped, unless its caller sets another limit."""
+    """Time limit of a call, unless its caller sets another one."""
 
     def __post_init__(self) -> None:
         name = self.name
@@ -66,7 +66,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidConfig(f"{where} degrees", degrees, "increasing numbers of devices, such as (1, 2, 4)")
         for degree in degrees:
             if degree < 1 or degree & (degree - 1):
-                raise InvalidConfig(f"{where} degrees", degrees, "powers of two: devices come in such chunks")
+                raise InvalidConfig(f"{where} degrees", degrees, "powers of two: devices are allocated in such chunks")
         if type(self.memory_bytes) is not int or self.memory_bytes < 0:
             raise InvalidConfig(f"{where} memory_bytes", self.memory_bytes, "a whole number of bytes, at least 0")
         for field in ("load_s_max", "call_s_max"):
@@ -76,7 +76,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
         self.require_memory(external_weights=has_external_weights(self.engine))
 
     def pickled(self) -> bytes:
-        """The bytes from which the processes of devices make the engine."""
+        """The bytes from which the processes of devices create the engine."""
         source = (self.engine, self.arguments) if isinstance(self.engine, str) else (self.engine, None)
         try:
             return pickle.dumps(source)
@@ -98,7 +98,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidConfig(
                 f"service {self.name} memory_bytes",
                 self.memory_bytes,
-                "the bytes that it takes on its devices, such as 60 << 30: its weights are not in Tangram's memory",
+                "its size on devices in bytes, such as 60 << 30: its weights are not in Tangram's memory",
             )
 
     def require_fit(self, need_by_degree: dict[int, int], memory_bytes: Sequence[int]) -> None:
@@ -115,12 +115,12 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
                     f"service {self.name} at degree {degree}",
                     f"{need} bytes on each device",
                     f"at most {smallest} bytes, the memory of the smallest device it may be given; "
-                    "leave that degree out, or ask for less",
+                    "remove that degree, or declare less memory",
                 )
 
 
 def has_external_weights(engine: object) -> bool:
-    """Whether its weights are not those that it prepares, as its attribute `external_weights` declares."""
+    """Whether the engine declares `external_weights`: weights outside of Tangram."""
     return getattr(engine, "external_weights", False) is True
 
 
@@ -144,7 +144,7 @@ def engine_of(pickled: bytes) -> Engine:
 
 
 def imported(engine: str) -> Any:
-    """The value that `module:name` names."""
+    """Returns the value named by `module:name`."""
     module, _, attribute = engine.partition(":")
     value: Any = importlib.import_module(module)
     for name in attribute.split("."):

@@ -1,12 +1,12 @@
 """The engine for PyTorch: any module, its tensors as views into device memory.
 
-Owns how a module gets from host memory to devices. A module is built once, in the process that prepares. The host copy
-holds its tensors and the pickled module without them; on devices the two are joined again, so no factory runs and no
-file is read when a service is restored. All parameters and buffers are in the host copy, also those that a checkpoint
-omits; names that share a tensor share it again.
+Owns the transfer of a module from host memory to devices. A module is built once, in the process that prepares. The
+host copy holds its tensors and the pickled module without them; loading joins the two, so a restore runs no factory and
+reads no file. All parameters and buffers are in the host copy, also those that a checkpoint omits; names that share a
+tensor still share it.
 
-On several devices each tensor is whole on one of them, in order. A module that runs there has to move its activations
-between devices itself.
+On several devices each tensor is on one of them, in order. Such a module must move its activations between devices
+itself.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class PlacedModule(NamedTuple):
 class TorchEngine(Engine):
     """`factory(**arguments)` builds the module; `checkpoint` is a file with its state, as `torch.save` writes it.
 
-    `forward(module, payload) -> answer` and `forward_batch(module, payloads) -> answers` take and return bytes; padding
-    is up to them. Without either, payload and answer are a tensor as JSON, with NaN and infinities as in Python's
+    `forward(module, payload) -> answer` and `forward_batch(module, payloads) -> answers` take and return bytes, and do
+    their own padding. Without either, payload and answer are a tensor as JSON, with NaN and infinities as in Python's
     `json`.
 
     ValueError, TypeError, IndexError, KeyError and errors of PyTorch about shapes and types, raised by these functions
@@ -127,7 +127,7 @@ class TorchEngine(Engine):
             skeleton = pickle.dumps(module)
         except Exception as error:
             raise TypeError(
-                f"a module has to be picklable, and {type(module).__name__} is not: {error}; "
+                f"expected a picklable module, and {type(module).__name__} is not: {error}; "
                 "define its classes and functions at the top of a module"
             ) from error
         encode = msgspec.msgpack.encode
@@ -177,8 +177,8 @@ def imported(what: Factory, field: str = "") -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def payload_errors() -> Iterator[None]:
-    """Turn exceptions that a payload probably caused into InvalidAction."""
-    expected = "what the module and its `forward` take"
+    """Convert exceptions that a payload probably caused into InvalidAction."""
+    expected = "a payload that the module and its `forward` accept"
     try:
         yield
     except (ValueError, TypeError, LookupError) as error:

@@ -9,7 +9,7 @@ from tangram.errors import InvalidAction
 from tangram.managers.work import MIB, Work
 
 PAYLOAD_BYTES_MAX = 256 * MIB
-"""The largest payload and the largest answer: both cross a socket whole. Larger things are named by a path."""
+"""Size limit of a payload and of an answer: each is one message on a socket. Pass the path of larger data."""
 
 
 class Infer(Work, frozen=True, kw_only=True, tag="Infer"):

@@ -1,1 +1,1 @@
-"""Quotas: what external APIs allow, and how much of it is used after an API has refused a request."""
+"""Quotas: the limits of external APIs, and the rate that is used after an API has refused a request."""

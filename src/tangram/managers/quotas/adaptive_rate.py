@@ -1,10 +1,10 @@
-"""Adaptive rate: how much of a quota is used after the API has refused a request, and how the share grows back.
+"""Adaptive rate: the share of a quota that is used after the API has refused a request, and its recovery.
 
-Pure: time comes in as an argument. Owns the share of one quota, from 0 (a pause) to 1. After a refusal it pauses for as
-long as the API requires, then uses somewhat less than what the API has let through. Refusals of requests that were
-under way at that time belong to the same event: they refine its estimate and do not start another pause. Without
-refusals the share grows back along a cubic curve (as in TCP CUBIC): fast at first, slowly around the rate that was let
-through, then ever faster, so that a raised limit is soon used.
+Pure: the time is an argument. Owns the share of one quota, from 0 (a pause) to 1. After a refusal it pauses for as long
+as the API requires, then uses slightly less than the API has accepted. Refusals of requests in flight at that time
+belong to the same event: they refine its estimate and do not start another pause. Without refusals the share recovers
+along a cubic curve (as in TCP CUBIC): fast at first, slowly around the accepted rate, then increasingly faster, so that
+a raised limit is soon used.
 
 Parses the headers in which APIs state their limits: `Retry-After`, `RateLimit-*`, also without a suffix,
 `X-RateLimit-*`, `X-Rate-Limit-*` (with the suffixes `-requests` and `-tokens` that some add) and
@@ -23,33 +23,32 @@ from datetime import datetime
 import msgspec
 
 BACKOFF_FACTOR = 0.8
-"""After a refusal, this part of the rate that was let through is used."""
+"""After a refusal, this part of the accepted rate is used."""
 SHARE_MIN = 0.05
-"""At least this part of the quota is used: enough requests must go out to notice a recovery."""
+"""At least this part of the quota is used: detecting a recovery needs requests."""
 RECOVERY_STEPS = 4
-"""Time until the full rate that was let through is used again. If the limit stays the same, a few requests are refused
-about every second time, which is how a higher limit would be discovered."""
+"""Time until the full accepted rate is used again. If the limit stays the same, a few requests are refused about every
+second time; a higher limit is discovered in the same way."""
 STEP_S_MIN = 1.0
 """The share grows in steps of one window, and not faster than this."""
 PRIOR_RESPONSES = 4
-"""Successes assumed in addition to the observed answers, for when there are hardly any: a single refusal proves
-little."""
+"""Successes assumed in addition to the observed answers, because a single refusal proves little."""
 PASSED_SHARE_MIN = 0.1
-"""Lower bound for the part that one refusal event can imply is allowed: some APIs report only the refusals."""
+"""Lower bound of the accepted part that one refusal event can imply: some APIs report only refusals."""
 RESPONSES_MAX = 1000
-"""The last answers: enough to estimate which part is let through."""
+"""Number of recent answers: enough to estimate the accepted part."""
 PAUSE_S, PAUSE_S_MAX = 1.0, 60.0
-"""Pause after a refusal that states none. Doubled if the next refusal comes within one window of its end and nothing
-was let through meanwhile."""
+"""Pause after a refusal that states none. Doubled if the next refusal follows within one window of its end and no
+request was accepted meanwhile."""
 WAIT_S_MAX = 3600.0
 """Upper bound for a pause that an API requires: a mistaken or hostile one must not stop a run for days."""
 TOO_MANY, UNAVAILABLE, OVERLOADED = 429, 503, 529
 ROUNDING = 1e-6
-"""A sum of seconds may round to this much below a whole step."""
+"""Rounding error of a sum of seconds below a whole step."""
 
 
 class RateLimitAdvice(msgspec.Struct, frozen=True):
-    """What a response states about limits."""
+    """The statements of a response about limits."""
 
     refused: bool = False
     """The request was refused because of a limit."""
@@ -61,7 +60,7 @@ class AdaptiveRate:
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
         self._reduced = self._allowed = 1.0
-        """The share that is used after a refusal, and the share that the API let through."""
+        """The share that is used after a refusal, and the share that the API accepted."""
         self._steps = 0
         """The start of the growth of the share."""
         self._recovered_at = -math.inf
@@ -69,9 +68,9 @@ class AdaptiveRate:
         self._throttled_share = 1.0
         """The share that was refused."""
         self._throttled_responses: _ResponseWindow | None = None
-        """The answers to what was granted in the preceding window; None if they do not apply to the current quota."""
+        """Answers to requests granted in the preceding window; None if they do not apply to the current quota."""
         self._responses = _ResponseWindow()
-        """The answers to what was granted since."""
+        """Answers to requests granted since."""
         self._paused_until = -math.inf
         self._pause_s = PAUSE_S
 
@@ -91,8 +90,7 @@ class AdaptiveRate:
             self._throttle(now, bare=advice.wait_s is None)
 
     def set_window(self, window_s: float) -> None:
-        """The quota of the API has changed. Pause and share stay; which part of the new quota is let through is
-        unknown."""
+        """Record a changed quota of the API. Pause and share stay; the accepted part of the new quota is unknown."""
         self._reduced, self._allowed, self._steps = self._current_share(), 1.0, 0
         self._throttled_responses = None
         self._window_s = window_s
@@ -133,7 +131,7 @@ class AdaptiveRate:
         self._back_off(self._throttled_responses)
 
     def _back_off(self, responses: _ResponseWindow) -> None:
-        """The share that the API allows, as far as the refusals so far tell."""
+        """The estimate of the share that the API allows, from the refusals so far."""
         let_through = max(PASSED_SHARE_MIN, responses.passed_share())
         self._allowed = max(SHARE_MIN / BACKOFF_FACTOR, self._throttled_share * let_through)
         self._reduced = BACKOFF_FACTOR * self._allowed
@@ -145,13 +143,13 @@ class AdaptiveRate:
             self._recovered_at += steps * self._step_s
 
     def _current_share(self) -> float:
-        """A cubic curve that is flat at the share that is allowed."""
+        """A cubic curve that is flat at the allowed share."""
         missing = ((RECOVERY_STEPS - self._steps) / RECOVERY_STEPS) ** 3
         return min(1.0, self._allowed - (self._allowed - self._reduced) * missing)
 
 
 class _ResponseWindow:
-    """How many of the last requests were let through."""
+    """Counts how many of the last requests were accepted."""
 
     def __init__(self) -> None:
         self._responses: deque[tuple[float, bool]] = deque()

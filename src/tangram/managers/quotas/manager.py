@@ -1,15 +1,15 @@
-"""Quotas: what an API allows, as pools, and the leases of their users.
+"""Quotas: the limits of APIs as pools, and the leases on them.
 
-Owns the names of those pools and every lease on them. Never calls an API: the holder of a lease does. Decides nothing
-but how much of a quota may be used after the API has refused a request (adaptive_rate.py). Promises that each unit of a
-quota is granted once in any window, whichever clock the API uses, and that a lease ends when its holder releases it and
-not earlier: an action that is stopped during a request holds the quota until the request has ended. The end of the
-manager ends all leases.
+Owns the names of those pools and every lease on them. Never calls an API: the holder of a lease does. Decides only how
+much of a quota may be used after the API has refused a request (adaptive_rate.py). Promises that each unit of a quota
+is granted once in any window, whichever clock the API uses, and that a lease does not end before its holder releases
+it: an action that is stopped during a request holds the quota until the request has ended. The end of the manager ends
+all leases.
 
 The rate limiter itself is a pool with a sliding window: the ledger of the scheduler (core/ledger.py) counts the units
 and returns them when the window has passed.
 
-    search             requests under way
+    search             concurrent requests
     search/requests    requests in a window of time
     search/tokens      tokens in a window of time
 """
@@ -33,11 +33,11 @@ from tangram.processes.streams import Output
 
 REQUESTS, TOKENS = "requests", "tokens"
 ARRIVAL_S = 1.0
-"""A request has reached the API by then, also on a busy machine. Only a request that takes longer counts from its start
-plus this time instead of from its end."""
+"""Time within which a request reaches the API, also on a busy machine. Only a request that takes longer counts from its
+start plus this time instead of from its end."""
 
 PAUSE_LOGGED_S = 5.0
-"""An action that waits longer than this because of an API gets a reason."""
+"""An action that waits longer than this for an API gets a reason."""
 
 EventListener = Callable[[Event], None]
 
@@ -45,8 +45,8 @@ log = logging.getLogger("tangram")
 
 
 class Rate(msgspec.Struct, frozen=True):
-    """`units` in `seconds`, however the API counts: in fixed windows, in the seconds before each request, or as a token
-    bucket that holds that many and refills steadily."""
+    """`units` in `seconds`, for every way of counting: fixed windows, a sliding window, or a token bucket of that size
+    that refills steadily."""
 
     units: int
     seconds: float
@@ -57,8 +57,8 @@ class Rate(msgspec.Struct, frozen=True):
         Window(seconds=self.seconds)
 
     def pool(self, kind: str, share: float = 1.0) -> Pool:
-        """A pool with a part of the units; at least one, so that no action starves. A limit that holds in every
-        interval of that length satisfies all ways to count."""
+        """Returns a pool with a part of the units; at least one, so that no action starves. A limit in every interval
+        of that length satisfies all ways of counting."""
         window = Window(seconds=self.seconds, sliding=True, arrival_s=ARRIVAL_S)
         return Pool(kind=kind, total=max(1, int(self.units * share)), window=window)
 
@@ -138,13 +138,13 @@ class QuotaLease:
         return None
 
     def release(self, spent: dict[str, int] | None = None) -> None:
-        """Release it. `spent`: what was really used of pools that were granted by estimate."""
+        """Release it. `spent`: the actual use of pools that were granted by estimate."""
         if not self._ended.done():
             self._ended.set_result(LeaseResult(usage=Usage(spent=spent)))
             self._on_end()
 
     async def stop(self) -> None:
-        """Only the holder can release it: its request is under way, whatever becomes of the action."""
+        """Does not end the lease: only the holder can release it, because its request may be in flight."""
         self._stopped = True
         if self._is_abandoned:
             self.release()
@@ -158,7 +158,7 @@ class QuotaLease:
 
 
 class QuotaManager:
-    """The executor of work that its caller does: it holds what was granted until the caller releases it."""
+    """The executor of work that the caller does itself: holds the grant until the caller releases it."""
 
     def __init__(self, quotas: Iterable[Quota], on_event: EventListener) -> None:
         """`on_event` is called with pools that appear or change from now on."""
@@ -236,7 +236,7 @@ class QuotaManager:
         return lease
 
     def release(self, action: str, spent: dict[str, int] | None = None) -> None:
-        """Does nothing if it has ended already."""
+        """Does nothing if it has ended."""
         lease = self._leases.get(action)
         if lease is not None:
             lease.release(spent)

@@ -37,7 +37,7 @@ class WaitingGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BufferState(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole state of a buffer. What was being trained on waits in it."""
+    """The whole state of a buffer. The batch in training counts as waiting."""
 
     version: int
     waiting: tuple[WaitingGroup, ...]
@@ -65,7 +65,7 @@ class BufferStatistics(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int
     """Number of groups that are being played."""
     waiting: int
-    """Number of groups that wait for a step."""
+    """Number of groups waiting for a step."""
     training: int
     """Number of groups in the current step."""
     bytes: int

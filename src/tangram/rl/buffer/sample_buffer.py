@@ -136,7 +136,7 @@ class SampleBuffer:
     @property
     def version_min(self) -> int:
         """The staleness bound: the lowest version of a first token that can still be trained on. While a step runs,
-        the next one starts a version later, so what is too stale for that step is already lost."""
+        the next one starts a version later, so samples too stale for that step are already lost."""
         return max(0, self._next_version - self._staleness_bound) if self._enforces_staleness else 0
 
     def has_started(self, number: int) -> bool:
@@ -235,7 +235,7 @@ class SampleBuffer:
         return TrainingBatch(version=self.version, groups=tuple(each.group for each in self._training.values()))
 
     def drop_stale(self) -> tuple[DroppedGroup, ...]:
-        """Drops what is too stale for the next step. Returns it with all drops that were not reported yet."""
+        """Drops groups that are too stale for the next step. Returns them with all drops that were not reported yet."""
         dropped, self._unreported = [*self._unreported, *self._drop_stale_waiting()], []
         return tuple(dropped)
 
@@ -277,8 +277,8 @@ class SampleBuffer:
         batch_min: int | None = None,
         wait_s: float | None = None,
     ) -> Self:
-        """Restores a saved buffer. What was in flight has to be played again, or dropped by `drop`. If the bounds are
-        smaller now, `drop_stale` reports what was dropped."""
+        """Restores a saved buffer. Groups that were in flight must be played again, or dropped by `drop`. If the bounds
+        are smaller now, `drop_stale` reports the dropped groups."""
         self = cls(
             batch=batch,
             staleness_bound=staleness_bound,
@@ -290,7 +290,7 @@ class SampleBuffer:
         )
         self._in_flight = {ticket.group: ticket for ticket in state.in_flight}
         for each in state.waiting:
-            # A clock that restarted shows less: then the wait restarts too.
+            # After a restart of the clock, the wait restarts too.
             restored = WaitingGroup(group=each.group, version=each.version, since=min(each.since, now))
             self._add_waiting(_BufferedGroup(group_number(each.group.id), restored, group_bytes(each.group)))
         self._settled = SettledGroups(state.trained, state.dropped, state.dropped_by_cause)
@@ -304,10 +304,10 @@ class SampleBuffer:
     def rollback(self, to: BufferState, consumed: Iterable[Group], now: float) -> tuple[DroppedGroup, ...]:
         """Goes back to `to`, the state saved with the checkpoint that the trainer restarts from.
 
-        `consumed`: groups that ended before or since then and were trained on since, as far as they were logged; others
-        do no harm. What the surviving weights were trained on stays trained, and what was dropped stays dropped. All
-        other groups without tokens of later weights wait again. The rest is dropped with cause `lost_lineage`, as
-        is what was trained on since and was not logged."""
+        `consumed`: the logged groups that were trained on since then; further groups have no effect. Groups that the
+        surviving weights were trained on stay trained, and dropped groups stay dropped. All other groups without tokens
+        of later weights wait again. The rest is dropped with cause `lost_lineage`, and so are groups that were trained
+        on since and were not logged."""
         assert to.version <= self.version, f"cannot go back from version {self.version} to {to.version}"
         revoked = self._settled.rollback_to(to.trained)
         revoked |= {each.number for each in self._training.values()}
@@ -340,7 +340,7 @@ class SampleBuffer:
 
     @property
     def _next_version(self) -> int:
-        """The version from which the next step starts that has not begun."""
+        """The version from which the next step will start."""
         return self.version + 1 if self._training else self.version
 
     def _fresh(self) -> list[_BufferedGroup]:

@@ -44,7 +44,7 @@ NAMED_TABLES = ("tasks", "engines", "teachers")
 
 class SettingChange(NamedTuple):
     key: str
-    """As in --set; with the element of an array table in brackets."""
+    """The key as in --set; with the element of an array table in brackets."""
     fixed_key: str
     """The key to look up in FIXED_KEYS."""
     before: Any
@@ -74,7 +74,7 @@ def _refusal(key: str, change: SettingChange, reason: str) -> InvalidConfig:
     return InvalidConfig(
         key,
         change.after,
-        f"{change.before!r} as before, because {reason}; or a new run that begins with the weights of this one "
+        f"{change.before!r} as before, because {reason}; or a new run that starts with the weights of this one "
         "(policy.checkpoint)",
     )
 

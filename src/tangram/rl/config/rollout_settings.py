@@ -1,7 +1,7 @@
 """Settings of a rollout: the tables of its config, as records.
 
-Owns every key, its default and its description. Never reads a file and never makes what a table describes. Promises
-that every record is valid, however it was made.
+Owns every key, its default and its description. Never reads a file and never creates the described objects. Promises
+that every record is valid, however it was created.
 
     RolloutSettings   the whole file
     ├── policy        [policy]      the model that plays
@@ -131,7 +131,7 @@ class RewardSettings(ConfigTable, frozen=True, kw_only=True):
         if self.kind in ("model", "teacher") and not self.service:
             raise InvalidConfig("service", self.service, "the name of a model service")
         for key, kinds in KINDS_BY_KEY.items():
-            # It would be ignored, and the policy trained on an unintended reward.
+            # Otherwise it would be ignored, and the policy trained on an unintended reward.
             if getattr(self, key) and self.kind not in kinds:
                 set_it = " or ".join(f'kind = "{kind}"' for kind in kinds)
                 expected = f'{set_it} beside it: kind = "{self.kind}" does not use it'

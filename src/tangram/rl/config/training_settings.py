@@ -1,7 +1,7 @@
 """Settings of a training run: those of a rollout, and the tables about learning.
 
-Owns every key, its default and its description. Never reads a file and never makes what a table describes. Promises
-that every record is valid, however it was made, and that no run trains on stale samples without a correction.
+Owns every key, its default and its description. Never reads a file and never creates the described objects. Promises
+that every record is valid, however it was created, and that no run trains on stale samples without a correction.
 
     TrainSettings     the whole file; all tables of RolloutSettings, and
     ├── training      [training]     the schedule: mode, staleness, steps, batch
@@ -229,12 +229,12 @@ class TrainSettings(RolloutSettings, frozen=True, kw_only=True):
 
     @property
     def is_group_relative(self) -> bool:
-        """Whether a reward counts relative to its group, so that a single member teaches nothing."""
+        """Whether a reward counts relative to its group, so that a single member has no advantage."""
         own = self.objective
         return own.kind == "grpo" and (own.zero_variance == "drop" or own.advantage in ADVANTAGES)
 
     def require_group_baseline(self) -> None:
-        """Raises InvalidConfig for groups whose rewards can never teach anything."""
+        """Raises InvalidConfig for groups that can never have an advantage."""
         if self.is_group_relative and self.groups.size < 2:
             expected = (
                 "at least 2: a reward is measured against those of its group, and of one alone nothing is learned; or "
@@ -243,7 +243,7 @@ class TrainSettings(RolloutSettings, frozen=True, kw_only=True):
             raise InvalidConfig("groups.size", self.groups.size, expected)
 
     def with_trainable_groups(self) -> Self:
-        """Drops groups, rather than closing them with one member, where that would teach nothing."""
+        """Drops groups instead of closing them with one member if that member would have no advantage."""
         if not self.is_group_relative or self.groups.size_min > 1:
             return self
         return msgspec.structs.replace(self, groups=msgspec.structs.replace(self.groups, size_min=2))

@@ -28,7 +28,7 @@ from tangram.rl.environments.shared_setup import prepare_tasks
 CALL_TIMEOUT_S = 120.0
 """Time limit of one reset, step or close: a sandbox starts within seconds, so a longer call hangs."""
 DEMONSTRATIONS_CONCURRENT_MAX = 16
-"""Demonstrations played at once: enough to hide the latency of an environment, few enough for small pools."""
+"""Concurrent demonstrations: enough to hide the latency of an environment, few enough for small pools."""
 
 REPR_CHARACTERS_MAX = 120
 """Longest repr of a value in a message."""
@@ -52,7 +52,7 @@ class ProtocolViolation(TypeError):
 
 @runtime_checkable
 class SeesEnvironment(Protocol):
-    """An agent that sees its environment once, before the first observation: for experts that need more than
+    """An agent that gets its environment once, before the first observation: for experts that need more than
     observations."""
 
     def see(self, environment: Environment) -> None: ...

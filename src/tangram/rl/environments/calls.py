@@ -1,4 +1,4 @@
-"""Calls of environments, each in a task of its own.
+"""Calls of environments, each in a separate task.
 
 An environment is user code: it may swallow a cancellation, or exit Python. Owns how such a call ends. Promises that
 cancelling a call takes at most ENDING_S_MAX, and that SystemExit and KeyboardInterrupt of a call are ordinary errors:
@@ -46,7 +46,7 @@ async def cancel_call(call: asyncio.Task[Any], within_s: float | None = None) ->
         return True
     call.cancel()  # in case it handles a later one
     asyncio._unregister_task(call)  # asyncio.run would wait for it forever
-    call._log_destroy_pending = False  # type: ignore[attr-defined]  # that it was left behind is for the caller to tell
+    call._log_destroy_pending = False  # type: ignore[attr-defined]  # the caller reports the abandoned call
     return False
 
 

@@ -11,16 +11,16 @@ ends when they pass, or with the last turn. The environment itself rewards these
 `verdict`: the whole suite as one elastic action, on one or two cores as the scheduler decides, called by a reward of
 kind `command`.
 
-An unknown operator is written to the file as it is, and makes it untrusted code. So no output of a sandbox is trusted:
-the test program comes with its command, and is no file that could be patched; it reports what the functions returned,
-not whether that is correct, and the expected values exist only outside. Code that writes to its output, kills it or
-imitates it can only report results, and would have to know the correct ones. The verdict uses another sandbox, in which
-no code of the agent ran, after the first one is released: nothing that waits for memory holds any.
+An unknown operator is written to the file unchanged, and makes it untrusted code. So no output of a sandbox is trusted:
+the test program is part of its command, not a file that could be patched; it reports the returned values, not whether
+they are correct, and the expected values exist only outside. Code that writes to its output, kills it or imitates it
+can only report values, and would need the correct ones. The verdict uses another sandbox, in which no code of the agent
+ran, after the first one is released, so that an episode that waits for memory holds none.
 
 A file with known operators only is trusted. Its tests run in a program that waits in the sandbox, and a sandbox that
-ran only such code is as good as new: within `prepare` it is kept for the next episode or verdict
+ran only such code is clean: within `prepare` it is kept for the next episode or verdict
 (environments/warm_test_sandboxes.py). A file that does not compile runs nothing. After the first untrusted line that
-compiles, each run is a process of its own, and the sandbox is closed on release.
+compiles, each run is a separate process, and the sandbox is closed on release.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ VERDICT_PRIORITY = 1
 OUTPUT_BYTES_MAX = 64 << 10
 """Output limit of a test run, which writes a few bytes per case."""
 NUMBER_CHARACTERS_MAX = 4
-"""Most characters of a case or its result."""
+"""Maximum characters of a case or its result."""
 EDIT_CHARACTERS_MAX = 200
 """Longest text that an edit may write."""
 

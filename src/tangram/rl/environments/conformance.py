@@ -1,7 +1,7 @@
-"""The conformance check: whether a task keeps the environment protocol.
+"""The conformance check: whether a task implements the environment protocol.
 
 Owns the findings: each names the requirement and, if it is broken, what was expected, what happened and what to do.
-Never raises for a fault of the task, and closes all that it opens. For users' own environments:
+Never raises for an error of the task, and closes every environment that it opens. For users' own environments:
 
     report = await check("my_package.maze:Maze", resources=ExternalResources(client=client))
     print(report.text())
@@ -38,7 +38,7 @@ hundred checks."""
 
 
 CALL_S_MAX = 30.0
-"""Time limit of one reset, step or close: a sandbox starts within seconds, and a person waits for the check."""
+"""Time limit of one reset, step or close: a sandbox starts within seconds, and the check is interactive."""
 
 
 class ConformanceFinding(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +122,7 @@ async def check(
                 findings[finding.name] = finding
                 broken = [finding.name] if finding.name != name else []
             if broken:
-                reason = f"it can be judged once `{broken[0]}` is kept"
+                reason = f"it can be checked once `{broken[0]}` holds"
                 findings[name] = ConformanceFinding(
                     name=name, requirement=CHECKS[name][0], verdict="skipped", came=reason
                 )
@@ -151,12 +151,12 @@ async def _run_check(name: str, judging: Awaitable[None]) -> ConformanceFinding:
             CLOSE_ADVICE,
         )
     except Exception as error:
-        verdict, expected, actual = "failed", "an answer as the protocol knows it", error_text(error)
-        advice = "raise only if the infrastructure failed; answer what an agent does wrong with an observation"
+        verdict, expected, actual = "failed", "an answer that the protocol allows", error_text(error)
+        advice = "raise only if the infrastructure failed; respond to invalid actions with an observation"
         if isinstance(error, ProtocolViolation):
-            advice = "return a text from reset, and a Step of this kind from step"
+            advice = "return a string from reset, and a Step from step"
         if isinstance(error, TimeoutError):
-            advice = "answer within the limit, or raise the limit if it needs more"
+            advice = "return within the limit, or raise the limit"
     return ConformanceFinding(
         name=name, requirement=CHECKS[name][0], verdict=verdict, expected=expected, came=actual, advice=advice
     )

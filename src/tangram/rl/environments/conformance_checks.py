@@ -27,8 +27,8 @@ from tangram.rl.environments.shared_setup import prepare_tasks
 REPEATED_EPISODES = 5
 """Episodes that are replayed, or interleaved."""
 EXPERT_MIN, RANDOM_MAX, TEACHER_MAX = 0.95, 0.25, 0.5
-"""Shares of the highest reward. A task that random actions solve teaches nothing; a teacher that solves it leaves
-nothing to learn; an expert that does not solve it suggests that it cannot be solved."""
+"""Shares of the highest reward. If random actions solve a task, or the teacher does, there is nothing to learn; if the
+expert does not solve it, it may be unsolvable."""
 TICKS = (1, 2, 4)
 """Rounds of the event loop after which a call is cancelled."""
 TASK_END_S = 5.0
@@ -50,7 +50,7 @@ GARBAGE: Mapping[str, str] = {
 }
 
 
-CLOSE_ADVICE = "let close give back what there is, and nothing if there is nothing"
+CLOSE_ADVICE = "release in close whatever was acquired so far, and do nothing if there is nothing"
 """Advice for a close that raises or hangs."""
 
 
@@ -108,7 +108,7 @@ class ConformanceChecker:
             raise CheckFailed(
                 "reward_range = (least, most)",
                 f"({low}, {high})",
-                "write the range that the rewards of an episode may have",
+                "declare the range of the rewards of an episode",
             )
 
     async def plays(self) -> None:
@@ -124,14 +124,14 @@ class ConformanceChecker:
             again = await self._first_observation(episode.seed)
             if episode.observation != again:
                 actual = f"seed {episode.seed}: {short_repr(episode.observation)}, and then {short_repr(again)}"
-                advice = "make all chance of random.Random(seed): no time, no global random, no hash() of text"
+                advice = "draw all randomness from random.Random(seed): no time, no global random, no hash() of text"
                 raise CheckFailed("the same observation for the same seed", actual, advice)
 
     async def steps_repeat(self) -> None:
         for episode in self._some_episodes():
             again = await self._play(ScriptedAgent(episode.actions), episode.seed)
             if _trace(episode) != _trace(again):
-                advice = "make all chance of the seed and the turn, and keep nothing from one episode to the next"
+                advice = "derive all randomness from the seed and the turn, and keep no state between episodes"
                 raise CheckFailed("the same answers to the same actions", _difference(episode, again), advice)
 
     async def seeds_differ(self) -> None:
@@ -145,8 +145,8 @@ class ConformanceChecker:
             traces.add(_trace(await self._play(ScriptedAgent(actions), episode.seed)))
         if len(traces) == 1:
             start = short_repr(one[0].observation)
-            actual = f"{len(self._seeds)} seeds, each of which begins with {start} and goes on alike"
-            raise CheckFailed("seeds that make different episodes", actual, "use the seed that reset is given")
+            actual = f"{len(self._seeds)} seeds with the same first observation {start} and the same course"
+            raise CheckFailed("seeds that give different episodes", actual, "use the seed that reset is given")
 
     async def instances_apart(self) -> None:
         some = self._some_episodes()
@@ -158,7 +158,7 @@ class ConformanceChecker:
                 if _trace(alone) != _trace(again):
                     advice = "keep state in the instance: nothing in the class, the module or the global random"
                     raise CheckFailed(
-                        "two episodes at once that go as each does alone", _difference(alone, again), advice
+                        "two concurrent episodes with the same course as alone", _difference(alone, again), advice
                     )
 
     # ---- its observations, actions and rewards ----
@@ -179,12 +179,12 @@ class ConformanceChecker:
                 except TimeoutError:
                     raise
                 except Exception as error:
-                    advice = "answer with an observation that says what is wrong, or end the episode"
+                    advice = "return an observation that explains the error, or end the episode"
                     raise CheckFailed("an answer to any action", f"{error_text(error)}, for {what}", advice) from error
 
     async def words(self) -> None:
         if not self._task.words:
-            raise CheckSkipped("it names no words: it is for a tokenizer of text")
+            raise CheckSkipped("it declares no words: it needs a tokenizer of text")
         texts = [(f"agent {episode.agent}", text) for episode in self._all_episodes() for text in episode.actions]
         texts += [("an observation", text) for episode in self._all_episodes() for text in episode.observations]
         texts += [(f"the observation after {what}", step.observation) for what, step in self._garbage_steps]
@@ -192,14 +192,14 @@ class ConformanceChecker:
         for origin, text in texts:
             unknown = [word for word in text.split() if word not in known]
             if unknown:
-                advice = "add it to `words`; never repeat text of an agent, which may be anything"
+                advice = "add it to `words`; never repeat text of an agent, which may be arbitrary"
                 raise CheckFailed(
                     "words of its vocabulary", f"{short_repr(unknown[0])} in {origin}: {short_repr(text)}", advice
                 )
 
     async def tokens_fit(self) -> None:
         if not self._task.words:
-            raise CheckSkipped("how many tokens a text has is known for a vocabulary of words only")
+            raise CheckSkipped("the number of tokens of a text is known only for a vocabulary of words")
         async with self._open_environment() as environment:
             limit = getattr(environment, "tokens_max", self._task.tokens_max)
         for episode in self._all_episodes():
@@ -237,7 +237,7 @@ class ConformanceChecker:
             try:
                 metrics_of(step.metrics)
             except TypeError as error:
-                advice = "report numbers only, each by a name; a text belongs into the observation"
+                advice = "report only numbers, by name; put text into the observation"
                 raise CheckFailed("metrics that are numbers", f"{error}, in {where}", advice) from error
 
     # ---- end, cancellation and close ----
@@ -247,13 +247,13 @@ class ConformanceChecker:
             longest = max(len(episode.steps) for episode in self._all_episodes())
             count = sum(1 for _ in self._all_episodes())
             actual = f"{count} episodes of up to {longest} turns, none of which was done"
-            advice = "set done when the goal is reached or lost; let turns_max suffice for it"
-            raise CheckFailed("an end that some agent reaches within turns_max", actual, advice)
+            advice = "set done when the goal is reached or lost, within turns_max"
+            raise CheckFailed("an end of the episode that some agent reaches within turns_max", actual, advice)
 
     async def after_done(self) -> None:
         episode = next(episode for episode in self._all_episodes() if episode.done)
-        expected = "an error that says that the episode is over, or done again without a reward"
-        advice = "remember that it is over, and raise ValueError with a message in step"
+        expected = "an error that the episode is over, or done again without a reward"
+        advice = "remember the end of the episode, and raise ValueError with a message in step"
         async with self._open_environment() as environment:
             await self._reset(environment, episode.seed)
             for action in episode.actions:
@@ -314,14 +314,14 @@ class ConformanceChecker:
     async def random_agent(self) -> None:
         share = self._reward_share("random")
         if share > RANDOM_MAX:
-            advice = "make it harder to reach by chance: more turns that must be right, fewer ways that lead there"
+            advice = "make it harder to reach by chance: more turns that must be correct, fewer paths to the goal"
             raise CheckFailed(f"at most {RANDOM_MAX} of the highest reward", f"{share:.2f}", advice)
 
     async def teacher_agent(self) -> None:
         share = self._reward_share("teacher")
         if share > TEACHER_MAX and not self._reward_share("random") <= share <= self._reward_share("expert"):
             expected = f"at most {TEACHER_MAX}, or between `random` and `expert`"
-            raise CheckFailed(expected, f"{share:.2f}", "let the teacher know the format, and not the goal")
+            raise CheckFailed(expected, f"{share:.2f}", "give the teacher the format, but not the goal")
 
     async def expert_agent(self) -> None:
         share = self._reward_share("expert")
@@ -337,7 +337,7 @@ class ConformanceChecker:
     def _reward_share(self, agent: str) -> float:
         low, high = reward_range(self._task)
         if low == high:
-            raise CheckSkipped("it gives no reward itself: it is rewarded from outside")
+            raise CheckSkipped("it gives no reward itself: its reward comes from outside")
         if agent not in self._episodes_by_agent:
             raise CheckSkipped(f"it has no agent `{agent}`")
         rewards = [episode.reward for episode in self._episodes_by_agent[agent]]
@@ -414,10 +414,10 @@ class ConformanceChecker:
             over = running.done()
             running.cancel()
         await asyncio.wait({running}, timeout=self._timeout_s)
-        advice = "let CancelledError pass; what must be given back is given back in `finally` or in close"
+        advice = "do not catch CancelledError; release resources in `finally` or in close"
         if not running.done():
             await cancel_call(running, TASK_END_S)
-            raise CheckFailed(f"{what} to end when it is cancelled", f"it goes on after {self._timeout_s:g} s", advice)
+            raise CheckFailed(f"{what} to end when it is cancelled", f"it runs on after {self._timeout_s:g} s", advice)
         error = None if running.cancelled() else running.exception()
         if not over and not running.cancelled():
             actual = error_text(error) if error is not None else "it went on to its end"

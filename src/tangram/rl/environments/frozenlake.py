@@ -1,4 +1,4 @@
-"""frozenlake: over the ice to the goal, one move a turn, without falling into a hole.
+"""frozenlake: walk over the ice to the goal, one move a turn, without falling into a hole.
 
 Many turns, long observations and answers of one word, so prefill dominates. The reward is 1 for reaching the goal and 0
 otherwise: a hole ends the episode, and so does the last turn. A move against the edge stays in place; an unknown move

@@ -6,12 +6,12 @@
     ANS zemo                       over
 
 Every entity has several names, and the API uses any of them. The correct answer is an entity, so any of its names is
-correct. Names do not show what they have in common; a judge can tell, a small model behind the service `judge`: the
-intended reward is of kind `model`. The environment's own reward is stricter: whether the answer is literally the name
-that the last search would have returned.
+correct. Names do not show which of them belong together; a judge, a small model behind the service `judge`, decides
+that: the intended reward is of kind `model`. The environment's own reward is stricter: whether the answer is literally
+the name that the last search would have returned.
 
-Shared resources are made once, around all episodes. The judge is a model service, which the connection has from its
-start; server and quota come with `prepare`:
+Shared resources are created once, around all episodes. The judge is a model service of the connection; `prepare` starts
+the server and adds the quota:
 
     async with tangram.connect(**await Lookup.needs()) as client:
         async with Lookup.prepare(client):

@@ -31,11 +31,11 @@ QUIET_S = 2.0
 """Slower phases are logged."""
 
 Progress = Callable[[float, str], None]
-"""Gets the share that is done, from 0 to 1, and a description."""
+"""Called with the finished share, from 0 to 1, and a description."""
 
 
 class JudgeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """All that determines a judge: the same settings make the same one."""
+    """The settings of a judge: the same settings give the same judge."""
 
     groups: tuple[tuple[str, ...], ...]
     """The names of each entity."""
@@ -116,7 +116,7 @@ class JudgeProgress(msgspec.Struct, frozen=True, kw_only=True, tag="JudgeProgres
 class JudgeTrained(msgspec.Struct, frozen=True, kw_only=True, tag="JudgeTrained"):
     request_id: int
     error: str = ""
-    """Why there is none."""
+    """The reason of a failure."""
 
 
 async def ensure_judge(settings: JudgeSettings, folder: Path, progress: Progress | None = None) -> None:

@@ -1,9 +1,9 @@
 """The environment protocol, and the external resources of an environment.
 
-An environment is played by one trajectory: made, reset once, stepped until it is done, closed. Its interface is text;
-the caller converts text to tokens. It uses external resources through Tangram: `resources.client` runs commands, calls
-functions, APIs and models as scheduled actions. An exception means that the infrastructure failed, never the agent: an
-action that makes no sense gets an observation that explains it, or ends the episode.
+One trajectory plays an environment: it is created, reset once, stepped until it is done, and closed. Its interface is
+text; the caller converts text to tokens. It uses external resources through Tangram: `resources.client` runs commands,
+calls functions, APIs and models as scheduled actions. An exception means that the infrastructure failed, never the
+agent: an invalid action gets an observation that explains it, or ends the episode.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ZERO_TIMING = Timing(waiting_s=0.0, execution_s=0.0, overhead_s=0.0)
 
 
 class ExternalResources(msgspec.Struct, frozen=True, kw_only=True):
-    """What an environment may use outside of itself."""
+    """The external resources that an environment may use."""
 
     client: Client | None = None
     """Runs its actions; None where a task needs none."""
@@ -42,7 +42,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """The response of an environment to an action."""
 
     observation: str
-    """What the policy reads next; after the end, the last message."""
+    """The next input of the policy; after the end, the last message."""
     reward: float = 0.0
     """For this step. A task whose reward comes from outside leaves it at 0."""
     done: bool = False
@@ -101,7 +101,7 @@ def step_of(answer: object) -> Step:
 
 @runtime_checkable
 class Environment(Protocol):
-    """One episode. Its methods are called one at a time, each in a task of its own, and may be cancelled at any time; a
+    """One episode. Its methods are called one at a time, each in a separate task, and may be cancelled at any time; a
     call that does not end then is abandoned. `close` is always called once, also after a failed or cancelled reset."""
 
     async def reset(self, seed: int) -> str:
@@ -111,13 +111,13 @@ class Environment(Protocol):
     async def step(self, action: str) -> Step: ...
 
     async def close(self) -> None:
-        """Releases all that it holds."""
+        """Releases all resources of the episode."""
         ...
 
 
 class Agent(Protocol):
-    """Plays without a model, to test an environment or to teach a format. If it has `see(environment)`, it gets the
-    environment after its reset, and may use more than the observations."""
+    """Plays without a model, to test an environment or to demonstrate a format. If it has `see(environment)`, it gets
+    the environment after its reset, and may use more than the observations."""
 
     def act(self, observation: str) -> str: ...
 
@@ -126,7 +126,7 @@ MakeAgent = Callable[[random.Random], Agent]
 
 
 class Task(Protocol):
-    """What is registered by name: makes environments, and declares what they have in common.
+    """A task, which is registered by name: creates environments and declares their common properties.
 
     The usual Task is a class whose instances are Environments: `def __init__(self, resources, **options)`. An
     environment whose limits depend on its options declares them itself, under the same names. Optional attributes of a

@@ -1,7 +1,7 @@
 """The registry: tasks by name or by import path.
 
-Owns the names. Never makes or plays an environment. Promises that `resolve` returns only complete Tasks, and imports a
-built-in task only on demand.
+Owns the names. Never creates or plays an environment. Promises that `resolve` returns only complete Tasks, and imports
+a built-in task only on demand.
 
     @register("maze")
     class Maze: ...
@@ -111,7 +111,7 @@ def words_of(tasks: Iterable[Task | str]) -> tuple[str, ...]:
 
 
 def missing_of(task: object) -> list[str]:
-    """Returns what an object lacks to be a Task, one sentence each; empty if it is one."""
+    """Returns the missing attributes of a Task, one sentence each; empty for a Task."""
     missing = []
     words = getattr(task, "words", None)
     if not isinstance(words, tuple) or not all(isinstance(word, str) and word.split() == [word] for word in words):
@@ -146,7 +146,7 @@ def _require_task(name: str, task: object) -> None:
 
 
 def _is_async(method: object) -> bool:
-    # A decorated method may be a plain function that returns an awaitable: only what is certainly none is refused.
+    # A decorated method may be a plain function that returns an awaitable, so only certain errors are refused.
     return callable(method) and (inspect.iscoroutinefunction(method) or hasattr(method, "__wrapped__"))
 
 

@@ -16,7 +16,7 @@ from tangram.errors import InvalidConfig
 from tangram.rl.environments.protocol import Task
 
 Progress = Callable[[float, str], None]
-"""Gets the share that is done, from 0 to 1, and a description."""
+"""Called with the finished share, from 0 to 1, and a description."""
 
 
 def needs_client(task: Task, *, default: bool = True) -> bool:

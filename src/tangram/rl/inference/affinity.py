@@ -23,7 +23,7 @@ from tangram.sim.serving_model import H20, H800, Gpu
 
 COMPUTE, BANDWIDTH = "compute", "bandwidth"
 DEFAULT = "default"
-"""Stands for all tasks that are not listed."""
+"""The name for all tasks that are not listed."""
 ANY = ""
 """No preferred class: the least loaded engine is chosen."""
 
@@ -53,7 +53,7 @@ class TaskBinding(msgspec.Struct, frozen=True, kw_only=True):
     falls_back: bool = False
     """It is not served by its preferred class."""
     fallback: tuple[str, ...] = ()
-    """The classes that take over when the preferred one fails."""
+    """The fallback classes when the preferred one fails."""
     output_is_trainable: bool = msgspec.field(default=True, name="trains")
     """Whether its tokens can be trained on."""
 
@@ -78,7 +78,7 @@ class Binding(msgspec.Struct, frozen=True, kw_only=True):
             if bound.falls_back:
                 lines.append(f"! {bound.task} falls back: it prefers {bound.wanted}, {bound.used} serves it")
             if not bound.output_is_trainable:
-                lines.append(f"! {bound.task}: what {bound.used} writes cannot be trained on, only evaluated")
+                lines.append(f"! {bound.task}: the output of {bound.used} cannot be trained on, only evaluated")
         return lines
 
 
@@ -91,7 +91,7 @@ def _binding_row(bound: TaskBinding) -> tuple[str, str, str]:
 
 
 class EngineLike(Protocol):
-    """An engine, as far as the choice of classes depends on it."""
+    """The properties of an engine that determine the choice of classes."""
 
     @property
     def name(self) -> str: ...
@@ -172,7 +172,7 @@ def _reason(affinity: Mapping[str, str], task: str, preferred: str, *, falls_bac
     return f"{source} is {preferred}" + (f", but there is no engine of class {preferred}" if falls_back else "")
 
 
-# ---- of settings --------------------------------------------------------------------------------------------------
+# ---- from settings ------------------------------------------------------------------------------------------------
 
 
 def affinity_of(settings: RolloutSettings) -> dict[str, str]:

@@ -3,10 +3,9 @@
 Owns the lifecycle of the engine. Only the supervisor starts, updates or closes it, one operation after the other, so
 these cannot race. Never routes and never reads a token. Promises that the engine has the newest weights before it
 serves, that it is suspended only to switch weights, that a death leads to a restart or a removal, that an engine which
-completes no request is removed even if it starts well, and that waiters are notified of every change. An engine that
-refuses weights keeps serving with its old ones; the router decides what follows, because that depends on the other
-engines. The router also retries the requests of a dead engine (`Router.generate`).
-"""
+completes no request is removed even if its starts succeed, and that waiters are notified of every change. An engine
+that refuses weights keeps serving with its old ones; the router decides how to proceed, because that depends on the
+other engines. The router also retries the requests of a dead engine (`Router.generate`)."""
 
 from __future__ import annotations
 
@@ -32,15 +31,15 @@ from tangram.rl.inference.router_records import (
 )
 
 BACKOFF_S, BACKOFF_S_MAX = 0.2, 30.0
-"""Exponential backoff of restarts within the window: an engine that dies at once should not use up a core, and one that
-died by accident should be back soon."""
+"""Exponential backoff of restarts within the window: an engine that dies immediately must not keep a core busy, and one
+that died once should be back soon."""
 ABANDONED_MAX = 5
 """Consecutive requests abandoned after this engine died with them, while it completed none. From then on these deaths
-count against the engine, not as caused by poison requests. Otherwise an engine that answers probes and fails at
-everything else would never be removed."""
+count against the engine, not as caused by poison requests. Otherwise an engine that responds only to probes would never
+be removed."""
 REFUSED_MAX = 32
 """Consecutive refusals without a completed request, after which the engine counts as dead. More than the members of a
-group with their replacements, because these share their faults."""
+group with their replacements, because these are refused together."""
 CLOSE_S_MAX = 30.0
 """Time limit of closing; an engine that does not end is abandoned."""
 EXPECTED_ERRORS = (TangramError, OSError)
@@ -55,7 +54,7 @@ class SupervisorLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightUpdate(NamedTuple):
-    """An order to all engines to have these weights. Numbers are unique and increase."""
+    """An update of all engines to these weights. Numbers are unique and increase."""
 
     number: int
     weights: PolicyWeights
@@ -90,7 +89,7 @@ class EngineSupervisor:
         self.refused_sync = 0
         """Number of the last update that it refused."""
         self.refusal_reason = ""
-        """Why it refused that update."""
+        """The reason of that refusal."""
         self.load = 0
         self.requests = 0
         self.served = 0
@@ -167,7 +166,7 @@ class EngineSupervisor:
     def restart(self) -> None:
         """Other engines took the weights that it refused: restart it with them."""
         if self.is_serving:
-            self._end_incarnation(f"did not take its weights: {self.refusal_reason}")
+            self._end_incarnation(f"did not apply its weights: {self.refusal_reason}")
             self._wake.set()
 
     def on_death(self, incarnation: int, reason: str, *, exonerate_requests: bool = False) -> None:
@@ -175,12 +174,12 @@ class EngineSupervisor:
         caused this death, so none of them is a poison request."""
         if self.is_serving and incarnation == self.incarnation:
             self.closed_incarnation = incarnation if exonerate_requests else self.closed_incarnation
-            self._active_at_death = self.requests + 1  # already gone, but waiters are not yet notified
+            self._active_at_death = self.requests + 1  # it has ended, but waiters are not notified yet
             self._transition(EngineState.DOWN, reason)
             self._wake.set()
 
     def on_served(self) -> None:
-        """It completed a request."""
+        """Records a completed request."""
         self.served += 1
         self._served_at = asyncio.get_running_loop().time()
         self._abandoned_in_row = self._refused_in_row = 0
@@ -195,7 +194,7 @@ class EngineSupervisor:
             self._exonerated.clear()
 
     def on_refused(self, incarnation: int, reason: str) -> None:
-        """It refused a request and is alive."""
+        """Records a refused request; the engine is alive."""
         self._refused_in_row += 1
         if self._refused_in_row >= REFUSED_MAX:
             message = f"it refused {self._refused_in_row} requests in a row and served none; the last: {reason}"
@@ -290,7 +289,7 @@ class EngineSupervisor:
         if not self.is_serving:  # or a request reports its death
             await self._handle_death(incarnation, self.reason)
             return
-        self._wake.set()  # there may be newer ones
+        self._wake.set()  # there may be newer weights
         if self.current is update:
             now = loop.time()
             self._emit(

@@ -29,7 +29,7 @@ BATCH = 32
 TRAJECTORIES_MIN = 16
 """With fewer, a recommendation is a guess: lengths of trajectories vary by several times."""
 RATIO_CLEAR = 1.2
-"""A class that wins by less may lose by what the roofline ignores."""
+"""A smaller advantage may be reversed by effects that the roofline ignores."""
 AGREEMENT_CLEAR = 0.8
 """Required share of trajectories that agree on the class."""
 REREAD_SHARE_REPORTED = 0.1
@@ -130,7 +130,7 @@ class Profiler:
     def lines(self) -> list[str]:
         """As text."""
         lines = [each.line() for each in self.recommend()]
-        return lines or ["no tokens were generated yet: there is no basis for a recommendation"]
+        return lines or ["no tokens were generated yet, so there is no recommendation"]
 
     def _add(self, task: str, work: InferenceWork) -> None:
         self._work_by_task[task] = self._work_by_task.get(task, InferenceWork()) + work
@@ -169,7 +169,7 @@ def _doubts(trajectories: int, ratio: float, agreement: float) -> Iterable[str]:
     if ratio < RATIO_CLEAR:
         yield f"the classes differ by less than {RATIO_CLEAR:g}x"
     if agreement < AGREEMENT_CLEAR:
-        yield f"only {agreement:.0%} of the trajectories speak for it"
+        yield f"only {agreement:.0%} of the trajectories agree"
 
 
 def _format_ratio(ratio: float) -> str:
@@ -187,7 +187,7 @@ def _reread_note(work: InferenceWork) -> str:
     again = work.again / max(1, work.trajectories)
     return (
         f"; {again:.0f} tokens more per trajectory were prefilled again, which is not counted: "
-        "more `sessions` or slots of its engines would spare it"
+        "more `sessions` or slots of its engines would avoid it"
     )
 
 

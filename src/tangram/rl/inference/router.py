@@ -1,9 +1,9 @@
 """The router: routes requests to engines.
 
-Owns which engine serves which request, and that each request gets exactly one response, an error with its reason, or is
-cancelled. Never samples, trains or starts a process. Promises that the death of an engine costs a trajectory only time,
-because it continues elsewhere from its tokens (failover); that a poison request, on which engines die, is abandoned;
-that fallback to another hardware class is reported; and that no request waits for an engine that will not return.
+Owns the assignment of requests to engines. Never samples, trains or starts a process. Promises that each request gets
+exactly one response or an error with its reason, or is cancelled; that the death of an engine costs a trajectory only
+time, because it continues elsewhere from its tokens (failover); that a poison request, which kills engines, is
+abandoned; that fallback to another hardware class is reported; and that no request waits for a removed engine.
 
 A request goes to the class that its task prefers. Session affinity: there it goes to the engine that served its session
 last and still has its prefix, unless that engine is overloaded (OVERLOAD), else to the engine with the fewest
@@ -79,7 +79,7 @@ class _SessionPlacement(NamedTuple):
 
 
 class _FailedAttempt(NamedTuple):
-    """A try to serve a request during which the engine died."""
+    """An attempt to serve a request during which the engine died."""
 
     error: EngineDied
     was_running: bool
@@ -163,13 +163,13 @@ class Router:
             await self._changed.wait()
             self._require_open()
         if all(supervisor.is_gone for supervisor in self._supervisors):
-            raise self._no_engine(self._supervisors, "no engine is left to take the weights")
+            raise self._no_engine(self._supervisors, "no engine is left to apply the weights")
         if all(supervisor.applied_sync < number for supervisor in self._supervisors):
             reasons = "; ".join(
                 f"{each.name}: {each.refusal_reason}" for each in self._supervisors if each.refused_sync >= number
             )
             raise ManagerError(
-                f"no engine took version {weights.version}, so they continue with version "
+                f"no engine applied version {weights.version}, so they continue with version "
                 f"{self._target.weights.version}: {reasons}"
             )
 
@@ -259,7 +259,7 @@ class Router:
         supervisor.load += load
         supervisor.requests += 1
         was_accepted = asyncio.Event()
-        # Runs only if the engine does not report its death at once, so it was alive when the request arrived.
+        # Runs only if the engine does not report its death immediately, so it was alive when the request arrived.
         accept_callback = asyncio.get_running_loop().call_soon(was_accepted.set)
         try:
             generation = await supervisor.engine.generate(request)

@@ -48,8 +48,8 @@ class RequestAbandoned(ManagerError):
     def __init__(self, request: str, deaths: int, engines: tuple[str, ...], last: str) -> None:
         self.request = request
         super().__init__(
-            f"request {request} was inside at {deaths} deaths of engines ({', '.join(engines)}) and is abandoned, so "
-            f"that it does not take down the others; the last error: {last}",
+            f"request {request} was inside {deaths} engines when they died ({', '.join(engines)}) and is abandoned, so "
+            f"that it does not kill others; the last error: {last}",
             retry=False,
         )
 
@@ -150,10 +150,10 @@ def describe_event(event: AnyRouterEvent) -> str:
     """An event as one sentence, for a terminal."""
     match event:
         case EngineStarted(engine=engine, hardware=hardware, version=version, took_s=took_s):
-            return f"engine {engine} ({hardware}) serves version {version}; it took {took_s:.1f} s to start."
+            return f"engine {engine} ({hardware}) serves version {version}; it started in {took_s:.1f} s."
         case EngineUpdated(engine=engine, version=version, pull_s=pull_s, exposed_s=exposed_s):
             return (
-                f"engine {engine} writes with version {version}, which it read in {pull_s:.2f} s; it was suspended for "
+                f"engine {engine} generates with version {version}, read in {pull_s:.2f} s; it was suspended for "
                 f"{exposed_s:.2f} s."
             )
         case EngineLost(engine=engine, reason=reason, requests=requests, deaths=deaths):
@@ -195,7 +195,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     incarnations: int
     """Number of starts."""
     reason: str = ""
-    """Why it does not serve."""
+    """The reason why it does not serve."""
 
 
 class RouterStatistics(msgspec.Struct, frozen=True, kw_only=True):

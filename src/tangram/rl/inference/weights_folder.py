@@ -1,7 +1,7 @@
 """The folder in which weights are published: in shared memory where possible, deleted with its owner.
 
-A killed process cannot delete its folder, which holds a whole model in memory. So the owner locks its folder for as
-long as it lives, and whichever process creates one deletes those without a lock.
+A killed process cannot delete its folder, which holds a whole model in memory. So the owner locks its folder until it
+ends, and each process that creates a folder deletes those without a lock.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def weights_folder(below: Path | None = None) -> Iterator[Path]:
 def _remove_orphans(parent: Path) -> None:
     """Deletes folders of killed owners. One that is just being created has no lock file yet and stays."""
     for folder in parent.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # its owner lives, another process deletes it too, or another user owns it
+        with contextlib.suppress(OSError):  # its owner is alive, or another process or user owns it
             lock = lock_file(folder / LOCK, create=False)
             try:
                 shutil.rmtree(folder, ignore_errors=True)

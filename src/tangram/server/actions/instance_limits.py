@@ -40,13 +40,13 @@ class InstanceLimits:
             self._max_by_tenant[tenant] = sandboxes_max
 
     def remaining(self, tenant: str) -> int:
-        """How many instances the tenant may have beside its open sandboxes."""
+        """Returns how many instances the tenant may have in addition to its open sandboxes."""
         most = self._max_by_tenant.get(tenant, self._sandboxes_max)
         return max(0, most - self._registry.sandboxes_by_tenant[tenant])
 
     def require_sandbox_capacity(self, tenant: str) -> None:
-        """Raises AdmissionRefused without room for one more sandbox. Calls keep what they hold, and one call can always
-        proceed."""
+        """Raises AdmissionRefused if the cap leaves no room for a sandbox. Calls keep their instances, and one call can
+        always proceed."""
         calls = 0
         if self._registry.calls_by_tenant[tenant]:
             pool = self._ledger.pools.get(instances_pool(tenant))

@@ -1,9 +1,9 @@
 """Output buffer: the most recent output of an action, for clients that follow it.
 
 Bounded; never blocks the program: bytes that were not read in time are dropped and reported as skipped. Promises that
-each byte is delivered once and in order, or counted as skipped, to any number of readers that may come late or
-reconnect. A program that writes byte by byte costs no more memory than another. A waiting reader costs no more than the
-new output.
+each byte is delivered once and in order, or counted as skipped, to any number of readers, which may start late or
+reconnect. Memory does not depend on the size of the program's writes. The cost of a waiting reader is proportional to
+the new output.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The registry: actions that have not settled and open sandboxes, with counts per tenant.
 
-Decides nothing.
+Makes no decisions.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The action service: tenants submit actions, wait for them, follow their output and cancel them.
 
-Owns what tenants refer to: live actions by id, open sandboxes, followed outputs. Promises:
+Owns the objects of tenants: live actions by id, open sandboxes, followed outputs. Promises:
 
 - A tenant never sees or touches the objects of another.
 - An acknowledged action is in the journal, and repeated submissions are one action.
 - A result is kept until its caller acknowledges it or it expires.
-- An abandoned sandbox or held quota is taken back after a timeout.
+- An abandoned sandbox or held quota is released after a timeout.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from tangram.server.journal.store import JournalPhase
 from tangram.server.tenants import Principal, tenant_of
 
 SWEEP_INTERVAL_S = 5.0
-"""Interval at which abandoned sandboxes and quotas are looked for."""
+"""Interval of the search for abandoned sandboxes and quotas."""
 FUNCTION_POOLS_PER_TENANT_MAX = 200
 """Functions and endpoints of one run that have a pool; the least recently called lose theirs."""
 INLINE_RESULT_BYTES_MAX = 192 << 10
@@ -109,7 +109,7 @@ class ActionService:
 
     async def submit(self, caller: Principal, submission: Submission) -> RegisteredAction | SettledAction:
         """Returns when the action is in the journal. Raises InvalidInput, AdmissionRefused or Unauthorized for a
-        rejected one, of which nothing is kept."""
+        rejected one; nothing of it is stored."""
         if self.journal.unfetched_bytes[caller.tenant] >= self.limits.results_bytes_max:
             await self.journal.flush()  # acknowledgements may be pending
         caller.require_not_revoked()
@@ -205,7 +205,7 @@ class ActionService:
         live.settled.exception()
 
     async def _submit_to_orchestrator(self, live: RegisteredAction) -> bool:
-        """Returns False if the action settled at once instead. It is in the journal, so a refusal is its outcome."""
+        """Returns False if the action settled immediately. It is in the journal, so a refusal is its outcome."""
         action = live.action
         if isinstance(live.work, Exec | Commit) and action.sandbox not in self._registry.sandboxes:
             reason = self._lost_sandboxes.get(action.sandbox, "it did not survive a restart of the service")
@@ -302,7 +302,7 @@ class ActionService:
         self, caller: Principal, live: RegisteredAction, id: str, *, wait_s: float, until_started: bool = False
     ) -> ActionReply:
         live.on_polled(self._now())
-        if isinstance(live.work, HoldGrant):  # a holder must poll often, or its quota is taken back
+        if isinstance(live.work, HoldGrant):  # a holder must poll often, or its quota is released
             wait_s = min(wait_s, self.limits.hold_idle_s / 3)
         try:
             awaited = live.started if until_started else live.settled
@@ -338,7 +338,8 @@ class ActionService:
         return ActionReply(id=id, state="settled", settled=ended)
 
     async def cancel(self, caller: Principal, id: str) -> None:
-        """Requests cancellation; the action settles when nothing of it is left. No effect on a settled action."""
+        """Requests cancellation; the action settles when none of its processes is left. No effect on a settled
+        action."""
         qualified_id = self.namespace(caller).qualify("id", id)
         live = self._registry.actions.get(qualified_id)
         if live is not None:
@@ -437,7 +438,7 @@ class ActionService:
             sandbox.end_use(self._now())
 
     async def remove_sandbox(self, caller: Principal, name: str) -> None:
-        """Removes a sandbox or an instance of a function at once, with all that runs in it."""
+        """Removes a sandbox or an instance of a function immediately, with all its processes."""
         is_sandbox = self.namespace(caller).qualify("sandbox", name) in self._registry.sandboxes
         if not is_sandbox and await self._functions.end(caller.tenant, name):
             return
@@ -500,7 +501,7 @@ class ActionService:
             raise ManagerError(f"run {tenant} was not removed completely; revoke it again: {'; '.join(reasons)}")
 
     async def _try_end(self, what: str, ending: Awaitable[object]) -> str:
-        """Returns why it failed, which is logged, or an empty string. Raises JournalFailed."""
+        """Returns the reason of a failure, which is also logged, or an empty string. Raises JournalFailed."""
         try:
             await ending
         except JournalFailed:
@@ -538,7 +539,7 @@ class ActionService:
     # ---- recovery ----
 
     def record_lost_sandbox(self, sandbox: str, why: str) -> None:
-        """Keeps the reason why a sandbox is gone; beyond LOST_SANDBOXES_MAX, forgets the oldest."""
+        """Keeps the reason why a sandbox was lost; beyond LOST_SANDBOXES_MAX, forgets the oldest."""
         self._lost_sandboxes[sandbox] = why
         if len(self._lost_sandboxes) > LOST_SANDBOXES_MAX:
             del self._lost_sandboxes[next(iter(self._lost_sandboxes))]
@@ -556,8 +557,8 @@ class ActionService:
         return await self._submit_to_orchestrator(live)
 
     async def conclude(self, action: Action, status: Status, reason: str) -> SettledAction:
-        """Settles an action that the orchestrator never had: it ended with the previous server, or its sandbox did.
-        Observers are notified."""
+        """Settles an action that the orchestrator never had, because it or its sandbox ended with the previous server.
+        Notifies observers."""
         settled = SettledAction(outcome=Outcome(action=action.id, status=status, reason=reason))
         await self.journal.record_settled(action.id, encode(settled))
         self.orchestrator.send(Concluded(action=action, outcome=settled.outcome))

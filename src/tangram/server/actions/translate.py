@@ -1,4 +1,4 @@
-"""Translation of requests to actions of the orchestrator, stripped of everything that a caller may not decide.
+"""Translation of requests to actions of the orchestrator, without anything that a caller may not decide.
 
 Owns the prefix of every name that a caller chose, and the rules of what may be requested. Pure. Promises that two
 callers can never name the same action, sandbox, image or function, and that an action demands only pools that its work
@@ -140,7 +140,7 @@ def _run_name(submission: Submission, caller: Principal) -> str:
     if not caller.run:
         return submission.run or "default"
     if submission.run not in ("", caller.run):
-        raise InvalidAction("run", submission.run, f"{caller.run!r}, which the token stands for, or nothing")
+        raise InvalidAction("run", submission.run, f"{caller.run!r}, the run of the token, or nothing")
     return caller.run
 
 
@@ -209,7 +209,7 @@ def _require_amounts(kind: str, amounts: Amounts) -> None:
 
 
 def _work_pools(work: AnyWork, caller: Principal, given: dict[str, Amounts]) -> dict[str, Amounts]:
-    """What such work holds beside quotas."""
+    """Pools that such work uses in addition to quotas."""
     if isinstance(work, Exec):
         return {CPU: given.get(CPU, learned())}
     if isinstance(work, Open | Close | Commit):
@@ -236,10 +236,10 @@ def endpoint_pool(tenant: str, work: Post) -> str:
 
 
 def instances_pool(tenant: str) -> str:
-    """Counts calls of functions that may each have a sandbox: the cap of the tenant less its open sandboxes."""
+    """The pool whose units are calls that may each have a sandbox: the cap of the tenant less its open sandboxes."""
     return f"instances/{tenant}"
 
 
 def running_pool(run: str) -> str:
-    """Counts running actions of a run with a limit on them."""
+    """The pool whose units are running actions of a run with a limit on them."""
     return f"running/{run}"

@@ -1,6 +1,6 @@
 """Authentication: the tenant of a token, the admin, and rate limits by token bucket.
 
-Owns the tokens, of which only hashes are stored, and the limits of each run. Returns a token only once. Promises that
+Owns the tokens, stored only as hashes, and the limits of each run. Returns a token only once. Promises that
 only the token determines the run, and that the time to reject a wrong token reveals nothing about valid ones.
 
 A token is 32 random bytes, so it cannot be guessed and a plain hash suffices. Tokens are looked up by hash: an attacker
@@ -33,11 +33,11 @@ TOKEN_LENGTH_MAX = 512
 """As the config limits it; a longer token is not even hashed."""
 RUNS_MAX = 1000
 ADMIN_TENANT = "admin"
-"""The tenant of what the admin, or an unauthenticated local caller, makes outside of a run."""
+"""The tenant of objects that the admin, or an unauthenticated local caller, creates outside of a run."""
 RESERVED_RUN_NAMES = (ADMIN_TENANT, "default", "warm")
 
 WRONG_TOKENS_PER_S, WRONG_TOKENS_BURST = 1.0, 20.0
-"""Wrong tokens of one address before it has to wait."""
+"""Wrong tokens from one address before it must wait."""
 TRACKED_ADDRESSES_MAX = 10_000
 
 
@@ -71,7 +71,7 @@ class RunRegistry:
         self._lock = asyncio.Lock()
         """Serializes changes, so that a revoked run cannot be written again."""
         self._ending: dict[str, RunRecord] = {}
-        """Revoked runs with objects that may be left; their names are taken."""
+        """Revoked runs that may have remaining objects; their names are reserved."""
         self._revoking: set[str] = set()
         """Revoked runs that are being ended now."""
         for run in recovered:
@@ -90,7 +90,7 @@ class RunRegistry:
 
     @property
     def allows_anonymous(self) -> bool:
-        """Whether every caller may do everything."""
+        """Whether every caller is the admin."""
         return not self._admin_hash
 
     def authenticate(self, token: str) -> Principal | None:
@@ -138,7 +138,7 @@ class RunRegistry:
             return self._reply(name)
 
     async def renew_token(self, name: str) -> RunReply:
-        """Replaces the token of a run that keeps all its objects; the old one is void at once."""
+        """Replaces the token of a run, which keeps all its objects. The old token is invalid immediately."""
         async with self._lock:
             record = self.record(name)
             token = TOKEN_PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
@@ -151,13 +151,13 @@ class RunRegistry:
 
     @property
     def ending(self) -> list[str]:
-        """Revoked runs with objects that may be left; `revoking` can be entered for them again."""
+        """Revoked runs that may have remaining objects; `revoking` can be entered for them again."""
         return sorted(self._ending)
 
     @asynccontextmanager
     async def revoking(self, name: str) -> AsyncIterator[None]:
-        """Revokes a run. Its token is void at once, and its requests store nothing more. The body must remove all its
-        objects. The name stays taken until the body has ended without an error, across restarts too."""
+        """Revokes a run. Its token is invalid immediately, and its requests store nothing more. The body must remove
+        all its objects. The name stays reserved until the body has ended without an error, across restarts too."""
         async with self._lock:
             if name in self._revoking:
                 raise AdmissionRefused("run_ending", f"run {name} is being revoked; try again when that is done")
@@ -201,7 +201,7 @@ def hash_token(token: str) -> bytes:
 
 
 class TokenBucket:
-    """The rate limiter of a caller, a token bucket: admits a burst at once, and `per_s` more each second."""
+    """The rate limiter of a caller, a token bucket: admits a burst, and `per_s` more each second."""
 
     __slots__ = ("_refilled_at", "_burst", "_tokens", "per_s")
 
@@ -221,7 +221,7 @@ class TokenBucket:
         return wait_s
 
     def peek(self, now: float) -> float:
-        """As `take`, without taking one."""
+        """Like `take`, without taking a token."""
         self._refill(now)
         return 0.0 if self._tokens >= 1.0 else (1.0 - self._tokens) / self.per_s
 

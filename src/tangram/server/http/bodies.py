@@ -30,18 +30,18 @@ from tangram.server.http.responses import ApiError
 
 BODY_TIMEOUT_S = 30.0
 BODY_BYTES_PER_S_MIN = 64 << 10
-"""Time for a body, plus its size at that speed; a slower sender is cut off."""
+"""Time for a body, plus its size at that speed; a slower sender is disconnected."""
 CHUNK_BYTES = 256 << 10
 SPOOL_BYTES = 8 << 20
 """Size of one part of a stream; more goes through a temporary file."""
 DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """Disk errors of a temporary file that the server reports."""
 LARGE_BYTES = 256 << 10
-"""Larger bodies and responses need a slot: memory would not hold that much per connection."""
+"""Larger bodies and responses need a slot: memory does not suffice for one per connection."""
 UPLOADS_MAX, UPLOADS_PER_TENANT_MAX = 64, 8
-"""Bodies in temporary files at once: each may fill disk."""
+"""Concurrent bodies in temporary files: each may use much disk space."""
 LARGE_RESPONSES_MAX, LARGE_RESPONSES_PER_TENANT_MAX = 64, 8
-"""Large responses at once, until they are taken: each may fill disk."""
+"""Concurrent large responses, until their clients have read them: each may use much disk space."""
 
 R = TypeVar("R")
 
@@ -78,7 +78,7 @@ async def read_json(context: RequestContext, kind: type[R], bytes_max: int) -> R
 JSON = "application/json"
 OCTET_STREAM = "application/octet-stream"
 FORM = "application/x-www-form-urlencoded"
-"""The content type that curl sends by default; the body is read as JSON all the same."""
+"""The content type that curl sends by default; the body is decoded as JSON nevertheless."""
 
 
 async def _read_body(context: RequestContext, bytes_max: int) -> bytes:
@@ -132,7 +132,7 @@ def _too_large(bytes_max: int, limit: str) -> ApiError:
 
 @contextmanager
 def _map_disk_errors() -> Iterator[None]:
-    """A full disk of the server is neither the sender's fault nor a bug."""
+    """Converts a full disk of the server into a retryable error: it is not the fault of the sender, and no bug."""
     try:
         yield
     except OSError as error:
@@ -152,8 +152,8 @@ class UploadSpool:
         self._limiter = ConcurrencyLimiter(UPLOADS_MAX, UPLOADS_PER_TENANT_MAX)
 
     async def spool(self, context: RequestContext, bytes_max: int, use: Callable[[BinaryIO], Awaitable[Any]]) -> Any:
-        """Returns what `use` makes of the body, as a file at its start. Raises Unauthorized if the run was revoked
-        before the body was complete."""
+        """Passes the body to `use` as a file, from its start, and returns the result. Raises Unauthorized if the run
+        was revoked before the body was complete."""
         async with self._limiter.acquire(context.caller):
             with _map_disk_errors(), tempfile.SpooledTemporaryFile(SPOOL_BYTES) as spool:
                 file = cast(BinaryIO, spool)
@@ -260,8 +260,8 @@ def _value_at(body: bytes, field: str) -> Any:
 
 
 class ResponseSpool:
-    """Large responses, through a temporary file. The slot is held until the response is taken, so one that is not read
-    uses neither memory nor the slot of another run."""
+    """Large responses, through a temporary file. The slot is held until the client has read the response, so an unread
+    one uses no memory and no slot of another run."""
 
     def __init__(self) -> None:
         self._limiter = ConcurrencyLimiter(LARGE_RESPONSES_MAX, LARGE_RESPONSES_PER_TENANT_MAX)
@@ -278,7 +278,7 @@ class ResponseSpool:
             async with AsyncExitStack() as stack:
                 await stack.enter_async_context(self._limiter.acquire(context.caller))
                 if await context.request.is_disconnected():
-                    raise ClientDisconnect  # the client may have gone while it waited
+                    raise ClientDisconnect  # the client may have disconnected while it waited
                 spool = tempfile.SpooledTemporaryFile(SPOOL_BYTES)  # noqa: SIM115 - until the answer is sent
                 file = cast(BinaryIO, stack.enter_context(spool))
                 await write(file)
@@ -290,7 +290,7 @@ class ResponseSpool:
 
 
 class OpenFileResponse(StreamingResponse):
-    """Sends a file. Its slot is released when it was sent or its client has gone."""
+    """Sends a file. Releases its slot when it was sent or its client has disconnected."""
 
     def __init__(
         self, file: BinaryIO, size: int, resources: AsyncExitStack, media_type: str = OCTET_STREAM, status: int = 200

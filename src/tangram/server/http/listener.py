@@ -1,7 +1,7 @@
 """The listener: a socket, and HTTP on it by uvicorn.
 
-Owns the connections. Cuts off clients that send nothing, send slowly, send endless headers, keep sending after their
-response, or do not read their response. Stopping answers requests in flight.
+Owns the connections. Disconnects clients that send nothing, send slowly, send endless headers, keep sending after their
+response, or do not read their response. A stop responds to requests in flight first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HEADER_OVERHEAD_BYTES = 32
 LINGER_TIMEOUT_S = 10.0
 """Time for the rest of a body after its response: a client that still sends reads the response only then."""
 SEND_TIMEOUT_S = 60.0
-"""Time for a client to take what fills the socket buffers; beyond, the connection is dropped."""
+"""Time for a client to read full socket buffers; then the connection is closed."""
 KEEP_ALIVE_S = 75.0
 GRACEFUL_SHUTDOWN_S = 10.0
 """Time for responses in flight when the server stops."""
@@ -61,7 +61,7 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         """Phase that the timer watches, and whether the last request was answered."""
         self._receive_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
-        """Fires when the client does not take its response."""
+        """Fires when the client does not read its response."""
         self._header_bytes = 0
         self._idle_bytes = 0
         """Bytes received when the last progress was seen."""
@@ -158,7 +158,7 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
             self._arm_receive_timer()
 
     def timeout_keep_alive_handler(self) -> None:
-        self.transport.abort()  # close() would wait until the last response is taken
+        self.transport.abort()  # close() would wait until the client has read the last response
 
     def pause_writing(self) -> None:
         self._arm_send_timer()
@@ -184,7 +184,7 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         self._reject(ErrorRecord(code="invalid_http", message="malformed HTTP"))
 
     def _reject(self, error_record: ErrorRecord) -> None:
-        """Answers bytes that are not a request, which the application never sees."""
+        """Responds to bytes that are not a request; the application does not receive them."""
         status = STATUS_BY_CODE[error_record.code]
         response = problem_response(error_record, status)
         head = [b"HTTP/1.1 %d \r\n" % status, b"connection: close\r\n"]

@@ -1,7 +1,7 @@
 """HTTP middleware: wraps every handler with authentication, rate limits, and errors as JSON.
 
-Treats all input as hostile; executes nothing itself. Promises that a bad request gets a response that names the error
-and has no effect, and that no response tells one run about another.
+Treats all input as hostile; executes nothing itself. Promises that a bad request has no effect and gets a response that
+names the error, and that no response reveals anything of another run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tangram.server.observe.metrics import ReportedMetrics
 from tangram.server.tenants import Principal, Revocation
 
 BODIES_MAX, BODIES_PER_TENANT_MAX = 16, 4
-"""Large bodies in memory at once, over all runs and per run."""
+"""Concurrent large bodies in memory, over all runs and per run."""
 
 log = logging.getLogger("tangram.http")
 
@@ -135,7 +135,7 @@ def _require_local_origin(request: Request) -> None:
 
 
 def _to_error_record(error: Exception) -> ErrorRecord | None:
-    """None for a bug."""
+    """Returns None for a bug."""
     if isinstance(error, NotFound):
         return ErrorRecord(code="not_found", message=str(error))
     if isinstance(error, Unauthorized):

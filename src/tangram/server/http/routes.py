@@ -77,7 +77,7 @@ from tangram.server.observe.visibility import VisibilityFilter
 FILE_BYTES_MAX = 256 << 20
 """Size of one file; larger ones are transferred as a tree."""
 CONCURRENT_READS_MAX = 8
-"""Files in memory at once."""
+"""Concurrent files in memory."""
 TIMELINE_ROWS_PER_PAGE = 5000
 FILE_MODE_DEFAULT = 0o644
 
@@ -167,7 +167,7 @@ class RouteHandlers:
         return await self._reply_response(context, reply, 200 if reply.state == "settled" else 202)
 
     async def _submit_and_wait(self, context: RequestContext, wait_s: float) -> ActionReply:
-        """A function of its own, so that the request's memory is free while its result waits for a slot."""
+        """A separate function, so that the request's memory is free while its result waits for a slot."""
         request = await self._read_json(context, Submission)
         result = await self._action_service.submit(context.caller, request)
         if isinstance(result, SettledAction):
@@ -175,7 +175,7 @@ class RouteHandlers:
         return await self._action_service.wait(context.caller, result, request.id, wait_s=wait_s)
 
     async def _reply_response(self, context: RequestContext, reply: ActionReply, status: int = 200) -> Response:
-        """Fetches a large result again when it is its turn, and encodes it off the event loop."""
+        """Waits for a slot, fetches the large result again, and encodes it off the event loop."""
         if reply.state != "settled" or reply.settled is not None:
             return json_response(reply, status)
 
@@ -574,7 +574,7 @@ ROUTES = (
         "/v1/sandboxes/{name}",
         RouteHandlers.discard,
         "discard",
-        "Delete a sandbox at once, with all its processes",
+        "Delete a sandbox immediately, with all its processes",
         status=204,
     ),
     Route(
@@ -744,7 +744,7 @@ ROUTES = (
         "/v1/runs/{name}/token",
         RouteHandlers.renew_token,
         "renew_token",
-        "Replace the token of a run; the old one is void (admin)",
+        "Replace the token of a run; the old one is invalid (admin)",
         None,
         RunReply,
     ),

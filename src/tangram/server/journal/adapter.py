@@ -1,6 +1,6 @@
 """The journal adapter: stores actions and results of the orchestrator in the journal.
 
-Owns the encoding of actions, work and results. Decides nothing.
+Owns the encoding of actions, work and results. Makes no decisions.
 """
 
 from __future__ import annotations

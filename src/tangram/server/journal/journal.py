@@ -2,9 +2,9 @@
 
 Owns the database file, its write-ahead log and its lock. Stores bytes by id and run; does not interpret them. Promises:
 
-- What was awaited survives the death of the process (`process`) or of the machine (`power`), in order.
-- After a write error every call raises that error; what was awaited before is not lost.
-- What is read is what was written, or JournalDamaged is raised.
+- Awaited operations survive a crash of the process (`process`) or of the machine (`power`), in order.
+- After a write error every call raises that error; operations awaited before are not lost.
+- Reading returns the written content, or raises JournalDamaged.
 - It has one owner at a time.
 
 One thread does all disk access. Operations are grouped: those that arrive during a commit go into the next one
@@ -86,7 +86,7 @@ class JournalFailed(ManagerError):
 
     def __init__(self, path: Path, problem: object) -> None:
         super().__init__(
-            f"the journal {path} cannot be used: {problem}. It has all that was acknowledged: check the disk (space,"
+            f"the journal {path} cannot be used: {problem}. Everything acknowledged is in it: check the disk (space,"
             " permissions, health) and start the service again",
             retry=False,
         )
@@ -100,7 +100,7 @@ class JournalClosed(JournalFailed):
 
 
 class JournalDamaged(ManagerError):
-    """The content of the files is not what was written."""
+    """The content of the files differs from the written content."""
 
     def __init__(self, path: Path, problem: object) -> None:
         super().__init__(
@@ -318,7 +318,7 @@ class Journal:
         await self._set_fact("run", run, JournaledRun(name=run, token_hash=token_hash, record=record), size)
 
     async def record_run_ending(self, run: str, record: bytes) -> None:
-        """Revokes the token of a run. Its name stays taken until `remove_run`."""
+        """Revokes the token of a run. Its name stays reserved until `remove_run`."""
         ending = JournaledRun(name=run, token_hash=b"", record=record, ending=True)
         await self._set_fact("run", run, ending, _require_record("record", record))
 

@@ -68,13 +68,13 @@ action has a row in `works` until it settles, then one in `results`; `starts` ha
 
 
 class JournalCorruption(Exception):
-    """What was read is not what was written."""
+    """The content differs from the written content."""
 
 
 class JournalPhase(enum.Enum):
     QUEUED = "queued"
     RUNNING = "running"
-    """Its start was committed, its end was not."""
+    """The action was started and has not settled."""
     SETTLED = "settled"
 
 
@@ -106,7 +106,7 @@ class JournaledRun(msgspec.Struct, frozen=True, kw_only=True):
     token_hash: bytes
     record: bytes
     ending: bool = False
-    """It was revoked; some of its objects may be left."""
+    """It was revoked and may have remaining objects."""
 
 
 class JournaledNote(msgspec.Struct, frozen=True, kw_only=True):

@@ -118,7 +118,7 @@ class Accounts:
     def __init__(self) -> None:
         self.runs: dict[str, RunAccount] = {}
         self.other = RunAccount(OTHER)
-        """All runs without an account. A run of that name has none, or the two could not be told apart."""
+        """The name under which runs without an account count. A run of that name never has its own account."""
         self.classes: dict[tuple[str, str], ClassAccount] = {}
         """By name of the run's account and of the class."""
         self._by_key: dict[ClassKey, ClassAccount] = {}

@@ -115,7 +115,7 @@ class ActionTracker:
             self._touch_pool(f"{MEMORY}@{node}", now)
 
     def _touch_pool(self, name: str, now: float) -> str:
-        """Updates the utilization of a pool that changed. Returns its kind; empty if the pool is gone."""
+        """Updates the utilization of a pool that changed. Returns its kind; empty if the pool was removed."""
         pool = self._scheduler.ledger.pools.get(name)
         if pool is None:
             return ""

@@ -1,6 +1,6 @@
 """Sandbox statistics: age, actions and last use of each sandbox.
 
-The scheduler decides which sandboxes exist.
+Does not decide which sandboxes exist; the scheduler does.
 """
 
 from __future__ import annotations

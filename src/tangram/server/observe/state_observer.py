@@ -1,11 +1,12 @@
 """The state observer: the state of the server and its last hour, updated by every event.
 
-Owns what the scheduler forgets: rows and stories of settled actions, the history, time breakdowns, sandbox statistics.
+Owns the data that the scheduler does not keep: rows and stories of settled actions, the history, time breakdowns,
+sandbox statistics.
 Observes the orchestrator; reads the scheduler and never changes it. Promises that the cost of an event does not grow
 with the events before it, and that memory is bounded by live actions and by the limits of its parts.
 
-Queries name a run; None is the admin, who sees everything. A run sees all of itself, and of others only that they hold
-units. A hidden object and a missing one have the same answer.
+Queries name a run; None is the admin, with access to everything. A run sees all of its own objects, and of other runs
+only the units that they hold. The response for a hidden object equals that for a missing one.
 """
 
 from __future__ import annotations
@@ -315,7 +316,7 @@ class SettledActionLog:
         } | {run: self.last_number}
 
     def find(self, id: str, run: str | None) -> SettledActionRecord | None:
-        """Finds an action that the run may see; None is the admin, who sees all."""
+        """Finds an action that the run may see; None is the admin, with access to all."""
         record = self._by_id.get(id)
         if record is None or run is None:
             return record

@@ -1,4 +1,4 @@
-"""Stories: the history of one action, in lines for people.
+"""Stories: the history of one action, as readable lines.
 
 Owns notes on actions and their text. A note is a tuple; its text is written when a story is read.
 """
@@ -33,7 +33,7 @@ StoryNote = tuple[float, str, str | Grant | Resize | None]
 
 
 class TrackedAction(ActionUse):
-    """What the observer keeps of a live action: the units that it holds, its phases, and its notes."""
+    """The observer's record of a live action: the units that it holds, its phases, and its notes."""
 
     __slots__ = (
         "account", "sandbox", "cpu", "granted_at", "dropped_notes", "instance", "notes", "phase", "pools", "short_kind",
@@ -62,7 +62,7 @@ class TrackedAction(ActionUse):
         self.phase_start = 0.0
         """The result of `enter_phase` for the current phase."""
         self.short_kind = ""
-        """The kind of pool that was found short last."""
+        """The kind of pool that lacked units at the last check."""
         self.pools: tuple[str, ...] = ()
         """Pools of which it holds units."""
         self.instance = ""

@@ -23,7 +23,7 @@ from tangram.core.action import Action
 from tangram.runtime.views import TimeBreakdown
 
 IDLE_TRAJECTORIES_MAX = 100_000
-"""Idle trajectories that are kept; beyond, the longest idle one is forgotten."""
+"""Maximum number of idle trajectories; beyond, the longest idle one is forgotten."""
 KINDS_MAX = 64
 """Kinds of pools by name; waiting for others counts under OTHER."""
 OTHER = "other"
@@ -96,7 +96,7 @@ class TrajectoryClock:
             self.breakdown.thinking_s += elapsed_s
 
     def enter_phase(self, phase: int) -> float:
-        """Counts an action in this phase. Returns the value to pass to `leave_phase`."""
+        """Counts an action that enters this phase. Returns the value to pass to `leave_phase`."""
         self.counts[phase] += 1
         return self.shares[phase]
 

@@ -44,7 +44,7 @@ CLASSES_SHOWN_MAX = 50
 
 
 class ObservedState(Protocol):
-    """The state that views show: the part of the state observer that is read here."""
+    """The state that views show: the part of the state observer that they read."""
 
     scheduler: Scheduler
     accounts: Accounts

@@ -757,7 +757,7 @@ def test_behind_a_gateway_a_server_that_refuses_our_weights_goes_on_serving(tmp_
             request = a_request(tokens_max=40)
             task = asyncio.create_task(router.generate(request))
             await until(lambda: server.inside == 1)
-            with pytest.raises(ManagerError, match=r"no engine took version 2.*Hugging Face folders only"):
+            with pytest.raises(ManagerError, match=r"no engine applied version 2.*Hugging Face folders only"):
                 await router.update(weights(2))
             assert (await task).versions == (1,) * 40
             await router.update(checkpoint(tmp_path, 2))

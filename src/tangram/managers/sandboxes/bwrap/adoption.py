@@ -1,7 +1,7 @@
-"""Adoption: take over the sandboxes that the previous owner of a name has left.
+"""Adoption: takes over the sandboxes that the previous owner of a name left behind.
 
-Owns nothing beyond a call. A sandbox is adopted if its record is intact and matches what the spawner holds: the same
-number and the same first process. Promises that nothing is left of all others: no process, group, directory or record.
+Owns nothing beyond a call. A sandbox is adopted if its record is intact and matches the spawner's sandbox: the same
+number and the same first process. Promises that no process, group, directory or record of other sandboxes is left.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tangram.managers.sandboxes.bwrap.spawner.client import OrphanedSandbox
 
 class Adoption:
     def __init__(self, owner: SandboxOwner, orphans: dict[str, OrphanedSandbox], attach_error: str = "") -> None:
-        """`orphans`: the sandboxes that the spawner holds, by number. `attach_error`: why there is no spawner."""
+        """`orphans`: the sandboxes of the spawner, by number. `attach_error`: why there is no spawner."""
         assert owner.records is not None
         self._owner = owner
         self._records = owner.records
         self._orphans = orphans
         self.missing: dict[str, str] = {}
-        """Why a recorded sandbox was not adopted."""
+        """Returns why a recorded sandbox was not adopted."""
         records, invalid = self._records.read()
         self.missing |= invalid
         self._adoptable: list[SandboxRecord] = []
@@ -40,11 +40,11 @@ class Adoption:
     def _mismatch_reason(self, record: SandboxRecord, existing: list[str]) -> str:
         orphan = self._orphans.get(record.box)
         if orphan is None:
-            return "its first process has ended, and with it all that ran in it"
+            return "its first process has ended, and all its programs with it"
         if orphan.init != record.init:
-            return f"its record is of another one: its first process is {orphan.init}, not {record.init}"
+            return f"its record belongs to another sandbox: its first process is {orphan.init}, not {record.init}"
         if record.box not in existing:
-            return "its control groups are not where this process has its own"
+            return "its control groups are not below those of this process"
         return ""
 
     def sandboxes(self) -> list[BwrapSandbox]:

@@ -1,7 +1,7 @@
 """The file API of the bwrap backend.
 
-Owns the pipes between the owner and the processes that work inside the sandboxes. Promises that a path is resolved
-inside the sandbox alone, that no more is read than was requested, and that a failure inside raises FileFailed.
+Owns the pipes between the owner and the file workers inside the sandboxes. Promises that paths are resolved only inside
+the sandbox, that no more is read than requested, and that a failure inside raises FileFailed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ENTRIES_MAX = 100_000
 LISTING_BYTES_MAX = 64 << 20
 CHUNK_BYTES = 1 << 18
 CONCURRENCY_MAX = 8
-"""File operations at the same time: each takes a process, and a thread at the other end of its pipe."""
+"""Concurrent file operations: each takes a process, and a thread at the other end of its pipe."""
 
 
 class BwrapFiles:

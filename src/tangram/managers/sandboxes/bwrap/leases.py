@@ -1,8 +1,8 @@
 """Leases of programs in bwrap sandboxes.
 
 Owns the slot of an action in its sandbox, which gives an exec the cores of its grant (cpuset, weight, quota), and the
-usage measured there. Two kinds: a program of its own, and a command for the shell of a session. The life of a lease is
-in `sandboxes/leases.py`.
+usage measured there. There are two kinds: a separate program, and a command for the shell of a session. The life cycle
+of a lease is in `sandboxes/leases.py`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class CpuSlots:
 
 
 class BwrapProgramLease(ExecLease):
-    """A program of its own in a slot of its sandbox."""
+    """A program in a slot of its sandbox."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class BwrapProgramLease(ExecLease):
     async def _execute(
         self, argv: list[str], stdin: bytes, streams: tuple[Stream, ...], extra: dict[int, int] | None = None
     ) -> Program:
-        """`extra`: descriptors that the shell of a session gets besides its three streams, by their number there."""
+        """`extra`: further descriptors of the shell of a session, by their number in it."""
         extra = extra or {}
         source = standard_input(stdin)
         try:
@@ -165,8 +165,7 @@ class BwrapProgramLease(ExecLease):
     # ---- while it runs ----
 
     def resize(self, *, reserved: int, limit: int) -> None:
-        """Has no effect between the end of the program and the moment at which its waiter learns of it: the slot may
-        be another action's by then."""
+        """Has no effect after the end of the program: another action may have the slot by then."""
         if self._cpu_slots.has_slot(self.action):
             self._reserved = reserved
             self._cpu_slots.resize(self.action, self.sandbox, reserved=reserved, limit=limit)
@@ -257,7 +256,8 @@ class BwrapProgramLease(ExecLease):
         return usage, killed
 
     async def _release(self, *, keep: bool) -> None:
-        """Give the slot back. What the action left running stays in the sandbox if `keep`, else it is killed."""
+        """Release the slot. Processes that the action left running stay in the sandbox if `keep`, else they are
+        killed."""
         try:
             if not keep:
                 await self.sandbox.kill(self.slot)

@@ -1,10 +1,9 @@
 """The bwrap manager: sandboxes on this machine that hold cores only while an action runs in them.
 
 Creates, freezes and removes sandboxes. Owns every sandbox that it opened, from its state directory to its control
-groups. Decides nothing: grants state who runs with how much. Promises what `managers.base` requires, and that sandboxes
-die with their owner. Those of a named owner that keeps them do not: they stay frozen until the next process of that
-name adopts them.
-"""
+groups. Makes no decisions: grants state the amounts. Promises what `managers.base` requires, and that sandboxes end
+with their owner. Sandboxes of a named owner that keeps them stay frozen instead, until the next process of that name
+adopts them."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ class WarmPool:
         """The oldest first."""
 
     def take(self, spec: SandboxSpec, image: StoredImage) -> BwrapSandbox | None:
-        """A sandbox that was made with exactly this specification and image, now owned by the caller; None if there is
+        """Returns a sandbox with exactly this specification and image, which the caller owns then; None if there is
         none."""
         for sandbox in self._sandboxes:
             if sandbox.spec == spec and sandbox.image == image and not sandbox.gone.done():
@@ -66,7 +65,7 @@ class WarmPool:
         return None
 
     def put(self, sandbox: BwrapSandbox) -> BwrapSandbox | None:
-        """Keep a sandbox. Returns the one that is evicted for it, which may be itself; None if there is room."""
+        """Keep a sandbox. Returns the evicted one, which may be the same; None if there is room."""
         self._sandboxes.append(sandbox)
         return self._sandboxes.pop(0) if len(self._sandboxes) > self._count_max else None
 
@@ -117,17 +116,17 @@ class BwrapManager(FilesMixin):
         keeps: bool = True,
         expected: Iterable[str] = (),
     ) -> None:
-        """`warm`: how many sandboxes are kept ahead of their callers at most. `owner`: the name under which the
-        sandboxes of the previous process are adopted, and its own are kept beyond its life; without `keeps` they end
-        with it. `expected`: the sandboxes that the caller believes to exist."""
+        """`warm`: maximum number of sandboxes that are prepared in advance. `owner`: the name under which the sandboxes
+        of the previous process are adopted, and those of this one outlive it; without `keeps` they end with it.
+        `expected`: the sandboxes that should exist."""
         if owner and not GIVEN_OWNER_NAME.fullmatch(owner):
             raise InvalidConfig("owner", owner, "up to 41 small letters, digits and '-', not '-' first")
         self.node = node
         self.adopted: dict[str, SandboxSpec] = {}
         """Sandboxes taken over from the previous process, by the caller's name."""
         self.missing: dict[str, str] = {}
-        """Sandboxes that were recorded or expected and do not exist, and why. An unreadable record has no name: its
-        file name stands for it."""
+        """Sandboxes that were recorded or expected and do not exist, with the reason. An unreadable record is listed
+        by its file name."""
         self._owner_name = owner
         self._keeps = bool(owner) and keeps
         self._expected = tuple(expected)
@@ -167,7 +166,7 @@ class BwrapManager(FilesMixin):
     def sandboxes(self) -> tuple[str, ...]:
         return tuple(self._sandboxes)
 
-    # ---- the life of the owner ----
+    # ---- start and end of the owner
 
     @property
     def _owner(self) -> SandboxOwner:
@@ -294,7 +293,7 @@ class BwrapManager(FilesMixin):
         self.images.get(HOST_IMAGE)  # made here rather than by the first sandbox
 
     async def _get_spawner(self) -> SpawnerClient:
-        """The current spawner. One that died took its sandboxes along; new sandboxes get a new one."""
+        """The current spawner. If it died, its sandboxes ended with it; new sandboxes get a new one."""
         while self._spawner is None:
             async with self._spawner_lock:
                 if self._spawner is None:
@@ -320,7 +319,7 @@ class BwrapManager(FilesMixin):
             await SpawnerLock(self._owner.kept_directory).kill_spawner()
 
     async def _stop_spawner(self) -> None:
-        """Stop the spawner; every sandbox dies with it."""
+        """Stop the spawner; all sandboxes end with it."""
         if self._spawner is not None:
             await self._spawner.stop()
 
@@ -410,13 +409,13 @@ class BwrapManager(FilesMixin):
             sandbox = warm or await self._create_sandbox(name, spec, image)
             await self._write_record(name, sandbox)
         except WORK_ERRORS as error:
-            return LeaseResult(lost=f"sandbox {name} could not be made: {error}")
+            return LeaseResult(lost=f"sandbox {name} could not be created: {error}")
         sandbox.name = name
         self._sandboxes[name] = sandbox
         return LeaseResult() if warm else LeaseResult(usage=Usage(cpu_s=sandbox.group.cpu_s()))
 
     async def _write_record(self, name: str, sandbox: BwrapSandbox) -> None:
-        """Write the record by which the sandbox stays the caller's, also after the end of this process."""
+        """Write the record of the sandbox, by which the next process adopts it."""
         if self._owner.records is None:
             return
         record = SandboxRecord(
@@ -432,7 +431,7 @@ class BwrapManager(FilesMixin):
         try:
             sandbox = await self._create_sandbox("warm", spec, image)
         except WORK_ERRORS as error:
-            return LeaseResult(lost=f"a sandbox could not be made: {error}")
+            return LeaseResult(lost=f"a sandbox could not be created: {error}")
         surplus = self._warm.put(sandbox)
         if surplus is not None:
             await self._end_sandbox(surplus)
@@ -442,7 +441,7 @@ class BwrapManager(FilesMixin):
         """Create the control groups and ask the spawner to start the first process, for which `become_holder` in
         spawner/child.py mounts the file systems."""
         spawner = await self._get_spawner()
-        # Numbered: a caller's name is never part of a path.
+        # A number, because names of callers are never part of a path.
         sandbox_id = str(next(self._ids))
         sandbox = BwrapSandbox(
             name,
@@ -487,7 +486,7 @@ class BwrapManager(FilesMixin):
             raise InvalidAction("sandbox.user", "root", "'agent': this machine allows no user namespaces")
 
     async def _close(self, name: str) -> LeaseResult:
-        """Close a sandbox; one that is being opened, when it is open. A failed removal can be repeated."""
+        """Close a sandbox; waits if it is being opened. A failed removal can be repeated."""
         opening = self._opening.get(name)
         if opening is not None:
             await asyncio.wait({opening})

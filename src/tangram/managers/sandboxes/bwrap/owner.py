@@ -1,18 +1,19 @@
-"""The owner of sandboxes: its state directory, its locks, and the removal of what dead owners left.
+"""The owner of sandboxes: its state directory, its locks, and the removal of dead owners' leftovers.
 
 Owns the layout of the state directory:
 
     owners.lock      held while an owner starts or dead ones are removed
-    owners/NAME/     one owner: `lock`, held while it lives; `boxes/`, a directory for each of its sandboxes; `images/`,
+    owners/NAME/     one owner: `lock`, held by its process; `boxes/`, a directory for each of its sandboxes; `images/`,
                      a file with the name of each image that is deleted with it; and for a named owner `kept/`, which
                      only root may enter: records of its sandboxes, the socket of its spawner, and `spawner.lock`, held
                      while the spawner lives
     images/          layers, shared by all owners
 
-An unnamed owner that dies leaves empty directories and control groups; its processes and mounts end with it. So does a
-named one whose spawner has died too. The next owner removes them. A named owner whose spawner lives is taken over by
-the next process of that name; NAME is the given name with a random suffix, because owners of several state directories
-share the control groups of the machine. Promises never to touch what belongs to a living owner or spawner.
+An unnamed owner that dies leaves empty directories and control groups; its processes and mounts end with it. The same
+holds for a named owner whose spawner has died too. The next owner removes them. If the spawner of a named owner is
+alive, the next process of that name takes the owner over; NAME is the given name with a random suffix, because owners
+of several state directories share the control groups of the machine. Promises never to touch anything of a living
+owner or spawner.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ SANDBOX_ID = re.compile(r"[1-9][0-9]{0,17}")
 SPAWNER_LOCK = f"kept/{LOCK_FILE}"
 STATE_DEFAULT = "/var/lib/tangram"
 GIVEN_OWNER_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,40}")
-"""Names that an owner may be given."""
-SPAWNER_ENDED = "the spawner that held it has ended, and with it all that ran in it"
+"""Valid names of owners."""
+SPAWNER_ENDED = "its spawner has ended, and all its programs with it"
 
 
 def state_directory() -> Path:
@@ -98,8 +99,8 @@ class SandboxOwner:
         return directory, lock_file(directory / "lock", holder=str(os.getpid()) if self.given_name else "")
 
     def _find_previous(self) -> tuple[Path, int] | None:
-        """The directory and the lock of the previous owner of this name, if its spawner lives. Otherwise it is
-        removed."""
+        """The directory and the lock of the previous owner of this name, if its spawner is alive. Otherwise the owner
+        is removed."""
         for directory in sorted((self.state / "owners").glob(f"{self.given_name}.*")):
             try:
                 lock = lock_file(directory / "lock", create=False, holder=str(os.getpid()))
@@ -120,7 +121,7 @@ class SandboxOwner:
         return None
 
     def tie_image(self, image: str) -> None:
-        """Delete this image when the owner ends, in whichever way."""
+        """Delete this image when the owner ends, also after a crash."""
         write_file(_image_note(self._images, image), image.encode(), partial=self._directory / "image.part")
 
     def untie_image(self, image: str) -> None:
@@ -137,11 +138,11 @@ class SandboxOwner:
         os.close(self._lock)
 
     def release(self) -> None:
-        """Leave it to the next process of this name."""
+        """Keep the owner for the next process of this name."""
         os.close(self._lock)
 
     def _sweep(self) -> None:
-        """Remove what dead owners left."""
+        """Remove leftovers of dead owners."""
         for directory in sorted((self.state / "owners").iterdir()):
             if not directory.is_dir() or any(map(is_locked, (directory / "lock", directory / SPAWNER_LOCK))):
                 continue
@@ -169,12 +170,12 @@ class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """The caller's name."""
     box: str
-    """The number of the sandbox, which stands for it in paths and for the spawner."""
+    """The number of the sandbox, its name in paths and for the spawner."""
     init: int
     """Pid of the sandbox's first process."""
     spec: SandboxSpec
     image: StoredImage
-    """The image as it was when the sandbox was opened: the name may refer to another image by now."""
+    """The image when the sandbox was opened: the name may refer to another image by now."""
 
 
 class SandboxRecords:
@@ -189,7 +190,7 @@ class SandboxRecords:
         self._path(sandbox_id).unlink(missing_ok=True)
 
     def read(self) -> tuple[dict[str, SandboxRecord], dict[str, str]]:
-        """The records by the caller's name, and why a file is not a valid record, by file name."""
+        """Returns the records by the caller's name, and the errors of invalid files by file name."""
         records: dict[str, SandboxRecord] = {}
         invalid: dict[str, str] = {}
         for path in sorted(self._directory.glob(f"*{RECORD_SUFFIX}")):
@@ -203,7 +204,7 @@ class SandboxRecords:
         return records, invalid
 
     def remove_all_except(self, sandbox_ids: set[str]) -> None:
-        """Remove all files but the records of these sandboxes."""
+        """Remove all files except the records of these sandboxes."""
         kept = {self._path(each) for each in sandbox_ids}
         for path in [*self._directory.glob(f"*{RECORD_SUFFIX}"), *self._directory.glob("*.part")]:
             if path not in kept:
@@ -223,5 +224,5 @@ def _read_record(path: Path) -> SandboxRecord:
         raise ValueError(f"it is not a file of at most {RECORD_BYTES_MAX} bytes")
     record = msgspec.json.decode(content, type=SandboxRecord)
     if path.name != f"{record.box}{RECORD_SUFFIX}" or not SANDBOX_ID.fullmatch(record.box):
-        raise ValueError(f"it is that of sandbox {record.box!r}, under another name")
+        raise ValueError(f"it is the record of sandbox {record.box!r}, under another name")
     return record

@@ -1,14 +1,14 @@
 """A bwrap sandbox: its control groups, the actions that run in it, and whether it is frozen.
 
-Owns the groups below its own: a *slot* for each concurrent action, which is reused, and one group for what actions
-leave running. Decides nothing. Promises that nothing in a sandbox runs while no action does, that CPU is given by
-weight and quota as granted, and that a closed sandbox leaves no group, process or directory.
+Owns the groups below its own: a reusable *slot* for each concurrent action, and one group for background processes.
+Makes no decisions. Promises that no process of a sandbox runs while no action runs, that weight and quota are those of
+the grant, and that a closed sandbox leaves no group, process or directory.
 
     sandbox          weight: the reserves of its running actions; memory; number of processes
     ├── init         (version 2 only, where a group with children holds no process; in version 1 the sandbox itself)
     ├── a0, a1, …    slots: weight, quota and CPUs of one action; or the shell of an idle session, then frozen too
-    ├── files        file work of the owner: counts as the sandbox's memory, is never frozen
-    └── background   what actions left running; frozen while no action runs
+    ├── files        file workers of the owner: count as the sandbox's memory, are never frozen
+    └── background   processes that actions left running; frozen while no action runs
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SLOT_NAME = re.compile(r"a[0-9]{1,6}")
 BACKGROUND_RESERVE = 10
 """Weight of background processes, in milli-cores: background processes yield to actions."""
 MOVE_ROUNDS_MAX = 100
-"""Rounds of moving processes: one that is throttled is not frozen yet, and may fork once more."""
+"""Rounds of moving processes: a throttled one is not frozen yet and may fork again."""
 DISCARDED_MAX = 64
 """Streams of ended actions that are drained; each takes a descriptor of the owner. The oldest are closed."""
 SHELL_FDS = (10, 11)
@@ -71,8 +71,8 @@ class ActionSlot:
 
 
 class BwrapSession(ShellSession):
-    """The shell of a session. Between its commands it stays in the slot of the last one, or in the background of its
-    sandbox with what that command left running."""
+    """The shell of a session. Between commands it stays in the slot of the last one, or in the background group with
+    the processes that this command left running."""
 
     def __init__(self, streams: tuple[Stream, Stream]) -> None:
         super().__init__()
@@ -113,11 +113,11 @@ class BwrapSandbox:
         self.image = image
         self.group = group
         self.directory = directory
-        """Where its holder mounts its files; other processes see an empty directory."""
+        """The directory on which its holder mounts its files; it is empty for other processes."""
         self.init = 0
         """Pid of the sandbox's first process."""
         self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Why it has ended."""
+        """The reason of its end."""
         self.closing = asyncio.Lock()
         """Held while it is being ended, which two callers may request."""
         self.sessions: dict[str, BwrapSession] = {}
@@ -135,9 +135,9 @@ class BwrapSandbox:
         self._idle_frozen = False
         self._is_closing = False
         self._abandoned = False
-        """Whether it belongs to the next owner: an action that is still ending must not touch it any more."""
+        """Whether it belongs to the next owner: actions that are still ending must not touch it any more."""
         self._freeze_count = 0
-        """How many callers have it frozen, actions or not."""
+        """The number of callers that have frozen it."""
         self._oom_kills = 0
 
     # ---- groups ----
@@ -174,7 +174,7 @@ class BwrapSandbox:
         return self._background
 
     def adopt(self, init: int, sessions_lost: Iterable[str]) -> None:
-        """Take over a sandbox of a dead owner: its groups exist, and its spawner has frozen or ended all its processes.
+        """Adopt a sandbox of a dead owner: its groups exist, and its spawner has frozen or ended all its processes.
         Blocks. Raises ManagerError if it is ending."""
         self.init = init
         self.require_alive()
@@ -228,8 +228,8 @@ class BwrapSandbox:
         self._update_weight(slot, weight)
 
     def release_slot(self, slot: ActionSlot, shell_pid: int = 0) -> bool:
-        """Move what still runs there to the background, and freeze the sandbox if no action is left. Returns True if
-        only the shell of a session is left, which then stays in the slot."""
+        """Move remaining processes to the background group, and freeze the sandbox if no action is left. Returns True
+        if only the shell of a session is left, which then stays in the slot."""
         if self._abandoned:
             return False
         pids = slot.group.processes()
@@ -267,7 +267,7 @@ class BwrapSandbox:
         self._idle_frozen = True
 
     async def kill(self, slot: ActionSlot) -> None:
-        """Kill everything in the slot, and nothing else."""
+        """Kill all processes in the slot, and no others."""
         if self._abandoned:
             return
         for _ in range(KILL_ROUNDS_MAX):
@@ -290,13 +290,13 @@ class BwrapSandbox:
             self._idle_frozen = False
 
     def _idle_cgroups(self) -> list[Cgroup]:
-        """The groups that belong to no action. They are frozen while none runs."""
+        """The groups without an action. They are frozen while no action runs."""
         groups = [slot.group for slot in self._idle_session_slots]
         return [*groups, self._background] if self._background is not None else groups
 
     def prepare_kill(self) -> None:
-        """Called before the sandbox is killed: from now on nothing in it is frozen, because a frozen process cannot
-        die."""
+        """Called before the sandbox is killed: from now on none of its processes is frozen, because a frozen process
+        cannot end."""
         self._is_closing = True
         self.thaw_idle()
 
@@ -331,8 +331,8 @@ class BwrapSandbox:
         return new
 
     def require_alive(self) -> None:
-        """Raises ManagerError once its first process has begun to exit. The spawner notices that later: when the holder
-        has ended, which waits for every process of the sandbox, frozen ones included."""
+        """Raises ManagerError once its first process has begun to exit. The spawner detects that later: when the holder
+        has ended, which waits for every process of the sandbox, including frozen ones."""
         if self.gone.done() or self.is_ending():
             raise self.gone_error()
 

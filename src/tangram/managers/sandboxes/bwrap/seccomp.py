@@ -3,31 +3,30 @@
 Owns the list of refused system calls, and compiles it to the BPF program that the kernel runs before each call. Does
 not install it. Promises that the same machine always gets the same bytes.
 
-What it protects. A sandbox is isolated by namespaces, control groups and an unprivileged user; the kernel is shared.
-The filter refuses what no program of an agent needs and what past escapes were made of: mounting and changing the root,
-namespaces of its own (in which an unprivileged user has capabilities), modules and kexec, clocks, key rings, BPF,
-performance counters, userfaultfd, io_uring, file handles (which lead past a mount), input to another user's terminal,
-and all socket families but Unix, IP and the routing part of netlink. System calls newer than this list do not exist for
-programs in a sandbox, even if the kernel has them.
+Protection. A sandbox is isolated by namespaces, control groups and an unprivileged user; the kernel is shared. The
+filter refuses calls that programs of agents do not need and that past escapes used: mounting and changing the root, new
+namespaces (in which an unprivileged user has capabilities), modules and kexec, clocks, key rings, BPF, performance
+counters, userfaultfd, io_uring, file handles (which lead past a mount), input to another user's terminal, and all
+socket families except Unix, IP and the routing part of netlink. Calls newer than this list are refused, even if the
+kernel has them.
 
-What it does not protect. It allows by default: a bug of the kernel in an allowed call stays within reach. It sees
-numbers, never memory: not the content of a path or of an address. It stops no side channel and no resource exhaustion.
-Debugging (ptrace, process_vm_*) stays: the process namespace of the sandbox limits its reach. Tenants that must not
-share a kernel need virtual machines.
+Limits. It allows by default: kernel bugs in allowed calls stay reachable. It checks numbers, never memory such as the
+content of a path or an address. It prevents neither side channels nor resource exhaustion. Debugging (ptrace,
+process_vm_*) is allowed: the process namespace of the sandbox limits it. Tenants that must not share a kernel need
+virtual machines.
 
 The list was compared with those of Docker and Flatpak. Docker lists what is allowed instead, and allows
 name_to_handle_at, modify_ldt, adjtimex and most socket families; Flatpak lets clone create all namespaces but one.
 
 Refused calls fail with EPERM. Where programs have a fallback, they get the error of a kernel without the call: ENOSYS
 for clone3, whose flags are in memory (the C library falls back to clone), for io_uring and for unknown calls;
-EAFNOSUPPORT for a socket. Programs that create namespaces of their own (a browser's sandbox, bubblewrap) must be
-configured not to. `socketcall` of 32-bit programs on x86 keeps the family in memory, so it cannot open a socket; their
+EAFNOSUPPORT for a socket. Programs that create namespaces (a browser's sandbox, bubblewrap) must be configured not to.
+`socketcall` of 32-bit programs on x86 keeps the family in memory, so it cannot open a socket; their
 `socket` is filtered by family. The other 32-bit entries, x32 and ARM, are closed.
 
-Every start of a program pays for the filter: the kernel (since 5.11) tries it with each number to learn which calls are
-always allowed, and never runs it again for those. So numbers are looked up in a tree whose paths are shortest where the
-numbers are many.
-"""
+The filter adds to the start time of every program: the kernel (since 5.11) evaluates it for each number to find the
+calls that are always allowed, and does not run it again for those. So numbers are looked up in a search tree whose
+paths are shortest for the largest ranges."""
 
 from __future__ import annotations
 
@@ -113,7 +112,7 @@ REFUSED: dict[str, tuple[int, int, int]] = {
     "keyctl": (250, 288, 219),
     "setns": (308, 346, 268),
 }
-"""EPERM, whatever the arguments. The kernel never gives a number a second meaning."""
+"""EPERM, for all arguments. The kernel never reuses a number."""
 
 UNKNOWN: dict[str, tuple[int, int, int]] = {
     "io_uring_setup": (425, 425, 425),
@@ -132,8 +131,8 @@ CHECKED: dict[str, tuple[int, int, int]] = {
     "socketpair": (53, 360, 199),
     "socketcall": (_NONE, 102, _NONE),
 }
-"""Refused or not by their arguments. Of each argument the lower half is compared, as in the kernel: upper bits that the
-kernel ignores would disguise a forbidden value."""
+"""Refused depending on their arguments. Compares the lower half of each argument, as the kernel does: upper bits that
+the kernel ignores could hide a forbidden value."""
 
 NAMESPACE_TIME = 0x80
 """CLONE_NEWTIME; for clone these bits mean a signal."""

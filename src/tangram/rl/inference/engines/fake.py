@@ -1,13 +1,13 @@
 """The fake engine: generates scripted tokens. For tests, and to try an environment or a router without PyTorch.
 
-Keeps the contract of engines on any event loop, virtual time included, because it uses time only through timers of the
-loop. Owns nothing outside itself. Records the last REQUESTS_MAX requests.
+Implements the contract of engines on any event loop, also in virtual time, because it uses only timers of the loop.
+Owns nothing outside itself. Records the last REQUESTS_MAX requests.
 
     engine = FakeEngine(lambda request: (5, 6, END), token_s=0.02)
 
-A script returns what follows the tokens of a request. After the death of an engine these include what was generated
-before, so a script has to continue from there: it does if it chooses each token by its context, and the script of
-`text_script` does for whole texts.
+A script returns the continuation of the tokens of a request. After the death of an engine these include the tokens
+generated so far, so a script must continue from there: choose each token by its context, or use `text_script` for whole
+texts.
 
 It can fail on purpose: `die` ends it with all its requests, `hang` stops it silently, `refuse` makes its next updates
 or starts fail.
@@ -39,7 +39,7 @@ LOGPROB = -1.0
 
 
 class FakeEngine:
-    """Keeps the contract of engines without a model."""
+    """Implements the contract of engines without a model."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class FakeEngine:
 
     # ---- misbehaviour ----
 
-    def die(self, reason: str = "the script says so") -> None:
+    def die(self, reason: str = "killed as scripted") -> None:
         """Ends it with all its requests. It can be started again."""
         self._end(reason)
 
@@ -215,7 +215,7 @@ class FakeEngine:
     def _refuse_if_scripted(self, what: str) -> None:
         if self._refusals[what]:
             self._refusals[what] -= 1
-            raise ManagerError(f"engine {self.name}: no {what}, as the script says")
+            raise ManagerError(f"engine {self.name}: no {what}, as scripted")
 
     async def _sleep_or_hang(self, seconds: float) -> None:
         if seconds:

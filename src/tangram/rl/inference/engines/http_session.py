@@ -1,6 +1,6 @@
 """The connections of an engine to an external server, from its start to its close.
 
-Owns connections, not the protocol on them. Never retries. Promises that closing fails all waiting calls at once
+Owns connections, not the protocol on them. Never retries. Promises that closing fails all waiting calls immediately
 (HttpSessionClosed), that a server that sends nothing for `silent_s_max` raises TimeoutError unless it is suspended, and
 that a response that is not read to its end is aborted at the server.
 """
@@ -33,7 +33,7 @@ class HttpSession:
     def __init__(
         self, url: str, headers: Mapping[str, str], *, silent_s_max: float, is_response_due: Callable[[], bool]
     ) -> None:
-        """`is_response_due`: whether a silence that has just reached the limit is the server's fault."""
+        """`is_response_due`: whether the server should have sent something during a silence of the limit."""
         self._url = url
         self._silent_s_max = silent_s_max
         self._is_response_due = is_response_due

@@ -6,11 +6,11 @@ rejected, because tokens are never recomputed from text.
 At its start the server keeps its weights, which are labelled as the first version. Only `update` changes them, to
 folders in the format of Hugging Face (config.json and *.safetensors, as rl/model/model_folder.py saves them), which the
 server must find under the same path. Weights of rl/model/weight_store.py are refused, and the server keeps its own.
-Once it has taken weights, each further start sends those of the order again: the server may have restarted meanwhile.
+After the first update, each start sends the current weights again: the server may have restarted meanwhile.
 
-Its output can be trained on only if the server returns ids and log-probabilities of the sampled distribution, and has
-taken weights; otherwise it serves evaluation, and `shortcoming` has the reason. An engine that trained before does not
-start if it no longer can, because its output would silently come from other weights.
+Its output can be trained on only if the server returns ids and log-probabilities of the sampled distribution, and
+accepts weights; otherwise it serves evaluation, and `shortcoming` has the reason. An engine whose output was trained on
+does not start if that is no longer possible, because its output would silently come from other weights.
 
 The API depends on the kind of server:
 
@@ -21,12 +21,12 @@ The API depends on the kind of server:
              /update_weights_from_disk, /continue_generation. A request is aborted by /abort_request.
     plain    /v1/completions like vllm, without weight updates: the server keeps its own. Evaluation only.
 
-A server gets at most `slots` requests at once. One that cannot be reached, breaks off, sends nothing for `silent_s_max`
-or sends malformed responses counts as dead (EngineDied); `start` finds out whether it is back. A busy server (BUSY) is
-retried, after Retry-After if it sends that, and counts as dead only if it accepts no request for `silent_s_max`. A
-failing one (5xx) is retried TRIES times; if it fails the same request each time and still answers a probe, it rejects
-that request (RequestRefused). Tested against a small server that implements each kind, not against vLLM and SGLang
-on real devices.
+A server gets at most `slots` concurrent requests. One that cannot be reached, closes a connection, sends nothing for
+`silent_s_max` or sends malformed responses counts as dead (EngineDied); `start` checks whether it is back. A busy
+server (BUSY) is retried, after Retry-After if it sends that, and counts as dead only if it accepts no request for
+`silent_s_max`. A failing one (5xx) is retried TRIES times; if the same request fails each time and a probe succeeds,
+the request counts as rejected (RequestRefused). Tested against a small server that implements each kind, not against
+vLLM and SGLang on real devices.
 
 Sessions are independent: a request that waits while the engine is closed gets EngineDied, even if the engine has been
 started again meanwhile.
@@ -133,7 +133,7 @@ class OpenAIEngine:
         self.hardware = settings.hardware
         self.output_is_trainable = False
         self.shortcoming = "it was not started"
-        """Why it does not train; empty if it does."""
+        """The reason why its output cannot be trained on; empty if it can."""
         self._adapter = SERVER_ADAPTERS[server]
         self.url = settings.url.replace("{number}", str(number)).rstrip("/")
         """Address of the server, without a trailing slash."""
@@ -154,7 +154,7 @@ class OpenAIEngine:
         self._has_trained = False
         """Whether its output could be trained on, since this start or before."""
         self._untrainable_reason = ""
-        """Why its output cannot be trained on, independent of its weights."""
+        """The reason why its output cannot be trained on, independent of its weights."""
         self._tells_logprobs = False
         self._suspended_at: float | None = None
         self._resumed_at = -math.inf
@@ -244,7 +244,7 @@ class OpenAIEngine:
             await self._control(tuple(rest))
         except ManagerError as error:
             raise EngineDied(
-                self.name, f"it took version {weights.version}, but not what follows: {error}", None
+                self.name, f"it applied version {weights.version}, but failed afterwards: {error}", None
             ) from error
         self._assess()
 
@@ -338,7 +338,7 @@ class OpenAIEngine:
             await asyncio.wait_for(self._generate_probe(session, 1.0), PROBE_S_MAX)
         except (ManagerError, TimeoutError):
             return EngineDied(self.name, f"{self.url} failed {TRIES} times and then a probe: {last}", None)
-        return RequestRefused(self.name, f"{self.url} failed this request {TRIES} times and answers others: {last}")
+        return RequestRefused(self.name, f"{self.url} failed this request {TRIES} times and serves others: {last}")
 
     async def _generate_once(
         self, session: HttpSession, request: GenerationRequest, assembler: StreamAssembler
@@ -387,10 +387,10 @@ class OpenAIEngine:
         if status >= FAILED:
             raise _ServerFailed(message)
         if status in MISCONFIGURED:
-            reason = f"{self.url}{self._adapter.path} is set up wrongly: {message}; look at url, model and key"
+            reason = f"{self.url}{self._adapter.path} is misconfigured: {message}; check url, model and key"
             raise EngineDied(self.name, reason, None)
         if 400 <= status < FAILED:
-            hint = "; lower context_max of [[engines]] to what it takes" if ABOUT_LENGTH.search(text) else ""
+            hint = "; lower context_max of [[engines]] to its limit" if ABOUT_LENGTH.search(text) else ""
             raise RequestRefused(self.name, f"{self.url}{self._adapter.path} refused the request: {message}{hint}")
         raise EngineDied(self.name, f"{self.url} answered {message}", None)
 
@@ -463,7 +463,7 @@ class OpenAIEngine:
             self._tells_logprobs = False
             return "it returns no log-probabilities"
         except TimeoutError as error:
-            raise ManagerError(f"{self.url} did not answer a probe within {PROBE_S_MAX:g} s") from error
+            raise ManagerError(f"{self.url} did not respond to a probe within {PROBE_S_MAX:g} s") from error
         except RequestRefused as error:
             raise ManagerError(f"{self.url} refuses a probe of {len(PROBE)} tokens: {error}", retry=False) from error
         if self._temperature in (0.0, 1.0) or await self._is_scaled(session, generation):

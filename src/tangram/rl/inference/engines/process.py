@@ -2,9 +2,8 @@
 
 Owns the requests inside the child; processes/child.py supervises the process. Promises that each `generate` ends
 exactly once: with the result, a refusal, or EngineDied with all output that the child had sent. A child that sends
-nothing for `hang_s` while it has work counts as dead. After `close` nothing of it remains; after a death, `start`
-begins from scratch.
-"""
+nothing for `hang_s` while it has work counts as dead. After `close` no process remains; after a death, `start` creates
+a new one."""
 
 from __future__ import annotations
 

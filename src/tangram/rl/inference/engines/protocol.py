@@ -1,4 +1,4 @@
-"""Engines, which generate tokens: the protocol and its records.
+"""The engine protocol and its records: engines generate tokens.
 
 An engine accepts requests at any time, batches them, and returns each as soon as it is done. Input and output are
 tokens. Cancelling `generate` aborts that request in the engine and affects no other. An engine that dies raises
@@ -50,7 +50,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     def require_trainable(self) -> None:
         """Raises InvalidConfig if a policy cannot be trained on samples of these settings."""
         if self.temperature == 0.0:
-            expected = "more than 0: a policy learns nothing from what it always does"
+            expected = "more than 0: a policy learns nothing from deterministic actions"
             raise InvalidConfig("sampling.temperature", 0.0, expected)
         if self.truncates_distribution and not self.keep_ids:
             key, value, everything = ("top_k", self.top_k, 0) if self.top_k else ("top_p", self.top_p, 1)
@@ -68,12 +68,12 @@ class SamplingSeed(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A text to be continued."""
+    """A request to continue tokens."""
 
     id: str
     """Unique to this request."""
     session: str = ""
-    """What it continues, usually a trajectory: an engine may keep its KV cache. Empty: nothing is kept."""
+    """The session that it continues, usually a trajectory: an engine may keep its KV cache. Empty: nothing is kept."""
     task: str = "default"
     """The tag by which a router chooses the hardware class."""
     tokens: tuple[int, ...]
@@ -113,7 +113,7 @@ class PolicyWeights(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine has done since it started, and its current state."""
+    """Counters of an engine since its start, and its current state."""
 
     name: str
     version: int = 0

@@ -1,7 +1,7 @@
 """The stream assembler: validates the chunks of a response and joins them as they arrive.
 
-Owns what is known of one response. Promises that each token is in the vocabulary and has a log-probability and a
-version, and that there are no more than were requested. Raises ValueError for an invalid response.
+Owns the received part of one response. Promises that each token is in the vocabulary and has a log-probability and a
+version, and that there are no more than requested. Raises ValueError for an invalid response.
 """
 
 from __future__ import annotations

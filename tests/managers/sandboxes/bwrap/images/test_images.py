@@ -691,7 +691,7 @@ def test_an_image_that_is_too_large_is_refused_by_the_name_of_the_limit(
     limit: str, files: Callable[[], dict[str, bytes]], tmp_path: Path, canary: Path
 ) -> None:
     store = ImageStore(tmp_path / "store", bytes_max=1_000_000, entries_max=100, free_bytes_min=0)
-    with pytest.raises(AdmissionRefused, match=f"beyond the limit {limit} of the store") as refused:
+    with pytest.raises(AdmissionRefused, match=f"exceeds the limit {limit} of the store") as refused:
         run(store.add_tar(archive(tmp_path / "image", files())))
     assert refused.value.limit == limit
     assert store.names() == ["host"]
@@ -708,7 +708,7 @@ def test_a_bomb_around_the_archive_is_refused(tmp_path: Path) -> None:
 
 def test_the_last_bytes_of_the_disk_stay_free(tmp_path: Path) -> None:
     store = ImageStore(tmp_path / "store", free_bytes_min=1 << 60)
-    with pytest.raises(ManagerError, match="of them are kept free"):
+    with pytest.raises(ManagerError, match="must stay free"):
         run(store.add_tar(archive(tmp_path / "image", saved([LOWER]))))
     assert layers_of(store) == set()
 
@@ -924,7 +924,7 @@ def test_an_image_whose_directory_is_gone_is_reported(store: ImageStore, tmp_pat
     root = directory(tmp_path / "root", {"a": b"x"})
     run(store.add_directory(root))
     shutil.rmtree(root)
-    with pytest.raises(ManagerError, match=f"stands on {root}, which is gone"):
+    with pytest.raises(ManagerError, match=f"is based on {root}, which was deleted"):
         store.get(str(root))
 
 

@@ -1,1 +1,1 @@
-"""Images: the layers that root directories of sandboxes are made of."""
+"""Images: the layers of the root directories of sandboxes."""

@@ -1,9 +1,8 @@
 """Base layers: small layers that are generated rather than unpacked.
 
-Owns what surrounds the machine's own /usr when that is the image, and what is put on top of an image so that a sandbox
-can run in it. Never copies files that an unprivileged user of this machine may not read, nor files known to hold
-secrets. Promises that equal layers have equal digests.
-"""
+Owns the layer around the machine's own /usr for the image `host`, and the top layer that each image needs for a
+sandbox. Never copies files that an unprivileged user of this machine may not read, or files known to contain secrets.
+Promises that equal layers have equal digests."""
 
 from __future__ import annotations
 
@@ -51,11 +50,11 @@ FROM_ETC = (
         "groff",
     ),
 )
-"""What programs in /usr read from /etc. Settings of package managers, shells and version control are left out: they may
+"""Files of /etc that programs in /usr read. Excludes settings of package managers, shells and version control: they may
 contain passwords in addresses, and the environment of this machine does not apply to a sandbox."""
 SECRET_NAMES = ("private", "Renviron.site", "Rprofile.site")
 SECRET_SUFFIXES = (".key", "-key.pem")
-"""Names and suffixes of files that are left out even if all users may read them."""
+"""Names and suffixes of files that are excluded even if all users may read them."""
 FILE_BYTES_MAX = 16 << 20
 """Size limit of one file of /etc."""
 
@@ -87,7 +86,7 @@ def host_base_layer(user: int, etc: Path = ETC) -> list[Node]:
     """The layer around the machine's own /usr, which the sandbox binds."""
     if not os.path.islink("/bin") or not os.path.exists("/usr/bin/sh"):
         raise ManagerError(
-            "image 'host' needs a machine whose /bin is a link into /usr; add an image of a tar or a directory",
+            "image 'host' needs a machine whose /bin is a link into /usr; add a tar or a directory as an image",
             retry=False,
         )
     links = [

@@ -29,7 +29,7 @@ MEMORY_BYTES_MAX = 1 << 30
 
 
 class UnpackLimits(msgspec.Struct):
-    """What the rest of an image may take. Decreases as its layers are unpacked."""
+    """The remaining limits of an image. Decreases as its layers are unpacked."""
 
     bytes: int
     entries: int
@@ -84,7 +84,7 @@ class LayerWorker:
             raise ManagerError(f"image {image} could not be unpacked: {reason}")
         if kind == "invalid":
             raise InvalidConfig("image", image, f"an image that can be unpacked ({reason})")
-        raise AdmissionRefused(kind, f"image {image} is beyond the limit {kind} of the store: {reason}")
+        raise AdmissionRefused(kind, f"image {image} exceeds the limit {kind} of the store: {reason}")
 
 
 def _limits(allowed: UnpackLimits) -> dict[str, int]:
@@ -102,7 +102,7 @@ async def _run(request: bytes, fds: list[int]) -> dict[str, Any]:
             request=request,
             seconds=UNPACK_S_MAX,
             output_bytes_max=REPLY_BYTES_MAX,
-            # The environment of this process may hold secrets.
+            # The environment of this process may contain secrets.
             env={"PATH": os.defpath},
             cwd="/",
             pass_fds=fds,

@@ -1,9 +1,9 @@
 """Layers: unpack untrusted tars into directories.
 
-An isolated program (processes/isolated.py): it imports only the standard library. It gets open
-descriptors, confines itself to the new directory (a mount namespace, chroot) before it reads the first byte, and works
-as the user that owns the files. So no name of a member and no link leads outside. It becomes root again only where the
-kernel requires it: for whiteouts and the attribute of opaque directories.
+An isolated program (processes/isolated.py): it imports only the standard library. It gets open descriptors, confines
+itself to the new directory (a mount namespace, chroot) before it reads the first byte, and runs as the user that owns
+the files. So no name of a member and no link leads outside. It becomes root again only for whiteouts and the attribute
+of opaque directories, which the kernel reserves for root.
 
 Reads one request from its standard input and writes one response to its standard output, both JSON. Limits and digests
 come with the request. The caller deletes what a failure leaves.
@@ -37,7 +37,7 @@ from tangram.processes.libc import (
 )
 
 CPU_S_MAX = 3600
-"""CPU time of the program: an archive that keeps it busy for longer is an attack."""
+"""CPU time limit of the program: an archive that needs more is an attack."""
 INDEX_ENTRIES_MAX = 10_000
 """Entries of the outer archive, which holds a handful of files per layer."""
 NAME_BYTES_MAX = 4096
@@ -104,7 +104,7 @@ class DigestingReader(io.RawIOBase):
         data = self._source.read(len(buffer)) or b""
         self._bytes_left -= len(data)
         if self._bytes_left < 0:
-            raise UnpackError("bytes_max", f"it holds more than the {self.bytes_max} bytes that are left to it")
+            raise UnpackError("bytes_max", f"it contains more than its remaining limit of {self.bytes_max} bytes")
         self._sha256.update(data)
         buffer[: len(data)] = data
         return len(data)
@@ -174,8 +174,8 @@ class LayerUnpacker:
         elif member.ischr() and (member.devmajor, member.devminor) == (0, 0):
             self._clear(path)
             self._whiteouts[path] = None
-        # Other devices, sockets and pipes are left out: nothing in a sandbox may open devices, and the others are
-        # useless without the process that made them.
+        # Other devices, sockets and pipes are skipped: programs in a sandbox cannot open devices, and the others are
+        # useless without the process that created them.
 
     def finish(self) -> None:
         """Run as root."""
@@ -205,17 +205,17 @@ class LayerUnpacker:
         self.entries += 1
         self.bytes += size
         if self.entries > self.entries_max:
-            raise UnpackError("entries_max", f"it holds more than the {self.entries_max} entries that are left to it")
+            raise UnpackError("entries_max", f"it contains more than its remaining limit of {self.entries_max} entries")
         if self.bytes > self.bytes_max:
-            raise UnpackError("bytes_max", f"it unpacks to more than the {self.bytes_max} bytes that are left to it")
+            raise UnpackError("bytes_max", f"it unpacks to more than its remaining limit of {self.bytes_max} bytes")
         self._unchecked_bytes += size + ENTRY_BYTES
         if self._unchecked_bytes > SPACE_CHECK_BYTES:
             self._unchecked_bytes = 0
             require_space("/", size, self.free_bytes_min)
 
     def _make_folder(self, path: str) -> None:
-        """Directories that no member announced. A link on the way is followed, as by every unpacker: it cannot lead out
-        of this root."""
+        """Creates missing parent directories. Follows links on the way, like every unpacker: they cannot lead out of
+        this root."""
         if os.path.isdir(path):
             return
         parent = ""
@@ -226,7 +226,7 @@ class LayerUnpacker:
                 os.mkdir(parent)
 
     def _clear(self, path: str) -> None:
-        """A later member replaces an earlier one, and is never written through it."""
+        """Removes an earlier member of that name: a later one replaces it and is never written through it."""
         try:
             os.unlink(path)
         except FileNotFoundError:
@@ -242,8 +242,8 @@ class LayerUnpacker:
         if base == WHITEOUT_OPAQUE:
             self._opaque[folder or "/"] = None
         elif hidden in ("", ".", ".."):
-            raise UnpackError("invalid", f"the whiteout {base!r} names nothing")
-        elif not base.startswith(WHITEOUT_META):  # the rest of these names is bookkeeping of another file system
+            raise UnpackError("invalid", f"the whiteout {base!r} contains no name")
+        elif not base.startswith(WHITEOUT_META):  # other names with this prefix are metadata of another file system
             self._whiteouts[f"{folder}/{hidden}"] = None
 
     def _add_folder(self, path: str, member: tarfile.TarInfo) -> None:
@@ -327,9 +327,9 @@ def require_space(path: str | int, size: int, free_bytes_min: int) -> None:
     space = os.statvfs(path)
     free = space.f_bavail * space.f_frsize
     if free < size + free_bytes_min:
-        raise UnpackError("world", f"the disk has {free} bytes left, and {free_bytes_min} of them are kept free")
+        raise UnpackError("world", f"the disk has {free} free bytes, and {free_bytes_min} must stay free")
     if space.f_files and space.f_favail < FREE_FILES_MIN:
-        raise UnpackError("world", f"the disk has room for {space.f_favail} more files, which are kept free")
+        raise UnpackError("world", f"the disk has {space.f_favail} free inodes, which must stay free")
 
 
 # ---- the program --------------------------------------------------------------------------------------------------
@@ -482,7 +482,7 @@ def handle_request(request: Request) -> Request:
     except OSError as error:
         kind = "world" if error.errno in _MACHINE_ERRNOS else "invalid"
         return {"kind": kind, "error": str(error)[:1000]}
-    except Exception as error:  # whatever a hostile archive makes the parsers raise
+    except Exception as error:  # any exception that a hostile archive causes in the parsers
         return {"kind": "invalid", "error": f"{type(error).__name__}: {error}"[:1000]}
 
 

@@ -2,11 +2,11 @@
 
 Owns the directory of a store: the layers, the images that consist of them, and the cache of committed set-ups. A
 sandbox mounts the layers of its image read-only, below a private writable one. Never mounts anything that outlives a
-call, and never writes to a layer that is in place. Promises:
+call, and never writes to a complete layer. Promises:
 
 - every file of every layer here belongs to SANDBOX_UID, whatever an archive states, and has no setuid or setgid bit;
 - a layer appears under its name only when it is complete and on disk; a failure deletes what it wrote, and `sweep`
-  deletes what a dead process left;
+  deletes leftovers of dead processes;
 - several processes and threads may share a store.
 
 A method that runs a program or waits for a lock is `async`. `seal`, `discard`, `forget` and `sweep` block on the disk:
@@ -14,10 +14,10 @@ call them in a thread. The others access a few small files.
 
 A directory that was added as an image stays where it is: mounts of it must be nosuid and nodev. Adding an image under
 an existing name replaces the name; the old image is then called `name@` and a part of its digest. Deleting an image
-removes files below running sandboxes: only their manager knows them.
+removes files that running sandboxes use: their manager must check that.
 
-    root/layers/<digest>          unpacked layers, by the SHA-256 of their tar; host-, fit- and commit- are made here
-    root/layers/.part-<pid>-...   layers in the making, locked by the process that makes them
+    root/layers/<digest>          unpacked layers, by the SHA-256 of their tar; host-, fit- and commit- are created here
+    root/layers/.part-<pid>-...   incomplete layers, locked by the process that creates them
     root/images/, root/cache/     one JSON file per image and per remembered key
     root/locks/, root/lock        files that are locked, never read
 """
@@ -124,7 +124,7 @@ class ImageStore:
             raise self._unknown_image(name)
         missing = _missing_layer(record.image)
         if missing:
-            raise ManagerError(f"image {name!r} stands on {missing}, which is gone; add it again", retry=False)
+            raise ManagerError(f"image {name!r} is based on {missing}, which was deleted; add it again", retry=False)
         return record.image
 
     def names(self) -> list[str]:
@@ -157,7 +157,8 @@ class ImageStore:
         return record.image
 
     def replaced_name(self, name: str) -> str:
-        """The name that the current image of this name gets once another one replaces it; empty if there is none."""
+        """Returns the new name for the current image of this name when another one replaces it; empty if there is
+        none."""
         old = _read(_record_path(self._images, name))
         if old is None:
             return ""
@@ -179,7 +180,7 @@ class ImageStore:
         return self._host
 
     def register(self, image: StoredImage) -> StoredImage:
-        """Give this image its name. The previous one of that name gets another."""
+        """Store this image under its name. The previous image of that name gets another name."""
         _require_layers(image)
         with self._store_lock():
             self._register_locked(image)
@@ -285,9 +286,9 @@ class ImageStore:
                 self.discard(part)
         return str(target)
 
-    # ---- layers in the making ----
-    # Not `files.atomic_directory`: layers are written by other processes over many calls, get their name in one step
-    # with the record of the image, and `sweep` tells them from those of dead processes by their lock.
+    # ---- incomplete layers ----
+    # Not `files.atomic_directory`: other processes write layers over many calls, layers get their name in one step with
+    # the record of the image, and `sweep` distinguishes them from those of dead processes by their lock.
 
     def new_layer(self) -> Path:
         """An empty directory for the files of a commit. The caller seals or discards it."""
@@ -341,7 +342,7 @@ class ImageStore:
                 for path in folder.glob(".part-*"):  # written only under `_store_lock`, which is held here
                     path.unlink()
             for path in self._layers.glob(".part-*"):
-                with contextlib.suppress(BlockingIOError, FileNotFoundError):  # its owner lives, or has finished it
+                with contextlib.suppress(BlockingIOError, FileNotFoundError):  # its owner is alive, or has finished it
                     self._lock_by_part[path] = lock_directory(path)
                     parts.append(path)
         for part in parts:
@@ -384,7 +385,7 @@ class ImageStore:
 
     @contextlib.asynccontextmanager
     async def lock(self, key: str) -> AsyncIterator[None]:
-        """One holder at a time among all processes that share the store. Not reentrant."""
+        """A lock among all processes that share the store. Not reentrant."""
         pause_s, pause_s_max = LOCK_POLL_S
         while True:
             try:
@@ -403,7 +404,7 @@ class ImageStore:
         write_file(path, msgspec.json.encode(record), durable=True, partial=path.with_name(_part_name()))
 
     def _store_lock(self) -> contextlib.AbstractContextManager[None]:
-        """The lock for giving and removing names. Held for short moments only."""
+        """The lock for setting and removing names. Held only briefly."""
         return locked(self.root / "lock")
 
 
@@ -434,7 +435,7 @@ def _part_name() -> str:
 
 
 def _read(path: Path) -> _ImageRecord | None:
-    """None if there is none, or a damaged one, which is treated the same."""
+    """Returns None if it is missing or damaged."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=_ImageRecord)
     except (FileNotFoundError, msgspec.MsgspecError):

@@ -1,8 +1,8 @@
-"""What a fork of the spawner does before it executes a program: the holder of a sandbox, a runner in it, a copy.
+"""The steps of a fork of the spawner before it executes a program: the holder of a sandbox, a runner in it, a copy.
 
 Standard library only, imported by the spawner before it forks. Owns every step between fork and exec. A function named
-`become_*` never returns: it executes a program, or reports an error and exits. Promises that a waiting runner has
-nothing of the spawner: no descriptor, no privilege, no namespace.
+`become_*` never returns: it executes a program, or reports an error and exits. Promises that a waiting runner has no
+descriptor, privilege or namespace of the spawner.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _reset_signals() -> None:
         signal.signal(signum, signal.SIG_DFL)
 
 
-# ---- steps of making a sandbox --------------------------------------------------------------------------------------
+# ---- steps of creating a sandbox ------------------------------------------------------------------------------------
 
 
 def _make_directory(path: str, user: int, mode: int) -> None:
@@ -92,7 +92,7 @@ _PREPARE_STEPS: dict[str, Callable[..., None]] = {"mkdir": _make_directory, "mou
 
 
 def become_holder(request: Message, filter_code: bytes, status: int, info: int, spawner: int) -> NoReturn:
-    """Mounts what a sandbox sees, in a mount namespace of its own, and becomes bubblewrap."""
+    """Mounts the files of a sandbox in a new mount namespace, and becomes bubblewrap."""
     try:
         _reset_signals()
         os.dup2(status, 2)
@@ -126,7 +126,7 @@ def _filter_file(code: bytes) -> int:
 
 
 def become_copy(holder_fd: int, source: str, target: str, status: int, spawner: int) -> NoReturn:
-    """Copies a directory that only the holder of a sandbox sees to one that all processes see."""
+    """Copies a directory in the holder's mount namespace to one that all processes can access."""
     try:
         _reset_signals()
         os.dup2(status, 2)
@@ -144,7 +144,7 @@ def become_copy(holder_fd: int, source: str, target: str, status: int, spawner: 
 
 
 class SandboxHandle(Protocol):
-    """What entering a sandbox requires of it."""
+    """The data of a sandbox that entering it requires."""
 
     init_fd: int
     """A pidfd of its first process, whose namespaces are joined."""
@@ -154,7 +154,7 @@ class SandboxHandle(Protocol):
 
 
 Commands = dict[str, Callable[[Message, list[int], SandboxHandle], Message]]
-"""Commands that a runner can carry out; each returns the reply."""
+"""Commands that a runner can execute; each returns the reply."""
 
 
 def become_runner(

@@ -1,10 +1,9 @@
 """The spawner's client: starts a spawner, sends it requests, and awaits its replies.
 
-Owns the process of the spawner and the socket to it. Decides nothing. Promises that every request gets a reply from the
-spawner, or ManagerError when the spawner has ended.
+Owns the process of the spawner and the socket to it. Makes no decisions. Promises that every request gets a reply from
+the spawner, or ManagerError when the spawner has ended.
 
-The spawner of a named owner is a daemon. It is left to the next process of that name, which attaches to it, unless this
-owner requests otherwise.
+The spawner of a named owner is a daemon: the next process of that name attaches to it, unless this owner ends it.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class Program:
 
 
 class OrphanedSandbox(msgspec.Struct, frozen=True):
-    """A sandbox that was left with a spawner."""
+    """A sandbox without an owner, held by a spawner."""
 
     init: int
     """Pid of the sandbox's first process."""
@@ -157,7 +156,7 @@ class SpawnerClient:
         return int((await self.request("begin", **settings))["pid"])
 
     def _launch_detached(self, kept: Path, lock: int) -> SpawnedChild:
-        """It inherits no output stream of the owner: a reader of that would wait for its end."""
+        """It inherits no output stream of the owner, whose readers would otherwise wait for its end."""
         with open(kept / "spawner.log", "ab") as log:
             return self._launch([str(lock), str(kept)], keep=[lock], output=log.fileno(), cwd="/")
 
@@ -231,25 +230,25 @@ class SpawnerClient:
             await self._lock.kill_spawner()
             if isinstance(error, ManagerError):
                 raise
-            raise ManagerError(f"the spawner that held it does not answer: {str(error) or 'it hangs'}") from error
+            raise ManagerError(f"its spawner does not respond: {str(error) or 'it hangs'}") from error
 
     def _parse_greeting(self, greeting: bytes) -> dict[str, OrphanedSandbox]:
         if not greeting:
-            raise ManagerError("the spawner that held it has ended")
+            raise ManagerError("its spawner has ended")
         try:
             protocol = msgspec.json.decode(greeting, type=dict[str, Any]).get("protocol")
             if protocol != PROTOCOL:
                 raise ManagerError(
-                    f"the spawner that held it is of another version of Tangram: protocol {protocol}, not {PROTOCOL}"
+                    f"its spawner belongs to another version of Tangram: protocol {protocol}, not {PROTOCOL}"
                 )
             parsed = msgspec.json.decode(greeting, type=Greeting)
         except msgspec.MsgspecError as error:
-            raise ManagerError(f"the spawner that held it cannot be understood: {error}") from error
+            raise ManagerError(f"its spawner sent an invalid message: {error}") from error
         self._number = parsed.number
         return parsed.boxes
 
     async def detach(self) -> None:
-        """Leave the spawner. Returns when it has frozen everything for the next owner."""
+        """Detach from the spawner. Returns when it has frozen all sandboxes for the next owner."""
         if self._connection is None:
             return
         with contextlib.suppress(OSError):

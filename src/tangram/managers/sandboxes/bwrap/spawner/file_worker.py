@@ -1,7 +1,7 @@
-"""File work: the operations that a runner of the spawner carries out instead of a program.
+"""The file worker: file operations that a runner of the spawner executes instead of a program.
 
-Standard library only, imported by the spawner before it forks. Owns nothing. Promises that it can do no more than a
-program of the sandbox, because it runs in its place and as its user, and that a failure is a reply.
+Standard library only, imported by the spawner before it forks. Owns nothing. Promises that it has no more rights than a
+program of the sandbox, because it runs inside, as the same user, and that a failure is a reply.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _write(request: Message) -> int:
                     data = data[file.write(data) or 0 :]
             os.fchmod(file.fileno(), request["mode"])
         if written != request["bytes"]:
-            raise OSError(errno.EPIPE, f"{written} of {request['bytes']} bytes came")
+            raise OSError(errno.EPIPE, f"{written} of {request['bytes']} bytes arrived")
         os.replace(beside, path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -84,7 +84,7 @@ class SpawnerLock:
                     return connection, DetachedProcess(self._pid())
                 except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
                     await asyncio.sleep(POLL_S)
-            raise ManagerError("the spawner that held it has ended")
+            raise ManagerError("its spawner has ended")
         except BaseException:
             connection.close()
             raise

@@ -1,6 +1,6 @@
 """Mounts of a sandbox, and the command line of bubblewrap.
 
-Owns what the spawner does to make a sandbox, as data. Does nothing itself.
+Owns the mount steps of a sandbox, as data; the spawner executes them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Orphan cleanup: what the spawner does to control groups when its owner has ended.
+"""Orphan cleanup: kills and freezes processes in control groups when the owner has ended.
 
 Standard library only, imported by the spawner. Owns nothing: the owner named the groups, with the layout of sandbox.py.
-`kill_all` ends after END_S_MAX at most: a process in an uninterruptible system call may outlast it, and the next owner
-that starts removes it. A sandbox that `freeze_orphans` no longer returns uses no CPU,
-and keeps what its actions had left running.
+`kill_all` returns after END_S_MAX at most: a process in an uninterruptible system call may outlast it, and the next
+owner removes it. A sandbox that `freeze_orphans` no longer returns uses no CPU, and keeps its background processes.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ def freeze_orphans(groups: list[str], sandbox_ids: Container[str]) -> set[str]:
 
 
 def thaw_killed(pid: int, groups: list[str], sandbox_id: str) -> None:
-    """Let a killed process die that is frozen. In version 1 it is moved to the group of its sandbox, which is never
-    frozen; in version 2 a frozen process dies at once."""
+    """Make a killed, frozen process end. In version 1 it is moved to the group of its sandbox, which is never frozen;
+    in version 2 a frozen process ends immediately."""
     for group in groups:
         if os.path.exists(f"{group}/{sandbox_id}/freezer.state"):
             _write(f"{group}/{sandbox_id}/cgroup.procs", str(pid))

@@ -1,4 +1,4 @@
-"""The protocol between a spawner and its owner, and where the next owner finds the spawner.
+"""The protocol between a spawner and its owner, and the socket for the next owner.
 
 Messages are packets (processes/packets.py). A request of the owner has an `id`, the kind `do`, and these fields:
 
@@ -11,7 +11,7 @@ Messages are packets (processes/packets.py). A request of the owner has an `id`,
                  runner unread                                                            -> pid if reports_pid; `exit`
     abandon      request: the `id` of an exec or file whose caller no longer waits        -> reply without fields
     drain        box; the descriptors are streams to read and discard                     -> no reply
-    end_session  box, session: the caller knows that its shell has ended                  -> no reply
+    end_session  box, session: the caller was notified of the end of its shell            -> no reply
 
 The spawner sends replies, with the `id` of the request and `error` if it failed; `exit` with the `id` of a program or
 file work that has ended, and its `code`, its result `ok`, or `error` and `errno`; `gone` with the name of a sandbox
@@ -23,7 +23,7 @@ Standard library only.
 from __future__ import annotations
 
 PROTOCOL = 3
-"""Version of the messages. To be raised whenever a message of an earlier owner could be misunderstood."""
+"""Version of the messages. Increase it whenever a message of an earlier owner could be misinterpreted."""
 FDS_MAX = 8
 """Descriptors in one request."""
 SOCKET_NAME = "socket"

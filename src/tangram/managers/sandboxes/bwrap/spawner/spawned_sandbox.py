@@ -1,6 +1,6 @@
 """A sandbox and its runners, as the spawner keeps them: process ids, pidfds, sessions, commands and replies.
 
-Standard library only, like the spawner. Decides nothing. Treats the reply of a runner as hostile: it ran inside a
+Standard library only, like the spawner. Makes no decisions. Treats the reply of a runner as hostile: it ran inside a
 sandbox.
 """
 

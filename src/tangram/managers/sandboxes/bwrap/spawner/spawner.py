@@ -1,13 +1,13 @@
-"""The spawner: a small privileged process that starts programs inside sandboxes, and does file work there.
+"""The spawner: a small privileged process that starts programs and file workers inside sandboxes.
 
 An isolated program (processes/isolated.py): imports only the standard library, so forking it costs a fraction of
 forking its owner. Everything that its forks need is imported before the first fork, because a later import would read
-files of the sandbox. Single-threaded. Owns the processes of all sandboxes; child.py has the steps of its forks. Decides
-nothing: it carries out the requests on its socket, with one reply each, and reports the end of programs. Promises that
-what it started dies with it, that it dies with its owner (the end of the socket kills every sandbox), and that no
+files of the sandbox. Single-threaded. Owns the processes of all sandboxes; child.py has the steps of its forks. Makes
+no decisions: it executes the requests on its socket, with one reply each, and reports the end of programs. Promises
+that its children end with it, that it ends with its owner (the end of the socket kills every sandbox), and that no
 program in a sandbox can crash it.
 
-The spawner of a named owner outlives it, if that owner requests so. Without an owner it kills the processes of actions,
+The spawner of a named owner outlives it, if that owner requests it. Without an owner it kills the processes of actions,
 freezes all others, and listens on a socket in the directory of the owner for the next one. Without a sandbox it exits.
 
 A program starts as a *runner*: a fork that has entered the namespaces of its sandbox, closed all descriptors, dropped
@@ -63,9 +63,9 @@ from tangram.processes.packets import (
 )
 
 SPARES_MAX = 64
-"""Spare runners. Each costs about half a megabyte; those of the sandboxes used last are kept."""
+"""Maximum spare runners. Each takes about half a megabyte; those of the most recently used sandboxes are kept."""
 POLL_S = 0.0003
-"""Pause between two polls of the first process of a sandbox that is being made."""
+"""Pause between two polls of the first process of a sandbox that is being created."""
 RESUME_S = 0.2
 """Pause between SIGCONTs to a runner that has its command: a program in its sandbox may stop it."""
 ACCEPT_RETRY_S = 0.01
@@ -186,9 +186,9 @@ class Spawner:
             raise EOFError
 
     def _freeze_round(self) -> bool:
-        """One round of killing what works for the owner that has ended. A sandbox in which this does not succeed in
-        time is killed as a whole: nothing may run without an owner. A killed process that hangs in the kernel is not
-        waited for without limit: the other sandboxes must be adopted."""
+        """One round of killing processes that work for the ended owner. If that fails in time, the whole sandbox is
+        killed: nothing may run without an owner. The wait for a killed process that hangs in the kernel is limited,
+        because the other sandboxes must be adopted."""
         for pid, runner in self._workers.items():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -211,7 +211,7 @@ class Spawner:
         assert self._listener is not None
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # the peer has gone, or there is no free descriptor
+        except OSError:  # the peer has disconnected, or there is no free descriptor
             time.sleep(ACCEPT_RETRY_S)
             return
         self._accept_owner(connection)
@@ -301,7 +301,7 @@ class Spawner:
     # ---- sandboxes ----
 
     def _open(self, request: Message, fds: list[int]) -> None:
-        """Mount what the sandbox sees in a private mount namespace, which vanishes with it, and start its first process
+        """Mount the files of the sandbox in a private mount namespace, which ends with it, and start its first process
         there. It is open when that process has executed the given program."""
         assert self._filter is not None, "the filter comes before the first sandbox"
         spawner = os.getpid()
