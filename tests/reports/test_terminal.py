@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tangram.reports.terminal import bar, level_row, marked_bar, text_table, usage_bar
+from tangram.reports.terminal import ScreenColumns, bar, level_row, marked_bar, text_table, usage_bar
 
 
 def test_cells_of_a_table_are_in_columns_and_no_line_ends_with_a_space() -> None:
@@ -28,3 +28,14 @@ def test_levels_are_blank_for_nothing_alone() -> None:
     assert level_row([0.0, 0.001, 0.5, 1.0], fancy=True) == " ▁▄█"
     plain = level_row([0.0, 0.001, 1.0], fancy=False)
     assert plain.isascii() and plain[0] == " " and " " not in plain[1:]
+
+
+def test_columns_of_a_screen_stay_where_they_are() -> None:
+    columns = ScreenColumns(("pool", 6), ("waiting", -8), ("held out", 8))
+    rows = [columns.head(), columns.row("cpu", 7, "-"), columns.row("a long name", 1_234_567_890, "0.5", style="dim")]
+    assert [row.plain for row in rows] == [
+        "pool    waiting  held out",
+        "cpu           7  -       ",
+        "a lon… 1234567890  0.5     ",
+    ]
+    assert all(row.no_wrap for row in rows)

@@ -79,6 +79,26 @@ def row(text: str, style: str = "") -> Text:
     return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 
+class ScreenColumns:
+    """Columns of rows of a screen, each with its head and a fixed width, so that nothing moves when a value changes.
+
+    A negative width aligns to the right. Text on the left is cut at its width; numbers on the right never are.
+    """
+
+    def __init__(self, *columns: tuple[str, int]) -> None:
+        self._columns = columns
+
+    def head(self) -> Text:
+        return self.row(*(head for head, _ in self._columns), style="bold")
+
+    def row(self, *values: object, style: str = "") -> Text:
+        line = ""
+        for value, (_, width) in zip(values, self._columns, strict=True):
+            gap = "" if not line else "  " if width > 0 else " "
+            line += gap + (cell(str(value), width) if width > 0 else str(value).rjust(-width))
+        return row(line, style=style)
+
+
 def cell(text: str, width: int) -> str:
     """Pad or cut foreign text to this many columns."""
     from rich.cells import cell_len, set_cell_size

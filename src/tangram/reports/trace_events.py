@@ -14,6 +14,7 @@ do are moved to further lanes of the same name.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -156,12 +157,18 @@ def _complete_events(event: _Complete, pid: int, tid: int) -> list[dict[str, Any
 
 
 def _without_overlap(events: Sequence[_Complete]) -> list[list[_Complete]]:
-    """Distribute events over as few rows as possible, each in its own time within a row."""
+    """Distribute events over as few rows as possible, each in its own time within the first row that is free."""
     rows: list[list[_Complete]] = []
+    free: list[int] = []
+    ends: list[tuple[int, int]] = []
     for event in sorted(events, key=lambda event: (event.since, event.until)):
-        row = next((row for row in rows if row[-1].until <= event.since), None)
-        if row is None:
-            rows.append([event])
+        while ends and ends[0][0] <= event.since:
+            heapq.heappush(free, heapq.heappop(ends)[1])
+        if free:
+            number = heapq.heappop(free)
         else:
-            row.append(event)
+            number = len(rows)
+            rows.append([])
+        rows[number].append(event)
+        heapq.heappush(ends, (event.until, number))
     return rows

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tangram.reports.formatting import duration, elapsed
 from tangram.reports.printable import escape_unprintable
-from tangram.reports.terminal import bar, cell, progress_bar, row, sparkline
+from tangram.reports.terminal import ScreenColumns, bar, progress_bar, row, sparkline
 from tangram.rl.observe.training_status import (
     ENDED,
     STARTING,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 BAR_WIDTH = 24
 NAME_WIDTH = 16
-SPARK_MIN, SPARK_MAX = 8, 64
+SPARK_MIN, SPARK_MAX = 10, 64
 BESIDE_SPARK = 67
 """Columns of the row of a task without its sparkline."""
 NOTICED_SHOWN = 4
@@ -111,15 +111,15 @@ def _head(run: TrainingStatus, stages: dict[str, int], elapsed_s: float, width: 
 def _tasks(run: TrainingStatus, width: int, fancy: bool) -> list[Text]:
     sparks = min(SPARK_MAX, max(SPARK_MIN, width - BESIDE_SPARK))
     reward = "reward" if run.phase in (TRAINING, ENDED) else "warm"
-    head = f"{cell('task', NAME_WIDTH)} {reward:>6}  {'last steps':<{sparks}}  {'held out':<25} groups/s"
-    rows = [row(head, style="bold")]
+    columns = ScreenColumns(
+        ("task", NAME_WIDTH), (reward, -6), ("last steps", sparks), ("held out", 25), ("groups/s", -8)
+    )
+    rows = [columns.head()]
     for name, task in run.tasks.items():
         groups = run.per_s(lambda step, name=name: step.tasks[name].groups if name in step.tasks else 0)  # type: ignore[misc]
         rate = f"{groups:.2g}" if groups else "-"
-        drawn = cell(sparkline(list(task.rewards)[-sparks:], fancy), sparks)
-        rows.append(
-            row(f"{cell(name, NAME_WIDTH)} {_number(_reward(task)):>6}  {drawn}  {_held_out(task):<25} {rate:>8}")
-        )
+        drawn = sparkline(list(task.rewards)[-sparks:], fancy)
+        rows.append(columns.row(name, _number(_reward(task)), drawn, _held_out(task), rate))
     return rows if len(rows) > 1 else []
 
 
@@ -134,37 +134,28 @@ def _held_out(task: TrainingTaskProgress) -> str:
 def _pools(run: TrainingStatus) -> list[Text]:
     if run.last is None or not run.last.pools:
         return []
-    rows = [
-        row(
-            f"{cell('pool', NAME_WIDTH)} {'ACT mean':>9} {'p99':>9}  {'in use':>7} {'of':>7} {'waiting':>8}",
-            style="bold",
-        )
-    ]
+    columns = ScreenColumns(
+        ("pool", NAME_WIDTH), ("ACT mean", -9), ("p99", -9), ("in use", -8), ("of", -7), ("waiting", -8)
+    )
+    rows = [columns.head()]
     for pool in run.last.pools:
         used = pool.held_unit_s / (pool.total * run.last.step_s) if pool.total > 0 and run.last.step_s > 0 else 0.0
         act = (elapsed(pool.act_mean_s), elapsed(pool.act_p99_s)) if pool.actions else ("-", "-")
-        rows.append(
-            row(
-                f"{cell(pool.name, NAME_WIDTH)} {act[0]:>9} {act[1]:>9}  {used:>7.0%} {pool.total:>7g}"
-                f" {pool.waiting or '-':>8}",
-                style="yellow" if pool.waiting else "",
-            )
-        )
+        values = (*act, f"{used:.0%}", f"{pool.total:g}", pool.waiting or "-")
+        rows.append(columns.row(pool.name, *values, style="yellow" if pool.waiting else ""))
     return rows
 
 
 def _engines(run: TrainingStatus) -> list[Text]:
     if run.last is None or not run.last.engines:
         return []
-    rows = [row(f"{cell('engine', NAME_WIDTH)} {'version':>7} {'busy':>6} {'read':>9} {'wrote':>9}", style="bold")]
-    rows += [
-        row(
-            f"{cell(engine.name, NAME_WIDTH)} {engine.version:>7} {engine.busy_share:>6.0%}"
-            f" {engine.prefill_tokens:>9,} {engine.decode_tokens:>9,}",
-            style="yellow" if engine.version + run.staleness_bound < run.step else "",
-        )
-        for engine in run.last.engines
-    ]
+    columns = ScreenColumns(("engine", NAME_WIDTH), ("version", -7), ("busy", -6), ("read", -9), ("wrote", -9))
+    rows = [columns.head()]
+    for engine in run.last.engines:
+        tokens = (f"{engine.prefill_tokens:,}", f"{engine.decode_tokens:,}")
+        stale = engine.version + run.staleness_bound < run.step
+        style = "yellow" if stale else ""
+        rows.append(columns.row(engine.name, engine.version, f"{engine.busy_share:.0%}", *tokens, style=style))
     return rows
 
 
