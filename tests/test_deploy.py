@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tangram.config import load, parse
+from tangram.config.validators import is_loopback
 from tangram.managers.sandboxes.cgroups.hierarchies import OWNER_LEAF
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
@@ -77,7 +78,7 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
 
 def test_the_config_is_one_for_a_team() -> None:
     config = load(DEPLOY / "tangram.toml")
-    assert config.is_public and not config.is_open
+    assert not is_loopback(config.listen_host)
     assert config.service.admin_token_file == str(DEPLOY / "admin-token")
     assert config.service.tls_certificate and config.service.tls_key
 

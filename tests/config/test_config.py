@@ -28,6 +28,7 @@ from tangram.config import (
 )
 from tangram.config.loader import CONFIG_BYTES_MAX
 from tangram.config.tables import field_types
+from tangram.config.validators import is_loopback
 from tangram.core.limits import Limits
 from tangram.errors import InvalidConfig
 from tangram.managers.models import Service
@@ -54,12 +55,7 @@ def uncommented(text: str) -> str:
 def test_an_empty_file_has_the_defaults() -> None:
     config = parse("", "t.toml")
     assert config == Config()
-    assert (config.listen_host, config.listen_port, config.is_public, config.is_open) == (
-        "127.0.0.1",
-        7433,
-        False,
-        True,
-    )
+    assert (config.listen_host, config.listen_port, config.service.admin_token_file) == ("127.0.0.1", 7433, "")
     assert (config.service.durability, config.service.drain_s, config.node.cores) == ("process", 30.0, None)
     assert (config.limits.body_bytes_max, config.limits.file_bytes_max) == (64 << 20, 4 << 30)
     assert config.scheduler == Limits()
@@ -123,7 +119,7 @@ def test_every_table_is_read() -> None:
             DeviceConfig(kind="cuda", memory_bytes=8 << 30, place="cuda:0"),
         ),
     )
-    assert config.is_public and not config.is_open
+    assert not is_loopback(config.listen_host) and config.service.admin_token_file
     assert type(config.service.drain_s) is type(config.node.cores) is float
 
 
@@ -144,7 +140,7 @@ def test_every_table_is_read() -> None:
 )
 def test_an_address_is_public_unless_it_is_a_loopback_address(listen: str, host: str, port: int, public: bool) -> None:
     config = Config(service=ServiceConfig(listen=listen, admin_token_file="token"))
-    assert (config.listen_host, config.listen_port, config.is_public) == (host, port, public)
+    assert (config.listen_host, config.listen_port, not is_loopback(config.listen_host)) == (host, port, public)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +318,8 @@ def test_changing_the_address_of_a_config_does_not_open_it_to_all() -> None:
 
 def test_a_service_without_any_access_is_refused() -> None:
     assert "open_on_loopback = false requires one" in refusal("[service]\nopen_on_loopback = false")
-    assert not parse("[service]\nopen_on_loopback = false\nadmin_token_file = 'a'", "t.toml").is_open
+    config = parse("[service]\nopen_on_loopback = false\nadmin_token_file = 'a'", "t.toml")
+    assert config.service.admin_token_file == "a"
 
 
 @pytest.mark.parametrize(("given", "missing"), [("tls_key", "tls_certificate"), ("tls_certificate", "tls_key")])

@@ -289,16 +289,6 @@ class Config(ConfigRoot, frozen=True, kw_only=True):
     def listen_port(self) -> int:
         return address_of(self.service.listen)[1]
 
-    @property
-    def is_public(self) -> bool:
-        """Whether other machines can reach it."""
-        return not is_loopback(self.listen_host)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there is no admin token, so that every user of this machine is the admin."""
-        return not self.service.admin_token_file
-
     def check_consistency(self) -> None:
         _require_unique_names("quotas", self.quotas)
         _require_unique_names("services", self.services)

@@ -33,6 +33,6 @@ def test_a_clone_of_a_checkpoint_with_a_tokenizer_has_its_tokenizer(tmp_path: Pa
             tasks=(TaskSettings(name="chain"),),
         )
 
-    asyncio.run(clone_behaviour(settings(checkpoint), clone, steps=0, tasks=("none of them",)))
+    asyncio.run(clone_behaviour(settings(checkpoint), clone, steps=0, episodes=0))
     codec = codec_of(settings(clone), tasks_of(settings(clone)))
     assert isinstance(codec, TextCodec) and codec.encode_action("go left") == tokenizer.encode_action("go left")

@@ -82,10 +82,6 @@ class AgentScript(msgspec.Struct, frozen=True, kw_only=True):
         """Number of actions, with opening and closing the sandbox."""
         return 2 + sum(isinstance(turn.does, str) for turn in self.turns)
 
-    @property
-    def think_s(self) -> float:
-        return sum(turn.think_s for turn in self.turns)
-
 
 # ---- what they do -----------------------------------------------------------------------------------------------
 

@@ -97,9 +97,9 @@ def load(folder: Path | str, *, dtype: torch.dtype = torch.float32) -> Transform
     return model
 
 
-def save(model: Transformer, folder: Path | str, *, replace: bool = False) -> None:
-    """Writes atomically into a new or empty folder, or replaces it; see `atomic_directory`. Raises ManagerError."""
-    with atomic_directory(Path(folder), replace=replace) as unfinished:
+def save(model: Transformer, folder: Path | str) -> None:
+    """Writes atomically into a new or empty folder; see `atomic_directory`. Raises ManagerError."""
+    with atomic_directory(Path(folder)) as unfinished:
         write(model, unfinished)
 
 

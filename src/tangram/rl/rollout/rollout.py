@@ -275,14 +275,13 @@ class Rollout:
         groups: int,
         *,
         in_flight: int | None = None,
-        extra: int | None = None,
     ) -> CollectedBatch:
-        """Returns the first `groups` groups that end with members. `extra` (default: `groups_extra` of the settings)
-        more groups are played, and stopped once they are not needed. `in_flight` bounds the groups played at once.
-        Returns fewer groups if the tickets run out. Raises what the generator raised, and ManagerError if too many
-        groups of a task end without members."""
+        """Returns the first `groups` groups that end with members. `groups_extra` of the settings more groups are
+        played, and stopped once they are not needed. `in_flight` bounds the groups played at once. Returns fewer groups
+        if the tickets run out. Raises what the generator raised, and ManagerError if too many groups of a task end
+        without members."""
         began_at = self._now()
-        needed = groups + (self.settings.groups.groups_extra if extra is None else extra)
+        needed = groups + self.settings.groups.groups_extra
         kept: list[Group] = []
         left_out: list[Group] = []
         async with self._in_flight_set(tickets) as groups_in_flight:
