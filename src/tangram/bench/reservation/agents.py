@@ -87,7 +87,7 @@ class AgentScript(msgspec.Struct, frozen=True, kw_only=True):
         return sum(turn.think_s for turn in self.turns)
 
 
-# ---- what they do -----------------------------------------------------------------------------------------------
+# ---- behaviour --------------------------------------------------------------------------------------------------
 
 
 def draw_scripts(seed: int, *, groups: int, siblings: int, think_faster: float) -> tuple[AgentScript, ...]:

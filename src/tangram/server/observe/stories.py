@@ -64,7 +64,7 @@ class TrackedAction(ActionUse):
         self.short_kind = ""
         """The kind of pool that lacked units at the last check."""
         self.pools: tuple[str, ...] = ()
-        """Pools of which it holds units."""
+        """Pools with units that it holds."""
         self.cpu = 0
         """Milli-cores of its last grant."""
         self.notes: list[StoryNote] = []
