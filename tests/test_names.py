@@ -1,4 +1,4 @@
-"""One name, one thing: a grep for a class returns one definition."""
+"""Names and language: a grep for a class returns one definition, and the text is in plain modern English."""
 
 from __future__ import annotations
 
@@ -9,12 +9,25 @@ import tokenize
 from collections import defaultdict
 from pathlib import Path
 
-SOURCE = Path(__file__).parents[1] / "src" / "tangram"
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "tangram"
 DESCRIBED = re.compile(r"`([A-Za-z_]\w*)`(?=: | is | gets )")
 MENTIONED = re.compile(
     r"(?<![\w-])(?:`([A-Za-z_]\w*)`|([A-Z][a-z]{2,}[A-Z][a-z]{2,}\w*)|([A-Z][A-Z0-9]*_[A-Z0-9_]+))(?![\w-])"
 )
 """`name`, CapWords, UPPER_CASE"""
+BANNED_WORDS = (
+    "afresh", "all the same", "anew", "anybody", "apart from", "as far as", "as good as", "besides", "carries out",
+    "carried out", "carry out", "for ever", "given up", "gives up", "he", "him", "his", "hither", "in the making",
+    "in vain", "is told", "are told", "was told", "were told", "lest", "live on", "lives on", "looked after",
+    r"nobody(?!:)", "once more", "she", "so many", "somebody", "stands", "that is none", "thereof", "whatever",
+    "whoever", "whom",
+)  # fmt: skip
+"""Archaic and literary words, and words for persons: subjects are things. `nobody:` is the user in /etc/passwd."""
+BANNED = re.compile(rf"(?<![\w-])(?:{'|'.join(BANNED_WORDS)})(?![\w-])".replace(" ", r"\s+(?:# |// )?"), re.IGNORECASE)
+RECORDED = ("results.md", "results.jsonl")
+"""The output of earlier benchmark runs is not edited."""
+TEXT_SUFFIXES = (".py", ".md", ".js", ".css", ".html", ".toml", ".service", "Containerfile", ".json")
 
 
 def test_no_two_classes_share_a_name() -> None:
@@ -95,3 +108,25 @@ def _names_in_code(text: str, tree: ast.Module) -> set[str]:
         if token.start not in docstrings and token.type != tokenize.COMMENT:
             names.update(re.findall(r"\w+", token.string))
     return names
+
+
+def test_the_text_has_no_banned_words() -> None:
+    places = []
+    for folder in ("src", "docs", "deploy"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.name.endswith(TEXT_SUFFIXES) and path.name not in RECORDED:
+                text = path.read_text()
+                places += [
+                    f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, match.start()) + 1}: {match[0]}"
+                    for match in BANNED.finditer(text)
+                ]
+    assert places == []
+
+
+def test_a_banned_word_is_found_across_lines_but_not_inside_others() -> None:
+    assert [
+        match[0] for match in BANNED.finditer("# as far\n# as it goes; NOBODY; nobody:x:1; history, withstands")
+    ] == [
+        "as far\n# as",
+        "NOBODY",
+    ]

@@ -68,8 +68,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """Schedules at least TICK_S ahead: a timer that fires early would fire again forever while time stands
-        still."""
+        """Schedules at least TICK_S ahead: a timer that fires early would fire again forever while the clock
+        does not advance."""
         later = max(when, self.time() + TICK_S)
         return super().call_at(later, callback, *args, context=context)
 

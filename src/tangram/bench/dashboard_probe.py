@@ -160,7 +160,7 @@ class _Probe:
         return sandbox["x"] + sandbox["width"] / 2, sandbox["y"] + sandbox["height"] / 2
 
     async def _time_pan(self, x: float, y: float) -> None:
-        """Drag to and fro, with the button held down."""
+        """Drag in both directions, with the button held down."""
         mouse = self._page.mouse
         await mouse.down()
         places = iter([x - 60, x + 60] * REPEATS)

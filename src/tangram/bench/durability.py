@@ -175,7 +175,7 @@ class Clients:
         """Actions of sandboxes that were lost with their files."""
         self.sandboxes: list[_ClientSandbox] = []
 
-    # ---- what they do ----
+    # ---- running ---------
 
     async def run(self) -> None:
         left = iter(range(self._sizes.actions))
@@ -284,7 +284,7 @@ class Clients:
             if self._trace_is_in_sandbox:
                 self.unobservable.update(sandbox.action_ids)
 
-    # ---- what they know ----
+    # ---- results -----------
 
     async def count_forgotten(self) -> int:
         """Return how many unacknowledged results are missing or different."""

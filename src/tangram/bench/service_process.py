@@ -89,7 +89,7 @@ class ServiceProcess:
     def journal(self) -> Path:
         return self.folder / "journal.db"
 
-    # ---- its life ----
+    # ---- start and stop
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -106,7 +106,7 @@ class ServiceProcess:
         return await asyncio.to_thread(self._start)
 
     async def start_and_kill(self, after_s: float) -> None:
-        """Start, and kill after `after_s`, whatever the state."""
+        """Start, and kill after `after_s` in any state."""
         self._launch()
         await asyncio.sleep(after_s)
         self.kill()
@@ -167,7 +167,7 @@ class ServiceProcess:
             self._process.wait()
         self._process = None
 
-    # ---- what it uses ----
+    # ---- usage -----------
 
     def rss_bytes(self) -> int:
         return resident_bytes(self.pid)

@@ -145,7 +145,7 @@ def growth(samples: list[int]) -> float:
     return statistics.median(samples[-quarter:]) / statistics.median(samples[quarter : 2 * quarter] or samples) - 1.0
 
 
-# ---- what there is --------------------------------------------------------------------------------------------------
+# ---- resources ------------------------------------------------------------------------------------------------------
 
 
 class Footprint:

@@ -55,7 +55,7 @@ class TeachersSizes(msgspec.Struct, frozen=True, kw_only=True):
     nodes: int = 5
     node_devices: int = 8
     targets: tuple[int, ...] = (1, 4, 16, 64, 256)
-    """Calls per instance on demand, of which the best counts; the first is that of the released system."""
+    """Calls per instance on demand; the best one counts. The first is that of the released system."""
     engine_start_s: float = 19.0
     """Seconds to start an engine in addition to loading, as reported for vLLM with a small model on one device."""
     router_turn_s: float = 1.0
@@ -133,7 +133,7 @@ def _on_demand(sizes: TeachersSizes) -> dict[str, list[OnDemandConfig]]:
     }
 
 
-# ---- what is reported -------------------------------------------------------------------------------------------
+# ---- metrics ----------------------------------------------------------------------------------------------------
 
 
 def compare_batch(run: BenchRun, sizes: TeachersSizes, rows: dict[TeachersSide, list[MetricRow]], batch: int) -> None:

@@ -203,7 +203,7 @@ async def _running_rig(sizes: WeightsSizes) -> AsyncIterator[_WeightSyncRig]:
             await rig.close()
 
 
-# ---- what the steps say; all processes have the same clock ----
+# ---- step times; all processes have the same clock ------------
 
 
 def _decoded(steps: list[StepRecord]) -> int:

@@ -89,7 +89,7 @@ def _show_help_as_a_flag(command: Any) -> None:
 
 
 def _discard_output() -> None:
-    """Redirect stdout if it cannot be flushed: Python flushes it once more at exit."""
+    """Redirect stdout if it cannot be flushed: Python flushes it again at exit."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -235,7 +235,7 @@ def _download(text: str) -> tuple[str, Path]:
     return path, Path(target)
 
 
-# ---- doing ----------------------------------------------------------------------------------------------------
+# ---- execution ------------------------------------------------------------------------------------------------
 
 
 def _execute(options: RunOptions) -> tuple[Result | None, int]:
@@ -364,7 +364,7 @@ def _exit_code(result: Result) -> int:
     return {Status.TIMED_OUT: EXIT_TIMED_OUT, Status.CANCELLED: EXIT_CANCELLED}.get(result.status, EXIT_TANGRAM_FAILED)
 
 
-# ---- telling --------------------------------------------------------------------------------------------------
+# ---- printing -------------------------------------------------------------------------------------------------
 
 
 def _print_result(result: Result, options: RunOptions, *, summary: bool) -> None:

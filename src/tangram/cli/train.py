@@ -320,7 +320,7 @@ async def _run(
 
 
 class _StopSignals:
-    """Cancels the run on Ctrl-C and SIGTERM, once more for each further signal."""
+    """Cancels the run on Ctrl-C and SIGTERM, again for each further signal."""
 
     def __init__(self, running: asyncio.Future[Any], view: TrainingProgress) -> None:
         self.signal_number: int | None = None

@@ -201,9 +201,8 @@ class Sandbox:
 
         A string is run by a shell, a list of words without one; `{cpus}` in it is replaced by the number of granted
         cores. `cpus`: a number, or (min, max) for commands that run faster on more, or None to use what was learned.
-        `quotas`: how many requests of which API the command makes, at any time until it ends. `key` names commands that
-        behave alike. `timeout_s` counts from its start, `deadline_s` from now.
-        """
+        `quotas`: the number of requests that the command makes, by API, at any time until it ends. `key` names commands
+        that behave alike. `timeout_s` counts from its start, `deadline_s` from now."""
         work = _exec_work(command, cwd=cwd, env=env, stdin=stdin, capture=capture)
         action = self._action(
             "exec", self._demand(cpus, quotas, speedup), key=key, timeout_s=timeout_s, deadline_s=deadline_s,

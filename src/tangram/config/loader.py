@@ -167,7 +167,7 @@ class _ConfigReader:
             self._fail(place, value, f"one table, as {_table_header(place)} begins it")
         return self.read(kind, value, place)
 
-    # ---- what is wrong ----
+    # ---- errors -----------
 
     def _fail(self, place: KeyPath, value: object, expected: str) -> NoReturn:
         where = _location_prefix(self._name, self._lines.find(place))

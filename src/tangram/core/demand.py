@@ -1,4 +1,4 @@
-"""Demand: which amounts of which pools an action can run with.
+"""Demand: the amounts of pools that an action can run with.
 
 Owns the admissible amounts. Units are integers: milli-cores for `cpu`, whole devices for `gpu`, requests or
 tokens for a quota. All pools of a demand are granted together or none (gang allocation). At most one of them is
@@ -25,7 +25,7 @@ GPU = "gpu"
 MEMORY = "memory"
 
 LEARNED = -1
-"""Stands for the minimum of undeclared CPU: the policy decides the reserve."""
+"""In place of the minimum of undeclared CPU: the policy decides the reserve."""
 
 Need = tuple[str, int]
 """A pool kind and the minimum of it, or LEARNED."""

@@ -53,7 +53,7 @@ class RunUsage:
     def __init__(self, now: float) -> None:
         self.weight = 1.0
         self.units_by_kind: dict[str, int] = {}
-        """Without kinds of which it has nothing, so that a pass over them stays short."""
+        """Omits kinds without units, so that a pass over them stays short."""
         self.share = 0.0
         """The current share."""
         self.recent = 0.0
@@ -281,7 +281,7 @@ class Ledger:
         self.kinds: dict[str, dict[str, PoolState]] = {}
         """Per kind, the pools by node. A pool that belongs to no node has the key ''."""
         self._largest_total: dict[str, dict[str, int]] = {}
-        """Per node and kind, the largest total since it joined. '' stands for pools that belong to no node."""
+        """Per node and kind, the largest total since it joined. '' is the key of pools that belong to no node."""
         self._shapes: dict[tuple[tuple[str, int], ...], None] = {}
         """The same for nodes that went down, without duplicates, most recent last."""
         self.total_by_kind: dict[str, int] = {}

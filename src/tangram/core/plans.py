@@ -192,7 +192,7 @@ class Plans:
 
     def _require_open(self, entry: Entry, node: str) -> None:
         """Raises InvariantError if an action that has no place on the node may not start there. Sandboxes that are on
-        the node may go on even while it drains."""
+        the node may continue even while it drains."""
         ledger, sandbox = self._ledger, entry.sandbox
         if node == "":
             return

@@ -172,7 +172,7 @@ class Queue:
         return waiters
 
     def unplaced_waiters(self, pool: PoolState) -> Waiters:
-        """The waiters of a pool on a node, as far as they have no node yet. Closing them keeps the pool open to
+        """The waiters of a pool on a node that have no place yet. Closing them keeps the pool open to
         sandboxes that are on the node."""
         waiters = self._unplaced_waiters.get(pool.name)
         if waiters is None:
@@ -255,7 +255,7 @@ class Queue:
             self.ageing_at = oldest.submitted_at + self.ageing_s
 
     def wake(self, pool: PoolState, *, all_lanes: bool = False) -> None:
-        """Opens the lanes that lack this pool, as far as its free units may be enough for them. `all_lanes`: opens all
+        """Opens the lanes that lack this pool, if its free units may be enough for them. `all_lanes`: opens all
         of them because the pool itself changed, so that they may choose another one."""
         if pool.kind == CPU and not pool.gone and (all_lanes or self.elastic_waiting or pool.is_resize_due()):
             self.changed[pool.name] = pool

@@ -277,7 +277,7 @@ class Scheduler:
     def _refuse(self, subject: str, limit: str, reason: str) -> None:
         self._effects.append(Refuse(action=subject, limit=limit, reason=reason))
 
-    # ---- what managers report ----
+    # ---- reports of managers -----
 
     def _live_entry(self, action_id: str, attempt: int) -> Entry | None:
         """Returns the action that an event is about. None if it has settled or another attempt has begun."""

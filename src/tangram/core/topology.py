@@ -31,7 +31,7 @@ class Chunk(NamedTuple):
 def level_of(units: int) -> int:
     """Returns the level of the smallest chunk that holds `units` devices. A chunk of level a has 2**a devices."""
     if units < 1:
-        raise InvariantError(f"a chunk has at least one device, asked for {units}")
+        raise InvariantError(f"a chunk has at least one device, got {units}")
     return (units - 1).bit_length()
 
 

@@ -177,7 +177,7 @@ def complete_lines_bytes(file: BinaryIO) -> int:
 class LineReader:
     """Iterates over the complete lines of a file, without their newline. The file may be growing.
 
-    A name that ends in `.gz` is decompressed: a sequence of gzip members, of which the last may be incomplete.
+    A name that ends in `.gz` is decompressed: a sequence of gzip members; the last one may be incomplete.
     Raises InvalidTrace for a line that is too long and for malformed gzip.
     """
 

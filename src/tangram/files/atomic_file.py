@@ -1,7 +1,7 @@
 """Atomic files: a file appears under its name only when it is complete.
 
 Owns writing beside the target and renaming over it. Promises that a reader finds the old content or the new one,
-whatever ends the writer, and with `durable` also after a power failure. A writer that is killed leaves at most the file
+however the writer ends, and with `durable` also after a power failure. A writer that is killed leaves at most the file
 of `partial_path_of`, which the next writer overwrites.
 """
 

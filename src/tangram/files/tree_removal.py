@@ -1,6 +1,6 @@
 """Deletes directory trees of unknown content, and waits until they are on disk.
 
-Owns nothing. Promises that nothing outside a tree is touched, whatever links, depths and permissions it has.
+Owns nothing. Promises that nothing outside a tree is touched, for any links, depths and permissions in it.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ all of them, which one contract suite checks:
 
 - `start` returns when the work runs, or raises ManagerError and leaves nothing behind; in an executor that is not a
   manager it may be cancelled, which leaves nothing behind either;
-- a lease ends exactly once: `wait` returns, whatever happens to the program, the sandbox or the machine around it;
+- a lease ends exactly once: `wait` returns in any case, also if the program, the sandbox or the machine fails;
 - when `wait` has returned after `stop`, no process of the action is left, and nothing else was touched;
 - processes that a completed action leaves running stay in its sandbox and are frozen while no action runs;
 - a sandbox that is closed while it is being opened is removed when that `Close` has ended, and one that could not be

@@ -293,7 +293,7 @@ class HttpClient:
     ) -> None:
         """headers: sent with every request.
         ca: a file of certificates in PEM, to verify servers instead of those of the system.
-        unix_socket: connect to it, whatever host an address names.
+        unix_socket: connect to it, and ignore the host of addresses.
         connections_max: 0 is unlimited; pools of the scheduler limit requests.
         resend: repeat an idempotent request immediately if its pooled connection turns out to be closed. Not for
         requests that a quota counts."""

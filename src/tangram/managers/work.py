@@ -167,7 +167,7 @@ class Commit(Work, frozen=True, kw_only=True, tag="Commit"):
 
     def __post_init__(self) -> None:
         if self.image == HOST_IMAGE:
-            raise InvalidAction("image", self.image, f"another name: {HOST_IMAGE!r} always stands for this machine")
+            raise InvalidAction("image", self.image, f"another name: {HOST_IMAGE!r} always means this machine")
 
 
 MAINTENANCE_CORES: dict[type[Work], float] = {Open: 0.2, Prepare: 0.2, Close: 0.1, Commit: 0.5}

@@ -144,7 +144,7 @@ class ChildProcess(asyncio.Protocol, ABC):
         fork_server: ForkServer,
         keep: Sequence[int] = (),
     ) -> None:
-        """Like `start`. `keep`: descriptors that the process gets besides its socket, under the same numbers."""
+        """Like `start`. `keep`: further descriptors of the process, under the same numbers."""
         try:
             await self._connect(program, keep, name, env, fork_server)
             async with asyncio.timeout(START_S_MAX):
@@ -301,7 +301,7 @@ class ChildProcess(asyncio.Protocol, ABC):
         if self._hang_timer is not None:
             self._hang_timer.cancel()
         if self._process is not None:
-            if not why:  # it exits by itself, and its exit code tells why
+            if not why:  # it exits by itself, and its exit code is the reason
                 await asyncio.wait({self._process.exited}, timeout=CLOSE_S_MAX)
             await self.kill_remaining()
             await asyncio.wait({self._process.exited})

@@ -66,5 +66,5 @@ class SupervisorConnection(Generic[_Command]):
             self.exit_process()
 
     def exit_process(self) -> NoReturn:
-        """Exit at once, whatever other threads are doing."""
+        """Exit immediately, even while other threads run."""
         os._exit(0)

@@ -1,11 +1,10 @@
 """The fork server: a process that has imported what children need, and forks them on request.
 
 Importing PyTorch takes two seconds of CPU time and 200 MiB of memory; a fork of a process that has imported it is ready
-at once and shares the memory. Owns that process. Promises that a child is an ordinary process, with its own process id
-until `collect_exit`, and its own streams, environment and exit code; that nothing is left of the server after `aclose`;
-and that `spawn` always returns a child: if importing failed or started threads, so that the server cannot fork, the
-child is executed and imports for itself, which reports the error. No method blocks the event loop.
-"""
+immediately and shares the memory. Owns that process. Promises that a child is an ordinary process, with its own process
+id until `collect_exit`, and its own streams, environment and exit code; that nothing is left of the server after
+`aclose`; and that `spawn` always returns a child: if importing failed or started threads, so that the server cannot
+fork, the child is executed and imports for itself, which reports the error. No method blocks the event loop."""
 
 from __future__ import annotations
 
@@ -102,9 +101,9 @@ class ForkServer:
     async def spawn(
         self, program: str, pass_fds: Sequence[int], *, name: str, env: Mapping[str, str], streams: tuple[int, int, int]
     ) -> WatchedProcess:
-        """Start a process that runs `main(fd)` of a module, and dies with its parent. `pass_fds`: descriptors that it
-        has besides its streams, under the same numbers; the first is its `fd`. `name`: as `top` shows it. Raises
-        OSError."""
+        """Start a process that runs `main(fd)` of a module, and dies with its parent. `pass_fds`: its
+        descriptors in addition to its streams, under the same numbers; the first is its `fd`. `name`: as `top` shows
+        it. Raises OSError."""
         request = {
             "program": program,
             "pass_fds": pass_fds,

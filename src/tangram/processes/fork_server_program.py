@@ -123,7 +123,7 @@ class ForkServerLoop:
         if pid:
             self._pids.add(pid)
             self._selector.register(child_socket, selectors.EVENT_READ, pid)
-        with contextlib.suppress(ConnectionError):  # the owner has given up: the end of the connection is read next
+        with contextlib.suppress(ConnectionError):  # the owner has closed the connection: its end is read next
             send_packet(child_socket, encode_packet({"pid": pid}))
         if not pid:
             child_socket.close()

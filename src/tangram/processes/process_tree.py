@@ -264,7 +264,7 @@ class ProcessTree:
         self._stopped = []
 
     async def kill(self) -> None:
-        """Kill until nothing is left, whatever forks meanwhile. Stopped processes die as well."""
+        """Kill until nothing is left, also processes that are forked meanwhile. Stopped processes die as well."""
 
         async def find_and_kill() -> list[Process]:
             processes = self.find()
@@ -303,8 +303,8 @@ def _still_present(known: Mapping[int, int], table: Mapping[int, Process]) -> se
 def _add_descendants(
     members: set[int], table: Mapping[int, Process], others: Collection[int] = (), *, sessions: bool = False
 ) -> None:
-    """Adds the descendants; with `sessions`, also processes of the same session. Session 0 stands for sessions that are
-    not visible."""
+    """Adds the descendants; with `sessions`, also processes of the same session. Session 0 means a session that is not
+    visible."""
     foreign = {0, os.getsid(0)}
     while members:
         shared = {table[pid].session for pid in members} - foreign if sessions else set()
@@ -364,7 +364,7 @@ class WatchedProcess(ABC):
 
     @abstractmethod
     async def collect_exit(self) -> tuple[int | None, Usage]:
-        """Reap it after its end. Returns its exit code, as a shell reports it, and its usage, as far as it is known.
+        """Reap it after its end. Returns its exit code, as a shell reports it, and its usage, if known.
         None if the code is unknown here."""
 
 
@@ -382,7 +382,7 @@ class SpawnedChild(WatchedProcess):
         cpus: Collection[int] = (),
     ) -> None:
         """Raises OSError if it cannot be started. `streams`: None inherits the stream of this process. `keep`:
-        descriptors that it inherits besides its streams.
+        descriptors that it inherits in addition to its streams.
 
         A child inherits the affinity of the thread that starts it, so this thread's affinity is set for that moment and
         then restored: the child never sees other cores than its own, and neither a launcher nor code between fork and

@@ -78,7 +78,7 @@ def trace_of_rows(rows: Iterable[TimelineRow]) -> TraceEvents:
 
 
 def trace_of_recording(path: str | Path) -> TraceEvents:
-    """The trace of a recorded file, with a counter for each pool of which actions hold units."""
+    """The trace of a recorded file, with a counter for each pool with held units."""
     with open_trace(path) as (header, lines):
         recording = _Recording(header.pools)
         for line in lines:

@@ -19,7 +19,7 @@ from tangram.errors import (
 
 
 class NotFound(ManagerError):
-    """No such object, as far as the caller may know."""
+    """No such object that the caller may access."""
 
     def __init__(self, what: str, name: str) -> None:
         super().__init__(f"there is no {what} {name}: it does not exist, or no longer", retry=False)
@@ -70,7 +70,7 @@ class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Verbatim(str):
-    """A value of which only the text is known; its repr is that text."""
+    """A value known only as text; its repr is that text."""
 
     __slots__ = ()
 

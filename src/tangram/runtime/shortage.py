@@ -3,7 +3,7 @@
 Waiting time before a grant is charged to one kind: the one found short last. An action that needs a single kind waits
 for that. For an action that needs several, two moments count:
 
-    it begins to wait    the first kind, memory for its sandbox before all, of which no usable pool has enough; if each
+    it begins to wait    the first kind, memory for its sandbox before all, that no usable pool has enough of; if each
                          has enough, as when another action is ahead, the one with the smallest free share
     it is granted        a kind that became free in that moment: units of another action, memory of a closed sandbox, a
                          refilled quota, a grown pool
@@ -45,7 +45,7 @@ def short_kind_when_queued(scheduler: Scheduler, entry: Entry) -> str:
 
 def waiting_by_kind(scheduler: Scheduler, run: str | None) -> dict[tuple[str, str], int]:
     """Counts waiting actions of a run, or of all, by the kind that they wait for now, of those that they demand, and by
-    node; '' stands for any. What blocks the first action of a lane counts for all of it."""
+    node; '' means any. What blocks the first action of a lane counts for all of it."""
     runs = scheduler.queue.runs
     counts: dict[tuple[str, str], int] = {}
     for each in runs.values() if run is None else [runs[run]] if run in runs else []:

@@ -44,7 +44,7 @@ METRICS = {
 """Metrics with ratios, and their labels. Lower is better in all of them."""
 
 
-# ---- what is compared -----------------------------------------------------------------------------------------
+# ---- the set-up of a comparison -------------------------------------------------------------------------------
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):

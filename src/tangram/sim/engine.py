@@ -1,4 +1,4 @@
-"""The discrete-event simulation engine: plays the episodes of a workload and stands in for every manager.
+"""The discrete-event simulation engine: plays the episodes of a workload and replaces every manager.
 
 Owns virtual time and the ground truth of each action. Drives anything with `handle(event, now) -> effects`: the
 scheduler of `core/`, or a baseline. Same workload, same scheduler, same faults: same result.

@@ -95,7 +95,7 @@ class ApiLimit(msgspec.Struct, frozen=True, kw_only=True):
     """The pool as the scheduler sees it. A request counts with its demand of this pool: with a window from when it
     reaches the API, without one while it is in progress."""
     counting: Counting = Counting.FIXED
-    """With a window: how the API really counts, whatever the scheduler assumes."""
+    """With a window: how the API really counts, independent of the scheduler's assumption."""
     phase_s: float = 0.0
     """Start of its fixed windows; unknown to the scheduler."""
 

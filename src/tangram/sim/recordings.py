@@ -244,7 +244,7 @@ class _TraceReader:
             cpu_s=outcome.usage.cpu_s,
         )
 
-    # ---- what it adds up to ----
+    # ---- the result ------------
 
     def episodes(self) -> tuple[SimEpisode, ...]:
         self.batch_sizes.update(recorded.batch for recorded in self.actions.values() if recorded.batch)

@@ -1,4 +1,4 @@
-"""Predicted gains of hardware affinity, and of prefill apart from decoding, on published GPUs.
+"""Predicted gains of hardware affinity, and of disaggregated prefill and decoding, on published GPUs.
 
 Owns the two published settings and their comparison with the published results. The efficiencies of the hardware
 (`serving_model.CALIBRATED`) were fitted to another figure, not to these results. Same seed, same numbers. Every number
@@ -141,7 +141,7 @@ def _spread(values: Sequence[float]) -> GainSpread:
     return GainSpread(math.exp(sum(math.log(value) for value in values) / len(values)), min(values), max(values))
 
 
-# Prefill apart from decoding.
+# Disaggregated prefill and decoding.
 
 NODES = 4
 BATCH = 128

@@ -4,9 +4,8 @@ Owns the batch, the queue and the KV cache of one engine. It reads no clock and 
 token is prefilled or found in the cache, and every answer token decoded, exactly once. The cache never exceeds its
 capacity. A step that has begun is not changed by arrivals.
 
-Steps without prefill differ only by one more token per sequence, so many of them are computed at once, with their exact
-total time; an arrival cuts them at the end of the current step.
-"""
+Steps without prefill differ only by one more token per sequence, so sequences of them are computed together, with their
+exact total time; an arrival cuts them at the end of the current step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fleet of serving engines on virtual time: routing, environments, prefill apart from decoding.
+"""A fleet of serving engines on virtual time: routing, environments, disaggregated prefill and decoding.
 
 Owns the event loop and the routing, which follows the router: the class that the task prefers, if present; in it, the
 engine with the session's KV cache; otherwise the least loaded one. Randomness is in the trajectories only, so the same

@@ -462,7 +462,7 @@ def test_errors_of_close_are_reported_as_errors_of_close(hangs: bool) -> None:
 
     report = checked(Unclosed)
     (finding,) = report.failed
-    assert finding.name == "closes" and finding.advice.startswith("release in close whatever was acquired")
+    assert finding.name == "closes" and finding.advice.startswith("release in close everything acquired")
     assert ("within 0.2 s" if hangs else "RuntimeError: the lock is gone") in finding.came
     assert report.finding("plays").came == "it can be checked once `closes` holds"
 

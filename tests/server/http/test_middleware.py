@@ -495,7 +495,7 @@ def test_no_image_is_committed_as_host_which_sandboxes_would_not_be_opened_from(
             await a.open()
             refused = await a.submit("c", {"type": "Commit", "image": "host"}, sandbox="box")
             assert (refused.status, refused.error["field"]) == (422, "image")
-            assert "another name: 'host' always stands for this machine" in refused.error["message"]
+            assert "another name: 'host' always means this machine" in refused.error["message"]
 
     asyncio.run(main())
 

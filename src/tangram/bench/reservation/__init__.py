@@ -186,7 +186,7 @@ class _ReservationProgress:
         self._progress(self._done / self._total, f"seed {seed + 1} of {len(self._batches)}: simulating the recording")
 
 
-# ---- what is made of it -----------------------------------------------------------------------------------------
+# ---- results ----------------------------------------------------------------------------------------------------
 
 
 def row_of(result: SimulationResult) -> MetricRow:

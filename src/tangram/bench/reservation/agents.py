@@ -83,7 +83,7 @@ class AgentScript(msgspec.Struct, frozen=True, kw_only=True):
         return 2 + sum(isinstance(turn.does, str) for turn in self.turns)
 
 
-# ---- what they do -----------------------------------------------------------------------------------------------
+# ---- behaviour --------------------------------------------------------------------------------------------------
 
 
 def draw_scripts(seed: int, *, groups: int, siblings: int, think_faster: float) -> tuple[AgentScript, ...]:

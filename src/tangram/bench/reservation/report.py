@@ -259,7 +259,7 @@ def _means(results: list[SimulationResult], names: list[str]) -> list[float]:
     return [sum(each[name] for each in summaries) / len(summaries) for name in names]
 
 
-# ---- what to do next --------------------------------------------------------------------------------------------
+# ---- further commands -------------------------------------------------------------------------------------------
 
 
 def _next(path: Path, cores: int) -> str:

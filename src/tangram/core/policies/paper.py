@@ -192,7 +192,7 @@ def arrange_units(durations: Sequence[Durations], units_max: int) -> Arrangement
     """Divides at most `units_max` units so that the sum of seconds is least.
 
     Every candidate gets its minimum, so the state of the pass is what was granted beyond the minima, in steps of the
-    greatest common divisor of all such amounts: a rigid candidate adds no states, whatever its number of milli-cores.
+    greatest common divisor of all such amounts: a rigid candidate adds no states, for any number of milli-cores.
     Row i holds, for every state e, the least cost of the first i candidates with at most e steps beyond their minima.
     """
     useful, budgets = _within(durations, units_max)

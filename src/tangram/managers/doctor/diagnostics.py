@@ -84,7 +84,7 @@ USER_NAMESPACE_SETTINGS = {
     "user/max_user_namespaces": ("0", "15000"),
     "kernel/apparmor_restrict_unprivileged_userns": ("1", "0"),
 }
-"""Files below /proc/sys, each of which exists only on some kernels: the value that forbids user namespaces, and one
+"""Files below /proc/sys that exist only on some kernels, with the value that forbids user namespaces, and one
 that allows them."""
 
 

@@ -333,7 +333,7 @@ class ForkedInstance(Instance):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, number)
 
-    # ---- its end ----
+    # ---- end of the instance
 
     def _begin_end(self) -> None:
         if self._ending is None:

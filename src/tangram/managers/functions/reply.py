@@ -50,7 +50,7 @@ _validate = msgspec.msgpack.Decoder(msgspec.Raw).decode
 
 
 class ReplyParser:
-    """Receives the output of the program, which contains marks and the reply; all else is output of the call."""
+    """Receives the output of the program, which contains marks and the reply; the rest is output of the call."""
 
     def __init__(self, token: str, output: Output | None) -> None:
         assert len(token) == TOKEN_BYTES

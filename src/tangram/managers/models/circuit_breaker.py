@@ -1,8 +1,8 @@
 """The circuit breaker: a service that keeps failing gets no calls for a while.
 
 Owns the count of consecutive failures. Without it, a service whose engine always crashes would cost every caller a
-restore and evict other services in vain. After FAILURES_MAX failures the circuit opens: calls are refused until a pause
-has passed, then one trial call is admitted (half-open).
+restore and evict other services without any use. After FAILURES_MAX failures the circuit opens: calls are refused until
+a pause has passed, then one trial call is admitted (half-open).
 
 The retries of one action count as one failure, and so does a batch. Crashes, hangs and failed loads always count. A
 call that raises counts only until a call of the service has succeeded: afterwards the cause is more likely a payload,

@@ -88,8 +88,8 @@ class CpusetAllocator:
         self._add_load(placed, chosen)
 
     def _add_load(self, placed: _Allocation, cpus: Iterable[int]) -> None:
-        """Add the load of an action. All of its CPUs but one are its own as far as it needs them; it shares the most
-        loaded one."""
+        """Add the load of an action: one CPU for each whole core that it needs; the rest goes to the most loaded of its
+        CPUs."""
         by_load = sorted(cpus, key=self._load.__getitem__)
         shared = placed.reserved - (placed.count - 1) * CORE
         even = placed.reserved / placed.count

@@ -1,9 +1,9 @@
 """Leases of programs in sandboxes: what the three backends share.
 
-Owns the life of a lease: it starts once, ends once, is stopped with a grace period, closes its streams and reports one
-result. A backend launches the program, signals it, and reports its exit status and usage. Promises what `managers.base`
-asks of a lease: `wait` returns whatever happens, also to a caller that is cancelled and calls it again.
-"""
+Owns the life cycle of a lease: it starts once, ends once, is stopped with a grace period, closes its streams and
+reports one result. A backend launches the program, signals it, and reports its exit status and usage. Promises what
+`managers.base` requires of a lease: `wait` returns in any case, also for a caller that was cancelled and calls it
+again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class CompletedLease(UnmeteredLease):
-    """A lease of work that had ended when `start` returned."""
+    """A lease of work that has ended before `start` returns."""
 
     def __init__(self, result: LeaseResult) -> None:
         self._result = result
@@ -46,7 +46,7 @@ class ProgramExit(msgspec.Struct, frozen=True, kw_only=True):
 
     code: int | None = None
     lost: str = ""
-    """Why the backend failed; empty if the program ran to its end or was stopped."""
+    """The error of the backend; empty if the program ran to its end or was stopped."""
     usage: Usage = NO_USAGE
     out_of_memory: bool = False
     session_ended: bool = False
@@ -70,9 +70,9 @@ class ExecLease(ABC):
         self._result_task: asyncio.Task[LeaseResult] | None = None
         self._stop_task: asyncio.Task[None] | None = None
         self._is_ending = False
-        """The end of the program has been noticed; resources are being released."""
+        """The end of the program was detected; resources are being released."""
 
-    # ---- what a backend does ----
+    # ---- for backends to implement
 
     @abstractmethod
     async def _launch(self) -> None:
@@ -80,7 +80,7 @@ class ExecLease(ABC):
 
     @abstractmethod
     def _end_futures(self) -> tuple[asyncio.Future[Any], ...]:
-        """Futures of which the first to be done means that the program may have ended; none: it has ended."""
+        """Futures that signal that the program may have ended, as soon as one is done; empty: it has ended."""
 
     @abstractmethod
     async def _terminate(self) -> None:
@@ -96,7 +96,7 @@ class ExecLease(ABC):
     @abstractmethod
     def cpu_seconds(self) -> float | None: ...
 
-    # ---- the life of a lease ----
+    # ---- the life cycle of a lease
 
     async def begin(self) -> None:
         """Returns when the program runs. Raises what `_launch` raises, and leaves nothing behind then."""
@@ -159,7 +159,7 @@ class ExecLease(ABC):
 
     @property
     def _stop_error(self) -> str:
-        """Why the program could not be stopped; empty if it was, or was not asked to."""
+        """The error of stopping the program; empty if it was stopped, or no stop was requested."""
         if self._stop_task is None or not self._stop_task.done():
             return ""
         error = self._stop_task.exception()
@@ -186,8 +186,8 @@ class ExecLease(ABC):
 class ShellSession:
     """A shell that is kept between commands, so that its directory, variables and functions stay.
 
-    Owns the streams of the shell and the future of its running command. An exit code that the shell reports is believed
-    of its own commands only.
+    Owns the streams of the shell and the future of its running command. An exit code that the shell reports applies
+    only to its own commands.
     """
 
     def __init__(self) -> None:

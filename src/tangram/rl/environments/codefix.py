@@ -1,4 +1,4 @@
-"""codefix: a file of four functions, one of which has a wrong operator; edit it in a sandbox until its tests pass.
+"""codefix: a file of four functions, one with a wrong operator; edit it in a sandbox until its tests pass.
 
 The name of a function implies the correct operator. The policy reads the file and the failing case of the last test
 run, and writes one edit a turn:
@@ -196,7 +196,7 @@ class CodeFix:
         if sandbox is not None:
             await warm_sandboxes_of(self._client).release(sandbox)
 
-    # ---- what all episodes share ----
+    # ---- shared resources -----------
 
     @classmethod
     @asynccontextmanager

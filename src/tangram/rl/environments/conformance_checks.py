@@ -50,7 +50,7 @@ GARBAGE: Mapping[str, str] = {
 }
 
 
-CLOSE_ADVICE = "release in close whatever was acquired so far, and do nothing if there is nothing"
+CLOSE_ADVICE = "release in close everything acquired so far, and do nothing if there is nothing"
 """Advice for a close that raises or hangs."""
 
 

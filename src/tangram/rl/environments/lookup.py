@@ -187,7 +187,7 @@ class Lookup:
         self._turn = self._searches = 0
         self._done = True
 
-    # ---- what all episodes share ----
+    # ---- shared resources -----------
 
     @classmethod
     async def needs(cls, progress: Progress | None = None) -> dict[str, Any]:

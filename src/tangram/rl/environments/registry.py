@@ -64,7 +64,7 @@ def register(name: str, task: Any = None) -> Any:
 
 
 def names() -> tuple[str, ...]:
-    """All names that `resolve` accepts, apart from import paths."""
+    """All names that `resolve` accepts, except import paths."""
     return (*BUILT_IN, *sorted(_task_by_name))
 
 

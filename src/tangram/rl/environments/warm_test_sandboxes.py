@@ -29,7 +29,7 @@ from tangram.core.action import Status
 log = logging.getLogger("tangram")
 
 IDLE_MAX = 64
-"""Idle sandboxes that are kept: episodes end in groups, so many may be idle at once."""
+"""Maximum idle sandboxes: episodes end in groups, so there may be many idle ones."""
 IDLE_S_MAX = 15.0
 """Idle time after which a sandbox is closed, because its memory is reserved and others may wait for it. Longer than a
 training step, during which a rollout may pause."""

@@ -1,10 +1,10 @@
-"""The program of an engine process: takes commands between steps, answers requests and sends heartbeats.
+"""The program of an engine process: executes commands between steps, answers requests and sends heartbeats.
 
-Owns a model, its batcher and one end of a socket. The loop takes all pending commands, without waiting while there is
-work, makes one step, and sends the results. So a command delays others only by its own bookkeeping: new weights are
-read by a thread beside the loop, and swapped in between two steps. Partial generations are sent every few steps, so
-that little is lost if this process is killed. The process ends with its supervisor: when the socket closes, or by
-signal if it is too busy to notice.
+Owns a model, its batcher and one end of a socket. The loop executes all pending commands, without waiting while there
+is work, makes one step, and sends the results. So a command delays others only by its own bookkeeping: a separate
+thread reads new weights, and the loop switches to them between two steps. Partial generations are sent every few steps,
+so that little is lost if this process is killed. The process ends with its supervisor: when the socket closes, or by a
+signal.
 """
 
 from __future__ import annotations
@@ -194,6 +194,6 @@ def main(fd: int) -> NoReturn:
         supervisor.send(messages.EngineNotReady(reason=error_text(error)))
         sys.exit(1)
     gc.collect()
-    gc.freeze()  # what exists now stays; scanning it for garbage would take longer than a step
+    gc.freeze()  # present objects stay; scanning them for garbage would take longer than a step
     supervisor.send(messages.EngineReady())
     engine.run()

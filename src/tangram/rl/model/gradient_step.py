@@ -1,8 +1,8 @@
 """A gradient step: several epochs over a batch of samples, in minibatches.
 
-Owns the order of samples and the log-probabilities of their tokens. Never decides what is trained on. Promises that the
-same weights, optimiser, samples, seed and version give the same step to the last bit, on one thread; that the division
-of a minibatch into microbatches does not matter, up to rounding; and that a step which raises has changed nothing.
+Owns the order of samples and the log-probabilities of their tokens. Never selects samples. Promises that the same
+weights, optimiser, samples, seed and version give the same step to the last bit, on one thread; that the division of a
+minibatch into microbatches does not matter, up to rounding; and that a step that raises has changed nothing.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class GradientStep:
         return self._metrics(results)
 
     def _plan(self) -> list[Ints]:
-        """Returns the trajectories of each minibatch, of all epochs. Minibatches have equal sizes as far as possible,
+        """Returns the trajectories of each minibatch, of all epochs. Sizes of minibatches differ by at most one,
         because a small remainder would count as much as each of the others."""
         rng = torch.Generator().manual_seed(self._seed)
         count = len(self._samples)

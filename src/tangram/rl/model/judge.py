@@ -1,8 +1,8 @@
 """The judge: a small transformer that classifies whether two names mean the same entity; the service `judge` of lookup.
 
-Owns its training, evaluation and serving. It is trained on pairs of names and evaluated on held-out pairs, so it has to
-infer which names belong together. Promises that a judge that starts has passed: `accuracy_min` holds for held-out pairs
-and for all pairs, with equal weight of positive and negative ones.
+Owns its training, evaluation and serving. It is trained on pairs of names and evaluated on held-out pairs, so it must
+infer which names belong together. Promises that a judge starts only if it has passed: `accuracy_min` holds for held-out
+pairs and for all pairs, with equal weight of positive and negative ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tangram.rl.model.transformer import Transformer, small_config
 EVALUATE_EVERY = 50
 """Training steps between two evaluations."""
 TARGET_ACCURACY = 0.998
-"""Training stops early here: clearly above what is required."""
+"""Training stops early at this accuracy, clearly above the required one."""
 BATCH_MAX = 64
 
 

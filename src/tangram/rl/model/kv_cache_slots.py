@@ -1,4 +1,4 @@
-"""The slots of a KV cache: which request is in which slot, and what ended requests left there.
+"""The slots of a KV cache: the request in each slot, and the cached tokens of ended requests.
 
 Owns the assignment of slots and the tokens reusable in each. Handles tokens only, never keys and values: it returns
 which moves between slots are needed. Promises that the recorded tokens of a slot were read under the current weights.
@@ -24,7 +24,7 @@ class CacheSlot:
         self.occupant: RequestState | None = None
         self.session = ""
         self.tokens: list[int] = []
-        """Without an occupant: the tokens that are still cached."""
+        """The tokens that are still cached, in a slot without a request."""
         self.release_order = 0
         """A counter at release, for LRU eviction."""
 

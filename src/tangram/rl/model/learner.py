@@ -36,7 +36,7 @@ from tangram.rl.model.sample_batches import Floats, PackedSamples
 from tangram.rl.trajectories.training_batch import Demonstration, TrainingBatch
 
 STATE, REFERENCE = "learner.pt", "reference"
-"""In a checkpoint, beside the weights: optimiser and version; a folder with the reference policy."""
+"""Further files in a checkpoint: optimiser and version; a folder with the reference policy."""
 FINAL_RATE_SHARE = 0.1
 """Share of the learning rate that remains at the last step."""
 
@@ -156,7 +156,7 @@ class Learner:
         training = self._settings.training
         oldest = max(0, self.version - training.staleness_bound) if training.enforces_staleness else 0
         reason = f"in mode {training.mode} with α = {training.staleness_bound}"
-        if self._objective.correction == "none":  # whatever the schedule allows
+        if self._objective.correction == "none":  # independent of the schedule
             oldest, reason = self.version, 'as objective.correction = "none" trains on nothing older'
         for group in batch.groups:
             for each in group.members:

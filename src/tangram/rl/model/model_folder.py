@@ -3,9 +3,9 @@
     FOLDER/config.json                    sizes, with the names of transformers
     FOLDER/model.safetensors              all weights; or several files named in model.safetensors.index.json
 
-Owns the conversion of names and shapes in both directions. Reads Llama and Qwen2 models, and writes what transformers
-can read. Promises that a loaded model computes what transformers would compute from that folder: settings that it
-cannot compute are refused by name, and damaged or mismatched files are named.
+Owns the conversion of names and shapes in both directions. Reads Llama and Qwen2 models, and writes folders that
+transformers can read. Promises that a loaded model computes the same as transformers with that folder: unsupported
+settings are refused by name, and errors name damaged or mismatched files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.
 DEFAULT_CONTEXT_BY_KIND = {"llama": 2048, "qwen2": 32768}
 """Model types that are read, and the default context of each, as in transformers."""
 DTYPES = ("F64", "F32", "F16", "BF16")
-"""As safetensors calls them. Others are quantised."""
+"""Names of dtypes in safetensors. Others are quantised."""
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 DERIVED_SUFFIX = ".rotary_emb.inv_freq"
 """Suffix of tensors in old checkpoints that the config determines."""

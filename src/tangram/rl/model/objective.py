@@ -49,7 +49,7 @@ class LossInputs(NamedTuple):
     """The action tokens of one microbatch, as a loss gets them: tensors [N], in the order of their trajectories."""
 
     logprobs: Tensor
-    """Under π. The only tensor with a gradient, apart from `entropy`."""
+    """Under π. The only tensor with a gradient, except `entropy`."""
     old_logprobs: Tensor
     """Under π_start."""
     rollout_logprobs: Tensor
@@ -259,7 +259,7 @@ def grpo_clipped_loss(inputs: LossInputs, settings: ObjectiveSettings) -> tuple[
 
     The ratio is π / π_start, and the importance weight corrects for the sampler (TIS); with `correction = "behaviour"`
     the ratio is π / π_sampler and the importance weight is 1. A clipped ratio has no gradient, because the token has
-    moved as far as one step may move it. It is not clipped in the other direction, so that a mistake can be undone."""
+    reached the limit of one step. It is not clipped in the other direction, so that a mistake can be undone."""
     old_logprobs = inputs.rollout_logprobs if settings.correction == "behaviour" else inputs.old_logprobs
     ratios = probability_ratio(inputs.logprobs, old_logprobs)
     clipped_ratios = ratios.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)

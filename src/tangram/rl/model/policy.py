@@ -1,8 +1,8 @@
 """Policies: trainable models, our transformer and those of Hugging Face, behind one interface.
 
-Owns which of the two a checkpoint becomes, and how log-probabilities are computed from logits. Never samples or trains.
-Promises that the log-probability of a token equals that of sampling.py, up to rounding: after temperature, top-k and
-top-p. Dropout is off, as during sampling.
+Owns the choice between the two for a checkpoint, and the computation of log-probabilities from logits. Never samples or
+trains. Promises that the log-probability of a token equals that of sampling.py, up to rounding: after temperature,
+top-k and top-p. Dropout is off, as during sampling.
 
 Sequences start at the left and attention is causal: no sequence depends on the padding behind it or on its neighbours.
 """
@@ -137,7 +137,7 @@ class HuggingFacePolicy:
         return type(self)(copy.deepcopy(self.module).requires_grad_(False))
 
     def publish(self, folder: Path | str, version: int, *, replace: bool = False) -> PolicyWeights:
-        """Publishes a checkpoint, which is what servers of such a model read."""
+        """Publishes a checkpoint, the format that servers of such a model read."""
         return publish_checkpoint(self, folder, version, replace=replace)
 
     def save(self, folder: Path | str) -> None:

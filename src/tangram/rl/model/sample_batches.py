@@ -33,7 +33,7 @@ ROWS_MIN = 8
 
 
 class Microbatch(NamedTuple):
-    """What a model reads at once, and which positions are scored."""
+    """The input of one forward pass, and the positions that are scored."""
 
     tokens: Tensor
     """[B, T], padded on the right."""
@@ -51,7 +51,7 @@ class PackedSamples:
     """`action_counts` [trajectories]; all arrays about action tokens have one element per action token."""
 
     def __init__(self, names: Sequence[str], lengths: Ints, tokens: Ints, is_action: NDArray[np.bool_]) -> None:
-        """`lengths`: of the concatenated sequences, each of which has an action token."""
+        """`lengths`: of the concatenated sequences; each has an action token."""
         self.names = names
         self._tokens = tokens
         self._sequence_starts = start_offsets(lengths)
@@ -100,7 +100,7 @@ class PackedSamples:
 
     @classmethod
     def from_demonstrations(cls, demonstrations: Sequence[Demonstration]) -> Self:
-        """Leaves out demonstrations without an action. Raises InvalidInput."""
+        """Skips demonstrations without an action. Raises InvalidInput."""
         given = [(number, each) for number, each in enumerate(demonstrations) if any(each.is_action)]
         for number, each in given:
             if len(each.is_action) != len(each.tokens):

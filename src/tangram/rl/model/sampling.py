@@ -1,7 +1,7 @@
 """Sampling: draws tokens with counter-based random numbers.
 
-Owns the random numbers and how they become tokens. The number of a token is a function of seed, member, attempt and
-position alone (Philox4x32-10 of Salmon, Moraes, Dror and Shaw, 2011), so it does not matter when, where and in which
+Owns the random numbers and the choice of tokens by them. The number of a token is a function of seed, member, attempt
+and position only (Philox4x32-10 of Salmon, Moraes, Dror and Shaw, 2011), so it does not matter when, where and in which
 batch a token is drawn. Everything is computed in float64. Promises that a drawn token has a probability above 0, and
 that its log-probability is that of the distribution it was drawn from. At temperature 0 decoding is greedy: the most
 likely token, with its log-probability at temperature 1.

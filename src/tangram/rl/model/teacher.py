@@ -9,7 +9,7 @@ of a plain forward pass over all tokens before it, up to rounding, independent o
     answer    {"logprobs": [...]}                                   one for each position
 
 The checkpoint is a folder of the Llama or Qwen2 kind, or any causal model that `transformers` reads. It is computed in
-float32. Top-k and top-p of the policy do not apply to its teacher, which scores what the teacher itself would write.
+float32. Top-k and top-p of the policy do not apply to its teacher, which scores by its own distribution.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Owns its sizes, its arithmetic and the layout of the cache. Never samples, schedules or reads a file. Promises that a
 sequence gets the same logits from `forward` and from any division into `forward_cached` calls, up to rounding; and that
-`forward_cached` with the same shapes on one thread gives a sequence the same bits in any slot, whatever other slots
-hold.
+`forward_cached` with the same shapes on one thread gives a sequence the same bits in any slot, independent of
+other slots.
 
 Shape names: B sequences, T tokens of each, L keys, V vocabulary, W width, D width of a head.
 """

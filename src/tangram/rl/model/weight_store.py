@@ -1,4 +1,4 @@
-"""The weight store: how a trainer hands the weights of a version to engines.
+"""The weight store: transfers the weights of a version from a trainer to engines.
 
     FOLDER/00000007/manifest.json   name, shape and place of each tensor
     FOLDER/00000007/00000.bucket    raw bytes of whole tensors, one after the other

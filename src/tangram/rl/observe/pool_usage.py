@@ -1,7 +1,7 @@
-"""Pool usage of a training run: of each pool, what actions held, and what a reservation per trajectory would have held.
+"""Pool usage of a training run: the held units of each pool, and those that a reservation per trajectory would hold.
 
-`runtime/pool_usage.py` counts, where the orchestrator is. `PoolUsageMonitor` takes the difference of two readings:
-however often a report is taken, reports add up to the whole. Taking one never blocks.
+`runtime/pool_usage.py` counts, in the process of the orchestrator. `PoolUsageMonitor` takes the difference of two
+readings, so that reports add up to the whole. Taking one never blocks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Progress of a rollout: counts what happens, and shows it live in a terminal or as lines in a log.
+"""Progress of a rollout: counts its events, and shows them live in a terminal or as lines in a log.
 
 The rollout calls the `on_...` methods, which never block and never raise. Names of environments and engines are printed
 as text. `reports/live.py` draws the screen and decides when a line is due.
@@ -52,8 +52,8 @@ class RolloutTaskProgress(msgspec.Struct):
 
 
 class EngineProgress(msgspec.Struct):
-    """The last statistics of an engine. They have no state: an engine that is missing is dead, one whose suspended
-    time grew is suspended."""
+    """The last statistics of an engine. They contain no state: a missing engine is dead, and one whose suspended time
+    grew is suspended."""
 
     last: EngineStatistics
     state: str = UP
@@ -177,7 +177,7 @@ class RolloutProgress(LiveView):
         while len(self._rates) > 1 and self._rates[1][0] <= now - WINDOW_S:
             self._rates.popleft()
 
-    # ---- how it is shown ----
+    # ---- output -------------
 
     def line(self) -> str:
         """The progress in one line."""

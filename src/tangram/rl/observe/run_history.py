@@ -1,8 +1,8 @@
 """The history of a training run for its report: the lines of the surviving lineage, in order, and their sums.
 
-Owns every number that is derived from lines: when a task reached its score, where the time of steps went, sums over
-pools. Promises the same numbers for the same lines, whatever is missing: a run may have no evaluation, one step, or
-none. Numbers that are not finite count as missing.
+Owns every number that is derived from lines: when a task reached its score, the time breakdown of steps, sums over
+pools. Promises the same numbers for the same lines, and works on incomplete runs: a run may have no evaluation and no
+steps. Numbers that are not finite count as missing.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class RunHistory:
             isinstance(line, RunBegan) for line in self.lines[self.lines.index(ends[-1]) :]
         )
         self.end = ends[-1] if ends and not resumed_last else None
-        """None if the run goes on or was killed."""
+        """None if the run is in progress or was killed."""
         self.tasks = tuple(
             dict.fromkeys(
                 [task for line in self.steps[-1:] for task in line.tasks]
@@ -178,7 +178,7 @@ class RunHistory:
 
     @property
     def warm_start_end_s(self) -> float | None:
-        """When the warm start was over."""
+        """The time at which the warm start ended."""
         return next((line.at_s for line in reversed(self.warm) if line.over), None)
 
     @property
@@ -196,7 +196,7 @@ class RunHistory:
         return max((count for line, count in self._steps_with_totals() if line.at_s <= at_s), default=0)
 
     def step_by(self, at_s: float) -> int:
-        """The last that was done by then."""
+        """The last step that was done by then."""
         return max((line.step for line in self.steps if line.at_s <= at_s), default=0)
 
     def _steps_with_totals(self) -> Iterable[tuple[Trained, int]]:
@@ -254,7 +254,7 @@ class RunHistory:
         return ScoreReached(step=step, at_s=at_s, trajectories=self.trajectories_at(step) if step else 0)
 
     def smoothed(self) -> list[dict[str, float]]:
-        """By step and task: the training rewards up to there, each weighing less than the one after it."""
+        """By step and task: the exponential moving average of training rewards."""
         decay = 1.0 - 1.0 / SMOOTHED_OVER
         sums: dict[str, tuple[float, float]] = {}
         points = []
@@ -307,7 +307,7 @@ def _bound_of_steps(lines: Iterable[AnyMetricsLine]) -> dict[int, int]:
 
 
 def step_time_parts(line: Trained) -> dict[str, float]:
-    """Where the time of a step went, as far as it is known; together they are the step. `wait NAME`: for what."""
+    """The parts of the time of a step, which add up to the step. `wait NAME`: the stage that it waited for."""
     known = sum(line.waited_for.values())
     scale = line.wait_s / known if known > line.wait_s > 0.0 else 1.0
     parts = {f"wait: {name}": seconds * scale for name, seconds in line.waited_for.items() if seconds > 0.0}
@@ -322,13 +322,13 @@ def step_time_parts(line: Trained) -> dict[str, float]:
 
 
 class TokenTotals(NamedTuple):
-    """Tokens that the policy wrote in some steps."""
+    """Tokens that the policy generated in some steps."""
 
     written: float
     in_no_batch: float
     """Tokens of dropped groups and of trajectories that were left out."""
     idle: float
-    """Tokens in a batch that were not trained on: of groups that teach nothing."""
+    """Tokens in a batch that were not trained on: of groups without an advantage."""
 
 
 def token_totals(lines: Iterable[Trained]) -> TokenTotals:

@@ -1,4 +1,5 @@
-"""The timeline of a rollout: what each trajectory did when, which stage was idle when, and why.
+"""The timeline of a rollout: the activities of each trajectory over time, the idle times of each stage, and their
+causes.
 
 Owns the arithmetic; pure. Time is counted in whole nanoseconds, so that parts add up to their whole exactly:
 
@@ -45,7 +46,7 @@ EXPLAINERS_MAX = 3
 
 
 class ActivityKind(StrEnum):
-    """What kind of time it is."""
+    """The kind of an activity."""
 
     WORKING = "working"
     """The stage works on the trajectory."""
@@ -54,15 +55,15 @@ class ActivityKind(StrEnum):
     WAITING = "waiting"
     """Waiting for a resource."""
     BETWEEN = "between"
-    """Under way, but in no stage: in the rollout loop."""
+    """In progress, but in no stage: in the rollout loop."""
     NOTHING = "nothing"
-    """No trajectory is under way: there is nothing to play."""
+    """No trajectory is in progress: there is nothing to play."""
     START = "start"
     END = "end"
 
 
 class Activity(msgspec.Struct, frozen=True, order=True):
-    """What a trajectory does at an instant; also the cause of an idle gap."""
+    """The activity of a trajectory at an instant; also the cause of an idle gap."""
 
     kind: ActivityKind
     stage: Stage | None = None
@@ -200,7 +201,7 @@ class StageTime(msgspec.Struct, frozen=True):
 
 
 class TaskTime(msgspec.Struct, frozen=True):
-    """Where the time of a task's trajectories went. The parts add up to the total."""
+    """The time breakdown of a task's trajectories. The parts add up to the total."""
 
     task: str
     trajectories: int
@@ -239,7 +240,7 @@ class RolloutTimeline(msgspec.Struct, frozen=True):
     tasks: tuple[TaskTime, ...]
 
     def explainers(self, gap: IdleGap) -> list[tuple[str, Activity, int]]:
-        """The trajectories that were under way longest in a gap, with their main activity and that time."""
+        """The trajectories that were in progress longest in a gap, with their main activity and that time."""
         gaps = []
         for lane in self.lanes:
             if lane.began >= gap.ended:
@@ -333,7 +334,7 @@ def with_buffer_wait(trajectory: Trajectory, until_s: float) -> Trajectory:
     return msgspec.structs.replace(trajectory, spans=(*trajectory.spans, span))
 
 
-# ---- all of it --------------------------------------------------------------------------------------------------
+# ---- building a timeline ----------------------------------------------------------------------------------------
 
 
 def timeline_of_log(reading: TrajectoryLogReader) -> RolloutTimeline:

@@ -1,8 +1,7 @@
 """The timeline of a rollout as a page: why no engine was decoding, and every trajectory over time.
 
-Owns what the page contains and in which order: the lanes, the longest gaps, each stage, and where the time of each task
-went. Promises that names stay text and that the same timeline gives the same bytes.
-"""
+Owns the content of the page and its order: the lanes, the longest gaps, each stage, and the time breakdown of each
+task. Promises that names stay text and that the same timeline gives the same bytes."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ class Charts:
             "pool", {"label": f"ACT of pool {short_name(name)}", "format": "seconds", "series": curves}
         )
 
-    # ---- numbers of the trainer, and what was thrown away ----------------------------------------------------------
+    # ---- the trainer, and discarded tokens -------------------------------------------------------------------------
 
     def metric(self, name: str, words: str, format: str) -> str:
         """A metric of the trainer; an empty id if no step reports it."""

@@ -2,7 +2,7 @@
 
 The run calls `on_line` and the `on_...` methods, which never block and never raise. `reports/live.py` draws the screen
 and prints lines from its own thread, so both continue if the run hangs; `training_status.py` has the state,
-`training_screen.py` the look.
+`training_screen.py` the formatting.
 
     with TrainingProgress(settings) as view:
         over = await train(settings, folder, on_line=view.on_line, observer=view, progress=view.on_startup)
@@ -83,7 +83,7 @@ class TrainingProgress(LiveView):
             return dict(Counter(stage.value if stage else "beginning" for stage in self._stage_by_id.values()))
 
     def stop_text(self) -> str:
-        """What is saved if the run is stopped now."""
+        """A note on what a stop at this moment saves."""
         if self.status.phase == TRAINING:
             return "the current step is finished and saved"
         return "an unfinished warm start is not saved" if self.status.phase == WARMING else "it ends"
@@ -94,7 +94,7 @@ class TrainingProgress(LiveView):
             return self.status.end.at_s
         return self._clock() - self._began_at
 
-    # ---- how it is shown ----
+    # ---- output -------------
 
     @property
     def has_last_line(self) -> bool:

@@ -1,8 +1,8 @@
-"""The report of a training run: what was learned, how long it took, and where the time and the pools went, as a page.
+"""The report of a training run as a page: scores, duration, the time breakdown and the use of pools.
 
-Owns which sections the page has, their text and their order. Promises a page for every run that has lines, however it
-ended, and the same bytes for the same lines. A trajectory log that is missing, too long or damaged costs only its
-section.
+Owns the sections of the page, their text and their order. Promises a page for every run that has lines, however it
+ended, and the same bytes for the same lines. If the trajectory log is missing, too long or damaged, only its section is
+missing.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ SETTINGS_CHARACTERS_MAX = 100_000
 
 
 class TrajectoryLogSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The timeline of a trajectory log, or why there is none."""
+    """The timeline of a trajectory log, or the reason of its absence."""
 
     log: Path
     timeline: RolloutTimeline | None = None
@@ -157,7 +157,7 @@ def _lead(run: RunHistory) -> str:
     if len(run.began) > 1:
         parts.append(f"It was resumed {pluralize(len(run.began) - 1, 'time')}; what was lost each time is not shown.")
     if run.end is None:
-        parts.append("It has no end yet: it goes on, or it was killed.")
+        parts.append("It has not ended: it is running, or it was killed.")
     elif run.end.cause == "interrupted":
         parts.append("It was interrupted.")
     return " ".join(parts)
@@ -377,7 +377,7 @@ def _discarded_section(run: RunHistory, charts: Charts) -> str:
     )
 
 
-# ---- the rest ---------------------------------------------------------------------------------------------------
+# ---- notices and settings ---------------------------------------------------------------------------------------
 
 
 def _notices_section(run: RunHistory) -> str:

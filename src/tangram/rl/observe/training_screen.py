@@ -1,4 +1,4 @@
-"""The look of a training run in a terminal: rows of a screen, or one line of a log.
+"""Formats a training run for a terminal: rows of a screen, or one line of a log.
 
 Stateless. Promises that rows fit the width and the height of the screen, with `and 3 more` for the others, and that
 names are printed as text.
@@ -81,7 +81,7 @@ def _fit_sections(sections: Sequence[list[Text]], room: int) -> list[Text]:
     kept = [len(rows) for rows in sections]
     while sum(kept) > max(0, room) and any(kept):
         longest = max(range(len(kept)), key=lambda each: (kept[each], each))
-        kept[longest] = kept[longest] - 1 if kept[longest] > 2 else 0  # a head alone is useless
+        kept[longest] = kept[longest] - 1 if kept[longest] > 2 else 0  # a head without rows is useless
     lines: list[Text] = []
     for rows, count in zip(sections, kept, strict=True):
         lines += rows[:count]

@@ -49,7 +49,7 @@ class TrainingStatus:
         self.settings = settings
         self.phase = STARTING
         self.startup_text, self.startup_share = "", 0.0
-        """What is done during the start."""
+        """The current phase of the start."""
         self.tasks = {task.name: TrainingTaskProgress() for task in settings.tasks}
         self.mode: str = settings.training.mode
         self.staleness_bound = settings.training.staleness_bound

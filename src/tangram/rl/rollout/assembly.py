@@ -1,4 +1,4 @@
-"""Assembly: makes all parts of a rollout from its settings, and closes them again.
+"""Assembly: creates all parts of a rollout from its settings, and closes them.
 
     upcoming = tickets(settings)
     async with assembled(settings) as assembly:
@@ -133,7 +133,7 @@ async def assembled(
 
 
 async def _ensure_weights_taken(weights: PolicyWeights, router: Router, engines: Sequence[InferenceEngine]) -> None:
-    """Gives the engines these weights, as far as they take any; an external server may keep its own. Raises
+    """Sends these weights to all engines that accept weights; an external server may keep its own. Raises
     InvalidConfig if the tokens of an engine cannot be trained on."""
     if not all(engine.output_is_trainable for engine in engines):
         await router.update(weights)
@@ -142,7 +142,7 @@ async def _ensure_weights_taken(weights: PolicyWeights, router: Router, engines:
 
 
 def require_trainable_engines(engines: Sequence[InferenceEngine]) -> None:
-    """Checks engines that have started and taken weights. Raises InvalidConfig."""
+    """Checks engines that have started and applied weights. Raises InvalidConfig."""
     for engine in engines:
         if not engine.output_is_trainable:
             why = getattr(engine, "shortcoming", "") or "it does not report all that training needs"
@@ -201,7 +201,7 @@ def require_playable(settings: RolloutSettings) -> tuple[list[Task], Codec]:
 
 
 def _require_known(words: Sequence[str], codec: WordCodec, checkpoint: str) -> None:
-    """Raises InvalidConfig for words of tasks that the policy could neither read nor write."""
+    """Raises InvalidConfig for words of tasks that are missing in the vocabulary of the policy."""
     missing = sorted(set(words) - set(codec.words))
     if missing:
         more = f" and {len(missing) - MISSING_SHOWN} more" if len(missing) > MISSING_SHOWN else ""
@@ -269,7 +269,7 @@ async def connect_client(
 
 
 def fork_server_of(settings: RolloutSettings) -> ForkServer:
-    """The fork server of all PyTorch processes of a run. It starts importing at once, beside other preparations."""
+    """The fork server of all PyTorch processes of a run. It starts its imports concurrently with other preparations."""
     from tangram.rl.inference.engines.process import PROGRAM
 
     fork_server = ForkServer(*{PROGRAM for engine in settings.engines if engine.kind == "process"})
@@ -287,7 +287,7 @@ def engines_of(settings: RolloutSettings, codec: Codec, fork_server: ForkServer)
 
 
 def _vocabulary_size(settings: RolloutSettings, codec: Codec) -> int | None:
-    """None if the checkpoint does not tell, which is possible for models that only external servers load."""
+    """Returns None if the checkpoint does not contain it, possible for models that only external servers load."""
     if not settings.policy.checkpoint:
         return codec.size
     try:

@@ -1,6 +1,6 @@
 """The rollout context and the task context: what all episodes of a rollout, and all of one task, share.
 
-Owns the slots of a task. Everything else here is made by the rollout and only read.
+Owns the slots of a task. The rollout creates everything else here; it is only read.
 """
 
 from __future__ import annotations

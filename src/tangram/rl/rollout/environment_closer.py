@@ -26,9 +26,9 @@ class EnvironmentCloser:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
         self.failed = 0
-        """Environments that could not be closed; their resources may leak."""
+        """The number of environments that could not be closed; their resources may leak."""
         self.stuck = 0
-        """Calls that ignored their cancellation; they may still run."""
+        """The number of calls that ignored their cancellation; they may still run."""
 
     def close(self, environment: Environment, trajectory: str, call: asyncio.Task[Any] | None = None) -> None:
         """`call`: a pending call of the environment, which is cancelled first."""

@@ -40,7 +40,7 @@ CAUSE_LENGTH_MAX = 500
 
 
 class EnvironmentFailed(Exception):
-    """A try failed because of the environment."""
+    """An attempt failed because of the environment."""
 
     def __init__(self, cause: str, *, retry: bool = True) -> None:
         self.retry = retry
@@ -60,7 +60,7 @@ class _EpisodeEnd(NamedTuple):
 
 
 class EpisodeWait(NamedTuple):
-    """What an episode does, or waits for."""
+    """The activity of an episode, or what it waits for."""
 
     stage: str
     """A Stage; `queue` while it waits for a slot, empty once it has ended."""
@@ -78,7 +78,7 @@ WAITED_FOR_BY_STAGE = {
     Stage.STEP.value: "the environment",
     Stage.REWARD.value: "the reward",
 }
-"""What each stage waits for, unless something keeps it from sending its request."""
+"""What each stage waits for, unless something delays its request."""
 
 
 class _StageTimer:
@@ -150,7 +150,7 @@ class Episode:
         self._is_over = False
         self._stage_began_at = self._began_at
         self._blocked_by = ""
-        """What keeps it from sending its request, if anything does."""
+        """The resource that it lacks for its request, if any."""
         self._enter_stage(WAITING)
 
     @property
@@ -175,8 +175,8 @@ class Episode:
             self._task.cancel()
 
     async def play(self) -> Trajectory:
-        """Raises what the generator raised, and CancelledError if this task was cancelled and not just the episode
-        stopped. The record is delivered to `on_end` first."""
+        """Raises exceptions of the generator, and CancelledError if this task was cancelled, not only the episode
+        stopped. Calls `on_end` with the record first."""
         task = self._task = asyncio.current_task()
         assert task is not None and not self._is_over, f"{self.id} is played once, by a task"
         self._cancellations_before = task.cancelling()
@@ -217,8 +217,8 @@ class Episode:
             self._rollout_context.on_end(record)
 
     async def _absorb_cancellation(self, task: asyncio.Task[Any], raised: BaseException | None) -> BaseException | None:
-        """Consumes the cancellation that `stop` sent, so that later awaits of the task do not raise it. Returns what
-        remains to be raised: a cancellation from outside."""
+        """Consumes the cancellation that `stop` sent, so that later awaits of the task do not raise it. Returns the
+        exception that must still be raised: a cancellation from outside."""
         if not self._cancel_sent:
             return raised if isinstance(raised, asyncio.CancelledError) else None
         if not isinstance(raised, asyncio.CancelledError):

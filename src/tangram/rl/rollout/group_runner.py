@@ -1,10 +1,9 @@
 """The group runner: plays the members of one group.
 
-Owns which attempts a group makes, which of them it keeps, and what happens when it loses some. Keeps the first `size`
-members with a reward and stops the others (early termination). Redundant members replace lost ones; when none are left,
-`on_loss` of the settings decides. A member that failed before its first turn for a permanent reason is not replaced. A
-member that becomes stale is discarded, whether it is in flight or kept already. Promises that every episode that it
-began has ended when `play` returns.
+Owns the attempts of a group, the choice of members, and the reaction to lost ones. Keeps the first `size` members with
+a reward and stops the others (early termination). Redundant members replace lost ones; when none are left, `on_loss` of
+the settings decides. A member that failed before its first turn for a permanent reason is not replaced. A stale member
+is discarded, whether it is in flight or already kept. Promises that all of its episodes have ended when `play` returns.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class GroupRunner:
         self._left_out: list[Trajectory] = []
         self._refills = 0
         self._is_over = False
-        """Nothing is kept or begun any more."""
+        """The group ends: it starts and keeps no further members."""
         self._cause = ""
         self.failed = False
         """The group was dropped because of failures of its members, not because it or they were stopped."""
@@ -46,7 +45,7 @@ class GroupRunner:
         self._error: Exception | None = None
 
     async def play(self) -> Group:
-        """Raises what the generator raised."""
+        """Raises exceptions of the generator."""
         try:
             async with asyncio.TaskGroup() as self._task_group:
                 for member in range(self._settings.size + self._settings.members_extra):
@@ -65,7 +64,7 @@ class GroupRunner:
             self._drop_all(cause, ending, cause)
 
     def discard(self, stale: Callable[[Episode | Trajectory], bool], cause: str) -> int:
-        """Discards stale members: stops those in flight, leaves out those that had ended. Returns how many. No effect
+        """Discards stale members: stops those in flight, removes those that had ended. Returns their number. No effect
         once the group has all its members."""
         if self._is_over:
             return 0

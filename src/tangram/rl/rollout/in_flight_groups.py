@@ -1,7 +1,6 @@
-"""In-flight groups: groups that are played together, and those of them that ended and were not taken yet.
+"""In-flight groups: groups that are played concurrently, and ended groups that were not taken yet.
 
-Owns the order in which tickets start and groups are handed out: a group is ready the moment it ends. Never judges a
-group.
+Owns the order in which tickets start and groups are returned: a group is ready when it ends. Never evaluates a group.
 """
 
 from __future__ import annotations
@@ -30,7 +29,8 @@ class InFlightGroups:
         playing_max: int = 0,
         outstanding_max: int = 0,
     ) -> None:
-        """`on_error` gets what keeps groups from being played. `playing_max`, `outstanding_max`: how many groups
+        """`on_error` is called with errors that prevent playing groups. `playing_max`, `outstanding_max`: how many
+        groups
         `refill` plays at once, and how many may be in flight or ready. A group that ends is replaced within these
         limits; with 0, groups start only by `begin`."""
         self._on_group_end = on_group_end

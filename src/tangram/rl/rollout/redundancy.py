@@ -26,7 +26,7 @@ class TrajectoryTotals(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: int = 0
     turns: int = 0
     tokens: int = 0
-    """Sampled by the policy, as far as recorded: tokens of requests aborted in an engine are not."""
+    """Recorded tokens that the policy sampled; tokens of requests aborted in an engine are not recorded."""
     environment_s: float = 0.0
     """Time in calls of environments, without waiting for a slot."""
     engine_s: float = 0.0

@@ -28,7 +28,7 @@ from tangram.rl.trajectories.trajectory import Ending, Trajectory
 RUN = "replay"
 """The run that its actions belong to."""
 CLOSE_TIMEOUT_S = 60.0
-"""An environment that takes longer to close is abandoned, and reported."""
+"""Time limit of closing an environment, which is then abandoned and reported."""
 REWARD_TOLERANCE = 1e-9
 """Relative: rewards of steps may have been added in another order."""
 LAST_ACTION_PLAYED = (Ending.FINISHED, Ending.TRUNCATED, Ending.REWARD_FAILED)
@@ -36,7 +36,7 @@ LAST_ACTION_PLAYED = (Ending.FINISHED, Ending.TRUNCATED, Ending.REWARD_FAILED)
 
 
 class NeedsClient(ValueError):
-    """The environment runs commands or calls, and there is no client."""
+    """The environment runs commands or calls, but there is no client."""
 
 
 class _ReplayResources(ExternalResources, frozen=True, kw_only=True):
@@ -69,7 +69,7 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
     failed: str = ""
     """Why it could not be played to its end; empty if it could."""
     not_compared: str = ""
-    """What needs a client to be compared; empty if nothing does."""
+    """The parts that cannot be compared without a client; empty if there are none."""
 
     @property
     def is_same(self) -> bool:

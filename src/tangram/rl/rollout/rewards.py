@@ -50,7 +50,7 @@ SHOWN_CHARACTERS = 300
 
 
 class RewardFailed(TangramError):
-    """A reward failed for a reason that is not the agent's."""
+    """A reward failed for a reason that the agent did not cause."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -168,7 +168,7 @@ def describe(settings: RewardSettings) -> str:
 
 
 def missing_for(reward: Reward, environment: Environment) -> str:
-    """Returns what the reward needs and the environment lacks; empty if nothing is missing."""
+    """Returns the missing requirement of the reward; empty if the environment provides everything."""
     missing: str = getattr(reward, "missing", lambda _: "")(environment)
     return missing
 
@@ -184,7 +184,7 @@ class EnvironmentReward:
 
 
 class _RetryableFailure(Exception):
-    """A try failed, for a reason that is not the agent's; another may succeed."""
+    """An attempt failed for a reason that the agent did not cause; another may succeed."""
 
 
 class _RemoteReward(ABC):

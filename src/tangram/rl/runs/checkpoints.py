@@ -40,7 +40,7 @@ STATE_FORMAT = 1
 DAMAGED_SUFFIX = ".damaged"
 """Suffix of checkpoints that were set aside."""
 DAMAGE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
-"""Permanent errors, which count as damage. Others may be transient, and no checkpoint is given up for them."""
+"""Permanent errors, which count as damage. Others may be transient; a checkpoint is not discarded because of them."""
 READ_BYTES = 1 << 20
 """Read buffer for checksums."""
 
@@ -51,7 +51,7 @@ another disk can lose against a run that saves faster than its files are copied.
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a run apart from its weights."""
+    """The state of a run without its weights."""
 
     format: int = STATE_FORMAT
     version: int

@@ -136,7 +136,7 @@ def read_metrics(path: Path) -> list[AnyMetricsLine]:
 
 
 class LastLogged(NamedTuple):
-    """The end of the log, as far as the weights of a checkpoint go."""
+    """The end of the log up to the weights of a checkpoint."""
 
     at_s: float
     """Time of the last line that counts; 0 if there is none."""

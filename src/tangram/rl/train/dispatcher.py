@@ -4,7 +4,7 @@ Owns which groups are in flight. It works in one of two ways, depending on the t
 group starts whenever the buffer has room, or in batches, in which a whole batch starts once the batch before has
 ended and the engines are up to date. Never trains, and never judges staleness. Promises that every group that it starts
 is put into the buffer or counted as dropped there, after `on_group_end` has recorded it. A group that cannot be written
-to the sample log enters the buffer all the same.
+to the sample log enters the buffer nevertheless.
 """
 
 from __future__ import annotations

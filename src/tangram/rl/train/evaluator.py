@@ -4,7 +4,7 @@
 
 Owns which seeds are held out, the scores, and the number of each evaluation, which makes group names unique. Never
 changes weights; the caller ensures that the engines have the intended version. Promises the same episodes at every
-call, whatever the seed of the run, so that two scores differ only by the policy and its sampling. Episodes that failed
+call, for any seed of the run, so that two scores differ only by the policy and its sampling. Episodes that failed
 because of the infrastructure count in no mean.
 """
 

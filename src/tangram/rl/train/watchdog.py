@@ -41,7 +41,7 @@ class LiveTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     stage_s: float
     """Seconds in this stage."""
     waiting_for: str
-    """What has to respond before it continues, as far as the episode can tell."""
+    """The component that must respond before it continues, if the episode knows it."""
     pool: str = ""
     """The pool that one of its actions waits for."""
 

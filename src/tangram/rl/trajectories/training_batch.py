@@ -14,7 +14,7 @@ class TrainingBatch(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     """The version from which the step starts."""
     groups: tuple[Group, ...]
-    """Sorted by number, so that the same groups give the same step in whatever order they arrived."""
+    """Sorted by number, so that the same groups give the same step in any order of arrival."""
 
     @property
     def staleness(self) -> tuple[int, ...]:

@@ -21,16 +21,16 @@ export class History {
     this.span = SPANS[1][0];
     this.act = new Chart({
       title: "Action completion time", scale: "log", unit: duration, axis: axisDuration,
-      empty: "Percentiles of completion times will be here when the first actions have ended.",
+      empty: "Percentiles of completion times are shown here once the first actions have ended.",
     });
     this.split = new Chart({
       title: "Where it goes", scale: "linear", stacked: true, unit: duration, axis: axisDuration,
       hint: "mean per action",
-      empty: "Waiting, overhead and execution will be here when the first actions have ended.",
+      empty: "Waiting, overhead and execution are shown here once the first actions have ended.",
     });
     this.use = new Chart({
       title: "Use of pools", scale: "part", unit: percent,
-      empty: "The part of each pool that was held or spent will be here after the first seconds.",
+      empty: "The held or spent part of each pool is shown here after the first seconds.",
     });
     this.buttons = SPANS.map(([span, text]) => {
       const node = button("", text);

@@ -97,7 +97,7 @@ export function thinned(history, now, span, points) {
   const size = Math.max(1, Math.ceil(span / BUCKET_S / points));
   const groups = new Map();
   for (const bucket of recent) {
-    // By the number of the bucket and not from the first one, so that groups stay the same while time goes on.
+    // By the number of the bucket and not from the first one, so that groups stay the same over time.
     const group = Math.floor(Math.round(bucket.from_s / BUCKET_S) / size);
     if (!groups.has(group)) groups.set(group, []);
     groups.get(group).push(bucket);

@@ -21,7 +21,7 @@ export class Pools {
     this.root = root;
     this.note = note;
     this.list = el("div", "pools");
-    this.empty = el("p", "empty", "Cores, memory, devices and quotas will be here when the service has some.");
+    this.empty = el("p", "empty", "Cores, memory, devices and quotas of the service are shown here.");
     body.append(this.list, this.empty);
     this.open = new Set();
   }

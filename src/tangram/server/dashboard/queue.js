@@ -19,7 +19,7 @@ function waitingTable() {
     {title: "Waits for", width: 8, right: true, value: (action, now) => duration(Math.max(0, now - action.since_s))},
     {title: "Why", kind: "sentence", wide: true, value: why},
   ], (action) => action.id,
-  "Nothing waits: whatever comes can start at once. Waiting actions will be here, each with its reason.");
+  "No action waits. Waiting actions are listed here, each with its reason.");
 }
 
 function runningTable(unitByPool) {
@@ -31,7 +31,7 @@ function runningTable(unitByPool) {
     {title: "For", width: 7, right: true, value: (action, now) => duration(Math.max(0, now - action.started_s))},
     {title: "Node", width: 7, kind: "name", value: (action) => action.node || "–"},
     {title: "Holds", kind: "name", wide: true, value: (action) => holds(action, unitByPool())},
-  ], (action) => action.id, "Nothing runs. Actions that hold units will be here, with what they hold.");
+  ], (action) => action.id, "No action runs. Actions that hold units are listed here, with their units.");
 }
 
 /** The reason without its leading id, which is in the same row. */

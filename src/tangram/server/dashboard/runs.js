@@ -29,7 +29,7 @@ export class RunBars {
     this.root = root;
     this.list = el("div", "run-list");
     this.empty = el("p", "empty",
-      "Each run will be here with its share and where its time goes, once it has submitted an action.");
+      "Each run is listed here with its share and its time breakdown, once it has submitted an action.");
     body.append(this.list, this.empty);
   }
 
@@ -101,7 +101,7 @@ export class RunsPage {
       {title: "p50", right: true, value: act("p50_s")},
       {title: "p95", right: true, value: act("p95_s")},
       {title: "p99", right: true, value: act("p99_s")},
-    ], (run) => run.name, "No run has come yet; each will be here with what it did and how long that took.");
+    ], (run) => run.name, "No run has submitted an action yet. Runs are listed here with their actions and times.");
     this.classes = new Table("Classes", [
       {title: "Class", width: 36, kind: "name", wide: true, value: (kind) => kind.name},
       {title: "Actions", right: true, value: (kind) => count(kind.act.count)},
@@ -113,7 +113,7 @@ export class RunsPage {
       {title: "Execution", right: true, value: (kind) => duration(kind.execution_s), hint: "mean"},
       {title: "Overhead", right: true, value: (kind) => duration(kind.overhead_s), hint: "mean"},
     ], (kind) => kind.name,
-    "Actions that behave alike are a class; each will be here when its first action has ended.");
+    "Actions that behave alike are a class. Each class is listed here once its first action has ended.");
     const numbers = panel("Runs in numbers");
     put(numbers.note, "completion times of what settled within the hour");
     numbers.body.append(this.table.root);

@@ -18,7 +18,7 @@ export class SandboxesPage {
       {title: "Open for", right: true, value: openFor},
       {title: "Last used", right: true, value: lastUsed},
     ], (sandbox) => `${sandbox.run}\u0000${sandbox.name}`,
-    "No sandbox is open. Each will be here from its first action until it is closed, frozen while nothing runs in it.");
+    "No sandbox is open. Sandboxes are listed here from their first action until they are closed.");
     body.append(this.table.root);
     this.root = box("div", "page", root);
   }

@@ -67,7 +67,7 @@ export class StoryPanel {
     } catch (error) {
       if (number !== this.asking || id !== this.id) return;
       if (!this.story) this.fill(view, error.status === 404
-        ? "The service does not remember this action." : "The story could not be fetched. It is asked for again.");
+        ? "The service does not remember this action." : "The story could not be fetched; the page tries again.");
     }
   }
 

@@ -225,7 +225,7 @@ export class TimelinePage {
     if (total === 0) {
       put(this.empty, this.rows.length
         ? "No action in this stretch of time. “Everything” shows all that are remembered."
-        : "Every action will be here with its waiting, overhead and execution, as soon as the first one comes.");
+        : "Every action is shown here with its waiting, overhead and execution, once the first one is submitted.");
     }
     this.label();
     Object.assign(this.canvas.dataset, {

@@ -64,9 +64,9 @@ class TrackedAction(ActionUse):
         self.short_kind = ""
         """The kind of pool that lacked units at the last check."""
         self.pools: tuple[str, ...] = ()
-        """Pools of which it holds units."""
+        """Pools with units that it holds."""
         self.instance = ""
-        """Of a call that waits for the memory of an instance: the sandbox name of that instance."""
+        """The sandbox name of the instance whose memory a call waits for."""
         self.cpu = 0
         """Milli-cores of its last grant."""
         self.notes: list[StoryNote] = []

@@ -80,7 +80,7 @@ LIMIT_CORES = 4.0
 
 
 class CallClass(msgspec.Struct, frozen=True):
-    """Calls with the same behaviour, as far as the tool and the first word of the command predict it."""
+    """Calls with the same behaviour, predicted from the tool and the first word of the command."""
 
     key: str
     share: float

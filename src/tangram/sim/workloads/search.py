@@ -1,6 +1,6 @@
 """The `search` workload: deep search agents that call web APIs under quotas and are rewarded by a judge model.
 
-Owns the shape of such trajectories: 16-20 turns, each of which searches or reads pages with 1-5 concurrent queries,
+Owns the shape of such trajectories: 16-20 turns that search or read pages with 1-5 concurrent queries,
 then one call of the judge. Episode k is the same for every batch size.
 
 Measured, and reproduced by the distributions below:

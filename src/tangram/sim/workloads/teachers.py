@@ -61,8 +61,8 @@ RATE_MEMORY = 0.985
 """The log of the arrival rate is an autoregressive walk from request to request; this spread and memory reproduce the
 measured peaks."""
 REPEAT = 0.13
-"""Probability that a request uses the model of its predecessor, whatever its popularity: independent draws would change
-the model 86 % of the time, and 75 % were measured."""
+"""Probability that a request uses the model of its predecessor, independent of popularity: independent draws would
+change the model 86 % of the time, and 75 % were measured."""
 
 
 class _Teacher(msgspec.Struct, frozen=True):

@@ -78,7 +78,7 @@ def walk(group: Path) -> Iterator[Path]:
 
 
 def processes(group: Path) -> list[int]:
-    """Processes of a group and of those below it; empty for a removed group. 0 stands for a process outside of this
+    """Processes of a group and of those below it; empty for a removed group. 0 is a process outside of this
     process namespace; a signal to 0 would go to this process group."""
     pids: dict[int, None] = {}
     for below in walk(group):

@@ -1,8 +1,8 @@
 """Control groups, version 1 and 2 behind one interface: limits of CPU, memory and processes; the freezer; usage.
 
 Owns the groups below `tangram/<owner>` in every hierarchy, and removes no other. Decides nothing: amounts come from
-grants. Promises that a group whose `kill` has returned holds no process, whatever forked meanwhile, and that `remove`
-leaves nothing behind.
+grants. Promises that a group whose `kill` has returned holds no process, even if processes forked meanwhile, and that
+`remove` leaves nothing behind.
 
 Version 1 has a directory per controller, version 2 one for all; a Cgroup hides the difference. It keeps no file open. A
 value that it has written last is not written again, so each group must be set through one Cgroup.
@@ -36,7 +36,7 @@ QUOTA_MIN_US = 1_000
 """The smallest quota that the kernel accepts."""
 WEIGHT_PER_CORE_V1, WEIGHT_MIN_V1, WEIGHT_MAX_V1 = 1024, 2, 262_144
 WEIGHT_PER_CORE_V2, WEIGHT_MIN_V2, WEIGHT_MAX_V2 = 100, 1, 10_000
-"""The kernel's default weight stands for one reserved core; and the range that the kernel accepts."""
+"""The kernel's default weight represents one reserved core; and the range that the kernel accepts."""
 FREEZE_POLLS_MAX = 50
 """Polls of a group that is being frozen, which takes some microseconds; a throttled process freezes when it would
 run."""
@@ -249,7 +249,7 @@ class Cgroup:
         return self._read_number("memory", "memory.current" if self.version == 2 else "memory.usage_in_bytes")
 
     def memory_peak_bytes(self) -> int:
-        """The peak so far, or since `reset_memory_peak` where the kernel can reset it; where it keeps none, the present
+        """The peak so far, or since `reset_memory_peak` where the kernel can reset it; where it keeps none, the current
         use."""
         name = "memory.peak" if self.version == 2 else "memory.max_usage_in_bytes"
         if self._has_memory_peak is None:
@@ -300,7 +300,7 @@ class Cgroup:
                     raise self._error("cgroup.procs", error, str(pid)) from error
 
     def freeze(self, *, wait: bool = True) -> None:
-        """Freeze its processes until `thaw`. One that cannot freeze at once freezes soon; `is_frozen` tells when."""
+        """Freeze its processes until `thaw`. A process that cannot freeze immediately freezes soon; see `is_frozen`."""
         self._set_frozen(self._freezer(), frozen=True)
         for _ in range(FREEZE_POLLS_MAX if wait else 0):
             if self.is_frozen():

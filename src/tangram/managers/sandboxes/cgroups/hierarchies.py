@@ -45,7 +45,7 @@ class CgroupHierarchies:
 
     def __init__(self, version: int, by_controller: dict[str, Path]) -> None:
         self.version = version
-        # In one order everywhere: a process joins the hierarchy of `cpu` first, and is looked for there.
+        # In one order everywhere: a process joins the hierarchy of `cpu` first, and is searched there.
         order = (*CONTROLLERS_V1, CPUSET)
         self.by_controller = {name: by_controller[name] for name in order if name in by_controller}
 

@@ -1,8 +1,8 @@
 """A container: one sandbox, the actions that run in it, its CPU, and whether it is paused.
 
-Owns the state of one container in the engine: pause, CPU, end. Decides nothing: grants state how much. Promises that it
-runs only while an action runs or a file operation needs it; that its CPU is the sum of the grants of its running
-actions; and that no request repeats the current state.
+Owns the state of one container in the engine: pause, CPU, end. Makes no decisions: grants state the amounts. Promises
+that it runs only while an action runs or a file operation needs it; that its CPU is the sum of the grants of its
+running actions; and that no request repeats the current state.
 
 An engine limits containers, not the programs in them: several actions in one container share the sum of their grants.
 """
@@ -52,9 +52,9 @@ class ContainerUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UsageMeter:
-    """Reads what a container has used from its control group, where this process sees it: on the same machine, with the
-    engine's processes not hidden in a namespace. Elsewhere only what the scripts of output_framing.py report from
-    inside is known, because an engine takes up to a second to report usage. Both count the container, not its programs:
+    """Reads the usage of a container from its control group, if this process can access it: on the same machine, with
+    the engine's processes visible. Otherwise only the reports of the scripts of output_framing.py from inside are
+    available, because an engine takes up to a second to report usage. Both count the container, not its programs:
 
     - read from here, `cpu_s` and `throttled_s` are divided evenly among the actions that ran at the same time; reported
       from inside, each action counts all of it, a stopped action reports nothing, and throttling is unknown;
@@ -113,7 +113,7 @@ programs one after the other; each program whose streams are held by background 
 AGENT_UID = 61_999
 """The user of programs."""
 HOLDER_UID = 61_998
-"""The user of the program that keeps the container alive: programs in it cannot signal it."""
+"""The user of the program that holds the container open: programs in it cannot signal it."""
 
 
 CpuSettings = dict[str, int | str]
@@ -121,7 +121,7 @@ CpuSettings = dict[str, int | str]
 
 
 class ImageInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of an image."""
+    """The known properties of an image."""
 
     id: str
     env: dict[str, str]
@@ -146,7 +146,7 @@ class Claim:
         self.limit = limit
         self.cpus = cpus
         self.is_alone = True
-        """No other program was started in the container meanwhile."""
+        """Whether no other program was started in the container meanwhile."""
         self.cpu_s = 0.0
         self.throttled_s = 0.0
         self.oom_kills = 0
@@ -154,7 +154,7 @@ class Claim:
 
 
 class Container:
-    """One sandbox. The manager creates it and fills in what becomes known; it runs from `on_started` on."""
+    """One sandbox. The manager creates it and sets its fields; it runs from `on_started` on."""
 
     def __init__(self, engine: DockerEngine, *, name: str, sandbox: str, spec: SandboxSpec) -> None:
         self.name = name
@@ -168,7 +168,7 @@ class Container:
         """The tokens of all programs that were ever started in it."""
         self.sessions: dict[str, DockerSession] = {}
         self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Why it has ended."""
+        """The reason of its end."""
         self.opened = asyncio.Event()
         """Opening has finished: it is ready, or could not be opened."""
         self.oom_events = 0
@@ -208,8 +208,8 @@ class Container:
         return 0 if self.spec.user == "root" else AGENT_UID
 
     def require_alive(self) -> None:
-        """Raises ManagerError once the end of the container is known, or its first process exits. The event of the
-        engine follows later, by seconds if the engine lags."""
+        """Raises ManagerError after the end of the container, or once its first process exits. The event of the engine
+        follows later, by seconds if the engine lags."""
         if self.gone.done() or self._is_exiting():
             reason = self.gone.result() if self.gone.done() else "its first process has ended"
             raise ManagerError(f"sandbox {self.sandbox} is gone: {reason}", retry=False)
@@ -270,7 +270,7 @@ class Container:
             try:
                 await self._apply_grants()
             except ManagerError as error:
-                # It would run on without an action that holds units for it.
+                # Otherwise it would continue to run without an action that holds units for it.
                 self.mark_lost(f"it could not be paused: {error}")
                 await self.kill()
 
@@ -298,7 +298,7 @@ class Container:
     async def _end_unpaused(self) -> None:
         async with self._lock:
             self._unpaused_count -= 1
-            with contextlib.suppress(ManagerError):  # the next user will notice it
+            with contextlib.suppress(ManagerError):  # the next use will detect it
                 await self._apply_grants()
 
     def _mark_not_alone(self) -> None:
@@ -373,7 +373,7 @@ class Container:
 
     async def _change_state(self, verb: str, what: str) -> None:
         """Pause or unpause. An engine that lags may refuse because it has not processed an earlier change. If it
-        refuses for too long, its statement is true: another program changed the state."""
+        still refuses after that, another program has changed the state."""
         give_up = time.monotonic() + LAG_S
         while True:
             try:
@@ -389,7 +389,7 @@ class Container:
     # ---- usage ----
 
     def _account_usage(self) -> None:
-        """Divide what was used since the last call among the running actions."""
+        """Divide the usage since the last call among the running actions."""
         reading = self.meter.read(self.oom_events)
         if reading is None:
             return

@@ -2,10 +2,10 @@
 
 Owns the tars that go to the engine and come from it. Content moves through the engine's archive endpoints, whether the
 container is paused or not: the engine resolves every path inside the container. It does so as root inside, so the
-caller may access files that programs in the sandbox may not; files that it writes belong to their user. Listing and
-deleting are small scripts inside, run as that user, for which the container is unpaused.
+caller may access files that programs in the sandbox may not; written files belong to their user. Listing and deleting
+are small scripts inside, run as that user, for which the container is unpaused.
 
-Promises that no more is read than was requested, and that a failure inside raises FileFailed.
+Promises that no more is read than requested, and that a failure inside raises FileFailed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Images of the engine: found, added, made by Commit, and removed with their owner.
+"""Images of the engine: found, added, created by Commit, and removed with their owner.
 
-Owns the names of commits, and what is known of each image. Never pulls: an image that the engine does not have is
-refused. Promises that an image of this owner is removed with it, unless it was to be remembered, and that other images
-stay.
-"""
+Owns the names of commits, and the known properties of each image. Never pulls: an image that the engine does not have
+is refused. Promises that an image of this owner is removed with it, unless it is remembered, and that other images
+stay."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ class DockerImages:
         self._committed: dict[str, str] = {}
         """Ids by the name of a Commit."""
         self._info_by_id: dict[str, ImageInfo] = {}
-        """What is known of images, by id."""
+        """Properties of images, by id."""
         self._forgotten: set[str] = set()
         """Ids of images that may still be in use."""
 

@@ -1,7 +1,7 @@
 """Leases of programs in containers.
 
-Owns the claim of an action on its container. Two kinds: a program of its own, and a command for the shell of a session.
-The life of a lease is in `sandboxes/leases.py`.
+Owns the use of a container by an action. There are two kinds: a separate program, and a command for the shell of a
+session. The life cycle of a lease is in `sandboxes/leases.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class DockerProgramLease(ExecLease):
-    """A program of its own."""
+    """A separate program."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class DockerProgramLease(ExecLease):
         )
 
     async def _exit_status(self) -> tuple[int | None, str]:
-        """The exit code of the program, and why it was lost, if it was."""
+        """Returns the exit code of the program, and the reason if it was lost."""
         assert self._shell is not None
         container = self.container
         if self._run_output.ended.done():
@@ -184,7 +184,7 @@ class DockerProgramLease(ExecLease):
         return code, "" if code is not None else "the Docker engine lost the program"
 
     async def _release(self, *, keep: bool) -> None:
-        """Give everything back. What the action left running stays in the container if `keep`."""
+        """Release everything. Processes that the action left running stay in the container if `keep`."""
         try:
             await self._wait_shell_exit()
             await self.container.leave(self._claim)
@@ -256,7 +256,7 @@ class DockerSessionLease(DockerProgramLease):
         return session, ended
 
     def _setup(self, session: DockerSession) -> str:
-        """What a program of its own gets as environment. It stays in the shell, as if it had been exported by hand."""
+        """The environment that a separate program would get. It stays in the shell, as after an export."""
         lines = [] if session.width else [f"cd -- {shlex.quote(self._default_directory())}"]
         width_variables = with_width(self.width, {}) if session.width not in (0, self.width) else {}
         session.width = self.width

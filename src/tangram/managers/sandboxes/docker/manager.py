@@ -1,13 +1,13 @@
 """The docker manager: sandboxes that are containers of a Docker engine on this machine.
 
-Needs neither root nor control groups of its own, only access to the engine. It uses the engine's API: `update` sets the
-CPU that the actions of a container were granted, `exec` runs them, `pause` freezes it in between. Owns every container
-and image with its label. Decides nothing. Promises what `managers.base` requires, as far as an engine allows:
+Needs only access to the engine, neither root nor its own control groups. It uses the engine's API: `update` sets the
+CPU granted to the actions of a container, `exec` runs them, `pause` freezes it in between. Owns every container and
+image with its label. Makes no decisions. Promises what `managers.base` requires, with the limitations of an engine:
 
 - an engine limits containers, not programs: concurrent actions in one sandbox share the sum of their grants. With
   `taskset` in the image each gets its own CPUs; without it, an action sees its width in its environment, and as CPUs
   only while it is the only one. An action keeps the CPUs that it started on;
-- usage is that of the container, see container.py; what `stop` ends, see processes.py; files, see files.py;
+- usage is that of the container, see container.py; `stop` is in processes.py; files are in files.py;
 - the disk limit holds where the engine can limit the disk of a container (overlay2 on xfs with pquota, btrfs, zfs);
   elsewhere it limits each file;
 - `user='root'` needs an engine with user namespaces (userns-remap, or rootless);
@@ -64,7 +64,7 @@ OWN_PROCESSES = 2
 """Processes of every container itself: its init, and the program that keeps it alive."""
 HOLD_COMMAND = ["sleep", "infinity"]
 ROOT_CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID"]
-"""Capabilities of root in a user namespace: what installing packages requires. They are worthless outside of it."""
+"""Capabilities of root in a user namespace: those that installing packages requires. They have no effect outside."""
 REMOVALS_AT_ONCE = 8
 REMOVAL_TRIES, REMOVAL_PAUSE_S = 20, 0.1
 """Attempts, and pause between them, to remove a container whose files are still in use, or that another request is
@@ -116,7 +116,7 @@ class DockerManager(FilesMixin):
     def sandboxes(self) -> tuple[str, ...]:
         return tuple(self._containers)
 
-    # ---- the life of the owner ----
+    # ---- start and end of the owner
 
     async def __aenter__(self) -> Self:
         await self._engine.connect()
@@ -319,7 +319,7 @@ class DockerManager(FilesMixin):
         state = description["State"]
         if not state["Running"]:
             raise ManagerError(
-                f"the container of {container.sandbox} ended at once with exit code {state['ExitCode']}; "
+                f"the container of {container.sandbox} ended immediately with exit code {state['ExitCode']}; "
                 f"expected that `{' '.join(HOLD_COMMAND)}` runs in its image {container.spec.image}",
                 retry=False,
             )
@@ -350,7 +350,7 @@ class DockerManager(FilesMixin):
         container.mark_lost("it was closed")
         await container.opened.wait()  # a container that is being created must exist to be removed
         if self._containers.get(sandbox) is not container:
-            return  # it could not be opened, or another call was faster
+            return  # it could not be opened, or another call has removed it
         await run_to_completion(self._remove(container.name))
         await run_to_completion(container.close())
         self._containers.pop(sandbox, None)

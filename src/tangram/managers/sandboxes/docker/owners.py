@@ -1,4 +1,4 @@
-"""Owner labels of containers and images, and whether an owner still lives.
+"""Owner labels of containers and images, and whether an owner is alive.
 
 An owner is one manager in one process; its name identifies that process. Promises to report only an owner as dead whose
 process has certainly ended: one of this machine and this process namespace that does not exist any more, or one from

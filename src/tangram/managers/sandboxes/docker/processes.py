@@ -1,8 +1,8 @@
 """The processes of an action in a container: found and ended without the engine.
 
-An engine starts programs and cannot stop them. Owns every signal to processes in a container. Where this process sees
-them and may signal them, it does so from outside; else a script inside the container does, which finds only processes
-that still have the token of the action in their environment.
+An engine starts programs and cannot stop them. Owns every signal to processes in a container. If this process can see
+and signal them, it does so from outside; otherwise a script inside the container does, which finds only processes that
+still have the token of the action in their environment.
 
 From outside, a process of the container belongs to an action if it was executed with its token in the environment; or,
 without any known token, descends from one that belongs, or is in the session of one; or is an orphan without any trace

@@ -119,7 +119,7 @@ class Programs:
             waited: set[asyncio.Future[Any]] = {run.ended, shell.exited, container.gone}
             done, _ = await asyncio.wait(waited, timeout=SCRIPT_S_MAX, return_when=asyncio.FIRST_COMPLETED)
             if not done:
-                raise ManagerError(f"sandbox {container.sandbox} did not answer within {SCRIPT_S_MAX:.0f} s")
+                raise ManagerError(f"sandbox {container.sandbox} did not respond within {SCRIPT_S_MAX:.0f} s")
             container.require_alive()
             if run.ended.done():
                 await shell.wait_exit()

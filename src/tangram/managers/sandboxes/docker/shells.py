@@ -49,7 +49,7 @@ class CommandRun:
             self.ended.set_result(out.exit_code)
 
     def close(self) -> None:
-        """The stream has ended: what was held back was no mark."""
+        """The stream has ended: bytes held back were not a mark."""
         for stream, parser in self._parsers.items():
             self._forward_output(stream, parser.flush())
 
@@ -65,7 +65,7 @@ class CommandRun:
 
     @property
     def preamble(self) -> str:
-        """The output before its begin: why it could not begin."""
+        """The output before its begin mark: the reason why it could not begin."""
         return b" ".join(parser.preamble for parser in self._parsers.values()).decode(errors="replace").strip(" \r\n\0")
 
     def _forward_output(self, stream: int, data: bytes) -> None:

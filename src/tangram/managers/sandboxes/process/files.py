@@ -1,7 +1,7 @@
-"""The file API of the process backend: a directory that no path leads out of.
+"""The file API of the process backend, confined to a directory.
 
 Owns every step from a path of the caller to a file. Promises that nothing outside the workspace is read, written or
-deleted, whatever links a program makes meanwhile: directories are walked one by one, by descriptor.
+deleted, even if a program creates links meanwhile: directories are walked one by one, by descriptor.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Workspace:
         """Move a file or a tree out of the workspace atomically. Returns its new path."""
         with _translate_errors(path), self._open_parent(path, follow=False) as (parent, name):
             if name == ".":
-                raise FileFailed(path, "a directory that is the workspace or stands above it cannot be deleted")
+                raise FileFailed(path, "a directory that is or contains the workspace cannot be deleted")
             away = self._staging / secrets.token_hex(8)
             os.rename(name, away, src_dir_fd=parent)
             return away

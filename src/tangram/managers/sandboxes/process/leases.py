@@ -1,7 +1,7 @@
 """Sandboxes of the process backend, and the leases of programs in them.
 
-Owns the processes of each sandbox, and whether they are stopped. The life of a lease is in `sandboxes/leases.py`; the
-package docstring states what this backend cannot promise.
+Owns the processes of each sandbox, and whether they are stopped. The life cycle of a lease is in `sandboxes/leases.py`;
+the package docstring lists the limitations of this backend.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ProcessSandbox:
         self.start_lock = asyncio.Lock()
         """Held while the files are copied, and while a program is started."""
         self.closed_reason = "it is being created"
-        """Why no program can be started in it; empty while it is open."""
+        """The reason why no program can be started in it; empty while it is open."""
         self._discarded_streams: list[Stream] = []
         """Streams of ended actions. They are drained, so that processes which still write there do not block."""
         self._marks_issued = 0
@@ -157,7 +157,7 @@ class AffinityAllocator:
 
 
 class ProgramHost(Protocol):
-    """What a lease needs of its manager."""
+    """The part of a manager that a lease needs."""
 
     cpu_allocator: AffinityAllocator
     prlimit: str
@@ -167,7 +167,7 @@ class ProgramHost(Protocol):
 
 
 class ProcessLease(ExecLease):
-    """A program of its own, or a command for the shell of a session."""
+    """A separate program, or a command for the shell of a session."""
 
     child: SpawnedChild
     """The process whose end is the end of the action, or the shell of the session."""
@@ -226,7 +226,7 @@ class ProcessLease(ExecLease):
         try:
             self._release()
         except OSError as error:
-            lost = lost or f"what it left running cannot be found: {error}"
+            lost = lost or f"its remaining processes cannot be found: {error}"
         code, usage, session_ended = self._release_child()
         if not self.is_stopped and not lost:
             lost = self._lost_reason(code)
@@ -235,7 +235,7 @@ class ProcessLease(ExecLease):
     def _lost_reason(self, code: int | None) -> str:
         if self.sandbox.closed_reason and code in (None, KILLED):
             return self.sandbox.closed_reason
-        return "" if code is not None else "other code of this process took its exit code"
+        return "" if code is not None else "other code in this process has reaped it, so its exit code is unknown"
 
     def _release(self) -> None:
         self.host.cpu_allocator.release(self.cpus)
@@ -247,7 +247,7 @@ class ProcessLease(ExecLease):
 
 
 class ProcessProgramLease(ProcessLease):
-    """A program of its own."""
+    """A separate program."""
 
     def _start_program(self) -> None:
         sandbox, command = self.sandbox, substitute_width(self.work.command, self.width)
@@ -358,7 +358,7 @@ class ProcessSession(ShellSession):
         self.child.exited.add_done_callback(self._on_exit)
 
     def background_processes(self) -> list[Process]:
-        """What earlier commands left running in its session."""
+        """Processes that earlier commands left running in its session."""
         tree = ProcessTree(self._sandbox.process_table, ACTION_MARK, self._mark)
         tree.include(self.child.pid)
         return [process for process in tree.find() if process.pid != self.child.pid]

@@ -108,7 +108,7 @@ class ProcessManager:
     # ---- enter and exit ---------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        assert self._lock < 0, "a manager is entered once at a time"
+        assert self._lock < 0, "this manager is entered already; a manager can be entered once at a time"
         self.prlimit = shutil.which("prlimit", path=DEFAULT_PATH) or ""
         self.shell = shutil.which("bash", path=f"/bin:{DEFAULT_PATH}") or "/bin/sh"
         if not self.prlimit:
@@ -132,7 +132,7 @@ class ProcessManager:
         new.rename(self._home)
 
     async def _sweep(self, root: Path) -> None:
-        """End what dead owners left: their processes carry the mark that their directory is named after."""
+        """End processes of dead owners: they carry the mark that is the name of the owner's directory."""
         for home in _find_homes(root):
             try:
                 lock = lock_file(home / LOCK, create=False)
@@ -192,7 +192,7 @@ class ProcessManager:
         return sandbox
 
     async def _open(self, name: str, spec: SandboxSpec) -> None:
-        assert self._lock >= 0, "a manager works between entering and leaving it"
+        assert self._lock >= 0, "the manager is not open: use it inside `async with`"
         if name in self._sandboxes:
             raise ManagerError(f"sandbox {name!r} is open already: choose another name", retry=False)
         if spec.user != "agent":
@@ -208,7 +208,7 @@ class ProcessManager:
             self._unregister(sandbox)
             await _remove(sandbox.directory)
             if isinstance(error, OSError):
-                raise ManagerError(f"sandbox {name!r} cannot be made: {error}") from error
+                raise ManagerError(f"sandbox {name!r} cannot be created: {error}") from error
             raise
 
     async def _create_sandbox(self, sandbox: ProcessSandbox) -> None:
@@ -217,7 +217,7 @@ class ProcessManager:
         if sandbox.spec.image != HOST_IMAGE:
             await _copy(self._images[sandbox.spec.image], sandbox.work)
         if self._sandboxes.get(sandbox.name) is not sandbox:
-            raise ManagerError(f"sandbox {sandbox.name!r} was closed while it was made", retry=False)
+            raise ManagerError(f"sandbox {sandbox.name!r} was closed while it was created", retry=False)
         sandbox.closed_reason = ""
 
     async def _close(self, sandbox: ProcessSandbox, why: str) -> None:

@@ -60,7 +60,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 class SamplingSeed(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Seeds the sampling noise, with the position of a token: equal seed, weights and context give an equal token,
-    whatever else is in the batch."""
+    independent of the rest of the batch."""
 
     seed: int
     member: int = 0

@@ -815,9 +815,9 @@ def test_paths_that_a_mount_misreads_are_refused(name: str, store: ImageStore, t
 def test_directories_that_cannot_be_images_are_refused(store: ImageStore, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path, reason in (
-        (Path("/"), "apart from the store"),
-        (tmp_path, "apart from the store"),
-        (store.root / "layers", "apart from the store"),
+        (Path("/"), "does not overlap with the store"),
+        (tmp_path, "does not overlap with the store"),
+        (store.root / "layers", "does not overlap with the store"),
         (tmp_path / "missing", "a path that exists"),
         (tmp_path / "file", "a directory"),
     ):

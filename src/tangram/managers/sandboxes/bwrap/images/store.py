@@ -4,7 +4,7 @@ Owns the directory of a store: the layers, the images that consist of them, and 
 sandbox mounts the layers of its image read-only, below a private writable one. Never mounts anything that outlives a
 call, and never writes to a complete layer. Promises:
 
-- every file of every layer here belongs to SANDBOX_UID, whatever an archive states, and has no setuid or setgid bit;
+- every file of every layer here belongs to SANDBOX_UID, for any archive, and has no setuid or setgid bit;
 - a layer appears under its name only when it is complete and on disk; a failure deletes what it wrote, and `sweep`
   deletes leftovers of dead processes;
 - several processes and threads may share a store.
@@ -207,7 +207,7 @@ class ImageStore:
         real = _resolve_existing(path)
         _require_mountable("image", real)
         if real == self.root or real in self.root.parents or self.root in real.parents:
-            raise InvalidConfig("image", str(path), f"a directory apart from the store at {self.root}")
+            raise InvalidConfig("image", str(path), f"a directory that does not overlap with the store at {self.root}")
         if not os.path.isdir(real):  # noqa: ASYNC240 - one look at a local disk
             raise InvalidConfig("image", str(path), "a directory")
         return self.register(await self._add_base_layer(StoredImage(name=str(real), layers=(str(real),))))

@@ -88,7 +88,7 @@ def _kill(pids: set[int]) -> None:
 
 
 def _processes(group: str) -> list[int]:
-    """0 stands for a process outside of this process namespace; a signal to 0 would go to this process group."""
+    """0 is a process outside of this process namespace; a signal to 0 would go to this process group."""
     try:
         with open(f"{group}/cgroup.procs", encoding="ascii") as file:
             return [int(word) for word in file.read().split() if word != "0"]

@@ -27,9 +27,9 @@ class Runner:
         self.pid = pid
         self.channel = channel
         self.sandbox: SpawnedSandbox | None = None
-        """The sandbox in which it carries out a command."""
+        """The sandbox in which it executes a command."""
         self.number = 0
-        """The number of the request that it carries out; 0 for a spare."""
+        """The number of the request that it executes; 0 for a spare."""
         self.executes = False
         """Whether its command is to execute a program."""
         self.commanded_s = 0.0
