@@ -95,8 +95,8 @@ def test_counts_of_tests_are_read_whatever_the_order_of_the_processes() -> None:
 
 
 def test_equal_seeds_draw_equal_agents_and_other_seeds_other_agents() -> None:
-    given = dict(groups=3, siblings=4, think_faster=15.0)
-    assert agents.draw_scripts(3, **given) == agents.draw_scripts(3, **given) != agents.draw_scripts(4, **given)
+    options = dict(groups=3, siblings=4, think_faster=15.0)
+    assert agents.draw_scripts(3, **options) == agents.draw_scripts(3, **options) != agents.draw_scripts(4, **options)
 
 
 def test_siblings_share_the_bug_and_each_goes_its_own_way() -> None:
@@ -196,9 +196,9 @@ def run(folder: Path) -> tuple[BenchResult, list[tuple[float, str]]]:
 def test_the_goals_are_there_and_what_was_measured_is_called_so(run) -> None:
     result, _ = run
     assert result.label == "measured" and result.settings["backend"] == "sandbox"
-    wanted = {"act_ratio": at_least(3.0), "step_ratio": at_least(1.5), "sim_error": at_most(0.2)}
-    assert wanted.items() <= result.goals.items()
-    assert result.metrics.keys() >= wanted.keys()
+    expected = {"act_ratio": at_least(3.0), "step_ratio": at_least(1.5), "sim_error": at_most(0.2)}
+    assert expected.items() <= result.goals.items()
+    assert result.metrics.keys() >= expected.keys()
 
 
 def test_both_sides_earn_the_same_rewards_of_which_not_all_are_the_highest(run) -> None:

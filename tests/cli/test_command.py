@@ -82,15 +82,15 @@ def test_a_bug_of_ours_is_called_one_and_brings_its_story(cli, monkeypatch: pyte
 
 def alive(group: int) -> list[str]:
     """Processes of a process group that still run; zombies have ended."""
-    found = []
+    pids = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = status.read_text().rpartition(")")[2].split()
         except OSError:
             continue
         if int(fields[2]) == group and fields[0] != "Z":
-            found.append(status.parent.name)
-    return found
+            pids.append(status.parent.name)
+    return pids
 
 
 def wait_until(condition, seconds: float = 120.0) -> None:
@@ -195,8 +195,10 @@ def test_a_signal_ends_a_rollout_which_reports_the_played_episodes(number: int, 
     words = ("rl", "rollout", "play.toml", "--groups", "1", "--quiet", "--out", "log.jsonl")
     ended, out, err = signalled(tmp_path, number, *words)
     assert (ended, out) == (code, "")
-    said = "interrupted: 1 trajectory ended (1 cancelled); the trajectories are in log.jsonl: tangram rl show log.jsonl"
-    assert said in err and "Traceback" not in err and "Task was destroyed" not in err
+    message = (
+        "interrupted: 1 trajectory ended (1 cancelled); the trajectories are in log.jsonl: tangram rl show log.jsonl"
+    )
+    assert message in err and "Traceback" not in err and "Task was destroyed" not in err
     assert run("rl", "show", tmp_path / "log.jsonl").returncode == 0
 
 
@@ -251,7 +253,7 @@ def test_a_terminal_sees_a_progress_bar_and_then_the_table() -> None:
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
     process = subprocess.Popen([COMMAND, *words], stdout=theirs, stderr=theirs, stdin=theirs, env=environment)
     os.close(theirs)
-    seen = bytearray()
+    output = bytearray()
     while True:
         try:
             part = os.read(ours, 4096)
@@ -259,9 +261,9 @@ def test_a_terminal_sees_a_progress_bar_and_then_the_table() -> None:
             break
         if not part:
             break
-        seen += part
+        output += part
     os.close(ours)
     assert process.wait(timeout=60) == 0
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode())
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output.decode())
     assert "simulating coding" in text and "of 4 simulations" in text
     assert "times less than fcfs" in text

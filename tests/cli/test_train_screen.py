@@ -213,7 +213,7 @@ def test_sparks_go_from_low_to_high_and_show_what_is_below_0() -> None:
     assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
     assert sparkline([-1.0, 0.0, 1.0]) == "▁▅█"
     assert sparkline([3.0, 0.0]) == "█▁"
-    assert sparkline([0.0, 1.0], fancy=False).isascii() and sparkline([]) == ""
+    assert sparkline([0.0, 1.0], unicode=False).isascii() and sparkline([]) == ""
 
 
 def test_rewards_that_are_not_finite_are_left_out() -> None:

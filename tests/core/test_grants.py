@@ -388,14 +388,14 @@ class HoldAll(ArrivalOrder):
 
     def __init__(self, *begin: str) -> None:
         self.names = begin
-        self.seen: list[tuple[str, dict[str, int]]] = []
+        self.observed: list[tuple[str, dict[str, int]]] = []
 
     def plan(self, snapshot: Snapshot) -> Iterator[Decision]:
         held = []
         for candidate in snapshot.candidates():
             yield Hold(candidate.entry, candidate.node)
             held.append(candidate)
-            self.seen.append((candidate.entry.id, {name: pool.free for name, pool in snapshot.pools.items()}))
+            self.observed.append((candidate.entry.id, {name: pool.free for name, pool in snapshot.pools.items()}))
         for candidate in held:
             if candidate.entry.id in self.names:
                 yield Begin(candidate.entry, candidate.node)
@@ -407,9 +407,9 @@ def test_what_is_held_for_one_candidate_is_not_offered_to_the_next(cluster: Make
     c.submit("all", {"cpu": cores(8)})
     for name in "abc":
         c.submit(name, {"cpu": cores(3)})
-    policy.seen.clear()
+    policy.observed.clear()
     c.run("all")
-    assert policy.seen == [("a", {"cpu@n0": 5000}), ("b", {"cpu@n0": 2000})]
+    assert policy.observed == [("a", {"cpu@n0": 5000}), ("b", {"cpu@n0": 2000})]
     assert c.starts() == ["a", "b"]
 
 

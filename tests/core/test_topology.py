@@ -77,8 +77,8 @@ def test_a_chunk_starts_at_a_multiple_of_its_size() -> None:
 
 def test_four_scattered_single_devices_hold_no_four() -> None:
     chunks = Chunks(8)
-    taken = [chunks.take(1) for _ in range(8)]
-    for chunk in taken[::2]:
+    chunks_taken = [chunks.take(1) for _ in range(8)]
+    for chunk in chunks_taken[::2]:
         chunks.give(chunk)
     assert chunks.free_counts() == (4, 0, 0, 0)
     assert chunks.fits(1)

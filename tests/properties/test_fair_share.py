@@ -135,8 +135,8 @@ def test_weights_hold_over_time_whatever_the_number_of_cores(cores_count: int, h
     rush.join("light", light)
     rush.join("heavy", heavy)
     rush.until(SETTLING_S)
-    given = rush.until(SETTLING_S + STEADY_S)
-    assert given["heavy"] / given["light"] == pytest.approx(heavy / light, rel=0.15)
+    granted = rush.until(SETTLING_S + STEADY_S)
+    assert granted["heavy"] / granted["light"] == pytest.approx(heavy / light, rel=0.15)
     rush.scheduler.check()
 
 
@@ -147,13 +147,13 @@ def test_a_run_that_is_new_or_rested_shares_from_its_first_moment_on(cores_count
     rush.join("busy", 1.0)
     rush.until(5 * RECENT_S)
     rush.join("new", 1.0)
-    given = rush.until(5 * RECENT_S + 20.0)
-    assert given["new"] / given["busy"] == pytest.approx(1.0, rel=0.25)
+    granted = rush.until(5 * RECENT_S + 20.0)
+    assert granted["new"] / granted["busy"] == pytest.approx(1.0, rel=0.25)
     rush.leave("new")
     rush.until(8 * RECENT_S)
     rush.join("new", 1.0)
-    given = rush.until(8 * RECENT_S + 20.0)
-    assert given["new"] / given["busy"] == pytest.approx(1.0, rel=0.25)
+    granted = rush.until(8 * RECENT_S + 20.0)
+    assert granted["new"] / granted["busy"] == pytest.approx(1.0, rel=0.25)
     rush.scheduler.check()
 
 

@@ -12,9 +12,9 @@ def test_cells_of_a_table_are_in_columns_and_no_line_ends_with_a_space() -> None
 
 def test_a_bar_is_as_long_as_its_share() -> None:
     assert [bar(share, 4) for share in (-1.0, 0.0, 0.5, 0.53125, 1.0, 7.0)] == ["", "", "██", "██▏", "████", "████"]
-    assert bar(0.5, 4, fancy=False) == "##"
-    assert usage_bar(0.5, 4, "cyan", fancy=True).plain == "██··  50%"
-    assert usage_bar(0.5, 4, "cyan", fancy=False).plain == "##..  50%"
+    assert bar(0.5, 4, unicode=False) == "##"
+    assert usage_bar(0.5, 4, "cyan", unicode=True).plain == "██··  50%"
+    assert usage_bar(0.5, 4, "cyan", unicode=False).plain == "##..  50%"
 
 
 def test_a_mark_stands_in_or_behind_its_bar() -> None:
@@ -25,8 +25,8 @@ def test_a_mark_stands_in_or_behind_its_bar() -> None:
 
 
 def test_levels_are_blank_for_nothing_alone() -> None:
-    assert level_row([0.0, 0.001, 0.5, 1.0], fancy=True) == " ▁▄█"
-    plain = level_row([0.0, 0.001, 1.0], fancy=False)
+    assert level_row([0.0, 0.001, 0.5, 1.0], unicode=True) == " ▁▄█"
+    plain = level_row([0.0, 0.001, 1.0], unicode=False)
     assert plain.isascii() and plain[0] == " " and " " not in plain[1:]
 
 

@@ -34,12 +34,12 @@ class Rig:
         pools = self.manager.pools()
         self.node = pools[0].node
         self.scheduler = Scheduler(policy("adaptive"), pools, limits=Limits(**limits))
-        self.seen: list[tuple[Event, list[Effect]]] = []
+        self.observed: list[tuple[Event, list[Effect]]] = []
         self.orchestrator = Orchestrator(self.scheduler, {self.node: self.manager}, observers=[self._observe])
         self._number = 0
 
     def _observe(self, now: float, event: Event, effects: list[Effect]) -> None:
-        self.seen.append((event, list(effects)))
+        self.observed.append((event, list(effects)))
 
     async def open(self) -> None:
         action = Action(id="open", demand=Demand({CPU: cores(1)}), sandbox="box", kind="open")
@@ -56,7 +56,7 @@ class Rig:
         return await self.orchestrator.wait_settled(self.submit(key, **fields))
 
     def events(self, kind: type) -> list[Any]:
-        return [event for event, _ in self.seen if isinstance(event, kind)]
+        return [event for event, _ in self.observed if isinstance(event, kind)]
 
 
 def with_rig(test: Callable[[Rig], Awaitable[None]], rig: Callable[[], Rig] = Rig) -> Rig:
@@ -84,16 +84,16 @@ def test_an_action_runs_and_its_caller_gets_what_came_of_it() -> None:
         assert (settled.executed.exit_code, settled.executed.stdout) == (3, b"hello\n")
 
     rig = with_rig(test)
-    assert [type(event).__name__ for event, _ in rig.seen][-3:] == ["Submit", "Started", "Finished"]
+    assert [type(event).__name__ for event, _ in rig.observed][-3:] == ["Submit", "Started", "Finished"]
 
 
 def test_an_observer_sees_every_event_until_it_is_removed() -> None:
     async def test(rig: Rig) -> None:
         events: list[Event] = []
-        before = len(rig.seen)
+        before = len(rig.observed)
         remove = rig.orchestrator.observe(lambda now, event, effects: events.append(event))
         await rig.run()
-        assert events == [event for event, _ in rig.seen[before:]]
+        assert events == [event for event, _ in rig.observed[before:]]
         remove()
         remove()
         count = len(events)
@@ -283,8 +283,8 @@ def test_every_start_is_answered_by_one_end() -> None:
 
     scripts = {"flaky": FakeScript(start_failures=1), "lost": FakeScript(duration_s=0.01, lost_after_s=0.001)}
     rig = with_rig(test, lambda: Rig(scripts))
-    started = [effect.action.id for _, effects in rig.seen for effect in effects if isinstance(effect, Start)]
-    settled = [effect.outcome.action for _, effects in rig.seen for effect in effects if isinstance(effect, Settle)]
+    started = [effect.action.id for _, effects in rig.observed for effect in effects if isinstance(effect, Start)]
+    settled = [effect.outcome.action for _, effects in rig.observed for effect in effects if isinstance(effect, Settle)]
     assert len(settled) == len(set(settled)) == 61
     assert len(rig.events(Finished)) <= len(started)
 

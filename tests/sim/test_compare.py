@@ -19,8 +19,8 @@ CODING = Source(workload="coding", batch=12)
 
 
 def setup(**changes) -> Setup:
-    given = {"source": CODING, "size": Size(cores=4), "policies": ("pods:0.5", "fcfs", "adaptive"), "seeds": (0, 1)}
-    return Setup(**(given | changes))
+    fields = {"source": CODING, "size": Size(cores=4), "policies": ("pods:0.5", "fcfs", "adaptive"), "seeds": (0, 1)}
+    return Setup(**(fields | changes))
 
 
 @pytest.fixture(scope="module")

@@ -183,20 +183,20 @@ class Log:
         if not api:
             pools = tuple(pool for node in range(nodes) for pool in cpu_node(f"n{node}", 4, 1.0, numa_nodes=2))
         self.scheduler = Scheduler(policy("fcfs"), pools)
-        self.seen: list[tuple[float, Event | Effect]] = []
+        self.observed: list[tuple[float, Event | Effect]] = []
         engine = Simulator(workload, self.scheduler, pools, observer=self._see)
         inject(engine, faults)
         self.result = engine.run()
 
     def _see(self, now: float, event: Event, effects: list[Effect]) -> None:
         self.scheduler.check()
-        self.seen.extend((now, message) for message in (event, *effects))
+        self.observed.extend((now, message) for message in (event, *effects))
 
     def times(self, kind: type) -> list[float]:
-        return [now for now, message in self.seen if isinstance(message, kind)]
+        return [now for now, message in self.observed if isinstance(message, kind)]
 
     def totals(self, pool: str) -> list[tuple[float, int]]:
-        return [(now, m.pool.total) for now, m in self.seen if isinstance(m, PoolChanged) and m.pool.name == pool]
+        return [(now, m.pool.total) for now, m in self.observed if isinstance(m, PoolChanged) and m.pool.name == pool]
 
     def statuses(self) -> list[str]:
         return [row.status for row in self.result.rows]
@@ -212,7 +212,7 @@ def test_a_lost_node_loses_its_trajectory_and_comes_back_with_its_pools() -> Non
     log = Log(InjectedFault(at=15.0, kind="node_loss", lasts_s=5.0))
     assert log.statuses() == ["succeeded", "lost"]
     assert log.result.episodes_failed == 1
-    states = [(now, m.state) for now, m in log.seen if isinstance(m, NodeChanged)]
+    states = [(now, m.state) for now, m in log.observed if isinstance(m, NodeChanged)]
     assert states == [(15.0, NodeState.DOWN)], "the simulation ends with its last trajectory"
 
 
@@ -252,7 +252,7 @@ def test_a_shrunken_pool_keeps_its_numa_cells_and_is_whole_again_after_all_cuts(
     assert log.totals("cpu@n0") == [
         (1.0, 2000), (2.0, 2000), (3.0, 400), (5.0, 2000), (11.0, 3000), (22.0, 4000)
     ]  # fmt: skip
-    cells = [m.pool.numa for _, m in log.seen if isinstance(m, PoolChanged)]
+    cells = [m.pool.numa for _, m in log.observed if isinstance(m, PoolChanged)]
     assert cells[0] == (1000, 1000)
     assert log.statuses() == ["succeeded"] * 3
 
@@ -266,7 +266,7 @@ def test_a_pool_that_is_cut_while_its_node_is_down_has_its_size_when_the_node_is
     )
     # The first trajectory stood on n0 and is lost with it; the second works on n1 and sees n0 come back.
     assert log.statuses() == ["lost"] + ["succeeded"] * 3
-    states = [(now, m.node, m.state) for now, m in log.seen if isinstance(m, NodeChanged)]
+    states = [(now, m.node, m.state) for now, m in log.observed if isinstance(m, NodeChanged)]
     assert states == [(1.0, "n0", NodeState.DOWN), (11.0, "n0", NodeState.UP)]
     assert log.totals("cpu@n0") == [(11.0, 2000), (22.0, 4000)]
 

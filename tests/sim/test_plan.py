@@ -12,8 +12,8 @@ from tangram.sim.size import Size, default_size
 
 def question(workload: str = "coding", batch: int = 16, **changes) -> PlanRequest:
     source = Source(workload=workload, batch=batch)
-    given = {"source": source, "size": default_size(source.build(0)), "seeds": (0, 1)}
-    return PlanRequest(**(given | changes))
+    fields = {"source": source, "size": default_size(source.build(0)), "seeds": (0, 1)}
+    return PlanRequest(**(fields | changes))
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +125,8 @@ def test_progress_never_goes_back_and_ends_at_its_total() -> None:
 
 
 def point(size: int, mean_s: float, **changes) -> Point:
-    given = {"act_p95_s": 5.0, "act_p99_s": 100.0, "step_s": 1000.0, "use": 0.5, "failed": 0.0}
-    return Point(size=size, act_mean_s=mean_s, **(given | changes))
+    fields = {"act_p95_s": 5.0, "act_p99_s": 100.0, "step_s": 1000.0, "use": 0.5, "failed": 0.0}
+    return Point(size=size, act_mean_s=mean_s, **(fields | changes))
 
 
 def answered(*points: Point, smallest: int | None, reference: Point, target: str = "mean") -> Plan:

@@ -152,8 +152,8 @@ def in_order(*lives: list) -> list:
 
 
 def tool(number: int, **changes) -> Action:
-    given = {"id": f"a{number}", "demand": Demand({CPU: learned()}), "trajectory": "t", "sandbox": "box", "key": "ls"}
-    return Action(**(given | changes))
+    fields = {"id": f"a{number}", "demand": Demand({CPU: learned()}), "trajectory": "t", "sandbox": "box", "key": "ls"}
+    return Action(**(fields | changes))
 
 
 def test_thinking_is_the_gap_after_a_turn_and_what_overlaps_is_one_turn(tmp_path: Path) -> None:

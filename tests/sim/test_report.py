@@ -194,7 +194,7 @@ def test_the_headline_distinguishes_gain_loss_and_doubt(comparison: Comparison) 
 
 
 def row(number: int, submitted: float, waiting: float, execution: float, **changes) -> ActionRow:
-    given = {
+    fields = {
         "id": f"t/{number}.0.0",
         "run": "r",
         "kind": "exec",
@@ -209,7 +209,7 @@ def row(number: int, submitted: float, waiting: float, execution: float, **chang
         "width": 2.0,
         "cpu_s": 0.0,
     }
-    return ActionRow(**(given | changes))
+    return ActionRow(**(fields | changes))
 
 
 def result(rows: list[ActionRow], busy: list[tuple[float, float]] | None = None) -> SimulationResult:

@@ -260,10 +260,10 @@ def _ablation(run: BenchRun, sizes: ElasticSizes, progress: Progress) -> None:
     for ablation in sizes.ablations:
         fixed, paper = rows[ablation, ablation.fixed], rows[ablation, "paper"]
         rewards = paired_ratio(fixed, paper, "reward")
-        everything = paired_ratio(fixed, paper, "all")
+        all_ratio = paired_ratio(fixed, paper, "all")
         run.add(ablation.metric, rewards, ablation.goal)
-        run.add(f"{ablation.metric}_all", everything)
-        run.notes.append(_explanation(sizes, ablation, fixed, paper, rewards.mean, everything.mean))
+        run.add(f"{ablation.metric}_all", all_ratio)
+        run.notes.append(_explanation(sizes, ablation, fixed, paper, rewards.mean, all_ratio.mean))
 
 
 def _explanation(
@@ -272,7 +272,7 @@ def _explanation(
     fixed: list[MetricRow],
     paper: list[MetricRow],
     rewards: float,
-    everything: float,
+    all_ratio: float,
 ) -> str:
     """Explain the ratio."""
     share = geometric_mean(row["share"] for row in fixed)
@@ -287,7 +287,7 @@ def _explanation(
         why = "narrow rewards leave cores for tool calls"
     return (
         f"{ablation.metric}: rewards, the only scalable actions, on {sizes.ablation_nodes} x {ablation.node_cores}"
-        f" cores, batch {ablation.batch}; over all actions {everything:.2f}. The elastic side gave rewards {width:.0f}"
+        f" cores, batch {ablation.batch}; over all actions {all_ratio:.2f}. The elastic side gave rewards {width:.0f}"
         f" cores on average: {why}. Rewards are {share:.0%} of the time of all actions here and about"
         f" {PAPER_REWARD_SHARE:.0%} in the publication (derived from its gains of 9.0x for tools, 2.8x for rewards and"
         f" 4.3x together); with that share the ratio over all actions would be {mixed:.2f}."

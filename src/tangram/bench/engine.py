@@ -73,7 +73,7 @@ class _Command(NamedTuple):
 
 
 async def measure(sizes: EngineSizes, run: BenchRun) -> None:
-    ours: list[float] = []
+    rates: list[float] = []
     plain: list[float] = []
     cost_by_kind: dict[str, list[float]] = {"Add": [], "Abort": []}
     taken_by_kind: dict[str, list[float]] = {"Add": [], "Abort": []}
@@ -88,7 +88,7 @@ async def measure(sizes: EngineSizes, run: BenchRun) -> None:
         steps, _ = await _BackgroundRequests(engine, sizes, 0, 0.0).run(_no_op)
         pause_s = sizes.pause_steps * statistics.median(gap for gap, _ in _token_gaps(steps, sizes))
         for number in range(sizes.repetitions):
-            ours.append(await _tokens_per_s(engine, sizes))
+            rates.append(await _tokens_per_s(engine, sizes))
             plain.append(_plain_tokens_per_s(model, sizes))
             steps, commands = await _run_with_commands(engine, sizes, number, pause_s)
             median = statistics.median(gap for gap, step in _token_gaps(steps, sizes) if not step.commands)
@@ -112,8 +112,8 @@ async def measure(sizes: EngineSizes, run: BenchRun) -> None:
     worst = max(cost_by_kind.values(), key=statistics.fmean)
     run.add("control_cost_steps", mean_of(worst), at_most(1.0))
     run.add("prefill_gap", paired_ratio_of_values(crowded_p99, quiet_p99), at_most(3.0))
-    run.add("throughput_share", paired_ratio_of_values(ours, plain), at_least(0.5))
-    run.add("tokens_per_s", statistics.median(ours), PRINTED)
+    run.add("throughput_share", paired_ratio_of_values(rates, plain), at_least(0.5))
+    run.add("tokens_per_s", statistics.median(rates), PRINTED)
     run.add("plain_tokens_per_s", statistics.median(plain), PRINTED)
     for kind, name in (("Add", "add"), ("Abort", "abort")):
         run.add(f"{name}_cost_steps", mean_of(cost_by_kind[kind]), PRINTED)
@@ -286,8 +286,8 @@ async def _run_with_commands(
         more = await others.run(others.control)
         steps += more[0]
         commands += more[1]
-        taken = [step.commands for _, step in _token_gaps(steps, sizes)]
-        if min(taken.count(("Add",)), taken.count(("Abort",))) >= COMMANDS_MIN:
+        command_counts = [step.commands for _, step in _token_gaps(steps, sizes)]
+        if min(command_counts.count(("Add",)), command_counts.count(("Abort",))) >= COMMANDS_MIN:
             return steps, commands
     raise ManagerError(f"fewer than {COMMANDS_MIN} commands were taken individually: the machine is too busy")
 
@@ -325,9 +325,9 @@ def _total_add_cost(steps: list[StepRecord], sizes: EngineSizes) -> list[float]:
 
 def _command_latencies(kind: str, steps: list[StepRecord], commands: list[_Command]) -> list[float]:
     """Return, for each command that was taken alone, the time from sending it to the end of the next step."""
-    given = [command.given_s for command in commands if command.kind == kind]
+    given_s = [command.given_s for command in commands if command.kind == kind]
     ended = [step.ended_s for step in steps if step.commands == (kind,)]
-    return [min(end - at for at in given if at <= end) for end in ended if any(at <= end for at in given)]
+    return [min(end - at for at in given_s if at <= end) for end in ended if any(at <= end for at in given_s)]
 
 
 def _p99(values: list[float]) -> float:

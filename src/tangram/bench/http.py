@@ -182,27 +182,29 @@ async def _sequential_latencies(url: str, count: int) -> list[float]:
 
 async def clients_waiting(url: str, clients: int) -> tuple[int, list[str]]:
     """Return how many clients waited at once and got the right answer, or 0 and the errors."""
-    whole = Demand({CPU: cores(CORES)})
+    demand = Demand({CPU: cores(CORES)})
     async with SharedHttpClient(url) as caller:
         sandbox = await caller.open_sandbox()
         gate = caller.new_id()
-        held = asyncio.create_task(caller.run_action(Exec(command=f"sleep {GATE_S:g}"), sandbox, id=gate, demand=whole))
+        held = asyncio.create_task(
+            caller.run_action(Exec(command=f"sleep {GATE_S:g}"), sandbox, id=gate, demand=demand)
+        )
         await _wait_for_metric(caller, "tangram_actions_running", 1)
-        pending = [asyncio.create_task(caller.run_action(NO_OP, sandbox, demand=whole)) for _ in range(clients)]
+        pending = [asyncio.create_task(caller.run_action(NO_OP, sandbox, demand=demand)) for _ in range(clients)]
         try:
             await _wait_for_metric(caller, "tangram_actions_waiting", clients, pending)
             answered = sum(task.done() for task in pending)
             await caller.request("POST", f"/v1/actions/{gate}/cancel")
-            answers = await asyncio.gather(*pending, return_exceptions=True)
+            results = await asyncio.gather(*pending, return_exceptions=True)
         finally:
             for task in (held, *pending):
                 task.cancel()
             await asyncio.gather(held, *pending, return_exceptions=True)
         await caller.run_action(Close(), sandbox)
-    wrong = [str(answer) or type(answer).__name__ for answer in answers if isinstance(answer, BaseException)]
+    errors = [str(result) or type(result).__name__ for result in results if isinstance(result, BaseException)]
     if answered:
-        wrong.append(f"{answered} were answered before their actions could have ended")
-    return (0, [f"{len(wrong)} of {clients} went wrong: {'; '.join(wrong[:SHOWN])}"]) if wrong else (clients, [])
+        errors.append(f"{answered} were answered before their actions could have ended")
+    return (0, [f"{len(errors)} of {clients} went wrong: {'; '.join(errors[:SHOWN])}"]) if errors else (clients, [])
 
 
 async def _wait_for_metric(

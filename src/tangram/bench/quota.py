@@ -89,8 +89,8 @@ async def _calls(t: Client, url: str, run: str, left: Iterator[int], waits: list
     api = t.api("search", url, run=run, retries=0)
     for _ in left:  # shared by all clients
         began = time.monotonic()
-        answer = await api.get("call")
-        assert answer.ok, answer
+        response = await api.get("call")
+        assert response.ok, response
         waits.append(time.monotonic() - began)
 
 

@@ -102,8 +102,8 @@ def _engine(sizes: RedundancySizes) -> EngineSettings:
 def _bias(batch: CollectedBatch, sizes: RedundancySizes) -> float:
     """Return the ratio over all started members of all groups, with any ending."""
     kept = [len(each.turns) for group in batch.groups for each in group.members]
-    begun = [turns_of(each.seed, each.member, sizes.turns) for each in batch.all_trajectories()]
-    return (sum(kept) / len(kept)) / (sum(begun) / len(begun))
+    turns_begun = [turns_of(each.seed, each.member, sizes.turns) for each in batch.all_trajectories()]
+    return (sum(kept) / len(kept)) / (sum(turns_begun) / len(turns_begun))
 
 
 async def _collect(router: Router, sizes: RedundancySizes, cell: tuple[int, int], seed: int) -> CollectedBatch:

@@ -101,9 +101,9 @@ async def _run_calls(sizes: ServicesSizes, devices: int, seed: int) -> tuple[flo
 async def _call(t: Client, at: float, name: str, seconds: float, checksum: int) -> float:
     await asyncio.sleep(at)
     began = time.monotonic()
-    answer = await t.infer(name, {"seconds": seconds}, run=name)
+    result = await t.infer(name, {"seconds": seconds}, run=name)
     act_s = time.monotonic() - began
-    assert answer.json() == checksum, f"{name} answered from other weights than its own"
+    assert result.json() == checksum, f"{name} answered from other weights than its own"
     return act_s
 
 

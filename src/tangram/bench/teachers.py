@@ -180,7 +180,11 @@ def add_notes(run: BenchRun, sizes: TeachersSizes) -> None:
         f"devices_saved is of {sizes.sizing.devices_reserved} devices, {sizes.devices_per_service} for each of"
         f" {sizes.services} models, at batch {sizes.batches[0]} and the same mean ACT within {sizes.equal - 1:.0%}."
     )
-    published = [f"{name} {value[name]:.3g}, there {there:g}" for name, there in PUBLISHED.items() if name in value]
+    published = [
+        f"{name} {value[name]:.3g}, there {published_value:g}"
+        for name, published_value in PUBLISHED.items()
+        if name in value
+    ]
     if published:
         run.notes.append(f"Here and in the publication: {'; '.join(published)}.")
     for batch in sizes.batches:

@@ -82,20 +82,20 @@ class _VersionTiming(NamedTuple):
 
 
 async def measure(sizes: WeightsSizes, run: BenchRun) -> None:
-    taken: list[_VersionTiming] = []
+    timings: list[_VersionTiming] = []
     async with _running_rig(sizes) as rig:
         await rig.wait_for_decode_steps()
         for number in range(sizes.versions):
-            taken.append(await rig.sync_version(number + 1))
+            timings.append(await rig.sync_version(number + 1))
             await rig.wait_for_decode_steps()
             run.progress((number + 1) / sizes.versions)
         await rig.stop()
-    run.add("exposed_share", mean_of([each.exposed_s / each.pull_s for each in taken]), at_most(0.33))
-    run.add("push_s", mean_of([each.push_s for each in taken]), PRINTED)
-    run.add("pull_s", mean_of([each.pull_s for each in taken]), PRINTED)
-    run.add("exposed_s", mean_of([each.exposed_s for each in taken]), PRINTED)
-    run.add("exposed_ms_max", 1e3 * max(each.exposed_s for one in taken for each in one.updates), PRINTED)
-    updates = [(rig.engine(each.engine), each) for one in taken for each in one.updates]
+    run.add("exposed_share", mean_of([each.exposed_s / each.pull_s for each in timings]), at_most(0.33))
+    run.add("push_s", mean_of([each.push_s for each in timings]), PRINTED)
+    run.add("pull_s", mean_of([each.pull_s for each in timings]), PRINTED)
+    run.add("exposed_s", mean_of([each.exposed_s for each in timings]), PRINTED)
+    run.add("exposed_ms_max", 1e3 * max(each.exposed_s for one in timings for each in one.updates), PRINTED)
+    updates = [(rig.engine(each.engine), each) for one in timings for each in one.updates]
     run.add("reread_s", mean_of([_reread_s(engine.steps, each) for engine, each in updates]), PRINTED)
     fetching, quiet = _step_gaps(rig.engines, [each for _, each in updates])
     run.add("step_ms", 1e3 * statistics.median(quiet), PRINTED)
@@ -142,9 +142,9 @@ class _WeightSyncRig:
 
     async def wait_for_decode_steps(self) -> None:
         """Wait until each engine has made some steps without prefill."""
-        wanted = {each.name: _decoded(each.steps) + self._sizes.quiet_steps for each in self.engines}
+        steps_by_engine = {each.name: _decoded(each.steps) + self._sizes.quiet_steps for each in self.engines}
         async with asyncio.timeout(QUIET_S_MAX):
-            while any(_decoded(each.steps) < wanted[each.name] for each in self.engines):
+            while any(_decoded(each.steps) < steps_by_engine[each.name] for each in self.engines):
                 for writer in self._writers:
                     if writer.done():
                         await writer  # raises its error

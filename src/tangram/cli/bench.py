@@ -87,10 +87,10 @@ def bench(
         raise InvalidConfig("trace", str(trace), "a folder that exists")
     options.check_output_files(report=report, perfetto=perfetto)
     options_given = {"report": report, "perfetto": perfetto, "backend": backend}
-    given = {option: value for option, value in options_given.items() if value is not None}
+    set_options = {option: value for option, value in options_given.items() if value is not None}
     for each in BENCHES if name == "all" else [name]:
         bench_options = {
-            option: value for option, value in given.items() if name != "all" or option in options_of(each)
+            option: value for option, value in set_options.items() if name != "all" or option in options_of(each)
         }
         if "report" in bench_options and report is not None and name == "all":  # each has a page of its own
             bench_options["report"] = report.with_name(f"{report.stem}-{each}{report.suffix}")

@@ -269,15 +269,15 @@ def _sizes(
     usual = _usual_size(source, first)
     _require_used("cores", cores, usual.cores, first)
     _require_used("devices", devices, usual.devices, first)
-    given: dict[str, Any] = {"nodes": nodes, "memory_per_core_gib": memory, "devices": devices}
-    given = {name: value for name, value in given.items() if value is not None}
+    sizes: dict[str, Any] = {"nodes": nodes, "memory_per_core_gib": memory, "devices": devices}
+    sizes = {name: value for name, value in sizes.items() if value is not None}
     counts = (usual.cores,) if cores is None else parse_integers("cores", cores, least=1)
     if nodes is None:
         return [
-            msgspec.structs.replace(usual, cores=count, nodes=max(1, min(usual.nodes, count)), **given)
+            msgspec.structs.replace(usual, cores=count, nodes=max(1, min(usual.nodes, count)), **sizes)
             for count in counts
         ]
-    return [msgspec.structs.replace(usual, cores=count, **given) for count in counts]
+    return [msgspec.structs.replace(usual, cores=count, **sizes) for count in counts]
 
 
 def _usual_size(source: Source, first: Workload) -> Size:
@@ -301,9 +301,9 @@ def recording_of(source: Source) -> str:
     return source.traces[0] if len(source.traces) == 1 and is_recording(source.traces[0]) else ""
 
 
-def _require_used(option: str, given: object, usual: int, first: Workload) -> None:
-    if given is not None and not usual:
-        raise InvalidConfig(option, given, f"no such option, as {first.name} uses no {option}")
+def _require_used(option: str, value: object, usual: int, first: Workload) -> None:
+    if value is not None and not usual:
+        raise InvalidConfig(option, value, f"no such option, as {first.name} uses no {option}")
 
 
 def check_workers(count: int | None) -> int | None:
@@ -325,11 +325,11 @@ def check_output_files(**paths: Path | None) -> None:
     """Raises InvalidConfig before the work if a file cannot be written. Creates the folders."""
     from tangram.files.atomic_file import check_writable
 
-    given = {option: path for option, path in paths.items() if path is not None}
-    for option, path in given.items():
+    requested = {option: path for option, path in paths.items() if path is not None}
+    for option, path in requested.items():
         check_writable(option, path)
-    if len({path.resolve() for path in given.values()}) < len(given):
-        raise InvalidConfig(" and ".join(given), str(path), "a file of its own for each")
+    if len({path.resolve() for path in requested.values()}) < len(requested):
+        raise InvalidConfig(" and ".join(requested), str(path), "a file of its own for each")
 
 
 # ---- the command that reproduces a result ---------------------------------------------------------------------

@@ -96,7 +96,7 @@ def plan(
     name, size = recorded or _parse_like(like)
     check_policy(policy)
     check_policy(name)
-    question = planning.PlanRequest(
+    request = planning.PlanRequest(
         source=work.source,
         size=work.sizes[0],
         resource=resource,
@@ -110,18 +110,18 @@ def plan(
         knowledge=knowledge,
     )
     options.check_output_files(report=report)
-    with live.progress(f"sizing {question.resource} for {work.source.name}") as progress:
-        answer = planning.plan(question, workers=options.check_workers(workers), progress=progress)
-    reproduce = _command(question, answer)
+    with live.progress(f"sizing {request.resource} for {work.source.name}") as progress:
+        plan = planning.plan(request, workers=options.check_workers(workers), progress=progress)
+    reproduce = _command(request, plan)
     try:
         if report is not None:
-            write_plan(report, answer, reproduce)
+            write_plan(report, plan, reproduce)
     finally:
         # The answer is printed even if the report cannot be written.
         if as_json:
-            show.print_json(_as_dict(answer, reproduce))
+            show.print_json(_as_dict(plan, reproduce))
         else:
-            _print(answer)
+            _print(plan)
     if report is not None and not as_json:
         show.print_report_path(report)
 
@@ -148,22 +148,22 @@ def _parse_like(text: str | None) -> tuple[str, int]:
     return name, int(size) if at else 0
 
 
-def _command(question: PlanRequest, answer: Plan) -> str:
-    size = question.size
+def _command(request: PlanRequest, plan: Plan) -> str:
+    size = request.size
     return options.reproduce_command(
         "plan",
-        question.source,
+        request.source,
         size,
-        question.seeds,
+        request.seeds,
         {
-            "target": question.target,
-            "act": question.act_s,
-            "like": None if question.recorded else f"{question.like}@{answer.reference.size}",
-            "resource": question.resource,
-            "policy": question.policy,
-            "cores": size.cores if question.resource == "devices" else None,
-            "devices": size.devices if question.resource == "cores" else None,
-            "knowledge": question.knowledge,
+            "target": request.target,
+            "act": request.act_s,
+            "like": None if request.recorded else f"{request.like}@{plan.reference.size}",
+            "resource": request.resource,
+            "policy": request.policy,
+            "cores": size.cores if request.resource == "devices" else None,
+            "devices": size.devices if request.resource == "cores" else None,
+            "knowledge": request.knowledge,
         },
     )
 
@@ -171,48 +171,48 @@ def _command(question: PlanRequest, answer: Plan) -> str:
 # ---- printing -------------------------------------------------------------------------------------------------
 
 
-def _print(answer: Plan) -> None:
+def _print(plan: Plan) -> None:
     from tangram.sim.plan import NUMBERS, TARGETS
 
     console = terminal.stdout_console()
-    column = TARGETS[answer.target]
-    reached = [getattr(point, column) for point in answer.points]
-    longest = max(value for value in [*reached, answer.target_s] if value < math.inf)
+    column = TARGETS[plan.target]
+    reached = [getattr(point, column) for point in plan.points]
+    longest = max(value for value in [*reached, plan.target_s] if value < math.inf)
     width = max(8, min(BAR_WIDTH_MAX, console.width - COLUMNS_BESIDE))
     table = terminal.table(
-        f"{answer.workload}: {answer.resource} for {answer.policy}, {show.seeds_text(answer.seeds)} (simulated)"
+        f"{plan.workload}: {plan.resource} for {plan.policy}, {show.seeds_text(plan.seeds)} (simulated)"
     )
-    for head in (answer.resource, *NUMBERS.values(), "in use"):
+    for head in (plan.resource, *NUMBERS.values(), "in use"):
         table.add_column(head, justify="right")
     table.add_column("")
-    table.add_column(f"{answer.target} ACT")
-    for point, value in zip(answer.points, reached, strict=True):
-        mark = "[green]✓[/green]" if answer.reaches(point) else "[red]✗[/red]"
-        style = "bold" if point.size == answer.smallest else ""
-        bar = terminal.marked_bar(min(value, longest) / longest, answer.target_s / longest, width, "cyan")
-        table.add_row(*_cells(answer, point), mark, bar, style=style)
+    table.add_column(f"{plan.target} ACT")
+    for point, value in zip(plan.points, reached, strict=True):
+        mark = "[green]✓[/green]" if plan.reaches(point) else "[red]✗[/red]"
+        style = "bold" if point.size == plan.smallest else ""
+        bar = terminal.marked_bar(min(value, longest) / longest, plan.target_s / longest, width, "cyan")
+        table.add_row(*_cells(plan, point), mark, bar, style=style)
     table.add_section()
     table.add_row(
-        *_cells(answer, answer.reference),
+        *_cells(plan, plan.reference),
         "",
-        f"{answer.today}, as recorded" if answer.recorded else f"{answer.today} today",
+        f"{plan.today}, as recorded" if plan.recorded else f"{plan.today} today",
     )
     console.print(table)
-    console.print(answer.sentence(), highlight=False, markup=False)
+    console.print(plan.sentence(), highlight=False, markup=False)
 
 
-def _cells(answer: Plan, point: Point) -> list[str]:
+def _cells(plan: Plan, point: Point) -> list[str]:
     from tangram.reports.formatting import percent
 
-    return [str(point.size), *answer.describe_point(point), percent(point.use)]
+    return [str(point.size), *plan.describe_point(point), percent(point.use)]
 
 
-def _as_dict(answer: Plan, reproduce: str) -> dict[str, Any]:
+def _as_dict(plan: Plan, reproduce: str) -> dict[str, Any]:
     import msgspec
 
     return {
         "label": "simulated",
         "command": reproduce,
-        **msgspec.structs.asdict(answer),
-        "saved": answer.saved,
+        **msgspec.structs.asdict(plan),
+        "saved": plan.saved,
     }

@@ -56,8 +56,8 @@ def list_pools(target: ServiceTarget, as_json: Json = False) -> None:
         show.print_json(view.pools)
         return
     console = terminal.stdout_console()
-    fancy = terminal.is_unicode(console)
-    terminal.print_plain(console, pools(view.pools, fancy=fancy, most=POOLS_MAX))
+    unicode = terminal.is_unicode(console)
+    terminal.print_plain(console, pools(view.pools, unicode=unicode, most=POOLS_MAX))
 
 
 @app.command("resize", epilog=RESIZE)

@@ -129,18 +129,18 @@ def _sorted(rows: list[Any], key: str) -> list[Any]:
     return sorted(known, key=lambda row: getattr(row, field), reverse=largest_first) + unknown
 
 
-def _require_match(option: str, wanted: str | None, there: list[str], file: Path) -> None:
-    if wanted is not None and wanted not in there:
-        raise InvalidConfig(option, wanted, f"a {option} in {file}{_nearest(wanted, there)}")
+def _require_match(option: str, value: str | None, names: list[str], file: Path) -> None:
+    if value is not None and value not in names:
+        raise InvalidConfig(option, value, f"a {option} in {file}{_nearest(value, names)}")
 
 
-def _nearest(wanted: str, names: list[str]) -> str:
+def _nearest(value: str, names: list[str]) -> str:
     import difflib
 
     from tangram.reports.printable import truncate
 
-    begun = [name for name in names if name.startswith(wanted)][:3]
-    near = begun or difflib.get_close_matches(wanted, names, n=3, cutoff=0.0)
+    with_prefix = [name for name in names if name.startswith(value)][:3]
+    near = with_prefix or difflib.get_close_matches(value, names, n=3, cutoff=0.0)
     return f", such as {', '.join(truncate(each, 80) for each in near)}" if near else ", which holds none"
 
 
@@ -148,13 +148,13 @@ def _select(reading: TrajectoryLogReader, ids: list[str]) -> list[Trajectory]:
     """The trajectories with these ids. Raises InvalidConfig for an unknown id."""
     from tangram.rl.trajectories.trajectory import Trajectory
 
-    wanted = set(ids)
+    selected = set(ids)
     names: list[str] = []
     trajectories: dict[str, Trajectory] = {}
     for record in reading:
         if isinstance(record, Trajectory):
             names.append(record.id)
-            if record.id in wanted:
+            if record.id in selected:
                 trajectories[record.id] = record
     _warn_torn(reading)
     for each in ids:
@@ -201,8 +201,8 @@ def timeline(
     if html is not None:
         from tangram.rl.observe.timeline_page import write_timeline
 
-        again = shlex.join(["tangram", "rl", "timeline", str(file), "--html", str(html)])
-        write_timeline(html, rollout_timeline, file.name, again)
+        command = shlex.join(["tangram", "rl", "timeline", str(file), "--html", str(html)])
+        write_timeline(html, rollout_timeline, file.name, command)
     if perfetto is not None:
         from tangram.rl.observe.timeline_trace import trace_of_timeline
 

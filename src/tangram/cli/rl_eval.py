@@ -187,8 +187,8 @@ def _known_checkpoints(checkpoint: Path) -> str:
 
     folder = checkpoint.parent
     steps = steps_in(folder) if folder.name == CHECKPOINTS and folder.is_dir() else []
-    there = f" (there are {', '.join(map(folder_name, steps))})" if steps else ""
-    return f"one of its checkpoints{there}"
+    known = f" (there are {', '.join(map(folder_name, steps))})" if steps else ""
+    return f"one of its checkpoints{known}"
 
 
 def only_task(settings: RolloutSettings, task: str | None) -> RolloutSettings:

@@ -125,7 +125,7 @@ class TrajectoryListing:
         if isinstance(record, Trajectory):
             self._tasks[record.task] = self._groups[record.group] = None
             filters = ((self._task, record.task), (self._ending, record.ending.value), (self._group, record.group))
-            if all(wanted is None or wanted == value for wanted, value in filters):
+            if all(expected is None or expected == value for expected, value in filters):
                 self.rows.append(TrajectoryRow.from_trajectory(record))
         elif isinstance(record, GroupClosing):
             self.closed += 1
@@ -377,12 +377,12 @@ def print_timeline(file: Path, timeline: RolloutTimeline) -> None:
 
 
 def _print_stages(console: Console, timeline: RolloutTimeline) -> None:
-    fancy = terminal.is_unicode(console)
+    unicode = terminal.is_unicode(console)
     wide = max(20, min(BINS, console.width - 24))
     rows = {stage: _busy_shares(each, wide) for stage, each in timeline.stages.items()}
     terminal.print_plain(console, f"\n{'':10}0 s{elapsed(seconds_of(timeline.total)):>{wide - 3}}")
     for stage, each in timeline.stages.items():
-        levels = terminal.level_row(rows[stage], fancy=fancy)
+        levels = terminal.level_row(rows[stage], unicode=unicode)
         terminal.print_plain(console, f"{stage.value:<10}{levels}  {each.busy_share:4.0%} busy")
     causes = _cause_letters(timeline.stages[Stage.GENERATE], wide)
     terminal.print_plain(console, f"{'':10}{causes}")
@@ -413,13 +413,13 @@ def _print_gaps(console: Console, timeline: RolloutTimeline) -> None:
 
 def _busy_shares(stage: StageTime, wide: int) -> list[float]:
     """The busy share of each of `wide` equal stretches."""
-    idle, whole = [0] * wide, [0] * wide
+    idle, total = [0] * wide, [0] * wide
     for place, part in _spread(0, stage.total, stage.total, wide):
-        whole[place] = part
+        total[place] = part
     for gap in stage.gaps:
         for place, part in _spread(gap.began, gap.ended, stage.total, wide):
             idle[place] += part
-    return [1.0 - part / of if of else 0.0 for part, of in zip(idle, whole, strict=True)]
+    return [1.0 - part / of if of else 0.0 for part, of in zip(idle, total, strict=True)]
 
 
 def _cause_letters(stage: StageTime, wide: int) -> str:

@@ -58,7 +58,7 @@ def check(
 
 
 async def _run_checks(
-    name: str, episodes: int, seed: int, given: dict[str, Any], backend: str | None, timeout_s: float
+    name: str, episodes: int, seed: int, options: dict[str, Any], backend: str | None, timeout_s: float
 ) -> ConformanceReport:
     from contextlib import AsyncExitStack
 
@@ -82,7 +82,7 @@ async def _run_checks(
                     progress(done, total, f"{requirement}: {done + 1} of {total}, each call within {timeout_s:g} s")
 
             return await checked(
-                task, resources=ExternalResources(client=client), episodes=episodes, seed=seed, options=given,
+                task, resources=ExternalResources(client=client), episodes=episodes, seed=seed, options=options,
                 timeout_s=timeout_s, on_progress=report_progress,
             )  # fmt: skip
 

@@ -201,8 +201,8 @@ def _environment(texts: list[str]) -> dict[str, str]:
     return variables
 
 
-def _stdin(wanted: bool) -> bytes:
-    if not wanted or sys.stdin is None or sys.stdin.isatty():
+def _stdin(read: bool) -> bytes:
+    if not read or sys.stdin is None or sys.stdin.isatty():
         return b""
     content = sys.stdin.buffer.read(STDIN_BYTES_MAX + 1)
     if len(content) > STDIN_BYTES_MAX:

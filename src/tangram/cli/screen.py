@@ -38,15 +38,15 @@ def screen(view: View, url: str, console: Console, *, height: int | None = None)
     """The whole view. With a height the queue gets the remaining rows, otherwise WAITING_SHOWN."""
     from rich.console import Group
 
-    fancy = is_unicode(console)
+    unicode = is_unicode(console)
     width = BAR_WIDTH if console.width >= WIDE_MIN else BAR_WIDTH // 2
     fold = height is None  # keeps the number of rows constant when the screen is redrawn
-    above = Group(_service(view, url), pools(view.pools, fancy=fancy, width=width), runs(view.runs, fold=fold))
+    above = Group(_service(view, url), pools(view.pools, unicode=unicode, width=width), runs(view.runs, fold=fold))
     below = _sandboxes(view)
     rows = WAITING_SHOWN
     if height is not None:
-        taken = sum(len(console.render_lines(part, pad=False)) for part in (above, below))
-        rows = max(QUEUE_ROWS_MIN, height - taken - 4)
+        height_used = sum(len(console.render_lines(part, pad=False)) for part in (above, below))
+        rows = max(QUEUE_ROWS_MIN, height - height_used - 4)
     return Group(above, _queue(view, rows, fold=fold), below)
 
 
@@ -80,15 +80,15 @@ def _since(service: ServiceView, now: float) -> str:
 
 
 def pools(
-    pool_views: Iterable[PoolView], *, fancy: bool = True, width: int = BAR_WIDTH, most: int = POOLS_SHOWN
+    pool_views: Iterable[PoolView], *, unicode: bool = True, width: int = BAR_WIDTH, most: int = POOLS_SHOWN
 ) -> Table:
     table = terminal.table("pools", "pool", "in use", "", "waiting", right=("", "waiting"), no_wrap=True)
     ordered = sorted(pool_views, key=_sort_key)
     for pool in ordered[:most]:
-        table.add_row(*_pool(pool, fancy, width))
+        table.add_row(*_pool(pool, unicode, width))
         if len(pool.parts) > 1 and pool.kind == "cpu":
             for part in pool.parts:
-                table.add_row(*_numa(pool, part, fancy, width))
+                table.add_row(*_numa(pool, part, unicode, width))
         elif pool.kind == "gpu":
             for row in _devices(pool):
                 table.add_row(*row)
@@ -104,7 +104,7 @@ def _sort_key(pool: PoolView) -> tuple[int, str, str]:
     return len(KINDS) + last, pool.kind, pool.node
 
 
-def _pool(pool: PoolView, fancy: bool, width: int) -> tuple[RenderableType, ...]:
+def _pool(pool: PoolView, unicode: bool, width: int) -> tuple[RenderableType, ...]:
     used = pool.held + pool.spent
     part = used / pool.total if pool.total > 0 else float(used > 0)
     text = f"{amount(used, pool)} of {amount(pool.total, pool)} {unit_of(pool)}"
@@ -112,16 +112,16 @@ def _pool(pool: PoolView, fancy: bool, width: int) -> tuple[RenderableType, ...]
         text += f" in {pool.window_s:g} s"
     return (
         escape_unprintable(pool.name),
-        usage_bar(part, width, "yellow" if pool.waiting else "cyan", fancy=fancy),
+        usage_bar(part, width, "yellow" if pool.waiting else "cyan", unicode=unicode),
         text,
         f"{pool.waiting:,}" if pool.waiting else "",
     )
 
 
-def _numa(pool: PoolView, part: PoolPart, fancy: bool, width: int) -> tuple[RenderableType, ...]:
+def _numa(pool: PoolView, part: PoolPart, unicode: bool, width: int) -> tuple[RenderableType, ...]:
     share = part.held / part.total if part.total else 0.0
     text = f"{amount(part.held, pool)} of {amount(part.total, pool)} {unit_of(pool)}"
-    return f"  NUMA node {part.index}", usage_bar(share, width, "blue", fancy=fancy), text, ""
+    return f"  NUMA node {part.index}", usage_bar(share, width, "blue", unicode=unicode), text, ""
 
 
 def _devices(pool: PoolView) -> Iterator[tuple[str, str, str, str]]:

@@ -234,8 +234,8 @@ class ServiceConnection:
         if fault.code == "unauthorized":
             return TangramError(token_required(url, "give --token-file FILE, or set TANGRAM_TOKEN"))
         if fault.code == "forbidden":
-            given = "that of a run" if self._target.token else "missing"
-            return TangramError(f"only the admin may do this, and the token is {given}: give the admin's token")
+            token_state = "that of a run" if self._target.token else "missing"
+            return TangramError(f"only the admin may do this, and the token is {token_state}: give the admin's token")
         if fault.code == "not_found" and (path := urlsplit(url).path):
             return TangramError(f"{message}; {url} has a path: is {url.removesuffix(path)} the address of the service?")
         if fault.code == "not_found":

@@ -182,10 +182,10 @@ def _print(file: Path, summary: TraceSummary) -> None:
 
 
 def _cells(run: RunTime, kinds: list[str]) -> list[str]:
-    whole = run.thinking_s + sum(run.waiting_s.values()) + run.execution_s + run.overhead_s
+    total_s = run.thinking_s + sum(run.waiting_s.values()) + run.execution_s + run.overhead_s
 
     def cell(seconds: float) -> str:
-        return f"{seconds:,.0f} ({seconds / whole:.0%})" if whole else "0"
+        return f"{seconds:,.0f} ({seconds / total_s:.0%})" if total_s else "0"
 
     waits = [cell(run.waiting_s[kind]) if kind in run.waiting_s else "-" for kind in kinds]
     ended = ", ".join(f"{count:,} {status}" for status, count in run.statuses.items())

@@ -110,16 +110,16 @@ def train(
     if explain:
         _explain(binding, settings, folder, as_json=as_json)
         return
-    again = _command(config, out, changes or [], steps, seed)
+    command = _command(config, out, changes or [], steps, seed)
     options.check_output_files(report=report, perfetto=perfetto)
-    _require_folder(folder, again, resume=resume, fresh=fresh)
+    _require_folder(folder, command, resume=resume, fresh=fresh)
     try:
         ended = asyncio.run(_run(settings, folder, modules, resume=resume, quiet=quiet or as_json))
     except InvalidInput:
         if not resume:
             _delete_unstarted(folder)
         raise
-    _print_end(ended, settings, folder, report, again, as_json=as_json)
+    _print_end(ended, settings, folder, report, command, as_json=as_json)
     if perfetto is not None:
         _write_trace(folder, perfetto, as_json=as_json)
     if ended.code:
@@ -185,19 +185,19 @@ def _command(config: Path, out: Path | None, changes: list[str], steps: int | No
 # ---- the folder -----------------------------------------------------------------------------------------------------
 
 
-def _require_folder(folder: Path, again: str, *, resume: bool, fresh: bool) -> None:
+def _require_folder(folder: Path, command: str, *, resume: bool, fresh: bool) -> None:
     """Raises InvalidConfig if there is a run and none is expected, or the reverse."""
     from tangram.rl.runs.run_folder import METRICS, SETTINGS
 
     _require_writable(folder, make=not resume)
-    there = any((folder / name).exists() for name in (SETTINGS, METRICS))
-    if resume and not there:
+    exists = any((folder / name).exists() for name in (SETTINGS, METRICS))
+    if resume and not exists:
         raise InvalidConfig(
             "--resume", str(folder), "the folder of a run; it contains none, start one without --resume"
         )
-    if not resume and there:
+    if not resume and exists:
         if not fresh:
-            expected = f"a folder without a run. Resume its run: {again}; start another with --out RUN;"
+            expected = f"a folder without a run. Resume its run: {command}; start another with --out RUN;"
             raise InvalidConfig("--out", str(folder), f"{expected} or delete it and start again with --fresh")
         _delete(folder)
 
@@ -279,11 +279,11 @@ async def _run(
     from tangram.rl.train.pipeline import train
 
     view = TrainingProgress(settings, quiet=quiet)
-    begun = False
+    has_begun = False
 
     def on_line(line: AnyMetricsLine) -> None:
-        nonlocal begun
-        begun = begun or resume or isinstance(line, PROGRESS_LINES)
+        nonlocal has_begun
+        has_begun = has_begun or resume or isinstance(line, PROGRESS_LINES)
         view.on_line(line)
 
     with view:
@@ -309,7 +309,7 @@ async def _run(
             except InvariantError:
                 raise
             except TangramError as error:
-                if isinstance(error, InvalidInput) and not begun:
+                if isinstance(error, InvalidInput) and not has_begun:
                     raise
                 return TrainingExit(
                     EXIT_FAILED, str(error), is_resumable=not isinstance(error, InvalidConfig | NoCheckpoint)
@@ -351,7 +351,7 @@ class _StopSignals:
 
 
 def _print_end(
-    ended: TrainingExit, settings: TrainSettings, folder: Path, report: Path | None, again: str, *, as_json: bool
+    ended: TrainingExit, settings: TrainSettings, folder: Path, report: Path | None, command: str, *, as_json: bool
 ) -> None:
     from tangram.rl.runs.metrics_log import read_metrics
     from tangram.rl.runs.run_folder import METRICS, TENSORBOARD
@@ -377,7 +377,7 @@ def _print_end(
     if ended.code == EXIT_FAILED:
         typer.echo(f"tangram: the run failed: {ended.cause}", err=True)
     if ended.code and ended.is_resumable and folder.joinpath(METRICS).exists():
-        typer.echo(f"resume it: {again}", err=True)
+        typer.echo(f"resume it: {command}", err=True)
 
 
 def _write_trace(folder: Path, perfetto: Path, *, as_json: bool) -> None:

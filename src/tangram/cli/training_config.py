@@ -137,33 +137,33 @@ def _parse_value(text: str, value: str) -> Any:
 def _apply_setting(kind: type[ConfigRoot], tables: dict[str, Any], setting: Setting) -> str:
     """Puts a setting into the tables. Returns its place as shown in errors."""
     place = ""
-    there: Any = tables
+    table: Any = tables
     takes: Any = kind
-    *way, last = setting.keys
-    for key in way:
-        place, there, takes = _descend(setting, place, there, takes, key)
-    if not isinstance(there, dict):
+    *path, last = setting.keys
+    for key in path:
+        place, table, takes = _descend(setting, place, table, takes, key)
+    if not isinstance(table, dict):
         raise InvalidConfig(f"--set {setting.text}", last, f"no more keys: {place} is a value")
     if get_origin(_kind_of(takes, last)) is tuple:
         many = f"{'.'.join(setting.keys)}.NAME.KEY=VALUE, as there are several such tables"
         raise InvalidConfig(f"--set {setting.text}", last, many)
-    there[last] = setting.value
+    table[last] = setting.value
     return f"{place}.{last}".lstrip(".")
 
 
-def _descend(setting: Setting, place: str, there: Any, takes: Any, key: str) -> tuple[str, Any, Any]:
+def _descend(setting: Setting, place: str, table: Any, takes: Any, key: str) -> tuple[str, Any, Any]:
     """The table or value at the next key."""
-    if isinstance(there, list):
-        index = _table_index(setting, place, there, key)
-        return f"{place}[{index}]", there[index], get_args(takes)[0] if get_origin(takes) is tuple else None
-    if not isinstance(there, dict):
+    if isinstance(table, list):
+        index = _table_index(setting, place, table, key)
+        return f"{place}[{index}]", table[index], get_args(takes)[0] if get_origin(takes) is tuple else None
+    if not isinstance(table, dict):
         raise InvalidConfig(f"--set {setting.text}", key, f"no more keys: {place} is a value")
     below = _kind_of(takes, key)
-    if key not in there:
+    if key not in table:
         # Tables that the file does not contain have their default number.
         several = get_origin(below) is tuple
-        there[key] = [{} for _ in _default(takes, key)] if several else {}
-    return f"{place}.{key}".lstrip("."), there[key], below
+        table[key] = [{} for _ in _default(takes, key)] if several else {}
+    return f"{place}.{key}".lstrip("."), table[key], below
 
 
 def _kind_of(takes: Any, key: str) -> Any:
@@ -178,18 +178,18 @@ def _default(takes: Any, key: str) -> Sequence[Any]:
     return ()
 
 
-def _table_index(setting: Setting, place: str, there: list[Any], key: str) -> int:
-    names = [each.get("name") if isinstance(each, dict) else None for each in there]
+def _table_index(setting: Setting, place: str, table: list[Any], key: str) -> int:
+    names = [each.get("name") if isinstance(each, dict) else None for each in table]
     if key in names:
         return names.index(key)
-    if key.isdecimal() and int(key) < len(there):
+    if key.isdecimal() and int(key) < len(table):
         return int(key)
     known = [str(name) for name in names if name is not None]
     near = difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}" if known else "none has a name"
-    if not there:
+    if not table:
         raise InvalidConfig(f"--set {setting.text}", key, f"a table that the config has: there is no [[{place}]] in it")
-    count = f"0 to {len(there) - 1}" if len(there) > 1 else "0: there is one"
+    count = f"0 to {len(table) - 1}" if len(table) > 1 else "0: there is one"
     raise InvalidConfig(
         f"--set {setting.text}", key, f"the name of one of [[{place}]] ({hint}), or its number ({count})"
     )
@@ -203,13 +203,13 @@ def _translate_error(error: InvalidConfig, settings: Sequence[Setting], places: 
     field = error.field.removeprefix(CHANGED).removeprefix(": ")
     pairs = list(zip(settings, map(_key_path, places), strict=True))
     for key in (_key_path(f"{field}.{error.value}"), _key_path(field)):  # the first unknown key
-        meant = [each for each, way in pairs if way == key[: len(way)]] or [
-            each for each, way in pairs if way[: len(key)] == key and key
+        matching = [each for each, path in pairs if path == key[: len(path)]] or [
+            each for each, path in pairs if path[: len(key)] == key and key
         ]
-        if meant:
+        if matching:
             break
-    named = " ".join(f"--set {each.text}" for each in meant or settings)
-    return InvalidConfig(named if len(meant) == 1 else f"{named}: {field}", error.value, error.expected)
+    named = " ".join(f"--set {each.text}" for each in matching or settings)
+    return InvalidConfig(named if len(matching) == 1 else f"{named}: {field}", error.value, error.expected)
 
 
 def _key_path(place: str) -> tuple[str, ...]:

@@ -106,13 +106,13 @@ class Api:
         """
         method, sent = method_of(method), {**self._headers, **sendable_headers(headers)}
         options = {"headers": sent, "params": params_of(params), **_encode_body(json, content, sent)}
-        again = method in IDEMPOTENT_METHODS if idempotent is None else idempotent
+        is_retryable = method in IDEMPOTENT_METHODS if idempotent is None else idempotent
         address = self._address(url)
         if deadline_s is not None:
             seconds_of("deadline_s", deadline_s)
         try:
             async with asyncio.timeout(deadline_s) as limit:
-                return await self._request_with_retries(method, address, options, tokens, used, again)
+                return await self._request_with_retries(method, address, options, tokens, used, is_retryable)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -130,7 +130,7 @@ class Api:
         options: dict[str, Any],
         tokens: int,
         used: Callable[[HttpResponse], int] | None,
-        again: bool,
+        is_retryable: bool,
     ) -> HttpResponse:
         why = ""
         for attempt in range(self._retries + 1):
@@ -138,21 +138,21 @@ class Api:
                 await asyncio.sleep(backoff_s(attempt, BACKOFF_S, BACKOFF_S_MAX))
             async with self._use_quota(tokens) as use:
                 try:
-                    answer = await self._http.request(
+                    response = await self._http.request(
                         method, address, timeout_s=self._timeout_s, bytes_max=BYTES_MAX, **options
                     )
                 except ManagerError as error:
                     why = str(error)
-                    if isinstance(error, ResponseTooLarge) or not (error.retry or again):
+                    if isinstance(error, ResponseTooLarge) or not (error.retry or is_retryable):
                         break
                     continue
-                use.report_response(answer.status, answer.headers)
-                if used is not None and answer.ok:
-                    use.spent(tokens=used(answer))
-            if answer.status not in RETRYABLE_STATUSES and answer.status < 500:
-                return answer
-            why = f"{address} answered {answer.status} {answer.text[:SHOWN_CHARACTERS]!r}"
-            if not (again or answer.status in NOT_EXECUTED_STATUSES):
+                use.report_response(response.status, response.headers)
+                if used is not None and response.ok:
+                    use.spent(tokens=used(response))
+            if response.status not in RETRYABLE_STATUSES and response.status < 500:
+                return response
+            why = f"{address} answered {response.status} {response.text[:SHOWN_CHARACTERS]!r}"
+            if not (is_retryable or response.status in NOT_EXECUTED_STATUSES):
                 break
         times = f"{attempt + 1} tries" if attempt else "one try"
         raise ActionLost(f"{method} {address}: failed after {times}: {why}", None)

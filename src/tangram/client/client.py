@@ -151,9 +151,9 @@ class Client:
             env=variables_of(env),
         )
         name = f"{self._prefix}-{next(self._action_numbers)}"
-        again = self._prepare if self._warm else None
+        prepare = self._prepare if self._warm else None
         return Sandbox(
-            self._transport, self._lifecycle, name, spec, run=run, trajectory=trajectory, task=task, on_opened=again
+            self._transport, self._lifecycle, name, spec, run=run, trajectory=trajectory, task=task, on_opened=prepare
         )
 
     def _prepare(self, spec: SandboxSpec) -> None:

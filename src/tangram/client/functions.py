@@ -313,9 +313,9 @@ def _to_result(name: str, settled: SettledAction) -> CallResult:
     return _result_of_answer(settled.answer, common)
 
 
-def _result_of_answer(answer: bytes, common: dict[str, Any]) -> CallResult:
+def _result_of_answer(content: bytes, common: dict[str, Any]) -> CallResult:
     try:
-        failure, value = decode_result(answer)
+        failure, value = decode_result(content)
     except ManagerError as error:
         return CallResult(kind="lost", reason=str(error), **common)
     if failure is not None:
@@ -335,29 +335,29 @@ class ResultCache:
         return len(self._answers)
 
     def get(self, key: bytes) -> bytes | None:
-        answer = self._answers.get(key)
-        if answer is not None:
+        content = self._answers.get(key)
+        if content is not None:
             self._answers.move_to_end(key)
-        return answer
+        return content
 
-    def put(self, key: bytes, answer: bytes) -> None:
+    def put(self, key: bytes, content: bytes) -> None:
         self._evict(key)
-        size = _entry_bytes(key, answer)
+        size = _entry_bytes(key, content)
         if size > self._bytes_max:
             return
-        self._answers[key] = answer
+        self._answers[key] = content
         self.size_bytes += size
         while self.size_bytes > self._bytes_max:
             self._evict(next(iter(self._answers)))
 
     def _evict(self, key: bytes) -> None:
-        answer = self._answers.pop(key, None)
-        if answer is not None:
-            self.size_bytes -= _entry_bytes(key, answer)
+        content = self._answers.pop(key, None)
+        if content is not None:
+            self.size_bytes -= _entry_bytes(key, content)
 
 
-def _entry_bytes(key: bytes, answer: bytes) -> int:
-    return len(key) + len(answer) + ENTRY_BYTES
+def _entry_bytes(key: bytes, content: bytes) -> int:
+    return len(key) + len(content) + ENTRY_BYTES
 
 
 # ---- calling ----------------------------------------------------------------------------------------------------
@@ -462,9 +462,9 @@ class FunctionCalls:
 
     async def _call_once(self, action: Action, work: Work, pool: Pool, key: bytes, cache: ResultCache) -> CallResult:
         name = action.key
-        cached_answer = cache.get(key) if key else None
-        if cached_answer is not None:
-            return _result_of_answer(cached_answer, dict(function=name, cached=True))
+        cached_content = cache.get(key) if key else None
+        if cached_content is not None:
+            return _result_of_answer(cached_content, dict(function=name, cached=True))
         try:
             self._ensure_pool(pool)
             if not key:

@@ -115,8 +115,8 @@ async def _upload(
         if not isinstance(content, bytes):
             content.seek(begin)
         async with await connection.send(method, path, pieces(), query, TRANSFER_TIMEOUT_S) as response:
-            answer = await response.read()
-        return connection.check_response(response.status, answer)
+            body = await response.read()
+        return connection.check_response(response.status, body)
 
     return await connection.retry_until_answered(once)
 
@@ -125,8 +125,8 @@ def _sandbox_path(sandbox: str, what: str) -> str:
     return f"/v1/sandboxes/{quote(sandbox, safe='')}/{what}"
 
 
-def _decode_image_name(answer: bytes) -> str:
-    return msgspec.json.decode(answer, type=ImageReply).name
+def _decode_image_name(body: bytes) -> str:
+    return msgspec.json.decode(body, type=ImageReply).name
 
 
 def _open_archive(path: Path, packed: BinaryIO) -> BinaryIO:

@@ -108,8 +108,8 @@ def _read_text(path: Path) -> str:
         return content.decode()
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        wrong = content[error.start : error.start + 1]
-        raise InvalidConfig(f"{path}:{line}", wrong, "text in UTF-8") from error
+        invalid = content[error.start : error.start + 1]
+        raise InvalidConfig(f"{path}:{line}", invalid, "text in UTF-8") from error
 
 
 def _toml_error(text: str, name: str, error: ValueError) -> InvalidConfig:
@@ -124,10 +124,10 @@ def _toml_error(text: str, name: str, error: ValueError) -> InvalidConfig:
 class _ConfigReader:
     """A text with known lines."""
 
-    def __init__(self, text: str, name: str, whole: type[ConfigRoot]) -> None:
+    def __init__(self, text: str, name: str, root: type[ConfigRoot]) -> None:
         self._lines = KeyLineIndex(text)
         self._name = name
-        self._root = whole
+        self._root = root
 
     def read(self, kind: type[S], table: object, place: KeyPath) -> S:
         if not isinstance(table, dict):
@@ -211,8 +211,8 @@ def _table_header(place: KeyPath) -> str:
     return f"[[{names}]]" if isinstance(place[-1], int) else f"[{names}]"
 
 
-def _keys_by_table(whole: type[ConfigRoot]) -> Mapping[str, Iterable[str]]:
-    return {name: field_types(kind) for name, kind in field_types(whole).items() if isinstance(kind, type)}
+def _keys_by_table(root: type[ConfigRoot]) -> Mapping[str, Iterable[str]]:
+    return {name: field_types(kind) for name, kind in field_types(root).items() if isinstance(kind, type)}
 
 
 KeyPath = tuple[str | int, ...]

@@ -295,8 +295,10 @@ class Config(ConfigRoot, frozen=True, kw_only=True):
 
 
 def _require_unique_names(key: str, records: Iterable[QuotaConfig | ModelConfig]) -> None:
-    seen: dict[str, int] = {}
+    index_by_name: dict[str, int] = {}
     for at, record in enumerate(records):
-        if record.name in seen:
-            raise InvalidConfig(f"{key}[{at}].name", record.name, f"each name once; {key}[{seen[record.name]}] has it")
-        seen[record.name] = at
+        if record.name in index_by_name:
+            raise InvalidConfig(
+                f"{key}[{at}].name", record.name, f"each name once; {key}[{index_by_name[record.name]}] has it"
+            )
+        index_by_name[record.name] = at

@@ -84,17 +84,17 @@ def arrange_chunks(durations: Sequence[Durations], free_counts: Counts) -> Arran
 
     def trace(count: int) -> tuple[int, ...]:
         units = []
-        way: _Way | None = ends[count]
-        while way is not None:
-            units.append(way[1])
-            way = way[2]
+        choice: _Way | None = ends[count]
+        while choice is not None:
+            units.append(choice[1])
+            choice = choice[2]
         return tuple(reversed(units[:-1]))
 
-    return Arrangement([way[0] for way in ends], len(durations), trace)
+    return Arrangement([choice[0] for choice in ends], len(durations), trace)
 
 
-def _cost(way: _Way) -> float:
-    return way[0]
+def _cost(choice: _Way) -> float:
+    return choice[0]
 
 
 def _extend(
@@ -102,7 +102,7 @@ def _extend(
 ) -> dict[Counts, _Way]:
     """Returns the cheapest chain to every state after one more candidate. `left` caches transitions."""
     following: dict[Counts, _Way] = {}
-    for counts, way in row.items():
+    for counts, choice in row.items():
         for level, units, seconds in choices:
             key = (counts, level)
             if key not in left:
@@ -110,9 +110,9 @@ def _extend(
             rest = left[key]
             if rest is None:
                 break  # larger chunks are even less to be had
-            cost = way[0] + seconds
+            cost = choice[0] + seconds
             if rest not in following or cost < following[rest][0]:
-                following[rest] = (cost, units, way)
+                following[rest] = (cost, units, choice)
     return following
 
 

@@ -203,10 +203,10 @@ class PoolState:
         counts = list(self.layout.free_counts())
         units = max(0, self.free)
         for level in reversed(range(len(counts))):
-            whole = min(counts[level], units >> level)
-            units -= whole << level
-            if whole < counts[level]:
-                return (*[units >> lower & 1 for lower in range(level)], whole, *counts[level + 1 :])
+            chunks = min(counts[level], units >> level)
+            units -= chunks << level
+            if chunks < counts[level]:
+                return (*[units >> lower & 1 for lower in range(level)], chunks, *counts[level + 1 :])
         return tuple(counts)
 
     def returned_units(self, now: float) -> int:

@@ -188,11 +188,11 @@ class Offers:
             kinds = [pool.kind for pool in pools if pool.node] + [MEMORY] * bool(entry.memory)
             waiters.extend(self._queue.kind_waiters(kind) for kind in kinds)
         queue = self._queue
-        wanted = [pool for pool in pools if entry.elastic in ("", pool.kind)]
+        elastic_pools = [pool for pool in pools if entry.elastic in ("", pool.kind)]
         if entry.node or not node:
-            return BlockedReason(waiters, (), [queue.pool_waiters(pool) for pool in wanted])
-        on_node = [pool for pool in wanted if pool.node]
-        close = [queue.pool_waiters(pool) for pool in wanted if not pool.node]
+            return BlockedReason(waiters, (), [queue.pool_waiters(pool) for pool in elastic_pools])
+        on_node = [pool for pool in elastic_pools if pool.node]
+        close = [queue.pool_waiters(pool) for pool in elastic_pools if not pool.node]
         for other in self._possible_nodes(
             entry, [need for need in entry.needs if self._ledger.pool_on(need[0], node).node]
         ):
@@ -210,7 +210,7 @@ class Offers:
             pool = kinds[kind].get(node)
             if pool is not None:
                 return node if self._has_units(pool, units, entry) else None
-        anywhere: list[Need] = []
+        unplaced_needs: list[Need] = []
         placed = False
         for need in needs:
             pools = kinds[need[0]]
@@ -220,14 +220,14 @@ class Offers:
                 if pool is None:
                     if node:
                         return None
-                    anywhere.append(need)
+                    unplaced_needs.append(need)
                     continue
             elif node:
                 placed = True
             if not self._has_units(pool, need[1], entry):
                 return None
-        if anywhere:
-            return self._best_node(entry, anywhere)
+        if unplaced_needs:
+            return self._best_node(entry, unplaced_needs)
         return node if placed else ""
 
     def _has_units(self, pool: PoolState, units: int, entry: Entry) -> bool:
@@ -296,9 +296,9 @@ class Offers:
         if not wants:
             return []
         ledger = self._ledger
-        together = [*needs, *[want for want in wants if "" not in ledger.kinds.get(want[0], ())]]
+        combined = [*needs, *[want for want in wants if "" not in ledger.kinds.get(want[0], ())]]
         up = [node for node, state in ledger.nodes.items() if state is NodeState.UP]
-        return [node for node in up if ledger.node_could_hold(together, node)]
+        return [node for node in up if ledger.node_could_hold(combined, node)]
 
     def _blocked_reason(self, entry: Entry) -> BlockedReason:
         """Returns why an action fits nowhere."""
@@ -346,26 +346,26 @@ class Offers:
         kinds, queue, memory = self._ledger.kinds, self._queue, entry.memory
         if memory:
             needs = [*needs, (MEMORY, memory)]
-        everywhere = [queue.kind_waiters(kind) for kind, _ in needs]
+        waiters = [queue.kind_waiters(kind) for kind, _ in needs]
         possible = self._possible_nodes(entry, needs)
         behind = self._behind(entry, [kinds[kind][node] for node in possible for kind, _ in needs])
         with_memory = [node for node in possible if not memory or kinds[MEMORY][node].free >= memory]
         wants = entry.sandbox.wants if entry.sandbox is not None else ()
-        everywhere.extend(queue.kind_waiters(kind) for kind, _ in wants if queue.kind_waiters(kind) not in everywhere)
+        waiters.extend(queue.kind_waiters(kind) for kind, _ in wants if queue.kind_waiters(kind) not in waiters)
         if not with_memory:
-            return BlockedReason(everywhere, behind, [queue.unplaced_waiters(kinds[MEMORY][node]) for node in possible])
+            return BlockedReason(waiters, behind, [queue.unplaced_waiters(kinds[MEMORY][node]) for node in possible])
         target = entry.target
         if target not in with_memory:
             first = kinds[needs[0][0]]
             target = max(with_memory, key=lambda node: first[node].free)
-        there = [kinds[kind][target] for kind, _ in needs]
+        target_pools = [kinds[kind][target] for kind, _ in needs]
         short = [
             queue.unplaced_waiters(pool)
             for node in with_memory
             for pool, units in [(kinds[kind][node], units) for kind, units in needs]
             if not pool.fits(self.renew_reserve(entry, pool) if units == LEARNED else units)
         ]
-        return BlockedReason(everywhere, behind, short, target, [queue.pool_waiters(pool) for pool in there])
+        return BlockedReason(waiters, behind, short, target, [queue.pool_waiters(pool) for pool in target_pools])
 
     # ---- an idle pool is never withheld ----
 

@@ -84,20 +84,20 @@ class Plans:
         """Applies each decision of the policy before it takes the next. Calls the policy again if its plan ended after
         a start while actions are waiting to be offered. Actions that it then did not look at count as passed over."""
         active = self._queue.active
-        begun = True
-        while begun:
-            begun = False
+        has_begun = True
+        while has_begun:
+            has_begun = False
             reviews, now = self._reviews, self._ledger.now
             self._current.open(self._offers.candidates, reviews.take(now) if reviews.due_at <= now else ())
             try:
                 for decision in self._decisions():
-                    begun = self._apply(decision) or begun
+                    has_begun = self._apply(decision) or has_begun
             finally:
                 self._current.close()
             if self._held:
                 self._grants.release_minimums()
                 self._requeue_held()
-            begun = begun and bool(active)
+            has_begun = has_begun and bool(active)
         while active:
             run = next(iter(active.values()))
             self._offers.pass_over(next(iter(run.open.values())))

@@ -130,8 +130,8 @@ class Residents:
         first, last = devices[0], devices[-1]
         return sum(
             self.worth(service, now) / len(self._by_service[service])
-            for service, there in self._by_node.get(node, ())
-            if there[0] <= last and first <= there[-1]
+            for service, resident_devices in self._by_node.get(node, ())
+            if resident_devices[0] <= last and first <= resident_devices[-1]
         )
 
     def least_worth(self, pool: PoolState, units: int, now: float, *, smallest: bool = False) -> tuple[Devices, float]:

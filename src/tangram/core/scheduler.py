@@ -414,9 +414,9 @@ class Scheduler:
         if entry.state is State.STOPPING:
             self._end(entry, *self._stop_reason(entry), usage)
             return
-        again = entry.action.idempotent and entry.attempts < self.limits.attempts_max
+        is_retried = entry.action.idempotent and entry.attempts < self.limits.attempts_max
         if (
-            again
+            is_retried
             and entry.state is not State.QUEUED
             and (entry.sandbox is None or self.sandboxes.is_alive(entry.sandbox))
         ):

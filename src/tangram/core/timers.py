@@ -153,8 +153,8 @@ class Reviews:
         heap = self._heap
         due: dict[int, Entry] = {}
         while heap and heap[0][0] <= now and len(due) < REVIEWS_MAX:
-            when, _, entry, attempt = heappop(heap)
-            if entry.state is State.RUNNING and entry.attempts == attempt and entry.review_at == when:
+            due_at, _, entry, attempt = heappop(heap)
+            if entry.state is State.RUNNING and entry.attempts == attempt and entry.review_at == due_at:
                 due[entry.seq] = entry
         self.due_at = heap[0][0] if heap else math.inf
         return tuple(due.values())

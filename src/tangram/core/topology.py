@@ -63,14 +63,14 @@ class Chunks:
         """Tiles the gaps between taken chunks with the largest aligned chunks that fit."""
         self._free = [[] for _ in range(self.count.bit_length())]
         start = 0
-        for taken, size in [*sorted(self._taken.items()), (self.count, 0)]:
-            end = min(taken, self.count)
+        for taken_start, size in [*sorted(self._taken.items()), (self.count, 0)]:
+            end = min(taken_start, self.count)
             while start < end:
                 room = (end - start).bit_length() - 1
                 level = min(room, (start & -start).bit_length() - 1) if start else room
                 self._free[level].append(start)
                 start += 1 << level
-            start = taken + size
+            start = taken_start + size
 
     def resize(self, count: int) -> None:
         """Sets the number of devices. A taken chunk stays taken; the part beyond the last device disappears when the
@@ -190,9 +190,9 @@ class Chunks:
 
 def _best(chunks: list[Chunk], preferred: Sequence[tuple[int, int]]) -> Chunk:
     """Returns the chunk that equals a preferred one, else one that contains one, else the first."""
-    for wanted in preferred:
-        if wanted in chunks:
-            return Chunk(*wanted)
+    for preferred_chunk in preferred:
+        if preferred_chunk in chunks:
+            return Chunk(*preferred_chunk)
     for start, size in preferred:
         for chunk in chunks:
             if chunk.start <= start and start + size <= chunk.start + chunk.size:

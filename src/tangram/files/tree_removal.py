@@ -21,12 +21,12 @@ def remove_tree(path: str | Path) -> None:
     try:
         token = f".lifted-{secrets.token_hex(8)}"
         lifted = 0
-        found_entry = True
-        while found_entry:
-            found_entry = False
+        has_entries = True
+        while has_entries:
+            has_entries = False
             with os.scandir(top) as entries:
                 for entry in entries:
-                    found_entry = True
+                    has_entries = True
                     if entry.is_dir(follow_symlinks=False):
                         lifted = _remove_subdirectory(top, entry.name, token, lifted)
                     else:

@@ -65,7 +65,7 @@ class ChildProcess(asyncio.Protocol, ABC):
     # ---- hooks of subclasses ----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def on_message(self, answer: Any) -> None:
+    def on_message(self, message: Any) -> None:
         """Called with each message of the child."""
 
     @abstractmethod
@@ -248,8 +248,8 @@ class ChildProcess(asyncio.Protocol, ABC):
     def data_received(self, content: bytes) -> None:
         self._last_message_s = self._loop.time()
         try:
-            for answer in self._decoder.feed(content):
-                self.on_message(answer)
+            for message in self._decoder.feed(content):
+                self.on_message(message)
         except (FrameTooLong, msgspec.DecodeError) as error:
             self._begin_end(f"it sent an invalid message: {error}")
 

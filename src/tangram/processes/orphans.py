@@ -27,12 +27,12 @@ def list_children() -> list[int]:
 
 
 def _scan_children() -> list[int]:
-    me, pids = os.getpid(), []
+    own_pid, pids = os.getpid(), []
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
             if name.isdigit():
                 with open(f"/proc/{name}/stat", encoding="ascii", errors="replace") as file:
-                    if int(file.read().rpartition(")")[2].split()[1]) == me:
+                    if int(file.read().rpartition(")")[2].split()[1]) == own_pid:
                         pids.append(int(name))
     return pids
 

@@ -247,13 +247,13 @@ class ProcessTree:
     def freeze(self) -> None:
         """Stop all of them until `thaw`. A stopped process does not fork, so once a look finds no new process, all are
         stopped. Processes that a program has stopped itself are left as they are."""
-        seen: dict[int, int] = {}
+        started_at_by_pid: dict[int, int] = {}
         for _ in range(FREEZE_ROUNDS_MAX):
-            new = [process for process in self.find() if seen.get(process.pid) != process.started]
+            new = [process for process in self.find() if started_at_by_pid.get(process.pid) != process.started]
             if not new:
                 return
             for process in new:
-                seen[process.pid] = process.started
+                started_at_by_pid[process.pid] = process.started
                 if process.state not in (b"T", b"t"):
                     send_signal(process, signal.SIGSTOP)
                     self._stopped.append(process)

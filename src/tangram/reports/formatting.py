@@ -39,8 +39,13 @@ def digits_to_distinguish(values: Iterable[float], target: float) -> int:
 
 def duration(value: float) -> str:
     """The two largest units, rounded down: `3 d 4 h`, `5 min 2 s`."""
-    whole = int(value)
-    units = ((whole // 86400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "min"), (whole % 60, "s"))
+    seconds_whole = int(value)
+    units = (
+        (seconds_whole // 86400, "d"),
+        (seconds_whole // 3600 % 24, "h"),
+        (seconds_whole // 60 % 60, "min"),
+        (seconds_whole % 60, "s"),
+    )
     first = next((place for place, (count, _) in enumerate(units) if count), len(units) - 1)
     return " ".join(f"{count} {unit}" for count, unit in units[first : first + 2])
 

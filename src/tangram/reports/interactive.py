@@ -97,7 +97,7 @@ def round_to_digits(value: float | None) -> float | None:
         return None
     if isinstance(value, int):
         return value
-    whole = round(value)
-    if abs(value) >= 10.0**DIGITS or value == whole:
-        return whole
+    rounded = round(value)
+    if abs(value) >= 10.0**DIGITS or value == rounded:
+        return rounded
     return float(f"{value:.{DIGITS}g}")

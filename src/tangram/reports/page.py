@@ -110,9 +110,9 @@ def legend(entries: Sequence[tuple[str, str]], also: str = "") -> str:
 
 def footer(entries: Iterable[tuple[str, str]], command: str = "") -> str:
     """Definitions of the words on the page, after the command that makes the page again."""
-    again = command_block("The same again:", escape_unprintable(command)) if command else ""
+    command_html = command_block("The same again:", escape_unprintable(command)) if command else ""
     listed = "".join(f"<dt>{escape(term)}</dt><dd>{escape(words)}</dd>" for term, words in entries)
-    return f"<footer>{again}<dl>{listed}</dl></footer>"
+    return f"<footer>{command_html}<dl>{listed}</dl></footer>"
 
 
 # ---- tables -----------------------------------------------------------------------------------------------------

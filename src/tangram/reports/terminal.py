@@ -107,10 +107,10 @@ def cell(text: str, width: int) -> str:
     return set_cell_size(shown, width) if cell_len(shown) <= width else set_cell_size(shown, width - 1) + "…"
 
 
-def bar(share: float, width: int, *, fancy: bool = True) -> str:
-    """A share of this many columns, in eighths of one; `fancy`: in block characters."""
+def bar(share: float, width: int, *, unicode: bool = True) -> str:
+    """A share of this many columns, in eighths of one; `unicode`: in block characters."""
     eighths = round(8 * width * min(1.0, max(0.0, share)))
-    return "█" * (eighths // 8) + EIGHTHS[eighths % 8] if fancy else "#" * (eighths // 8)
+    return "█" * (eighths // 8) + EIGHTHS[eighths % 8] if unicode else "#" * (eighths // 8)
 
 
 def marked_bar(share: float, mark: float, width: int, style: str) -> Text:
@@ -122,33 +122,33 @@ def marked_bar(share: float, mark: float, width: int, style: str) -> Text:
     return Text.assemble((before, style), ("│", "dim"), (after, style))
 
 
-def usage_bar(share: float, width: int, style: str, *, fancy: bool) -> Text:
+def usage_bar(share: float, width: int, style: str, *, unicode: bool) -> Text:
     """A bar with its share in percent: `███▌······  35%`."""
     from rich.text import Text
 
     share = min(1.0, max(0.0, share))
-    full = bar(share, width, fancy=fancy)
-    rest = ("·" if fancy else ".") * (width - len(full))
+    full = bar(share, width, unicode=unicode)
+    rest = ("·" if unicode else ".") * (width - len(full))
     return Text.assemble((full, style), (rest, "dim"), f" {share:4.0%}")
 
 
-def progress_bar(share: float, width: int, *, fancy: bool) -> tuple[tuple[str, str], tuple[str, str]]:
+def progress_bar(share: float, width: int, *, unicode: bool) -> tuple[tuple[str, str], tuple[str, str]]:
     """The done and the open part of a progress bar, each with its style."""
     full = round(width * min(1.0, max(0.0, share)))
-    done, rest = ("━", "━") if fancy else ("-", ".")
+    done, rest = ("━", "━") if unicode else ("-", ".")
     return (done * full, "green"), (rest * (width - full), "dim")
 
 
-def sparkline(values: Sequence[float], fancy: bool = True) -> str:
+def sparkline(values: Sequence[float], unicode: bool = True) -> str:
     """A character for each value, scaled from their minimum to their maximum, at least from 0 to 1."""
     if not values:
         return ""
-    marks = SPARKS if fancy else PLAIN_SPARKS
+    marks = SPARKS if unicode else PLAIN_SPARKS
     low, high = min(0.0, *values), max(1.0, *values)
     return "".join(marks[min(len(marks) - 1, int((value - low) / (high - low) * len(marks)))] for value in values)
 
 
-def level_row(shares: Sequence[float], *, fancy: bool) -> str:
+def level_row(shares: Sequence[float], *, unicode: bool) -> str:
     """A character for each share from 0 to 1, blank for 0 alone."""
-    levels = f" {SPARKS}" if fancy else PLAIN_LEVELS
+    levels = f" {SPARKS}" if unicode else PLAIN_LEVELS
     return "".join(levels[math.ceil(share * (len(levels) - 1))] for share in shares)

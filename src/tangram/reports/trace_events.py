@@ -149,11 +149,11 @@ def _metadata(name: str, pid: int, tid: int, args: Mapping[str, Any]) -> dict[st
 
 def _complete_events(event: _Complete, pid: int, tid: int) -> list[dict[str, Any]]:
     place = {"ph": "X", "cat": event.category, "pid": pid, "tid": tid}
-    whole = {"name": event.name, **place, "ts": event.since, "dur": event.until - event.since, "args": event.args}
+    event_json = {"name": event.name, **place, "ts": event.since, "dur": event.until - event.since, "args": event.args}
     parts = [
         {"name": name, **place, "ts": since, "dur": until - since, "args": {}} for name, since, until in event.phases
     ]
-    return [whole, *parts]
+    return [event_json, *parts]
 
 
 def _without_overlap(events: Sequence[_Complete]) -> list[list[_Complete]]:

@@ -32,8 +32,8 @@ def short_kind_when_queued(scheduler: Scheduler, entry: Entry) -> str:
     tightest, least = needs[0][0], 2.0
     for kind, units in needs:
         pools = kinds.get(kind, {})
-        here = pools.get("") or pools.get(node)
-        usable = [here] if here is not None else [] if node else list(pools.values())
+        pool_here = pools.get("") or pools.get(node)
+        usable = [pool_here] if pool_here is not None else [] if node else list(pools.values())
         needed = max(entry.learned_reserve, 1) if units == LEARNED else units
         if not any(pool.fits(needed) for pool in usable):
             return kind

@@ -198,8 +198,8 @@ def create_node_manager(config: Config, expected: Sequence[str]) -> Manager:
 
 
 def to_quota(quota: QuotaConfig) -> Quota:
-    def rate(given: RateConfig | None) -> Rate | None:
-        return None if given is None else Rate(given.units, given.seconds)
+    def rate(config: RateConfig | None) -> Rate | None:
+        return None if config is None else Rate(config.units, config.seconds)
 
     return Quota(quota.name, quota.concurrent, rate(quota.requests), rate(quota.tokens))
 

@@ -208,8 +208,8 @@ def _seconds_before(begins: Floats, ends: Floats, at: Floats) -> Floats:
     begins, ends = np.sort(begins), np.sort(ends)
     total_begins = np.concatenate([[0.0], np.cumsum(begins)])
     total_ends = np.concatenate([[0.0], np.cumsum(ends)])
-    begun, ended = np.searchsorted(begins, at, "right"), np.searchsorted(ends, at, "right")
-    result: Floats = (begun * at - total_begins[begun]) - (ended * at - total_ends[ended])
+    begin_count, ended = np.searchsorted(begins, at, "right"), np.searchsorted(ends, at, "right")
+    result: Floats = (begin_count * at - total_begins[begin_count]) - (ended * at - total_ends[ended])
     return result
 
 
@@ -251,14 +251,14 @@ def timeline(line: ChartSeries, window: TimelineWindow, css_by_kind: dict[str, s
 
 def side_by_side(rows: list[ActionRow]) -> Iterator[tuple[ActionRow, float, float]]:
     """Each action with its place and its share in the height of the row: actions of one turn share the row."""
-    together: list[ActionRow] = []
+    concurrent: list[ActionRow] = []
     end = 0.0
     for row in [*sorted(rows, key=lambda row: row.submitted_at), None]:
-        if row is None or (together and row.submitted_at >= end):
-            yield from ((each, i / len(together), 1.0 / len(together)) for i, each in enumerate(together))
-            together, end = [], 0.0
+        if row is None or (concurrent and row.submitted_at >= end):
+            yield from ((each, i / len(concurrent), 1.0 / len(concurrent)) for i, each in enumerate(concurrent))
+            concurrent, end = [], 0.0
         if row is not None:
-            together.append(row)
+            concurrent.append(row)
             end = max(end, row.ended_at)
 
 

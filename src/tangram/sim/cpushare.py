@@ -85,8 +85,8 @@ def shape(work_s: float, busy: float, speedup: Speedup, width: float, limit: flo
 
     At a resize, new core-seconds / old core-seconds of the whole action is the `scale` of `CpuShare.reconfigure`.
     """
-    wanted = busy * _units(width, limit)
-    return core_seconds(work_s, full_speed(width, limit, speedup), wanted), min(limit, wanted)
+    demand = busy * _units(width, limit)
+    return core_seconds(work_s, full_speed(width, limit, speedup), demand), min(limit, demand)
 
 
 def _units(width: float, limit: float) -> float:
@@ -153,20 +153,20 @@ class _Tier(msgspec.Struct, eq=False):
     lost: float = 0.0
     """Seconds lost: up to now if capped, up to `since` if floating."""
     since: float = 0.0
-    given: float = 0.0
+    given_s: float = 0.0
     """The node's clock of the same name at `since`."""
     starved: float = 0.0
     """Seconds starved: up to now if capped, up to `since` if floating."""
     short: float = 0.0
     """The node's clock of the same name at `since`."""
 
-    def start_floating(self, now: float, given: float, short: float) -> None:
-        self.floating, self.since, self.given, self.short = True, now, given, short
+    def start_floating(self, now: float, given_s: float, short: float) -> None:
+        self.floating, self.since, self.given_s, self.short = True, now, given_s, short
 
-    def lost_at(self, now: float, given: float) -> float:
+    def lost_at(self, now: float, given_s: float) -> float:
         if not self.floating:
             return self.lost
-        return self.lost + max(0.0, now - self.since - (given - self.given) / self.tau)
+        return self.lost + max(0.0, now - self.since - (given_s - self.given_s) / self.tau)
 
     def starved_at(self, short: float) -> float:
         return self.starved + (short - self.short) if self.floating else self.starved
@@ -204,7 +204,7 @@ class CpuShare:
         self._floating_demand = 0.0
         self._floating_weight = 0.0
         self._level = math.inf
-        self._given = 0.0
+        self._given_s = 0.0
         self._short = 0.0
         self._busy = 0.0
         self._used = 0.0
@@ -255,7 +255,7 @@ class CpuShare:
         first = self._first_of(self._by_time)
         floating = self._first_of(self._by_given)
         if floating is not None:
-            left = max(0.0, floating[0] - self._given)
+            left = max(0.0, floating[0] - self._given_s)
             wait_s = left / self._level if self._level else math.inf if left else 0.0
             due = (self._now + wait_s, floating[1], floating[2])
             if wait_s < math.inf and (first is None or due[:2] < first[:2]):
@@ -271,7 +271,7 @@ class CpuShare:
         """Core-seconds that a running action has consumed."""
         action = self._find(key)
         self._advance(now)
-        lost = action.tier.lost_at(self._now, self._given) - action.lost
+        lost = action.tier.lost_at(self._now, self._given_s) - action.lost
         return action.used + action.demand * max(0.0, now - action.since - lost)
 
     def used_total(self, now: float) -> float:
@@ -283,7 +283,7 @@ class CpuShare:
         """Seconds that a running action has lost to contention: the integral of 1 - rate / demand."""
         action = self._find(key)
         self._advance(now)
-        return action.slowed + action.tier.lost_at(now, self._given) - action.lost
+        return action.slowed + action.tier.lost_at(now, self._given_s) - action.lost
 
     def starved_s(self, key: str, now: float) -> float:
         """Seconds in which a running action got less than its weight and less than it could use."""
@@ -302,7 +302,7 @@ class CpuShare:
         if elapsed > 0.0:
             self._used += self._busy * elapsed
             if self._floating_weight:
-                self._given += self._level * elapsed
+                self._given_s += self._level * elapsed
                 if self._level < 1.0 - RESERVE_SLACK:
                     self._short += elapsed
             self._now = now
@@ -314,7 +314,7 @@ class CpuShare:
         tau = demand / weight
         tier = self._tier_by_tau.get(tau) or self._open(tau)
         now = self._now
-        lost = tier.lost_at(now, self._given)
+        lost = tier.lost_at(now, self._given_s)
         action.tier, action.demand, action.weight = tier, demand, weight
         action.since, action.lost, action.starved = now, lost, tier.starved_at(self._short)
         action.finish = now - lost + work / demand
@@ -328,7 +328,7 @@ class CpuShare:
     def _leave(self, action: _CpuAction) -> float:
         """Take an action out of its tier, settle its accounts and return the remaining core-seconds."""
         tier, now = action.tier, self._now
-        lost = tier.lost_at(now, self._given)
+        lost = tier.lost_at(now, self._given_s)
         left_s = action.finish - (now - lost)
         dust = TIME_ROUNDING * (1.0 + now)
         if left_s < -dust:
@@ -365,7 +365,7 @@ class CpuShare:
         if tau <= self._level:
             self._border += 1
         else:
-            tier.start_floating(self._now, self._given, self._short)
+            tier.start_floating(self._now, self._given_s, self._short)
         return tier
 
     def _close(self, tier: _Tier) -> None:
@@ -408,7 +408,7 @@ class CpuShare:
         errors."""
         while self._border < len(self._tiers):
             self._cap_tier(self._tiers[self._border])
-        self._floating_demand = self._floating_weight = self._given = 0.0
+        self._floating_demand = self._floating_weight = self._given_s = 0.0
         self._level = math.inf
         self._by_given.clear()
 
@@ -419,7 +419,7 @@ class CpuShare:
     def _float_tier(self, tier: _Tier) -> None:
         """Let the last capped tier follow the level."""
         self._border -= 1
-        tier.start_floating(self._now, self._given, self._short)
+        tier.start_floating(self._now, self._given_s, self._short)
         self._floating_demand += tier.demand
         self._floating_weight += tier.weight
         self._push_completion(tier)
@@ -427,7 +427,7 @@ class CpuShare:
     def _cap_tier(self, tier: _Tier) -> None:
         """Give the first floating tier all that it can use."""
         self._border += 1
-        tier.lost = tier.lost_at(self._now, self._given)
+        tier.lost = tier.lost_at(self._now, self._given_s)
         tier.starved = tier.starved_at(self._short)
         tier.floating = False
         self._floating_demand -= tier.demand
@@ -439,7 +439,7 @@ class CpuShare:
         finish, order, action = tier.heap[0]
         if tier.floating:
             heap = self._by_given
-            finish = tier.given + (finish - (tier.since - tier.lost)) * tier.tau
+            finish = tier.given_s + (finish - (tier.since - tier.lost)) * tier.tau
         else:
             heap = self._by_time
             finish += tier.lost
@@ -497,7 +497,7 @@ class CpuShare:
             return  # Nothing runs, or at rate zero, where rounding decides whether a finished action is due.
         due = math.inf
         for action, rate in zip(actions, rates, strict=True):
-            left_s = action.finish - (self._now - action.tier.lost_at(self._now, self._given))
+            left_s = action.finish - (self._now - action.tier.lost_at(self._now, self._given_s))
             due = min(due, self._now + max(0.0, left_s) * action.demand / rate)
         completion = self.next_completion()
         if completion is None:

@@ -159,9 +159,9 @@ class Simulator:
 
     # ---- time ----
 
-    def call_at(self, when: float, call: Callable[..., None], *arguments: Any) -> None:
+    def call_at(self, at: float, call: Callable[..., None], *arguments: Any) -> None:
         self._order += 1
-        heapq.heappush(self._heap, (when, self._order, call, arguments))
+        heapq.heappush(self._heap, (at, self._order, call, arguments))
 
     def run(self) -> SimulationResult:
         """Run until every episode has ended."""
@@ -171,8 +171,8 @@ class Simulator:
         heap = self._heap
         while heap and self._finished_episodes < len(self._episodes):
             events += 1
-            when, _, call, arguments = heapq.heappop(heap)
-            self.now = when
+            at, _, call, arguments = heapq.heappop(heap)
+            self.now = at
             call(*arguments)
             if not events & 4095:
                 if self._progress is not None:
@@ -363,8 +363,8 @@ class Simulator:
             devices = _devices_of(grant)
             self._report_resident(live.action.service, live.node, devices)
             live.width = float(len(devices))
-            together = self._batches.get(live.batch, 1)
-            slower = together ** self._devices.service(live.action.service).batch_growth
+            batch_size = self._batches.get(live.batch, 1)
+            slower = batch_size ** self._devices.service(live.action.service).batch_growth
             self.call_at(self.now + slower * step.work_s / step.speedup.at(live.width), self._finish, live, attempt, "")
             return
         self.call_at(self.now + step.work_s, self._finish, live, attempt, "")

@@ -55,9 +55,9 @@ def draw_faults(
 
 def inject(engine: Simulator, faults: tuple[InjectedFault, ...]) -> None:
     """Schedule every fault in the engine."""
-    wrong = _FaultInjector(engine)
+    injector = _FaultInjector(engine)
     for fault in faults:
-        engine.call_at(fault.at, _HANDLER_BY_KIND[fault.kind], wrong, fault)
+        engine.call_at(fault.at, _HANDLER_BY_KIND[fault.kind], injector, fault)
 
 
 class _FaultInjector:

@@ -306,10 +306,10 @@ class OnDemand:
 
     def _used_at(self, node: _Node, devices: range) -> float | None:
         """Return when these devices were last used: -1 if they are empty, None if their instance cannot be evicted."""
-        there = [instance for instance in node.instances if _overlaps(instance, devices)]
-        if any(each.call is not None or each.ready_at > self._now or each.model.queue for each in there):
+        overlapping = [instance for instance in node.instances if _overlaps(instance, devices)]
+        if any(each.call is not None or each.ready_at > self._now or each.model.queue for each in overlapping):
             return None
-        return max((each.used_at for each in there), default=-1.0)
+        return max((each.used_at for each in overlapping), default=-1.0)
 
     def _load_s(self, model: _Model, node: _Node) -> float:
         """Return the load time. A checkpoint that is being read from storage becomes available to all instances at

@@ -143,8 +143,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     def describe_point(self, point: Point) -> list[str]:
         """Return the times of a point as text; the target metric has enough digits."""
-        aimed = TARGETS[self.target]
-        return [seconds(getattr(point, column), self.digits if column == aimed else 0) for column in NUMBERS]
+        target = TARGETS[self.target]
+        return [seconds(getattr(point, column), self.digits if column == target else 0) for column in NUMBERS]
 
     def sentence(self) -> str:
         """The answer in words."""

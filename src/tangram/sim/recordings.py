@@ -266,10 +266,10 @@ class _TraceReader:
         reserved = [self.sandboxes[sandbox] for sandbox in sandboxes]
         start_s = min([first.submitted_at, *(at for at, _ in reserved)])
         turns, end = [], start_s
-        for together in _turns(members):
-            steps = tuple(self._step(recorded, first.action.task) for recorded in together)
-            turns.append(SimTurn(think_s=max(0.0, together[0].submitted_at - end), steps=steps))
-            end = max(recorded.ended_at for recorded in together)
+        for turn in _turns(members):
+            steps = tuple(self._step(recorded, first.action.task) for recorded in turn)
+            turns.append(SimTurn(think_s=max(0.0, turn[0].submitted_at - end), steps=steps))
+            end = max(recorded.ended_at for recorded in turn)
         return SimEpisode(
             id=name,
             run=first.action.run,
@@ -348,15 +348,15 @@ def _trajectory(action: Action) -> str:
 def _turns(members: list[_RecordedAction]) -> Iterator[list[_RecordedAction]]:
     """Group members, given in order of submission, into turns: a member submitted while others run belongs to their
     turn."""
-    together: list[_RecordedAction] = []
+    turn: list[_RecordedAction] = []
     end = 0.0
     for recorded in members:
-        if together and recorded.submitted_at != together[0].submitted_at and recorded.submitted_at >= end:
-            yield together
-            together = []
-        end = max(end, recorded.ended_at) if together else recorded.ended_at
-        together.append(recorded)
-    yield together
+        if turn and recorded.submitted_at != turn[0].submitted_at and recorded.submitted_at >= end:
+            yield turn
+            turn = []
+        end = max(end, recorded.ended_at) if turn else recorded.ended_at
+        turn.append(recorded)
+    yield turn
 
 
 def _counting(pool: Pool) -> Counting:

@@ -44,8 +44,8 @@ def write_comparison(path: Path, comparisons: Sequence[Comparison], command: str
     write_page(path, comparison_page(comparisons, command))
 
 
-def write_plan(path: Path, answer: Plan, command: str) -> None:
-    write_page(path, plan_page(answer, command))
+def write_plan(path: Path, plan: Plan, command: str) -> None:
+    write_page(path, plan_page(plan, command))
 
 
 # ---- comparison -----------------------------------------------------------------------------------------------
@@ -90,8 +90,8 @@ def headline(comparison: Comparison) -> str:
     unclear = ratio.low is not None and ratio.high is not None and ratio.low <= 1.0 <= ratio.high
     if unclear and 0.9 <= ratio.mean <= 1.1:
         return f"Actions complete about as soon with {name} as with {base}."
-    doubt = ", but these few seeds leave it open" if unclear else ""
-    return f"Actions complete {sooner_text(ratio.mean)} with {name} than with {base}{doubt}."
+    caveat = ", but these few seeds leave it open" if unclear else ""
+    return f"Actions complete {sooner_text(ratio.mean)} with {name} than with {base}{caveat}."
 
 
 def _lead(comparison: Comparison) -> str:
@@ -258,60 +258,60 @@ def _timeline_section(comparison: Comparison, lines: list[charts.ChartSeries]) -
 # ---- plan -----------------------------------------------------------------------------------------------------
 
 
-def plan_page(answer: Plan, command: str) -> str:
-    column = TARGETS[answer.target]
-    aimed = f"{answer.target} ACT"
+def plan_page(plan: Plan, command: str) -> str:
+    column = TARGETS[plan.target]
+    target = f"{plan.target} ACT"
 
     def point_of(point: Point, name: str) -> SizePoint:
         value_s = getattr(point, column)
-        tip = f"{point.size} {answer.resource}\n{aimed} {seconds(value_s)}, p99 {seconds(point.act_p99_s)}\n"
+        tip = f"{point.size} {plan.resource}\n{target} {seconds(value_s)}, p99 {seconds(point.act_p99_s)}\n"
         tip = f"{name}{tip}{percent(point.use)} in use"
         return SizePoint(size=point.size, value_s=value_s, tip=tip)
 
     curve = size_curve(
-        [point_of(point, "") for point in answer.points],
-        point_of(answer.reference, f"{answer.today} on "),
-        chosen=answer.smallest,
-        target_s=answer.target_s,
-        reference_name=f"{answer.today} today",
-        resource=answer.resource,
-        label=f"{aimed} against {answer.resource}",
+        [point_of(point, "") for point in plan.points],
+        point_of(plan.reference, f"{plan.today} on "),
+        chosen=plan.smallest,
+        target_s=plan.target_s,
+        reference_name=f"{plan.today} today",
+        resource=plan.resource,
+        label=f"{target} against {plan.resource}",
     )
-    keys = legend([("p1", answer.policy), ("p0", f"{answer.today}, today's reservation")], "dashed: the target")
+    keys = legend([("p1", plan.policy), ("p0", f"{plan.today}, today's reservation")], "dashed: the target")
     parts = [
-        opening(["simulated", answer.workload], _plan_headline(answer), answer.sentence()),
+        opening(["simulated", plan.workload], _plan_headline(plan), plan.sentence()),
         section(
-            f"{aimed} against {answer.resource}",
-            f"Every simulated size, each with {pluralize(len(answer.seeds), 'seed')}; means over seeds.",
+            f"{target} against {plan.resource}",
+            f"Every simulated size, each with {pluralize(len(plan.seeds), 'seed')}; means over seeds.",
             figure(keys + curve),
         ),
         section(
             "All sizes",
-            f"Bold: the smallest that reaches {seconds(answer.target_s, answer.digits)}.",
-            _plan_table(answer),
+            f"Bold: the smallest that reaches {seconds(plan.target_s, plan.digits)}.",
+            _plan_table(plan),
         ),
-        _footer(command, [("policy", answer.policy), ("seeds", ", ".join(map(str, answer.seeds)))]),
+        _footer(command, [("policy", plan.policy), ("seeds", ", ".join(map(str, plan.seeds)))]),
     ]
-    return page(f"Tangram: {answer.resource} for {answer.workload}", parts)
+    return page(f"Tangram: {plan.resource} for {plan.workload}", parts)
 
 
-def _plan_headline(answer: Plan) -> str:
-    if answer.smallest is None:
-        return f"No number of {answer.resource} that was tried is enough."
-    return f"{answer.smallest} {answer.resource} are enough, where {answer.reference.size} are reserved today."
+def _plan_headline(plan: Plan) -> str:
+    if plan.smallest is None:
+        return f"No number of {plan.resource} that was tried is enough."
+    return f"{plan.smallest} {plan.resource} are enough, where {plan.reference.size} are reserved today."
 
 
-def _plan_table(answer: Plan) -> str:
+def _plan_table(plan: Plan) -> str:
     def row(name: str, point: Point, reached: str) -> list[str]:
-        return [name, *answer.describe_point(point), percent(point.use), reached]
+        return [name, *plan.describe_point(point), percent(point.use), reached]
 
     rows = [
-        row(f"{point.size} {answer.resource}", point, "reached" if answer.reaches(point) else "missed")
-        for point in answer.points
+        row(f"{point.size} {plan.resource}", point, "reached" if plan.reaches(point) else "missed")
+        for point in plan.points
     ]
-    rows.append(row(f"{answer.reference.size} {answer.resource}, {answer.today}", answer.reference, "today"))
-    smallest = [number for number, point in enumerate(answer.points) if point.size == answer.smallest]
-    heads = [f"{answer.policy} on", "mean ACT", "p95", "p99", "step time", "in use", "target"]
+    rows.append(row(f"{plan.reference.size} {plan.resource}, {plan.today}", plan.reference, "today"))
+    smallest = [number for number, point in enumerate(plan.points) if point.size == plan.smallest]
+    heads = [f"{plan.policy} on", "mean ACT", "p95", "p99", "step time", "in use", "target"]
     return table(heads, rows, highlighted=smallest)
 
 

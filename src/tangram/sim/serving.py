@@ -199,7 +199,7 @@ def _predict(model: Model, nodes: int, seeds: Sequence[int]) -> DisaggregationPr
     return DisaggregationPrediction(
         model=model.name,
         split=f"{nodes}P{NODES - nodes}D",
-        together_s=sum(together.seconds for together, _ in runs) / len(runs),
+        together_s=sum(unified.seconds for unified, _ in runs) / len(runs),
         split_s=sum(split.seconds for _, split in runs) / len(runs),
         simulated=_gain(runs),
         simulated_without_reuse=_gain(both(msgspec.structs.replace(SWE, rerenders_prompt=True))),
@@ -208,7 +208,7 @@ def _predict(model: Model, nodes: int, seeds: Sequence[int]) -> DisaggregationPr
 
 
 def _gain(runs: Sequence[tuple[ServingResult, ServingResult]]) -> float:
-    return _spread([together.seconds / split.seconds for together, split in runs]).mean
+    return _spread([unified.seconds / split.seconds for unified, split in runs]).mean
 
 
 def disaggregation_lines(predictions: Sequence[DisaggregationPrediction]) -> list[str]:

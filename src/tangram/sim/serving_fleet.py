@@ -187,11 +187,11 @@ class _Fleet:
         turn = session.trajectory.turns[session.turn]
         session.context += turn.observation_tokens
         if self._split is None:
-            engines, answer = self._preferred(session.trajectory.task), turn.answer_tokens
+            engines, answer_tokens = self._preferred(session.trajectory.task), turn.answer_tokens
         else:
-            engines, answer = self._by_class[self._split.prefill], 1
+            engines, answer_tokens = self._by_class[self._split.prefill], 1
         reusable = session.trajectory.reusable(session.context)
-        request = ServingRequest(session.index, session.context, answer, reusable=reusable)
+        request = ServingRequest(session.index, session.context, answer_tokens, reusable=reusable)
         self._dispatch(self._choose(session, PREFILL, engines), request, now)
 
     def _on_request_end(self, engine: ServingEngine, request: ServingRequest, now: float) -> None:
@@ -243,10 +243,12 @@ class _Fleet:
         done_at = free_at + lacking / self._split.link
         self._link_free_at[source.node] = self._link_free_at[target.node] = done_at
         self._sent_bytes += lacking
-        answer = session.trajectory.turns[session.turn].answer_tokens
+        answer_tokens = session.trajectory.turns[session.turn].answer_tokens
         self._call_at(
             done_at,
-            lambda at: self._dispatch(target, ServingRequest(session.index, session.context, answer, brought=True), at),
+            lambda at: self._dispatch(
+                target, ServingRequest(session.index, session.context, answer_tokens, brought=True), at
+            ),
         )
 
     # Events.

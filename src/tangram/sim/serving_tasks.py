@@ -109,16 +109,16 @@ def _trajectory(task: ServingTask, random: np.random.Generator) -> ServingTrajec
     for index in range(int(random.integers(task.turns[0], task.turns[1] + 1))):
         mean_tokens = task.observation_tokens if index else task.prompt_tokens
         observation = min(_lognormal_tokens(mean_tokens, task.spread, random), CONTEXT_TOKENS // 2)
-        answer = _lognormal_tokens(task.answer_tokens, task.spread, random)
+        answer_tokens = _lognormal_tokens(task.answer_tokens, task.spread, random)
         wait_s = _lognormal(task.environment_s, task.spread, random)
-        if context + observation + answer > CONTEXT_TOKENS:
+        if context + observation + answer_tokens > CONTEXT_TOKENS:
             # The context is full: the turn is truncated, or dropped if no answer fits, and is the last one.
-            answer = CONTEXT_TOKENS - context - observation
-            if answer >= 1:
-                turns.append(ServingTurn(observation, answer, wait_s))
+            answer_tokens = CONTEXT_TOKENS - context - observation
+            if answer_tokens >= 1:
+                turns.append(ServingTurn(observation, answer_tokens, wait_s))
             break
-        turns.append(ServingTurn(observation, answer, wait_s))
-        context += observation + answer
+        turns.append(ServingTurn(observation, answer_tokens, wait_s))
+        context += observation + answer_tokens
     return ServingTrajectory(
         task.name, _lognormal(task.reset_s, task.spread, random), tuple(turns), task.rerenders_prompt
     )

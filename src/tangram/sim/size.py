@@ -167,12 +167,12 @@ def _undisturbed_s(step: SimStep) -> float:
 
 def _demands(workload: Workload) -> Iterator[tuple[Demand, SimStep]]:
     """Yield every demand once, with a step that has it. Steps share their demand objects, so there are few."""
-    seen: dict[int, None] = {}
+    demands: dict[int, None] = {}
     for episode in workload.episodes:
         for turn in episode.turns:
             for step in turn.steps:
-                if id(step.demand) not in seen:
-                    seen[id(step.demand)] = None
+                if id(step.demand) not in demands:
+                    demands[id(step.demand)] = None
                     yield step.demand, step
 
 

@@ -108,10 +108,10 @@ def _sample_trajectories(recorded: Workload, batch: int | None, seed: int) -> Wo
     """Draw `batch` whole trajectories of a recording, each at its recorded start (None: each once)."""
     if batch is None:
         return msgspec.structs.replace(recorded, seed=seed)
-    picks = _draw_indices(batch, len(recorded.episodes), seed, "trajectory")
+    indices = _draw_indices(batch, len(recorded.episodes), seed, "trajectory")
     episodes = tuple(
-        msgspec.structs.replace(recorded.episodes[pick], id=f"{recorded.episodes[pick].run}/{k}")
-        for k, pick in enumerate(picks)
+        msgspec.structs.replace(recorded.episodes[index], id=f"{recorded.episodes[index].run}/{k}")
+        for k, index in enumerate(indices)
     )
     return msgspec.structs.replace(recorded, seed=seed, episodes=episodes)
 
@@ -153,18 +153,18 @@ def load_coding(
     trajectories = list(_read_calls(path).values())
     recorded = [_turns(calls) for calls in trajectories]
     memories = [_memory_steps(calls) if memory is None else memory for calls in trajectories]
-    picks = list(range(len(recorded))) if batch is None else _draw_indices(batch, len(recorded), seed, "trajectory")
-    endings = _reward_turns(_rewards_path(path, rewards), len(picks), seed, group, reward_cores_max, reward_exponent)
+    indices = list(range(len(recorded))) if batch is None else _draw_indices(batch, len(recorded), seed, "trajectory")
+    endings = _reward_turns(_rewards_path(path, rewards), len(indices), seed, group, reward_cores_max, reward_exponent)
     episodes = tuple(
         SimEpisode(
             id=f"{run}/{k}",
             run=run,
             task="coding",
             group=f"{run}/g{k // group}",
-            memory=memories[pick],
-            turns=(*recorded[pick], *ending),
+            memory=memories[index],
+            turns=(*recorded[index], *ending),
         )
-        for k, (pick, ending) in enumerate(zip(picks, endings, strict=True))
+        for k, (index, ending) in enumerate(zip(indices, endings, strict=True))
     )
     return Workload(name=path.stem, seed=seed, episodes=episodes)
 
@@ -183,7 +183,7 @@ def _check_coding_options(
 def _read_calls(path: Path) -> dict[str, list[_ToolCall]]:
     """Return the calls of each trajectory, in order."""
     calls_by_trajectory: dict[str, list[_ToolCall]] = {}
-    seen: dict[tuple[str, float], str] = {}
+    class_by_call: dict[tuple[str, float], str] = {}
     """Line of each call of a trajectory."""
     for line in _lines(path, CODING_COLUMNS):
         tool, category = line.name("tool"), line.name("category")
@@ -197,8 +197,8 @@ def _read_calls(path: Path) -> dict[str, list[_ToolCall]]:
             memory=line.number("mem_mb_max"),
         )
         trajectory = line.name("trajectory")
-        if seen.setdefault((trajectory, call.seq), line.where) != line.where:
-            first = seen[trajectory, call.seq]
+        if class_by_call.setdefault((trajectory, call.seq), line.where) != line.where:
+            first = class_by_call[trajectory, call.seq]
             raise InvalidTrace(f"{line.where} seq", line.cells["seq"], f"each number once in {trajectory}; see {first}")
         calls_by_trajectory.setdefault(trajectory, []).append(call)
     return {name: sorted(calls, key=lambda call: call.seq) for name, calls in calls_by_trajectory.items()}
@@ -243,7 +243,7 @@ def load_reward_tests(
     """Return the `elastic` workload with recorded durations: independent rewards with Poisson arrivals at that load."""
     path = Path(path)
     rows = [(task, seconds) for task, runs in _read_rewards(path).items() for seconds in runs]
-    picked = [rows[pick] for pick in _draw_indices(len(rows) if batch is None else batch, len(rows), seed, "reward")]
+    picked = [rows[index] for index in _draw_indices(len(rows) if batch is None else batch, len(rows), seed, "reward")]
     episodes = elastic.arrivals(
         [seconds for _, seconds in picked],
         [task for task, _ in picked],

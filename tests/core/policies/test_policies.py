@@ -350,11 +350,11 @@ def test_paper_makes_the_starts_that_trying_everything_finds(kind: str, degrees:
         assert sorted(started) == [action.name for action in waiting[:kept]], f"seed {seed}: not a prefix"
         exact, objective, division = best[kept - 1]
         # The ledger says what was taken; more of it is always faster, so that is the most that it holds.
-        got = tuple(
+        starts = tuple(
             max(units for units in action.units if taken(units) == started[action.name]) for action in waiting[:kept]
         )
-        cost = sum(action.seconds(units) for action, units in zip(waiting, got, strict=False))
-        assert cost == pytest.approx(exact), f"seed {seed}: {got} is no better than {division}"
+        cost = sum(action.seconds(units) for action, units in zip(waiting, starts, strict=False))
+        assert cost == pytest.approx(exact), f"seed {seed}: {starts} is no better than {division}"
         # The tail is left waiting as long as that lowers the sum: down to here it did, one further it does not.
         objectives = [whole for _, whole, _ in best]
         for longer in range(kept, len(best)):

@@ -74,8 +74,8 @@ def says(status: int, body: bytes = b"", **headers: str) -> Say:
 
 
 async def adds(request: Request) -> None:
-    said = json.loads(request.body)
-    await request.say(200, json.dumps({"score": said["left"] + said["right"]}).encode())
+    body = json.loads(request.body)
+    await request.say(200, json.dumps({"score": body["left"] + body["right"]}).encode())
 
 
 async def never(request: Request) -> None:
@@ -194,8 +194,8 @@ def test_retry_after_is_followed_unless_it_is_too_long(run: Run, monkeypatch: py
         finally:
             monkeypatch.undo()
         assert result.kind == "lost" and "with Retry-After of 3600 s" in result.reason
-        asked = [seconds for seconds in waited if seconds > 1]
-        assert asked[0] == 7.0 and 20.0 < asked[1] <= 30.0
+        pauses = [seconds for seconds in waited if seconds > 1]
+        assert pauses[0] == 7.0 and 20.0 < pauses[1] <= 30.0
 
     async def says_date(request: Request) -> None:
         await request.say(429, Retry_After=email.utils.formatdate(time.time() + 30, usegmt=True))
@@ -340,8 +340,8 @@ def test_invalid_options_of_an_endpoint_are_rejected_where_they_are_declared() -
 
 def test_headers_override_the_defaults_in_any_case(run: Run) -> None:
     async def test(bench: Bench, server: Server) -> None:
-        given = {"content-type": "application/x-ours", "X-Key": "süß"}
-        await bench.call(at(server, headers=given), left=1, right=2)
+        headers = {"content-type": "application/x-ours", "X-Key": "süß"}
+        await bench.call(at(server, headers=headers), left=1, right=2)
         head = server.requests[0].head
         assert head.lower().count("content-type:") == 1 and "application/x-ours" in head and "X-Key: süß\r\n" in head
 

@@ -516,10 +516,10 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             f"@function(cpus=0.1, idle_s={idle_s})\ndef score():\n    return os.getpid()\n"
         )
         (tmp_path / f"{name}.py").write_text(text)
-        found = __import__(name)
+        module = __import__(name)
         (tmp_path / f"{name}.py").write_text(above + text)
         names.append(name)
-        return found
+        return module
 
     yield write
     for name in names:
@@ -527,26 +527,28 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_module_that_cannot_be_imported_is_an_error_of_the_function(run: Run, written: Any, tmp_path: Path) -> None:
-    found = written("reward_broken", "print('so far')\nimport no_such_module\n")
+    module = written("reward_broken", "print('so far')\nimport no_such_module\n")
 
     async def test(bench: Bench) -> None:
-        results = await asyncio.gather(*(bench.try_call(found.score) for _ in range(3)))
+        results = await asyncio.gather(*(bench.try_call(module.score) for _ in range(3)))
         for result in results:
             assert result.error is not None and result.error.kind == "import"
             assert "No module named 'no_such_module'" in result.reason and result.stdout == "so far\n"
             assert "reward_broken.py" in result.error.traceback
         # The next call imports again: what was missing may be there by then.
         (tmp_path / "no_such_module.py").touch()
-        assert (await bench.try_call(found.score)).kind == "value"
+        assert (await bench.try_call(module.score)).kind == "value"
 
     run(test)
 
 
 def test_a_module_that_ends_the_process_is_our_failure_with_its_output(run: Run, written: Any) -> None:
-    found = written("reward_exits", "import os, sys\nsys.stderr.write('no licence')\nsys.stderr.flush()\nos._exit(4)\n")
+    module = written(
+        "reward_exits", "import os, sys\nsys.stderr.write('no licence')\nsys.stderr.flush()\nos._exit(4)\n"
+    )
 
     async def test(bench: Bench) -> None:
-        result = await bench.try_call(found.score)
+        result = await bench.try_call(module.score)
         assert result.kind == "lost" and "no licence" in result.reason
 
     run(test)
@@ -554,10 +556,10 @@ def test_a_module_that_ends_the_process_is_our_failure_with_its_output(run: Run,
 
 def test_a_module_that_ignores_the_ends_of_children_changes_nothing(run: Run, written: Any) -> None:
     ignored = "".join(f"signal.signal(signal.{name}, signal.SIG_IGN)\n" for name in ("SIGCHLD", "SIGTERM", "SIGINT"))
-    found = written("reward_signals", f"import signal\n{ignored}")
+    module = written("reward_signals", f"import signal\n{ignored}")
 
     async def test(bench: Bench) -> None:
-        pid = await bench.call(found.score)
+        pid = await bench.call(module.score)
         await until(lambda: bench.manager.statistics().fork_servers == 0)
         await until(lambda: not living(pid))
 
@@ -565,10 +567,10 @@ def test_a_module_that_ignores_the_ends_of_children_changes_nothing(run: Run, wr
 
 
 def test_a_module_that_takes_more_than_its_memory_is_an_error(run: Run, written: Any) -> None:
-    found = written("reward_large", "x = bytearray(600 << 20)\n")
+    module = written("reward_large", "x = bytearray(600 << 20)\n")
 
     async def test(bench: Bench) -> None:
-        result = await bench.try_call(found.score)
+        result = await bench.try_call(module.score)
         assert result.error is not None and result.error.kind == "memory"
         assert "give it more memory" in result.reason
 
@@ -578,7 +580,7 @@ def test_a_module_that_takes_more_than_its_memory_is_an_error(run: Run, written:
 def test_a_module_with_threads_is_imported_by_each_instance_and_logged_once(
     run: Run, written: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = written(
+    module = written(
         "reward_threads",
         "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n",
         idle_s=3.0,
@@ -586,9 +588,9 @@ def test_a_module_with_threads_is_imported_by_each_instance_and_logged_once(
 
     async def test(bench: Bench) -> None:
         with caplog.at_level(logging.WARNING, logger="tangram.functions"):
-            pids = await asyncio.gather(*(bench.call(found.score) for _ in range(3)))
+            pids = await asyncio.gather(*(bench.call(module.score) for _ in range(3)))
             assert len(set(pids)) == 3
-            assert await bench.call(found.score) in pids
+            assert await bench.call(module.score) in pids
         assert [record.message for record in caplog.records if "starts threads" in record.message][1:] == []
         assert "starts threads" in caplog.text
         await until(lambda: bench.manager.statistics().fork_servers == 0)
@@ -601,15 +603,15 @@ def test_an_import_that_hangs_can_be_cancelled_and_times_out(
 ) -> None:
     monkeypatch.setattr(lease, "START_WAIT_S", 0.05)
     monkeypatch.setattr(lease, "IMPORT_S_MAX", 1.5)
-    found = written("reward_hangs", f"import time\nopen({str(tmp_path / 'log')!r}, 'w').close()\ntime.sleep(600)\n")
+    module = written("reward_hangs", f"import time\nopen({str(tmp_path / 'log')!r}, 'w').close()\ntime.sleep(600)\n")
 
     async def test(bench: Bench) -> None:
-        task = asyncio.create_task(bench.try_call(found.score))
+        task = asyncio.create_task(bench.try_call(module.score))
         await until((tmp_path / "log").exists)
         task.cancel()
         await asyncio.wait({task})
         assert task.cancelled()
-        result = await bench.try_call(found.score)
+        result = await bench.try_call(module.score)
         assert result.error is not None and result.error.kind == "import"
         assert "was not imported within 1.5 s" in result.reason
         await until(lambda: bench.manager.statistics().fork_servers == 0)

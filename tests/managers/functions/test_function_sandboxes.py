@@ -313,15 +313,15 @@ def test_a_module_that_is_not_in_the_image_is_named_with_what_to_do(run: Run) ->
     from tests.managers.functions import rewards
 
     async def test(bench: Bench) -> None:
-        said = failure(await bench.try_call(rewards.add, 1, 2), "import")
-        assert "there is no module tests in image host" in said and "put it into an image" in said
+        message = failure(await bench.try_call(rewards.add, 1, 2), "import")
+        assert "there is no module tests in image host" in message and "put it into an image" in message
 
         @tangram.function(**SMALL)
         def takes(value: object) -> str:
             return type(value).__name__
 
-        said = failure(await bench.try_call(takes, rewards.Score(value=1.0)), "arguments")
-        assert "there is no module tests" in said
+        message = failure(await bench.try_call(takes, rewards.Score(value=1.0)), "arguments")
+        assert "there is no module tests" in message
 
     run(test)
 
@@ -336,8 +336,8 @@ def test_the_python_that_pickled_it_is_compared_with_that_inside(run: Run) -> No
     one.spec = lambda **options: msgspec.structs.replace(spec, paths=("/usr/lib/python38.zip",))  # type: ignore[assignment]
 
     async def test(bench: Bench) -> None:
-        said = failure(await bench.try_call(one), "import")
-        assert "pickled by Python 3.8" in said and "image host has Python 3." in said
+        message = failure(await bench.try_call(one), "import")
+        assert "pickled by Python 3.8" in message and "image host has Python 3." in message
 
     run(test)
     assert pickled_by(FunctionSpec(name="x", module="m", qualname="q", paths=("/home/me",))) is None
@@ -388,11 +388,11 @@ def test_out_of_memory_is_an_error_and_the_next_call_works(run: Run) -> None:
         return mib
 
     async def test(bench: Bench) -> None:
-        said = failure(await bench.try_call(takes, 200, "own"), "memory")
-        assert said == "out of memory: it has used up its limit of 64 MiB"
+        message = failure(await bench.try_call(takes, 200, "own"), "memory")
+        assert message == "out of memory: it has used up its limit of 64 MiB"
         assert await bench.call(takes, 1, "own") == MIB
-        said = failure(await bench.try_call(takes, 400, "shared"), "memory")
-        assert "64 MiB" in said
+        message = failure(await bench.try_call(takes, 400, "shared"), "memory")
+        assert "64 MiB" in message
         assert await bench.call(takes, 1, "own") == MIB
 
     run(test)
@@ -755,8 +755,8 @@ def test_an_endless_import_times_out(run: Run, monkeypatch: pytest.MonkeyPatch) 
         def __call__(self) -> None: ...
 
     async def test(bench: Bench) -> None:
-        said = failure(await bench.try_call(tangram.function(**SMALL)(Slow())), "import")
-        assert "was not imported within 0.5 s" in said
+        message = failure(await bench.try_call(tangram.function(**SMALL)(Slow())), "import")
+        assert "was not imported within 0.5 s" in message
 
     run(test)
 
@@ -1010,8 +1010,8 @@ def test_an_image_without_python_is_reported(run: Run, tmp_path: Path) -> None:
         return 1
 
     async def test(bench: Bench) -> None:
-        said = failure(await bench.try_call(one), "import")
-        assert "no python3" in said
+        message = failure(await bench.try_call(one), "import")
+        assert "no python3" in message
 
     run(test, image=_bare_image(tmp_path, run))
 

@@ -90,8 +90,8 @@ def test_a_caller_that_joins_a_stopping_run_gets_another_one_after_it(run: Run, 
         await until(lambda: len(lines(log)) == 2)
         assert not living(int(lines(log)[0])) and first.cancelled()
         go.touch()
-        found = [await second, await third]
-        assert [result.value for result in found] == [int(lines(log)[1])] * 2  # type: ignore[attr-defined]
+        results = [await second, await third]
+        assert [result.value for result in results] == [int(lines(log)[1])] * 2  # type: ignore[attr-defined]
         assert len(lines(log)) == 2
 
     run(test)
@@ -154,8 +154,8 @@ def test_a_caller_that_joins_a_refused_run_submits_its_own() -> None:
         made[1].end(Status.SUCCEEDED)
         ahead = iter(made)
         calls = [sharing.run(b"k", lambda: next(ahead), name, None) for name in ("a", "b")]
-        found = await asyncio.gather(*calls)
-        assert [settled.outcome.status for settled in found] == [Status.REFUSED, Status.SUCCEEDED]
+        results = await asyncio.gather(*calls)
+        assert [settled.outcome.status for settled in results] == [Status.REFUSED, Status.SUCCEEDED]
 
     asyncio.run(main())
 

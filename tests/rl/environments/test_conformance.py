@@ -412,12 +412,12 @@ def test_a_task_that_keeps_its_contract_passes() -> None:
     assert [finding.verdict for finding in report.findings] == ["ok"] * len(CHECKS), report.text()
 
 
-@pytest.mark.parametrize(("task", "requirement", "came"), BROKEN, ids=[task.__name__ for task, _, _ in BROKEN])
-def test_a_broken_contract_is_detected_and_reported(task: type[Parrot], requirement: str, came: str) -> None:
+@pytest.mark.parametrize(("task", "requirement", "actual"), BROKEN, ids=[task.__name__ for task, _, _ in BROKEN])
+def test_a_broken_contract_is_detected_and_reported(task: type[Parrot], requirement: str, actual: str) -> None:
     report = checked(task)
     finding = report.finding(requirement)
     assert finding.verdict == "failed", report.text()
-    assert came in finding.came
+    assert actual in finding.actual
     assert finding.expected and finding.advice, "what was expected, what came and what to do"
     assert not report.ok and finding in report.failed
 
@@ -449,7 +449,7 @@ def test_a_task_that_cannot_be_played_is_not_judged_further() -> None:
     report = checked(Raises)
     assert [finding.name for finding in report.failed] == ["plays"]
     assert {finding.verdict for finding in report.findings[2:]} == {"skipped"}
-    assert report.finding("words").came == "it can be checked once `plays` holds"
+    assert report.finding("words").actual == "it can be checked once `plays` holds"
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -463,8 +463,8 @@ def test_errors_of_close_are_reported_as_errors_of_close(hangs: bool) -> None:
     report = checked(Unclosed)
     (finding,) = report.failed
     assert finding.name == "closes" and finding.advice.startswith("release in close everything acquired")
-    assert ("within 0.2 s" if hangs else "RuntimeError: the lock is gone") in finding.came
-    assert report.finding("plays").came == "it can be checked once `closes` holds"
+    assert ("within 0.2 s" if hangs else "RuntimeError: the lock is gone") in finding.actual
+    assert report.finding("plays").actual == "it can be checked once `closes` holds"
 
 
 def test_a_check_reports_what_it_examined() -> None:
@@ -480,7 +480,7 @@ def test_an_action_that_takes_too_long_is_reported() -> None:
             return await (super().step(action) if len(action) > 100 else Parrot.step(self, action))
 
     finding = checked(Slow).finding("garbage")
-    assert finding.verdict == "failed" and "expected an answer within 0.2 s" in finding.came
+    assert finding.verdict == "failed" and "expected an answer within 0.2 s" in finding.actual
 
 
 def test_a_step_that_ignores_cancellation_is_reported_and_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,7 +500,7 @@ def test_a_step_that_ignores_cancellation_is_reported_and_abandoned(monkeypatch:
         return report
 
     finding = asyncio.run(test()).finding("plays")
-    assert finding.verdict == "failed" and "expected an answer within 0.05 s" in finding.came
+    assert finding.verdict == "failed" and "expected an answer within 0.05 s" in finding.actual
 
 
 def test_numbers_of_any_kind_are_rewards_and_metrics() -> None:
@@ -519,7 +519,7 @@ def test_what_a_task_does_not_have_is_skipped_and_not_held_against_it() -> None:
 
     report = checked(Bare)
     assert report.ok
-    skipped = {finding.name: finding.came for finding in report.findings if finding.verdict == "skipped"}
+    skipped = {finding.name: finding.actual for finding in report.findings if finding.verdict == "skipped"}
     assert set(skipped) == {"words", "tokens_fit", "random", "teacher", "expert"}
     assert skipped["expert"] == "it has no agent `expert`"
 
@@ -591,7 +591,7 @@ def test_a_failed_preparation_is_reported() -> None:
             yield
 
     finding = checked(Dark).finding("plays")
-    assert finding.verdict == "failed" and finding.came == "OSError: no light"
+    assert finding.verdict == "failed" and finding.actual == "OSError: no light"
 
 
 def test_the_same_check_finds_the_same() -> None:

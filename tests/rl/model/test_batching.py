@@ -133,18 +133,18 @@ def test_a_token_of_stop_ends_a_request_and_is_part_of_it() -> None:
     tokens = run(machine)["r1"].tokens
     stop = tokens[4]
     machine.add(request(1, tokens_max=20, stop=(stop,)))
-    got = run(machine)["r1"]
-    assert got.finish == "stop"
-    assert got.tokens == tokens[: tokens.index(stop) + 1]
+    generation = run(machine)["r1"]
+    assert generation.finish == "stop"
+    assert generation.tokens == tokens[: tokens.index(stop) + 1]
 
 
 def test_a_request_that_fills_the_context_ends_with_length() -> None:
     machine = batcher()
     sent = request(1, CONTEXT - 4, tokens_max=20)
     machine.add(sent)
-    got = run(machine)["r1"]
-    assert (len(got.tokens), got.finish) == (4, "length")
-    assert_as_if_alone(sent, got)
+    generation = run(machine)["r1"]
+    assert (len(generation.tokens), generation.finish) == (4, "length")
+    assert_as_if_alone(sent, generation)
 
 
 @pytest.mark.parametrize(
@@ -232,9 +232,9 @@ def test_a_few_tokens_are_prefilled_together_with_decoding_requests() -> None:
     sent = request(7, 4)
     machine.add(sent)
     assert [machine.step()[1:] for _ in range(4)] == [(1, 3), (1, 3), (1, 3), (0, 4)]
-    got = run(machine)["r7"]
-    assert got.prefilled == 4
-    assert_as_if_alone(sent, got)
+    generation = run(machine)["r7"]
+    assert generation.prefilled == 4
+    assert_as_if_alone(sent, generation)
 
     machine.add(request(8, 1, tokens_max=20))
     machine.step()
@@ -276,15 +276,15 @@ def test_the_tokens_so_far_are_returned_once() -> None:
     machine.add(request(1, 3, tokens_max=9))
     partials = []
     while machine.busy:
-        got = dict(machine.step().done)
+        done = dict(machine.step().done)
         if len(partials) % 2:
             partials += machine.take_deltas()
         else:
             partials += [None]
     parts = [each for each in partials if each is not None]
     tokens = tuple(token for each in parts for token in each.tokens)
-    assert tokens == got["r1"].tokens[: len(tokens)] and len(tokens) >= 7
-    assert tuple(logprob for each in parts for logprob in each.logprobs) == got["r1"].logprobs[: len(tokens)]
+    assert tokens == done["r1"].tokens[: len(tokens)] and len(tokens) >= 7
+    assert tuple(logprob for each in parts for logprob in each.logprobs) == done["r1"].logprobs[: len(tokens)]
 
 
 # ---- sessions ----
@@ -294,8 +294,8 @@ def test_the_next_request_of_a_session_reads_only_what_is_new() -> None:
     machine = batcher()
     first = request(1, session="s")
     machine.add(first)
-    got = run(machine)["r1"]
-    more = first.tokens + got.tokens + (3, 1, 4)
+    generation = run(machine)["r1"]
+    more = first.tokens + generation.tokens + (3, 1, 4)
     second = GenerationRequest(id="r2", session="s", tokens=more, sampling=first.sampling, noise=first.noise)
     machine.add(second)
     again = run(machine)["r2"]
@@ -365,10 +365,10 @@ def test_more_sessions_than_slots_keep_what_was_read() -> None:
             machine.add(each)
         generations = run(machine)
         for each in requests:
-            got = generations[each.id]
-            assert_as_if_alone(each, got)
-            assert got.prefilled == (4 if turn else 8)
-            texts[each.id] = each.tokens + got.tokens + (turn, 1, 2)
+            generation = generations[each.id]
+            assert_as_if_alone(each, generation)
+            assert generation.prefilled == (4 if turn else 8)
+            texts[each.id] = each.tokens + generation.tokens + (turn, 1, 2)
 
 
 def test_of_the_sessions_that_are_kept_the_longest_unused_one_goes_first() -> None:
@@ -379,9 +379,9 @@ def test_of_the_sessions_that_are_kept_the_longest_unused_one_goes_first() -> No
     reused = {}
     for number in (4, 3, 1, 2):
         machine.add(request(number, session=f"s{number}"))
-        got = run(machine)[f"r{number}"]
-        reused[number] = got.reused
-        assert_as_if_alone(request(number), got)
+        generation = run(machine)[f"r{number}"]
+        reused[number] = generation.reused
+        assert_as_if_alone(request(number), generation)
     assert reused == {4: 9, 3: 9, 1: 9, 2: 0}
 
 
@@ -394,9 +394,9 @@ def test_what_is_kept_is_void_after_an_update() -> None:
     assert machine.statistics().resident == 0
     for number in (1, 2, 3):
         machine.add(request(number, session=f"s{number}"))
-        got = run(machine)[f"r{number}"]
-        assert got.reused == 0
-        assert_as_if_alone(request(number), got)
+        generation = run(machine)[f"r{number}"]
+        assert generation.reused == 0
+        assert_as_if_alone(request(number), generation)
 
 
 def test_two_requests_of_a_session_at_once_do_not_share_a_slot() -> None:
@@ -434,25 +434,25 @@ def test_a_continuation_after_an_update_equals_a_fresh_prefill_under_the_new_wei
     machine.add(sent)
     run(machine, steps=1 + before)  # one to read the first chunk
     machine.update(model(1, dtype), 1)
-    got = run(machine)["r1"]
-    old = got.versions.count(0)
-    assert got.versions == (0,) * old + (1,) * (10 - old) and old == before
-    assert got.prefilled == (12 + old + (12 if old else 8))
-    assert_as_if_alone(sent, got, dtype)
+    generation = run(machine)["r1"]
+    old = generation.versions.count(0)
+    assert generation.versions == (0,) * old + (1,) * (10 - old) and old == before
+    assert generation.prefilled == (12 + old + (12 if old else 8))
+    assert_as_if_alone(sent, generation, dtype)
 
     fresh = batcher(dtype=dtype)
     fresh.update(model(1, dtype), 1)
     fresh.add(
         GenerationRequest(
             id="fresh",
-            tokens=sent.tokens + got.tokens[:old],
+            tokens=sent.tokens + generation.tokens[:old],
             sampling=Sampling(tokens_max=10 - old),
             noise=sent.noise,
         )
     )
     alone = run(fresh)["fresh"]
-    assert alone.tokens == got.tokens[old:]
-    assert alone.logprobs == pytest.approx(got.logprobs[old:], abs=TOLERANCE[dtype])
+    assert alone.tokens == generation.tokens[old:]
+    assert alone.logprobs == pytest.approx(generation.logprobs[old:], abs=TOLERANCE[dtype])
 
 
 def test_nothing_that_was_read_under_old_weights_is_used_again() -> None:
@@ -462,9 +462,9 @@ def test_nothing_that_was_read_under_old_weights_is_used_again() -> None:
     machine.update(model(1), 1)
     assert machine.statistics().resident == 0
     machine.add(request(1, session="s"))
-    got = run(machine)["r1"]
-    assert (got.reused, set(got.versions)) == (0, {1})
-    assert_as_if_alone(request(1), got)
+    generation = run(machine)["r1"]
+    assert (generation.reused, set(generation.versions)) == (0, {1})
+    assert_as_if_alone(request(1), generation)
 
 
 OPERATIONS = st.one_of(
@@ -556,8 +556,8 @@ def test_deterministic_writing_reads_everything_again_rather_than_what_a_neighbo
     assert run(machine)["r1"].reused == 0
 
 
-def _bits(got: Generation) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    return got.tokens, tuple(logprob.hex() for logprob in got.logprobs)
+def _bits(generation: Generation) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    return generation.tokens, tuple(logprob.hex() for logprob in generation.logprobs)
 
 
 # ---- emulated hardware, and what it took ----
@@ -572,9 +572,9 @@ def test_emulated_hardware_takes_at_least_the_configured_time() -> None:
 
     machine = batcher(now=lambda: 0.0, pace=pace, prefill_s_per_token=2.0, decode_s_per_step=7.0)
     machine.add(request(1, 10, tokens_max=3))
-    got = run(machine)["r1"]
+    generation = run(machine)["r1"]
     assert paced == [(0.0, 16.0), (0.0, 4.0), (0.0, 7.0), (0.0, 7.0)]
-    assert (got.prefill_s, got.decode_s, got.prefilled) == (20.0, 14.0, 10)
+    assert (generation.prefill_s, generation.decode_s, generation.prefilled) == (20.0, 14.0, 10)
     known = machine.statistics()
     assert (known.prefill_s, known.decode_s, known.steps) == (20.0, 14.0, 4)
     assert (known.prefill_tokens, known.decode_tokens) == (10, 2)

@@ -40,9 +40,9 @@ def model(dtype: Any = torch.float32, seed: int = 3) -> Transformer:
     return Transformer.new(small_config(VOCABULARY, width=16, heads=2, context_max=96), seed, dtype)
 
 
-def learner(given: TrainSettings | None = None, of: Any = None, **objective: Any) -> Learner:
-    given = given or settings(objective)
-    return Learner(given, model() if of is None else of, reward_low=LOW, tokens_longest=32)
+def learner(train_settings: TrainSettings | None = None, of: Any = None, **objective: Any) -> Learner:
+    train_settings = train_settings or settings(objective)
+    return Learner(train_settings, model() if of is None else of, reward_low=LOW, tokens_longest=32)
 
 
 def weights(of: Learner) -> list[Any]:
@@ -478,14 +478,14 @@ def test_a_warm_start_comes_first_and_shows_something() -> None:
     ids=["plain", "reference", "chance"],
 )
 def test_after_restoring_the_next_steps_are_the_same_to_the_last_bit(tmp_path: Path, options: Any) -> None:
-    given = settings({"minibatch": 5, **options}, {"mode": "start-bound"}, seed=7)
-    one = learner(given)
+    train_settings = settings({"minibatch": 5, **options}, {"mode": "start-bound"}, seed=7)
+    one = learner(train_settings)
     one.imitate(shown(0))
     for version in range(3):
         one.step(played(version, version=version))
     (tmp_path / "buffer").write_text("foreign content")
     one.save(tmp_path)
-    other = learner(given, of=model(seed=99))
+    other = learner(train_settings, of=model(seed=99))
     other.imitate(shown(1))
     other.restore(tmp_path)
     assert other.version == 3
@@ -522,13 +522,13 @@ def test_settings_that_changed_count_after_restoring(tmp_path: Path) -> None:
 
 
 def test_the_reference_is_the_policy_before_the_first_step(tmp_path: Path) -> None:
-    given = settings({"kl": 0.1}, {"mode": "start-bound"})
-    one = learner(given)
+    train_settings = settings({"kl": 0.1}, {"mode": "start-bound"})
+    one = learner(train_settings)
     one.save(tmp_path)  # before the first step
     first = weights(one)
     one.step(played(0))
     assert far(weights(one), first) > 0.0
-    other = learner(given, of=model(seed=99))
+    other = learner(train_settings, of=model(seed=99))
     other.restore(tmp_path)
     other.step(played(0))
     assert same(weights(one), weights(other))
@@ -574,8 +574,8 @@ def test_an_unwritable_folder_is_reported(tmp_path: Path) -> None:
     ],
 )
 def test_the_learning_rate_rises_and_falls(options: dict[str, Any], rates: list[float]) -> None:
-    given = settings({"learning_rate": 1.0, **options}, {"steps": 4})
-    assert [learning_rate(version, given) for version in range(5)] == pytest.approx(rates)
+    train_settings = settings({"learning_rate": 1.0, **options}, {"steps": 4})
+    assert [learning_rate(version, train_settings) for version in range(5)] == pytest.approx(rates)
 
 
 # ---- external models ----------------------------------------------------------------------------------------------
@@ -601,9 +601,9 @@ def test_a_model_of_another_kind_trains_and_is_restored(tmp_path: Path) -> None:
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY, n_positions=96, n_embd=16, n_layer=1, n_head=2, bos_token_id=None, eos_token_id=None
     )
-    given = settings({"minibatch": 5, "kl": 0.1}, {"mode": "start-bound"})
+    train_settings = settings({"minibatch": 5, "kl": 0.1}, {"mode": "start-bound"})
     torch.manual_seed(0)
-    one, other = (learner(given, of=transformers.GPT2LMHeadModel(config)) for _ in range(2))
+    one, other = (learner(train_settings, of=transformers.GPT2LMHeadModel(config)) for _ in range(2))
     before = one.imitate(shown(0))
     for _ in range(30):
         after = one.imitate(shown(0))

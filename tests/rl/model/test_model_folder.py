@@ -178,16 +178,16 @@ def test_positions_are_read_as_transformers_4_wrote_them(tmp_path: Path, kind: s
 
 def test_what_old_checkpoints_derive_from_the_config_is_passed_over(llama: Path) -> None:
     expected = logits(load(llama))
-    change(llama, lambda found: found.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
+    change(llama, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
     assert torch.equal(logits(load(llama)), expected)
 
 
 def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path: Path) -> None:
     theirs("llama-tied").save_pretrained(tmp_path)
     expected = logits(load(tmp_path))
-    change(tmp_path, lambda found: found.update({"lm_head.weight": found["model.embed_tokens.weight"].clone()}))
+    change(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
     assert torch.equal(logits(load(tmp_path)), expected)
-    change(tmp_path, lambda found: found["lm_head.weight"].add_(1.0))
+    change(tmp_path, lambda tensors: tensors["lm_head.weight"].add_(1.0))
     with pytest.raises(InvalidConfig, match="tie_word_embeddings"):
         load(tmp_path)
 
@@ -299,11 +299,11 @@ def test_what_would_be_computed_wrongly_is_refused_by_its_name(llama: Path, fiel
 
 
 def without(name: str) -> Callable[[dict[str, Any]], object]:
-    return lambda found: found.pop(name)
+    return lambda tensors: tensors.pop(name)
 
 
 def replaced(name: str, tensor: Any) -> Callable[[dict[str, Any]], object]:
-    return lambda found: found.update({name: tensor})
+    return lambda tensors: tensors.update({name: tensor})
 
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"

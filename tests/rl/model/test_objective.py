@@ -34,7 +34,7 @@ def logs(probabilities: Any) -> Any:
 def bandit(theta: Any, settings: ObjectiveSettings, **fields: Any) -> objective.LossInputs:
     """Each of the three arms, chosen once."""
     start, sampler = logs(START), logs(SAMPLER)
-    given = dict(
+    inputs = dict(
         logprobs=theta.log_softmax(0),
         old_logprobs=start,
         rollout_logprobs=sampler,
@@ -45,7 +45,7 @@ def bandit(theta: Any, settings: ObjectiveSettings, **fields: Any) -> objective.
         entropy=None,
         ref_logprobs=None,
     )
-    return objective.LossInputs(**(given | fields))
+    return objective.LossInputs(**(inputs | fields))
 
 
 def gradient(settings: ObjectiveSettings, at: Any = None, **fields: Any) -> list[float]:

@@ -48,10 +48,10 @@ def gpt2() -> Any:
 def of(samples: PackedSamples, policy: Any, rows_max: int = 64, **options: Any) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities and entropies of all action tokens."""
     logprobs, entropies = np.zeros((2, len(samples.targets)))
-    for asked in samples.microbatches(np.arange(len(samples)), rows_max, policy.vocabulary):
-        scored = score(policy, asked, entropy=True, **options)
-        logprobs[asked.action_indices] = scored.logprobs.detach().numpy()
-        entropies[asked.action_indices] = scored.entropy.detach().numpy()
+    for microbatch in samples.microbatches(np.arange(len(samples)), rows_max, policy.vocabulary):
+        scored = score(policy, microbatch, entropy=True, **options)
+        logprobs[microbatch.action_indices] = scored.logprobs.detach().numpy()
+        entropies[microbatch.action_indices] = scored.entropy.detach().numpy()
     return logprobs, entropies
 
 
@@ -90,7 +90,7 @@ def test_texts_of_different_lengths_are_read_apart() -> None:
     short = [trajectory(turn([1], [2]), member=number) for number in range(20)]
     long = [trajectory(turn([1] * 40, [2] * 9), member=number) for number in range(20)]
     samples = PackedSamples.from_trajectories([each for pair in zip(short, long, strict=True) for each in pair])
-    shapes = [tuple(asked.tokens.shape) for asked in samples.microbatches(np.arange(40), 64, VOCABULARY)]
+    shapes = [tuple(microbatch.tokens.shape) for microbatch in samples.microbatches(np.arange(40), 64, VOCABULARY)]
     assert shapes == [(20, 1), (20, 48)]
 
 

@@ -60,8 +60,8 @@ def test_it_writes_while_it_fetches_and_what_it_writes_is_what_it_would_have_wri
 
     async def test() -> None:
         fetch = asyncio.create_task(engine.fetch(slow))
-        got = await engine.generate(request(1, tokens_max=20))
-        assert (got.tokens, set(got.versions)) == (in_process(request(1, tokens_max=20)), {0})
+        generation = await engine.generate(request(1, tokens_max=20))
+        assert (generation.tokens, set(generation.versions)) == (in_process(request(1, tokens_max=20)), {0})
         assert not fetch.done()
         open_up(slow)
         with pytest.raises(ManagerError, match=r"keeps its weights: version 7.*expected \d+ bytes, got 0") as failed:
@@ -84,10 +84,10 @@ def test_what_was_fetched_is_taken_by_the_update_and_not_before(published: list[
         await engine.suspend()
         await engine.update(published[1])
         await engine.resume()
-        got = await going
-        old = got.versions.count(0)
-        assert got.versions == (0,) * old + (1,) * (40 - old) and 0 < old < 40
-        assert got.prefilled == 5 + 5 + old
+        generation = await going
+        old = generation.versions.count(0)
+        assert generation.versions == (0,) * old + (1,) * (40 - old) and 0 < old < 40
+        assert generation.prefilled == 5 + 5 + old
         after = await engine.generate(request(3))
         assert (after.tokens, set(after.versions)) == (in_process(request(3), 1), {1})
         await until(lambda: engine.statistics().version == 1)

@@ -29,8 +29,8 @@ def test_output_is_returned_in_order_with_its_end() -> None:
         for stream, data in ((STDOUT, b"one "), (STDOUT, b"two"), (STDERR, b"!"), (STDOUT, b"three")):
             output(stream, data)
         output.close()
-        *told, end = await read(output)
-        assert [(chunk.offset, chunk.stream, chunk.data) for chunk in told] == [
+        *chunks, end = await read(output)
+        assert [(chunk.offset, chunk.stream, chunk.data) for chunk in chunks] == [
             (0, "stdout", b"one two"),
             (7, "stderr", b"!"),
             (8, "stdout", b"three"),
@@ -76,8 +76,8 @@ def test_every_byte_is_returned_once_or_counted_as_skipped(seed: int) -> None:
         async with asyncio.timeout(DEADLINE_S):
             readers = [asyncio.create_task(follow()) for _ in range(5)]
             await write()
-            for told, skipped in await asyncio.gather(*readers):
-                assert told + skipped == len(written)
+            for returned, skipped in await asyncio.gather(*readers):
+                assert returned + skipped == len(written)
 
     asyncio.run(main())
 

@@ -262,9 +262,9 @@ def test_a_run_that_ends_takes_everything_along_and_leaves_other_runs_alone(tmp_
             assert [box["run"] for box in view["sandboxes"]] == [b.name] and view["running_total"] == 0
             again = (await admin.ask("POST", f"/v1/runs/{a.name}", {})).json["token"]
             other = Caller(a.session, a.address, again, a.name)
-            for asked in asks("secretaction", "secretbox", "secretimage", "secretkey"):
-                response = await said(other, asked)
-                assert response.status == 204 or response.status >= 400 or response.json == {"name": ""}, asked
+            for request in asks("secretaction", "secretbox", "secretimage", "secretkey"):
+                response = await said(other, request)
+                assert response.status == 204 or response.status >= 400 or response.json == {"name": ""}, request
             assert (await other.ask("GET", "/v1/actions/secretaction-done", wait_s=0)).code == "not_found"
             assert (await b.ask("GET", "/v1/actions/mine", wait_s=0)).json["state"] == "settled"
             assert (await b.ask("DELETE", "/v1/images/mine")).status == 204

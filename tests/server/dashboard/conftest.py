@@ -74,10 +74,10 @@ class Screen:
         """Waits until it is true. The browser's own waiting would evaluate strings inside the page, which its policy
         forbids."""
         deadline = time.monotonic() + PATIENCE_S
-        while not (found := self.js(condition)):
+        while not (value := self.js(condition)):
             assert time.monotonic() < deadline, f"expected within {PATIENCE_S:g} s: {condition}; {self.faults}"
             self.page.wait_for_timeout(20)
-        return found
+        return value
 
     def views(self, more: int = 1) -> None:
         """Waits for that many further views. A page that is online again fetches one without waiting its second."""

@@ -118,7 +118,7 @@ class Model:
         self.waiting: deque[Doing] = deque()
         self.running: list[Doing] = []
         self.rows: list[v.TimelineRow] = []
-        self.told: dict[str, tuple[Doing, str]] = {}
+        self.changes_by_id: dict[str, tuple[Doing, str]] = {}
         self.spent: deque[float] = deque()
         self.resident = [""] * DEVICES
         self.history: deque[v.HistoryBucket] = deque(maxlen=v.BUCKETS_MAX)
@@ -180,7 +180,7 @@ class Model:
         )
         walk.acting = doing
         self.waiting.append(doing)
-        self.told[doing.id] = (doing, "queued")
+        self.changes_by_id[doing.id] = (doing, "queued")
 
     def admit(self) -> None:
         closed: set[str] = set()
@@ -202,7 +202,7 @@ class Model:
                 self.spent.append(self.now)
             text = f"granted {doing.units} of {doing.kind.pool} after {self.now - doing.submitted_s:.1f} s"
             doing.lines.append(v.StoryLine(at_s=self.now, text=text))
-            self.told[doing.id] = (doing, "running")
+            self.changes_by_id[doing.id] = (doing, "running")
 
     def places(self, doing: Doing) -> tuple[int, ...] | None:
         """Where it would run now; None: nowhere."""
@@ -234,7 +234,7 @@ class Model:
             v.StoryLine(at_s=began, text=f"started on node-a, NUMA or devices {list(doing.parts)}"),
             v.StoryLine(at_s=self.now, text=f"{doing.status} after {execution:.2f} s of execution"),
         ]
-        self.told[doing.id] = (doing, doing.status)
+        self.changes_by_id[doing.id] = (doing, doing.status)
         cpu = doing.units if doing.kind.pool == "cpu" else 0
         times = (doing.submitted_s, doing.granted_s, self.now, waiting, execution, doing.overhead_s)
         who = (doing.id, doing.tenant.name, walk.name, doing.kind.name, doing.status)
@@ -451,9 +451,9 @@ class Model:
         return v.TimelineView(instance=self.instance, rows=rows, last=last, forgotten=first - after)
 
     def story(self, id: str) -> v.Story | None:
-        if id not in self.told:
+        if id not in self.changes_by_id:
             return None
-        doing, status = self.told[id]
+        doing, status = self.changes_by_id[id]
         explanation = {"queued": self.reason, "running": where}.get(status, ending)(doing)
         return v.Story(
             id=id,

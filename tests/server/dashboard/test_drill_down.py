@@ -99,17 +99,19 @@ def test_the_story_of_a_live_action_goes_on_until_it_has_settled(screen: Opener,
     page.until(settled)
     page.frame()
     assert page.texts("#story li > span")[-1].startswith(doing.status)
-    asked = sum(1 for path in busy.requests if "/story" in path)
+    request_count = sum(1 for path in busy.requests if "/story" in path)
     page.views(3)
-    assert sum(1 for path in busy.requests if "/story" in path) == asked, "what has settled is not asked for again"
+    assert sum(1 for path in busy.requests if "/story" in path) == request_count, (
+        "what has settled is not asked for again"
+    )
 
 
 def test_ids_are_encoded_in_the_address_of_their_story(screen: Opener, still: FakeService) -> None:
     page = screen(still).go("actions")
     page.page.click("tbody .link >> nth=0")
     page.until("document.getElementById('story').dataset.lines !== undefined")
-    asked = [address for address in page.addresses if address.endswith("/story")]
-    assert asked and "%2F" in asked[0]
+    addresses = [address for address in page.addresses if address.endswith("/story")]
+    assert addresses and "%2F" in addresses[0]
 
 
 def test_escape_closes_the_story_and_gives_the_focus_back(screen: Opener, still: FakeService) -> None:
@@ -139,7 +141,7 @@ def test_a_reload_keeps_page_run_story_and_search(screen: Opener, still: FakeSer
     page.page.keyboard.press("Enter")
     page.until(f"document.getElementById('story').dataset.of === '{row.id}'")
     page.until("location.hash.includes('find=') && location.hash.includes('from=')")
-    seen = (page.plot("from"), page.plot("to"))
+    time_range = (page.plot("from"), page.plot("to"))
     page.page.reload()
     page.until("document.querySelector('canvas.plot')?.dataset.frame && document.body.dataset.complete === 'true'")
     page.until(f"document.getElementById('story').dataset.of === '{row.id}'")
@@ -147,7 +149,7 @@ def test_a_reload_keeps_page_run_story_and_search(screen: Opener, still: FakeSer
     assert page.js("document.querySelector('.filter').value") == "coding-rl"
     assert page.js("document.querySelector('.search').value") == row.id
     now = (page.plot("from"), page.plot("to"))
-    assert [float(end) for end in now] == pytest.approx([float(end) for end in seen], abs=0.01)
+    assert [float(end) for end in now] == pytest.approx([float(end) for end in time_range], abs=0.01)
 
 
 def test_back_goes_one_step_back(screen: Opener, still: FakeService) -> None:

@@ -47,8 +47,8 @@ def test_elements_that_did_not_change_are_kept(screen: Opener, still: FakeServic
 def test_rows_are_requested_once(screen: Opener, busy: FakeService) -> None:
     page = screen(busy).go()
     page.views(3)
-    asked = [path for path in busy.requests if path.startswith("/v1/timeline")]
-    after = [int(path.split("after=")[1].split("&")[0]) for path in asked]
+    requests = [path for path in busy.requests if path.startswith("/v1/timeline")]
+    after = [int(path.split("after=")[1].split("&")[0]) for path in requests]
     assert after[0] == 0
     assert after[1] >= 400
     assert after == sorted(after)

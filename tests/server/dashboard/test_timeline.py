@@ -156,9 +156,9 @@ def test_hovering_over_an_action_shows_its_details_and_a_click_opens_its_story(p
     page.until("document.getElementById('tooltip').hidden")
     page.page.mouse.move(x, y)
     page.until("!document.getElementById('tooltip').hidden")
-    told = page.text("#tooltip")
+    tooltip = page.text("#tooltip")
     for words in (row.id, row.name, row.trajectory, "waiting", "overhead", "execution", "node-a"):
-        assert words in told
+        assert words in tooltip
     page.page.mouse.click(x, y)
     page.until(f"document.getElementById('story').dataset.of === '{row.id}'")
     page.until("document.getElementById('story').dataset.lines === '4'")

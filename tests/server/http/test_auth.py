@@ -396,7 +396,7 @@ def test_what_the_admin_changes_is_in_the_log(tmp_path: Path, caplog: pytest.Log
 
     asyncio.run(main())
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
-    for wanted in [
+    for expected in [
         "run made run=new weight=2",
         "run changed run=new weight=3",
         "token renewed run=new",
@@ -405,13 +405,13 @@ def test_what_the_admin_changes_is_in_the_log(tmp_path: Path, caplog: pytest.Log
         "node changed node=local state=draining",
         "run revoked run=new",
     ]:
-        assert wanted in lines
+        assert expected in lines
 
 
 def test_what_only_the_admin_may_do_no_run_does(tmp_path: Path) -> None:
     async def main() -> None:
         async with tenants(tmp_path) as (_, admin, a, _):
-            asks = [
+            requests = [
                 ("GET", "/v1/runs", None),
                 ("POST", "/v1/runs/mine", {}),
                 ("PATCH", f"/v1/runs/{a.name}", {"weight": 100.0}),
@@ -427,7 +427,7 @@ def test_what_only_the_admin_may_do_no_run_does(tmp_path: Path) -> None:
                 ("GET", "/metrics", None),
             ]
             before = (await admin.ask("GET", "/v1/runs")).json
-            for method, path, record in asks:
+            for method, path, record in requests:
                 response = await a.ask(method, path, record)
                 assert (response.status, response.code) == (403, "forbidden"), path
             assert (await admin.ask("GET", "/v1/runs")).json == before

@@ -275,7 +275,7 @@ def test_a_full_temporary_disk_is_reported_and_not_a_bug(
             await caller.open()
             work = {"type": "Exec", "command": "cat > large", "stdin": base64.b64encode(content).decode()}
             await caller.submit("make", work, sandbox="box")
-            asks = (
+            requests = (
                 caller.ask("PUT", "/v1/sandboxes/box/files", body=content, path="x"),
                 caller.ask("PUT", "/v1/sandboxes/box/tree", body=content, path="x"),
                 caller.ask("POST", "/v1/images", body=content),
@@ -283,10 +283,10 @@ def test_a_full_temporary_disk_is_reported_and_not_a_bug(
                 caller.ask("GET", "/v1/sandboxes/box/tree", path="large"),
                 caller.run("tell", "cat large"),
             )
-            for failed in [await ask for ask in asks]:
+            for failed in [await ask for ask in requests]:
                 assert (failed.status, failed.code, failed.error["retry"]) == (502, "manager_failed", True), failed
                 assert "TMPDIR" in failed.error["message"] and str(small_folder) not in failed.error["message"]
-            assert len([each for each in caplog.records if "no room for temporary" in each.message]) == len(asks)
+            assert len([each for each in caplog.records if "no room for temporary" in each.message]) == len(requests)
             small = await caller.ask("PUT", "/v1/sandboxes/box/files", body=b"small", path="x")
             assert small.status == 204
 

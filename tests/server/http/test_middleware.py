@@ -278,7 +278,7 @@ BAD_NAMES = ["%2e%2e", ".", "..%2fx", "x%2fy", "%00", "x%00", "x%0a", "x%0d%0ay"
 def test_names_in_paths_reach_only_the_named_object(tmp_path: Path) -> None:
     async def main() -> None:
         async with local_service(tmp_path) as caller:
-            asks: list[tuple[str, str, Any]] = [
+            requests: list[tuple[str, str, Any]] = [
                 ("GET", "/v1/actions/{}", None),
                 ("GET", "/v1/actions/{}/output", None),
                 ("POST", "/v1/actions/{}/cancel", None),
@@ -302,7 +302,7 @@ def test_names_in_paths_reach_only_the_named_object(tmp_path: Path) -> None:
                 ("PATCH", "/v1/pools/{}", {"total": 1}),
                 ("PATCH", "/v1/nodes/{}", {"state": "up"}),
             ]
-            for name, (method, path, record) in itertools.product(BAD_NAMES, asks):
+            for name, (method, path, record) in itertools.product(BAD_NAMES, requests):
                 response = await caller.ask(method, path.format(name), record, path="x", wait_s=0)
                 assert response.code in ("invalid_action", "not_found", "no_such_method"), (
                     method,

@@ -31,8 +31,8 @@ DOCUMENT = msgspec.json.decode(openapi_document())
 
 
 def operations() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    for path, found in DOCUMENT["paths"].items():
-        for method, operation in found.items():
+    for path, operations_of_path in DOCUMENT["paths"].items():
+        for method, operation in operations_of_path.items():
             yield method.upper(), path, operation
 
 
@@ -178,8 +178,8 @@ def test_every_valid_request_of_the_document_gets_a_documented_response(tmp_path
     with live(tmp_path) as address:
         schema = schemathesis.openapi.from_url(f"{address}/openapi.json")
         failures = []
-        for found in schema.get_all_operations():
-            operation = found.ok()
+        for operations_of_path in schema.get_all_operations():
+            operation = operations_of_path.ok()
             takes_something = operation.body or operation.path_parameters or operation.query
             for mode in schemathesis.GenerationMode if takes_something else [schemathesis.GenerationMode.POSITIVE]:
                 cases = operation.as_strategy(generation_mode=mode)

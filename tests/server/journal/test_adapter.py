@@ -25,7 +25,7 @@ class Noting:
 
     def __init__(self, manager: FakeManager) -> None:
         self.manager = manager
-        self.told: list[tuple[str, str]] = []
+        self.recorded: list[tuple[str, str]] = []
         self.go_on = asyncio.Event()
         self.go_on.set()
         self.failure: Exception | None = None
@@ -43,7 +43,7 @@ class Noting:
         await self.go_on.wait()
         if self.failure is not None:
             raise self.failure
-        self.told.append((ticket.action.id, what))
+        self.recorded.append((ticket.action.id, what))
 
     def done(self, ticket: ActionTicket, what: str) -> int:
         return sum(call.method == what and call.subject == ticket.action.id for call in self.manager.calls)
@@ -90,7 +90,7 @@ def test_a_start_is_recorded_before_it_is_made_and_an_end_before_it_is_announced
         assert rig.memory.done(ticket, "start") == 0
         rig.memory.go_on.set()
         await rig.orchestrator.wait_settled(ticket)
-        assert rig.memory.told[-2:] == [("a", "starting"), ("a", "succeeded")]
+        assert rig.memory.recorded[-2:] == [("a", "starting"), ("a", "succeeded")]
 
     play(test)
 
@@ -98,7 +98,12 @@ def test_a_start_is_recorded_before_it_is_made_and_an_end_before_it_is_announced
 def test_every_attempt_is_written_down() -> None:
     async def test(rig: Rig) -> None:
         await rig.run("a", TRUE, key="flaky")
-        assert [what for id, what in rig.memory.told if id == "a"] == ["starting", "starting", "starting", "succeeded"]
+        assert [what for id, what in rig.memory.recorded if id == "a"] == [
+            "starting",
+            "starting",
+            "starting",
+            "succeeded",
+        ]
 
     play(test, {"flaky": FakeScript(start_failures=2)})
 
@@ -159,8 +164,8 @@ def test_a_pause_lets_what_runs_end_and_leaves_what_waits_to_the_memory() -> Non
             rig.submit("late", TRUE)
 
     rig = play(test, {"short": FakeScript(duration_s=0.02)})
-    succeeded = {id for id, what in rig.memory.told if what == "succeeded"} - {"open"}
-    begun = {id for id, what in rig.memory.told if what == "starting"} - {"open"}
+    succeeded = {id for id, what in rig.memory.recorded if what == "succeeded"} - {"open"}
+    begun = {id for id, what in rig.memory.recorded if what == "starting"} - {"open"}
     assert succeeded == begun and 0 < len(succeeded) < 6, "what was begun was not let end, or everything was begun"
     for ticket in tickets:
         if ticket.action.id not in succeeded:
@@ -175,7 +180,7 @@ def test_a_pause_waits_no_longer_than_its_limit_and_settles_nothing_that_still_r
         assert await rig.orchestrator.drain(0.01) == 1
 
     rig = play(test, HELD)
-    assert [what for id, what in rig.memory.told if id == "a"] == ["starting"]
+    assert [what for id, what in rig.memory.recorded if id == "a"] == ["starting"]
 
 
 # ---- sandboxes ----------------------------------------------------------------------------------------------------

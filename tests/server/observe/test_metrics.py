@@ -84,7 +84,7 @@ def read_sample(line: str) -> tuple[str, tuple[tuple[str, str], ...], float]:
         while not rest.startswith("}"):
             label = LABEL.match(rest)
             assert label, line
-            labels.append((label[1], re.sub(r'\\[\\"n]', lambda found: ESCAPED[found[0]], label[2])))
+            labels.append((label[1], re.sub(r'\\[\\"n]', lambda match: ESCAPED[match[0]], label[2])))
             rest = rest[label.end() :]
             assert rest[0] in ",}", line
             rest = rest.removeprefix(",")
@@ -193,9 +193,9 @@ def test_gauges_are_those_of_the_scheduler() -> None:
 
 def test_a_draining_node_is_reported() -> None:
     world = World()
-    for state, told in ((NodeState.DRAINING, 1.0), (NodeState.UP, 0.0)):
+    for state, value in ((NodeState.DRAINING, 1.0), (NodeState.UP, 0.0)):
         world.send(NodeChanged(node="n0", state=state))
-        assert read(world.collector.render())[1]["tangram_node_draining", (("node", "n0"),)] == told
+        assert read(world.collector.render())[1]["tangram_node_draining", (("node", "n0"),)] == value
 
 
 def test_where_the_time_went_adds_up() -> None:

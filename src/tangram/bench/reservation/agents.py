@@ -94,10 +94,10 @@ def draw_scripts(seed: int, *, groups: int, siblings: int, think_faster: float) 
         rng = random_stream("reservation", seed, "agent", number)
         bug = BUGS[(seed + group) % len(BUGS)]
         does = [*_draw_turns(rng, bug, OUTCOMES[sibling % len(OUTCOMES)]), ("reward", SUITE)]
-        thinks = (THINK.draw(rng, len(does)) / think_faster).tolist()
+        thinking_s = (THINK.draw(rng, len(does)) / think_faster).tolist()
         turns = [
             AgentTurn(think_s=think_s, key=key, does=what, reward=key == "reward")
-            for think_s, (key, what) in zip(thinks, does, strict=True)
+            for think_s, (key, what) in zip(thinking_s, does, strict=True)
         ]
         scripts.append(AgentScript(name=f"agent/{number}", bug=bug, turns=tuple(turns)))
     return tuple(scripts)
@@ -106,20 +106,20 @@ def draw_scripts(seed: int, *, groups: int, siblings: int, think_faster: float) 
 def _draw_turns(rng: np.random.Generator, bug: Bug, outcome: str) -> list[tuple[str, str | Edit]]:
     """Draw all turns of an agent: explore, see the test fail, repair, see it pass, look at the diff."""
     tests: tuple[str, str] = ("tests", f"{PYTHON} -m unittest {bug.tests} 2>&1")
-    way: list[tuple[str, str | Edit]] = [*_looks(rng, bug, LOOKS), tests, *_looks(rng, bug, LOOKS_AGAIN)]
+    steps: list[tuple[str, str | Edit]] = [*_looks(rng, bug, LOOKS), tests, *_looks(rng, bug, LOOKS_AGAIN)]
     if rng.random() < SCRIPT_SHARE:
-        way.append(("python", f"{PYTHON} -c {shlex.quote(OUTLINE)}"))
+        steps.append(("python", f"{PYTHON} -c {shlex.quote(OUTLINE)}"))
     if outcome == "right":
-        way += [_edit(rng, bug.path, bug.planted, bug.right), tests]
+        steps += [_edit(rng, bug.path, bug.planted, bug.right), tests]
     else:
-        way += [_edit(rng, bug.path, bug.planted, bug.misguided), tests]
+        steps += [_edit(rng, bug.path, bug.planted, bug.misguided), tests]
     if outcome == "second try":
-        way += [_edit(rng, bug.path, bug.misguided, bug.right), tests]
-    return [*way, ("diff", "diff -r .before/almanac almanac")]
+        steps += [_edit(rng, bug.path, bug.misguided, bug.right), tests]
+    return [*steps, ("diff", "diff -r .before/almanac almanac")]
 
 
 def _looks(rng: np.random.Generator, bug: Bug, bounds: tuple[int, int]) -> list[tuple[str, str | Edit]]:
-    looks: list[tuple[str, str | Edit]] = [
+    commands: list[tuple[str, str | Edit]] = [
         ("ls", "ls -lR almanac tests"),
         ("find", "find . -name '*.py' -size +0 | sort"),
         ("cat", f"cat README.md {bug.path}"),
@@ -129,17 +129,17 @@ def _looks(rng: np.random.Generator, bug: Bug, bounds: tuple[int, int]) -> list[
         ("sed", f"sed -n '1,40p' {bug.tests}"),
     ]
     count = int(rng.integers(bounds[0], bounds[1], endpoint=True))
-    return [looks[choice] for choice in rng.permutation(len(looks))[:count].tolist()]
+    return [commands[choice] for choice in rng.permutation(len(commands))[:count].tolist()]
 
 
 def _edit(rng: np.random.Generator, path: str, before: str, after: str) -> tuple[str, str | Edit]:
     """An edit by sed, by a program, or through the file API."""
-    ways: list[tuple[str, str | Edit]] = [
+    edits: list[tuple[str, str | Edit]] = [
         ("edit", substitute(path, before, after)),
         ("edit", shlex.join([PYTHON, "-c", PATCH, path, before, after])),
         ("files", Edit(path, before, after)),
     ]
-    return ways[int(rng.integers(len(ways)))]
+    return edits[int(rng.integers(len(edits)))]
 
 
 # ---- playing ----------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ class _TracedAction(msgspec.Struct, eq=False):
 def read_recording(path: Path, trajectories: Iterable[str], *, name: str, keeps_cores: float = 0.0) -> SideMeasurement:
     """Read the given trajectories of a recording. `keeps_cores`: cores that each one keeps from its first grant to its
     release."""
-    wanted = frozenset(trajectories)
+    selected = frozenset(trajectories)
     acts: dict[str, _TracedAction] = {}
     sandboxes: dict[str, tuple[float, float]] = {}
     """When each sandbox was reserved and released."""
@@ -73,7 +73,7 @@ def read_recording(path: Path, trajectories: Iterable[str], *, name: str, keeps_
         cores = sum(pool.total for pool in header.pools if pool.kind == CPU) / CORE
         for line in lines:
             _apply_message(line.message, line.t, acts, sandboxes)
-    measured = [act for act in acts.values() if act.action.trajectory in wanted]
+    measured = [act for act in acts.values() if act.action.trajectory in selected]
     assert all(act.outcome is not None for act in measured), "every action of a whole recording has settled"
     spans = {act.action.sandbox: sandboxes[act.action.sandbox] for act in measured}
     start = min(since for since, _ in spans.values())
@@ -206,16 +206,16 @@ class _CoreTimeline:
         held = np.minimum(held, np.maximum(self._cores - used, 0.0))
         thinking = np.minimum(thinking, np.maximum(self._cores - used - held, 0.0))
         free = self._cores - used - held - thinking
-        someone = waiting > 0.5
-        whole = self._cores * (self._end - self._start)
+        is_waiting = waiting > 0.5
+        total = self._cores * (self._end - self._start)
 
         def share(curve: np.ndarray) -> float:
-            return float((curve * lasts).sum() / whole)
+            return float((curve * lasts).sum() / total)
 
         return CoreTime(
             used=share(used),
             held=share(held),
             thinking=share(thinking),
-            wanted=share(np.where(someone, free, 0.0)),
-            unwanted=share(np.where(someone, 0.0, free)),
+            wanted=share(np.where(is_waiting, free, 0.0)),
+            unwanted=share(np.where(is_waiting, 0.0, free)),
         )

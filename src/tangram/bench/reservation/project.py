@@ -58,9 +58,9 @@ class Bug(msgspec.Struct, frozen=True, kw_only=True):
 
 def substitute(path: str, before: str, after: str) -> str:
     """Return a sed command for one line of a file that keeps the indentation."""
-    wanted = re.sub(r"([\\/.*\[\]^$])", r"\\\1", before)
+    pattern = re.sub(r"([\\/.*\[\]^$])", r"\\\1", before)
     written = re.sub(r"([\\/&])", r"\\\1", after)
-    script = rf"s/^\( *\){wanted}$/\1{written}/"
+    script = rf"s/^\( *\){pattern}$/\1{written}/"
     return f"sed -i {shlex.quote(script)} {path}"
 
 
@@ -70,8 +70,8 @@ def passed(output: str) -> tuple[int, int]:
     A line is contiguous, but may follow dots that another process has printed.
     """
     ran = sum(int(count) for count in re.findall(r"Ran (\d+) tests? in ", output))
-    wrong = sum(int(count) for count in re.findall(r"(?:failures|errors)=(\d+)", output))
-    return ran - wrong, ran
+    failed = sum(int(count) for count in re.findall(r"(?:failures|errors)=(\d+)", output))
+    return ran - failed, ran
 
 
 BUGS = (

@@ -103,9 +103,9 @@ def _page(result: BenchResult, seeds: Sequence[SeedResult], path: Path) -> str:
 def _headline(result: BenchResult) -> str:
     ratio = result.metrics["act_ratio"]
     low, high = result.spread.get("act_ratio", (ratio, ratio))
-    doubt = ", but these few seeds leave it open" if low <= 1.0 <= high else ""
+    caveat = ", but these few seeds leave it open" if low <= 1.0 <= high else ""
     how = sooner_text(ratio)
-    return f"The same agents on the same cores: actions complete {how} when cores are shared by action{doubt}."
+    return f"The same agents on the same cores: actions complete {how} when cores are shared by action{caveat}."
 
 
 def _lead(result: BenchResult, first: SeedResult) -> str:

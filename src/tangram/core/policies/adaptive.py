@@ -343,21 +343,21 @@ def _riders(snapshot: Snapshot, entry: Entry, node: str, units: int) -> tuple[En
     if most < 1:
         return ()
     pool = snapshot.pool(GPU, node)
-    together, services = 0, 0
+    calls_together, services = 0, 0
     lanes = []
     for lane in snapshot.waiting_lanes(pool):
         if lane.service == service and len(lane.kinds) == 1:
-            together += lane.waiting
+            calls_together += lane.waiting
             lanes.append(lane)
         else:
             services += 1
-    if together < 2:
+    if calls_together < 2:
         return ()
     if snapshot.restore_s(service) < snapshot.estimate(entry).work_s:
         chunks = len(pool.free_device_sets(units)) - services
     else:
         chunks = sum(degree == units for degree in snapshot.resident_degrees(entry, node))
-    most = min(most, -(-together // max(1, chunks)) - 1)
+    most = min(most, -(-calls_together // max(1, chunks)) - 1)
     riders: list[Entry] = []
     for lane in lanes:
         waiting = (other for other in lane.fifo if other.lane is lane and other is not entry)

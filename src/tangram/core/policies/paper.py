@@ -154,14 +154,14 @@ class Paper(ArrivalOrder):
 
     def _queue_up(self, snapshot: Snapshot, pool: PoolState, heap: list[Completion], entry: Entry, units: int) -> float:
         """Returns when the action would end if it took the next `units` that become free."""
-        taken, free, at = pool.counted(units), 0, 0.0
-        while heap and free < taken:
+        units_taken, free, at = pool.counted(units), 0, 0.0
+        while heap and free < units_taken:
             at, freed = heappop(heap)
             free += freed
-        if free > taken:
-            heappush(heap, (at, free - taken))
+        if free > units_taken:
+            heappush(heap, (at, free - units_taken))
         end = at + snapshot.seconds(entry, pool, units)
-        heappush(heap, (end, taken))
+        heappush(heap, (end, units_taken))
         return end
 
 

@@ -114,8 +114,8 @@ class MachineReport(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def install_command(self) -> str:
         """The command that installs all missing packages; empty if there is none."""
-        wanted = dict.fromkeys(each.package for each in self.findings if each.state == MISSING and each.package)
-        return f"{sudo_prefix()}apt-get install -y {' '.join(wanted)}" if wanted else ""
+        packages = dict.fromkeys(each.package for each in self.findings if each.state == MISSING and each.package)
+        return f"{sudo_prefix()}apt-get install -y {' '.join(packages)}" if packages else ""
 
 
 def sudo_prefix() -> str:
@@ -153,11 +153,11 @@ def _run_check(component: str, check: Callable[[], Diagnostic | list[Diagnostic]
     return diagnostic if isinstance(diagnostic, list) else [diagnostic]
 
 
-def _missing(component: str, found: str, to_do: str) -> Diagnostic:
+def _missing(component: str, result: str, to_do: str) -> Diagnostic:
     """A feature that sandboxes need. Only root can test whether root may use it."""
     if os.geteuid() != 0:
-        return Diagnostic(component=component, state=LIMITED, found=found, to_do="run it again as root")
-    return Diagnostic(component=component, state=MISSING, found=found, to_do=to_do, needed_by=(SANDBOX,))
+        return Diagnostic(component=component, state=LIMITED, found=result, to_do="run it again as root")
+    return Diagnostic(component=component, state=MISSING, found=result, to_do=to_do, needed_by=(SANDBOX,))
 
 
 # ---- kernel and user ------------------------------------------------------------------------------------------------
@@ -243,10 +243,10 @@ def _all_controllers(hierarchies: CgroupHierarchies) -> list[Diagnostic]:
     if reason:
         return [_missing("cgroups", reason, to_do)]
     where = os.path.commonpath([*at.values()])
-    whole = Diagnostic(
+    diagnostic = Diagnostic(
         component="cgroups", state=OK, found=f"version {hierarchies.version} at {where}", needed_by=(SANDBOX,)
     )
-    return [whole, *(_controller(hierarchies, name, at, to_do) for name in _test_settings(hierarchies))]
+    return [diagnostic, *(_controller(hierarchies, name, at, to_do) for name in _test_settings(hierarchies))]
 
 
 def _test_settings(hierarchies: CgroupHierarchies) -> dict[str, tuple[str, str]]:

@@ -112,7 +112,7 @@ class PostLease(UnmeteredLease):
         defaults = {"Content-Type": "application/json", "Idempotency-Key": self._work.key}
         headers = {name: value for name, value in defaults.items() if name.lower() not in names} | self._spec.headers
         try:
-            answer = await self._http.request(
+            response = await self._http.request(
                 "POST",
                 self._spec.url,
                 timeout_s=self._spec.timeout_s,
@@ -124,30 +124,30 @@ class PostLease(UnmeteredLease):
             return encode_failure("answer", str(error))
         except ManagerError as error:
             raise _RetryableAttempt(str(error)) from None
-        return self._judged(answer)
+        return self._judged(response)
 
-    def _judged(self, answer: HttpResponse) -> bytes:
-        status = answer.status
-        if status in RETRYABLE_STATUSES or (status >= 500 and status not in REFUSALS and not _is_own_error(answer)):
+    def _judged(self, response: HttpResponse) -> bytes:
+        status = response.status
+        if status in RETRYABLE_STATUSES or (status >= 500 and status not in REFUSALS and not _is_own_error(response)):
             raise _RetryableAttempt(
                 f"{self._spec.url} responded with {status}",
-                parse_rate_limit(status, answer.headers, time.time()).wait_s,
+                parse_rate_limit(status, response.headers, time.time()).wait_s,
             )
-        shown = answer.text[:SHOWN_CHARACTERS_MAX]
-        if not answer.ok:
+        shown = response.text[:SHOWN_CHARACTERS_MAX]
+        if not response.ok:
             return encode_failure("answer", f"it responded with {status}", shown)
         try:
-            return encode_value(msgspec.msgpack.encode(answer.json()))
+            return encode_value(msgspec.msgpack.encode(response.json()))
         except (ManagerError, OverflowError) as error:
             return encode_failure("answer", f"it responded with {status}, and {error}", shown)
 
 
-def _is_own_error(answer: HttpResponse) -> bool:
+def _is_own_error(response: HttpResponse) -> bool:
     """Whether the function itself reports a failure, by JSON."""
-    if answer.status != 500:
+    if response.status != 500:
         return False
     try:
-        answer.json()
+        response.json()
     except ManagerError:
         return False
     return True

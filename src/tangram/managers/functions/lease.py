@@ -81,9 +81,9 @@ class CallLease:
 
     async def begin(self) -> None:
         """Raises the error that prevents an instance, if it is known soon."""
-        begun = asyncio.ensure_future(self._begun.wait())
+        begun_task = asyncio.ensure_future(self._begun.wait())
         try:
-            await asyncio.wait({begun, self.task}, timeout=START_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({begun_task, self.task}, timeout=START_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
         except BaseException:
             stopping = asyncio.ensure_future(self.stop())
             while not stopping.done():
@@ -93,7 +93,7 @@ class CallLease:
                     continue
             raise
         finally:
-            begun.cancel()
+            begun_task.cancel()
         if self.task.done() and not self._begun.is_set():
             self.task.result()
 
@@ -149,8 +149,8 @@ class CallLease:
                 stdout_bytes=len(failed.stdout),
                 stderr_bytes=len(failed.stderr),
             )
-            answer = encode_failure(failure.kind, failure.message, failure.traceback)
-            return LeaseResult(usage=self._usage, executed=executed, answer=answer)
+            reply = encode_failure(failure.kind, failure.message, failure.traceback)
+            return LeaseResult(usage=self._usage, executed=executed, answer=reply)
 
     async def _call_until_taken(self) -> LeaseResult:
         """Repeats until an instance accepts the call. An idle one may have died since its last call."""
@@ -255,7 +255,7 @@ class CallLease:
         call."""
         parser, command = self._command(self._work.arguments, self._output)
         instance.calls += 1
-        ended = await self._execute(instance.execute(command, self._action, self._grant), begun=True)
+        ended = await self._execute(instance.execute(command, self._action, self._grant), has_begun=True)
         parser.end()
         executed = parser.executed(ended.executed)
         if self._stopped or ended.lost:
@@ -287,26 +287,26 @@ class CallLease:
                 failure = instance.exit_failure(ended, parser.stderr)
         except InstanceLost as lost:
             return LeaseResult(usage=self._usage, executed=executed, lost=str(lost))
-        answer = encode_failure(failure.kind, failure.message, failure.traceback)
-        return LeaseResult(usage=self._usage, executed=executed, answer=answer)
+        reply = encode_failure(failure.kind, failure.message, failure.traceback)
+        return LeaseResult(usage=self._usage, executed=executed, answer=reply)
 
-    def _out_of_memory(self, when: str) -> str:
+    def _out_of_memory(self, phase: str) -> str:
         limit = self._spec.memory_bytes // MIB
-        return f"out of memory{when}: it and its files have used up their limit of {limit} MiB"
+        return f"out of memory{phase}: it and its files have used up their limit of {limit} MiB"
 
     def _command(self, arguments: bytes | None, output: Output | None) -> tuple[ReplyParser, Command]:
         token = secrets.token_hex(TOKEN_BYTES // 2)
         parser = ReplyParser(token, output)
         return parser, Command(token=token, arguments=arguments, output=parser.feed)
 
-    async def _execute(self, starting: Awaitable[Lease], *, begun: bool = False) -> LeaseResult:
+    async def _execute(self, starting: Awaitable[Lease], *, has_begun: bool = False) -> LeaseResult:
         if self._stopped:
             if asyncio.iscoroutine(starting):
                 starting.close()
             raise CallStopped
         inner = await starting
         self._inner = inner
-        if begun:
+        if has_begun:
             self._begun.set()
         if self._size is not None:
             inner.resize(reserved=self._size[0], limit=self._size[1])

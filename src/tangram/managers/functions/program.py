@@ -99,10 +99,12 @@ class FunctionFailure(Exception):
 
 def load(spec: Message) -> Callable[..., Any]:
     """Import or unpickle the function. Raises FunctionFailure."""
-    here = sys.version_info[:2]
-    if spec["pickled"] and spec["python"] and tuple(spec["python"]) != here:
-        theirs, ours = ".".join(map(str, spec["python"])), ".".join(map(str, here))
-        message = f"{spec['name']} was pickled by Python {theirs}, and image {spec['image']} has Python {ours}"
+    version = sys.version_info[:2]
+    if spec["pickled"] and spec["python"] and tuple(spec["python"]) != version:
+        spec_version, own_version = ".".join(map(str, spec["python"])), ".".join(map(str, version))
+        message = (
+            f"{spec['name']} was pickled by Python {spec_version}, and image {spec['image']} has Python {own_version}"
+        )
         raise FunctionFailure("import", f"{message}; code sent by value needs equal versions")
     set_import_path(spec)
     what = spec["name"]

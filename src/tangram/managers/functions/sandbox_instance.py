@@ -164,9 +164,9 @@ def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
 
 @functools.cache
 def _programs() -> tuple[tuple[str, bytes], ...]:
-    here = Path(__file__)
+    own_path = Path(__file__)
     sources: dict[str, bytes] = {f"{PACKAGE}/__init__.py": b""}
-    modules = [*(here.with_name(f"{name}.py") for name in MODULES), Path(libc.__file__), Path(orphans.__file__)]
+    modules = [*(own_path.with_name(f"{name}.py") for name in MODULES), Path(libc.__file__), Path(orphans.__file__)]
     for path in modules:
         sources[f"{PACKAGE}/{path.name}"] = path.read_bytes()
     for library in LIBRARIES:

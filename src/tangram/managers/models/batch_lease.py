@@ -57,11 +57,11 @@ class InferLease(UnmeteredLease):
     async def stop(self) -> None:
         await self._batch_lease.stop(self)
 
-    def finish(self, answer: bytes = b"", lost: str = "") -> None:
+    def finish(self, result: bytes = b"", lost: str = "") -> None:
         """The time between start and call is overhead: earlier batches were called first."""
         if not self.ended.done():
             usage = Usage(overhead_s=max(0.0, self.called_at - self.started_at) if self.called_at else 0.0)
-            self.ended.set_result(LeaseResult(answer=answer, lost="" if self.is_stopped else lost, usage=usage))
+            self.ended.set_result(LeaseResult(answer=result, lost="" if self.is_stopped else lost, usage=usage))
 
     def fail(self, error: Exception) -> None:
         if not self.ended.done():
@@ -210,15 +210,15 @@ class BatchLease:
 
     def _on_loss(self, batch: list[InferLease], error: ProcessLost) -> None:
         """Repeats calls that had not begun, once: their process ended before the call, not because of it."""
-        again = [lease for lease in batch if not (error.begun or lease.was_retried or lease.is_stopped)]
-        if not again:
+        retried = [lease for lease in batch if not (error.begun or lease.was_retried or lease.is_stopped)]
+        if not retried:
             self._circuit_breaker.record_failure(str(error), self._clock.now(), _action_ids(batch))
         for lease in batch:
-            if lease in again:
+            if lease in retried:
                 lease.was_retried = True
             else:
                 lease.finish(lost=f"service {self._placement.service} was lost during the call: {error}")
-        self._waiting = dict.fromkeys([*again, *self._waiting])
+        self._waiting = dict.fromkeys([*retried, *self._waiting])
 
     def _on_failure(self, batch: list[InferLease], error: ServiceFailed) -> None:
         """An engine that failed a batch may have executed it, so only idempotent calls are repeated."""
@@ -229,20 +229,20 @@ class BatchLease:
         live = [lease for lease in batch if not lease.ended.done()]
         if not live:
             return
-        again = [lease for lease in live if lease.action.idempotent] if len(batch) > 1 else []
-        for lease in again:
+        retried = [lease for lease in live if lease.action.idempotent] if len(batch) > 1 else []
+        for lease in retried:
             lease.runs_alone = True
-        self._waiting = dict.fromkeys([*again, *self._waiting])
+        self._waiting = dict.fromkeys([*retried, *self._waiting])
         if len(batch) == 1 and failed.whose == "payload":
             self._circuit_breaker.record_rejection()
             live[0].fail(InvalidAction(failed.field or "payload", failed.reason, failed.expected))
             return
-        if not again:
+        if not retried:
             self._record_failure(failed, live)
-        together = f" together with {len(batch) - 1} others" if len(batch) > 1 else ""
+        with_others = f" together with {len(batch) - 1} others" if len(batch) > 1 else ""
         for lease in live:
-            if lease not in again:
-                lease.finish(lost=f"service {self._placement.service} failed{together}: {failed.reason}")
+            if lease not in retried:
+                lease.finish(lost=f"service {self._placement.service} failed{with_others}: {failed.reason}")
 
     def _record_failure(self, failed: RequestFailed, leases: list[InferLease]) -> None:
         """Repeated calls count only if they fail again."""

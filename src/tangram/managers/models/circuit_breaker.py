@@ -51,10 +51,10 @@ class CircuitBreaker:
             return
         left_s = self._open_until - now
         if left_s > 0.0 or self._is_half_open:
-            when = f"it is tried again in {left_s:.1f} s" if left_s > 0.0 else "a trial call is under way"
+            retry_text = f"it is tried again in {left_s:.1f} s" if left_s > 0.0 else "a trial call is under way"
             raise AdmissionRefused(
                 "circuit",
-                f"service {self._service} failed {self._failures} times in a row; {when}; last: {self._reason}",
+                f"service {self._service} failed {self._failures} times in a row; {retry_text}; last: {self._reason}",
             )
         self._is_half_open = True
 

@@ -127,11 +127,11 @@ class DeviceProcess(ChildProcess):
     def interrupt(self, call: int) -> None:
         self.send(InterruptCall(id=0, call=call))
 
-    def on_message(self, answer: AnyDeviceReply) -> None:
-        if isinstance(answer, CallStarted):
-            self._started_calls.add(answer.id)
+    def on_message(self, reply: AnyDeviceReply) -> None:
+        if isinstance(reply, CallStarted):
+            self._started_calls.add(reply.id)
         else:
-            self.resolve(answer.id, answer)
+            self.resolve(reply.id, reply)
 
     # ---- end ----
 

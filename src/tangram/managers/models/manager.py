@@ -261,13 +261,13 @@ class ModelManager:
 
     async def acquire(self, devices: tuple[int, ...]) -> None:
         """Lock the devices: one batch at a time uses a device. In increasing order, so that there is no deadlock."""
-        taken = []
+        acquired = []
         try:
             for device in sorted(devices):
                 await self._locks[device].acquire()
-                taken.append(device)
+                acquired.append(device)
         except BaseException:
-            self.release(tuple(taken))
+            self.release(tuple(acquired))
             raise
 
     def release(self, devices: tuple[int, ...]) -> None:

@@ -203,12 +203,12 @@ class ServerHandle:
 
     def infer(self, path: str, body: bytes, seconds_max: float) -> bytes:
         try:
-            status, answer = self._request("POST", path, body, seconds_max)
+            status, response = self._request("POST", path, body, seconds_max)
         except OSError as error:
             raise RuntimeError(
                 f"the server at {self._url} failed: {type(error).__name__} {error}{self._exit_description()}"
             ) from error
-        shown = f"{status}: {answer[:SHOWN_CHARACTERS_MAX].decode(errors='replace')}"
+        shown = f"{status}: {response[:SHOWN_CHARACTERS_MAX].decode(errors='replace')}"
         if status in MISCONFIGURED_STATUSES:
             raise RuntimeError(
                 f"the service is misconfigured: the server at {self._url} responded to POST {path} with {shown}; "
@@ -218,7 +218,7 @@ class ServerHandle:
             raise InvalidAction("payload", shown, f"a body that {path} takes")
         if status != http.HTTPStatus.OK:
             raise RuntimeError(f"the server responded {shown}")
-        return answer
+        return response
 
     def _exit_description(self) -> str:
         """The exit code of a server that has ended. Its connection closes a moment before the code is available."""
@@ -238,13 +238,13 @@ class ServerHandle:
             return False
 
     def _is_sleeping(self) -> bool:
-        answer = self._control("GET", "/is_sleeping")
+        response = self._control("GET", "/is_sleeping")
         try:
-            is_sleeping = json.loads(answer)["is_sleeping"]
+            is_sleeping = json.loads(response)["is_sleeping"]
         except (ValueError, TypeError, LookupError):
             is_sleeping = None
         if type(is_sleeping) is not bool:
-            shown = answer[:SHOWN_CHARACTERS_MAX].decode(errors="replace")
+            shown = response[:SHOWN_CHARACTERS_MAX].decode(errors="replace")
             raise RuntimeError(
                 f"the server at {self._url} responded to GET /is_sleeping with {shown!r}; "
                 'expected {"is_sleeping": true}, or false'
@@ -252,15 +252,15 @@ class ServerHandle:
         return is_sleeping
 
     def _control(self, method: str, path: str) -> bytes:
-        status, answer = self._request(method, path, b"", CONTROL_S_MAX)
+        status, response = self._request(method, path, b"", CONTROL_S_MAX)
         if status in (http.HTTPStatus.NOT_FOUND, http.HTTPStatus.METHOD_NOT_ALLOWED):
             raise RuntimeError(
                 f"the server at {self._url} has no sleep mode: {status} to {method} {path}; {SLEEP_MODE}"
             )
         if status != http.HTTPStatus.OK:
-            shown = answer[:SHOWN_CHARACTERS_MAX].decode(errors="replace")
+            shown = response[:SHOWN_CHARACTERS_MAX].decode(errors="replace")
             raise RuntimeError(f"the server at {self._url} responded to {method} {path} with {status}: {shown}")
-        return answer
+        return response
 
     def _request(self, method: str, path: str, body: bytes, seconds_max: float) -> tuple[int, bytes]:
         return self._http.request(

@@ -184,8 +184,8 @@ def parse_rate_limit(status: int, headers: Mapping[str, str], wall_s: float) -> 
     its own `Date`, if it has one, because two clocks rarely agree."""
     lower = {name.lower(): value for name, value in headers.items()}
     wall_s = _parse_date(lower.get("date", ""), wall_s)
-    asks = "retry-after" in lower or "retry-after-ms" in lower
-    refused = status in (TOO_MANY, OVERLOADED) or (status == UNAVAILABLE and asks)
+    has_retry_after = "retry-after" in lower or "retry-after-ms" in lower
+    refused = status in (TOO_MANY, OVERLOADED) or (status == UNAVAILABLE and has_retry_after)
     # In other responses, such as a 202, the header states when to poll, not when to send other requests.
     waits = [_retry_after_s(lower, wall_s)] if refused else []
     waits.extend(_resets(lower, wall_s))
@@ -262,4 +262,4 @@ def _parse_seconds(text: str, wall_s: float) -> float | None:
         return max(0.0, datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() - wall_s)
     except (ValueError, OverflowError):
         pass
-    return max(0.0, when - wall_s) if math.isfinite(when := _parse_date(text, math.nan)) else None
+    return max(0.0, date_s - wall_s) if math.isfinite(date_s := _parse_date(text, math.nan)) else None

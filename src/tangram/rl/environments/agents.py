@@ -195,8 +195,8 @@ def agent_of(task: object, name: str, seed: int) -> Agent:
     """Returns one of the task's agents. Raises InvalidConfig."""
     agents = getattr(task, "agents", {})
     if name not in agents:
-        there = ", ".join(agents) or "none"
-        raise InvalidConfig("agent", name, f"an agent that {path_of(task)} has (there are: {there})")
+        names = ", ".join(agents) or "none"
+        raise InvalidConfig("agent", name, f"an agent that {path_of(task)} has (there are: {names})")
     agent: Agent = agents[name](random.Random(f"{name} {seed}"))
     return agent
 

@@ -58,8 +58,8 @@ class Chain:
         # One more than required, so that an answer that is too long is not parsed to its end.
         written = action.split(maxsplit=len(right))[: len(right)]
         correct = 0
-        for value, wanted in zip(written, right, strict=False):
-            if value != wanted:
+        for value, expected in zip(written, right, strict=False):
+            if value != expected:
                 break
             correct += 1
         metrics = {"correct": float(correct), "written": float(len(written))}

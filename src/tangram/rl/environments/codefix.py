@@ -163,12 +163,12 @@ class CodeFix:
         rng = random.Random(f"codefix {seed}")
         self._names = tuple(rng.sample(sorted(CORRECT), len(LINES)))
         self._operators = [CORRECT[name][0] for name in self._names]
-        wrong = rng.randrange(len(LINES))
-        self._operators[wrong] = rng.choice([each for each in OPERATORS if each != self._operators[wrong]])
+        wrong_index = rng.randrange(len(LINES))
+        self._operators[wrong_index] = rng.choice([each for each in OPERATORS if each != self._operators[wrong_index]])
         self._turn = 0
         self._warm_sandbox = await self._take_warm_sandbox()
         text, passed = await self._run_visible_tests()
-        if passed or f"fail {LINES[wrong]} " not in text or text.endswith("?"):
+        if passed or f"fail {LINES[wrong_index]} " not in text or text.endswith("?"):
             raise ManagerError(f"codefix: expected one failing test in a new file, got {text!r}")
         self._done = False
         return text
@@ -378,5 +378,5 @@ def _wrong_line(observation: str) -> tuple[str, str]:
     """Returns label and name of the line whose operator does not match its name; the first line if all match."""
     words = observation.removeprefix("unknown ").split()
     lines = [_CodeLine(*words[at : at + 3]) for at in range(0, 3 * len(LINES), 3)]
-    wrong = next((line for line in lines if CORRECT[line.name][0] != line.text), lines[0])
-    return wrong.number, wrong.name
+    wrong_line = next((line for line in lines if CORRECT[line.name][0] != line.text), lines[0])
+    return wrong_line.number, wrong_line.name

@@ -48,14 +48,14 @@ class ConformanceFinding(msgspec.Struct, frozen=True, kw_only=True):
     requirement: str
     verdict: CheckVerdict
     expected: str = ""
-    came: str = ""
+    actual: str = msgspec.field(default="", name="came")
     """The reason, if it was skipped."""
     advice: str = ""
 
     def text(self) -> str:
         lines = [f"{self.verdict:8} {self.name:16} {self.requirement}"]
         label = "because" if self.verdict == "skipped" else "got"
-        details = (("expected", self.expected), (label, self.came), ("do", self.advice))
+        details = (("expected", self.expected), (label, self.actual), ("do", self.advice))
         lines += [f"{'':25} {key}: {value}" for key, value in details if value]
         return "\n".join(lines)
 
@@ -124,7 +124,7 @@ async def check(
             if broken:
                 reason = f"it can be checked once `{broken[0]}` holds"
                 findings[name] = ConformanceFinding(
-                    name=name, requirement=CHECKS[name][0], verdict="skipped", came=reason
+                    name=name, requirement=CHECKS[name][0], verdict="skipped", actual=reason
                 )
     return ConformanceReport(
         task=what if isinstance(what, str) else path_of(what), episodes=episodes, seed=seed,
@@ -158,5 +158,5 @@ async def _run_check(name: str, judging: Awaitable[None]) -> ConformanceFinding:
         if isinstance(error, TimeoutError):
             advice = "return within the limit, or raise the limit"
     return ConformanceFinding(
-        name=name, requirement=CHECKS[name][0], verdict=verdict, expected=expected, came=actual, advice=advice
+        name=name, requirement=CHECKS[name][0], verdict=verdict, expected=expected, actual=actual, advice=advice
     )

@@ -121,18 +121,18 @@ class ConformanceChecker:
 
     async def reset_repeats(self) -> None:
         for episode in next(iter(self._episodes_by_agent.values())):
-            again = await self._first_observation(episode.seed)
-            if episode.observation != again:
-                actual = f"seed {episode.seed}: {short_repr(episode.observation)}, and then {short_repr(again)}"
+            repeated = await self._first_observation(episode.seed)
+            if episode.observation != repeated:
+                actual = f"seed {episode.seed}: {short_repr(episode.observation)}, and then {short_repr(repeated)}"
                 advice = "draw all randomness from random.Random(seed): no time, no global random, no hash() of text"
                 raise CheckFailed("the same observation for the same seed", actual, advice)
 
     async def steps_repeat(self) -> None:
         for episode in self._some_episodes():
-            again = await self._play(ScriptedAgent(episode.actions), episode.seed)
-            if _trace(episode) != _trace(again):
+            repeated = await self._play(ScriptedAgent(episode.actions), episode.seed)
+            if _trace(episode) != _trace(repeated):
                 advice = "derive all randomness from the seed and the turn, and keep no state between episodes"
-                raise CheckFailed("the same answers to the same actions", _difference(episode, again), advice)
+                raise CheckFailed("the same answers to the same actions", _difference(episode, repeated), advice)
 
     async def seeds_differ(self) -> None:
         one = next(iter(self._episodes_by_agent.values()))
@@ -153,12 +153,12 @@ class ConformanceChecker:
         for one, other in zip(some[: len(some) // 2], reversed(some), strict=False):
             if one.seed == other.seed:
                 continue
-            together = await self._play_interleaved(one, other)
-            for alone, again in zip((one, other), together, strict=True):
-                if _trace(alone) != _trace(again):
+            interleaved = await self._play_interleaved(one, other)
+            for alone, repeated in zip((one, other), interleaved, strict=True):
+                if _trace(alone) != _trace(repeated):
                     advice = "keep state in the instance: nothing in the class, the module or the global random"
                     raise CheckFailed(
-                        "two concurrent episodes with the same course as alone", _difference(alone, again), advice
+                        "two concurrent episodes with the same course as alone", _difference(alone, repeated), advice
                     )
 
     # ---- its observations, actions and rewards ----
@@ -214,9 +214,9 @@ class ConformanceChecker:
     async def rewards(self) -> None:
         low, high = reward_range(self._task)
         for episode in self._all_episodes():
-            for turn, taken in enumerate(episode.steps):
-                if not math.isfinite(taken.reward):
-                    actual = f"{taken.reward} in turn {turn} of seed {episode.seed}, agent {episode.agent}"
+            for turn, taken_step in enumerate(episode.steps):
+                if not math.isfinite(taken_step.reward):
+                    actual = f"{taken_step.reward} in turn {turn} of seed {episode.seed}, agent {episode.agent}"
                     raise CheckFailed("finite rewards", actual, "divide by nothing that may be 0")
             # Sums of many rewards have rounding errors.
             if not low - 1e-9 <= episode.reward <= high + 1e-9:
@@ -229,9 +229,9 @@ class ConformanceChecker:
 
     async def metrics(self) -> None:
         steps = [
-            (f"turn {turn} of seed {episode.seed}, agent {episode.agent}", taken)
+            (f"turn {turn} of seed {episode.seed}, agent {episode.agent}", taken_step)
             for episode in self._all_episodes()
-            for turn, taken in enumerate(episode.steps)
+            for turn, taken_step in enumerate(episode.steps)
         ]
         for where, step in (*steps, *((f"the answer to {what}", step) for what, step in self._garbage_steps)):
             try:
@@ -398,13 +398,13 @@ class ConformanceChecker:
             first = [await self._reset(each, one.seed) for each, one in zip(environments, episodes, strict=True)]
             steps: list[list[Step]] = [[] for _ in episodes]
             for turn in range(max(len(episode.actions) for episode in episodes)):
-                for environment, episode, taken in zip(environments, episodes, steps, strict=True):
+                for environment, episode, taken_step in zip(environments, episodes, steps, strict=True):
                     # An episode that ends earlier than alone differs in any case.
-                    if turn < len(episode.actions) and not (taken and taken[-1].done):
-                        taken.append(await self._step(environment, episode.actions[turn]))
+                    if turn < len(episode.actions) and not (taken_step and taken_step[-1].done):
+                        taken_step.append(await self._step(environment, episode.actions[turn]))
         return [
-            msgspec.structs.replace(episode, observation=observation, steps=tuple(taken))
-            for episode, observation, taken in zip(episodes, first, steps, strict=True)
+            msgspec.structs.replace(episode, observation=observation, steps=tuple(taken_step))
+            for episode, observation, taken_step in zip(episodes, first, steps, strict=True)
         ]
 
     async def _cancel(self, what: str, running: asyncio.Task[Any], wait: Callable[[], Awaitable[None]]) -> None:

@@ -54,8 +54,8 @@ class Lake:
         cells = [(row, column) for row in range(size) for column in range(size)]
         self.size = size
         self.start = rng.choice(cells)
-        far = range(_distance_min(size), turns + 1)
-        self.goal = rng.choice([cell for cell in cells if _steps_between(self.start, cell) in far])
+        distances = range(_distance_min(size), turns + 1)
+        self.goal = rng.choice([cell for cell in cells if _steps_between(self.start, cell) in distances])
         self.holes = {cell for cell in cells if rng.random() < holes} - {self.start, self.goal}
         self._moves_by_cell = self._distances_to_goal()
         if self.moves_left(self.start) > turns:
@@ -74,14 +74,14 @@ class Lake:
 
     def _distances_to_goal(self) -> dict[Cell, float]:
         moves_by_cell: dict[Cell, float] = {self.goal: 0.0}
-        front = deque([self.goal])
-        while front:
-            cell = front.popleft()
+        queue = deque([self.goal])
+        while queue:
+            cell = queue.popleft()
             for move in MOVES.values():
                 near = _sum(cell, move)
                 if near not in moves_by_cell and self.at(near) in SAFE:
                     moves_by_cell[near] = moves_by_cell[cell] + 1
-                    front.append(near)
+                    queue.append(near)
         return moves_by_cell
 
 
@@ -150,12 +150,12 @@ class FrozenLake:
         if known:
             self.position = self.destination(words[0])
         self._turn += 1
-        here = self._require_lake().at(self.position)
-        self._done = here != "ice" or self._turn == self.turns_max
-        observation = {"goal": "reached", "hole": "fell"}.get(here, "over") if self._done else self._observation(known)
+        cell = self._require_lake().at(self.position)
+        self._done = cell != "ice" or self._turn == self.turns_max
+        observation = {"goal": "reached", "hole": "fell"}.get(cell, "over") if self._done else self._observation(known)
         return Step(
-            observation=observation, reward=float(here == "goal"), done=self._done,
-            metrics={"moves": float(self._turn), "fell": float(here == "hole")} if self._done else {},
+            observation=observation, reward=float(cell == "goal"), done=self._done,
+            metrics={"moves": float(self._turn), "fell": float(cell == "hole")} if self._done else {},
         )  # fmt: skip
 
     async def close(self) -> None:
@@ -232,8 +232,8 @@ def _neighbours(words: Sequence[str]) -> dict[str, str]:
             rows.append([])
         else:
             rows[-1].append(word)
-    you = next((row, cells.index("you")) for row, cells in enumerate(rows) if "you" in cells)
-    near = {move: _sum(you, by) for move, by in MOVES.items()}
+    position = next((row, cells.index("you")) for row, cells in enumerate(rows) if "you" in cells)
+    near = {move: _sum(position, by) for move, by in MOVES.items()}
     inside = range(len(rows))
     return {move: rows[row][column] for move, (row, column) in near.items() if row in inside and column in inside}
 
@@ -246,12 +246,12 @@ def _distance_min(size: int) -> int:
 
 def _walk(start: Cell, goal: Cell, rng: random.Random) -> list[Cell]:
     """Returns a random path without detours."""
-    way = [start]
-    while way[-1] != goal:
-        row, column = goal[0] - way[-1][0], goal[1] - way[-1][1]
+    path = [start]
+    while path[-1] != goal:
+        row, column = goal[0] - path[-1][0], goal[1] - path[-1][1]
         ahead: list[Cell] = [(_sign(row), 0)] * bool(row) + [(0, _sign(column))] * bool(column)
-        way.append(_sum(way[-1], rng.choice(ahead)))
-    return way
+        path.append(_sum(path[-1], rng.choice(ahead)))
+    return path
 
 
 def _sum(cell: Cell, by: Cell) -> Cell:

@@ -271,10 +271,10 @@ class Lookup:
         if name not in ENTITY_BY_NAME or relation not in RELATIONS:
             return "nothing"  # an unknown name cannot be found, so the request is saved
         query = {"table": str(self._question.table), "name": name, "relation": relation}
-        answer = await self._api.get("search", params=query)
-        if not answer.ok:
-            raise ManagerError(f"the search API returned {answer.status} {answer.text[:200]!r}", retry=False)
-        name_found = answer.json().get("name")
+        response = await self._api.get("search", params=query)
+        if not response.ok:
+            raise ManagerError(f"the search API returned {response.status} {response.text[:200]!r}", retry=False)
+        name_found = response.json().get("name")
         if name_found not in TABLE_NAMES:
             raise ManagerError(f"the search API returned {name_found!r}, which is no name", retry=False)
         return f"found {name_found}"

@@ -148,13 +148,13 @@ class _JudgeChild(ChildProcess):
     async def greet(self, hello: None) -> None:
         self.mark_ready()
 
-    def on_message(self, answer: JudgeProgress | JudgeTrained) -> None:
-        match answer:
+    def on_message(self, reply: JudgeProgress | JudgeTrained) -> None:
+        match reply:
             case JudgeProgress(share=share, text=text):
                 if self._loop.time() - self._began_s > QUIET_S:
                     self._progress(share, text)
             case JudgeTrained(request_id=number):
-                self.resolve(number, answer)
+                self.resolve(number, reply)
 
     def death_error(self, reason: str) -> ManagerError:
         return ManagerError(f"{self._title} cannot be trained: {reason}", retry=False)

@@ -85,17 +85,17 @@ def metrics_of(metrics: object) -> dict[str, float]:
     return {key: plain_number(value, f"metrics[{key!r}]") for key, value in metrics.items()}
 
 
-def step_of(answer: object) -> Step:
+def step_of(result: object) -> Step:
     """Returns the response of an environment with plain numbers. Raises TypeError if it is no Step."""
-    if not isinstance(answer, Step):
-        raise TypeError(f"expected a Step, got {type(answer).__name__}")
-    if not isinstance(answer.observation, str):
-        raise TypeError(f"expected a text as observation, got {type(answer.observation).__name__}")
+    if not isinstance(result, Step):
+        raise TypeError(f"expected a Step, got {type(result).__name__}")
+    if not isinstance(result.observation, str):
+        raise TypeError(f"expected a text as observation, got {type(result.observation).__name__}")
     return Step(
-        observation=answer.observation,
-        reward=plain_number(answer.reward, "reward"),
-        done=bool(plain_number(answer.done, "done")),
-        metrics=metrics_of(answer.metrics),
+        observation=result.observation,
+        reward=plain_number(result.reward, "reward"),
+        done=bool(plain_number(result.done, "done")),
+        metrics=metrics_of(result.metrics),
     )
 
 

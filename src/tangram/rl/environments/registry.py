@@ -55,9 +55,9 @@ def register(name: str, task: Any = None) -> Any:
     if not _NAME.fullmatch(name):
         raise InvalidConfig("name", name, "a name of letters, digits, dots, dashes and underscores")
     _require_task(name, task)
-    taken: Any = BUILT_IN.get(name) or _task_by_name.get(name)
-    if taken is not None and path_of(task) != (taken if isinstance(taken, str) else path_of(taken)):
-        raise InvalidConfig("name", name, f"a name that is free: this one is {taken!r}")
+    existing: Any = BUILT_IN.get(name) or _task_by_name.get(name)
+    if existing is not None and path_of(task) != (existing if isinstance(existing, str) else path_of(existing)):
+        raise InvalidConfig("name", name, f"a name that is free: this one is {existing!r}")
     if name not in BUILT_IN:
         _task_by_name[name] = task
     return task

@@ -184,9 +184,9 @@ def _format_ratio(ratio: float) -> str:
 def _reread_note(work: InferenceWork) -> str:
     if work.again <= REREAD_SHARE_REPORTED * work.needed:
         return ""
-    again = work.again / max(1, work.trajectories)
+    rereads = work.again / max(1, work.trajectories)
     return (
-        f"; {again:.0f} tokens more per trajectory were prefilled again, which is not counted: "
+        f"; {rereads:.0f} tokens more per trajectory were prefilled again, which is not counted: "
         "more `sessions` or slots of its engines would avoid it"
     )
 
@@ -196,10 +196,10 @@ def cheapest(costs: Mapping[str, float]) -> str:
 
 
 def work_of(trajectory: Trajectory) -> InferenceWork:
-    before = context = again = 0
+    before = context = reread_tokens = 0
     for turn in trajectory.turns:
         # The last decoded token was not prefilled, because no turn followed until now.
-        again += max(0, turn.prefilled - len(turn.observation_tokens) - min(1, before))
+        reread_tokens += max(0, turn.prefilled - len(turn.observation_tokens) - min(1, before))
         before += len(turn.observation_tokens)
         context += _attended_tokens(before, len(turn.tokens))
         before += len(turn.tokens)
@@ -207,7 +207,7 @@ def work_of(trajectory: Trajectory) -> InferenceWork:
         trajectories=1,
         turns=len(trajectory.turns),
         prefilled=sum(turn.prefilled for turn in trajectory.turns),
-        again=again,
+        again=reread_tokens,
         decoded=sum(len(turn.tokens) for turn in trajectory.turns),
         context=context,
         prefill_s=sum(turn.prefill_s for turn in trajectory.turns),

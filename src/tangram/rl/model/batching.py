@@ -54,7 +54,7 @@ class _DecodeBatch:
 
     def __init__(self, state_by_slot: dict[int, RequestState], slots: list[int], deterministic: bool) -> None:
         """Slots without a request get a padding row, whose output is ignored."""
-        taken = [slot in state_by_slot for slot in slots]
+        is_taken = [slot in state_by_slot for slot in slots]
         self.requests = [state_by_slot[slot] for slot in slots if slot in state_by_slot]
         starts = [state_by_slot[slot].computed_tokens if slot in state_by_slot else 0 for slot in slots]
         self.slots = torch.tensor(slots, dtype=torch.long)
@@ -62,19 +62,19 @@ class _DecodeBatch:
         self.longest = max((state.computed_tokens for state in self.requests), default=0)
         self.rows = (
             None
-            if all(taken)
-            else torch.tensor([row for row, has_request in enumerate(taken) if has_request], dtype=torch.long)
+            if all(is_taken)
+            else torch.tensor([row for row, has_request in enumerate(is_taken) if has_request], dtype=torch.long)
         )
-        self.counts = torch.tensor(taken).long() if deterministic or not all(taken) else None
+        self.counts = torch.tensor(is_taken).long() if deterministic or not all(is_taken) else None
         self.sampler = Sampler([state.request.sampling for state in self.requests])
         self._inputs = torch.zeros(len(slots), 1, dtype=torch.long)
 
     def inputs(self, tokens: list[int]) -> torch.Tensor:
         """One token per row, [rows, 1]."""
-        given = torch.tensor(tokens)
+        token_ids = torch.tensor(tokens)
         if self.rows is None:
-            return given.unsqueeze(1)
-        self._inputs[self.rows, 0] = given
+            return token_ids.unsqueeze(1)
+        self._inputs[self.rows, 0] = token_ids
         return self._inputs
 
     def advance(self) -> None:
@@ -149,8 +149,8 @@ class Batcher:
             expected = f"from 1 to {self._context_max - 1}: room must remain for one generated token"
             raise InvalidAction("tokens", f"{count} tokens", expected)
         if not 0 <= min(request.tokens) <= max(request.tokens) < vocabulary:
-            wrong = next(token for token in request.tokens if not 0 <= token < vocabulary)
-            raise InvalidAction("tokens", wrong, f"ids from 0 to {vocabulary - 1}")
+            invalid = next(token for token in request.tokens if not 0 <= token < vocabulary)
+            raise InvalidAction("tokens", invalid, f"ids from 0 to {vocabulary - 1}")
         require_valid_seed(request.noise)
 
     def abort(self, id: str) -> bool:

@@ -157,13 +157,13 @@ class GradientStep:
     def _score_before_updates(self, first: Ints) -> None:
         """Computes π_start for all tokens except those of the first minibatch, whose own pass is at π_start; and the
         reference log-probabilities for all."""
-        everything = np.arange(len(self._samples))
+        all_samples = np.arange(len(self._samples))
         with torch.no_grad():
-            for microbatch in self._microbatches(np.setdiff1d(everything, first)):
+            for microbatch in self._microbatches(np.setdiff1d(all_samples, first)):
                 self._store_old(microbatch, self._score(self._policy, microbatch, entropy=True))
             if self._reference is not None:
                 self._ref_logprobs = torch.zeros_like(self._rollout_logprobs)
-                for microbatch in self._microbatches(everything):
+                for microbatch in self._microbatches(all_samples):
                     self._ref_logprobs[microbatch.action_indices] = self._score(
                         self._reference, microbatch
                     ).logprobs.to(self._dtype)

@@ -141,10 +141,10 @@ class KVCacheSlots:
         """Takes a slot out of `free`: the one with the longest cached prefix of the request, else an empty one, else
         the least recently used. Returns the move that is needed before anything is read."""
         # A token has to be read to decode the next one, so the last token is always read.
-        wanted = state.request.tokens[:-1]
+        prefix = state.request.tokens[:-1]
         own = [slot for slot in (*free, *self._session_slots) if slot.session and slot.session == state.request.session]
-        home = max(own, key=lambda slot: _common_prefix_length(slot.tokens, wanted), default=None)
-        shared = _common_prefix_length(home.tokens, wanted) if home is not None else 0
+        home = max(own, key=lambda slot: _common_prefix_length(slot.tokens, prefix), default=None)
+        shared = _common_prefix_length(home.tokens, prefix) if home is not None else 0
         move = None
         if home is None or not shared:
             slot = _least_recently_used(free)

@@ -101,18 +101,18 @@ class PackedSamples:
     @classmethod
     def from_demonstrations(cls, demonstrations: Sequence[Demonstration]) -> Self:
         """Skips demonstrations without an action. Raises InvalidInput."""
-        given = [(number, each) for number, each in enumerate(demonstrations) if any(each.is_action)]
-        for number, each in given:
+        selected = [(number, each) for number, each in enumerate(demonstrations) if any(each.is_action)]
+        for number, each in selected:
             if len(each.is_action) != len(each.tokens):
-                wrong = f"{len(each.is_action)} of is_action"
-                raise InvalidInput(f"demonstration {number}", wrong, f"{len(each.tokens)}, one for each token")
-        lengths = np.array([len(each.tokens) for _, each in given], dtype=np.int64)
+                mismatch = f"{len(each.is_action)} of is_action"
+                raise InvalidInput(f"demonstration {number}", mismatch, f"{len(each.tokens)}, one for each token")
+        lengths = np.array([len(each.tokens) for _, each in selected], dtype=np.int64)
         count = int(lengths.sum())
         return cls(
-            [f"demonstration {number} of {each.task}" for number, each in given],
+            [f"demonstration {number} of {each.task}" for number, each in selected],
             lengths,
-            np.fromiter(chain.from_iterable(each.tokens for _, each in given), np.int64, count),
-            np.fromiter(chain.from_iterable(each.is_action for _, each in given), np.bool_, count),
+            np.fromiter(chain.from_iterable(each.tokens for _, each in selected), np.int64, count),
+            np.fromiter(chain.from_iterable(each.is_action for _, each in selected), np.bool_, count),
         )
 
     def __len__(self) -> int:
@@ -120,9 +120,9 @@ class PackedSamples:
 
     def _logprobs(self, parts: Sequence[Sequence[float]], what: str) -> Floats:
         logprobs = np.fromiter(chain.from_iterable(parts), np.float64, len(self.targets))
-        wrong = ~np.isfinite(logprobs)
-        if wrong.any():
-            number = int(np.argmax(wrong))
+        invalid = ~np.isfinite(logprobs)
+        if invalid.any():
+            number = int(np.argmax(invalid))
             raise InvalidInput(
                 f"{self.names[self.trajectory_index[number]]}: {what}", float(logprobs[number]), "finite numbers"
             )
@@ -134,9 +134,9 @@ class PackedSamples:
         ids = np.fromiter(chain.from_iterable(kept), np.int64, int(counts.sum()))
         matches = ids == np.repeat(self.targets, counts)
         among = np.bincount(np.repeat(np.arange(len(kept)), counts), weights=matches, minlength=len(kept)) > 0
-        wrong = (counts > 0) & ~among
-        if wrong.any():
-            number = int(np.argmax(wrong))
+        invalid = (counts > 0) & ~among
+        if invalid.any():
+            number = int(np.argmax(invalid))
             raise InvalidInput(
                 f"{self.names[self.trajectory_index[number]]}: kept",
                 kept[number][:8],
@@ -148,8 +148,8 @@ class PackedSamples:
         """Raises InvalidInput if a model of these sizes cannot read the samples."""
         for ids in (self._tokens, self._kept_ids):
             if len(ids) and not 0 <= ids.min() <= ids.max() < vocabulary:
-                wrong = ids[(ids < 0) | (ids >= vocabulary)][0]
-                raise InvalidInput("tokens", int(wrong), f"ids from 0 to {vocabulary - 1}, those of the model")
+                invalid = ids[(ids < 0) | (ids >= vocabulary)][0]
+                raise InvalidInput("tokens", int(invalid), f"ids from 0 to {vocabulary - 1}, those of the model")
         if context_max is not None and len(self) and self.lengths.max() > context_max:
             number = int(np.argmax(self.lengths))
             raise InvalidInput(

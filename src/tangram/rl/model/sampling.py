@@ -107,8 +107,8 @@ class Sampler:
     ) -> SampledTokens:
         """Draws one token for each row of logits [rows, vocabulary], by the uniform number of that row. Raises
         BrokenLogits."""
-        given = logits.detach().numpy() if isinstance(logits, torch.Tensor) else logits
-        scores = given.astype(np.float64)  # a copy, modified below
+        logit_values = logits.detach().numpy() if isinstance(logits, torch.Tensor) else logits
+        scores = logit_values.astype(np.float64)  # a copy, modified below
         best = scores.max(axis=1, keepdims=True)
         if not np.isfinite(best).all():  # NaN propagates into the maximum
             raise BrokenLogits(np.flatnonzero(~np.isfinite(best[:, 0])).tolist())

@@ -331,8 +331,8 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tenso
     kv_heads = keys.shape[1]
     if count == 1:
         # Grouped-query attention: heads that share keys become several queries of one head, so that keys are read once.
-        together = queries.view(rows, kv_heads, heads // kv_heads, head_width)
-        return F.scaled_dot_product_attention(together, keys, values, attn_mask=bias).reshape(rows, 1, -1)
+        grouped_queries = queries.view(rows, kv_heads, heads // kv_heads, head_width)
+        return F.scaled_dot_product_attention(grouped_queries, keys, values, attn_mask=bias).reshape(rows, 1, -1)
     attended = F.scaled_dot_product_attention(
         queries.transpose(1, 2), keys, values, attn_mask=bias, enable_gqa=heads != kv_heads
     )

@@ -85,8 +85,8 @@ def publish(
     """Writes a version of the weights. Raises ManagerError if it exists and `replace` is not set, or if it cannot be
     written; then nothing of it remains, and an existing version stays."""
     state = model.state_dict() if isinstance(model, Transformer) else model
-    if wrong := shape_mismatch({name: tuple(tensor.shape) for name, tensor in state.items()}, config):
-        raise InvalidInput("model", wrong, "the weights of such a model")
+    if mismatch := shape_mismatch({name: tuple(tensor.shape) for name, tensor in state.items()}, config):
+        raise InvalidInput("model", mismatch, "the weights of such a model")
     if version < 0:
         raise InvalidInput("version", version, "at least 0")
     tensors = assign_buckets(state, bucket_bytes)
@@ -240,11 +240,11 @@ def read_manifest(folder: Path) -> Manifest:
         raise ManagerError(f"{path}: {error.strerror}") from error
     except (msgspec.MsgspecError, InvalidInput) as error:
         raise ManagerError(f"{path}: not a manifest of weights: {error}", retry=False) from error
-    wrong = shape_mismatch({each.name: each.shape for each in manifest.tensors}, manifest.config) or layout_error(
+    mismatch = shape_mismatch({each.name: each.shape for each in manifest.tensors}, manifest.config) or layout_error(
         manifest
     )
-    if wrong:
-        raise ManagerError(f"{path}: {wrong}", retry=False)
+    if mismatch:
+        raise ManagerError(f"{path}: {mismatch}", retry=False)
     return manifest
 
 

@@ -198,7 +198,7 @@ class RolloutProgress(LiveView):
 
         with self._lock:
             share = min(1.0, self.groups_done / self.total_groups) if self.total_groups > 0 else 1.0
-            bar = terminal.progress_bar(share, BAR_WIDTH, fancy=True)
+            bar = terminal.progress_bar(share, BAR_WIDTH, unicode=True)
             rows: list[RenderableType] = [
                 Text.assemble(("rollout ", "bold"), *bar,
                               f" {self._groups_text()}  {self._time_text()}"),

@@ -220,14 +220,14 @@ def time_by_label(parts: Mapping[Activity, int]) -> dict[str, int]:
     return dict(sorted(counts.items(), key=lambda part: (-part[1], part[0])))
 
 
-def largest_shares(parts: Mapping[Activity, int], whole: int, most: int) -> str:
-    """The largest shares of `whole` as text, and the rest together: `engine: generate 61.0 %, others 4.2 %`."""
-    if not whole:
+def largest_shares(parts: Mapping[Activity, int], total: int, most: int) -> str:
+    """The largest shares of `total` as text, and the rest together: `engine: generate 61.0 %, others 4.2 %`."""
+    if not total:
         return "-"
-    shown = [(cause, part) for cause, part in list(time_by_label(parts).items())[:most] if part / whole >= SHARE_MIN]
+    shown = [(cause, part) for cause, part in list(time_by_label(parts).items())[:most] if part / total >= SHARE_MIN]
     rest = sum(parts.values()) - sum(part for _, part in shown)
-    words = [f"{truncate(cause, NAME_MAX)} {percent(part / whole)}" for cause, part in shown]
-    return ", ".join([*words, *([f"others {percent(rest / whole)}"] if rest / whole >= SHARE_MIN else [])]) or "-"
+    words = [f"{truncate(cause, NAME_MAX)} {percent(part / total)}" for cause, part in shown]
+    return ", ".join([*words, *([f"others {percent(rest / total)}"] if rest / total >= SHARE_MIN else [])]) or "-"
 
 
 class RolloutTimeline(msgspec.Struct, frozen=True):
@@ -283,14 +283,14 @@ def _segments(span: Span, name: str) -> Iterator[TimelineSegment]:
     waiting = _time(span.waiting_s, f"{name} {span.stage} waiting_s")
     if ended < began:
         raise InvalidTrace(f"{name} {span.stage} ended_s", span.ended_s, f"at least began_s, which is {span.began_s}")
-    begun = min(ended, began + waiting)  # a sum of several waits may exceed its span by rounding
-    if begun > began:
+    waiting_end = min(ended, began + waiting)  # a sum of several waits may exceed its span by rounding
+    if waiting_end > began:
         yield TimelineSegment(
-            began, begun, Activity(ActivityKind.WAITING, span.stage, span.waited_for), span.attempt, span.failed
+            began, waiting_end, Activity(ActivityKind.WAITING, span.stage, span.waited_for), span.attempt, span.failed
         )
-    if ended > begun:
+    if ended > waiting_end:
         doing = ActivityKind.FAILED if span.failed else ActivityKind.WORKING
-        yield TimelineSegment(begun, ended, Activity(doing, span.stage), span.attempt, span.failed)
+        yield TimelineSegment(waiting_end, ended, Activity(doing, span.stage), span.attempt, span.failed)
 
 
 def _time(value: float, name: str) -> int:
@@ -376,8 +376,8 @@ def build_timeline(trajectories: Iterable[Trajectory], ended_s: float = 0.0) -> 
     known = sorted({START, NOTHING, END, *(segment.activity for each in lanes for segment in each.segments)})
     number = {activity: place for place, activity in enumerate(known)}
     stages = [_StageAccumulator(stage, known) for stage in Stage]
-    for since, until, active, seen in _sweep(lanes, total, number):
-        fallback = number[(END if since >= over else NOTHING) if seen else START]
+    for since, until, active, has_started in _sweep(lanes, total, number):
+        fallback = number[(END if since >= over else NOTHING) if has_started else START]
         for stage in stages:
             stage.add(since, until, active, fallback)
     result_by_stage = {each.stage: each.result(total) for each in stages}
@@ -395,19 +395,19 @@ def _sweep(
             changes += [(segment.began, doing, 1), (segment.ended, doing, -1)]
     changes.sort()
     active: dict[int, int] = {}
-    since, seen = 0, False
+    since, has_started = 0, False
     for at, doing, change in changes:
         if at > since:
-            yield since, at, active, seen
+            yield since, at, active, has_started
             since = at
         count = active.get(doing, 0) + change
         if count:
             active[doing] = count
         else:
             del active[doing]
-        seen = True
+        has_started = True
     if total > since:
-        yield since, total, active, seen
+        yield since, total, active, has_started
 
 
 class _StageAccumulator:
@@ -488,8 +488,8 @@ def divide_proportionally(length: int, counts: Mapping[int, int]) -> dict[int, i
     """Divide a length in proportion, in whole nanoseconds that add up; the remainder goes to the first keys."""
     if len(counts) == 1:
         return dict.fromkeys(counts, length)
-    whole = sum(counts.values())
-    parts = {each: length * count // whole for each, count in counts.items()}
+    total = sum(counts.values())
+    parts = {each: length * count // total for each, count in counts.items()}
     for each in sorted(parts)[: length - sum(parts.values())]:
         parts[each] += 1
     return {each: part for each, part in parts.items() if part}

@@ -108,7 +108,7 @@ class TrainingProgress(LiveView):
     def render(self) -> RenderableType:
         """The screen."""
         assert self.console is not None
-        fancy = is_unicode(self.console)
+        unicode = is_unicode(self.console)
         size = self.console.size
         with self._lock:
-            return screen(self.status, self.stage_counts(), self.elapsed_s(), size.width, size.height, fancy=fancy)
+            return screen(self.status, self.stage_counts(), self.elapsed_s(), size.width, size.height, unicode=unicode)

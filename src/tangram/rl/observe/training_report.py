@@ -170,11 +170,13 @@ def _cards(run: RunHistory, scores: Sequence[TaskScore]) -> str:
             continue
         kind = "held-out" if score.held_out else "training"
         error = f" ± {score.error:.2f}" if score.error is not None else ""
-        when = f"there after {elapsed(score.reached.at_s)}" if score.reached else ""
+        reached_text = f"there after {elapsed(score.reached.at_s)}" if score.reached else ""
         before = f"{score.before:.2f} before" if score.before is not None else ""
         result.append(
             card(
-                f"{score.last:.2f}{error}", f"{short_name(score.task)}, {kind}", ", ".join(filter(None, (before, when)))
+                f"{score.last:.2f}{error}",
+                f"{short_name(score.task)}, {kind}",
+                ", ".join(filter(None, (before, reached_text))),
             )
         )
     if run.steps:
@@ -226,8 +228,8 @@ def _time_section(run: RunHistory, charts: Charts, trajectories: TrajectoryLogSu
     for line in run.steps:
         for name, length in step_time_parts(line).items():
             sums[name] = sums.get(name, 0.0) + length
-    whole = sum(sums.values()) or 1.0
-    rows = [[short_name(name), seconds(length), percent(length / whole), seconds(length / len(run.steps))]
+    total_s = sum(sums.values()) or 1.0
+    rows = [[short_name(name), seconds(length), percent(length / total_s), seconds(length / len(run.steps))]
             for name, length in sorted(sums.items(), key=lambda part: -part[1])]  # fmt: skip
     pull, exposed = (sum(getattr(line, name) for line in run.steps) for name in ("pull_s", "exposed_s"))
     share = f" ({percent(exposed / pull)})" if pull > 0.0 else ""

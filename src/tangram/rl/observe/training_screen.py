@@ -67,12 +67,12 @@ def notice_text(line: Noticed) -> str:
 
 
 def screen(
-    run: TrainingStatus, stages: dict[str, int], elapsed_s: float, width: int, height: int, *, fancy: bool = True
+    run: TrainingStatus, stages: dict[str, int], elapsed_s: float, width: int, height: int, *, unicode: bool = True
 ) -> RenderableType:
     from rich.console import Group as Rows
 
-    head = _head(run, stages, elapsed_s, width, fancy)[: max(1, height - 1)]
-    sections = [_tasks(run, width, fancy), _pools(run), _engines(run), _noticed(run)]
+    head = _head(run, stages, elapsed_s, width, unicode)[: max(1, height - 1)]
+    sections = [_tasks(run, width, unicode), _pools(run), _engines(run), _noticed(run)]
     return Rows(*head, *_fit_sections(sections, height - 1 - len(head)))
 
 
@@ -90,25 +90,25 @@ def _fit_sections(sections: Sequence[list[Text]], room: int) -> list[Text]:
     return lines
 
 
-def _head(run: TrainingStatus, stages: dict[str, int], elapsed_s: float, width: int, fancy: bool) -> list[Text]:
+def _head(run: TrainingStatus, stages: dict[str, int], elapsed_s: float, width: int, unicode: bool) -> list[Text]:
     from rich.text import Text
 
     bar_width = BAR_WIDTH if width >= 100 else BAR_WIDTH // 2
-    progress = progress_bar(_share(run), bar_width, fancy=fancy)
+    progress = progress_bar(_share(run), bar_width, unicode=unicode)
     title = Text.assemble((f"{run.phase} ", "bold"), *progress, f" {_phase_text(run)}  {_time(run, elapsed_s)}")
     title.no_wrap, title.overflow = True, "ellipsis"
     rows = [title]
     if run.last is None:
         return [*rows, row(f"{escape_unprintable(run.mode)}, α {run.staleness_bound}")]
     rows.append(row(f"{escape_unprintable(run.mode)}, α {run.staleness_bound}   {_rates(run)}   {_time_split(run)}"))
-    rows.append(row(f"staleness  {_histogram(run.staleness(), fancy)}"))
+    rows.append(row(f"staleness  {_histogram(run.staleness(), unicode)}"))
     rows.append(row(f"groups     {_groups(run)}"))
     if stages:
         rows.append(row(f"now        {_counts(stages)}"))
     return rows
 
 
-def _tasks(run: TrainingStatus, width: int, fancy: bool) -> list[Text]:
+def _tasks(run: TrainingStatus, width: int, unicode: bool) -> list[Text]:
     sparks = min(SPARK_MAX, max(SPARK_MIN, width - BESIDE_SPARK))
     reward = "reward" if run.phase in (TRAINING, ENDED) else "warm"
     columns = ScreenColumns(
@@ -118,7 +118,7 @@ def _tasks(run: TrainingStatus, width: int, fancy: bool) -> list[Text]:
     for name, task in run.tasks.items():
         groups = run.per_s(lambda step, name=name: step.tasks[name].groups if name in step.tasks else 0)  # type: ignore[misc]
         rate = f"{groups:.2g}" if groups else "-"
-        drawn = sparkline(list(task.rewards)[-sparks:], fancy)
+        drawn = sparkline(list(task.rewards)[-sparks:], unicode)
         rows.append(columns.row(name, _number(_reward(task)), drawn, _held_out(task), rate))
     return rows if len(rows) > 1 else []
 
@@ -203,10 +203,10 @@ def _rates(run: TrainingStatus) -> str:
 
 def _time_split(run: TrainingStatus) -> str:
     """The shares of waiting and training in the last steps."""
-    whole = run.seconds("step_s")
-    if whole <= 0:
+    total_s = run.seconds("step_s")
+    if total_s <= 0:
         return "no time yet"
-    return f"wait {run.seconds('wait_s') / whole:.0%}, train {run.seconds('train_s') / whole:.0%}"
+    return f"wait {run.seconds('wait_s') / total_s:.0%}, train {run.seconds('train_s') / total_s:.0%}"
 
 
 def _ages(run: TrainingStatus) -> str:
@@ -217,18 +217,18 @@ def _ages(run: TrainingStatus) -> str:
     return f"staleness {mean:.2g}, at most {oldest} (α {run.staleness_bound})"
 
 
-def _histogram(counts: Sequence[int], fancy: bool) -> str:
+def _histogram(counts: Sequence[int], unicode: bool) -> str:
     total = sum(counts)
     if not total:
         return "-"
     shown = [*counts[:AGES_SHOWN]]
-    rows = [f"{age} {_bar(count / total, fancy)}{count / total:.0%}" for age, count in enumerate(shown)]
+    rows = [f"{age} {_bar(count / total, unicode)}{count / total:.0%}" for age, count in enumerate(shown)]
     older = sum(counts[AGES_SHOWN:])
     return "  ".join(rows + ([f"older {older / total:.0%}"] if older else []))
 
 
-def _bar(share: float, fancy: bool) -> str:
-    cells = bar(round(8 * share) / 8, 8, fancy=fancy)
+def _bar(share: float, unicode: bool) -> str:
+    cells = bar(round(8 * share) / 8, 8, unicode=unicode)
     return f"{cells} " if cells else ""
 
 

@@ -425,13 +425,13 @@ class Episode:
             return generation, action
 
     def _decode_action(self, request: GenerationRequest, generation: Generation) -> str:
-        wrong = _generation_error(generation)
-        if not wrong:
+        failure = _generation_error(generation)
+        if not failure:
             try:
                 return self._rollout_context.codec.decode_action(generation.tokens)
             except (ValueError, TypeError, OverflowError) as error:
-                wrong = _error_text(error)
-        raise ManagerError(f"{request.id}: the response of the generator cannot be read: {wrong}", retry=False)
+                failure = _error_text(error)
+        raise ManagerError(f"{request.id}: the response of the generator cannot be read: {failure}", retry=False)
 
     # ---- the reward ----
 

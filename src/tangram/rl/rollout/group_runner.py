@@ -152,7 +152,7 @@ class GroupRunner:
     # ---- the group ----
 
     def _make_group(self) -> Group:
-        whole = len(self._kept) == self._settings.size
+        is_complete = len(self._kept) == self._settings.size
         return Group(
             id=self.ticket.group,
             task=self.ticket.task,
@@ -160,7 +160,7 @@ class GroupRunner:
             members=tuple(self._with_wait_span(each) for each in sorted(self._kept, key=lambda each: each.member)),
             left_out=tuple(self._left_out),
             wanted=self._settings.size,
-            cause="" if whole else self._cause,
+            cause="" if is_complete else self._cause,
         )
 
     def _with_wait_span(self, record: Trajectory) -> Trajectory:

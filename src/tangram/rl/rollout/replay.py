@@ -268,12 +268,12 @@ def _continue_from(trajectory: Trajectory, tokens: tuple[int, ...]) -> Generatio
         begins = before + len(turn.observation_tokens)
         before = begins + len(turn.tokens)
         if len(tokens) == begins or begins < len(tokens) < before:
-            given = len(tokens) - begins
+            kept_count = len(tokens) - begins
             return Generation(
-                tokens=turn.tokens[given:],
-                logprobs=turn.logprobs[given:],
-                versions=turn.versions[given:],
-                kept=None if turn.kept is None else turn.kept[given:],
+                tokens=turn.tokens[kept_count:],
+                logprobs=turn.logprobs[kept_count:],
+                versions=turn.versions[kept_count:],
+                kept=None if turn.kept is None else turn.kept[kept_count:],
                 finish="length" if turn.cut else "stop",
                 engine=turn.engine,
                 prefilled=turn.prefilled,

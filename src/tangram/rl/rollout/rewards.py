@@ -280,9 +280,9 @@ class CommandReward(_RemoteReward):
         if self._scorer is None:
             passed = status is Status.SUCCEEDED and verdict.exit_code == 0
             return Score(value=float(passed), metrics=metrics, waiting_s=waiting_s, waited_for=waited_for)
-        answer = {"status": status.value, "exit_code": verdict.exit_code}
-        answer |= {"stdout": verdict.stdout, "stderr": verdict.stderr}
-        score = await self._call_function(played.transcript() | {"answer": answer}, played, attempt)
+        result = {"status": status.value, "exit_code": verdict.exit_code}
+        result |= {"stdout": verdict.stdout, "stderr": verdict.stderr}
+        score = await self._call_function(played.transcript() | {"answer": result}, played, attempt)
         return Score(value=score.value, metrics=metrics, waiting_s=waiting_s + score.waiting_s, waited_for=waited_for)
 
     def missing(self, environment: Environment) -> str:
@@ -306,11 +306,11 @@ class ModelReward(_RemoteReward):
         payload = environment.evidence()
         if payload is None:
             return Score(value=0.0)
-        (answer, waiting_s), waited_for = await self._call_service(payload, played), f"service {settings.service}"
+        (result, waiting_s), waited_for = await self._call_service(payload, played), f"service {settings.service}"
         if self._scorer is None:
-            scored = answer["score"] if isinstance(answer, Mapping) and "score" in answer else answer
+            scored = result["score"] if isinstance(result, Mapping) and "score" in result else result
             return Score(value=finite_reward(scored, waited_for), waiting_s=waiting_s, waited_for=waited_for)
-        score = await self._call_function(played.transcript() | {"answer": answer}, played, attempt)
+        score = await self._call_function(played.transcript() | {"answer": result}, played, attempt)
         return Score(value=score.value, waiting_s=waiting_s + score.waiting_s, waited_for=waited_for)
 
     def missing(self, environment: Environment) -> str:
@@ -336,12 +336,12 @@ class TeacherReward(_RemoteReward):
             tokens += turn.tokens
         if not at:
             return Score(value=value, teacher_logprobs=())
-        answer, waiting_s = await self._call_service(
+        result, waiting_s = await self._call_service(
             {"tokens": tokens, "at": at, "temperature": played.temperature}, played
         )
-        values = answer.get("logprobs") if isinstance(answer, Mapping) else None
+        values = result.get("logprobs") if isinstance(result, Mapping) else None
         if not isinstance(values, list) or len(values) != len(at):
-            shown = repr(answer)[:SHOWN_CHARACTERS]
+            shown = repr(result)[:SHOWN_CHARACTERS]
             raise RewardFailed(f"{source}: expected `logprobs` of {len(at)} tokens, got {shown}")
         logprobs = tuple(finite_reward(each, source) for each in values)
         behaviour = math.fsum(each for turn in played.turns for each in turn.logprobs)

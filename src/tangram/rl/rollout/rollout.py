@@ -112,12 +112,12 @@ def tickets(settings: RolloutSettings, seed: int | None = None, first: int = 0) 
         raise InvalidConfig("tasks", settings.tasks, "at least one task to be played")
     seed = settings.seed if seed is None else seed
     total = sum(task.weight for task in settings.tasks)
-    owed = {task.name: 0.0 for task in settings.tasks}
+    credit_by_task = {task.name: 0.0 for task in settings.tasks}
     for number in count():
         for task in settings.tasks:
-            owed[task.name] += task.weight / total
-        name = max(owed, key=lambda each: owed[each])
-        owed[name] -= 1.0
+            credit_by_task[task.name] += task.weight / total
+        name = max(credit_by_task, key=lambda each: credit_by_task[each])
+        credit_by_task[name] -= 1.0
         if number >= first:
             yield GroupTicket(task=name, number=number, seed=random.Random(f"{seed}/{name}/{number}").getrandbits(31))
 

@@ -65,7 +65,7 @@ def recover_buffer(checkpoint: Checkpoint, entries: Iterable[SampleEntry]) -> Re
     newer = {id: each.group for id, each in put.items() if (each.group.version_last or 0) > state.version}
     dropped = {**dict.fromkeys(newer, LOST_LINEAGE), **lost}
     waiting = tuple(each for id, each in put.items() if id not in dropped)
-    again = tuple(each for each in buffer.in_flight if each.group not in put and each.group not in dropped)
+    replayed = tuple(each for each in buffer.in_flight if each.group not in put and each.group not in dropped)
     for id in dropped:
         dropped_before.add(group_number(id))
     discarded = [each for id in dropped if id in newer and id not in lost for each in newer[id].members]
@@ -74,7 +74,7 @@ def recover_buffer(checkpoint: Checkpoint, entries: Iterable[SampleEntry]) -> Re
         buffer=msgspec.structs.replace(
             buffer,
             waiting=waiting,
-            in_flight=again,
+            in_flight=replayed,
             dropped=dropped_before.ranges,
             dropped_by_cause=dict(Counter(buffer.dropped_by_cause) + Counter(dropped.values())),
             trajectories_discarded=buffer.trajectories_discarded + len(discarded),

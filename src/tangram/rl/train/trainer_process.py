@@ -156,8 +156,8 @@ class _TrainerChild(ChildProcess):
         assert isinstance(reply, kind), reply
         return reply
 
-    def on_message(self, answer: messages.AnyTrainerReply) -> None:
-        match answer:
+    def on_message(self, reply: messages.AnyTrainerReply) -> None:
+        match reply:
             case messages.TrainerReady(weights=weights):
                 self.initial_weights = weights
                 self.mark_ready()
@@ -169,7 +169,7 @@ class _TrainerChild(ChildProcess):
                 pass  # its arrival is all that counts
             case _:
                 self._working_since = self._loop.time()  # it begins with the next thing
-                self.resolve(answer.request_id, answer)
+                self.resolve(reply.request_id, reply)
 
     def death_error(self, reason: str) -> TrainerDied:
         return TrainerDied(reason)

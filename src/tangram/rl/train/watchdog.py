@@ -94,11 +94,11 @@ class Watchdog:
         self._last_activity_at = max(self._last_activity_at, now)
         self._stalls_in_row = 0
 
-    def check(self, now: float, seen: RunSnapshot) -> Stall | None:
+    def check(self, now: float, snapshot: RunSnapshot) -> Stall | None:
         """Returns a stall when one is due. Activity delays the next stall; only progress resets the count of stalls in
         a row, because a replayed trajectory is active too until it is stuck in the same place."""
-        moved = [now - since_s for since_s in _stage_ages(seen)]
-        if self._has_new_tokens(seen):
+        moved = [now - since_s for since_s in _stage_ages(snapshot)]
+        if self._has_new_tokens(snapshot):
             moved.append(now)
         self._last_activity_at = max([self._last_activity_at, *moved])
         if now - max(self._last_activity_at, self._last_stall_at) < self._stall_s:
@@ -109,41 +109,41 @@ class Watchdog:
         give_up = self._stalls_in_row >= self._stalls_max
         return Stall(
             number=self._stalls_in_row,
-            text=f"{STALL_CAUSE} for {stalled_s:.0f} s: {describe_waits(seen)}",
-            stuck_trajectories=() if give_up else self._stuck_trajectories(seen),
+            text=f"{STALL_CAUSE} for {stalled_s:.0f} s: {describe_waits(snapshot)}",
+            stuck_trajectories=() if give_up else self._stuck_trajectories(snapshot),
             give_up=give_up,
         )
 
-    def _has_new_tokens(self, seen: RunSnapshot) -> bool:
-        before, self._tokens = self._tokens, seen.tokens
-        return before != seen.tokens
+    def _has_new_tokens(self, snapshot: RunSnapshot) -> bool:
+        before, self._tokens = self._tokens, snapshot.tokens
+        return before != snapshot.tokens
 
-    def _stuck_trajectories(self, seen: RunSnapshot) -> tuple[str, ...]:
+    def _stuck_trajectories(self, snapshot: RunSnapshot) -> tuple[str, ...]:
         """Returns ids, oldest first. The first stall selects only trajectories that nothing else blocks, so that those
         behind them can continue. If that did not help, or there are none, it selects all."""
-        first = [] if self._stalls_in_row > 1 else [each for each in seen.trajectories if not each.is_blocked]
-        return tuple(each.id for each in sorted(first or seen.trajectories, key=lambda each: -each.stage_s))
+        first = [] if self._stalls_in_row > 1 else [each for each in snapshot.trajectories if not each.is_blocked]
+        return tuple(each.id for each in sorted(first or snapshot.trajectories, key=lambda each: -each.stage_s))
 
 
-def _stage_ages(seen: RunSnapshot) -> Iterator[float]:
+def _stage_ages(snapshot: RunSnapshot) -> Iterator[float]:
     """Seconds since each trajectory and the current step last changed."""
-    yield from (each.stage_s for each in seen.trajectories)
-    if seen.training is not None:
-        yield seen.training[1]
+    yield from (each.stage_s for each in snapshot.trajectories)
+    if snapshot.training is not None:
+        yield snapshot.training[1]
 
 
 # ---- descriptions ----
 
 
-def describe_waits(seen: RunSnapshot) -> str:
+def describe_waits(snapshot: RunSnapshot) -> str:
     """What the run waits for, most frequent first."""
     parts = []
-    if seen.training is not None:
-        step, since_s = seen.training
+    if snapshot.training is not None:
+        step, since_s = snapshot.training
         parts.append(f"the trainer has worked on step {step} for {since_s:.0f} s (raise training.stall_s if it should)")
-    causes = sorted(_wait_causes(seen), key=lambda each: -each.trajectories)
+    causes = sorted(_wait_causes(snapshot), key=lambda each: -each.trajectories)
     parts += [_cause_text(cause, alone=len(causes) == 1) for cause in causes]
-    if not seen.trajectories and seen.training is None:
+    if not snapshot.trajectories and snapshot.training is None:
         parts.append("no trajectory is in flight")
     return "; ".join(parts)
 
@@ -154,12 +154,12 @@ def _cause_text(cause: _WaitCause, *, alone: bool) -> str:
     return f"{'all ' if alone else ''}{cause.trajectories} trajectories wait for {cause.waiting_for}"
 
 
-def _wait_causes(seen: RunSnapshot) -> Iterable[_WaitCause]:
-    generating = [each for each in seen.trajectories if each.stage == Stage.GENERATE and not each.is_blocked]
-    yield from _engine_causes(len(generating), seen.engines)
+def _wait_causes(snapshot: RunSnapshot) -> Iterable[_WaitCause]:
+    generating = [each for each in snapshot.trajectories if each.stage == Stage.GENERATE and not each.is_blocked]
+    yield from _engine_causes(len(generating), snapshot.engines)
     oldest_s: dict[str, float] = {}
     counts: dict[str, int] = {}
-    for each in seen.trajectories:
+    for each in snapshot.trajectories:
         if each.is_blocked or each.stage != Stage.GENERATE:
             name = _wait_name(each)
             counts[name] = counts.get(name, 0) + 1

@@ -116,8 +116,10 @@ class TextCodec:
 
     def _text_after_answer(self, message: dict[str, str]) -> str:
         """Renders what follows an answer when this message is next."""
-        whole = self._apply_template([{"role": "user", "content": ""}, {"role": "assistant", "content": MARK}, message])
-        return whole.split(MARK, 1)[1]
+        conversation = self._apply_template(
+            [{"role": "user", "content": ""}, {"role": "assistant", "content": MARK}, message]
+        )
+        return conversation.split(MARK, 1)[1]
 
     def _apply_template(self, messages: list[dict[str, str]]) -> str:
         return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))

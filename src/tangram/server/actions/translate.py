@@ -175,14 +175,14 @@ def _translate_work(
 
 
 def _translate_demand(submission: Submission, work: AnyWork, caller: Principal, policy: AdmissionPolicy) -> Demand:
-    given = dict(submission.demand.pools) if submission.demand is not None else {}
-    for kind, amounts in given.items():
+    declared = dict(submission.demand.pools) if submission.demand is not None else {}
+    for kind, amounts in declared.items():
         _require_amounts(kind, amounts)
     speedup = submission.demand.speedup if submission.demand is not None else None
-    work_pools = _work_pools(work, caller, given)
-    quotas = {kind: amounts for kind, amounts in given.items() if kind in policy.quota_pools}
+    work_pools = _work_pools(work, caller, declared)
+    quotas = {kind: amounts for kind, amounts in declared.items() if kind in policy.quota_pools}
     pools: dict[str, Amounts] = work_pools | quotas
-    for kind in given:
+    for kind in declared:
         if kind not in pools and not kind.startswith(("function/", "endpoint/")):
             raise InvalidAction(
                 "demand", kind, f"pools of such work: {', '.join([*work_pools, *sorted(policy.quota_pools)]) or 'none'}"
@@ -208,14 +208,14 @@ def _require_amounts(kind: str, amounts: Amounts) -> None:
         raise InvalidAction("demand", {kind: f"{len(amounts.choices)} choices"}, f"at most {CHOICES_MAX}")
 
 
-def _work_pools(work: AnyWork, caller: Principal, given: dict[str, Amounts]) -> dict[str, Amounts]:
+def _work_pools(work: AnyWork, caller: Principal, declared: dict[str, Amounts]) -> dict[str, Amounts]:
     """Pools that such work uses in addition to quotas."""
     if isinstance(work, Exec):
-        return {CPU: given.get(CPU, learned())}
+        return {CPU: declared.get(CPU, learned())}
     if isinstance(work, Open | Close | Commit):
         return {CPU: cores(MAINTENANCE_CORES[type(work)])}
     if isinstance(work, Infer):
-        return {GPU: given.get(GPU, fixed(1))}
+        return {GPU: declared.get(GPU, fixed(1))}
     if isinstance(work, Call):
         return {
             CPU: fixed(work.function.cpu_units),

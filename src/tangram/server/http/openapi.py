@@ -72,16 +72,16 @@ def _operation(route: Route) -> dict[str, Any]:
         }
         for each in route.query
     ]
-    answers: dict[str, Any] = {
+    responses: dict[str, Any] = {
         str(status): _response(route.summary, route.response_type) for status in (route.status, *route.other_statuses)
     }
     for status, about in ERRORS.items():
-        answers.setdefault(status, {**_response(about, ErrorResponse)})
+        responses.setdefault(status, {**_response(about, ErrorResponse)})
     operation: dict[str, Any] = {
         "operationId": route.operation_id,
         "summary": route.summary,
         "parameters": parameters,
-        "responses": answers,
+        "responses": responses,
     }
     if route.request_type is not None:
         operation["requestBody"] = {"required": True, "content": _content(route.request_type)}

@@ -182,9 +182,9 @@ class RouteHandlers:
         async def write(file: BinaryIO) -> None:
             async with self._encode_lock:
                 context.caller.require_not_revoked()
-                whole = await self._action_service.fetch_reply(context.caller, reply.id)
-                content = await asyncio.to_thread(encode, whole)
-                del whole
+                full_reply = await self._action_service.fetch_reply(context.caller, reply.id)
+                content = await asyncio.to_thread(encode, full_reply)
+                del full_reply
                 await asyncio.to_thread(file.write, content)
 
         return await self._responses.spool(context, write, JSON, status)

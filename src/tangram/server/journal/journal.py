@@ -363,10 +363,10 @@ class Journal:
 
     async def _compaction_step(self, function: Callable[..., Any], *arguments: object) -> Any:
         """Runs one step of a compaction, and copies the log if it became too long."""
-        answer = await self._call_store(function, *arguments)
+        result = await self._call_store(function, *arguments)
         if self._store.wal_bytes > CHECKPOINT_THRESHOLD_BYTES:
             await self._call_store(JournalStore.checkpoint)
-        return answer
+        return result
 
     # ---- group commit ----
 

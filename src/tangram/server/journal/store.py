@@ -251,8 +251,8 @@ class JournalStore:
         rows = [(e.seq, e.id, e.run, e.digest, _checksum(e.seq, e.id, e.run, e.digest)) for e in submitted]
         inserted, duplicates = submitted, []
         if self._execute_many("INSERT INTO actions", rows, "ON CONFLICT (id) DO NOTHING") < len(rows):
-            taken = self._select("SELECT id, seq FROM actions WHERE id IN (", [(e.id,) for e in submitted], ")")
-            seq_by_id = dict(taken)
+            existing = self._select("SELECT id, seq FROM actions WHERE id IN (", [(e.id,) for e in submitted], ")")
+            seq_by_id = dict(existing)
             inserted = [e for e in submitted if seq_by_id[e.id] == e.seq]
             duplicates = [e for e in submitted if seq_by_id[e.id] != e.seq]
         self._execute_many("INSERT INTO works", [(e.seq, e.action, e.work) for e in inserted])
@@ -525,19 +525,19 @@ def _inspect_files(path: Path, wal: Path) -> int:
     """Creates the journal if there is none. Returns the size of its log. SQLite would delete the log of an empty
     database."""
     wal_bytes = wal.stat().st_size if wal.exists() else 0
-    there = path.exists()
-    if wal_bytes and not there:
+    exists = path.exists()
+    if wal_bytes and not exists:
         raise JournalCorruption(f"the database is gone, but its log {wal} exists")
-    if there and path.stat().st_size == 0:
+    if exists and path.stat().st_size == 0:
         raise JournalCorruption("the database is empty, without even a header")
-    if not there:
+    if not exists:
         create(path)
     return wal_bytes
 
 
-def _connect_read_only(path: Path, way: str = "mode=ro") -> sqlite3.Connection:
+def _connect_read_only(path: Path, parameters: str = "mode=ro") -> sqlite3.Connection:
     """A connection that changes neither the database nor its log."""
-    return sqlite3.connect(f"{path.absolute().as_uri()}?{way}", uri=True, isolation_level=None)
+    return sqlite3.connect(f"{path.absolute().as_uri()}?{parameters}", uri=True, isolation_level=None)
 
 
 def _connect(path: Path, *, is_new: bool = False) -> sqlite3.Connection:

@@ -173,10 +173,10 @@ class ActionTracker:
 
     def on_node_down(self, node: str, now: float) -> list[TrackedAction]:
         """Returns the actions that were queued again."""
-        there = [tracked for tracked in self.by_id.values() if tracked.node == node and tracked.phase != WAITING]
-        for tracked in there:
+        on_node = [tracked for tracked in self.by_id.values() if tracked.node == node and tracked.phase != WAITING]
+        for tracked in on_node:
             self._pool_usage.release(tracked)
-        return [tracked for tracked in there if self._requeue_if_queued(tracked, now, f"node {node} went down")]
+        return [tracked for tracked in on_node if self._requeue_if_queued(tracked, now, f"node {node} went down")]
 
     def _requeue_if_queued(self, tracked: TrackedAction, now: float, reason: str) -> bool:
         """Returns whether the scheduler has queued the action again."""

@@ -245,10 +245,10 @@ def _require_family(name: str, kind: str) -> MetricFamily:
 
 
 def _label_values(family: MetricFamily, labels: Mapping[str, str] | None) -> Labels:
-    given = labels or {}
-    if len(given) != len(family.labels) or not all(name in given for name in family.labels):
-        raise InvariantError(f"{family.name} has the labels {family.labels}, not {tuple(given)}")
-    return tuple([given[name] for name in family.labels])
+    values = labels or {}
+    if len(values) != len(family.labels) or not all(name in values for name in family.labels):
+        raise InvariantError(f"{family.name} has the labels {family.labels}, not {tuple(values)}")
+    return tuple([values[name] for name in family.labels])
 
 
 def _bounded_labels(family: MetricFamily, values: Labels, series: Mapping[Labels, object]) -> Labels:

@@ -136,11 +136,11 @@ def _pool_parts(
 ) -> tuple[PoolPart, ...]:
     layout = pool.layout
     if isinstance(layout, Chunks):
-        taken = {device for holder in holders for device in holder[3].cells}
+        held = {device for holder in holders for device in holder[3].cells}
         service_by_device = {device: service for service, devices in loaded for device in devices}
         return tuple(
             [
-                PoolPart(index=device, total=1, held=int(device in taken), service=service_by_device.get(device, ""))
+                PoolPart(index=device, total=1, held=int(device in held), service=service_by_device.get(device, ""))
                 for device in range(layout.count)
             ]
         )
@@ -148,10 +148,10 @@ def _pool_parts(
         cells = enumerate(zip(layout.sizes, layout.free, strict=True))
         return tuple([PoolPart(index=cell, total=size, held=size - free) for cell, (size, free) in cells])
     if isinstance(layout, CoreSet):
-        taken = {core for holder in holders for core in holder[3].cells}
+        held = {core for holder in holders for core in holder[3].cells}
         return tuple(
             [
-                PoolPart(index=cell, total=len(cores), held=sum(core in taken for core in cores))
+                PoolPart(index=cell, total=len(cores), held=sum(core in held for core in cores))
                 for cell, cores in enumerate(layout.numa)
             ]
         )

@@ -112,11 +112,11 @@ def _submitted_text(run: str, demand_text: str) -> str:
 def _settled_text(record: SettledActionRecord) -> str:
     row = record.row
     used = f", used {record.cpu_s:.3f} CPU seconds" if record.cpu_s else ""
-    again = f" in {record.attempts} attempts" if record.attempts > 1 else ""
+    attempts_text = f" in {record.attempts} attempts" if record.attempts > 1 else ""
     times = f"; waited {row.waiting_s:.3f} s, ran {row.execution_s:.3f} s, overhead {row.overhead_s:.3f} s{used}"
     reason = f": {record.reason}" if record.reason else ""
     # An action that never ran here has no notes and no known times.
-    return f"{row.status.replace('_', ' ')}{again}{reason}{times if record.notes else ''}"
+    return f"{row.status.replace('_', ' ')}{attempts_text}{reason}{times if record.notes else ''}"
 
 
 def _lines(notes: list[StoryNote] | tuple[StoryNote, ...], dropped: int) -> list[StoryLine]:

@@ -58,8 +58,8 @@ def check_choice(name: str, value: object, valid: Iterable[str]) -> None:
     if value in names:
         return
     near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.0)
-    guess = f" (nearest: {near[0]!r})" if near else ""
-    raise InvalidConfig(name, value, f"one of {', '.join(names) or 'no names at all'}{guess}")
+    hint = f" (nearest: {near[0]!r})" if near else ""
+    raise InvalidConfig(name, value, f"one of {', '.join(names) or 'no names at all'}{hint}")
 
 
 def check_options(subject: str, function: Callable[..., object], chosen: Iterable[str]) -> None:

@@ -100,29 +100,29 @@ def build(
     return Workload(name="search", seed=seed, episodes=tuple(episodes), services=(JUDGE_SERVICE,), apis=apis)
 
 
-def _units(option: str, given: int | None, mean_need: float) -> int:
-    if given is None:
+def _units(option: str, value: int | None, mean_need: float) -> int:
+    if value is None:
         return max(QUERIES[1], math.ceil(HEADROOM * mean_need))
-    options.check_integer(option, given)
-    return given
+    options.check_integer(option, value)
+    return value
 
 
-def _tokens(given: int | None) -> Rate | None:
-    if given is None:
+def _tokens(value: int | None) -> Rate | None:
+    if value is None:
         return None
-    options.check_integer("search_tokens_per_minute", given, least=SEARCH_TOKENS)
-    return Rate(given, WINDOW_S)
+    options.check_integer("search_tokens_per_minute", value, least=SEARCH_TOKENS)
+    return Rate(value, WINDOW_S)
 
 
 def _turns(rng: np.random.Generator, search: Demand, fetch: Demand) -> tuple[SimTurn, ...]:
     count = int(rng.integers(TURNS[0], TURNS[1] + 1))
     widths = rng.integers(QUERIES[0], QUERIES[1] + 1, size=count).tolist()
     searches = (rng.random(count) < SEARCH_SHARE).tolist()
-    thinks = THINK.draw(rng, count + 1).tolist()
+    thinking_s = THINK.draw(rng, count + 1).tolist()
     search_s = iter(SEARCH.draw(rng, count * QUERIES[1]).tolist())
     fetch_s = iter(FETCH.draw(rng, count * QUERIES[1]).tolist())
     turns = []
-    for width, searching, think in zip(widths, searches, thinks, strict=False):
+    for width, searching, think in zip(widths, searches, thinking_s, strict=False):
         kind, demand, seconds = ("search", search, search_s) if searching else ("fetch", fetch, fetch_s)
         steps = tuple(SimStep(kind=kind, key=kind, demand=demand, work_s=next(seconds), busy=0.0) for _ in range(width))
         turns.append(SimTurn(think_s=think, steps=steps))
@@ -133,4 +133,4 @@ def _turns(rng: np.random.Generator, search: Demand, fetch: Demand) -> tuple[Sim
         service=JUDGE_SERVICE.name,
         work_s=float(JUDGE.draw(rng, 1)[0]),
     )
-    return (*turns, SimTurn(think_s=thinks[-1], steps=(judge,)))
+    return (*turns, SimTurn(think_s=thinking_s[-1], steps=(judge,)))

@@ -76,8 +76,8 @@ class _Teacher(msgspec.Struct, frozen=True):
 def popularity(count: int) -> Floats:
     """Return the share of each of `count` models, the most popular first."""
     ranks = range(len(POPULARITY_HEAD) + 1, count + 1)
-    whole = sum(1.0 / rank for rank in ranks)
-    shares = [*POPULARITY_HEAD, *(POPULARITY_TAIL / rank / whole for rank in ranks)][:count]
+    total = sum(1.0 / rank for rank in ranks)
+    shares = [*POPULARITY_HEAD, *(POPULARITY_TAIL / rank / total for rank in ranks)][:count]
     return np.array(shares) / sum(shares)
 
 

@@ -159,8 +159,8 @@ class BwrapProgramLease(ExecLease):
     def _environment(self) -> dict[str, str]:
         sandbox = self.sandbox
         home = "/root" if sandbox.spec.user == "root" else "/home/agent"
-        given = {"PATH": DEFAULT_PATH} | BASE_ENVIRONMENT | {"HOME": home, "USER": sandbox.spec.user}
-        return with_width(self.width, given | sandbox.image.env | sandbox.spec.env | self.work.env)
+        variables = {"PATH": DEFAULT_PATH} | BASE_ENVIRONMENT | {"HOME": home, "USER": sandbox.spec.user}
+        return with_width(self.width, variables | sandbox.image.env | sandbox.spec.env | self.work.env)
 
     # ---- while it runs ----
 

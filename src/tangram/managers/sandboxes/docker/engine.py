@@ -58,7 +58,7 @@ class ExecStreams:
         self._reader = reader
         self._writer = writer
 
-    async def read(self, tell: Callable[[int, bytes], None]) -> None:
+    async def read(self, callback: Callable[[int, bytes], None]) -> None:
         """Call back with STDOUT or STDERR and a piece of output, until all processes have closed them or the engine has
         ended."""
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
@@ -67,7 +67,7 @@ class ExecStreams:
                 while size:
                     piece = await self._reader.readexactly(min(size, CHUNK_BYTES))
                     size -= len(piece)
-                    tell(stream, piece)
+                    callback(stream, piece)
 
     async def write(self, content: bytes) -> None:
         """Blocks while the program does not read."""
@@ -135,7 +135,7 @@ class DockerEngine:
             return _path_stat(response)
 
     async def events(
-        self, filters: dict[str, list[str]], listening: Callable[[], None], tell: Callable[[Json], None]
+        self, filters: dict[str, list[str]], listening: Callable[[], None], callback: Callable[[Json], None]
     ) -> None:
         """Report every event until the engine ends the stream. `listening` is called once no event can be missed."""
         query = {"filters": json.dumps(filters)}
@@ -144,7 +144,7 @@ class DockerEngine:
         ) as response:
             listening()
             async for line in response.lines(EVENT_BYTES_MAX):
-                tell(json.loads(line))
+                callback(json.loads(line))
 
     @contextlib.asynccontextmanager
     async def _request(

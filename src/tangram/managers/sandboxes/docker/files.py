@@ -326,10 +326,10 @@ def _rewrite(path: str, source: BinaryIO, target: IO[bytes], user: int) -> None:
     """Copy the members that may enter a sandbox: files, directories and links, owned by its user, without privileges.
     Blocks."""
     with (
-        tarfile.open(fileobj=source, mode="r|*") as given,
+        tarfile.open(fileobj=source, mode="r|*") as source_tar,
         tarfile.open(fileobj=target, mode="w|", format=tarfile.PAX_FORMAT) as archive,
     ):
-        for entry in given:
+        for entry in source_tar:
             require_safe_member(path, entry.name)
             if not (entry.isreg() or entry.isdir() or entry.issym() or entry.islnk()):
                 continue
@@ -337,4 +337,4 @@ def _rewrite(path: str, source: BinaryIO, target: IO[bytes], user: int) -> None:
             entry.uname = entry.gname = ""
             entry.mode &= 0o777
             entry.pax_headers = {}
-            archive.addfile(entry, given.extractfile(entry) if entry.isreg() else None)
+            archive.addfile(entry, source_tar.extractfile(entry) if entry.isreg() else None)

@@ -22,9 +22,9 @@ IMAGE_LABEL = "tangram.image"
 
 def new_owner_name() -> str:
     """Host, boot, process namespace, process, its start time, and a random suffix for each manager."""
-    me = read_process(os.getpid())
-    assert me is not None
-    return "/".join([*_host_identity(), str(me.pid), str(me.started), secrets.token_hex(4)])
+    process = read_process(os.getpid())
+    assert process is not None
+    return "/".join([*_host_identity(), str(process.pid), str(process.started), secrets.token_hex(4)])
 
 
 def _host_identity() -> tuple[str, str, str]:

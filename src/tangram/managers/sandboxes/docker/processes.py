@@ -105,7 +105,7 @@ async def _stop_from_outside(
 
 
 def find_processes(
-    group: Cgroup, known: Collection[str], wanted: Collection[str], strays_since: int | None
+    group: Cgroup, known: Collection[str], requested: Collection[str], strays_since: int | None
 ) -> list[Process]:
     """The living processes of the container that belong to one of the wanted tokens."""
     table = {pid: process for pid in group.processes() if (process := read_process(pid)) is not None}
@@ -115,7 +115,7 @@ def find_processes(
     for pid, process in table.items():
         token = token_by_pid[pid]
         stray = not token and strays_since is not None and process.started >= strays_since
-        if process.is_alive and (token in wanted or stray):
+        if process.is_alive and (token in requested or stray):
             processes.append(process)
     return processes
 

@@ -43,7 +43,7 @@ class FakeEngine:
 
     def __init__(
         self,
-        answer: TokenScript,
+        script: TokenScript,
         *,
         name: str = "fake",
         hardware: str = "default",
@@ -66,7 +66,7 @@ class FakeEngine:
         self.version = 0
         self.completed = 0
         self.aborted = 0
-        self._token_script = answer
+        self._token_script = script
         self._prefill_s_per_token = prefill_s_per_token
         self._token_s = token_s
         self._start_s = start_s
@@ -229,11 +229,11 @@ class FakeEngine:
 class _FakeRequest:
     """A request inside a FakeEngine. Each token is a timer of the loop; no task runs in between."""
 
-    def __init__(self, engine: FakeEngine, request: GenerationRequest, answer: Sequence[int]) -> None:
+    def __init__(self, engine: FakeEngine, request: GenerationRequest, tokens: Sequence[int]) -> None:
         limit = request.sampling.tokens_max
         self._engine = engine
         self._request = request
-        self._script = tuple(answer[:limit])
+        self._script = tuple(tokens[:limit])
         self._tokens: list[int] = []
         self._versions: list[int] = []
         self._prefilled = self._reused = 0
@@ -310,14 +310,14 @@ class _FakeRequest:
         )
 
 
-def text_script(codec: Codec, speak: Callable[[GenerationRequest], str]) -> TokenScript:
+def text_script(codec: Codec, write: Callable[[GenerationRequest], str]) -> TokenScript:
     """Whole texts as responses. If several engines share it, a request that returns with the same id after a death gets
     the rest of its first text."""
     started: collections.OrderedDict[str, tuple[int, tuple[int, ...]]] = collections.OrderedDict()
 
     def answer(request: GenerationRequest) -> Sequence[int]:
         if request.id not in started:
-            started[request.id] = (len(request.tokens), codec.encode_action(speak(request)))
+            started[request.id] = (len(request.tokens), codec.encode_action(write(request)))
             while len(started) > REQUESTS_MAX:
                 started.popitem(last=False)
         began, tokens = started[request.id]

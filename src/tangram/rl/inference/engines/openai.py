@@ -351,9 +351,9 @@ class OpenAIEngine:
                 if response.status != 200:
                     text = (await response.read_up_to(SHOWN_CHARACTERS)).decode(errors="replace")
                     self._raise_for_status(response.status, text, response.headers)
-                async for answer in session.response_parts(response, streams=self._adapter.streams):
+                async for part in session.response_parts(response, streams=self._adapter.streams):
                     self._last_output_at = time.monotonic()
-                    assembler.add(self._adapter.parse(answer), self._version, logprobs=self._tells_logprobs)
+                    assembler.add(self._adapter.parse(part), self._version, logprobs=self._tells_logprobs)
                 assembler.require_stop()
         except HttpSessionClosed as error:
             raise EngineDied(self.name, CLOSED, assembler.partial()) from error
@@ -404,13 +404,13 @@ class OpenAIEngine:
     # ---- control ----
 
     async def _first_model(self) -> str:
-        answer = await self._call("GET", "/v1/models", None)
+        response = await self._call("GET", "/v1/models", None)
         try:
-            name = answer["data"][0]["id"]
+            name = response["data"][0]["id"]
         except (KeyError, IndexError, TypeError):
             name = None
         if not isinstance(name, str):
-            raise ManagerError(f"{self.url}/v1/models names no model: {str(answer)[:SHOWN_CHARACTERS]}", retry=False)
+            raise ManagerError(f"{self.url}/v1/models names no model: {str(response)[:SHOWN_CHARACTERS]}", retry=False)
         return name
 
     async def _load(self, weights: PolicyWeights) -> None:
@@ -429,12 +429,12 @@ class OpenAIEngine:
 
     async def _post_all(self, calls: ControlCalls) -> None:
         for path, body in calls:
-            answer = await self._call("POST", path, body)
-            if isinstance(answer, dict) and answer.get("success") is False:
-                raise ManagerError(f"{self.url}{path} failed: {str(answer.get('message'))[:SHOWN_CHARACTERS]}")
+            response = await self._call("POST", path, body)
+            if isinstance(response, dict) and response.get("success") is False:
+                raise ManagerError(f"{self.url}{path} failed: {str(response.get('message'))[:SHOWN_CHARACTERS]}")
 
     async def _call(self, method: str, path: str, body: Any, *, seconds_max: float = CONTROL_S_MAX) -> Any:
-        answer = await self._http.request(
+        response = await self._http.request(
             method,
             self.url + path,
             timeout_s=seconds_max,
@@ -442,12 +442,12 @@ class OpenAIEngine:
             headers=self._headers,
             **({"json": body} if body is not None else {}),
         )
-        if answer.status in MISSING:
-            raise _CallMissing(f"{answer.status} to {method} {path}")
-        if not answer.ok:
-            raise ManagerError(f"{self.url}{path} answered {answer.status}: {answer.text[:SHOWN_CHARACTERS]}")
+        if response.status in MISSING:
+            raise _CallMissing(f"{response.status} to {method} {path}")
+        if not response.ok:
+            raise ManagerError(f"{self.url}{path} answered {response.status}: {response.text[:SHOWN_CHARACTERS]}")
         with contextlib.suppress(ManagerError):
-            return answer.json()
+            return response.json()
         return None  # some servers answer control calls with a word or with nothing
 
     # ---- probing ----

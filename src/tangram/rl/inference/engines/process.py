@@ -219,14 +219,14 @@ class _EngineChild(ChildProcess):
         finally:
             self._updating -= 1
 
-    def _require_accepted(self, weights: PolicyWeights, answer: AnyEngineReply) -> None:
-        if isinstance(answer, UpdateFailed):
-            raise ManagerError(f"engine {self.name} keeps its weights: version {weights.version}: {answer.reason}")
+    def _require_accepted(self, weights: PolicyWeights, reply: AnyEngineReply) -> None:
+        if isinstance(reply, UpdateFailed):
+            raise ManagerError(f"engine {self.name} keeps its weights: version {weights.version}: {reply.reason}")
 
     # ---- replies ----
 
-    def on_message(self, answer: AnyEngineReply) -> None:
-        match answer:
+    def on_message(self, reply: AnyEngineReply) -> None:
+        match reply:
             case GenerationDone(id=id, generation=generation):
                 pending = self._pending_by_id.get(id)
                 if pending is not None and not pending.future.done():
@@ -234,18 +234,18 @@ class _EngineChild(ChildProcess):
             case TokenDelta(id=id):
                 pending = self._pending_by_id.get(id)
                 if pending is not None:
-                    pending.deltas.append(answer)
+                    pending.deltas.append(reply)
             case GenerationRefused(id=id):
                 pending = self._pending_by_id.get(id)
                 if pending is not None and not pending.future.done():
-                    pending.future.set_exception(InvalidAction(answer.field, answer.value, answer.expected))
+                    pending.future.set_exception(InvalidAction(reply.field, reply.value, reply.expected))
             case (
                 EngineAcknowledged(request_id=request_id)
                 | Fetched(request_id=request_id)
                 | Updated(request_id=request_id)
                 | UpdateFailed(request_id=request_id)
             ):
-                self.resolve(request_id, answer)
+                self.resolve(request_id, reply)
             case EngineHeartbeat(statistics=statistics, steps=steps):
                 self._statistics, self._statistics_s = statistics, self._loop.time()
                 self._steps += steps

@@ -53,8 +53,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
             expected = "more than 0: a policy learns nothing from deterministic actions"
             raise InvalidConfig("sampling.temperature", 0.0, expected)
         if self.truncates_distribution and not self.keep_ids:
-            key, value, everything = ("top_k", self.top_k, 0) if self.top_k else ("top_p", self.top_p, 1)
-            expected = f"{everything} for training, or keep_ids = true beside it, to store the tokens that were left"
+            key, value, neutral = ("top_k", self.top_k, 0) if self.top_k else ("top_p", self.top_p, 1)
+            expected = f"{neutral} for training, or keep_ids = true beside it, to store the tokens that were left"
             raise InvalidConfig(f"sampling.{key}", value, expected)
 
 

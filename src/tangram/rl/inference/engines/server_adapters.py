@@ -81,14 +81,14 @@ def _completion_body(model: str, request: GenerationRequest, seed: int) -> dict[
     return body
 
 
-def _parse_completion(answer: Any) -> CompletionChunk:
-    if answer.get("error"):
-        raise ValueError(f"an error instead of a response: {str(answer['error'])[:SHOWN_CHARACTERS]}")
-    usage = answer.get("usage") or {}
+def _parse_completion(body: Any) -> CompletionChunk:
+    if body.get("error"):
+        raise ValueError(f"an error instead of a response: {str(body['error'])[:SHOWN_CHARACTERS]}")
+    usage = body.get("usage") or {}
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    if not answer["choices"]:
+    if not body["choices"]:
         return CompletionChunk((), (), None, prompt=usage.get("prompt_tokens"), cached=cached)
-    choice = answer["choices"][0]
+    choice = body["choices"][0]
     entries = choice.get("logprobs") or {}
     ids = choice.get("token_ids")
     if ids is None:
@@ -131,10 +131,10 @@ def _generate_body(model: str, request: GenerationRequest, seed: int) -> dict[st
     }
 
 
-def _parse_generate(answer: Any) -> CompletionChunk:
-    meta = answer["meta_info"]
+def _parse_generate(body: Any) -> CompletionChunk:
+    meta = body["meta_info"]
     entries = meta.get("output_token_logprobs")
-    ids = answer.get("output_ids")
+    ids = body.get("output_ids")
     if ids is None:
         if entries is None:
             raise TextOnlyResponse

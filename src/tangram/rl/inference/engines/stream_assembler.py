@@ -56,9 +56,9 @@ class StreamAssembler:
         if len(self._tokens) + len(chunk.tokens) > self._request.sampling.tokens_max:
             raise ValueError(f"more than the {self._request.sampling.tokens_max} tokens that were requested")
         if self._vocabulary is not None and any(not 0 <= token < self._vocabulary for token in chunk.tokens):
-            wrong = next(token for token in chunk.tokens if not 0 <= token < self._vocabulary)
+            bad = next(token for token in chunk.tokens if not 0 <= token < self._vocabulary)
             raise ValueError(
-                f"token {wrong}, and the vocabulary has {self._vocabulary}: policy.checkpoint has to be the folder of "
+                f"token {bad}, and the vocabulary has {self._vocabulary}: policy.checkpoint has to be the folder of "
                 "the model that it serves"
             )
         if chunk.tokens and self.finish is not None:

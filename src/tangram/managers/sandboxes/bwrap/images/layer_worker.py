@@ -71,12 +71,12 @@ class LayerWorker:
         return msgspec.convert(reply, ImageContents)
 
     async def _request(self, image: str, request: dict[str, Any], folder: Path, fds: list[int]) -> dict[str, Any]:
-        shut_in = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        root_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            request = {**request, "folder": shut_in, "user": self._uid, "memory_bytes_max": MEMORY_BYTES_MAX}
-            reply = await _run(json.dumps(request).encode(), [*fds, shut_in])
+            request = {**request, "folder": root_fd, "user": self._uid, "memory_bytes_max": MEMORY_BYTES_MAX}
+            reply = await _run(json.dumps(request).encode(), [*fds, root_fd])
         finally:
-            os.close(shut_in)
+            os.close(root_fd)
         if "ok" in reply:
             return reply["ok"]  # type: ignore[no-any-return]
         kind, reason = reply["kind"], reply["error"]
