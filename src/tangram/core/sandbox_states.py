@@ -42,7 +42,7 @@ class SandboxStates:
         return None
 
     def reserve(self, event: Reserve, run: Run) -> SandboxState:
-        """Admits a sandbox. One whose node is given, because it is already there, holds its memory at once."""
+        """Admits a sandbox. One whose node is given, because it is already there, holds its memory immediately."""
         sandbox = self.by_id[event.sandbox] = SandboxState(event.sandbox, event.memory, run, yields=event.yields)
         if event.node:
             self.assign_node(sandbox, event.node)
