@@ -875,7 +875,7 @@ ready()
                 "6.json", "7.json", "8.json",
             }  # fmt: skip
             assert "cannot be read" in k.manager.missing["3.json"]
-            assert "another one" in k.manager.missing["sandbox-5"]
+            assert "another sandbox" in k.manager.missing["sandbox-5"]
             assert k.manager.missing["sandbox-3"] == NO_RECORD
             assert [path.name for path in kept.glob("*.json")] == ["1.json"]
             assert [path.name for path in (service.directory / "boxes").iterdir()] == ["1"]

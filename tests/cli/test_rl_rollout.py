@@ -128,7 +128,7 @@ TASK = '[[tasks]]\nname = "chain"\n'
         ),
         (
             f'{TASK}[tasks.reward]\nkind = "model"\nservice = "nope"\n[resources]\nbackend = "process"\n',
-            "tasks.chain.reward.service: expected one of connect(services=...)",
+            "tasks.chain.reward.service: expected a service of connect(services=...)",
         ),
         (
             f'{TASK}[tasks.reward]\nkind = "function"\nfunction = "no_such:f"\n[resources]\nbackend = "process"\n',

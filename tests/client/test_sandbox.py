@@ -260,7 +260,7 @@ def test_files_go_up_and_down(connected: Connected, tmp_path: Path) -> None:
 
 def test_a_sandbox_that_is_too_large_is_refused_with_the_limit(connected: Connected) -> None:
     async def test(t: Client) -> None:
-        with pytest.raises(AdmissionRefused, match="asks for 67108864 MiB"):
+        with pytest.raises(AdmissionRefused, match="requests 67108864 MiB"):
             async with t.sandbox(memory="64TiB"):
                 pass
         with pytest.raises(InvalidAction, match="image"):

@@ -57,7 +57,7 @@ async def test_an_image_that_is_not_there_is_refused(harness: Harness) -> None:
 
 async def test_nothing_is_committed_under_the_name_of_the_image_of_the_machine(harness: Harness) -> None:
     box = await harness.open()
-    with pytest.raises(InvalidAction, match="image: expected another name: 'host' always stands"):
+    with pytest.raises(InvalidAction, match="image: expected another name: 'host' always means"):
         await box.commit("host")
     await box.commit("hosts")
     await harness.open(image="hosts")

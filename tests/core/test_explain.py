@@ -102,17 +102,17 @@ def test_an_action_that_fits_no_node_now_shows_its_demand(cluster: Make) -> None
     c.submit("all", FOUR)
     c.submit("a", FOUR)
     c.send(NodeChanged(node="n0", state=NodeState.DRAINING))
-    assert c.explain("a") == "a asks for 4 cores of cpu together; no node that is up has all of them"
+    assert c.explain("a") == "a requests 4 cores of cpu together; no node that is up has all of them"
     c.send(NodeChanged(node="n0", state=NodeState.DOWN))
-    assert c.explain("a") == "a asks for at least 4 cores of cpu; the largest such pool has 2 cores"
+    assert c.explain("a") == "a requests at least 4 cores of cpu; the largest such pool has 2 cores"
     c.send(NodeChanged(node="n1", state=NodeState.DOWN))
-    assert c.explain("a") == "a asks for pool kind cpu, of which there is none; kinds: none"
+    assert c.explain("a") == "a requests pool kind cpu, which does not exist; kinds: none"
 
 
 def test_an_action_that_fits_no_pool_shows_that_devices_come_in_chunks(cluster: Make) -> None:
     c = cluster(Pool(kind="gpu", node="g0", total=6))
     c.submit("a", {"gpu": fixed(5)})
-    assert c.refusal()[1] == "a asks for at least 5 devices (a chunk of 8) of gpu; the largest such pool has 6 devices"
+    assert c.refusal()[1] == "a requests at least 5 devices (a chunk of 8) of gpu; the largest such pool has 6 devices"
 
 
 def test_an_action_that_does_not_fit_the_node_of_its_sandbox_shows_it(cluster: Make) -> None:
@@ -120,11 +120,11 @@ def test_an_action_that_does_not_fit_the_node_of_its_sandbox_shows_it(cluster: M
     c.send(Reserve(sandbox="b", memory=0, node="n0"))
     c.send(PoolChanged(pool=Pool(kind="cpu", node="n0", total=2000)))
     c.submit("a", FOUR, sandbox="b")
-    assert c.explain("a") == "a asks for at least 4 cores of cpu; cpu@n0, where its sandbox is, has 2 cores"
+    assert c.explain("a") == "a requests at least 4 cores of cpu; cpu@n0, where its sandbox is, has 2 cores"
     c.send(PoolChanged(pool=Pool(kind="api", total=2)))
     c.send(PoolChanged(pool=Pool(kind="api", total=1)))
     c.submit("b", {"api": fixed(2)}, sandbox="b")
-    assert c.explain("b") == "b asks for at least 2 units of api; the largest such pool has 1 unit"
+    assert c.explain("b") == "b requests at least 2 units of api; the largest such pool has 1 unit"
 
 
 def test_an_action_whose_node_lacks_a_kind_entirely_shows_it(cluster: Make) -> None:
@@ -133,7 +133,7 @@ def test_an_action_whose_node_lacks_a_kind_entirely_shows_it(cluster: Make) -> N
     c.submit("fill", FOUR)
     c.submit("a", FOUR, sandbox="b")
     c.submit("d", {"gpu": fixed(1)}, sandbox="b")
-    assert c.explain("a") == "a asks for pool kind cpu, of which there is none on node g0; kinds: cpu, gpu, memory"
+    assert c.explain("a") == "a requests pool kind cpu, which does not exist on node g0; kinds: cpu, gpu, memory"
 
 
 def test_when_every_kind_is_free_but_not_on_one_node_the_lack_of_one_node_is_shown(cluster: Make) -> None:

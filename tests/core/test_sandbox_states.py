@@ -130,7 +130,7 @@ def test_a_call_that_waits_for_memory_is_settled_like_any_other(cluster: Make) -
     wait_for(c, "large", 2000)
     assert (c.outcome().status, c.outcome().reason) == (
         Status.LOST,
-        "sandbox for-large asks for 2000 MiB; the largest node has 1024",
+        "sandbox for-large requests 2000 MiB; the largest node has 1024",
     )
 
 
@@ -302,7 +302,7 @@ def test_a_sandbox_is_refused_with_the_limit_that_keeps_it_out(cluster: Make) ->
     c = cluster(*SMALL, sandboxes_max=2)
     c.send(box("b", 2000))
     assert c.effects == [
-        Refuse(action="b", limit="capacity", reason="sandbox b asks for 2000 MiB; the largest node has 1024")
+        Refuse(action="b", limit="capacity", reason="sandbox b requests 2000 MiB; the largest node has 1024")
     ]
     c.send(box("b", node="elsewhere"))
     assert c.refusal()[0] in ("node", "capacity")
@@ -314,7 +314,7 @@ def test_a_sandbox_is_refused_with_the_limit_that_keeps_it_out(cluster: Make) ->
     assert c.refusal() == ("sandboxes_max", "2 sandboxes are open; release some first")
     c.send(Release(sandbox="b"))
     c.send(box("full", 500, node="small"))
-    assert c.refusal() == ("memory", "sandbox full asks for 500 MiB; node small has 24 free")
+    assert c.refusal() == ("memory", "sandbox full requests 500 MiB; node small has 24 free")
 
 
 def test_a_sandbox_that_is_refused_leaves_nothing_behind(cluster: Make) -> None:
@@ -581,8 +581,8 @@ def test_a_node_that_comes_back_without_its_pools_has_none(cluster: Make) -> Non
     c.send(NodeChanged(node="large", state=NodeState.UP))
     assert c.starts() == []
     c.send(box("b", 100, node="large"))
-    assert c.refusal() == ("capacity", "sandbox b asks for 100 MiB; the largest node has 0")
-    assert c.explain("a") == "a asks for pool kind cpu, of which there is none; kinds: none"
+    assert c.refusal() == ("capacity", "sandbox b requests 100 MiB; the largest node has 0")
+    assert c.explain("a") == "a requests pool kind cpu, which does not exist; kinds: none"
     c.send(PoolChanged(pool=LARGE[0]))
     assert c.starts() == ["a"]
 
@@ -636,12 +636,12 @@ def test_an_action_that_no_pool_can_hold_any_more_waits_for_one_to_come_back_and
     c.send(NodeChanged(node="large", state=NodeState.DOWN))
     assert [outcome.action for outcome in c.outcomes()] == ["all"]
     assert c.wakes() == [70.0]
-    assert c.explain("a") == "a asks for at least 8 cores of cpu; the largest such pool has 2 cores"
+    assert c.explain("a") == "a requests at least 8 cores of cpu; the largest such pool has 2 cores"
     c.now = 70.0
     c.pass_time(0.0)
     outcome = c.outcome()
     assert (outcome.action, outcome.status, outcome.waiting_s) == ("a", Status.LOST, 70.0)
-    assert outcome.reason == "stranded: a asks for at least 8 cores of cpu; the largest such pool has 2 cores"
+    assert outcome.reason == "stranded: a requests at least 8 cores of cpu; the largest such pool has 2 cores"
 
 
 def test_a_stranded_action_starts_when_its_node_is_back_and_its_time_limit_starts_over(cluster: Make) -> None:
@@ -759,7 +759,7 @@ def test_where_no_node_could_hold_all_the_first_decides_and_the_other_is_strande
     assert c.refusal()[0] == "capacity"
     c.submit("judge", {"gpu": fixed(1)}, sandbox="b")
     assert c.start("judge").grant.node == "g0"
-    assert c.explain("a") == "a asks for pool kind cpu, of which there is none on node g0; kinds: cpu, gpu, memory"
+    assert c.explain("a") == "a requests pool kind cpu, which does not exist on node g0; kinds: cpu, gpu, memory"
     c.pass_time(60.0)
     assert c.outcome().action == "a"
 

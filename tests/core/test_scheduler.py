@@ -161,18 +161,18 @@ def test_an_id_that_is_live_is_refused_and_may_be_used_again_later(cluster: Make
 def test_an_action_that_no_pool_could_hold_is_refused_with_the_capacities(cluster: Make) -> None:
     c = cluster(*NODE, Pool(kind="gpu", node="g0", total=6), API)
     c.submit("a", {"cpu": cores(5)})
-    assert c.refusal() == ("capacity", "a asks for at least 5 cores of cpu; the largest such pool has 4 cores")
+    assert c.refusal() == ("capacity", "a requests at least 5 cores of cpu; the largest such pool has 4 cores")
     c.submit("b", {"gpu": fixed(5)})
     assert c.refusal() == (
         "capacity",
-        "b asks for at least 5 devices (a chunk of 8) of gpu; the largest such pool has 6 devices",
+        "b requests at least 5 devices (a chunk of 8) of gpu; the largest such pool has 6 devices",
     )
     c.submit("c", {"cpu": cores(1), "gpu": fixed(1)})
-    assert c.refusal()[1] == "c asks for 1 core of cpu, 1 device of gpu together; no node that is up has all of them"
+    assert c.refusal()[1] == "c requests 1 core of cpu, 1 device of gpu together; no node that is up has all of them"
     c.submit("d", {"tpu": fixed(1)})
-    assert c.refusal()[1] == "d asks for pool kind tpu, of which there is none; kinds: api, cpu, gpu"
+    assert c.refusal()[1] == "d requests pool kind tpu, which does not exist; kinds: api, cpu, gpu"
     c.submit("e", {"api": fixed(3)})
-    assert c.refusal()[1] == "e asks for at least 3 units of api; the largest such pool has 2 units"
+    assert c.refusal()[1] == "e requests at least 3 units of api; the largest such pool has 2 units"
 
 
 def test_a_sandbox_must_be_reserved_first(cluster: Make) -> None:
@@ -575,7 +575,7 @@ def test_a_plan_that_oversells_stops_with_the_story_of_the_action(cluster: Make)
     c = cluster(*NODE, policy=Planned(plan))
     with pytest.raises(InvariantError, match=r"plan oversells cpu@n0: 5000 units wanted, 4000 of 4000 free") as caught:
         c.submit("greedy", {"cpu": cores(1, 5)}, key="tests")
-    assert "Submit       exec tests of run default asks for cpu 1000 to 5000" in str(caught.value)
+    assert "Submit       exec tests of run default requests cpu 1000 to 5000" in str(caught.value)
     assert len(caught.value.story) == 1
 
 

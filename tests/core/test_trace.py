@@ -55,7 +55,7 @@ ACTION = Action(id="a", demand=Demand({"cpu": cores(1, 4), "search": fixed(1)}),
 HEADER = Header(policy="fcfs", pools=cpu_node("n0", 4), limits=Limits(attempts_max=5), note="a note")
 
 DESCRIPTIONS: list[tuple[Event | Effect, str]] = [
-    (Submit(action=ACTION), "exec tests of run r1 asks for cpu 1000 to 4000, search 1"),
+    (Submit(action=ACTION), "exec tests of run r1 requests cpu 1000 to 4000, search 1"),
     (Cancel(action="a"), "reason cancelled by the caller"),
     (Started(action="a", attempt=2), "attempt 2"),
     (StartFailed(action="a", reason="no image"), "reason no image, retry True, attempt 0"),

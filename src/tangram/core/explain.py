@@ -121,14 +121,14 @@ class Explainer:
             if not pools:
                 known = ", ".join(sorted(known for known, some in kinds.items() if some)) or "none"
                 where = f" on node {entry.node}" if entry.node else ""
-                return f"{entry.id} asks for pool kind {kind}, of which there is none{where}; kinds: {known}"
+                return f"{entry.id} requests pool kind {kind}, which does not exist{where}; kinds: {known}"
             if not any(pool.could_fit(units) for pool in pools):
                 most = max(pools, key=lambda pool: pool.total)
                 largest = f"{most.name}, where its sandbox is," if entry.node and most.node else "the largest such pool"
                 needed = f"at least {_wanted(kind, units)} of {kind}"
-                return f"{entry.id} asks for {needed}; {largest} has {amount_text(kind, most.total)}"
+                return f"{entry.id} requests {needed}; {largest} has {amount_text(kind, most.total)}"
         needed = ", ".join(f"{_wanted(kind, units)} of {kind}" for kind, units in _needs(entry))
-        return f"{entry.id} asks for {needed} together; no node that is up has all of them"
+        return f"{entry.id} requests {needed} together; no node that is up has all of them"
 
 
 def _holdings_text(entry: Entry) -> str:

@@ -38,10 +38,10 @@ RECENT_S = 60.0
 even where few actions fit into a pool; short enough that use of an hour ago does not count."""
 
 HELD_S = 10.0
-"""What a run holds now counts as if it had held it for this long. So each start counts at once when many units become
-free at the same moment. It is short against RECENT_S, so that a run gets back most of what rounding to whole actions
-takes from it. With a smaller value a run that waited a moment would be overcompensated, and runs with actions of a
-minute would swing between a whole pool and nothing."""
+"""What a run holds now counts as if it had held it for this long. So each start counts immediately when many units
+become free at the same moment. It is short against RECENT_S, so that a run gets back most of what rounding to whole
+actions takes from it. With a smaller value a run that waited a moment would be overcompensated, and runs with actions
+of a minute would swing between a whole pool and nothing."""
 
 
 class RunUsage:

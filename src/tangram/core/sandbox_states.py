@@ -35,14 +35,14 @@ class SandboxStates:
             return "node", f"node {node} is not up"
         if memory and not self._ledger.could_once_hold((), node, memory):
             most = max([pool.total for pool in pools.values()], default=0)
-            return "capacity", f"sandbox {sandbox} asks for {memory} MiB; the largest node has {most}"
+            return "capacity", f"sandbox {sandbox} requests {memory} MiB; the largest node has {most}"
         if node and memory and (node not in pools or not pools[node].fits(memory)):
             free = pools[node].free if node in pools else 0
-            return "memory", f"sandbox {sandbox} asks for {memory} MiB; node {node} has {free} free"
+            return "memory", f"sandbox {sandbox} requests {memory} MiB; node {node} has {free} free"
         return None
 
     def reserve(self, event: Reserve, run: Run) -> SandboxState:
-        """Admits a sandbox. One whose node is given, because it is already there, holds its memory at once."""
+        """Admits a sandbox. One whose node is given, because it is already there, holds its memory immediately."""
         sandbox = self.by_id[event.sandbox] = SandboxState(event.sandbox, event.memory, run, yields=event.yields)
         if event.node:
             self.assign_node(sandbox, event.node)

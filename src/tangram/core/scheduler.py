@@ -380,7 +380,7 @@ class Scheduler:
         self._live_entry(event.action, event.attempt)
 
     def _on_used(self, event: Used) -> None:
-        """Records the measured CPU use. An action that the policy reviews at all is reviewed at once."""
+        """Records the measured CPU use. An action that the policy reviews at all is reviewed immediately."""
         entry = self._live_entry(event.action, event.attempt)
         if entry is None or entry.state is not State.RUNNING:
             return

@@ -147,7 +147,7 @@ def _details(message: Event | Effect) -> str:
             f"{kind} {amounts.min}" + (f" to {amounts.max}" if amounts.max > amounts.min else "")
             for kind, amounts in action.demand.pools.items()
         )
-        return f"{action.kind} {action.key} of run {action.run} asks for {wants}".replace("  ", " ")
+        return f"{action.kind} {action.key} of run {action.run} requests {wants}".replace("  ", " ")
     if isinstance(message, Start):
         shares = ", ".join(f"{share.reserved} (limit {share.limit}) of {share.pool}" for share in message.grant.shares)
         return f"attempt {message.grant.attempt} with {shares}, width {message.grant.width}"

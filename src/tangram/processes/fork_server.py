@@ -164,8 +164,8 @@ class ForkServer:
             )
 
     async def aclose(self) -> None:
-        """Stop the server; the kernel kills its remaining children (PR_SET_PDEATHSIG). The server is killed at once if
-        this is cancelled."""
+        """Stop the server; the kernel kills its remaining children (PR_SET_PDEATHSIG). The server is killed immediately
+        if this is cancelled."""
         process, end_s = self._detach()
         if process is None or process.poll() is not None:
             return

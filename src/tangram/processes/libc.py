@@ -47,7 +47,7 @@ def check_result(step: str, result: int) -> None:
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Let the kernel send this process a signal when its parent ends. Exits at once if `parent` has ended already.
+    """Let the kernel send this process a signal when its parent ends. Exits immediately if `parent` has ended.
 
     To the kernel the parent is the *thread* that called fork: the signal comes when that thread ends, although its
     process runs on. So start such a process on a thread that lives as long as it is needed, as that of the event loop.

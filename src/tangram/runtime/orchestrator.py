@@ -322,7 +322,7 @@ class Orchestrator:
         return remove
 
     async def remove_sandbox(self, sandbox: str) -> None:
-        """Ends a sandbox at once and frees its memory, without an action or a grant."""
+        """Ends a sandbox immediately and frees its memory, without an action or a grant."""
         node = self._node_by_sandbox.get(sandbox)
         if node is not None:  # otherwise it was never made
             await self.close_on_node(sandbox, node)
@@ -428,7 +428,7 @@ class Orchestrator:
         self._settle_ticket(ticket, settled)
 
     def _settle_ticket(self, ticket: ActionTicket, settled: SettledAction) -> None:
-        """Delivers the result: at once, unless the journal must store it or a sandbox must be removed before."""
+        """Delivers the result: immediately, unless the journal must store it or a sandbox must be removed before."""
         if self._journal is not None or _ends_sandbox(ticket.work, settled):
             self._create_tracked_task(self._finish_settling(ticket, settled))
         else:

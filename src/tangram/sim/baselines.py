@@ -4,9 +4,9 @@ Each takes the same events and returns the same effects as the scheduler. Theref
 so does the orchestrator: pods can also run for real.
 
 - pods: one pod per trajectory with a CPU request and limit, admitted in order of arrival, kept until the trajectory
-  ends; inside, actions start at once and the cores of a node are shared among its pods by request;
+  ends; inside, actions start immediately and the cores of a node are shared among its pods by request;
 - static services: every model service keeps its own fixed devices, one call at a time each, in order of arrival;
-- uncontrolled: API calls are sent at once; a rejected call is retried after a pause, at most three times.
+- uncontrolled: API calls are sent immediately; a rejected call is retried after a pause, at most three times.
 
 Faults affect them as they affect the policies. A failing node loses its pods and the calls on its devices. A pod is not
 moved, because its files and processes are lost. A failed start is retried as often as under the scheduler. A pod waits
@@ -277,7 +277,7 @@ class Baseline:
             self._start(call, node, (share,), len(devices))
 
     def _cancel(self, action: str) -> None:
-        """A waiting call settles at once. A running call is stopped and settles when it has ended."""
+        """A waiting call settles immediately. A running call is stopped and settles when it has ended."""
         call = self._calls.get(action)
         if call is None or call.cancelled:
             return
@@ -333,7 +333,7 @@ class Baseline:
     # ---- faults ----
 
     def _on_start_failed(self, event: StartFailed) -> None:
-        """Retry at once in the same place: in its pod, or on the devices of its service."""
+        """Retry immediately in the same place: in its pod, or on the devices of its service."""
         call = self._calls[event.action]
         if call.cancelled:
             self._settle(call, Status.CANCELLED, CANCELLED)

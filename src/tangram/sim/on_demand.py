@@ -16,15 +16,15 @@ The model is ServerlessLLM under the best conditions. From its publication (OSDI
 
 It is better than the released system in these respects:
 
-- an idle instance is kept until its devices are needed; then the least recently used is evicted at once. The released
+- an idle instance is kept until its devices are needed; then the least recently used is evicted immediately. The
+released
   system has a fixed keep-alive: no other model gets the devices before it ends, and they are empty after it.
 - starting an engine takes no time in addition to loading (`start_s` adds some), and loads do not slow each other;
 - decisions take no time; the released router waits a second before every call of a model (`turn_s` restores that).
 
 Like static services, an instance serves one call at a time. Faults have the same effect as on the other baselines: a
-failing node loses its instances, their calls and its host copies; a failed start is retried at once; there are no time
-limits.
-"""
+failing node loses its instances, their calls and its host copies; a failed start is retried immediately; there are no
+time limits."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ class OnDemand:
             self._settle(call, Status.LOST if event.lost else Status.SUCCEEDED, event.lost, event.usage)
 
     def _cancel(self, action: str) -> None:
-        """A waiting call settles at once, and its load continues. A running call is stopped and settles when it has
+        """A waiting call settles immediately, and its load continues. A running call is stopped and settles when it has
         ended."""
         call = self._calls.get(action)
         if call is None or call.cancelled:

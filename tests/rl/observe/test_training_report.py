@@ -278,7 +278,7 @@ def test_a_failure_after_steps_is_reported_with_the_learning_curve(tmp_path: Pat
 
 def test_a_run_that_goes_on_has_no_end(tmp_path: Path) -> None:
     write_lines(tmp_path, run_lines(steps=5, cause=""), torn='{"type":"Trained","at')
-    assert "It has no end yet" in write_report(tmp_path).read_text()
+    assert "It has not ended" in write_report(tmp_path).read_text()
     over = run_lines(steps=5, cause="interrupted")
     began = RunBegan(at_s=50.0, began_at=0.0, step=5, mode="async", alpha=1, resumed_from="x")
     assert RunHistory([*over, began]).end is None

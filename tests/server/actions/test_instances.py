@@ -208,7 +208,7 @@ def test_calls_wait_while_sandboxes_of_another_run_have_all_memory(tmp_path: Pat
 def test_a_call_that_no_memory_could_hold_is_refused(tmp_path: Path) -> None:
     async def test(harness: Harness) -> None:
         refused = await harness.a.try_call(needy)
-        assert refused.kind == "refused" and "asks for 384 MiB; the largest node has 300" in refused.reason, refused
+        assert refused.kind == "refused" and "requests 384 MiB; the largest node has 300" in refused.reason, refused
 
     play(tmp_path, test, memory=300 * MIB)
 

@@ -228,7 +228,7 @@ def test_the_story_of_an_action_from_its_submission_to_its_end() -> None:
     assert (story.status, story.explanation) == ("timed_out", "timeout of 5 s passed")
     assert [line.at_s for line in story.lines] == [0.0, 0.0, 3.0, 3.0, 8.0, 8.0]
     assert texts(story) == [
-        "submitted by run r: asks for 1 to 2 cores of cpu",
+        "submitted by run r: requests 1 to 2 cores of cpu",
         "waits for cpu",
         "granted 1 core of cpu@n0",
         "started",

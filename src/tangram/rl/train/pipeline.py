@@ -69,7 +69,7 @@ async def train(
     `modules`: folders with the user's own environments, stored with the run. `on_line` gets each metrics line,
     `observer` the events of the rollout, `progress` the slow phases before the first step. A cancelled run finishes and
     saves its current step, then raises CancelledError; during a warm start, which cannot be saved, and when cancelled
-    again, it stops at once. Raises InvalidConfig, and ManagerError if the run cannot continue, after saving what it
+    again, it stops immediately. Raises InvalidConfig, and ManagerError if the run cannot continue, after saving what it
     reached."""
     require_trainable(settings)
     with open_run(folder, settings, resume=resume, modules=modules) as run, MetricsLog(folder, resume=resume) as log:
@@ -103,7 +103,7 @@ def require_trainable(settings: TrainSettings) -> None:
 
 
 async def _run_until_end(training: TrainingLoop) -> RunEnded:
-    """Lets the current step finish on the first cancellation; a second one stops at once."""
+    """Lets the current step finish on the first cancellation; a second one stops it immediately."""
     task = asyncio.create_task(training.run(), name="training")
     try:
         return await asyncio.shield(task)

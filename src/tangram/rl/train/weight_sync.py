@@ -35,7 +35,7 @@ class WeightSync:
     ) -> None:
         """`weights`: what the engines have now. `in_batches`: groups start in batches, so the engines are idle between
         two batches, and a sync waits there for a running evaluation. `aborts_stale`: samples that are too stale for the
-        next step are stopped at once (mode `async`)."""
+        next step are stopped immediately (mode `async`)."""
         self.newest = weights
         """The newest weights that the trainer has published."""
         self.engine_version = weights.version

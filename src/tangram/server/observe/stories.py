@@ -106,7 +106,7 @@ def settled_lines(record: SettledActionRecord) -> tuple[StoryLine, ...]:
 
 
 def _submitted_text(run: str, demand_text: str) -> str:
-    return f"submitted by run {run}: asks for {demand_text}"
+    return f"submitted by run {run}: requests {demand_text}"
 
 
 def _settled_text(record: SettledActionRecord) -> str:

@@ -63,7 +63,7 @@ REWARD_EXPONENTS = (0.6, 0.85)
 """Test suites parallelise like the better developer commands (lint 0.6, type checks 0.76-0.88)."""
 
 START = Mixture((LognormalPart(0.75, 0.42, 0.15), LognormalPart(0.25, 1.75, 0.62)))
-"""Most containers start from a warm image at once; a quarter wait for the disk."""
+"""Most containers start from a warm image immediately; a quarter wait for the disk."""
 
 REWARD = Mixture(
     (

@@ -203,7 +203,7 @@ def test_published_weights_are_never_sent_to_a_server(server_kind: str, tmp_path
 def test_a_server_that_has_new_weights_and_old_prefixes_counts_as_dead(tmp_path: Path) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         server.refuse_reset = True
-        with pytest.raises(EngineDied, match="took version 2"):
+        with pytest.raises(EngineDied, match="applied version 2"):
             await engine.update(checkpoint(tmp_path, 2))
 
     with_server(test, "vllm")
@@ -522,7 +522,7 @@ def test_a_server_that_fails_once_gets_the_request_again() -> None:
 def test_a_request_that_fails_each_time_is_refused_if_the_server_answers_further_requests() -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         server.status, server.unlucky = 500, openai.TRIES
-        with pytest.raises(RequestRefused, match="answers others: 500: as you like"):
+        with pytest.raises(RequestRefused, match="serves others: 500: as you like"):
             await engine.generate(a_request(tokens_max=2))
         assert (await engine.generate(a_request(tokens_max=2))).tokens
 

@@ -80,7 +80,7 @@ class ExecStreams:
             self._writer.write_eof()
 
     async def close(self) -> None:
-        """Close at once: input that the program has not read is lost."""
+        """Close immediately: input that the program has not read is lost."""
         self._writer.transport.abort()
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
