@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -155,6 +156,22 @@ def test_children_die_with_the_fork_server_and_the_next_one_starts() -> None:
         assert await meanwhile.ended() == 0
         await fork_server.aclose()
         assert await after.ended() is None
+
+    play(test)
+
+
+def test_a_server_is_reaped_even_if_closing_it_is_cancelled() -> None:
+    async def test(fork_server: ForkServer, _: Callable[[], Child]) -> None:
+        fork_server.warm()
+        pid = fork_server.pid
+        closing = asyncio.create_task(fork_server.aclose())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        del closing
+        gc.collect()  # warns of a process that nothing will reap
+        await until(lambda: not Path(f"/proc/{pid}").exists())
 
     play(test)
 

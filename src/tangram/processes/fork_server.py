@@ -14,6 +14,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 
 from tangram.core.action import NO_USAGE, Usage
@@ -181,7 +182,8 @@ class ForkServer:
             loop.remove_reader(fd)
             os.close(fd)
             process.kill()
-            process.poll()  # reaps it
+            if process.poll() is None:  # it was killed a moment ago, because this is cancelled, or it cannot end
+                threading.Thread(target=process.wait, name="tangram-reap", daemon=True).start()
 
     def _detach(self) -> tuple[subprocess.Popen[bytes] | None, float]:
         """The process of the server, which is not used any more, and how long it may take to end by itself."""

@@ -110,7 +110,7 @@ def test_calls_that_wait_together_are_called_together_across_runs() -> None:
 
 def test_what_is_called_most_is_back_before_its_next_call() -> None:
     async def test(harness: Harness) -> None:
-        for name in [*"a" * 40, "b"]:  # so often that it is worth more, however long each load happens to take
+        for name in [*"a" * 200, "b"]:  # so often that it is worth more, however long each load happens to take
             await harness.call(name)
         await until(lambda: [place.service for place in harness.manager.statistics().residents] == ["a"])
         assert harness.manager.statistics().loads == 3
